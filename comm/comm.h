@@ -1,0 +1,103 @@
+/* comm.h: collectives between the ranks of one node, on shared memory.
+ *
+ * A dc_comm is a group of processes of one node that agreed on `address`. Its shared segment (anonymous memfd of fixed, sealed
+ * size, handed out by group rank 0 over an abstract Unix socket with SCM_RIGHTS after checking the peer's uid) holds one
+ * header and, per rank, `slots` staging slots of `slot_bytes`. Nothing has a name in the file system; all of it goes with the last process.
+ *
+ * One protocol carries everything, the exchange: every call is a sequence of steps; step k of a rank lives in its slot
+ * k % slots. A rank fills its slot, posts step k, waits until all posted step k, reads the peers' slots, marks step k done.
+ * A slot is filled again for step k + slots only after every rank marked step k done. Each post carries a fingerprint of the
+ * call (op, dtype, count, root, reduce op, tag); peers compare before they read a byte.
+ *
+ * Waits spin for a while (DEEPC_SPIN_US), then sleep on a futex, and look after the peers (pidfd) at least every 20 ms: a dead rank gives
+ * DC_E_PEER_DIED naming rank, pid and call; the time-out gives DC_E_TIMEOUT and tells where every rank is. After any error
+ * but DC_E_INVALID/DTYPE/SHAPE of the local arguments the communicator is broken: the error is shown to all ranks, and every further call returns it at once.
+ *
+ * Threads: one call at a time per dc_comm (a second thread gets DC_E_STATE); different dc_comms are independent. Fork: a child must not use the parent's
+ * dc_comm (DC_E_STATE); staging is not inherited (MADV_DONTFORK). */
+#ifndef DEEPC_COMM_H
+#define DEEPC_COMM_H
+
+#include "../ops/ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DC_COMM_MAX_RANKS 256
+
+typedef struct dc_comm dc_comm;
+typedef struct dc_segment dc_segment;
+
+typedef struct dc_comm_config {
+  int32_t rank, size;         /* in the group; 1 <= size <= DC_COMM_MAX_RANKS */
+  const char *address;        /* the group's unique abstract socket name, the same on all ranks, <= 90 bytes (make it
+                                 unguessable: 16 random bytes in hex; rank 0's socket exists only while ranks join) */
+  const char *label;          /* for messages: "default_pg", "dp"; copied */
+  const int32_t *global_rank; /* [size] names of the ranks in messages; NULL: 0..size-1 */
+  int64_t timeout_ms;         /* of open and of every wait; > 0 */
+  int64_t slot_bytes;         /* multiple of 4096; > 0 */
+  int32_t slots;              /* >= 2 */
+  int32_t flags;              /* 0 */
+} dc_comm_config;
+
+/* Joins the group. Collective. *out is owned: dc_comm_close. */
+DC_API int dc_comm_open(const dc_comm_config *config, dc_comm **out);
+/* Leaves. Not collective; after a normal close peers that still wait see DC_E_PEER_DIED with "left the group". NULL is fine. */
+DC_API int dc_comm_close(dc_comm *c);
+/* Marks the communicator broken on every rank, from any thread: all waits return DC_E_ABORTED naming this rank and `reason`. */
+DC_API int dc_comm_abort(dc_comm *c, const char *reason);
+DC_API int dc_comm_rank(const dc_comm *c);
+DC_API int dc_comm_size(const dc_comm *c);
+/* Sets the text that names the caller in messages (e.g. "train.py:31"), until the next call. Copied, cut at 63 bytes. */
+DC_API int dc_comm_set_caller(dc_comm *c, const char *where);
+/* "" or the text of the error that broke the communicator. */
+DC_API const char *dc_comm_error(const dc_comm *c);
+
+/* A shared segment of `bytes` (rounded up to 2 MiB) mapped by every rank of c: zeroed, faulted in, on huge pages where possible
+ * (touch one byte per 2 MiB, then MADV_COLLAPSE in rank 0, then MADV_POPULATE_WRITE in all). Collective; all ranks pass the same size
+ * (else DC_E_MISMATCH). Before allocating, what is available is checked (DC_E_NOMEM on all ranks). The segment outlives c. *base is this rank's address. */
+DC_API int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base);
+/* Unmaps locally; the memory goes when the last rank did. */
+DC_API int dc_segment_free(dc_segment *s);
+/* What huge pages were got, of how many bytes. */
+DC_API int dc_segment_info(const dc_segment *s, int64_t *bytes, int64_t *huge_bytes);
+
+/* ---- collectives (blocking). Shapes and dtypes agree on all ranks, or all ranks get DC_E_MISMATCH. Floating sums are done in fp32 (fp64
+ * for DC_F64) in rank order with one rounding at the end, so results have equal bits on every rank and in every run, whatever the chunking.
+ * `in` may equal `out` where their sizes agree. `tag` is part of the fingerprint (0 if none). ------------------------------- */
+DC_API int dc_barrier(dc_comm *c, int64_t tag);
+/* out[count] = reduction over ranks of in[count]. */
+DC_API int dc_all_reduce(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int op, int64_t tag);
+/* out[count] = slice `rank` of the reduction of in[size * count]. */
+DC_API int dc_reduce_scatter(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int op, int64_t tag);
+/* out[size * count] = in[count] of every rank in rank order. `in` may be out + rank * count (in place: that part is not copied). */
+DC_API int dc_all_gather(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int64_t tag);
+/* buf[count] of root to all. */
+DC_API int dc_broadcast(dc_comm *c, void *buf, int64_t count, int dtype, int root, int64_t tag);
+/* out block j = block `rank` of rank j's in; blocks of `count`. in != out. */
+DC_API int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int64_t tag);
+
+/* ---- the exchange itself, for callers that fill and read slots in place ---------------------------------------------- */
+enum dc_call_op { DC_CALL_BARRIER = 1, DC_CALL_ALL_REDUCE, DC_CALL_REDUCE_SCATTER, DC_CALL_ALL_GATHER, DC_CALL_BROADCAST, DC_CALL_ALL_TO_ALL, DC_CALL_SEGMENT, DC_CALL_BUCKET, DC_CALL_USER };
+typedef struct dc_call { int32_t op, dtype, red_op, root; int64_t count, tag; } dc_call;
+/* Step numbers start at 0 and rise by one per begin. *slot is this rank's staging for *step, writable until post. Blocks
+ * until every rank marked step - slots done. At most `slots` steps may be open (begun, not done). */
+DC_API int dc_exchange_begin(dc_comm *c, int64_t *step, void **slot);
+/* 1 in *ready if begin would not block. */
+DC_API int dc_exchange_can_begin(dc_comm *c, int *ready);
+/* Publishes the oldest begun and unposted step with its fingerprint. */
+DC_API int dc_exchange_post(dc_comm *c, const dc_call *call);
+/* Waits until all ranks posted `step`, then compares fingerprints. */
+DC_API int dc_exchange_wait(dc_comm *c, int64_t step);
+/* 1 in *ready if wait would not block (errors, a dead peer or a mismatch included: they are returned). */
+DC_API int dc_exchange_test(dc_comm *c, int64_t step, int *ready);
+/* The slot of `rank` for `step`; valid between wait and done. */
+DC_API const void *dc_exchange_peer(const dc_comm *c, int rank, int64_t step);
+/* This rank has read all it needs of `step`. Steps are marked in order. */
+DC_API int dc_exchange_done(dc_comm *c, int64_t step);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

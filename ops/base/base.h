@@ -1,0 +1,129 @@
+/* base.h: status, errors, data types, memory, threads, counters. The bottom layer of libdeepc.so: includes nothing of ours.
+ *
+ * Conventions of the whole C core:
+ *  - A function that can fail returns int: DC_OK (0) or a negative DC_E_* value (status.def). Outputs are written only on
+ *    DC_OK. The text of the last failure of this thread, with its place, is dc_last_error().
+ *  - Sizes are int64_t counts of elements unless the name says _bytes. Pointers are borrowed unless "owned" is said.
+ *  - No function calls abort, exit or assert on input or I/O.
+ *  - dc_ is public, dc__ is shared between files of the core only. */
+#ifndef DEEPC_BASE_H
+#define DEEPC_BASE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DC_API __attribute__((visibility("default")))
+#define DC_VERSION_MAJOR 0
+#define DC_VERSION_MINOR 1
+#define DC_VERSION_PATCH 0
+#define DC_VERSION_STRING "0.1.0"
+
+enum dc_status {
+#define DC_STATUS(name, value, text) DC_##name = value,
+#include "status.def"
+#undef DC_STATUS
+};
+
+/* "0.1.0"; static storage. */
+DC_API const char *dc_version(void);
+/* "E_NOMEM" for DC_E_NOMEM; "E_UNKNOWN" for a value that is not a status. Static storage. */
+DC_API const char *dc_status_name(int status);
+DC_API const char *dc_status_text(int status);
+/* Row i of status.def, for bindings: returns 0 and fills name/value, or DC_E_INVALID past the end. */
+DC_API int dc_status_at(int i, const char **name, int *value);
+
+/* Text of this thread's last failure: "what (file.c:123, dc_function)". Never NULL; valid until the thread's next failure. */
+DC_API const char *dc_last_error(void);
+/* Records the failure and returns `status`, so that `return DC_FAIL(DC_E_SHAPE, "...", ...)` reads as one thing. */
+DC_API int dc_fail(int status, const char *file, int line, const char *func, const char *fmt, ...)
+    __attribute__((format(printf, 5, 6)));
+#define DC_FAIL(status, ...) dc_fail((status), __FILE__, __LINE__, __func__, __VA_ARGS__)
+#define DC_TRY(expr)                                                                                                   \
+  do {                                                                                                                 \
+    int dc_try_rc_ = (expr);                                                                                           \
+    if (dc_try_rc_ != DC_OK) return dc_try_rc_;                                                                        \
+  } while (0)
+
+/* ---- data types -------------------------------------------------------------------------------------------------- */
+enum dc_dtype {
+  DC_F32 = 0, /* IEEE 754 binary32 */
+  DC_BF16 = 1, /* bfloat16: the upper half of a binary32, round to nearest even */
+  DC_F16 = 2, /* IEEE 754 binary16 */
+  DC_F64 = 3,
+  DC_I8 = 4,
+  DC_U8 = 5, /* also bool */
+  DC_I16 = 6,
+  DC_I32 = 7,
+  DC_I64 = 8,
+  DC_DTYPE_COUNT = 9
+};
+/* Bytes of one element, or 0 for a value that is not a dtype. */
+DC_API size_t dc_dtype_size(int dtype);
+/* "fp32", "bf16", ...; "?" for a value that is not a dtype. */
+DC_API const char *dc_dtype_name(int dtype);
+
+/* ---- instruction sets -------------------------------------------------------------------------------------------- */
+enum dc_isa { DC_ISA_SCALAR = 0, DC_ISA_AVX2 = 1, DC_ISA_AVX512 = 2, DC_ISA_AVX512_BF16 = 3, DC_ISA_COUNT = 4 };
+/* "scalar", "avx2", "avx512", "avx512_bf16". */
+DC_API const char *dc_isa_name(int isa);
+/* 1 if this processor and this binary can run `isa`. */
+DC_API int dc_isa_available(int isa);
+/* The instruction set in use: DEEPC_ISA if set, else the best available. *isa is written on DC_OK. DC_E_ENV if DEEPC_ISA is
+ * not a name or names a set that this processor lacks. */
+DC_API int dc_isa_current(int *isa);
+/* Forces one set for the whole process (tests). DC_E_UNSUPPORTED if the processor lacks it. Not thread safe. */
+DC_API int dc_isa_force(int isa);
+
+/* ---- threads ----------------------------------------------------------------------------------------------------- */
+typedef void (*dc_range_fn)(int64_t begin, int64_t end, void *ctx);
+typedef void (*dc_parallel_hook)(int64_t begin, int64_t end, int64_t grain, dc_range_fn fn, void *ctx);
+/* Calls fn on disjoint sub-ranges of [0, n) that cover it, on up to dc_num_threads() threads (the caller is one of them);
+ * cut points are multiples of `grain`. Returns when all are done. Runs inline when n <= grain or one thread is set. Which
+ * thread runs what never changes a result: callers write results by index. */
+DC_API void dc_parallel_for(int64_t n, int64_t grain, dc_range_fn fn, void *ctx);
+/* Hands parallel_for to a framework's pool, so that a process has one pool, not two. NULL restores our own (pthreads). */
+DC_API void dc_set_parallel_hook(dc_parallel_hook hook, int (*num_threads)(void));
+/* n >= 1. Affects our own pool only. */
+DC_API int dc_set_num_threads(int n);
+DC_API int dc_num_threads(void);
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+#define DC_HUGE_PAGE ((size_t)2 << 20)
+/* Private anonymous memory, zeroed, faulted in, on huge pages where the kernel gives them. Rounded up to 2 MiB above 1 MiB.
+ * `color` (0..15) staggers the start address within a huge page: arrays that are walked together get different colors,
+ * because arrays congruent modulo 2 MiB evict each other (3x slower, measured). *ptr is 64-byte aligned. Owned by the caller: dc_mem_free(ptr). DC_E_NOMEM names the size and
+ * what is available; the limit of the cgroup path and MemAvailable are read first, because the kernel kills instead of
+ * failing. bytes == 0 gives a valid pointer. */
+DC_API int dc_mem_alloc(size_t bytes, int color, void **ptr);
+DC_API int dc_mem_free(void *ptr);
+/* Bytes that can still be allocated: min over cgroup (v1 and v2, whole path) of limit - usage, and MemAvailable. */
+DC_API int dc_mem_available(int64_t *bytes);
+/* How many of [ptr, ptr + bytes) lie on huge pages now (from /proc/self/smaps). */
+DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
+
+/* ---- checksums --------------------------------------------------------------------------------------------------- */
+/* CRC-32C (Castagnoli, RFC 3720), continued from `crc` (0 to begin). */
+DC_API uint32_t dc_crc32c(uint32_t crc, const void *data, size_t bytes);
+
+/* ---- counters and variables -------------------------------------------------------------------------------------- */
+enum dc_counter {
+#define DC_COUNTER(name, help) DC_COUNTER_##name,
+#include "counters.def"
+#undef DC_COUNTER
+  DC_COUNTER_COUNT
+};
+DC_API int64_t dc_counter_get(int counter);
+DC_API void dc_counter_reset(void);
+DC_API const char *dc_counter_name(int counter); /* NULL past the end */
+void dc__count(int counter, int64_t n);
+/* Row i of env.def; DC_E_INVALID past the end. */
+DC_API int dc_env_at(int i, const char **name, const char **value_or_default, const char **help);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

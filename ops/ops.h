@@ -1,0 +1,105 @@
+/* ops.h: the contract of every kernel. One row of ops.def per kernel; a scalar reference in ops/ref, bodies per instruction
+ * set in ops/cpu (one source, compiled per set), launchers for CUDA in ops/cuda.
+ *
+ * All pointers are to contiguous arrays, aligned to their element; n is in elements. Every function here validates its
+ * arguments (DC_E_INVALID, DC_E_DTYPE), counts its call (counters.def), splits the range over dc_parallel_for, and runs the body of the
+ * current instruction set. n == 0 is valid and does nothing.
+ *
+ * Numerics. All arithmetic is IEEE 754 with round to nearest even, denormals kept. Bodies of different instruction sets give equal bits: the
+ * same operations in the same order with the same fused multiply-adds (the reference uses fmaf where the bodies use FMA), and
+ * reductions over fixed blocks of DC_BLOCK elements with a fixed lane structure, combined in index order. Results never
+ * depend on the number of threads or on where a vector tail falls. Narrowing to bf16/fp16 rounds to nearest even; NaN stays NaN (quiet). */
+#ifndef DEEPC_OPS_H
+#define DEEPC_OPS_H
+
+#include "base/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Elements of one reduction block. Shard edges are multiples of it, so norms do not depend on the partition. */
+#define DC_BLOCK 4096
+
+/* Floating dtypes below are DC_F32, DC_BF16, DC_F16 unless said otherwise. */
+
+/* dst[i] = round_to(ddt, scale * float(src[i])); with scale == 1 exactly a cast. src and dst may be equal if the dtypes have
+ * the same size, and must not overlap otherwise. */
+DC_API int dc_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n);
+
+/* x[i] = round_to(dt, a * float(x[i])). */
+DC_API int dc_scale(void *x, int dt, float a, int64_t n);
+
+/* y[i] = fmaf(a, float(x[i]), y[i]); y fp32, x any floating dtype. */
+DC_API int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n);
+
+/* Squares in fp64: partial[k] = sum of (double)x[i]^2 over block k = [k*DC_BLOCK, min(n, (k+1)*DC_BLOCK)); partial has
+ * dc_sqnorm_blocks(n) elements. The square of an fp32 is exact in fp64. Within a block: 16 accumulators, element i goes to
+ * accumulator i % 16, combined as a fixed binary tree ((0+8),(1+9).. then +4, +2, +1). A non-finite input makes its partial non-finite, and only that can:
+ * so the finite check is isfinite(partial). */
+DC_API int dc_sqnorm(const void *x, int dt, int64_t n, double *partial);
+static inline int64_t dc_sqnorm_blocks(int64_t n) { return (n + DC_BLOCK - 1) / DC_BLOCK; }
+/* Sum of partials in index order (fp64, one accumulator). */
+DC_API double dc_sum_partials(const double *partial, int64_t blocks);
+/* Index of the first non-finite element, or -1. dt: fp32, bf16, fp16. *index written on DC_OK. */
+DC_API int dc_find_nonfinite(const void *x, int dt, int64_t n, int64_t *index);
+
+/* memcpy for large arrays (streaming stores above a few MiB). No overlap. Any alignment. */
+DC_API int dc_copy(void *dst, const void *src, int64_t bytes);
+
+/* Elementwise reduction of nsrc >= 1 arrays in the order of src[]: for floating dtypes in fp32 (fp64 for DC_F64), one
+ * rounding to dt at the end; for integers in their own type with wrap-around. dst may equal one of src[] exactly. `op`: below; DC_RED_AVG multiplies the sum by
+ * 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). Any dtype of base.h. */
+enum dc_reduce_op { DC_RED_SUM = 0, DC_RED_AVG = 1, DC_RED_MIN = 2, DC_RED_MAX = 3, DC_RED_PROD = 4, DC_RED_BAND = 5, DC_RED_BOR = 6, DC_RED_BXOR = 7 };
+DC_API int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n);
+
+/* Gradient reduction, one pass: s = sum over src[] in order (fp32); acc[i] = assign ? s : acc[i] + s. If partial != NULL it
+ * gets the squared-norm partials of the final acc (as dc_sqnorm), while the block is still in cache. src dtype: fp32, bf16, fp16. acc may equal none of src. */
+DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial);
+
+/* Adam and AdamW, one pass over memory (Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101), with the order of operations of
+ * torch.optim.AdamW:
+ *   g = grad_scale * float(grad);  if L2 (not decoupled): g = fma(wd, p, g)
+ *   if decoupled: p = p * (1 - lr*wd)
+ *   m = fma(1-b1, g - m, m);  v = fma(1-b2, g*g, b2*v);  if amsgrad: vmax = max(vmax, v), used below in place of v
+ *   p = p - step_size * (m / (sqrt(v) * inv_sqrt_bc2 + eps)),  step_size = lr / (1 - b1^step), inv_sqrt_bc2 = 1/sqrt(1 - b2^step)
+ * the last as fma(-step_size, m/denom, p), denom as fma(sqrt(v), inv_sqrt_bc2, eps). Scalars are computed in fp64, then rounded to fp32 once.
+ * lowp, if not NULL, gets round_to(lowp_dtype, p). */
+enum { DC_ADAMW_DECOUPLED = 1 };
+typedef struct dc_adamw_args {
+  void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
+  const void *grad;   /* [n] grad_dtype */
+  void *exp_avg;      /* [n] state_dtype */
+  void *exp_avg_sq;   /* [n] state_dtype */
+  void *max_exp_avg_sq; /* [n] state_dtype, or NULL (no amsgrad) */
+  void *lowp;         /* [n] lowp_dtype, or NULL */
+  int64_t n;
+  int64_t step;       /* the number of this step, from 1 */
+  double lr, beta1, beta2, eps, weight_decay;
+  double grad_scale;  /* factor on the gradient: unscaling, averaging and clipping in one; negative maximises */
+  int32_t param_dtype, grad_dtype, state_dtype, lowp_dtype; /* fp32, bf16, fp16 each */
+  int32_t flags;      /* DC_ADAMW_DECOUPLED: AdamW; 0: Adam with L2 */
+  int32_t reserved;
+} dc_adamw_args;
+/* Steps `count` tensors as one job (threads share the total number of elements). All tensors are validated before the first
+ * write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, NULL pointer with n > 0. */
+DC_API int dc_adamw(const dc_adamw_args *tensors, int64_t count);
+
+/* ---- for files of the core: the table ----------------------------------------------------------------------------- */
+/* fp32 scalars of one tensor's step, made once in dispatch.c so that every body uses the same bits. */
+typedef struct dc__adamw_coef {
+  float grad_scale, one_minus_b1, b2, one_minus_b2, decay, step_size_neg, inv_sqrt_bc2, eps, l2;
+} dc__adamw_coef;
+
+typedef struct dc__ops {
+#define DC_OP(name, params) void (*name) params;
+#include "ops.def"
+#undef DC_OP
+} dc__ops;
+/* The table in use (never NULL after a successful dc_isa_current). */
+const dc__ops *dc__ops_get(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
