@@ -8,7 +8,9 @@
  * Numerics. All arithmetic is IEEE 754 with round to nearest even, denormals kept. Bodies of different instruction sets give equal bits: the
  * same operations in the same order with the same fused multiply-adds (the reference uses fmaf where the bodies use FMA), and
  * reductions over fixed blocks of DC_BLOCK elements with a fixed lane structure, combined in index order. Results never
- * depend on the number of threads or on where a vector tail falls. Narrowing to bf16/fp16 rounds to nearest even; NaN stays NaN (quiet). */
+ * depend on the number of threads or on where a vector tail falls. Narrowing to bf16/fp16 rounds to nearest even. A NaN result is stored
+ * as the canonical one (0x7fc00000, bf16 0x7fc0, fp16 0x7e00, fp64 0x7ff8000000000000), because hardware picks payload and sign by
+ * operand order. Ranges run with round to nearest and denormals on, whatever the thread's MXCSR says (x86-64); it is put back after. */
 #ifndef DEEPC_OPS_H
 #define DEEPC_OPS_H
 
@@ -49,7 +51,8 @@ DC_API int dc_copy(void *dst, const void *src, int64_t bytes);
 
 /* Elementwise reduction of nsrc >= 1 arrays in the order of src[]: for floating dtypes in fp32 (fp64 for DC_F64), one
  * rounding to dt at the end; for integers in their own type with wrap-around. dst may equal one of src[] exactly. `op`: below; DC_RED_AVG multiplies the sum by
- * 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). Any dtype of base.h. */
+ * 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). MIN and
+ * MAX give NaN if an input is. nsrc <= 1024. Any dtype of base.h. */
 enum dc_reduce_op { DC_RED_SUM = 0, DC_RED_AVG = 1, DC_RED_MIN = 2, DC_RED_MAX = 3, DC_RED_PROD = 4, DC_RED_BAND = 5, DC_RED_BOR = 6, DC_RED_BXOR = 7 };
 DC_API int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n);
 
@@ -64,7 +67,7 @@ DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, i
  *   m = fma(1-b1, g - m, m);  v = fma(1-b2, g*g, b2*v);  if amsgrad: vmax = max(vmax, v), used below in place of v
  *   p = p - step_size * (m / (sqrt(v) * inv_sqrt_bc2 + eps)),  step_size = lr / (1 - b1^step), inv_sqrt_bc2 = 1/sqrt(1 - b2^step)
  * the last as fma(-step_size, m/denom, p), denom as fma(sqrt(v), inv_sqrt_bc2, eps). Scalars are computed in fp64, then rounded to fp32 once.
- * lowp, if not NULL, gets round_to(lowp_dtype, p). */
+ * lowp, if not NULL, gets round_to(lowp_dtype, p). Between load and store every value is fp32, so bf16/fp16 states are rounded once, at their store. */
 enum { DC_ADAMW_DECOUPLED = 1 };
 typedef struct dc_adamw_args {
   void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
@@ -82,7 +85,8 @@ typedef struct dc_adamw_args {
   int32_t reserved;
 } dc_adamw_args;
 /* Steps `count` tensors as one job (threads share the total number of elements). All tensors are validated before the first
- * write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, NULL pointer with n > 0. */
+ * write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, weight_decay or
+ * grad_scale not finite, unknown flags, NULL or misaligned pointer with n > 0. */
 DC_API int dc_adamw(const dc_adamw_args *tensors, int64_t count);
 
 /* ---- for files of the core: the table ----------------------------------------------------------------------------- */

@@ -24,7 +24,8 @@ typedef struct dc_zero_layout {
   const int64_t *numel;  /* [nparams] */
 } dc_zero_layout;
 
-/* numel[i] >= 0. world >= 1. bucket_elems >= 1 is a wish: rounded up to a multiple of world * DC_BLOCK, and not beyond total. *out is owned: dc_zero_layout_free. */
+/* numel[i] >= 0. world >= 1. bucket_elems >= 1 is a wish: rounded up to a multiple of world * DC_BLOCK, and not beyond total (one unit of
+ * that if total is 0; then nbuckets is 0). *out is owned: dc_zero_layout_free. */
 DC_API int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems, dc_zero_layout **out);
 DC_API void dc_zero_layout_free(dc_zero_layout *layout);
 
@@ -37,7 +38,7 @@ DC_API int dc_zero_locate(const dc_zero_layout *l, int64_t flat, int64_t *rank, 
 
 /* One run of consecutive elements of one parameter inside one rank's shard. */
 typedef struct dc_zero_segment { int64_t param, param_begin, flat_begin, shard_begin, len; } dc_zero_segment;
-/* All segments of rank r, in shard order (which is also flat order). With segments == NULL only *count. Adjacent slices of one parameter are not merged across buckets unless they are contiguous in both spaces. */
+/* All segments of rank r, in shard order (which is also flat order). With segments == NULL only *count; a capacity below it is DC_E_INVALID. Adjacent slices of one parameter are not merged across buckets unless they are contiguous in both spaces. */
 DC_API int dc_zero_segments(const dc_zero_layout *l, int64_t r, dc_zero_segment *segments, int64_t capacity, int64_t *count);
 
 /* Which ranges of bucket b belong to which parameter: pieces in flat order (padding in none). */
@@ -46,14 +47,23 @@ DC_API int dc_zero_pieces(const dc_zero_layout *l, int64_t b, dc_zero_piece *pie
 
 /* Prefetch order (streamed mode): `use` is the recorded sequence of units (a unit may occur more than once); unit u has
  * elems[u]. While unit use[i] computes, later units may be in flight as long as the elements in flight stay <= prefetch_elems,
- * and gathered elements stay <= max_live_elems (a unit that is needed now is always gathered). A unit is kept after its use if its next use is
- * within max_reuse_elems elements of other units, else released. Writes the action list. */
+ * and gathered elements stay <= max_live_elems (a unit that is needed now is always gathered; kept units make room for it, the one
+ * whose next use is farthest first). A unit is kept after its use if its next use is within max_reuse_elems elements of other units
+ * (counted per use), else released; a unit above max_live_elems is never kept. GATHER begins a gather, USE waits for it and
+ * computes: GATHERs of later units stand right before the USE that hides them.
+ * Writes the action list (3 * nuse actions at most; with actions == NULL only *count); all units are released at its end. */
 enum dc_zero_action_kind { DC_ZERO_GATHER = 1, DC_ZERO_USE = 2, DC_ZERO_RELEASE = 3 };
 typedef struct dc_zero_action { int32_t kind; int32_t reserved; int64_t unit; } dc_zero_action;
 DC_API int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int64_t nunits, int64_t prefetch_elems,
                             int64_t max_live_elems, int64_t max_reuse_elems, dc_zero_action *actions, int64_t capacity, int64_t *count);
 
-/* Bytes of model states. Private is per rank, shared is once per node. Staging: slots of all ranks (shared). */
+/* Bytes of model states. Private is per rank, shared is once per node. Staging: slots of all ranks (shared).
+ *   n = stage 0 ? total : shard
+ *   params: stage 0-2 private (total + frozen) * param_size; stage 3 resident: the same, shared; stage 3 streamed: private
+ *           (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
+ *   grads:  n * 4 (the fp32 accumulator); master: n * 4 if set; states: n * nstates * state_size
+ *   staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
+ *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
 typedef struct dc_zero_bytes_in {
   int64_t total, shard, frozen; /* elements: flat space, one shard, parameters without gradient (padded) */
   int64_t world, ranks_per_node, slots, bucket_elems;

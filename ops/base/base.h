@@ -99,9 +99,12 @@ DC_API int dc_num_threads(void);
  * what is available; the limit of the cgroup path and MemAvailable are read first, because the kernel kills instead of
  * failing. bytes == 0 gives a valid pointer. */
 DC_API int dc_mem_alloc(size_t bytes, int color, void **ptr);
+/* NULL is allowed. DC_E_INVALID for a pointer that is not from dc_mem_alloc, and for a second free. */
 DC_API int dc_mem_free(void *ptr);
 /* Bytes that can still be allocated: min over cgroup (v1 and v2, whole path) of limit - usage, and MemAvailable. */
 DC_API int dc_mem_available(int64_t *bytes);
+/* The same, read from another mount of procfs than /proc (a test's, a host's seen from a container). */
+DC_API int dc_mem_available_in(const char *proc, int64_t *bytes);
 /* How many of [ptr, ptr + bytes) lie on huge pages now (from /proc/self/smaps). */
 DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
 

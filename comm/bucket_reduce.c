@@ -1,0 +1,623 @@
+/* bucket_reduce.c: the gradient reducer of bucket.h. Owns the state of a pass; borrows the communicator, the layout, the
+ * accumulator and, until it lists them as released, the gradients. Assumes that nobody else makes steps on its dc_comm
+ * between the first add of a pass and the end of finish.
+ *
+ * Buckets move in index order through three counters, reduced <= posted <= begun: [reduced, posted) wait for the peers,
+ * [posted, begun) are being filled (later ones may be complete before earlier ones), from begun on nothing has a slot yet.
+ * begun - reduced <= slots is the window. Every call first writes what the window takes, then makes progress without blocking.
+ *
+ * Why nothing deadlocks. A rank blocks in two places only: (W) in a wait for step s, having posted s itself, and (B) in a
+ * begin of step t with an empty window, having done every step before t itself; B waits for "done" of step t - slots. It never
+ * blocks while a step that it has begun lacks gradients, except in finish, which fills everything with zeros first, so that
+ * there the two cases are the only ones left as well. Suppose that ranks are blocked for ever and take a blocked rank A.
+ *   W(s): some rank C has not posted s. If C is blocked, then in W(s') of a step that it has posted, so s' < s, or in
+ *         B(t) with t <= s (it has not begun s, or it would have posted it: its window is empty), which waits for step t - slots < s.
+ *   B(t): some rank C has not done u = t - slots. If C is blocked, then in W(s') with s' <= u, or in B(t') with t' <= u.
+ * Give W(s) the rank 2s and B(t) the rank 2(t - slots) + 1, the step that it waits for: along the chain it falls strictly (from B(t) to
+ * W(u): 2u < 2u + 1; from W(s) to B(t): 2(t - slots) + 1 < 2s), so the chain ends at a rank that is not blocked here. That rank is
+ * computing and, by contract, goes on to add or finish, which post or mark done whatever they can. So blocked ranks are
+ * freed, whatever the orders of the ranks' gradients, as long as a rank's backward does not itself wait for a peer that is blocked here:
+ * with equal orders it can't (what A posted before it came to the same place, the peer has posted too); with different ones the
+ * time-out of the communicator tells where every rank is. A dead or failed rank breaks the communicator, which ends every wait. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bucket.h"
+#include "comm_impl.h"
+
+/* A gather's chunk: what one rank wrote should still be in the caches when the others read it. */
+#define GATHER_CHUNK ((int64_t)1 << 20)
+/* Below this a copy is one memcpy, not a job for the threads. */
+#define SMALL_COPY ((int64_t)64 << 10)
+
+typedef enum bucket_state { BUCKET_IDLE, BUCKET_OPEN, BUCKET_POSTED, BUCKET_REDUCED } bucket_state;
+typedef struct bucket {
+  bucket_state state;
+  int64_t begin, end;   /* of the flat space */
+  int64_t first, params; /* first parameter that touches it, how many with elements do */
+  int64_t missing;      /* of those: not written yet */
+  int64_t step;
+  char *slot;
+} bucket;
+
+typedef enum param_state { PARAM_NONE, PARAM_GIVEN, PARAM_ABSENT, PARAM_WRITTEN } param_state;
+typedef struct param {
+  const char *grad;
+  int64_t left; /* elements not written yet */
+  int32_t dtype;
+  param_state state;
+} param;
+
+typedef enum pass_state { PASS_CLOSED, PASS_OPEN, PASS_FAILED } pass_state;
+
+struct dc_reducer {
+  dc_reducer_config k;
+  int64_t elem; /* bytes of the wire dtype */
+  int32_t slots;
+  _Atomic uint32_t busy;
+  pass_state state;
+  int assign, norm;
+  int64_t begun, posted, reduced;
+  int64_t pending_bytes; /* gradients that we still hold */
+  int64_t free_head, free_tail; /* of freed[] */
+  int64_t *freed;        /* [nparams] released parameters, in the order of their release */
+  bucket *bucket;        /* [nbuckets] */
+  param *param;          /* [nparams] */
+  uint8_t *fused;        /* alone: [total / DC_BLOCK] 1: its partial was computed with the accumulation */
+  int error;
+  char text[DC__TEXT];
+};
+
+/* ---- state ---------------------------------------------------------------------------------------------------------- */
+static const char *const state_name[] = {"idle", "open", "posted", "reduced"};
+
+static int move(dc_reducer *r, bucket *b, bucket_state from, bucket_state to) {
+  if (b->state != from)
+    return DC_FAIL(DC_E_STATE, "bucket %lld is %s, but must be %s to become %s", (long long)(b - r->bucket),
+                   state_name[b->state], state_name[from], state_name[to]);
+  b->state = to;
+  return DC_OK;
+}
+
+static int enter(dc_reducer *r) {
+  if (!r) return DC_FAIL(DC_E_INVALID, "the reducer is NULL");
+  if (atomic_exchange_explicit(&r->busy, 1, memory_order_acquire))
+    return DC_FAIL(DC_E_STATE, "the reducer is in use by another thread; one call at a time");
+  return DC_OK;
+}
+
+static int leave(dc_reducer *r, int rc) {
+  atomic_store_explicit(&r->busy, 0, memory_order_release);
+  return rc;
+}
+
+static int failed(const dc_reducer *r) { return DC_FAIL(r->error, "the reducer failed before: %s", r->text); }
+
+static void release(dc_reducer *r, int64_t p) {
+  param *x = &r->param[p];
+  r->pending_bytes -= r->k.layout->numel[p] * (int64_t)dc_dtype_size(x->dtype);
+  x->grad = NULL;
+  x->state = PARAM_WRITTEN; /* or given up, in a pass that failed */
+  r->freed[r->free_tail++] = p;
+}
+
+/* Ends everything with this error: gradients go back to their owners, and the peers are told, so that none waits for us. */
+static int fail(dc_reducer *r, int rc) {
+  snprintf(r->text, sizeof r->text, "%s", dc_last_error());
+  r->error = rc;
+  r->state = PASS_FAILED;
+  for (int64_t p = 0; p < r->k.layout->nparams; p++)
+    if (r->param[p].state == PARAM_GIVEN) release(r, p);
+  if (r->k.comm && !dc_comm_error(r->k.comm)[0]) dc_comm_abort(r->k.comm, r->text);
+  return DC_FAIL(rc, "%s", r->text);
+}
+
+/* ---- writing ---------------------------------------------------------------------------------------------------------- */
+static int copy_in(void *to, const void *from, int64_t bytes) {
+  if (bytes >= SMALL_COPY) return dc_copy(to, from, bytes);
+  memcpy(to, from, (size_t)bytes);
+  return DC_OK;
+}
+
+static int write_slot(dc_reducer *r, bucket *b, const param *x, int64_t from, int64_t at, int64_t n) {
+  char *to = b->slot + (at - b->begin) * r->elem;
+  if (x->state == PARAM_ABSENT) {
+    memset(to, 0, (size_t)(n * r->elem));
+    return DC_OK;
+  }
+  const char *grad = x->grad + from * (int64_t)dc_dtype_size(x->dtype);
+  dc__count(DC_COUNTER_bucket_bytes_in, n * r->elem);
+  if (x->dtype == r->k.dtype && r->k.pre_scale == 1.0f) return copy_in(to, grad, n * r->elem);
+  return dc_cast(to, r->k.dtype, grad, x->dtype, r->k.pre_scale, n);
+}
+
+/* Alone: acc[at, at + n) from the gradient. Blocks that lie inside get their partial on the way, the others when the bucket
+ * is complete. */
+static int write_acc(dc_reducer *r, const param *x, int64_t from, int64_t at, int64_t n) {
+  float *acc = r->k.acc + at;
+  if (x->state == PARAM_ABSENT) {
+    if (r->assign) memset(acc, 0, (size_t)n * sizeof *acc);
+    return DC_OK;
+  }
+  int64_t size = (int64_t)dc_dtype_size(x->dtype);
+  const char *grad = x->grad + from * size;
+  if (r->k.pre_scale != 1.0f)
+    return r->assign ? dc_cast(acc, DC_F32, grad, x->dtype, r->k.pre_scale, n)
+                     : dc_axpy(acc, r->k.pre_scale, grad, x->dtype, n);
+  int64_t head = (DC_BLOCK - at % DC_BLOCK) % DC_BLOCK;
+  int64_t blocks = n > head ? (n - head) / DC_BLOCK : 0;
+  if (!r->norm || blocks == 0) {
+    const void *all = grad;
+    return dc_reduce_acc(acc, &all, 1, x->dtype, n, r->assign, NULL);
+  }
+  int64_t cut[4] = {0, head, head + blocks * DC_BLOCK, n}, block = (at + head) / DC_BLOCK;
+  for (int i = 0; i < 3; i++) {
+    const void *part = grad + cut[i] * size;
+    double *partial = i == 1 ? r->k.partial + block : NULL;
+    DC_TRY(dc_reduce_acc(acc + cut[i], &part, 1, x->dtype, cut[i + 1] - cut[i], r->assign, partial));
+  }
+  memset(r->fused + block, 1, (size_t)blocks);
+  return DC_OK;
+}
+
+/* Writes the part of parameter p that lies in bucket b. */
+static int put(dc_reducer *r, bucket *b, int64_t p) {
+  const dc_zero_layout *l = r->k.layout;
+  param *x = &r->param[p];
+  int64_t offset = l->offset[p], end = offset + l->numel[p];
+  int64_t at = offset > b->begin ? offset : b->begin, n = (end < b->end ? end : b->end) - at;
+  DC_TRY(r->k.comm ? write_slot(r, b, x, at - offset, at, n) : write_acc(r, x, at - offset, at, n));
+  b->missing--;
+  x->left -= n;
+  if (x->left > 0) return DC_OK;
+  if (x->state == PARAM_GIVEN) release(r, p);
+  x->state = PARAM_WRITTEN;
+  return DC_OK;
+}
+
+static void zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
+  if (n <= 0) return;
+  if (r->k.comm)
+    memset(b->slot + (at - b->begin) * r->elem, 0, (size_t)(n * r->elem));
+  else if (r->assign)
+    memset(r->k.acc + at, 0, (size_t)n * sizeof *r->k.acc);
+}
+
+/* What is in no parameter is zero and counts as zero in the norm. */
+static void zero_padding(dc_reducer *r, bucket *b) {
+  const dc_zero_layout *l = r->k.layout;
+  int64_t at = b->begin;
+  for (int64_t p = b->first; p < l->nparams && l->offset[p] < b->end; p++) {
+    zero_range(r, b, at, l->offset[p] - at);
+    if (l->offset[p] + l->numel[p] > at) at = l->offset[p] + l->numel[p];
+  }
+  zero_range(r, b, at, b->end - at);
+}
+
+/* ---- buckets ---------------------------------------------------------------------------------------------------------- */
+/* Gives bucket b its slot (blocks if begin does), and writes what is already there for it. */
+static int open_bucket(dc_reducer *r, int64_t index) {
+  const dc_zero_layout *l = r->k.layout;
+  bucket *b = &r->bucket[index];
+  DC_TRY(move(r, b, BUCKET_IDLE, BUCKET_OPEN));
+  if (r->k.comm) {
+    void *slot;
+    DC_TRY(dc_exchange_begin(r->k.comm, &b->step, &slot));
+    b->slot = slot;
+  }
+  b->missing = b->params;
+  zero_padding(r, b);
+  for (int64_t p = b->first; p < l->nparams && l->offset[p] < b->end; p++) {
+    param_state s = r->param[p].state;
+    if (l->numel[p] > 0 && (s == PARAM_GIVEN || s == PARAM_ABSENT)) DC_TRY(put(r, b, p));
+  }
+  return DC_OK;
+}
+
+static int open_next(dc_reducer *r) {
+  DC_TRY(open_bucket(r, r->begun));
+  r->begun++;
+  return DC_OK;
+}
+
+static int post_next(dc_reducer *r) {
+  bucket *b = &r->bucket[r->posted];
+  const dc_call call = {.op = DC_CALL_BUCKET, .dtype = r->k.dtype, .count = b->end - b->begin, .tag = r->posted};
+  DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
+  DC_TRY(dc_exchange_post(r->k.comm, &call));
+  r->posted++;
+  return DC_OK;
+}
+
+/* Reduces our part of the oldest bucket, which all ranks have posted, and gives its slot back. */
+static int reduce_next(dc_reducer *r) {
+  const dc_zero_layout *l = r->k.layout;
+  bucket *b = &r->bucket[r->reduced];
+  int64_t begin = b->begin, end = b->end, at = b->begin;
+  if (!r->k.own_all) DC_TRY(dc_zero_slice(l, r->reduced, r->k.rank, &begin, &end, &at));
+  const void *src[DC_COMM_MAX_RANKS];
+  for (int64_t k = 0; k < l->world; k++)
+    src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
+  double *partial = r->norm ? r->k.partial + at / DC_BLOCK : NULL;
+  DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
+  DC_TRY(move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
+  DC_TRY(dc_exchange_done(r->k.comm, b->step));
+  DC_TRY(move(r, b, BUCKET_REDUCED, BUCKET_IDLE));
+  dc__count(DC_COUNTER_buckets_reduced, 1);
+  dc__count(DC_COUNTER_bucket_bytes_reduced, (end - begin) * r->elem * l->world);
+  r->reduced++;
+  return DC_OK;
+}
+
+/* Does everything that can be done without waiting for a peer. */
+static int progress(dc_reducer *r) {
+  for (int moved = 1; moved;) {
+    int ready = 1;
+    moved = 0;
+    while (r->posted < r->begun && r->bucket[r->posted].missing == 0) DC_TRY(post_next(r));
+    while (r->reduced < r->posted && ready) {
+      DC_TRY(dc_exchange_test(r->k.comm, r->bucket[r->reduced].step, &ready));
+      if (ready) DC_TRY(reduce_next(r));
+    }
+    for (ready = 1; ready && r->begun < r->k.layout->nbuckets && r->begun - r->reduced < r->slots;) {
+      DC_TRY(dc_exchange_can_begin(r->k.comm, &ready));
+      if (!ready) break;
+      DC_TRY(open_next(r));
+      moved = 1;
+    }
+  }
+  return DC_OK;
+}
+
+/* Waits for the peers in one of the two ways of the file head, then goes on; *possible is 0 if the oldest bucket still
+ * lacks gradients of this rank. */
+static int wait_once(dc_reducer *r, int *possible) {
+  *possible = 1;
+  if (r->reduced < r->posted) {
+    DC_TRY(dc_exchange_wait(r->k.comm, r->bucket[r->reduced].step));
+    DC_TRY(reduce_next(r));
+  } else if (r->reduced == r->begun && r->begun < r->k.layout->nbuckets) {
+    DC_TRY(open_next(r));
+  } else {
+    *possible = 0;
+    return DC_OK;
+  }
+  return progress(r);
+}
+
+/* ---- alone: no peers, no slots ---------------------------------------------------------------------------------------- */
+static int close_alone(dc_reducer *r, bucket *b) {
+  DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
+  int64_t last = b->end / DC_BLOCK;
+  for (int64_t k = b->begin / DC_BLOCK, run; r->norm && k < last; k += run) {
+    for (run = 0; k + run < last && !r->fused[k + run];) run++;
+    if (run) DC_TRY(dc_sqnorm(r->k.acc + k * DC_BLOCK, DC_F32, run * DC_BLOCK, r->k.partial + k));
+    while (k + run < last && r->fused[k + run]) run++;
+  }
+  DC_TRY(move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
+  dc__count(DC_COUNTER_buckets_reduced, 1);
+  r->reduced++;
+  return DC_OK;
+}
+
+/* ---- a pass ----------------------------------------------------------------------------------------------------------- */
+static int begin_pass(dc_reducer *r, int assign, int norm) {
+  const dc_zero_layout *l = r->k.layout;
+  if (r->state == PASS_FAILED) return failed(r);
+  if (r->state == PASS_OPEN) return DC_FAIL(DC_E_STATE, "a pass is open; call dc_reducer_finish before the next one");
+  if (norm && !r->k.partial && l->total > 0)
+    return DC_FAIL(DC_E_INVALID, "norm is asked for, but the reducer was created with partial == NULL");
+  for (int64_t p = 0; p < l->nparams; p++) r->param[p] = (param){.left = l->numel[p]};
+  for (int64_t b = 0; b < l->nbuckets; b++) r->bucket[b].state = BUCKET_IDLE;
+  if (r->fused) memset(r->fused, 0, (size_t)(l->total / DC_BLOCK));
+  r->assign = assign != 0;
+  r->norm = norm != 0;
+  r->begun = r->posted = r->reduced = r->pending_bytes = r->free_head = r->free_tail = 0;
+  r->state = PASS_OPEN;
+  return DC_OK;
+}
+
+/* Alone there is a place for everything: a bucket opens when its first gradient comes and closes with its last. */
+static int put_alone(dc_reducer *r, int64_t index, int64_t p) {
+  bucket *b = &r->bucket[index];
+  if (b->state == BUCKET_IDLE)
+    DC_TRY(open_bucket(r, index)); /* writes p as well: it is the only one that waits */
+  else
+    DC_TRY(put(r, b, p));
+  return b->missing == 0 ? close_alone(r, b) : DC_OK;
+}
+
+/* Writes parameter p, which has just come, into the open buckets. None of its buckets is posted: p was missing there. */
+static int put_everywhere(dc_reducer *r, int64_t p) {
+  const dc_zero_layout *l = r->k.layout;
+  int64_t first = l->offset[p] / l->bucket_elems, last = (l->offset[p] + l->numel[p] - 1) / l->bucket_elems;
+  if (r->k.comm && last >= r->begun) last = r->begun - 1;
+  for (int64_t i = first; i <= last; i++)
+    DC_TRY(r->k.comm ? put(r, &r->bucket[i], p) : put_alone(r, i, p));
+  return DC_OK;
+}
+
+static int help(dc_reducer *r) {
+  DC_TRY(progress(r));
+  for (int possible = 1; possible && r->pending_bytes > r->k.pending_limit_bytes;) DC_TRY(wait_once(r, &possible));
+  return DC_OK;
+}
+
+static int check_gradient(const dc_reducer *r, int64_t p, const void *grad, int dtype) {
+  const dc_zero_layout *l = r->k.layout;
+  if (p < 0 || p >= l->nparams)
+    return DC_FAIL(DC_E_INVALID, "parameter %lld is outside of [0, %lld)", (long long)p, (long long)l->nparams);
+  if (dtype != DC_F32 && dtype != DC_BF16 && dtype != DC_F16)
+    return DC_FAIL(DC_E_DTYPE, "the gradient of parameter %lld has dtype %d (%s); expected fp32, bf16 or fp16", (long long)p,
+                   dtype, dc_dtype_name(dtype));
+  if (l->numel[p] > 0 && !grad) return DC_FAIL(DC_E_INVALID, "the gradient of parameter %lld is NULL", (long long)p);
+  if ((uintptr_t)grad % dc_dtype_size(dtype))
+    return DC_FAIL(DC_E_INVALID, "the gradient of parameter %lld at %p is not aligned to its element of %d bytes",
+                   (long long)p, grad, (int)dc_dtype_size(dtype));
+  if (r->state == PASS_OPEN && r->param[p].state != PARAM_NONE)
+    return DC_FAIL(DC_E_STATE, "parameter %lld was added twice in one pass; add the sum of its gradients once",
+                   (long long)p);
+  return DC_OK;
+}
+
+static int add_gradient(dc_reducer *r, int64_t p, const void *grad, int dtype) {
+  int64_t numel = r->k.layout->numel[p];
+  param *x = &r->param[p];
+  x->grad = grad;
+  x->dtype = dtype;
+  x->state = PARAM_GIVEN;
+  r->pending_bytes += numel * (int64_t)dc_dtype_size(dtype);
+  if (numel == 0)
+    release(r, p);
+  else
+    DC_TRY(put_everywhere(r, p));
+  return r->k.comm ? help(r) : DC_OK;
+}
+
+/* Zeros for what has not come, now where there is a place and later as buckets open. */
+static int give_zeros(dc_reducer *r) {
+  for (int64_t p = 0; p < r->k.layout->nparams; p++) {
+    if (r->param[p].state != PARAM_NONE) continue;
+    r->param[p].state = r->k.layout->numel[p] > 0 ? PARAM_ABSENT : PARAM_WRITTEN;
+    if (r->k.layout->numel[p] > 0) DC_TRY(put_everywhere(r, p));
+  }
+  return DC_OK;
+}
+
+static int finish_pass(dc_reducer *r) {
+  int64_t nbuckets = r->k.layout->nbuckets;
+  DC_TRY(give_zeros(r));
+  if (r->k.comm) DC_TRY(progress(r));
+  for (int possible = 1; r->k.comm && possible && r->reduced < nbuckets;) DC_TRY(wait_once(r, &possible));
+  if (r->reduced != nbuckets)
+    return DC_FAIL(DC_E_STATE, "only %lld of %lld buckets were reduced at the end of a pass", (long long)r->reduced,
+                   (long long)nbuckets);
+  return DC_OK;
+}
+
+/* ---- gather ------------------------------------------------------------------------------------------------------------ */
+typedef struct gathering {
+  dc_reducer *r;
+  char *flat;
+  int64_t elem, chunk, chunks; /* bytes of an element, elements of a chunk of the shards, how many of them */
+  int dtype;
+} gathering;
+
+/* Copies elements of chunk k of `rank`'s shard between the flat space and a slot, where they lie one after the other. */
+static int move_chunk(const gathering *g, int64_t k, int64_t rank, char *slot, int into_slot) {
+  const dc_zero_layout *l = g->r->k.layout;
+  int64_t at = k * g->chunk, end = at + g->chunk < l->shard_elems ? at + g->chunk : l->shard_elems;
+  while (at < end) {
+    int64_t begin, stop, shard_begin;
+    DC_TRY(dc_zero_slice(l, at / (l->bucket_elems / l->world), rank, &begin, &stop, &shard_begin));
+    int64_t skip = at - shard_begin, n = stop - begin - skip;
+    if (n > end - at) n = end - at;
+    char *flat = g->flat + (begin + skip) * g->elem;
+    DC_TRY(into_slot ? copy_in(slot, flat, n * g->elem) : copy_in(flat, slot, n * g->elem));
+    slot += n * g->elem;
+    at += n;
+  }
+  return DC_OK;
+}
+
+static int send_chunk(const gathering *g, int64_t k) {
+  const dc_zero_layout *l = g->r->k.layout;
+  int64_t step, left = l->shard_elems - k * g->chunk;
+  void *slot;
+  const dc_call call = {.op = DC_CALL_ALL_GATHER, .dtype = g->dtype, .count = left < g->chunk ? left : g->chunk, .tag = k};
+  DC_TRY(dc_exchange_begin(g->r->k.comm, &step, &slot));
+  DC_TRY(move_chunk(g, k, g->r->k.rank, slot, 1));
+  return dc_exchange_post(g->r->k.comm, &call);
+}
+
+static int receive_chunk(const gathering *g, int64_t k, int64_t step) {
+  const dc_reducer *r = g->r;
+  int64_t world = r->k.layout->world, left = r->k.layout->shard_elems - k * g->chunk;
+  DC_TRY(dc_exchange_wait(r->k.comm, step));
+  for (int64_t i = 1; i < world; i++) {
+    int64_t peer = (r->k.rank + i) % world; /* every rank starts elsewhere */
+    DC_TRY(move_chunk(g, k, peer, (char *)(uintptr_t)dc_exchange_peer(r->k.comm, (int)peer, step), 0));
+    dc__count(DC_COUNTER_gather_bytes, (left < g->chunk ? left : g->chunk) * g->elem);
+  }
+  return dc_exchange_done(r->k.comm, step);
+}
+
+/* Chunks are sent as far ahead as slots are free; the one to be received next is always out. Steps in flight are consecutive,
+ * so the step of chunk k is the first one plus k. */
+static int gather_chunks(const gathering *g) {
+  dc_comm *c = g->r->k.comm;
+  int64_t sent = 0, first = c->begun;
+  for (int64_t k = 0; k < g->chunks; k++) {
+    for (; sent < g->chunks; sent++) {
+      int ready = 1;
+      if (sent > k) DC_TRY(dc_exchange_can_begin(c, &ready));
+      if (!ready) break;
+      DC_TRY(send_chunk(g, sent));
+    }
+    DC_TRY(receive_chunk(g, k, first + k));
+  }
+  return DC_OK;
+}
+
+static int gather(dc_reducer *r, void *flat, int dtype) {
+  const dc_zero_layout *l = r->k.layout;
+  gathering g = {.r = r, .flat = flat, .elem = (int64_t)dc_dtype_size(dtype), .dtype = dtype};
+  int64_t room = r->k.comm->slot_bytes < GATHER_CHUNK ? r->k.comm->slot_bytes : GATHER_CHUNK;
+  g.chunk = room / g.elem;
+  g.chunks = l->shard_elems / g.chunk + (l->shard_elems % g.chunk != 0);
+  return gather_chunks(&g);
+}
+
+/* ---- create, free ------------------------------------------------------------------------------------------------------ */
+static int check_comm(const dc_reducer_config *k) {
+  const dc_zero_layout *l = k->layout;
+  if (!k->comm)
+    return l->world == 1 ? DC_OK
+                         : DC_FAIL(DC_E_INVALID, "comm is NULL, but the layout has a world of %lld", (long long)l->world);
+  if (l->world == 1) return DC_FAIL(DC_E_INVALID, "comm must be NULL for a layout with a world of 1");
+  if (dc_comm_size(k->comm) != l->world || dc_comm_rank(k->comm) != k->rank)
+    return DC_FAIL(DC_E_INVALID, "the reducer is rank %d of %lld, but its communicator is rank %d of %d", k->rank,
+                   (long long)l->world, dc_comm_rank(k->comm), dc_comm_size(k->comm));
+  int64_t elem = (int64_t)dc_dtype_size(k->dtype);
+  if (l->bucket_elems > k->comm->slot_bytes / elem)
+    return DC_FAIL(DC_E_INVALID, "a bucket of %lld %s elements does not fit a slot of %lld bytes; open the communicator with "
+                   "larger slots or make the layout with smaller buckets", (long long)l->bucket_elems,
+                   dc_dtype_name(k->dtype), (long long)k->comm->slot_bytes);
+  return DC_OK;
+}
+
+static int check_config(const dc_reducer_config *k) {
+  if (!k->layout) return DC_FAIL(DC_E_INVALID, "layout is NULL");
+  const dc_zero_layout *l = k->layout;
+  if (k->dtype != DC_F32 && k->dtype != DC_BF16 && k->dtype != DC_F16)
+    return DC_FAIL(DC_E_DTYPE, "gradients can't travel as dtype %d (%s); expected fp32, bf16 or fp16", k->dtype,
+                   dc_dtype_name(k->dtype));
+  if (k->rank < 0 || k->rank >= l->world)
+    return DC_FAIL(DC_E_INVALID, "rank %d is outside of [0, %lld)", k->rank, (long long)l->world);
+  if (k->own_all != 0 && k->own_all != 1) return DC_FAIL(DC_E_INVALID, "own_all is %d; expected 0 or 1", k->own_all);
+  if (!isfinite(k->pre_scale)) return DC_FAIL(DC_E_INVALID, "pre_scale is %g; it must be finite", (double)k->pre_scale);
+  if (k->pending_limit_bytes < 0)
+    return DC_FAIL(DC_E_INVALID, "pending_limit_bytes is %lld; it must be >= 0", (long long)k->pending_limit_bytes);
+  if (!k->acc && l->total > 0) return DC_FAIL(DC_E_INVALID, "acc is NULL");
+  return check_comm(k);
+}
+
+static int index_buckets(dc_reducer *r) {
+  const dc_zero_layout *l = r->k.layout;
+  for (int64_t i = 0, p = 0; i < l->nbuckets; i++) {
+    bucket *b = &r->bucket[i];
+    DC_TRY(dc_zero_bucket(l, i, &b->begin, &b->end));
+    DC_TRY(dc_zero_pieces(l, i, NULL, 0, &b->params));
+    while (p < l->nparams && l->offset[p] + l->numel[p] <= b->begin) p++; /* ends rise: see dc_zero_layout */
+    b->first = p;
+  }
+  return DC_OK;
+}
+
+static void destroy(dc_reducer *r) {
+  free(r->fused);
+  free(r->freed);
+  free(r->param);
+  free(r->bucket);
+  free(r);
+}
+
+int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out) {
+  if (!config || !out) return DC_FAIL(DC_E_INVALID, "config or out is NULL");
+  DC_TRY(check_config(config));
+  const dc_zero_layout *l = config->layout;
+  dc_reducer *r = calloc(1, sizeof *r);
+  if (!r) return DC_FAIL(DC_E_NOMEM, "no memory for a reducer");
+  r->k = *config;
+  r->elem = (int64_t)dc_dtype_size(config->dtype);
+  r->slots = config->comm ? config->comm->slots : 0;
+  r->bucket = calloc((size_t)l->nbuckets + 1, sizeof *r->bucket); /* + 1: never a request for 0 bytes */
+  r->param = calloc((size_t)l->nparams + 1, sizeof *r->param);
+  r->freed = calloc((size_t)l->nparams + 1, sizeof *r->freed);
+  if (!config->comm) r->fused = calloc((size_t)(l->total / DC_BLOCK) + 1, 1);
+  int rc = DC_OK;
+  if (!r->bucket || !r->param || !r->freed || (!config->comm && !r->fused))
+    rc = DC_FAIL(DC_E_NOMEM, "no memory for a reducer of %lld parameters in %lld buckets", (long long)l->nparams,
+                 (long long)l->nbuckets);
+  if (rc == DC_OK) rc = index_buckets(r);
+  if (rc != DC_OK) {
+    destroy(r);
+    return rc;
+  }
+  *out = r;
+  return DC_OK;
+}
+
+int dc_reducer_free(dc_reducer *r) {
+  if (!r) return DC_OK;
+  DC_TRY(enter(r));
+  /* Steps that are begun can't be taken back: without this the peers would wait for us until the time-out. */
+  if (r->state == PASS_OPEN && r->k.comm && r->begun > r->reduced)
+    dc_comm_abort(r->k.comm, "its gradient reducer was freed inside a pass");
+  destroy(r);
+  return DC_OK;
+}
+
+/* ---- the public functions ---------------------------------------------------------------------------------------------- */
+int dc_reducer_begin(dc_reducer *r, int assign, int norm) {
+  DC_TRY(enter(r));
+  return leave(r, begin_pass(r, assign, norm));
+}
+
+static int add_checked(dc_reducer *r, int64_t param, const void *grad, int dtype) {
+  if (r->state == PASS_FAILED) return failed(r);
+  DC_TRY(check_gradient(r, param, grad, dtype));
+  if (r->state == PASS_CLOSED) DC_TRY(begin_pass(r, 1, r->k.partial != NULL));
+  int rc = add_gradient(r, param, grad, dtype);
+  return rc == DC_OK ? rc : fail(r, rc);
+}
+
+int dc_reducer_add(dc_reducer *r, int64_t param, const void *grad, int dtype) {
+  DC_TRY(enter(r));
+  return leave(r, add_checked(r, param, grad, dtype));
+}
+
+int dc_reducer_released(dc_reducer *r, int64_t *params, int64_t capacity, int64_t *count) {
+  if (!count || capacity < 0 || (capacity > 0 && !params))
+    return DC_FAIL(DC_E_INVALID, "count or params is NULL, or capacity %lld < 0", (long long)capacity);
+  DC_TRY(enter(r));
+  int64_t n = r->free_tail - r->free_head;
+  if (n > capacity) n = capacity;
+  if (n > 0) memcpy(params, r->freed + r->free_head, (size_t)n * sizeof *params);
+  r->free_head += n;
+  *count = n;
+  return leave(r, DC_OK);
+}
+
+static int finish_checked(dc_reducer *r) {
+  if (r->state == PASS_FAILED) return failed(r);
+  if (r->state == PASS_CLOSED) return DC_FAIL(DC_E_STATE, "no pass is open; call dc_reducer_begin first");
+  int rc = finish_pass(r);
+  if (rc != DC_OK) return fail(r, rc);
+  r->state = PASS_CLOSED;
+  return DC_OK;
+}
+
+int dc_reducer_finish(dc_reducer *r) {
+  DC_TRY(enter(r));
+  return leave(r, finish_checked(r));
+}
+
+int dc_reducer_in_pass(const dc_reducer *r) { return r && r->state == PASS_OPEN; }
+
+static int gather_checked(dc_reducer *r, void *flat, int dtype) {
+  if (r->state == PASS_FAILED) return failed(r);
+  if (r->state == PASS_OPEN) return DC_FAIL(DC_E_STATE, "a pass is open; call dc_reducer_finish before gather");
+  if (dc_dtype_size(dtype) == 0) return DC_FAIL(DC_E_DTYPE, "%d is not a dtype", dtype);
+  if (r->k.layout->total > 0 && !flat) return DC_FAIL(DC_E_INVALID, "flat is NULL");
+  if (!r->k.comm) return DC_OK;
+  int rc = gather(r, flat, dtype);
+  return rc == DC_OK ? rc : fail(r, rc);
+}
+
+int dc_reducer_gather(dc_reducer *r, void *flat, int dtype) {
+  DC_TRY(enter(r));
+  return leave(r, gather_checked(r, flat, dtype));
+}

@@ -1,0 +1,133 @@
+/* base.c: statuses, the last error of a thread, data types, counters, environment rows.
+ *
+ * Owns the thread-local error text and the process-wide counters. Assumes nothing; everything else in the core may call it. */
+#include "base.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *dc_version(void) { return DC_VERSION_STRING; }
+
+/* ---- statuses ---------------------------------------------------------------------------------------------------- */
+static const struct {
+  const char *name;
+  int value;
+  const char *text;
+} statuses[] = {
+#define DC_STATUS(name, value, text) {#name, value, text},
+#include "status.def"
+#undef DC_STATUS
+};
+enum { STATUS_COUNT = sizeof statuses / sizeof statuses[0] };
+
+static int status_row(int status) {
+  for (int i = 0; i < STATUS_COUNT; i++)
+    if (statuses[i].value == status) return i;
+  return -1;
+}
+
+const char *dc_status_name(int status) {
+  int i = status_row(status);
+  return i < 0 ? "E_UNKNOWN" : statuses[i].name;
+}
+
+const char *dc_status_text(int status) {
+  int i = status_row(status);
+  return i < 0 ? "not a status of libdeepc" : statuses[i].text;
+}
+
+int dc_status_at(int i, const char **name, int *value) {
+  if (!name || !value) return DC_FAIL(DC_E_INVALID, "dc_status_at needs both outputs; got a NULL pointer");
+  if (i < 0 || i >= STATUS_COUNT) return DC_FAIL(DC_E_INVALID, "status row %d is not in [0, %d)", i, (int)STATUS_COUNT);
+  *name = statuses[i].name;
+  *value = statuses[i].value;
+  return DC_OK;
+}
+
+/* ---- the last error ---------------------------------------------------------------------------------------------- */
+static _Thread_local char last_error[1024];
+
+const char *dc_last_error(void) { return last_error; }
+
+static const char *base_name(const char *path) {
+  const char *slash = strrchr(path, '/');
+  return slash ? slash + 1 : path;
+}
+
+int dc_fail(int status, const char *file, int line, const char *func, const char *fmt, ...) {
+  int saved_errno = errno;
+  /* Not straight into last_error: an argument may be the previous dc_last_error(). The place must survive a long text, so
+   * the text is what gets cut. */
+  char what[sizeof last_error], place[192];
+  va_list args;
+  va_start(args, fmt);
+  if (vsnprintf(what, sizeof what, fmt, args) < 0) snprintf(what, sizeof what, "%s", dc_status_text(status));
+  va_end(args);
+  int place_len = snprintf(place, sizeof place, " (%s:%d, %s)", base_name(file), line, func);
+  if (place_len >= (int)sizeof place) place_len = (int)sizeof place - 1;
+  if (place_len < 0) place_len = 0, place[0] = 0;
+  int room = (int)sizeof last_error - 1 - place_len;
+  snprintf(last_error, sizeof last_error, "%.*s%s", room, what, place);
+  errno = saved_errno;
+  return status;
+}
+
+/* ---- data types -------------------------------------------------------------------------------------------------- */
+static const struct {
+  size_t size;
+  const char *name;
+} dtypes[DC_DTYPE_COUNT] = {
+    [DC_F32] = {4, "fp32"}, [DC_BF16] = {2, "bf16"}, [DC_F16] = {2, "fp16"}, [DC_F64] = {8, "fp64"}, [DC_I8] = {1, "int8"},
+    [DC_U8] = {1, "uint8"}, [DC_I16] = {2, "int16"}, [DC_I32] = {4, "int32"}, [DC_I64] = {8, "int64"},
+};
+
+size_t dc_dtype_size(int dtype) { return dtype < 0 || dtype >= DC_DTYPE_COUNT ? 0 : dtypes[dtype].size; }
+const char *dc_dtype_name(int dtype) { return dtype < 0 || dtype >= DC_DTYPE_COUNT ? "?" : dtypes[dtype].name; }
+
+/* ---- counters ---------------------------------------------------------------------------------------------------- */
+static _Atomic int64_t counters[DC_COUNTER_COUNT];
+static const char *const counter_names[DC_COUNTER_COUNT] = {
+#define DC_COUNTER(name, help) #name,
+#include "counters.def"
+#undef DC_COUNTER
+};
+
+static int is_counter(int counter) { return counter >= 0 && counter < DC_COUNTER_COUNT; }
+
+int64_t dc_counter_get(int counter) {
+  return is_counter(counter) ? atomic_load_explicit(&counters[counter], memory_order_relaxed) : 0;
+}
+
+void dc_counter_reset(void) {
+  for (int i = 0; i < DC_COUNTER_COUNT; i++) atomic_store_explicit(&counters[i], 0, memory_order_relaxed);
+}
+
+const char *dc_counter_name(int counter) { return is_counter(counter) ? counter_names[counter] : NULL; }
+
+void dc__count(int counter, int64_t n) {
+  if (is_counter(counter)) atomic_fetch_add_explicit(&counters[counter], n, memory_order_relaxed);
+}
+
+/* ---- environment rows -------------------------------------------------------------------------------------------- */
+static const struct {
+  const char *name, *fallback, *help;
+} env_rows[] = {
+#define DC_ENV(name, fallback, help) {#name, fallback, help},
+#include "env.def"
+#undef DC_ENV
+};
+enum { ENV_COUNT = sizeof env_rows / sizeof env_rows[0] };
+
+int dc_env_at(int i, const char **name, const char **value_or_default, const char **help) {
+  if (!name || !value_or_default || !help) return DC_FAIL(DC_E_INVALID, "dc_env_at needs all three outputs; got a NULL pointer");
+  if (i < 0 || i >= ENV_COUNT) return DC_FAIL(DC_E_INVALID, "environment row %d is not in [0, %d)", i, (int)ENV_COUNT);
+  const char *value = getenv(env_rows[i].name);
+  *name = env_rows[i].name;
+  *value_or_default = value && *value ? value : env_rows[i].fallback; /* set but empty means unset, as in most shells' tools */
+  *help = env_rows[i].help;
+  return DC_OK;
+}

@@ -1,0 +1,21 @@
+/* axpy.c: bodies of dc_axpy. */
+#include "cpu/vec.h"
+
+DC_INLINE void axpy_step(float *y, vf a, const void *x, int xdt, int64_t i, int r) {
+  v_put(y, DC_F32, i, r, v_fma(a, v_get(x, xdt, i, r), v_get(y, DC_F32, i, r)));
+}
+
+DC_INLINE void axpy_loop(float *y, float a, const void *x, int xdt, int64_t n) {
+  const vf va = v_set1(a);
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) axpy_step(y, va, x, xdt, i, LANES);
+  if (i < n) axpy_step(y, va, x, xdt, i, (int)(n - i));
+}
+
+void DC_BODY(axpy)(float *y, float a, const void *x, int xdt, int64_t n) {
+  switch (xdt) {
+    case DC_F32: axpy_loop(y, a, x, DC_F32, n); return;
+    case DC_BF16: axpy_loop(y, a, x, DC_BF16, n); return;
+    default: axpy_loop(y, a, x, DC_F16, n); return;
+  }
+}

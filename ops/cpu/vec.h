@@ -1,0 +1,255 @@
+/* vec.h: the vector vocabulary of the bodies in cpu/, and the only file with intrinsic names. Included by files that are compiled once
+ * per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16) and by the compiler's own macros.
+ *
+ * A vector has LANES = 16 elements on every instruction set: one zmm register, or a pair of ymm. So the bodies are one text,
+ * and element i % 16 of a reduction block meets the same accumulator everywhere. `r` of an access is the number of valid
+ * elements: LANES (a constant in main loops) or 1..15 in a tail, which then runs the same operations under a mask and touches no byte
+ * outside. AVX2 has no 16-bit masks; its tails go through a zeroed buffer on the stack.
+ *
+ * Stores make NaN canonical, as ref/scalar.h does. Narrowing to bf16 is integer arithmetic on AVX2 and AVX-512.
+ * VCVTNEPS2BF16 (AVX-512-BF16) treats denormal inputs as zero whatever MXCSR says, so it runs only where a vector has none. */
+#ifndef DEEPC_OPS_CPU_VEC_H
+#define DEEPC_OPS_CPU_VEC_H
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "ref/scalar.h"
+
+#define DC__CAT2(a, b, c) a##b##_##c
+#define DC__CAT(a, b, c) DC__CAT2(a, b, c)
+/* DC_BODY(cast) is dc__cast_avx2 in the AVX2 build, and so on. */
+#define DC_BODY(name) DC__CAT(dc__, name, DC_ISA)
+#define DC_INLINE static inline __attribute__((always_inline))
+#define DC_UNLIKELY(x) __builtin_expect(!!(x), 0)
+
+enum { LANES = 16, CACHE_LINE = 64 };
+
+#define DC_OP(name, params) void DC_BODY(name) params;
+#include "ops.def"
+#undef DC_OP
+
+/* Into the cache, `bytes` ahead of p. Reads past the array's end are dropped by the processor, never a fault. */
+DC_INLINE void v_prefetch(const void *p, int64_t bytes) { _mm_prefetch((const char *)((uintptr_t)p + (uintptr_t)bytes), _MM_HINT_T0); }
+/* Orders streaming stores before what follows. */
+DC_INLINE void v_fence(void) { _mm_sfence(); }
+
+#if defined(__AVX512F__)
+/* ==== AVX-512 F, BW, DQ, VL: one register =========================================================================== */
+typedef __m512 vf;
+typedef struct vd { __m512d lo, hi; } vd; /* 16 fp64 accumulators */
+
+DC_INLINE __mmask16 v_mask(int r) { return (__mmask16)((1u << r) - 1u); }
+
+DC_INLINE vf v_set1(float f) { return _mm512_set1_ps(f); }
+DC_INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+DC_INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+DC_INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+DC_INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+DC_INLINE vf v_sqrt(vf a) { return _mm512_sqrt_ps(a); }
+DC_INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+DC_INLINE __mmask16 v_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+/* VMAXPS and VMINPS give b if either is NaN or both are zero; dc__max_f32 and dc__min_f32 also keep a NaN of a. */
+DC_INLINE vf v_max(vf a, vf b) { return _mm512_mask_mov_ps(_mm512_max_ps(a, b), v_nan(a), a); }
+DC_INLINE vf v_min(vf a, vf b) { return _mm512_mask_mov_ps(_mm512_min_ps(a, b), v_nan(a), a); }
+DC_INLINE vf v_canonical(vf a) { return _mm512_mask_mov_ps(a, v_nan(a), _mm512_castsi512_ps(_mm512_set1_epi32(DC__NAN_F32))); }
+
+DC_INLINE vf v_widen_bf16(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
+
+DC_INLINE __m256i v_narrow_bf16_int(vf a) {
+  const __m512i u = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+/* a is canonical: the payload of a NaN would be rounded as a number. */
+DC_INLINE __m256i v_narrow_bf16(vf a) {
+#if defined(__AVX512BF16__)
+  const int denormal = 0x20;
+  if (!DC_UNLIKELY(_mm512_fpclass_ps_mask(a, denormal))) return (__m256i)_mm512_cvtneps_pbh(a);
+#endif
+  return v_narrow_bf16_int(a);
+}
+DC_INLINE __m256i v_narrow_f16(vf a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+DC_INLINE __m256i v_load16(const void *p, int r) {
+  return r == LANES ? _mm256_loadu_si256(p) : _mm256_maskz_loadu_epi16(v_mask(r), p);
+}
+DC_INLINE void v_store16(void *p, int r, __m256i h) {
+  if (r == LANES)
+    _mm256_storeu_si256(p, h);
+  else
+    _mm256_mask_storeu_epi16(p, v_mask(r), h);
+}
+DC_INLINE vf v_load32(const void *p, int r) { return r == LANES ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(v_mask(r), p); }
+DC_INLINE void v_store32(void *p, int r, vf a) {
+  if (r == LANES)
+    _mm512_storeu_ps(p, a);
+  else
+    _mm512_mask_storeu_ps(p, v_mask(r), a);
+}
+DC_INLINE vf v_widen_f16(__m256i h) { return _mm512_cvtph_ps(h); }
+DC_INLINE void v_stream32(void *p, vf a) { _mm512_stream_ps(p, a); }
+DC_INLINE void v_stream16(void *p, __m256i h) { _mm256_stream_si256(p, h); }
+/* One cache line; dst aligned to it. */
+DC_INLINE void v_stream_line(void *dst, const void *src) { _mm512_stream_si512(dst, _mm512_loadu_si512(src)); }
+
+DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+DC_INLINE __m512d vd_sq8(__m512d acc, __m256 x) {
+  const __m512d d = _mm512_cvtps_pd(x);
+  return _mm512_fmadd_pd(d, d, acc);
+}
+/* acc[j] += (double)a[j]^2 */
+DC_INLINE vd vd_add_sq(vd acc, vf a) {
+  return (vd){vd_sq8(acc.lo, _mm512_castps512_ps256(a)), vd_sq8(acc.hi, _mm512_extractf32x8_ps(a, 1))};
+}
+/* The same of 16 fp32 in memory: halves are loaded apart, which saves the shuffle. */
+DC_INLINE vd vd_add_sq_f32(vd acc, const float *p) {
+  return (vd){vd_sq8(acc.lo, _mm256_loadu_ps(p)), vd_sq8(acc.hi, _mm256_loadu_ps(p + 8))};
+}
+DC_INLINE __m256d vd_half(vd acc) { /* the sums of i and i + 8, then of i and i + 4 */
+  const __m512d s = _mm512_add_pd(acc.lo, acc.hi);
+  return _mm256_add_pd(_mm512_castpd512_pd256(s), _mm512_extractf64x4_pd(s, 1));
+}
+
+#else
+/* ==== AVX2, FMA, F16C: a pair of registers ========================================================================== */
+typedef struct vf { __m256 a, b; } vf;
+typedef struct vd { __m256d q[4]; } vd;
+
+#define DC__PAIR(op, x, y) (vf){op((x).a, (y).a), op((x).b, (y).b)}
+DC_INLINE vf v_set1(float f) { return (vf){_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
+DC_INLINE vf v_add(vf x, vf y) { return DC__PAIR(_mm256_add_ps, x, y); }
+DC_INLINE vf v_sub(vf x, vf y) { return DC__PAIR(_mm256_sub_ps, x, y); }
+DC_INLINE vf v_mul(vf x, vf y) { return DC__PAIR(_mm256_mul_ps, x, y); }
+DC_INLINE vf v_div(vf x, vf y) { return DC__PAIR(_mm256_div_ps, x, y); }
+DC_INLINE vf v_sqrt(vf x) { return (vf){_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+DC_INLINE vf v_fma(vf x, vf y, vf z) { return (vf){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+DC_INLINE __m256 v_nan8(__m256 x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
+DC_INLINE __m256 v_max8(__m256 x, __m256 y) { return _mm256_blendv_ps(_mm256_max_ps(x, y), x, v_nan8(x)); }
+DC_INLINE __m256 v_min8(__m256 x, __m256 y) { return _mm256_blendv_ps(_mm256_min_ps(x, y), x, v_nan8(x)); }
+DC_INLINE vf v_max(vf x, vf y) { return DC__PAIR(v_max8, x, y); }
+DC_INLINE vf v_min(vf x, vf y) { return DC__PAIR(v_min8, x, y); }
+DC_INLINE __m256 v_canonical8(__m256 x) {
+  return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(DC__NAN_F32)), v_nan8(x));
+}
+DC_INLINE vf v_canonical(vf x) { return (vf){v_canonical8(x.a), v_canonical8(x.b)}; }
+
+DC_INLINE __m256 v_widen_bf16_8(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
+DC_INLINE vf v_widen_bf16(__m256i h) {
+  return (vf){v_widen_bf16_8(_mm256_castsi256_si128(h)), v_widen_bf16_8(_mm256_extracti128_si256(h, 1))};
+}
+DC_INLINE vf v_widen_f16(__m256i h) {
+  return (vf){_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+DC_INLINE __m256i v_round_bf16_8(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+}
+/* x is canonical: the payload of a NaN would be rounded as a number. */
+DC_INLINE __m256i v_narrow_bf16(vf x) { /* the pack works within 128-bit halves, so quarters 1 and 2 change places */
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(v_round_bf16_8(x.a), v_round_bf16_8(x.b)), 0xd8);
+}
+DC_INLINE __m256i v_narrow_f16(vf x) {
+  const __m128i lo = _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m128i hi = _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm256_set_m128i(hi, lo);
+}
+
+DC_INLINE __m256i v_load16(const void *p, int r) {
+  uint16_t part[LANES] = {0};
+  if (r == LANES) return _mm256_loadu_si256(p);
+  memcpy(part, p, (size_t)r * sizeof *part);
+  return _mm256_loadu_si256((const __m256i *)part);
+}
+DC_INLINE void v_store16(void *p, int r, __m256i h) {
+  uint16_t part[LANES];
+  if (r == LANES) {
+    _mm256_storeu_si256(p, h);
+    return;
+  }
+  _mm256_storeu_si256((__m256i *)part, h);
+  memcpy(p, part, (size_t)r * sizeof *part);
+}
+DC_INLINE vf v_load32(const void *p, int r) {
+  float part[LANES] = {0};
+  if (r == LANES) return (vf){_mm256_loadu_ps(p), _mm256_loadu_ps((const float *)p + 8)};
+  memcpy(part, p, (size_t)r * sizeof *part);
+  return (vf){_mm256_loadu_ps(part), _mm256_loadu_ps(part + 8)};
+}
+DC_INLINE void v_store32(void *p, int r, vf x) {
+  float part[LANES];
+  float *to = r == LANES ? p : part;
+  _mm256_storeu_ps(to, x.a);
+  _mm256_storeu_ps(to + 8, x.b);
+  if (r != LANES) memcpy(p, part, (size_t)r * sizeof *part);
+}
+DC_INLINE void v_stream32(void *p, vf x) {
+  _mm256_stream_ps(p, x.a);
+  _mm256_stream_ps((float *)p + 8, x.b);
+}
+DC_INLINE void v_stream16(void *p, __m256i h) { _mm256_stream_si256(p, h); }
+DC_INLINE void v_stream_line(void *dst, const void *src) {
+  const __m256i lo = _mm256_loadu_si256(src), hi = _mm256_loadu_si256((const __m256i *)src + 1);
+  _mm256_stream_si256(dst, lo);
+  _mm256_stream_si256((__m256i *)dst + 1, hi);
+}
+
+DC_INLINE vd vd_zero(void) { return (vd){{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}}; }
+DC_INLINE __m256d vd_sq4(__m256d acc, __m128 x) {
+  const __m256d d = _mm256_cvtps_pd(x);
+  return _mm256_fmadd_pd(d, d, acc);
+}
+DC_INLINE vd vd_add_sq(vd acc, vf x) {
+  acc.q[0] = vd_sq4(acc.q[0], _mm256_castps256_ps128(x.a));
+  acc.q[1] = vd_sq4(acc.q[1], _mm256_extractf128_ps(x.a, 1));
+  acc.q[2] = vd_sq4(acc.q[2], _mm256_castps256_ps128(x.b));
+  acc.q[3] = vd_sq4(acc.q[3], _mm256_extractf128_ps(x.b, 1));
+  return acc;
+}
+DC_INLINE vd vd_add_sq_f32(vd acc, const float *p) {
+  for (int k = 0; k < 4; k++) acc.q[k] = vd_sq4(acc.q[k], _mm_loadu_ps(p + 4 * k));
+  return acc;
+}
+DC_INLINE __m256d vd_half(vd acc) {
+  return _mm256_add_pd(_mm256_add_pd(acc.q[0], acc.q[2]), _mm256_add_pd(acc.q[1], acc.q[3]));
+}
+#endif
+
+/* ==== common to both ================================================================================================ */
+/* float(p[i]) of r elements, the rest zero. dt is a constant where speed matters, and the switch is gone. */
+DC_INLINE vf v_get(const void *p, int dt, int64_t i, int r) {
+  switch (dt) {
+    case DC_F32: return v_load32((const float *)p + i, r);
+    case DC_BF16: return v_widen_bf16(v_load16((const uint16_t *)p + i, r));
+    default: return v_widen_f16(v_load16((const uint16_t *)p + i, r));
+  }
+}
+
+/* p[i] = round_to(dt, a) of r elements. */
+DC_INLINE void v_put(void *p, int dt, int64_t i, int r, vf a) {
+  a = v_canonical(a);
+  switch (dt) {
+    case DC_F32: v_store32((float *)p + i, r, a); return;
+    case DC_BF16: v_store16((uint16_t *)p + i, r, v_narrow_bf16(a)); return;
+    default: v_store16((uint16_t *)p + i, r, v_narrow_f16(a)); return;
+  }
+}
+
+/* The same past the caches; p + i is aligned to the 16 elements. */
+DC_INLINE void v_put_stream(void *p, int dt, int64_t i, vf a) {
+  a = v_canonical(a);
+  switch (dt) {
+    case DC_F32: v_stream32((float *)p + i, a); return;
+    case DC_BF16: v_stream16((uint16_t *)p + i, v_narrow_bf16(a)); return;
+    default: v_stream16((uint16_t *)p + i, v_narrow_f16(a)); return;
+  }
+}
+
+/* The fixed tree of ops.h over the 16 accumulators. */
+DC_INLINE double vd_tree(vd acc) {
+  const __m256d four = vd_half(acc);
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return dc__canonical_f64(_mm_cvtsd_f64(two) + _mm_cvtsd_f64(_mm_unpackhi_pd(two, two)));
+}
+
+#endif

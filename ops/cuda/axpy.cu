@@ -1,0 +1,33 @@
+// axpy.cu: dc_cuda_axpy.
+#include "cuda/launch.cuh"
+
+template <class X, int V>
+__global__ void __launch_bounds__(THREADS) axpy_kernel(float *y, float a, const typename X::stored *x, int64_t n) {
+  dc_gpu::axpy<X, V>(y, a, x, n, grid_thread(), grid_threads());
+}
+
+template <class X>
+static int launch_axpy(float *y, float a, const void *from, int64_t n, cudaStream_t stream) {
+  typedef typename X::stored stored;
+  constexpr int V = dc_gpu::vector_width<dc_gpu::F32, X>();
+  const stored *x = static_cast<const stored *>(from);
+  if (aligned_to(y, V * sizeof *y) && aligned_to(x, V * sizeof *x))
+    axpy_kernel<X, V><<<grid_for(n / V + 1), THREADS, 0, stream>>>(y, a, x, n);
+  else
+    axpy_kernel<X, 1><<<grid_for(n), THREADS, 0, stream>>>(y, a, x, n);
+  return launched();
+}
+
+int dc_cuda_axpy(float *y, float a, const void *x, int xdt, int64_t n, void *stream) {
+  DC_TRY(dc__cuda_check_low(xdt, "x"));
+  DC_TRY(dc__cuda_check_count(n));
+  DC_TRY(dc__cuda_check_array(y, sizeof *y, n, "y"));
+  DC_TRY(dc__cuda_check_array(x, dc__cuda_dtype_size(xdt), n, "x"));
+  if (n == 0) return DC_OK;
+  if (y == x && xdt != DC_F32) return CUDA_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
+  if (y != x && dc__cuda_overlap(y, n * 4, x, n * (int64_t)dc__cuda_dtype_size(xdt)))
+    return CUDA_FAIL(DC_E_INVALID, "x and y overlap");
+  DeviceScope device;
+  DC_TRY(device.enter(y, "y"));
+  return with_low(xdt, [=](auto t) { return launch_axpy<decltype(t)>(y, a, x, n, static_cast<cudaStream_t>(stream)); });
+}

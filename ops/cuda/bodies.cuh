@@ -1,0 +1,402 @@
+// bodies.cuh: what one CUDA thread does, for every op, as functions of (thread, threads). The __global__ wrappers in *.cu only
+// number the threads. It compiles as plain C++ too, so that tests/c/test_cuda_bodies.cpp runs every index computation, tail
+// and rounding on the CPU against the reference; only the wrappers and the shuffles need a GPU.
+//
+// Numerics: the operations of ops/ref in their order, each as its own intrinsic (__fmaf_rn, __fmul_rn ..), so that no compiler
+// fuses or splits them; denormals kept, NaN stored as the canonical one. Loops stride over the grid with 64-bit indices. No
+// pointer is __restrict__: in place is allowed where ops.h says so, and a thread reads all it needs before it writes there.
+#ifndef DEEPC_CUDA_BODIES_CUH
+#define DEEPC_CUDA_BODIES_CUH
+
+#include "ops.h"
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#define DC_GPU __device__ __forceinline__
+#else
+#include "cuda/host_stand_in.h"
+#define DC_GPU inline
+#endif
+
+namespace dc_gpu {
+
+// ---- memory: vectors of up to 16 bytes, one instruction each ----------------------------------------------------------------
+#if defined(__CUDACC__)
+DC_GPU void load_bytes16(void *to, const void *from) { *static_cast<uint4 *>(to) = *static_cast<const uint4 *>(from); }
+DC_GPU void store_bytes16(void *to, const void *from) { *static_cast<uint4 *>(to) = *static_cast<const uint4 *>(from); }
+DC_GPU void load_bytes8(void *to, const void *from) { *static_cast<uint2 *>(to) = *static_cast<const uint2 *>(from); }
+DC_GPU void store_bytes8(void *to, const void *from) { *static_cast<uint2 *>(to) = *static_cast<const uint2 *>(from); }
+#endif
+
+// W elements of type T side by side. 16-byte alignment, because in registers it costs nothing.
+template <class T, int W>
+struct alignas(16) Pack {
+  T x[W];
+};
+
+template <class T, int W>
+DC_GPU Pack<T, W> load(const T *p) {
+  Pack<T, W> v;
+  if constexpr (sizeof(T) * W == 16) load_bytes16(v.x, p);
+  else if constexpr (W > 1 && sizeof(T) * W == 8) load_bytes8(v.x, p);
+  else {
+    static_assert(W == 1, "vectors are of 8 or 16 bytes");
+    v.x[0] = *p;
+  }
+  return v;
+}
+
+template <class T, int W>
+DC_GPU void store(T *p, const Pack<T, W> &v) {
+  if constexpr (sizeof(T) * W == 16) store_bytes16(p, v.x);
+  else if constexpr (W > 1 && sizeof(T) * W == 8) store_bytes8(p, v.x);
+  else *p = v.x[0];
+}
+
+template <int N>
+struct Width {
+  static constexpr int value = N;
+};
+
+// Calls each(Width<V>, i) for the whole vectors of [0, n) that fall to this thread, then each(Width<1>, i) for the rest.
+template <int V, class F>
+DC_GPU void for_each(int64_t n, int64_t thread, int64_t threads, F each) {
+  const int64_t vectors = n / V;
+  for (int64_t k = thread; k < vectors; k += threads) each(Width<V>(), k * V);
+  if constexpr (V > 1)
+    for (int64_t i = vectors * V + thread; i < n; i += threads) each(Width<1>(), i);
+}
+
+// ---- dtypes: how an element is stored, the type that arithmetic has, and the way between ------------------------------------------
+DC_GPU float canonical(float f) { return f != f ? __uint_as_float(0x7fc00000u) : f; }
+DC_GPU double canonical(double d) { return d != d ? __longlong_as_double(0x7ff8000000000000ll) : d; }
+
+DC_GPU float up_bf16(uint16_t h) { return __uint_as_float((uint32_t)h << 16); }
+DC_GPU uint16_t down_bf16(float f) {
+  const uint32_t u = __float_as_uint(f);
+  return f != f ? 0x7fc0 : (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+DC_GPU float up_f16(uint16_t h) { return __half2float(__ushort_as_half(h)); }
+DC_GPU uint16_t down_f16(float f) { return f != f ? 0x7e00 : __half_as_ushort(__float2half_rn(f)); }
+
+// fp32 arithmetic of a reduction, in the order of ops/ref/reduce.c. The comparisons are spelled out: fminf drops a NaN.
+struct Float32Steps {
+  typedef float wide;
+  static DC_GPU float step(int op, float a, float b) {
+    switch (op) {
+      case DC_RED_MIN: return a != a || a < b ? a : b;
+      case DC_RED_MAX: return a != a || a > b ? a : b;
+      case DC_RED_PROD: return __fmul_rn(a, b);
+      default: return __fadd_rn(a, b);
+    }
+  }
+  static DC_GPU float times(float s, double share) { return __fmul_rn(s, (float)share); }
+};
+
+struct F32 : Float32Steps {
+  typedef float stored;
+  static DC_GPU float up(float f) { return f; }
+  static DC_GPU float down(float f) { return canonical(f); }
+};
+struct BF16 : Float32Steps {
+  typedef uint16_t stored;
+  static DC_GPU float up(uint16_t h) { return up_bf16(h); }
+  static DC_GPU uint16_t down(float f) { return down_bf16(f); }
+};
+struct F16 : Float32Steps {
+  typedef uint16_t stored;
+  static DC_GPU float up(uint16_t h) { return up_f16(h); }
+  static DC_GPU uint16_t down(float f) { return down_f16(f); }
+};
+struct F64 {
+  typedef double stored, wide;
+  static DC_GPU double up(double d) { return d; }
+  static DC_GPU double down(double d) { return canonical(d); }
+  static DC_GPU double step(int op, double a, double b) {
+    switch (op) {
+      case DC_RED_MIN: return a != a || a < b ? a : b;
+      case DC_RED_MAX: return a != a || a > b ? a : b;
+      case DC_RED_PROD: return __dmul_rn(a, b);
+      default: return __dadd_rn(a, b);
+    }
+  }
+  static DC_GPU double times(double s, double share) { return __dmul_rn(s, share); }
+};
+// Integers wrap around, through the unsigned 64-bit type.
+template <class I>
+struct Int {
+  typedef I stored, wide;
+  static DC_GPU I up(I i) { return i; }
+  static DC_GPU I down(I i) { return i; }
+  static DC_GPU I step(int op, I a, I b) {
+    switch (op) {
+      case DC_RED_MIN: return a < b ? a : b;
+      case DC_RED_MAX: return a > b ? a : b;
+      case DC_RED_PROD: return (I)((uint64_t)a * (uint64_t)b);
+      case DC_RED_BAND: return (I)(a & b);
+      case DC_RED_BOR: return (I)(a | b);
+      case DC_RED_BXOR: return (I)(a ^ b);
+      default: return (I)((uint64_t)a + (uint64_t)b);
+    }
+  }
+  static DC_GPU I times(I s, double) { return s; } // the launcher refuses averages of integers
+};
+
+// Elements of a vector when the widest array moves 16 bytes at a time.
+template <class A, class B>
+constexpr int vector_width() {
+  return 16 / (int)(sizeof(typename A::stored) > sizeof(typename B::stored) ? sizeof(typename A::stored) : sizeof(typename B::stored));
+}
+
+// ---- cast, scale, axpy ----------------------------------------------------------------------------------------------------------
+template <class D, class S, int V>
+DC_GPU void cast(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n, int64_t thread, int64_t threads) {
+  for_each<V>(n, thread, threads, [=](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    const Pack<typename S::stored, W> in = load<typename S::stored, W>(src + i);
+    Pack<typename D::stored, W> out;
+#pragma unroll
+    for (int j = 0; j < W; j++) out.x[j] = D::down(__fmul_rn(scale, S::up(in.x[j])));
+    store<typename D::stored, W>(dst + i, out);
+  });
+}
+
+template <class X, int V>
+DC_GPU void axpy(float *y, float a, const typename X::stored *x, int64_t n, int64_t thread, int64_t threads) {
+  for_each<V>(n, thread, threads, [=](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    const Pack<typename X::stored, W> in = load<typename X::stored, W>(x + i);
+    Pack<float, W> sum = load<float, W>(y + i);
+#pragma unroll
+    for (int j = 0; j < W; j++) sum.x[j] = canonical(__fmaf_rn(a, X::up(in.x[j]), sum.x[j]));
+    store<float, W>(y + i, sum);
+  });
+}
+
+// ---- norms: LANES threads share a block of DC_BLOCK elements, one accumulator each, and combine them by shuffles --------------------
+enum { LANES = 16 };
+
+// Elements of `block`; 0 or less past the end.
+DC_GPU int64_t block_length(int64_t n, int64_t block) {
+  const int64_t left = n - block * DC_BLOCK;
+  return left < DC_BLOCK ? left : DC_BLOCK;
+}
+
+// The square of an fp32 is exact in fp64, so the fused form has the bits of the separate one.
+DC_GPU double add_square(double sum, float f) { return __fma_rn((double)f, (double)f, sum); }
+
+template <class T>
+DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block, int lane) {
+  const int length = (int)block_length(n, block);
+  const typename T::stored *p = x + block * DC_BLOCK;
+  double sum = 0;
+#pragma unroll 8
+  for (int i = lane; i < length; i += LANES) sum = add_square(sum, T::up(p[i]));
+  return sum;
+}
+
+// ---- reductions over arrays -----------------------------------------------------------------------------------------------------
+// The source pointers travel as a kernel parameter: 64 bytes for up to 8 sources, 8 KiB for more.
+template <int CAPACITY>
+struct Sources {
+  const void *p[CAPACITY];
+};
+
+template <class T, int V, class Src>
+DC_GPU void reduce(typename T::stored *dst, const Src &src, int nsrc, int op, double share, int64_t n, int64_t thread,
+                   int64_t threads) {
+  typedef typename T::stored stored;
+  for_each<V>(n, thread, threads, [=, &src](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    typename T::wide sum[W];
+    Pack<stored, W> in = load<stored, W>(static_cast<const stored *>(src.p[0]) + i);
+#pragma unroll
+    for (int j = 0; j < W; j++) sum[j] = T::up(in.x[j]);
+    for (int k = 1; k < nsrc; k++) {
+      in = load<stored, W>(static_cast<const stored *>(src.p[k]) + i);
+#pragma unroll
+      for (int j = 0; j < W; j++) sum[j] = T::step(op, sum[j], T::up(in.x[j]));
+    }
+    Pack<stored, W> out;
+#pragma unroll
+    for (int j = 0; j < W; j++) out.x[j] = T::down(op == DC_RED_AVG ? T::times(sum[j], share) : sum[j]);
+    store<stored, W>(dst + i, out);
+  });
+}
+
+template <class S, int V, class Src>
+DC_GPU void reduce_acc(float *acc, const Src &src, int nsrc, int assign, int64_t n, int64_t thread, int64_t threads) {
+  typedef typename S::stored stored;
+  for_each<V>(n, thread, threads, [=, &src](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    Pack<float, W> sum;
+    Pack<stored, W> in = load<stored, W>(static_cast<const stored *>(src.p[0]) + i);
+#pragma unroll
+    for (int j = 0; j < W; j++) sum.x[j] = S::up(in.x[j]);
+    for (int k = 1; k < nsrc; k++) {
+      in = load<stored, W>(static_cast<const stored *>(src.p[k]) + i);
+#pragma unroll
+      for (int j = 0; j < W; j++) sum.x[j] = __fadd_rn(sum.x[j], S::up(in.x[j]));
+    }
+    if (!assign) {
+      const Pack<float, W> old = load<float, W>(acc + i);
+#pragma unroll
+      for (int j = 0; j < W; j++) sum.x[j] = __fadd_rn(old.x[j], sum.x[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < W; j++) sum.x[j] = canonical(sum.x[j]);
+    store<float, W>(acc + i, sum);
+  });
+}
+
+// The same for one lane of one block, with the lane's sum of squares. Four elements at a time: the compiler can't move loads
+// of the sources above the stores to acc, so we do.
+template <class S, class Src>
+DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, int64_t n, int64_t block, int lane) {
+  constexpr int BATCH = 4;
+  typedef typename S::stored stored;
+  const int length = (int)block_length(n, block);
+  const int64_t base = block * DC_BLOCK;
+  double square = 0;
+  for (int first = lane; first < length; first += BATCH * LANES) {
+    float sum[BATCH];
+    for (int k = 0; k < nsrc; k++) {
+      const stored *p = static_cast<const stored *>(src.p[k]) + base;
+#pragma unroll
+      for (int j = 0; j < BATCH; j++) {
+        const int i = first + j * LANES;
+        const float f = i < length ? S::up(p[i]) : 0.0f;
+        sum[j] = k == 0 ? f : __fadd_rn(sum[j], f);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int i = first + j * LANES;
+      if (i >= length) break;
+      const float total = canonical(assign ? sum[j] : __fadd_rn(acc[base + i], sum[j]));
+      acc[base + i] = total;
+      square = add_square(square, total);
+    }
+  }
+  return square;
+}
+
+// ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block ---------------------------------------------
+enum { ADAMW_CHUNK = 4096, ADAMW_WIDTH = 4, ADAMW_TENSORS = 38 };
+
+struct AdamwTensor {
+  void *param;
+  const void *grad;
+  void *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *lowp; // the last two may be NULL
+  int64_t n;
+  dc__adamw_coef coef;
+  int8_t param_dtype, grad_dtype, state_dtype, lowp_dtype;
+  int32_t vectors; // every array is aligned to ADAMW_WIDTH of its elements
+};
+
+// Chunks of tensor t are blocks [first[t], first[t + 1]) of the grid; every tensor of the table has one at least.
+struct AdamwTable {
+  AdamwTensor tensor[ADAMW_TENSORS];
+  int32_t first[ADAMW_TENSORS + 1];
+  int32_t count;
+};
+static_assert(sizeof(AdamwTable) <= 4096, "kernel parameters beyond 4 KiB need newer drivers");
+
+DC_GPU int adamw_find(const AdamwTable &table, int32_t block) {
+  int lo = 0, hi = table.count - 1;
+  while (lo < hi) {
+    const int mid = (lo + hi + 1) / 2;
+    if (table.first[mid] <= block) lo = mid;
+    else hi = mid - 1;
+  }
+  return lo;
+}
+
+// W elements as they lie in memory. Loading and unpacking are apart, so that all loads are under way before the first is used.
+template <int W>
+struct Raw {
+  Pack<float, W> wide;      // fp32
+  Pack<uint16_t, W> narrow; // bf16, fp16
+};
+
+template <int W>
+DC_GPU Raw<W> load_raw(const void *p, int dtype, int64_t i) {
+  Raw<W> raw;
+  if (dtype == DC_F32) raw.wide = load<float, W>(static_cast<const float *>(p) + i);
+  else raw.narrow = load<uint16_t, W>(static_cast<const uint16_t *>(p) + i);
+  return raw;
+}
+
+template <int W>
+DC_GPU void unpack(float *to, const Raw<W> &raw, int dtype) {
+#pragma unroll
+  for (int j = 0; j < W; j++)
+    to[j] = dtype == DC_F32 ? raw.wide.x[j] : dtype == DC_BF16 ? up_bf16(raw.narrow.x[j]) : up_f16(raw.narrow.x[j]);
+}
+
+template <int W>
+DC_GPU void store_as(void *p, int dtype, int64_t i, const float *from) {
+  if (dtype == DC_F32) {
+    Pack<float, W> out;
+#pragma unroll
+    for (int j = 0; j < W; j++) out.x[j] = canonical(from[j]);
+    store<float, W>(static_cast<float *>(p) + i, out);
+  } else {
+    Pack<uint16_t, W> out;
+#pragma unroll
+    for (int j = 0; j < W; j++) out.x[j] = dtype == DC_BF16 ? down_bf16(from[j]) : down_f16(from[j]);
+    store<uint16_t, W>(static_cast<uint16_t *>(p) + i, out);
+  }
+}
+
+template <int W>
+DC_GPU void adamw_elements(const AdamwTensor &t, int64_t i) {
+  const Raw<W> raw_p = load_raw<W>(t.param, t.param_dtype, i), raw_g = load_raw<W>(t.grad, t.grad_dtype, i);
+  const Raw<W> raw_m = load_raw<W>(t.exp_avg, t.state_dtype, i), raw_v = load_raw<W>(t.exp_avg_sq, t.state_dtype, i);
+  float p[W], g[W], m[W], v[W];
+  unpack<W>(p, raw_p, t.param_dtype);
+  unpack<W>(g, raw_g, t.grad_dtype);
+  unpack<W>(m, raw_m, t.state_dtype);
+  unpack<W>(v, raw_v, t.state_dtype);
+  const dc__adamw_coef &c = t.coef;
+#pragma unroll
+  for (int j = 0; j < W; j++) {
+    float grad = __fmul_rn(c.grad_scale, g[j]);
+    if (c.l2 != 0.0f) grad = __fmaf_rn(c.l2, p[j], grad);
+    p[j] = __fmul_rn(p[j], c.decay);
+    m[j] = __fmaf_rn(c.one_minus_b1, __fsub_rn(grad, m[j]), m[j]);
+    v[j] = __fmaf_rn(c.one_minus_b2, __fmul_rn(grad, grad), __fmul_rn(c.b2, v[j]));
+  }
+  store_as<W>(t.exp_avg, t.state_dtype, i, m);
+  store_as<W>(t.exp_avg_sq, t.state_dtype, i, v);
+  if (t.max_exp_avg_sq) {
+    float largest[W];
+    unpack<W>(largest, load_raw<W>(t.max_exp_avg_sq, t.state_dtype, i), t.state_dtype);
+#pragma unroll
+    for (int j = 0; j < W; j++) v[j] = Float32Steps::step(DC_RED_MAX, largest[j], v[j]);
+    store_as<W>(t.max_exp_avg_sq, t.state_dtype, i, v);
+  }
+#pragma unroll
+  for (int j = 0; j < W; j++) {
+    const float denominator = __fmaf_rn(__fsqrt_rn(v[j]), c.inv_sqrt_bc2, c.eps);
+    p[j] = __fmaf_rn(c.step_size_neg, __fdiv_rn(m[j], denominator), p[j]);
+  }
+  store_as<W>(t.param, t.param_dtype, i, p);
+  if (t.lowp) store_as<W>(t.lowp, t.lowp_dtype, i, p);
+}
+
+// Block `block` of the grid, of which this is thread `thread` of `threads`.
+DC_GPU void adamw(const AdamwTable &table, int32_t block, int thread, int threads) {
+  const int which = adamw_find(table, block);
+  const AdamwTensor &t = table.tensor[which];
+  const int64_t begin = (int64_t)(block - table.first[which]) * ADAMW_CHUNK;
+  const int64_t left = t.n - begin, length = left < ADAMW_CHUNK ? left : ADAMW_CHUNK;
+  if (t.vectors)
+    for_each<ADAMW_WIDTH>(length, thread, threads,
+                          [&, begin](auto width, int64_t i) { adamw_elements<decltype(width)::value>(t, begin + i); });
+  else
+    for_each<1>(length, thread, threads, [&, begin](auto, int64_t i) { adamw_elements<1>(t, begin + i); });
+}
+
+} // namespace dc_gpu
+#endif

@@ -1,0 +1,69 @@
+// cast.cu: dc_cuda_cast, dc_cuda_scale, dc_cuda_copy.
+#include "cuda/launch.cuh"
+
+template <class D, class S, int V>
+__global__ void __launch_bounds__(THREADS)
+cast_kernel(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n) {
+  dc_gpu::cast<D, S, V>(dst, src, scale, n, grid_thread(), grid_threads());
+}
+
+template <class D, class S>
+static int launch_cast(void *dst, const void *src, float scale, int64_t n, cudaStream_t stream) {
+  typedef typename D::stored to;
+  typedef typename S::stored from;
+  constexpr int V = dc_gpu::vector_width<D, S>();
+  to *d = static_cast<to *>(dst);
+  const from *s = static_cast<const from *>(src);
+  if (aligned_to(dst, V * sizeof(to)) && aligned_to(src, V * sizeof(from)))
+    cast_kernel<D, S, V><<<grid_for(n / V + 1), THREADS, 0, stream>>>(d, s, scale, n);
+  else
+    cast_kernel<D, S, 1><<<grid_for(n), THREADS, 0, stream>>>(d, s, scale, n);
+  return launched();
+}
+
+static int run_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream) {
+  DeviceScope device;
+  DC_TRY(device.enter(dst, "dst"));
+  return with_low(ddt, [=](auto d) {
+    return with_low(sdt, [=](auto s) {
+      return launch_cast<decltype(d), decltype(s)>(dst, src, scale, n, static_cast<cudaStream_t>(stream));
+    });
+  });
+}
+
+int dc_cuda_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream) {
+  DC_TRY(dc__cuda_check_low(ddt, "dst"));
+  DC_TRY(dc__cuda_check_low(sdt, "src"));
+  DC_TRY(dc__cuda_check_count(n));
+  const size_t dsize = dc__cuda_dtype_size(ddt), ssize = dc__cuda_dtype_size(sdt);
+  DC_TRY(dc__cuda_check_array(dst, dsize, n, "dst"));
+  DC_TRY(dc__cuda_check_array(src, ssize, n, "src"));
+  if (n == 0) return DC_OK;
+  const bool in_place = dst == src && dsize == ssize;
+  if (!in_place && dc__cuda_overlap(dst, n * (int64_t)dsize, src, n * (int64_t)ssize))
+    return CUDA_FAIL(DC_E_INVALID, "dst and src overlap; they may only be the same array of one element size");
+  return run_cast(dst, ddt, src, sdt, scale, n, stream);
+}
+
+/* a * float(x) in place is a cast to itself. */
+int dc_cuda_scale(void *x, int dt, float a, int64_t n, void *stream) {
+  DC_TRY(dc__cuda_check_low(dt, "x"));
+  DC_TRY(dc__cuda_check_count(n));
+  DC_TRY(dc__cuda_check_array(x, dc__cuda_dtype_size(dt), n, "x"));
+  return n == 0 ? (int)DC_OK : run_cast(x, dt, x, dt, a, n, stream);
+}
+
+/* The driver's copy takes any alignment and reaches the memory's limit. */
+int dc_cuda_copy(void *dst, const void *src, int64_t bytes, void *stream) {
+  DC_TRY(dc__cuda_check_count(bytes));
+  DC_TRY(dc__cuda_check_array(dst, 1, bytes, "dst"));
+  DC_TRY(dc__cuda_check_array(src, 1, bytes, "src"));
+  if (bytes == 0) return DC_OK;
+  if (dc__cuda_overlap(dst, bytes, src, bytes)) return CUDA_FAIL(DC_E_INVALID, "dst and src overlap");
+  DeviceScope device;
+  DC_TRY(device.enter(dst, "dst"));
+  const cudaError_t error = cudaMemcpyAsync(dst, src, (size_t)bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess) return DC_OK;
+  (void)cudaGetLastError();
+  return dc__cuda_error(error, "a copy");
+}

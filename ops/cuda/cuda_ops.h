@@ -1,0 +1,39 @@
+/* cuda_ops.h: the ops of ops.h on CUDA devices, from libdeepc_cuda.so. Loads without a GPU and without libdeepc.so.
+ *
+ * Each function takes the arguments of its CPU namesake (see ops.h for meaning and numerics) plus a cudaStream_t as void *
+ * (NULL: the default stream), and enqueues its work: DC_OK means "launched"; what fails later shows at the next
+ * synchronisation. Arrays are in device memory of one device, or pinned or managed memory that it can reach; tables of
+ * pointers and of arguments are in host memory and may be freed when the call returns. The calling thread's current device
+ * does not matter and is put back. Results equal the CPU's bit for bit.
+ *
+ * Statuses: those of the CPU (DC_E_INVALID, DC_E_DTYPE, DC_E_OVERFLOW), and DC_E_CUDA: no driver, no device, no kernel
+ * image for it, or an error of CUDA; the text is dc_cuda_last_error(). */
+#ifndef DEEPC_CUDA_OPS_H
+#define DEEPC_CUDA_OPS_H
+
+#include "ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* "0.1.0"; static storage. Must equal dc_version() of the libdeepc.so that it is used with. */
+DC_API const char *dc_cuda_version(void);
+/* Text of this thread's last failure in this library. Never NULL; valid until the thread's next failure. */
+DC_API const char *dc_cuda_last_error(void);
+
+DC_API int dc_cuda_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream);
+DC_API int dc_cuda_scale(void *x, int dt, float a, int64_t n, void *stream);
+DC_API int dc_cuda_axpy(float *y, float a, const void *x, int xdt, int64_t n, void *stream);
+/* partial: device memory, dc_sqnorm_blocks(n) elements. */
+DC_API int dc_cuda_sqnorm(const void *x, int dt, int64_t n, double *partial, void *stream);
+DC_API int dc_cuda_copy(void *dst, const void *src, int64_t bytes, void *stream);
+DC_API int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, void *stream);
+DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
+                              void *stream);
+DC_API int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

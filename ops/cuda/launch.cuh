@@ -1,0 +1,74 @@
+// launch.cuh: what all launchers share: the error text, validation as in ops/dispatch.c, the device of the arrays, grid sizes.
+// Included by *.cu only.
+#ifndef DEEPC_CUDA_LAUNCH_CUH
+#define DEEPC_CUDA_LAUNCH_CUH
+
+#include <cuda_runtime.h>
+
+#include "cuda/bodies.cuh"
+#include "cuda/cuda_ops.h"
+
+// Records the failure for dc_cuda_last_error() and returns `status` (this library does not use libdeepc.so's dc_fail).
+int dc__cuda_fail(int status, const char *file, int line, const char *func, const char *fmt, ...)
+    __attribute__((format(printf, 5, 6)));
+#define CUDA_FAIL(status, ...) dc__cuda_fail((status), __FILE__, __LINE__, __func__, __VA_ARGS__)
+
+// DC_E_CUDA with what the call said and what to do about it.
+int dc__cuda_error(cudaError_t error, const char *what);
+
+size_t dc__cuda_dtype_size(int dt);
+const char *dc__cuda_dtype_name(int dt);
+int dc__cuda_check_low(int dt, const char *what);
+int dc__cuda_check_count(int64_t n);
+int dc__cuda_check_array(const void *p, size_t element, int64_t n, const char *what);
+int dc__cuda_check_sources(const void *const *src, int nsrc, int dt, int64_t n);
+int dc__cuda_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);
+// 1 if p is aligned to `bytes`.
+static inline int aligned_to(const void *p, size_t bytes) { return (uintptr_t)p % bytes == 0; }
+
+enum { MAX_SOURCES = 1024, FEW_SOURCES = 8, THREADS = 256, MAX_GRID = 1 << 16 };
+
+// Makes the device that holds `array` current for one scope. A launch goes to the current device, whatever its stream is.
+class DeviceScope {
+ public:
+  ~DeviceScope() {
+    if (restore_ >= 0) (void)cudaSetDevice(restore_);
+  }
+  int enter(const void *array, const char *what);
+
+ private:
+  int restore_ = -1;
+};
+
+// Blocks for a grid whose threads stride over `work` items.
+static inline unsigned grid_for(int64_t work) {
+  const int64_t blocks = work / THREADS + (work % THREADS != 0);
+  return (unsigned)(blocks < 1 ? 1 : blocks < MAX_GRID ? blocks : MAX_GRID);
+}
+
+static inline int launched(void) {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? DC_OK : dc__cuda_error(error, "a launch");
+}
+
+// Calls f(tag) with the type of a floating dtype that was checked before.
+template <class F>
+int with_low(int dt, F f) {
+  switch (dt) {
+    case DC_F32: return f(dc_gpu::F32());
+    case DC_BF16: return f(dc_gpu::BF16());
+    default: return f(dc_gpu::F16());
+  }
+}
+
+__device__ __forceinline__ int64_t grid_thread(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t grid_threads(void) { return (int64_t)gridDim.x * blockDim.x; }
+
+// The tree of ops.h over the 16 lanes of half a warp; the sum is lane 0's. All 32 threads must be here.
+__device__ __forceinline__ double tree16(double sum) {
+  for (int width = dc_gpu::LANES / 2; width > 0; width /= 2)
+    sum = __dadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, width, dc_gpu::LANES));
+  return dc_gpu::canonical(sum);
+}
+
+#endif

@@ -1,0 +1,536 @@
+/* dispatch.c: owns the op table (one filled copy per instruction set), the choice among them, and the public wrappers:
+ * each validates, counts, computes what all elements share, and splits its range over dc_parallel_for.
+ *
+ * A table starts as the scalar reference and is overridden by the bodies of its instruction set (cpu/table.c). Grains are
+ * multiples of DC_BLOCK so that reduction blocks are never cut and vector starts stay aligned as the arrays are. */
+#include "ops.h"
+
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ref/scalar.h"
+
+#if defined(DEEPC_X86_BODIES)
+#include <cpuid.h>
+void dc__ops_fill_avx2(dc__ops *table);
+void dc__ops_fill_avx512(dc__ops *table);
+void dc__ops_fill_avx512_bf16(dc__ops *table);
+#endif
+
+/* ---- instruction sets ---------------------------------------------------------------------------------------------- */
+static dc__ops g_table[DC_ISA_COUNT];
+static int g_have[DC_ISA_COUNT];
+static pthread_once_t g_once = PTHREAD_ONCE_INIT;
+static _Atomic int g_isa = -1;
+
+static const char *const isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+
+static void fill_scalar(dc__ops *table) {
+#define DC_OP(name, params) table->name = dc__##name##_scalar;
+#include "ops.def"
+#undef DC_OP
+}
+
+#if defined(DEEPC_X86_BODIES)
+/* The register state that the kernel saves (XCR0): a processor may have AVX-512 and the kernel not. */
+static unsigned os_saved_state(void) {
+  unsigned lo, hi;
+  __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+  return lo;
+}
+
+/* Intel SDM vol. 1, 14.3, 14.7.1, 15.2: the bits to test before AVX, AVX2 and AVX-512. */
+static void detect_x86(void) {
+  enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C = 1 << 29, AVX2 = 1 << 5 };
+  const unsigned avx512_fdqbwvl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, ymm_state = 0x6, zmm_state = 0xe6;
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+  const unsigned need = FMA | OSXSAVE | AVX | F16C;
+  if ((c & need) != need) return;
+  const unsigned state = os_saved_state();
+  if ((state & ymm_state) != ymm_state || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+  const unsigned subleaves = a;
+  g_have[DC_ISA_AVX2] = (b & AVX2) != 0;
+  g_have[DC_ISA_AVX512] = g_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl && (state & zmm_state) == zmm_state;
+  if (!g_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+  g_have[DC_ISA_AVX512_BF16] = (a >> 5) & 1;
+}
+#endif
+
+static void init_tables(void) {
+  g_have[DC_ISA_SCALAR] = 1;
+  for (int isa = 0; isa < DC_ISA_COUNT; isa++) fill_scalar(&g_table[isa]);
+#if defined(DEEPC_X86_BODIES)
+  detect_x86();
+  dc__ops_fill_avx2(&g_table[DC_ISA_AVX2]);
+  dc__ops_fill_avx512(&g_table[DC_ISA_AVX512]);
+  dc__ops_fill_avx512_bf16(&g_table[DC_ISA_AVX512_BF16]);
+#endif
+}
+
+const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? isa_names[isa] : "?"; }
+
+int dc_isa_available(int isa) {
+  pthread_once(&g_once, init_tables);
+  return isa >= 0 && isa < DC_ISA_COUNT && g_have[isa];
+}
+
+/* "scalar, avx2": what this processor can run, for messages. */
+static const char *available_names(char *buf, size_t size) {
+  buf[0] = 0;
+  for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
+    if (!dc_isa_available(isa)) continue;
+    if (buf[0]) strncat(buf, ", ", size - strlen(buf) - 1);
+    strncat(buf, isa_names[isa], size - strlen(buf) - 1);
+  }
+  return buf;
+}
+
+static int isa_from_env(const char *value, int *isa) {
+  char names[64];
+  for (int i = 0; i < DC_ISA_COUNT; i++) {
+    if (strcmp(value, isa_names[i]) != 0) continue;
+    if (!dc_isa_available(i))
+      return DC_FAIL(DC_E_ENV, "DEEPC_ISA=%s: this processor or this binary cannot run it; choose one of: %s", value,
+                     available_names(names, sizeof names));
+    *isa = i;
+    return DC_OK;
+  }
+  return DC_FAIL(DC_E_ENV, "DEEPC_ISA=%s is not an instruction set; choose one of: %s, or unset it for the best", value,
+                 available_names(names, sizeof names));
+}
+
+int dc_isa_current(int *isa) {
+  int now = atomic_load_explicit(&g_isa, memory_order_relaxed);
+  if (now < 0) {
+    const char *value = getenv("DEEPC_ISA");
+    if (value && value[0]) {
+      DC_TRY(isa_from_env(value, &now));
+    } else {
+      for (now = DC_ISA_COUNT - 1; !dc_isa_available(now);) now--;
+    }
+    atomic_store_explicit(&g_isa, now, memory_order_relaxed);
+  }
+  if (isa) *isa = now;
+  return DC_OK;
+}
+
+int dc_isa_force(int isa) {
+  char names[64];
+  if (!dc_isa_available(isa))
+    return DC_FAIL(DC_E_UNSUPPORTED, "instruction set %d (%s) cannot run here; available: %s", isa, dc_isa_name(isa),
+                   available_names(names, sizeof names));
+  atomic_store_explicit(&g_isa, isa, memory_order_relaxed);
+  return DC_OK;
+}
+
+const dc__ops *dc__ops_get(void) {
+  int isa;
+  pthread_once(&g_once, init_tables);
+  return dc_isa_current(&isa) == DC_OK ? &g_table[isa] : NULL;
+}
+
+static int get_table(const dc__ops **ops) {
+  int isa;
+  DC_TRY(dc_isa_current(&isa));
+  pthread_once(&g_once, init_tables);
+  *ops = &g_table[isa];
+  return DC_OK;
+}
+
+/* ---- floating-point environment ------------------------------------------------------------------------------------ */
+/* The contract is round to nearest with denormals kept; a framework may have set flush-to-zero on its threads
+ * (torch.set_flush_denormal), which would make results depend on who runs the range. */
+#if defined(__x86_64__)
+enum { MXCSR_DEFAULT = 0x1f80 };
+static unsigned fp_enter(void) {
+  const unsigned old = __builtin_ia32_stmxcsr();
+  if ((old & ~0x3fu) != MXCSR_DEFAULT) __builtin_ia32_ldmxcsr(MXCSR_DEFAULT);
+  return old;
+}
+static void fp_leave(unsigned old) {
+  if ((old & ~0x3fu) != MXCSR_DEFAULT) __builtin_ia32_ldmxcsr(old);
+}
+#else
+static unsigned fp_enter(void) { return 0; }
+static void fp_leave(unsigned old) { (void)old; }
+#endif
+
+/* ---- validation ---------------------------------------------------------------------------------------------------- */
+static int is_low(int dt) { return dt == DC_F32 || dt == DC_BF16 || dt == DC_F16; }
+
+static int check_low(int dt, const char *what) {
+  if (is_low(dt)) return DC_OK;
+  return DC_FAIL(DC_E_DTYPE, "%s is dtype %d (%s); this op takes fp32, bf16 and fp16", what, dt, dc_dtype_name(dt));
+}
+
+/* n bytes or elements; 16 bytes an element is more than any op touches per array, so byte counts can't overflow. */
+static int check_count(int64_t n) {
+  if (n < 0) return DC_FAIL(DC_E_INVALID, "n = %lld is negative", (long long)n);
+  if (n > INT64_MAX / 16) return DC_FAIL(DC_E_INVALID, "n = %lld is more than memory can hold", (long long)n);
+  return DC_OK;
+}
+
+static int check_array(const void *p, size_t element, int64_t n, const char *what) {
+  if (n > 0 && !p) return DC_FAIL(DC_E_INVALID, "%s is NULL with n = %lld", what, (long long)n);
+  if ((uintptr_t)p % element)
+    return DC_FAIL(DC_E_INVALID, "%s = %p is not aligned to its element of %zu bytes", what, p, element);
+  return DC_OK;
+}
+
+static int overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes) {
+  const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+  return x < y + (uintptr_t)b_bytes && y < x + (uintptr_t)a_bytes;
+}
+
+static int64_t bytes_of(int dt, int64_t n) { return (int64_t)dc_dtype_size(dt) * n; }
+
+/* Above this a written-only array is stored past the caches: it would push out what they hold and each line would be read
+ * before it is overwritten. Measured in the head of cpu/copy.c. */
+enum { STREAM_BYTES = 4 << 20 };
+
+/* Elements of `bytes` each that make a range worth a thread: about 512 KiB, some 30 us of memory traffic, against a few
+ * us to wake a thread. A multiple of DC_BLOCK. */
+static int64_t grain_of(int64_t bytes) {
+  const int64_t blocks = ((int64_t)512 << 10) / (bytes * DC_BLOCK);
+  return (blocks > 0 ? blocks : 1) * DC_BLOCK;
+}
+
+/* ---- elementwise ops ----------------------------------------------------------------------------------------------- */
+typedef struct cast_job {
+  const dc__ops *ops;
+  char *dst;
+  const char *src;
+  int ddt, sdt, stream;
+  float scale;
+} cast_job;
+
+static void cast_range(int64_t begin, int64_t end, void *ctx) {
+  const cast_job *j = ctx;
+  const unsigned fp = fp_enter();
+  j->ops->cast(j->dst + bytes_of(j->ddt, begin), j->ddt, j->src + bytes_of(j->sdt, begin), j->sdt, j->scale, end - begin,
+               j->stream);
+  fp_leave(fp);
+}
+
+int dc_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n) {
+  cast_job j = {.dst = dst, .src = src, .ddt = ddt, .sdt = sdt, .scale = scale};
+  DC_TRY(check_low(ddt, "dst"));
+  DC_TRY(check_low(sdt, "src"));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(dst, dc_dtype_size(ddt), n, "dst"));
+  DC_TRY(check_array(src, dc_dtype_size(sdt), n, "src"));
+  const int in_place = dst == src && dc_dtype_size(ddt) == dc_dtype_size(sdt);
+  if (!in_place && overlap(dst, bytes_of(ddt, n), src, bytes_of(sdt, n)))
+    return DC_FAIL(DC_E_INVALID, "dst and src overlap; they may only be the same array of one element size");
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_cast_calls, 1);
+  j.stream = !in_place && bytes_of(ddt, n) >= STREAM_BYTES;
+  if (n > 0) dc_parallel_for(n, grain_of(8), cast_range, &j);
+  return DC_OK;
+}
+
+typedef struct scale_job {
+  const dc__ops *ops;
+  char *x;
+  int dt;
+  float a;
+} scale_job;
+
+static void scale_range(int64_t begin, int64_t end, void *ctx) {
+  const scale_job *j = ctx;
+  const unsigned fp = fp_enter();
+  j->ops->scale(j->x + bytes_of(j->dt, begin), j->dt, j->a, end - begin);
+  fp_leave(fp);
+}
+
+int dc_scale(void *x, int dt, float a, int64_t n) {
+  scale_job j = {.x = x, .dt = dt, .a = a};
+  DC_TRY(check_low(dt, "x"));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(x, dc_dtype_size(dt), n, "x"));
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_scale_calls, 1);
+  if (n > 0) dc_parallel_for(n, grain_of(8), scale_range, &j);
+  return DC_OK;
+}
+
+typedef struct axpy_job {
+  const dc__ops *ops;
+  float *y;
+  float a;
+  const char *x;
+  int xdt;
+} axpy_job;
+
+static void axpy_range(int64_t begin, int64_t end, void *ctx) {
+  const axpy_job *j = ctx;
+  const unsigned fp = fp_enter();
+  j->ops->axpy(j->y + begin, j->a, j->x + bytes_of(j->xdt, begin), j->xdt, end - begin);
+  fp_leave(fp);
+}
+
+int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n) {
+  axpy_job j = {.y = y, .a = a, .x = x, .xdt = xdt};
+  DC_TRY(check_low(xdt, "x"));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(y, sizeof *y, n, "y"));
+  DC_TRY(check_array(x, dc_dtype_size(xdt), n, "x"));
+  if ((const void *)y != x && overlap(y, bytes_of(DC_F32, n), x, bytes_of(xdt, n)))
+    return DC_FAIL(DC_E_INVALID, "x and y overlap");
+  if ((const void *)y == x && xdt != DC_F32 && n > 0) return DC_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_axpy_calls, 1);
+  if (n > 0) dc_parallel_for(n, grain_of(12), axpy_range, &j);
+  return DC_OK;
+}
+
+/* ---- norms --------------------------------------------------------------------------------------------------------- */
+typedef struct sqnorm_job {
+  const dc__ops *ops;
+  const char *x;
+  int dt;
+  double *partial;
+} sqnorm_job;
+
+static void sqnorm_range(int64_t begin, int64_t end, void *ctx) {
+  const sqnorm_job *j = ctx;
+  const unsigned fp = fp_enter();
+  j->ops->sqnorm(j->x + bytes_of(j->dt, begin), j->dt, end - begin, j->partial + begin / DC_BLOCK);
+  fp_leave(fp);
+}
+
+int dc_sqnorm(const void *x, int dt, int64_t n, double *partial) {
+  sqnorm_job j = {.x = x, .dt = dt, .partial = partial};
+  DC_TRY(check_low(dt, "x"));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(x, dc_dtype_size(dt), n, "x"));
+  DC_TRY(check_array(partial, sizeof *partial, n, "partial"));
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_sqnorm_calls, 1);
+  if (n > 0) dc_parallel_for(n, grain_of(4), sqnorm_range, &j);
+  return DC_OK;
+}
+
+double dc_sum_partials(const double *partial, int64_t blocks) {
+  const unsigned fp = fp_enter();
+  double sum = 0;
+  for (int64_t k = 0; k < blocks; k++) sum += partial[k];
+  fp_leave(fp);
+  return sum;
+}
+
+/* ---- copy ---------------------------------------------------------------------------------------------------------- */
+typedef struct copy_job {
+  const dc__ops *ops;
+  char *dst;
+  const char *src;
+  int stream;
+} copy_job;
+
+static void copy_range(int64_t begin, int64_t end, void *ctx) {
+  const copy_job *j = ctx;
+  j->ops->copy(j->dst + begin, j->src + begin, end - begin, j->stream);
+}
+
+int dc_copy(void *dst, const void *src, int64_t bytes) {
+  copy_job j = {.dst = dst, .src = src, .stream = bytes >= STREAM_BYTES};
+  DC_TRY(check_count(bytes));
+  DC_TRY(check_array(dst, 1, bytes, "dst"));
+  DC_TRY(check_array(src, 1, bytes, "src"));
+  if (overlap(dst, bytes, src, bytes)) return DC_FAIL(DC_E_INVALID, "dst and src overlap");
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_copy_calls, 1);
+  if (bytes > 0) dc_parallel_for(bytes, grain_of(1), copy_range, &j);
+  return DC_OK;
+}
+
+/* ---- reductions over arrays ------------------------------------------------------------------------------------------ */
+/* Every range makes its own shifted copy of the source pointers, on its stack: 8 KiB at most. */
+enum { MAX_SOURCES = 1024 };
+
+typedef struct reduce_job {
+  const dc__ops *ops;
+  char *dst;
+  const void *const *src;
+  int nsrc, dt, op, assign;
+  double *partial;
+} reduce_job;
+
+static void shift_sources(const reduce_job *j, int64_t begin, const void **at) {
+  for (int k = 0; k < j->nsrc; k++) at[k] = (const char *)j->src[k] + bytes_of(j->dt, begin);
+}
+
+static void reduce_range(int64_t begin, int64_t end, void *ctx) {
+  const reduce_job *j = ctx;
+  const void *at[MAX_SOURCES];
+  const unsigned fp = fp_enter();
+  shift_sources(j, begin, at);
+  j->ops->reduce(j->dst + bytes_of(j->dt, begin), at, j->nsrc, j->dt, j->op, end - begin);
+  fp_leave(fp);
+}
+
+static void reduce_acc_range(int64_t begin, int64_t end, void *ctx) {
+  const reduce_job *j = ctx;
+  const void *at[MAX_SOURCES];
+  const unsigned fp = fp_enter();
+  shift_sources(j, begin, at);
+  j->ops->reduce_acc((float *)j->dst + begin, at, j->nsrc, j->dt, end - begin, j->assign,
+                     j->partial ? j->partial + begin / DC_BLOCK : NULL);
+  fp_leave(fp);
+}
+
+static int check_sources(const void *const *src, int nsrc, int dt, int64_t n) {
+  char what[32];
+  if (nsrc < 1 || nsrc > MAX_SOURCES)
+    return DC_FAIL(DC_E_INVALID, "nsrc = %d; one call reduces 1 to %d arrays", nsrc, (int)MAX_SOURCES);
+  if (n == 0) return DC_OK;
+  if (!src) return DC_FAIL(DC_E_INVALID, "src is NULL");
+  for (int k = 0; k < nsrc; k++) {
+    if (src[k] && (uintptr_t)src[k] % dc_dtype_size(dt) == 0) continue; /* the text is made for the bad one only */
+    snprintf(what, sizeof what, "src[%d]", k);
+    return check_array(src[k], dc_dtype_size(dt), n, what);
+  }
+  return DC_OK;
+}
+
+int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
+  reduce_job j = {.dst = dst, .src = src, .nsrc = nsrc, .dt = dt, .op = op};
+  if (dc_dtype_size(dt) == 0) return DC_FAIL(DC_E_DTYPE, "%d is not a dtype", dt);
+  if (op < DC_RED_SUM || op > DC_RED_BXOR) return DC_FAIL(DC_E_INVALID, "%d is not a reduce op", op);
+  const int floating = is_low(dt) || dt == DC_F64;
+  if (floating && op >= DC_RED_BAND)
+    return DC_FAIL(DC_E_DTYPE, "bitwise reduce op %d on %s; it takes integers", op, dc_dtype_name(dt));
+  if (!floating && op == DC_RED_AVG)
+    return DC_FAIL(DC_E_DTYPE, "average of %s; it takes floating dtypes (use a sum)", dc_dtype_name(dt));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(dst, dc_dtype_size(dt), n, "dst"));
+  DC_TRY(check_sources(src, nsrc, dt, n));
+  for (int k = 0; n > 0 && k < nsrc; k++)
+    if (dst != src[k] && overlap(dst, bytes_of(dt, n), src[k], bytes_of(dt, n)))
+      return DC_FAIL(DC_E_INVALID, "dst and src[%d] overlap without being equal", k);
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_reduce_calls, 1);
+  if (n > 0) dc_parallel_for(n, grain_of((int64_t)dc_dtype_size(dt) * (nsrc + 1)), reduce_range, &j);
+  return DC_OK;
+}
+
+int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
+  reduce_job j = {.dst = (char *)acc, .src = src, .nsrc = nsrc, .dt = dt, .assign = assign != 0, .partial = partial};
+  DC_TRY(check_low(dt, "src"));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(acc, sizeof *acc, n, "acc"));
+  DC_TRY(check_sources(src, nsrc, dt, n));
+  DC_TRY(check_array(partial, sizeof *partial, 0, "partial"));
+  for (int k = 0; n > 0 && k < nsrc; k++)
+    if (overlap(acc, bytes_of(DC_F32, n), src[k], bytes_of(dt, n)))
+      return DC_FAIL(DC_E_INVALID, "acc and src[%d] overlap", k);
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_reduce_calls, 1);
+  if (n > 0) dc_parallel_for(n, grain_of((int64_t)dc_dtype_size(dt) * nsrc + 4), reduce_acc_range, &j);
+  return DC_OK;
+}
+
+/* ---- AdamW --------------------------------------------------------------------------------------------------------- */
+/* All tensors form one flat line of elements, each tensor padded to ADAMW_PAD, so that cut points (multiples of the grain)
+ * fall on whole cache lines of an aligned tensor. */
+enum { ADAMW_PAD = 64, ADAMW_GRAIN = 8 * DC_BLOCK };
+
+typedef struct adamw_job {
+  const dc__ops *ops;
+  const dc_adamw_args *tensor;
+  int64_t count;
+} adamw_job;
+
+static int64_t padded(int64_t n) { return (n + ADAMW_PAD - 1) / ADAMW_PAD * ADAMW_PAD; }
+
+static dc__adamw_coef make_coef(const dc_adamw_args *t) {
+  const int decoupled = (t->flags & DC_ADAMW_DECOUPLED) != 0;
+  const double bc1 = 1.0 - pow(t->beta1, (double)t->step), bc2 = 1.0 - pow(t->beta2, (double)t->step);
+  return (dc__adamw_coef){
+      .grad_scale = (float)t->grad_scale,
+      .one_minus_b1 = (float)(1.0 - t->beta1),
+      .b2 = (float)t->beta2,
+      .one_minus_b2 = (float)(1.0 - t->beta2),
+      .decay = decoupled ? (float)(1.0 - t->lr * t->weight_decay) : 1.0f,
+      .step_size_neg = (float)-(t->lr / bc1),
+      .inv_sqrt_bc2 = (float)(1.0 / sqrt(bc2)),
+      .eps = (float)t->eps,
+      .l2 = decoupled ? 0.0f : (float)t->weight_decay,
+  };
+}
+
+/* The tensors of one group share their scalars; two pow() per small tensor would be most of its time. */
+static int same_coef(const dc_adamw_args *a, const dc_adamw_args *b) {
+  return a->step == b->step && a->lr == b->lr && a->beta1 == b->beta1 && a->beta2 == b->beta2 && a->eps == b->eps &&
+         a->weight_decay == b->weight_decay && a->grad_scale == b->grad_scale && a->flags == b->flags;
+}
+
+static void adamw_range(int64_t begin, int64_t end, void *ctx) {
+  const adamw_job *j = ctx;
+  const dc_adamw_args *last = NULL;
+  dc__adamw_coef coef;
+  int64_t start = 0; /* of tensor t on the line */
+  const unsigned fp = fp_enter();
+  for (const dc_adamw_args *t = j->tensor; start < end && t < j->tensor + j->count; start += padded(t->n), t++) {
+    const int64_t lo = begin > start ? begin - start : 0, hi = end - start < t->n ? end - start : t->n;
+    if (lo >= hi) continue;
+    if (!last || !same_coef(last, t)) coef = make_coef(t);
+    last = t;
+    j->ops->adamw(t, &coef, lo, hi);
+  }
+  fp_leave(fp);
+}
+
+static int check_adamw_scalars(const dc_adamw_args *t, int64_t k) {
+  const long long i = k;
+  if (t->step < 1) return DC_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
+  if (!isfinite(t->lr)) return DC_FAIL(DC_E_INVALID, "tensor %lld: lr = %g is not finite", i, t->lr);
+  if (!(t->beta1 >= 0 && t->beta1 < 1)) return DC_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
+  if (!(t->beta2 >= 0 && t->beta2 < 1)) return DC_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
+  if (!(t->eps >= 0)) return DC_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
+  if (!isfinite(t->weight_decay))
+    return DC_FAIL(DC_E_INVALID, "tensor %lld: weight_decay = %g is not finite", i, t->weight_decay);
+  if (!isfinite(t->grad_scale)) return DC_FAIL(DC_E_INVALID, "tensor %lld: grad_scale = %g is not finite", i, t->grad_scale);
+  if (t->flags & ~DC_ADAMW_DECOUPLED) return DC_FAIL(DC_E_INVALID, "tensor %lld: unknown flags 0x%x", i, (unsigned)t->flags);
+  return DC_OK;
+}
+
+static int check_adamw_arrays(const dc_adamw_args *t) {
+  DC_TRY(check_count(t->n));
+  DC_TRY(check_low(t->param_dtype, "param"));
+  DC_TRY(check_low(t->grad_dtype, "grad"));
+  DC_TRY(check_low(t->state_dtype, "exp_avg"));
+  if (t->lowp) DC_TRY(check_low(t->lowp_dtype, "lowp"));
+  DC_TRY(check_array(t->param, dc_dtype_size(t->param_dtype), t->n, "param"));
+  DC_TRY(check_array(t->grad, dc_dtype_size(t->grad_dtype), t->n, "grad"));
+  DC_TRY(check_array(t->exp_avg, dc_dtype_size(t->state_dtype), t->n, "exp_avg"));
+  DC_TRY(check_array(t->exp_avg_sq, dc_dtype_size(t->state_dtype), t->n, "exp_avg_sq"));
+  DC_TRY(check_array(t->max_exp_avg_sq, dc_dtype_size(t->state_dtype), 0, "max_exp_avg_sq"));
+  if (t->lowp) DC_TRY(check_array(t->lowp, dc_dtype_size(t->lowp_dtype), 0, "lowp"));
+  return DC_OK;
+}
+
+int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
+  adamw_job j = {.tensor = tensors, .count = count};
+  int64_t line = 0, elements = 0;
+  if (count < 0) return DC_FAIL(DC_E_INVALID, "count = %lld is negative", (long long)count);
+  if (count > 0 && !tensors) return DC_FAIL(DC_E_INVALID, "tensors is NULL with count = %lld", (long long)count);
+  for (int64_t k = 0; k < count; k++) {
+    DC_TRY(check_adamw_scalars(&tensors[k], k));
+    DC_TRY(check_adamw_arrays(&tensors[k]));
+    if (__builtin_add_overflow(line, padded(tensors[k].n), &line))
+      return DC_FAIL(DC_E_OVERFLOW, "the elements of %lld tensors overflow 64 bits", (long long)count);
+    elements += tensors[k].n;
+  }
+  DC_TRY(get_table(&j.ops));
+  dc__count(DC_COUNTER_adamw_calls, 1);
+  dc__count(DC_COUNTER_adamw_elements, elements);
+  if (line > 0) dc_parallel_for(line, ADAMW_GRAIN, adamw_range, &j);
+  return DC_OK;
+}

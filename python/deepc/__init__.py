@@ -1,0 +1,87 @@
+"""deepc: DeepSpeed-class training for PyTorch with its core in plain C.
+
+    engine, optimizer, loader, scheduler = deepc.initialize(model=model, config="ds_config.json")
+    loss = engine(x); engine.backward(loss); engine.step()
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import ops  # noqa: F401  registers torch.ops.deepc.*
+from . import optim, utils, zero
+from ._lib import C as _C
+from ._lib import counters
+from .backend import register_backend
+from .comm import init_distributed
+from .errors import DeepcError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__version__ = _C.dc_version().decode()
+__all__ = ["DeepcError", "add_config_arguments", "counters", "init_distributed", "initialize", "optim", "utils", "zero"]
+
+register_backend()
+
+_log = logging.getLogger("deepc")
+if not _log.handlers:
+    _handler = logging.StreamHandler(sys.stderr)
+    _handler.setFormatter(logging.Formatter("deepc: %(message)s"))
+    _log.addHandler(_handler)
+    _log.setLevel(os.environ.get("DEEPC_LOG_LEVEL", "INFO").upper())
+    _log.propagate = False
+
+
+def initialize(args: Any = None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+               distributed_port: int | None = None, mpu=None, dist_init_required: bool | None = None, collate_fn=None, config=None,
+               config_params=None, *, device=None) -> "tuple[Engine, Any, Any, Any]":
+    """Makes an engine of a model and a configuration. Collective over the ranks.
+
+    model: torch.nn.Module; it is cast to the config's precision and its parameters move into deepc's flat memory. config: path of a
+    DeepSpeed JSON, JSON text or a dict (also args.deepspeed_config). optimizer: a torch.optim.Optimizer over the model's parameters, a
+    function that makes one from parameters, or None (the config's, else AdamW with DeepSpeed's defaults). model_parameters: parameters or
+    param groups to train (default: all that require a gradient). lr_scheduler: an object with step(), a function of the optimizer, or None (the
+    config's). training_data: a Dataset; collate_fn: for its DataLoader.
+
+    Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong configuration, OutOfMemoryError before
+    anything is allocated if the plan does not fit."""
+    import torch
+    import torch.distributed as dist
+
+    from . import comm
+    from .config import Config
+    from .engine import Engine
+    from .errors import ArgumentError, ConfigError, UnsupportedError
+
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
+    if mpu is not None:
+        raise UnsupportedError("mpu= (Megatron model parallelism) does not exist in deepc yet; see docs/status.md")
+    source = config if config is not None else config_params
+    if source is None and args is not None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("no configuration: pass config= (a DeepSpeed JSON path or dict), or args with deepspeed_config")
+    init_distributed()
+    device = torch.device(device) if device is not None else comm.default_device()
+    parsed = Config.load(source, world_size=dist.get_world_size(), device_type=device.type)
+    parsed.require_resolved()
+    if parsed.log_level:
+        _log.setLevel(parsed.log_level.upper())
+    if device.type != "cpu":
+        model.to(device)
+    engine = Engine(model, parsed, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler, training_data=training_data,
+                    collate_fn=collate_fn, device=device)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser):
+    """Adds DeepSpeed's command-line arguments (--deepspeed, --deepspeed_config) to an argparse parser."""
+    group = parser.add_argument_group("deepc", "configuration of deepc (DeepSpeed's argument names)")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="accepted for compatibility; deepc is on when initialize is called")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
+    return parser

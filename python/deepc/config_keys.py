@@ -1,0 +1,397 @@
+"""Every key of the configuration: one row each. Owns the table; knows nothing of how a config is read (config.py).
+
+A key is named by its path in the DeepSpeed JSON, "zero_optimization.reduce_bucket_size". Types, defaults and ranges are those of
+DeepSpeed 0.19.8. Reader, JSON Schema, "did you mean" and documentation all expand from this table, so a new key is a new row (and
+a field of config.py's dataclasses if the engine reads it)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class State(Enum):
+    """What deepc does with a key."""
+
+    ACTIVE = "active"  # it has its meaning
+    INERT = "inert"  # a performance hint without meaning here: accepted, and reported with the reason
+    LATER = "later"  # a capability that is not built yet: only the values in `ok` are accepted
+    REMOVED = "removed"  # gone from DeepSpeed as well, and not planned: only the values in `ok` are accepted
+
+
+class _Any:
+    def __repr__(self) -> str:
+        return "ANY"
+
+
+ANY = _Any()
+"""For `Key.ok`: every value of the right type is accepted, because another key (`enabled`) is the one that decides."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row. `why` is the reason of an INERT key, the capability of a LATER one, the advice of a REMOVED one."""
+
+    path: str
+    kind: str  # bool | int | number | str | strings | numbers | object | gated | any
+    default: Any = None
+    help: str = ""
+    state: State = State.ACTIVE
+    why: str = ""
+    choices: tuple = ()  # of str: compared without case, the spelling of the table is kept
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    ok: Any = ()  # LATER, REMOVED: the values that ask for nothing
+    auto: bool = False  # an integration (Hugging Face Trainer, Accelerate) may leave "auto" here until it fills it
+    null: bool = False  # null is a value (always true where the default is null)
+    alias: str = ""  # an older name of the same key, last part of the path only
+    inert_on: str = ""  # INERT only on this device type ("cpu"); "" = everywhere
+
+    @property
+    def leaf(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+
+def _active(path: str, kind: str, default: Any, help: str, **kw: Any) -> Key:
+    return Key(path, kind, default, help, State.ACTIVE, **kw)
+
+
+def _inert(path: str, kind: str, default: Any, help: str, why: str, **kw: Any) -> Key:
+    return Key(path, kind, default, help, State.INERT, why, **kw)
+
+
+def _later(path: str, kind: str, default: Any, capability: str, ok: Any = None, **kw: Any) -> Key:
+    accepted = (default,) if ok is None else ok
+    return Key(path, kind, default, f"Capability: {capability}.", State.LATER, capability, ok=accepted, **kw)
+
+
+def _removed(path: str, kind: str, advice: str, ok: Any = (None,), **kw: Any) -> Key:
+    return Key(path, kind, None, "Removed from DeepSpeed in 0.19.7.", State.REMOVED, advice, ok=ok, **kw)
+
+
+_DTYPES = ("fp32", "bf16", "fp16")
+_RESIDENT = "on a CPU, stage-3 parameters live once per node in shared memory: nothing is gathered, prefetched or released"
+_IN_PLACE = "deepc always reduces gradients where they lie, each rank reading its peers' buckets and writing only its own shard"
+_NVME = "offload to disk (NVMe)"
+_OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
+_MONITOR = "experiment monitors (tensorboard, wandb, comet, csv)"
+_FLOPS = "the flops profiler"
+_COMMS_LOGGER = "the communication logger"
+_ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
+_ZEROPP = "ZeRO++ (quantized and hierarchical collectives)"
+_TP = "tensor parallelism"
+_PIPE = "pipeline parallelism"
+_COMPILE = "DeepCompile (torch.compile on the module works)"
+_HYBRID = "the hybrid engine"
+
+KEYS: tuple[Key, ...] = (
+    # ---- batch triangle -------------------------------------------------------------------------------------------------
+    _active("train_batch_size", "int", None, "Samples of one optimizer step over all ranks; = micro * accumulation * ranks.", gt=0, auto=True),
+    _active("train_micro_batch_size_per_gpu", "int", None, "Samples of one forward and backward on one rank.", gt=0, auto=True),
+    _active("gradient_accumulation_steps", "int", None, "Micro-batches that are summed before one optimizer step.", gt=0, auto=True),
+    _later("managed_gradient_accumulation", "bool", True, "accumulation boundaries owned by the caller"),
+    # ---- printing and logging -------------------------------------------------------------------------------------------
+    _active("steps_per_print", "int", None, "Print a progress line every so many optimizer steps; null: never.", gt=0),
+    _active("wall_clock_breakdown", "bool", False, "Time forward, backward, reduction and step, and print them."),
+    _active("memory_breakdown", "bool", False, "Print the memory in use after forward, backward and step."),
+    _active("dump_state", "bool", False, "Print the whole configuration and plan at initialization."),
+    _active("log_level", "str", None, "Level of the deepc logger.", choices=("debug", "info", "warning", "error", "critical")),
+    _inert("timers.throughput.enabled", "bool", True, "Throughput timer.", "steps are timed by steps_per_print and wall_clock_breakdown"),
+    _inert("timers.throughput.synchronized", "bool", True, "Synchronize the device for timing.", "a CPU step is synchronous",
+           inert_on=""),
+    _inert("disable_python_gc", "bool", False, "Turn off Python's cyclic collector.", "deepc leaves the interpreter's collector alone"),
+    _inert("vocabulary_size", "int", None, "Only a hint to pad the vocabulary to a multiple of 8.", "it changes no computation",
+           ge=0),
+    # ---- data -----------------------------------------------------------------------------------------------------------
+    _active("dataloader_drop_last", "bool", False, "Drop the last incomplete batch of training_data."),
+    # ---- optimizer ------------------------------------------------------------------------------------------------------
+    _active("optimizer.type", "str", None, "Adam or AdamW (deepc's), Adagrad, or the name of a torch.optim class."),
+    _active("optimizer.params", "object", None, "Arguments of the optimizer; lr, betas, eps, weight_decay may be \"auto\"."),
+    _inert("optimizer.legacy_fusion", "bool", False, "Old fused CUDA optimizer.", "there is one optimizer kernel"),
+    _active("zero_allow_untested_optimizer", "bool", False,
+            "Allow ZeRO with an optimizer that does not work element by element (its result then depends on the partition)."),
+    _inert("zero_force_ds_cpu_optimizer", "bool", True, "With offload, refuse a client optimizer that is not DeepSpeedCPUAdam.",
+           "any optimizer works with offload; torch's is only slower"),
+    # ---- schedule -------------------------------------------------------------------------------------------------------
+    _active("scheduler.type", "str", None, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a torch scheduler class."),
+    _active("scheduler.params", "object", None, "Arguments of the schedule; warmup_* and total_num_steps may be \"auto\"."),
+    # ---- precision ------------------------------------------------------------------------------------------------------
+    _active("fp16.enabled", "bool", False, "Parameters and activations in fp16, fp32 master weights, loss scaling.", auto=True),
+    _active("fp16.auto_cast", "bool", False, "Cast the floating-point inputs of forward to fp16.", auto=True),
+    _active("fp16.loss_scale", "number", 0.0, "Fixed loss scale; 0: dynamic.", ge=0),
+    _active("fp16.initial_scale_power", "int", 16, "The dynamic loss scale begins at 2 ** this.", ge=0, le=64),
+    _active("fp16.loss_scale_window", "int", 1000, "Steps without overflow before the scale doubles.", gt=0),
+    _active("fp16.hysteresis", "int", 2, "Overflows that are tolerated before the scale halves.", ge=1),
+    _active("fp16.consecutive_hysteresis", "bool", False, "Refill the hysteresis at every step without overflow."),
+    _active("fp16.min_loss_scale", "number", 1, "The dynamic loss scale never goes below; an overflow there is an error.", gt=0),
+    _later("fp16.fp16_master_weights_and_grads", "bool", False, "fp16 master weights"),
+    _active("bf16.enabled", "bool", False, "Parameters and activations in bf16, fp32 master weights.", auto=True),
+    _active("bf16.check_grad_overflow", "bool", True, "Skip the step when a gradient is not finite."),
+    _inert("bf16.immediate_grad_update", "bool", False, "Add gradients in hooks.", "deepc's hooks always do"),
+    _later("bf16.bf16_master_weights_and_grads", "bool", False, "bf16 master weights"),
+    _later("bf16.bf16_optimizer_states", "bool", False, "bf16 optimizer states"),
+    _later("torch_autocast.enabled", "bool", False, "torch.autocast inside the engine"),
+    _later("torch_autocast.dtype", "str", None, "torch.autocast inside the engine", ok=ANY),
+    _later("torch_autocast.lower_precision_safe_modules", "strings", None, "torch.autocast inside the engine", ok=ANY),
+    _later("data_types.grad_accum_dtype", "str", None, "gradient accumulation in another dtype than fp32 (deepc always accumulates in fp32)",
+           ok=(None, "fp32"), choices=_DTYPES),
+    _later("data_types.param_dtype", "str", None, "a parameter dtype apart from fp16.enabled and bf16.enabled", choices=_DTYPES),
+    _later("data_types.buffer_dtype", "str", None, "casting module buffers", choices=_DTYPES),
+    _later("data_types.keep_in_fp32_modules", "any", "auto", "a list of modules kept in fp32", ok=("auto", None)),
+    # ---- gradients ------------------------------------------------------------------------------------------------------
+    _active("gradient_clipping", "number", 1.0, "Largest global gradient norm; 0: no clipping.", ge=0, auto=True),
+    _active("prescale_gradients", "bool", False, "Divide gradients by predivide factor before the reduction instead of by the ranks after it."),
+    _active("gradient_predivide_factor", "number", 1.0, "Factor of the division before the reduction.", gt=0),
+    _later("gradient_allreduce_op", "str", "mean", "summing gradients over ranks instead of averaging", choices=("mean", "sum")),
+    _active("communication_data_type", "str", None, "Type of gradients on the wire; null: that of the parameters.", choices=_DTYPES),
+    _inert("seq_parallel_communication_data_type", "str", "fp32", "Wire type of sequence parallelism.", "there is no sequence parallelism yet",
+           choices=_DTYPES, null=True),
+    _inert("disable_allgather", "bool", False, "Broadcast updated parameters instead of gathering them.", "updated parameters are gathered"),
+    # ---- ZeRO -----------------------------------------------------------------------------------------------------------
+    _active("zero_optimization.stage", "int", 0, "0: replicas; 1: optimizer states, 2: + gradients, 3: + parameters are partitioned.",
+            ge=0, le=3, auto=True),
+    _active("zero_optimization.reduce_bucket_size", "int", 500_000_000, "Elements that are reduced at a time.", gt=0, auto=True),
+    _inert("zero_optimization.allgather_bucket_size", "int", 500_000_000, "Elements that are gathered at a time.",
+           "updated parameters are gathered by the same buckets as gradients (zero_optimization.reduce_bucket_size)", ge=0, auto=True),
+    _inert("zero_optimization.contiguous_gradients", "bool", True, "Copy gradients to one buffer as they are produced.", _IN_PLACE),
+    _inert("zero_optimization.reduce_scatter", "bool", True, "Reduce-scatter instead of all-reduce.", _IN_PLACE),
+    _inert("zero_optimization.overlap_comm", "bool", None, "Reduce during backward; null: at stage 3 only.",
+           "buckets are always released to the reduction as backward fills them"),
+    _inert("zero_optimization.round_robin_gradients", "bool", False, "Spread gradient copies over ranks.", _IN_PLACE),
+    _inert("zero_optimization.use_multi_rank_bucket_allreduce", "bool", True, "All-reduce buckets that span ranks.", _IN_PLACE),
+    _inert("zero_optimization.allgather_partitions", "bool", True, "Gather instead of broadcasts.", "updated parameters are gathered"),
+    _inert("zero_optimization.compute_grad_norm", "bool", True, "Compute the gradient norm.", "the norm comes with the reduction for free"),
+    _inert("zero_optimization.load_from_fp32_weights", "bool", True, "Restore masters from fp32.", "fp32 masters are always saved and restored"),
+    _inert("zero_optimization.elastic_checkpoint", "bool", False, "Legacy elastic checkpoint.",
+           "every deepc checkpoint loads into any number of ranks and any stage"),
+    _inert("zero_optimization.ignore_unused_parameters", "bool", True, "Do not fail on unused parameters.",
+           "an unused parameter has a zero gradient, in every stage"),
+    _inert("zero_optimization.legacy_stage1", "bool", False, "Old ZeRO-1.", "there is one implementation"),
+    _inert("zero_optimization.parameter_alignment", "bool", False, "Align parameters in flat buffers.", "deepc's layout is always aligned"),
+    _inert("zero_optimization.sub_group_size", "int", 1_000_000_000, "Elements per optimizer sub-step.",
+           "the step streams over memory once and needs no sub-groups", ge=0, auto=True),
+    _inert("zero_optimization.stage3_prefetch_bucket_size", "int", 50_000_000, "Elements fetched ahead of use.", _RESIDENT, ge=0, auto=True,
+           alias="prefetch_bucket_size", inert_on="cpu"),
+    _inert("zero_optimization.stage3_param_persistence_threshold", "int", 100_000, "Smaller parameters are not partitioned.", _RESIDENT, ge=0,
+           auto=True, alias="param_persistence_threshold", inert_on="cpu"),
+    _inert("zero_optimization.stage3_model_persistence_threshold", "int", sys.maxsize, "Bound on unpartitioned elements.", _RESIDENT, ge=0,
+           auto=True, alias="model_persistence_threshold", inert_on="cpu"),
+    _inert("zero_optimization.stage3_max_live_parameters", "int", 1_000_000_000, "Elements gathered at a time.", _RESIDENT, ge=0, auto=True,
+           alias="max_live_parameters", inert_on="cpu"),
+    _inert("zero_optimization.stage3_max_reuse_distance", "int", 1_000_000_000, "Keep what is used again within this.", _RESIDENT, ge=0,
+           auto=True, alias="max_reuse_distance", inert_on="cpu"),
+    _active("zero_optimization.stage3_gather_16bit_weights_on_model_save", "bool", False,
+            "save_16bit_model() writes whole weights at stage 3.", auto=True, alias="gather_16bit_weights_on_model_save"),
+    _inert("zero_optimization.stage3_gather_fp16_weights_on_model_save", "bool", False, "Old name.",
+           "it is read as stage3_gather_16bit_weights_on_model_save"),
+    _inert("zero_optimization.stage3_module_granularity_threshold", "int", 0, "Fetch small modules as one.", _RESIDENT,
+           alias="module_granularity_threshold", inert_on=""),
+    _inert("zero_optimization.stage3_use_all_reduce_for_fetch_params", "bool", False, "Fetch by all-reduce.", _RESIDENT,
+           alias="use_all_reduce_for_fetch_params"),
+    _inert("zero_optimization.stage3_allgather_sequential", "bool", False, "Fetch one by one.", _RESIDENT, alias="allgather_sequential"),
+    _inert("zero_optimization.memory_efficient_linear", "bool", True, "Linear that saves no weight for backward.",
+           "stage-3 parameters stay in place, so autograd saves no copy of them"),
+    _inert("zero_optimization.pipeline_loading_checkpoint", "bool", False, "Pipelined load.", "a rank reads only the ranges that it owns"),
+    _inert("zero_optimization.override_module_apply", "bool", True, "Gather in Module.apply.", "GatheredParameters is explicit"),
+    _inert("zero_optimization.log_trace_cache_warnings", "bool", False, "Log prefetch misses.", _RESIDENT),
+    _inert("zero_optimization.enable_sanity_checks", "bool", False, "Internal checks.", "deepc's checks are always on"),
+    _inert("zero_optimization.save_muon_momentum_buffer_in_memory", "bool", False, "Muon and NVMe.", "there is no Muon and no NVMe offload yet"),
+    _inert("zero_optimization.leaf_module.classes", "strings", None, "Modules treated as one unit.", _RESIDENT),
+    _inert("zero_optimization.leaf_module.names", "strings", None, "Modules treated as one unit.", _RESIDENT),
+    _inert("zero_optimization.leaf_module.name_suffixes", "strings", None, "Modules treated as one unit.", _RESIDENT),
+    _active("zero_optimization.offload_optimizer.device", "str", "none", "Where optimizer states live and the step runs.",
+            choices=("none", "cpu", "nvme"), auto=True),
+    _later("zero_optimization.offload_optimizer.nvme_path", "str", None, _NVME, ok=ANY),
+    _inert("zero_optimization.offload_optimizer.buffer_count", "int", 4, "Buffers of NVMe offload.", "there is no NVMe offload yet", ge=0),
+    _active("zero_optimization.offload_optimizer.pin_memory", "bool", True, "Page-locked host memory for the states."),
+    _inert("zero_optimization.offload_optimizer.pipeline_read", "bool", False, "NVMe pipeline.", "there is no NVMe offload yet"),
+    _inert("zero_optimization.offload_optimizer.pipeline_write", "bool", False, "NVMe pipeline.", "there is no NVMe offload yet"),
+    _inert("zero_optimization.offload_optimizer.fast_init", "bool", False, "NVMe initialization.", "there is no NVMe offload yet"),
+    _later("zero_optimization.offload_optimizer.ratio", "number", 1.0, "offload of a part of the optimizer states", ge=0, le=1),
+    _later("zero_optimization.offload_optimizer.super_offload", "bool", False, "SuperOffload"),
+    _inert("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, "Cores of SuperOffload.", "there is no SuperOffload yet",
+           ge=0, le=1),
+    _active("zero_optimization.offload_param.device", "str", "none", "Where stage-3 parameters live.", choices=("none", "cpu", "nvme"), auto=True),
+    _later("zero_optimization.offload_param.nvme_path", "str", None, _NVME, ok=ANY),
+    _inert("zero_optimization.offload_param.buffer_count", "int", 5, "Buffers of NVMe offload.", "there is no NVMe offload yet", ge=0),
+    _inert("zero_optimization.offload_param.buffer_size", "int", 100_000_000, "Buffers of NVMe offload.", "there is no NVMe offload yet", ge=0),
+    _inert("zero_optimization.offload_param.max_in_cpu", "int", 1_000_000_000, "NVMe offload.", "there is no NVMe offload yet", ge=0),
+    _inert("zero_optimization.offload_param.pin_memory", "bool", True, "Page-locked host memory.", "parameters of a CPU run are in host memory"),
+    _active("zero_optimization.cpu_offload", "bool", None, "Old form of offload_optimizer {device: cpu}."),
+    _active("zero_optimization.cpu_offload_param", "bool", None, "Old form of offload_param {device: cpu}."),
+    _inert("zero_optimization.cpu_offload_use_pin_memory", "bool", None, "Old form of pin_memory.", "use offload_optimizer.pin_memory"),
+    _later("zero_optimization.zenflow", "object", None, "ZenFlow"),
+    _later("zero_optimization.zero_hpz_partition_size", "int", 1, _ZEROPP, ok=(0, 1), ge=0),
+    _later("zero_optimization.zero_quantized_weights", "bool", False, _ZEROPP),
+    _later("zero_optimization.zero_quantized_nontrainable_weights", "bool", False, _ZEROPP),
+    _later("zero_optimization.zero_quantized_gradients", "bool", False, _ZEROPP),
+    _removed("zero_optimization.mics_shard_size", "int", "use ZeRO-3", ok=(None, -1)),
+    _removed("zero_optimization.mics_hierarchical_params_gather", "bool", "use ZeRO-3", ok=(None, False)),
+    _removed("zero_optimization.zeropp_loco_param", "object", "use ZeRO-3"),
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+    _active("checkpoint.tag_validation", "str", "Warn", "What to do when ranks save under different tags.", choices=("Ignore", "Warn", "Fail")),
+    _inert("checkpoint.load_universal", "bool", False, "Load a universal checkpoint.",
+           "every deepc checkpoint loads into any number of ranks and any stage"),
+    _inert("checkpoint.use_node_local_storage", "bool", False, "One checkpoint per node.", "one node has one storage"),
+    _inert("checkpoint.parallel_write.pipeline_stage", "bool", False, "Pipeline stages write in parallel.", _OWN_WRITER),
+    _inert("checkpoint.checkpoint_serialization", "bool", True, "Serialize tensors.", _OWN_WRITER),
+    _inert("checkpoint.writer", "object", None, "Fast writer.", _OWN_WRITER),
+    _later("datastates_ckpt", "gated", None, "DataStates checkpoints"),
+    # ---- later capabilities ---------------------------------------------------------------------------------------------
+    _later("activation_checkpointing.partition_activations", "bool", False, _ACT),
+    _later("activation_checkpointing.cpu_checkpointing", "bool", False, _ACT),
+    _later("activation_checkpointing.contiguous_memory_optimization", "bool", False, _ACT),
+    _later("activation_checkpointing.number_checkpoints", "any", None, _ACT, ok=ANY),
+    _later("activation_checkpointing.synchronize_checkpoint_boundary", "bool", False, _ACT),
+    _later("activation_checkpointing.profile", "bool", False, _ACT),
+    _inert("aio.block_size", "int", 1048576, "Asynchronous I/O.", "there is no NVMe offload yet", gt=0),
+    _inert("aio.queue_depth", "int", 8, "Asynchronous I/O.", "there is no NVMe offload yet", gt=0),
+    _inert("aio.intra_op_parallelism", "int", 1, "Asynchronous I/O.", "there is no NVMe offload yet", gt=0),
+    _inert("aio.thread_count", "int", 1, "Asynchronous I/O (old name).", "there is no NVMe offload yet", gt=0),
+    _inert("aio.single_submit", "bool", False, "Asynchronous I/O.", "there is no NVMe offload yet"),
+    _inert("aio.overlap_events", "bool", True, "Asynchronous I/O.", "there is no NVMe offload yet"),
+    _inert("aio.use_gds", "bool", False, "GPUDirect storage.", "there is no NVMe offload yet"),
+    _later("tensorboard.enabled", "bool", False, _MONITOR),
+    _later("tensorboard.output_path", "str", "", _MONITOR, ok=ANY, null=True),
+    _later("tensorboard.job_name", "str", "DeepSpeedJobName", _MONITOR, ok=ANY, null=True),
+    _later("csv_monitor.enabled", "bool", False, _MONITOR),
+    _later("csv_monitor.output_path", "str", "", _MONITOR, ok=ANY, null=True),
+    _later("csv_monitor.job_name", "str", "DeepSpeedJobName", _MONITOR, ok=ANY, null=True),
+    _later("wandb.enabled", "bool", False, _MONITOR),
+    _later("wandb.group", "str", None, _MONITOR, ok=ANY),
+    _later("wandb.team", "str", None, _MONITOR, ok=ANY),
+    _later("wandb.project", "str", "deepspeed", _MONITOR, ok=ANY, null=True),
+    _later("comet.enabled", "bool", False, _MONITOR),
+    _later("comet.samples_log_interval", "int", 100, _MONITOR, ok=ANY),
+    _later("comet.project", "str", None, _MONITOR, ok=ANY),
+    _later("comet.workspace", "str", None, _MONITOR, ok=ANY),
+    _later("comet.api_key", "str", None, _MONITOR, ok=ANY),
+    _later("comet.experiment_name", "str", None, _MONITOR, ok=ANY),
+    _later("comet.experiment_key", "str", None, _MONITOR, ok=ANY),
+    _later("comet.online", "bool", None, _MONITOR, ok=ANY),
+    _later("comet.mode", "str", None, _MONITOR, ok=ANY),
+    _later("flops_profiler.enabled", "bool", False, _FLOPS),
+    _later("flops_profiler.recompute_fwd_factor", "number", 0.0, _FLOPS, ok=ANY),
+    _later("flops_profiler.profile_step", "int", 1, _FLOPS, ok=ANY),
+    _later("flops_profiler.module_depth", "int", -1, _FLOPS, ok=ANY),
+    _later("flops_profiler.top_modules", "int", 1, _FLOPS, ok=ANY),
+    _later("flops_profiler.detailed", "bool", True, _FLOPS, ok=ANY),
+    _later("flops_profiler.output_file", "str", None, _FLOPS, ok=ANY),
+    _later("comms_logger.enabled", "bool", False, _COMMS_LOGGER),
+    _later("comms_logger.verbose", "bool", False, _COMMS_LOGGER, ok=ANY),
+    _later("comms_logger.prof_all", "bool", True, _COMMS_LOGGER, ok=ANY),
+    _later("comms_logger.debug", "bool", False, _COMMS_LOGGER, ok=ANY),
+    _later("comms_logger.prof_ops", "strings", None, _COMMS_LOGGER, ok=ANY),
+    _later("autotuning", "gated", None, "autotuning"),
+    _later("pipeline.stages", "any", "auto", _PIPE, ok=ANY),
+    _later("pipeline.partition", "str", "best", _PIPE, ok=ANY),
+    _later("pipeline.seed_layers", "bool", False, _PIPE, ok=ANY),
+    _later("pipeline.activation_checkpoint_interval", "int", 0, _PIPE, ge=0),
+    _later("pipeline.pipe_partitioned", "bool", True, _PIPE, ok=ANY),
+    _later("pipeline.grad_partitioned", "bool", True, _PIPE, ok=ANY),
+    _later("pipeline.use_reentrant", "bool", True, _PIPE, ok=ANY),
+    _later("tensor_parallel.autotp_size", "int", 0, _TP, ok=(0, 1), ge=0),
+    _later("tensor_parallel.dtype", "any", None, _TP, ok=ANY),
+    _later("tensor_parallel.tp_overlap_comm", "bool", False, _TP, ok=ANY),
+    _later("tensor_parallel.vocab_parallel_lm_head", "bool", None, _TP),
+    _later("tensor_parallel.vocab_parallel_ce_backend", "str", "torch", _TP, ok=ANY),
+    _later("tensor_parallel.tensor_parallel", "object", None, _TP, ok=ANY, alias="tp"),
+    _later("tensor_parallel.injection_policy_tuple", "any", None, _TP),
+    _later("tensor_parallel.partition_config", "object", None, _TP),
+    _later("tensor_parallel.preset_model", "str", None, _TP),
+    _later("tensor_parallel.keep_module_on_host", "bool", False, _TP),
+    _later("tensor_parallel.replace_with_kernel_inject", "bool", False, _TP, alias="kernel_inject"),
+    _later("sequence_parallel_size", "int", 1, "sequence parallelism", gt=0),
+    _later("use_data_before_expert_parallelism", "bool", False, "expert parallelism"),
+    _later("expert_parallel", "gated", None, "expert parallelism"),
+    _later("weight_quantization", "gated", None, "weight quantization"),
+    _later("hybrid_engine.enabled", "bool", False, _HYBRID),
+    _later("hybrid_engine.max_out_tokens", "int", 512, _HYBRID, ok=ANY),
+    _later("hybrid_engine.inference_tp_size", "int", 1, _HYBRID, ok=ANY),
+    _later("hybrid_engine.release_inference_cache", "bool", False, _HYBRID, ok=ANY),
+    _later("hybrid_engine.pin_parameters", "bool", True, _HYBRID, ok=ANY),
+    _later("hybrid_engine.tp_gather_partition_size", "int", 8, _HYBRID, ok=ANY),
+    _later("hybrid_engine.enable_cuda_graph", "bool", False, _HYBRID, ok=ANY),
+    _later("compile.enabled", "bool", False, _COMPILE),
+    _later("compile.deepcompile", "bool", False, _COMPILE),
+    _later("compile.autoep_non_moe", "bool", False, _COMPILE),
+    _later("compile.free_activation", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.free_activation_threshold", "int", 10 * 1024 * 1024, _COMPILE, ok=ANY),
+    _later("compile.offload_activation", "bool", False, _COMPILE),
+    _later("compile.offload_activation_pin_memory", "bool", True, _COMPILE, ok=ANY),
+    _later("compile.offload_opt_states", "bool", False, _COMPILE),
+    _later("compile.double_buffer", "bool", True, _COMPILE, ok=ANY),
+    _later("compile.symmetric_memory", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.debug_log", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.offload_parameters", "bool", False, _COMPILE),
+    _later("compile.sync_before_reduce", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.sync_after_reduce", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.sync_before_allgather", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.sync_after_allgather", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.keep_int_input_tensors", "bool", True, _COMPILE, ok=ANY),
+    _later("compile.keep_all_input_tensors", "bool", False, _COMPILE, ok=ANY),
+    _later("compile.passes", "strings", None, _COMPILE),
+    _later("data_efficiency", "gated", None, "data efficiency (curriculum sampling, random-LTD, dynamic batching)"),
+    _later("curriculum_learning", "gated", None, "curriculum learning"),
+    _later("elasticity", "gated", None, "elastic training"),
+    _later("sparse_attention", "object", None, "block-sparse attention"),
+    # ---- removed from DeepSpeed, not planned ----------------------------------------------------------------------------
+    _removed("amp", "gated", "use fp16 or bf16"),
+    _removed("nebula", "gated", "checkpoints are written by deepc itself"),
+    _removed("compression_training", "object", "quantize after training", ok=(None, {})),
+    _removed("quantize_training", "gated", "quantize after training"),
+    _removed("eigenvalue", "gated", "quantize after training"),
+    _removed("progressive_layer_drop", "gated", "drop layers in the model"),
+    _removed("sparse_gradients", "bool", "gradients of an embedding with sparse=True need no flag", ok=(None, False)),
+    _removed("graph_harvesting", "bool", "use torch.compile", ok=(None, False)),
+    # ---- our own --------------------------------------------------------------------------------------------------------
+    _active("deepc.bucket_elems", "int", None, "Elements of one gradient bucket; null: from zero_optimization.reduce_bucket_size and the model.",
+            gt=0),
+    _later("deepc.deterministic", "any", False, "bit-identical results in every layout", ok=(False, None)),
+    _later("deepc.debug_streamed", "bool", False, "streamed stage 3 on a CPU"),
+)
+
+TABLE: dict[str, Key] = {k.path: k for k in KEYS}
+"""All rows by path. The `gated` kind is a section whose content is not looked at unless its `enabled` is true."""
+
+RENAMED_SECTIONS = {"bfloat16": "bf16"}
+"""Old names of whole sections."""
+
+OPTIMIZER_PARAMS: dict[str, Key] = {
+    k.path: k
+    for k in (
+        _active("lr", "number", 1e-3, "Learning rate.", ge=0, auto=True),
+        _active("betas", "numbers", (0.9, 0.999), "Decay rates of the moments.", ge=0, lt=1, auto=True),
+        _active("eps", "number", 1e-8, "Added to the root of the second moment.", ge=0, auto=True),
+        _active("weight_decay", "number", 0.0, "Decoupled for AdamW, L2 for Adam with adam_w_mode false.", ge=0, auto=True),
+        _active("amsgrad", "bool", False, "Use the largest second moment so far."),
+        _active("adam_w_mode", "bool", True, "Type Adam: decoupled decay (DeepSpeed's default) or L2."),
+        _active("torch_adam", "bool", False, "Use torch.optim's class instead of deepc's."),
+        _later("bias_correction", "bool", True, "Adam without bias correction"),
+        _later("fp32_optimizer_states", "bool", True, "optimizer states below fp32"),
+        _inert("set_grad_none", "bool", True, "Free gradients.", "gradients are always freed after their reduction"),
+        _inert("foreach", "bool", None, "torch's multi-tensor loop.", "deepc's step is one call for all tensors"),
+        _inert("fused", "bool", None, "torch's fused kernel.", "deepc's step is always fused"),
+    )
+}
+"""Arguments of Adam and AdamW (path = argument name)."""
+
+LATER_OPTIMIZERS = {
+    "lamb": "LAMB", "lion": "Lion", "muon": "Muon", "muadam": "muP's MuAdam", "muadamw": "muP's MuAdamW", "musgd": "muP's MuSGD",
+    "onebitadam": "1-bit Adam", "zerooneadam": "0/1 Adam", "onebitlamb": "1-bit LAMB",
+}
+"""DeepSpeed's optimizers that deepc does not have yet, by lower-case name."""
+
+ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
+"""torch.optim classes whose update of an element depends on that element only: ZeRO may cut their tensors anywhere."""
+
+AUTO_SCHEDULER_PARAMS = frozenset({"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"})
+"""Schedule arguments that an integration may leave "auto"."""

@@ -1,0 +1,617 @@
+"""The engine: wires configuration, plan, states, hooks, optimizer and checkpoints into the loop
+`loss = engine(x); engine.backward(loss); engine.step()`. It decides nothing that the plan has decided."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import time
+import weakref
+from typing import Any, Callable, NamedTuple, Sequence
+
+import torch
+
+from . import comm, memory, ops, zero  # noqa: F401  (ops registers torch.ops.deepc)
+from ._lib import C, call
+from .config import Config, OptimizerConfig, default_optimizer
+from .dtypes import code
+from .errors import ArgumentError, ConfigError, DeepcError, StrayWriteError, UnsupportedError
+from .group import open_group
+from .hooks import GradientHooks
+from .optim import Adam, AdamW
+from .optim.sharded import ShardedOptimizer
+from .plan import Plan, make_plan, refuse_if_too_big
+from .reduce import CoreReducer, TorchReducer, norm_order
+from .state import ModelState
+
+logger = logging.getLogger("deepc")
+
+_WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+class StepResult(NamedTuple):
+    """What engine.step() did. `applied` is False for a micro-batch inside an accumulation and for a skipped step."""
+
+    applied: bool
+    reason: str  # "", "accumulating", or why the step was skipped
+    bad_parameter: str | None = None  # the first parameter with a gradient that is not finite
+    grad_norm: float | None = None
+
+
+class Engine(torch.nn.Module):
+    """See deepc.initialize. `engine(...)` runs the model; backward, step and checkpoints are collective over the ranks."""
+
+    def __init__(self, model: torch.nn.Module, config: Config, *, optimizer=None, model_parameters=None, lr_scheduler=None, training_data=None,
+                 collate_fn: Callable | None = None, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.module = model
+        self._config = config
+        self.device = device or comm.default_device()
+        self.group = open_group(self.device, comm.DEFAULT_TIMEOUT)
+        self.world_size, self.global_rank = self.group.world, self.group.rank
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
+        self.dtype = _compute_dtype(config)
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._boundary: bool | None = None
+        self._grad_norm: float | None = None
+        self._last = StepResult(False, "no step yet")
+        self._timers: dict[str, float] = {}
+        self._debug = os.environ.get("DEEPC_DEBUG", "0") == "1"
+        self._checksums: list[int] | None = None
+
+        base = self._make_base_optimizer(optimizer, model_parameters)
+        stage = config.zero.stage
+        self.optimizer = ShardedOptimizer(base, allow_untested=config.zero_allow_untested_optimizer, stage=stage)
+        group_of = self._groups(self.optimizer.param_groups)
+        named = list(model.named_parameters())
+        self._check_model(named, group_of)
+        if stage == 3 and self.group.transport == "c10d" and self.world_size > 1:
+            raise UnsupportedError("zero_optimization.stage 3 over several GPUs or nodes needs the streamed mode, which does not exist yet (docs/status.md); "
+                                   "use stage 2, or one CPU node")
+        self.plan: Plan = make_plan(
+            named, group_of, stage=stage, world=self.world_size, rank=self.global_rank, ranks_per_node=self.group.ranks_per_node, device=self.device,
+            dtype=self.dtype, transport=self.group.transport, bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size, moments=self.optimizer.moments)
+        refuse_if_too_big(self.plan)
+        self._cast_buffers()
+        self._choose_matmul()
+        host = self.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu"
+        self.state = ModelState(self.plan, named, self.group, self.device, host=host)
+        self.optimizer.attach(self.state, [group_of[id(p)] for p in self.state.trained])
+        self.optimizer.owner = self
+        self.reducer = self._make_reducer()
+        self.hooks = GradientHooks(self.state, self.reducer)
+        self.scaler = _make_scaler(config)
+        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self.training_dataloader = self._make_loader(training_data, collate_fn)
+        if stage == 3:
+            zero._register(self.state.trained, self)
+            zero._register((p for _, p in self.state.frozen), self)
+        for p in self.state.trained:
+            _owner_of[id(p)] = self
+        self._remember_checksums()
+        self._report()
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------------
+    def _make_base_optimizer(self, optimizer, model_parameters) -> torch.optim.Optimizer:
+        cfg = self._config.optimizer
+        params = list(model_parameters) if model_parameters is not None else [p for p in self.module.parameters() if p.requires_grad]
+        if optimizer is not None:
+            if cfg is not None:
+                self._say("an optimizer object was passed: the config's optimizer section is not used")
+            made = optimizer(params) if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) else optimizer
+            if isinstance(made, ShardedOptimizer):
+                raise ArgumentError("this optimizer already belongs to another engine")
+            if not isinstance(made, torch.optim.Optimizer):
+                raise ArgumentError(f"optimizer must be a torch.optim.Optimizer or a function that makes one from parameters, got {type(made).__name__}")
+            return made
+        if not params:
+            raise ArgumentError("no parameters to train: model_parameters is empty and no parameter of the model requires a gradient")
+        if cfg is None:
+            cfg = default_optimizer()
+            self._say("no optimizer in the config and none passed: AdamW with DeepSpeed's defaults, " + ", ".join(f"{k} {v}" for k, v in cfg.params.items()))
+        return make_optimizer(cfg, params)
+
+    def _groups(self, param_groups) -> dict[int, int]:
+        group_of: dict[int, int] = {}
+        for g, group in enumerate(param_groups):
+            for p in group["params"]:
+                if p.requires_grad:
+                    group_of[id(p)] = g
+        return group_of
+
+    def _check_model(self, named, group_of) -> None:
+        known = {id(p) for _, p in named}
+        if missing := [i for i in group_of if i not in known]:
+            raise ArgumentError(f"the optimizer has {len(missing)} parameter(s) that are not parameters of the model passed to initialize")
+        for name, p in named:
+            if p.is_meta:
+                raise ArgumentError(f"parameter '{name}' is on the meta device and has no values; materialise it first (model.to_empty and init)")
+            if id(p) in _owner_of and id(p) in group_of:
+                raise UnsupportedError(f"parameter '{name}' is already trained by another engine; two engines can't own one parameter")
+            if self.dtype == torch.float32 and p.is_floating_point() and p.dtype not in (torch.float32,) and id(p) in group_of:
+                raise ConfigError(f"parameter '{name}' is {p.dtype} and the config asks for fp32 training; set bf16.enabled or fp16.enabled, or pass model.float()")
+            if id(p) in group_of and not p.is_floating_point():
+                raise ConfigError(f"parameter '{name}' is {p.dtype}; only floating-point parameters can be trained")
+
+    @torch.no_grad()
+    def _cast_buffers(self) -> None:
+        for module in self.module.modules():
+            for name, b in module._buffers.items():
+                if b is None:
+                    continue
+                b.data = b.data.to(device=self.device, dtype=self.dtype if b.is_floating_point() else b.dtype)
+        if self.world_size > 1:
+            for _, b in self.module.named_buffers():
+                if b.numel() and (b.is_floating_point() or b.dtype in (torch.int32, torch.int64)):
+                    flat = b.data.contiguous().view(-1)
+                    self.group.broadcast(flat, 0)
+                    b.data.copy_(flat.view(b.shape))
+
+    def _choose_matmul(self) -> None:
+        """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
+        if self.device.type != "cpu" or self.dtype == torch.float32:
+            return
+        from . import precision
+
+        native, why = (precision.bf16_arithmetic if self.dtype == torch.bfloat16 else precision.fp16_arithmetic)()
+        if not native:
+            from . import matmul
+
+            matmul.install(self.dtype)
+            self._say(f"this CPU has no {str(self.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are computed in fp32 and rounded")
+
+    def _make_reducer(self):
+        wire = _WIRE[self._config.communication_data_type] or self.dtype
+        pre = 1.0 / self._config.gradient_predivide_factor if self._config.prescale_gradients else 1.0
+        self._pre_scale = pre
+        st = self.state
+        if self.device.type == "cpu" and self.group.transport in ("local", "node"):
+            bucket_comm = None
+            if self.group.transport == "node":
+                from .plan import SLOTS
+
+                bucket_comm = self.group.open_comm("buckets", self.plan.layout.bucket_elems * max(wire.itemsize, self.dtype.itemsize), SLOTS)
+            return CoreReducer(self.plan, bucket_comm, st.acc, st.partial, wire, pre)
+        return TorchReducer(self.plan, self.device, st.acc, st.partial, wire, pre)
+
+    def _make_scheduler(self, lr_scheduler):
+        from .lr_schedules import build_scheduler
+
+        cfg = self._config.scheduler
+        if lr_scheduler is not None:
+            if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+                return lr_scheduler(self.optimizer)
+            return lr_scheduler
+        return build_scheduler(cfg.type, dict(cfg.params), self.optimizer) if cfg is not None else None
+
+    def _make_loader(self, data, collate_fn):
+        if data is None:
+            return None
+        sampler = None
+        if self.world_size > 1 and not isinstance(data, torch.utils.data.IterableDataset):
+            sampler = torch.utils.data.DistributedSampler(data, self.world_size, self.global_rank, shuffle=True)
+        shuffle = None if isinstance(data, torch.utils.data.IterableDataset) or sampler is not None else True
+        return torch.utils.data.DataLoader(data, batch_size=self._config.train_micro_batch_size_per_gpu, sampler=sampler, shuffle=shuffle,
+                                           collate_fn=collate_fn, drop_last=self._config.dataloader_drop_last)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self.global_rank == 0:
+            logger.log(level, text)
+
+    def _report(self) -> None:
+        self._say(self.plan.describe())
+        for key, value, reason in self._config.inert:
+            self._say(f"config: {key} = {value!r} has no effect here: {reason}")
+        if self.state.segment is not None:
+            total, huge = self.state.segment.info()
+            self._say(f"shared parameters: {total / 2**20:.1f} MiB, {huge / 2**20:.1f} MiB of them on huge pages")
+
+    # ---- the loop --------------------------------------------------------------------------------------------------------
+    def forward(self, *inputs, **kwargs):
+        """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16."""
+        started = time.perf_counter()
+        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+            inputs = tuple(_cast(x, self.dtype) for x in inputs)
+            kwargs = {k: _cast(v, self.dtype) for k, v in kwargs.items()}
+        out = self.module(*inputs, **kwargs)
+        self._time("forward", started)
+        return out
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Gradients of `loss` (a scalar), reduced over the ranks into their owners' accumulators. Scales by 1/accumulation steps
+        (unless scale_wrt_gas=False) and by the loss scale; returns the loss scaled by the former. May be called several times before step."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ArgumentError(f"backward takes a scalar loss tensor, got {tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}; "
+                                "reduce it first (loss.mean())")
+        if not loss.requires_grad:
+            raise ArgumentError("the loss does not depend on any parameter that requires a gradient (was the model run under no_grad?)")
+        started = time.perf_counter()
+        gas = self.gradient_accumulation_steps()
+        out = loss / gas if scale_wrt_gas and gas > 1 else loss
+        scaled = out.float() * self.scaler.loss_scale if self.scaler is not None else out
+        hooks = self.hooks
+        hooks.boundary = self.is_gradient_accumulation_boundary()
+        if not hooks.synchronising:
+            scaled.backward(retain_graph=retain_graph)
+            return out.detach()
+        if hooks.open:
+            hooks.end_pass()  # of a bare loss.backward() before
+        hooks.begin_pass()
+        scaled.backward(retain_graph=retain_graph)
+        hooks.end_pass()
+        self._time("backward", started)
+        return out.detach()
+
+    def step(self, lr_kwargs: dict | None = None) -> StepResult:
+        """At an accumulation boundary: unscale, clip, update, publish the new parameters, advance the LR schedule. Collective. A step
+        whose gradients are not finite is skipped, in every precision, and says so."""
+        if not self.is_gradient_accumulation_boundary():
+            self._end_micro_step()
+            return StepResult(False, "accumulating")
+        if self.hooks.open or self.hooks.left_behind:
+            self.hooks.end_pass()
+        if not self.hooks.accumulated:
+            raise DeepcError("engine.step() at an accumulation boundary without a backward since the last step; call engine.backward(loss) first")
+        started = time.perf_counter()
+        result = self._update()
+        self.hooks.reset()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if result.applied:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        else:
+            self.skipped_steps += 1
+            self._say(f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
+        self._end_micro_step()
+        self._last = result
+        self._time("step", started)
+        self._print_step()
+        return result
+
+    def _end_micro_step(self) -> None:
+        self.micro_steps += 1
+        self._boundary = None if self._boundary is None else self._boundary
+
+    def _update(self) -> StepResult:
+        self.optimizer.overflow = False
+        norm, reason, bad = self._judge()
+        if self.scaler is not None:
+            scale = self.scaler.loss_scale
+            self.scaler.update_scale(reason != "")
+            self.optimizer.loss_scale = self.scaler.loss_scale
+            if reason:
+                reason += f"; loss scale {scale:g} -> {self.scaler.loss_scale:g}"
+        if reason:
+            self.optimizer.overflow = True
+            return StepResult(False, reason, bad, None)
+        self.optimizer.update(self._grad_scale(norm))
+        self._publish()
+        return StepResult(True, "", None, norm)
+
+    def _unit(self) -> float:
+        """Factor that turns an accumulated gradient (a sum over ranks, loss-scaled, predivided) into the average gradient."""
+        scale = self.scaler.loss_scale if self.scaler is not None else 1.0
+        return 1.0 / (self.world_size * scale * self._pre_scale)
+
+    def _grad_scale(self, norm: float) -> float:
+        unit, clip = self._unit_now, self._config.gradient_clipping
+        if clip > 0:
+            excess = (norm + 1e-6) / clip
+            if excess > 1.0:
+                return unit / excess
+        return unit
+
+    def _judge(self) -> tuple[float, str, str | None]:
+        """The global gradient norm of this step, or why it must be skipped. One message to all ranks at stages 1 to 3, which is
+        also the fence after which nobody reads the old parameters."""
+        st, plan = self.state, self.plan
+        if not self.hooks.norm_ready:
+            st.partial.copy_(torch.ops.deepc.norm_squared(st.acc))
+        partial = st.partial
+        if not plan.own_all and self.world_size > 1:
+            stray = st.stray_write() if plan.stage == 3 else -1
+            message = torch.cat([partial, torch.tensor([float(stray)], dtype=torch.float64, device=partial.device)])
+            gathered = self.group.gather_all(message)
+            self._raise_if_stray(gathered[:, -1].tolist())
+            partial = norm_order(plan, gathered[:, :-1])
+        elif plan.stage == 3:
+            self._raise_if_stray([float(st.stray_write())])
+        self._verify_checksums()
+        partial = partial.cpu().contiguous()
+        total = C.dc_sum_partials(partial.data_ptr(), partial.numel())
+        self._unit_now = self._unit()
+        if not math.isfinite(total):
+            bad = self._first_bad()
+            return math.nan, f"gradients are not finite (first: {bad})", bad
+        self._grad_norm = math.sqrt(total) * abs(self._unit_now)
+        return self._grad_norm, "", None
+
+    def _first_bad(self) -> str:
+        """Name of the first parameter, in flat order, whose gradient is not finite. Collective at stages 1 to 3."""
+        st, plan = self.state, self.plan
+        found = -1
+        if st.acc.device.type == "cpu":
+            index = ctypes.c_int64()
+            call("dc_find_nonfinite", st.acc.data_ptr(), code(st.acc.dtype), st.acc.numel(), ctypes.byref(index))
+            at = index.value
+        else:
+            where = torch.nonzero(~torch.isfinite(st.acc))
+            at = int(where[0]) if where.numel() else -1
+        if at >= 0:
+            found = next((s.param for s in plan.segments if s.shard_begin <= at < s.shard_begin + s.length), -1)
+        if not plan.own_all and self.world_size > 1:
+            everyone = self.group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()
+            found = min((f for f in everyone if f >= 0), default=-1)
+        return st.names[found] if found >= 0 else "unknown"
+
+    def _publish(self) -> None:
+        """Makes the new parameters every rank's: at stage 3 they already are (a fence), at stages 1 and 2 replicas are completed."""
+        plan = self.plan
+        if plan.stage == 3 and self.world_size > 1:
+            self.group.barrier()
+        elif plan.stage in (1, 2) and self.world_size > 1:
+            self.reducer.gather(self.state.flat)
+        self.state.bump_versions()
+        self._remember_checksums()
+
+    # ---- stray writes -----------------------------------------------------------------------------------------------------
+    def _raise_if_stray(self, by_rank: Sequence[float]) -> None:
+        for rank, index in enumerate(by_rank):
+            if index >= 0:
+                name = self.state.names[int(index)]
+                raise StrayWriteError(
+                    f"parameter '{name}' was written outside GatheredParameters on rank {rank} since the last step. At ZeRO stage 3 its memory is shared by "
+                    "all ranks of the node, so every rank's write would act. Write it under deepc.zero.GatheredParameters(params, modifier_rank=0), or use stage 2.")
+
+    def _raise_stray_write(self) -> None:
+        if self.plan.stage == 3:
+            self._raise_if_stray([float(self.state.stray_write())])
+
+    def _my_params(self) -> range:
+        return range(self.global_rank, len(self.state.trained), self.world_size)
+
+    def _checksum(self, i: int) -> int:
+        offset, n = self.plan.layout.offsets[i], self.plan.layout.numels[i]
+        view = self.state.flat[offset: offset + n]
+        return C.dc_crc32c(0, view.data_ptr(), view.numel() * view.element_size())
+
+    def _remember_checksums(self) -> None:
+        if self._debug and self.plan.stage == 3 and self.device.type == "cpu":
+            self._checksums = [self._checksum(i) for i in self._my_params()]
+            self.group.barrier()
+
+    def _verify_checksums(self) -> None:
+        if self._checksums is None:
+            return
+        stray = next((i for i, crc in zip(self._my_params(), self._checksums) if self._checksum(i) != crc), -1)
+        everyone = self.group.gather_all(torch.tensor([float(stray)], dtype=torch.float64)).view(-1).tolist()
+        self._raise_if_stray(everyone)
+
+    def _parameters_modified(self, params) -> None:
+        """After GatheredParameters with a modifier: masters follow where the values changed."""
+        indices = {id(p): i for i, p in enumerate(self.state.trained)}
+        chosen = {indices[id(p)] for p in params if id(p) in indices}
+        st = self.state
+        with torch.no_grad():
+            if st.master is not None:
+                for s in self.plan.segments:
+                    if s.param in chosen:
+                        master = st.master[s.shard_begin: s.shard_begin + s.length]
+                        now = st.flat[s.flat_begin: s.flat_begin + s.length]
+                        master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+        self.group.barrier()
+        st.bump_versions()
+        self._remember_checksums()
+
+    # ---- accumulation ----------------------------------------------------------------------------------------------------
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True if the next step() updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Overrides the count of micro-batches until called again."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backward passes inside keep their gradients on this rank, in `.grad`; the first one after reduces all of them."""
+        before, self.hooks.synchronising = self.hooks.synchronising, False
+        try:
+            yield
+        finally:
+            self.hooks.synchronising = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discards what has been accumulated since the last step."""
+        if self.hooks.open:
+            self.hooks.end_pass()
+        self.hooks.reset()
+        for p in self.state.trained:
+            p.grad = None
+
+    # ---- what scripts ask -------------------------------------------------------------------------------------------------
+    def train_batch_size(self) -> int:
+        return self._config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._config.gradient_accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self._config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.plan.stage
+
+    def get_lr(self) -> list[float]:
+        return [float(g["lr"]) for g in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the average gradient of the last applied step, before clipping."""
+        return self._grad_norm
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the dictionary it came from."""
+        return self._config.raw
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.loss_scale if self.scaler is not None else 1.0
+
+    @property
+    def last_step(self) -> StepResult:
+        return self._last
+
+    def was_step_applied(self) -> bool:
+        return self._last.applied
+
+    def compile(self, *args, **kwargs) -> None:  # type: ignore[override]
+        """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph."""
+        self.module.compile(*args, **kwargs)
+
+    def memory_summary(self) -> dict[str, int]:
+        """Bytes of this process now (rss, pss, peak) and of the plan."""
+        return {**memory.process_bytes(), **{f"plan_{k}": v for k, v in self.plan.bytes.items()}}
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    # ---- gradients and states, whole (collective) --------------------------------------------------------------------------
+    def _whole(self, owned: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter `index` of a tensor that is spread like the accumulators, in fp32 on every rank."""
+        plan = self.plan
+        n = plan.layout.numels[index]
+        out = torch.zeros(n, dtype=torch.float32, device=owned.device)
+        for s in plan.segments:
+            if s.param == index:
+                out[s.param_begin: s.param_begin + s.length] = owned[s.shard_begin: s.shard_begin + s.length]
+        if not plan.own_all and self.world_size > 1:
+            rows = self.group.gather_all(out)  # disjoint parts, zeros elsewhere: the sum is exact
+            out = rows.sum(0)
+        return out.view(self.state.trained[index].shape)
+
+    def _index(self, p: torch.nn.Parameter) -> int:
+        for i, q in enumerate(self.state.trained):
+            if q is p:
+                return i
+        raise ArgumentError("this parameter is not trained by the engine")
+
+    def full_grad(self, p: torch.nn.Parameter) -> torch.Tensor | None:
+        """Average gradient of `p`, unscaled and before clipping, fp32, on every rank; None before a backward. Collective."""
+        if not self.hooks.accumulated:
+            return None
+        return self._whole(self.state.acc, self._index(p)) * self._unit()
+
+    def full_fp32_param(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """fp32 master of `p`, whole, on every rank. Collective."""
+        if self.state.master is None:
+            return p.detach().float().clone()
+        return self._whole(self.state.master, self._index(p))
+
+    def full_optimizer_state(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """Optimizer state `name` ("exp_avg", ...) of `p`, whole, fp32, on every rank. Collective."""
+        index = self._index(p)
+        if self.optimizer.core:
+            if name not in self.optimizer.states:
+                raise ArgumentError(f"no optimizer state '{name}'; there are {', '.join(self.optimizer.states)}")
+            return self._whole(self.optimizer.states[name], index)
+        owned = torch.zeros_like(self.state.acc)
+        for n, s, view in self.optimizer.owned_states():
+            if n == name:
+                owned[s.shard_begin: s.shard_begin + s.length] = view
+        return self._whole(owned, index)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------
+    def save_checkpoint(self, save_dir, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
+        """Writes `save_dir/<tag>` (default global_step<N>): safetensors shards by their owners, an index, published by one rename.
+        client_state: tensors, NumPy values and JSON types; anything else is a CheckpointTypeError. Collective."""
+        from .checkpoint.engine_io import save
+
+        save(self, save_dir, tag if tag is not None else f"global_step{self.global_steps}", client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(self, load_dir, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+                        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn=None) -> tuple[str | None, dict]:
+        """Loads what save_checkpoint wrote, from any number of ranks and any stage. Returns (path, client_state); (None, {}) if
+        `load_dir` holds no checkpoint and no tag was given. Collective."""
+        from .checkpoint.engine_io import load
+
+        if custom_load_fn is not None:
+            raise UnsupportedError("custom_load_fn is not supported; change the module after load_checkpoint under GatheredParameters")
+        return load(self, load_dir, tag, load_module_strict, load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only)
+
+    # ---- printing --------------------------------------------------------------------------------------------------------------
+    def _time(self, what: str, started: float) -> None:
+        self._timers[what] = self._timers.get(what, 0.0) + time.perf_counter() - started
+
+    def _print_step(self) -> None:
+        every = self._config.steps_per_print
+        if every and self.global_steps % every == 0:
+            norm = f", grad norm {self._grad_norm:.4g}" if self._grad_norm is not None else ""
+            self._say(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}{norm}" +
+                      (f", loss scale {self.loss_scale:g}" if self.scaler is not None else ""))
+        if self._config.wall_clock_breakdown and (not every or self.global_steps % every == 0):
+            self._say("time (ms): " + " | ".join(f"{k} {1000 * v:.2f}" for k, v in self._timers.items()))
+        if self._config.memory_breakdown and (not every or self.global_steps % every == 0):
+            m = memory.process_bytes()
+            self._say(f"memory (MiB): rss {m['rss_bytes'] >> 20}, pss {m['pss_bytes'] >> 20}, peak rss {m['peak_rss_bytes'] >> 20}")
+        if not every or self.global_steps % every == 0:
+            self._timers.clear()
+
+    def destroy(self) -> None:
+        """Leaves the group and removes the hooks. Parameters stay readable."""
+        self.hooks.remove()
+        self.reducer.close()
+        self.group.close()
+        for p in self.state.trained:
+            _owner_of.pop(id(p), None)
+
+
+_owner_of: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
+
+
+def _compute_dtype(config: Config) -> torch.dtype:
+    if config.fp16.enabled:
+        return torch.float16
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float32
+
+
+def _make_scaler(config: Config):
+    from .precision import make_scaler
+
+    return make_scaler(config)
+
+
+def _cast(x, dtype: torch.dtype):
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        return x.to(dtype)
+    if isinstance(x, (list, tuple)):
+        return type(x)(_cast(v, dtype) for v in x)
+    if isinstance(x, dict):
+        return {k: _cast(v, dtype) for k, v in x.items()}
+    return x
+
+
+def make_optimizer(config: OptimizerConfig, parameters) -> torch.optim.Optimizer:
+    """The optimizer of a config's `optimizer` section, already validated there."""
+    if config.backend == "deepc":
+        return (AdamW if config.decoupled else Adam)(parameters, **config.params)
+    return getattr(torch.optim, config.type)(parameters, **config.params)

@@ -1,0 +1,5 @@
+"""Optimizers: `AdamW` and `Adam`, drop-ins for torch's over the C core."""
+
+from .adamw import Adam, AdamW
+
+__all__ = ["Adam", "AdamW"]

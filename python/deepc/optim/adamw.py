@@ -1,0 +1,106 @@
+"""AdamW and Adam as drop-in replacements of torch.optim's, one C call per step over all tensors."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from .. import memory, ops  # noqa: F401  (ops registers torch.ops.deepc)
+from ..dtypes import FLOATS
+from ..errors import ArgumentError, UnsupportedError
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW with the same arguments, param_groups, state and state_dict (Loshchilov & Hutter, arXiv:1711.05101).
+
+    Parameters: dense fp32, bf16 or fp16 tensors on CPU or CUDA; gradients of any of these dtypes; moments have the parameter's dtype, as in
+    torch. `foreach`, `fused` and `capturable` are accepted and change nothing: there is one path. Raises ArgumentError for what it can't step."""
+
+    _decoupled = True
+
+    def __init__(self, params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None) -> None:
+        if differentiable:
+            raise UnsupportedError("differentiable=True: deepc's AdamW can't be differentiated through; use torch.optim.AdamW for that")
+        _check(lr, betas, eps, weight_decay)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, foreach=foreach,
+                                      capturable=capturable, differentiable=False, fused=fused, decoupled_weight_decay=self._decoupled))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("amsgrad", False)
+            group.setdefault("maximize", False)
+            group.setdefault("decoupled_weight_decay", self._decoupled)
+
+    def _state_of(self, p: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
+            for color, name in enumerate(names, start=2):
+                if p.device.type == "cpu" and p.numel() >= 1 << 16:
+                    state[name] = memory.zeros(p.numel(), p.dtype, color).view(p.shape)
+                else:
+                    state[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            # Tensors of one call share device and step number; most often there is one call per group.
+            calls: dict[tuple, list] = {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                _check_tensor(p)
+                state = self._state_of(p, group["amsgrad"])
+                state["step"] += 1
+                calls.setdefault((p.device, int(state["step"])), []).append((p, p.grad.contiguous(), state))
+            for (_, step), items in calls.items():
+                params = [p for p, _, _ in items]
+                torch.ops.deepc.step_adamw(
+                    params, [g for _, g, _ in items], [s["exp_avg"] for _, _, s in items], [s["exp_avg_sq"] for _, _, s in items],
+                    [s["max_exp_avg_sq"] for _, _, s in items] if group["amsgrad"] else [], [], float(group["lr"]), float(group["betas"][0]),
+                    float(group["betas"][1]), float(group["eps"]), float(group["weight_decay"]), -1.0 if group["maximize"] else 1.0, step,
+                    bool(group["decoupled_weight_decay"]))
+                torch.autograd.graph.increment_version(params)
+        return loss
+
+
+class Adam(AdamW):
+    """torch.optim.Adam: weight decay, if any, is added to the gradient (L2; Kingma & Ba, arXiv:1412.6980)."""
+
+    _decoupled = False
+
+    def __init__(self, params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, amsgrad: bool = False, **kwargs) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+
+
+def _check(lr, betas, eps, weight_decay) -> None:
+    if not 0.0 <= float(lr):
+        raise ArgumentError(f"lr must be >= 0, got {lr}")
+    if not 0.0 <= eps:
+        raise ArgumentError(f"eps must be >= 0, got {eps}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ArgumentError(f"betas[{i}] must be in [0, 1), got {beta}")
+    if not 0.0 <= weight_decay:
+        raise ArgumentError(f"weight_decay must be >= 0, got {weight_decay}")
+
+
+def _check_tensor(p: torch.Tensor) -> None:
+    if p.grad.is_sparse:
+        raise ArgumentError("AdamW does not take sparse gradients; use nn.Embedding(sparse=False) or torch.optim.SparseAdam")
+    if p.dtype not in FLOATS:
+        raise ArgumentError(f"AdamW steps float32, bfloat16 and float16 parameters, got {p.dtype}")
+    if not p.is_contiguous():
+        raise ArgumentError(f"a parameter of shape {tuple(p.shape)} is not contiguous; make it so with p.data = p.data.contiguous()")

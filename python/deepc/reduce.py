@@ -1,0 +1,135 @@
+"""Gradients into the owner's accumulator, one parameter at a time, from autograd's hooks.
+
+Two reducers with one interface: C's (comm/bucket.h: shared memory, or one rank) and torch.distributed's (GPUs, several nodes).
+Interface: begin(assign, norm), add(index, grad), released() -> indices, finish(), gather(flat)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.distributed as dist
+
+from . import _lib
+from ._lib import C, call, check
+from .dtypes import code
+from .partition import BLOCK
+from .plan import Plan
+
+
+class CoreReducer:
+    """The C core's reducer. Gradients are CPU tensors; each is borrowed until released() lists it."""
+
+    def __init__(self, plan: Plan, comm, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype, pre_scale: float) -> None:
+        self._keep = (plan.layout, comm, acc, partial)  # borrowed by the C side
+        bucket_bytes = plan.layout.bucket_elems * wire.itemsize
+        config = _lib.ReducerConfig(
+            comm=comm.handle if comm is not None else None, layout=plan.layout.handle, dtype=code(wire), own_all=int(plan.own_all),
+            rank=plan.rank, pre_scale=pre_scale, pending_limit_bytes=2 * bucket_bytes, acc=acc.data_ptr(), partial=partial.data_ptr())
+        handle = ctypes.c_void_p()
+        call("dc_reducer_create", ctypes.byref(config), ctypes.byref(handle))
+        self.handle = handle.value
+        self._indices = (ctypes.c_int64 * 64)()
+        self._count = ctypes.c_int64()
+        self._count_ref = ctypes.byref(self._count)
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        check(C.dc_reducer_begin(self.handle, assign, norm))
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        check(C.dc_reducer_add(self.handle, index, grad.data_ptr(), code(grad.dtype)))
+
+    def released(self) -> list[int]:
+        out: list[int] = []
+        while True:
+            check(C.dc_reducer_released(self.handle, self._indices, 64, self._count_ref))
+            if not self._count.value:
+                return out
+            out.extend(self._indices[: self._count.value])
+
+    def finish(self) -> None:
+        check(C.dc_reducer_finish(self.handle))
+
+    def gather(self, flat: torch.Tensor) -> None:
+        """Completes every rank's replica `flat` from the owners' slices."""
+        check(C.dc_reducer_gather(self.handle, flat.data_ptr(), code(flat.dtype)))
+
+    def close(self) -> None:
+        if self.handle:
+            C.dc_reducer_free(self.handle)
+            self.handle = None
+
+    __del__ = close
+
+
+class TorchReducer:
+    """The same over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). Not overlapped."""
+
+    def __init__(self, plan: Plan, device: torch.device, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype, pre_scale: float) -> None:
+        self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = plan, device, acc, partial, wire, pre_scale
+        self._grads: dict[int, torch.Tensor] = {}
+        self._released: list[int] = []
+        self._assign = self._norm = False
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        self._assign, self._norm = assign, norm
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        self._grads[index] = grad
+
+    def released(self) -> list[int]:
+        out, self._released = self._released, []
+        return out
+
+    def _bucket(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of this rank's flat gradient in the wire dtype; zeros where there is none."""
+        flat = torch.zeros(end - begin, dtype=self._wire, device=self._device)
+        layout = self._plan.layout
+        for index, grad in self._grads.items():
+            lo, hi = max(begin, layout.offsets[index]), min(end, layout.offsets[index] + layout.numels[index])
+            if lo < hi:
+                piece = grad.reshape(-1)[lo - layout.offsets[index]: hi - layout.offsets[index]]
+                flat[lo - begin: hi - begin].copy_(piece if self._pre_scale == 1 else piece * self._pre_scale)
+        return flat
+
+    def finish(self) -> None:
+        plan, layout = self._plan, self._plan.layout
+        none = torch.empty(0, dtype=torch.float64, device=self._acc.device)
+        for b in range(layout.nbuckets):
+            begin, end = b * layout.bucket_elems, min((b + 1) * layout.bucket_elems, layout.total)
+            part = self._bucket(begin, end)
+            if plan.own_all:
+                if plan.world > 1:
+                    dist.all_reduce(part)
+                shard = begin
+            else:
+                mine = torch.empty((end - begin) // plan.world, dtype=part.dtype, device=part.device)
+                if plan.world > 1:
+                    dist.reduce_scatter_tensor(mine, part)
+                    part = mine
+                shard = plan.slices[b].shard_begin
+            target = self._acc[shard: shard + part.numel()]
+            torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, none)
+        if self._norm:
+            self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
+        self._released.extend(self._grads)
+        self._grads.clear()
+
+    def gather(self, flat: torch.Tensor) -> None:
+        layout = self._plan.layout
+        for b, own in enumerate(self._plan.slices):
+            begin, end = b * layout.bucket_elems, min((b + 1) * layout.bucket_elems, layout.total)
+            dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin: own.flat_begin + own.length].clone())
+
+    def close(self) -> None:
+        self._grads.clear()
+
+
+def norm_order(plan: Plan, gathered: torch.Tensor) -> torch.Tensor:
+    """Partial sums of all ranks [world, blocks of a shard] -> the order of the flat space, so that their sum does not depend on
+    the partition."""
+    layout, world = plan.layout, plan.world
+    full = layout.total // layout.bucket_elems
+    per_slice = layout.bucket_elems // world // BLOCK
+    head = gathered[:, : full * per_slice].reshape(world, full, per_slice).permute(1, 0, 2).reshape(-1)
+    return torch.cat([head, gathered[:, full * per_slice:].reshape(-1)])
