@@ -41,22 +41,25 @@ DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);
 DC_API int dc_reducer_free(dc_reducer *r);
 
 /* Starts a pass (one micro-batch's backward). assign: 1 overwrites acc (first micro-batch), 0 adds. norm: 1 fills `partial`.
- * A pass may be begun implicitly by the first add. DC_E_STATE if one is open. */
+ * A pass may be begun implicitly by the first add; that one assigns, and fills `partial` if there is one. DC_E_STATE if
+ * one is open. The communicator is not touched before the first add. */
 DC_API int dc_reducer_begin(dc_reducer *r, int assign, int norm);
 /* Hands over the gradient of parameter `param` (index in the layout): contiguous, layout numel, `dtype` fp32, bf16 or fp16 (cast to the wire dtype if it differs). Borrowed until it
- * is listed as released. Adds for one parameter twice in a pass: DC_E_STATE naming it. */
+ * is listed as released. Adds for one parameter twice in a pass: DC_E_STATE naming it. Wrong arguments (DC_E_INVALID, DC_E_DTYPE, that DC_E_STATE)
+ * leave the pass as it was; after any other error the reducer and its communicator are broken: every call returns that error
+ * (peers get it too), and the gradients count as released. Without peers a gradient goes to acc unrounded, whatever the wire dtype. */
 DC_API int dc_reducer_add(dc_reducer *r, int64_t param, const void *grad, int dtype);
 /* Parameters whose gradient is no longer needed since the last call of this function (also the one just added, usually):
- * writes up to `capacity` indices, *count of them; call until 0. Owners drop their gradients then. */
+ * writes up to `capacity` indices, *count of them; call until 0. Owners drop their gradients then. What a pass released can be asked for until the next one begins. */
 DC_API int dc_reducer_released(dc_reducer *r, int64_t *params, int64_t capacity, int64_t *count);
 /* Ends the pass: zeros for parameters without gradient (with assign; nothing to add otherwise), waits for all ranks, reduces
- * the rest. Collective. All gradients are released after it. */
+ * the rest. Collective. All gradients are released after it. DC_E_STATE if no pass is open (a rank without any gradient begins its pass explicitly). */
 DC_API int dc_reducer_finish(dc_reducer *r);
 /* 1 while a pass is open. */
 DC_API int dc_reducer_in_pass(const dc_reducer *r);
 
 /* The reverse way, for stages 1 and 2: every rank holds a whole replica of `elem_size`-byte elements at `flat` (layout->total
- * elements) whose own slices are new; on return all slices are. Moves each slice once through the slots. Collective; not inside a pass. */
+ * elements; any dtype) whose own slices are new; on return all slices are. Moves each slice once through the slots. Collective; not inside a pass. */
 DC_API int dc_reducer_gather(dc_reducer *r, void *flat, int dtype);
 
 #ifdef __cplusplus

@@ -4,21 +4,26 @@
  *
  * Buckets move in index order through three counters, reduced <= posted <= begun: [reduced, posted) wait for the peers,
  * [posted, begun) are being filled (later ones may be complete before earlier ones), from begun on nothing has a slot yet.
- * begun - reduced <= slots is the window. Every call first writes what the window takes, then makes progress without blocking.
+ * begun - reduced <= slots is the window. Every call first writes what the window takes, then makes progress without
+ * blocking.
  *
- * Why nothing deadlocks. A rank blocks in two places only: (W) in a wait for step s, having posted s itself, and (B) in a
- * begin of step t with an empty window, having done every step before t itself; B waits for "done" of step t - slots. It never
- * blocks while a step that it has begun lacks gradients, except in finish, which fills everything with zeros first, so that
- * there the two cases are the only ones left as well. Suppose that ranks are blocked for ever and take a blocked rank A.
- *   W(s): some rank C has not posted s. If C is blocked, then in W(s') of a step that it has posted, so s' < s, or in
- *         B(t) with t <= s (it has not begun s, or it would have posted it: its window is empty), which waits for step t - slots < s.
- *   B(t): some rank C has not done u = t - slots. If C is blocked, then in W(s') with s' <= u, or in B(t') with t' <= u.
- * Give W(s) the rank 2s and B(t) the rank 2(t - slots) + 1, the step that it waits for: along the chain it falls strictly (from B(t) to
- * W(u): 2u < 2u + 1; from W(s) to B(t): 2(t - slots) + 1 < 2s), so the chain ends at a rank that is not blocked here. That rank is
- * computing and, by contract, goes on to add or finish, which post or mark done whatever they can. So blocked ranks are
- * freed, whatever the orders of the ranks' gradients, as long as a rank's backward does not itself wait for a peer that is blocked here:
- * with equal orders it can't (what A posted before it came to the same place, the peer has posted too); with different ones the
- * time-out of the communicator tells where every rank is. A dead or failed rank breaks the communicator, which ends every wait. */
+ * Why nothing deadlocks. A rank blocks in two places only: W(s), a wait for step s that it has posted itself; and B(t), a
+ * begin of step t with an empty window, every step before t done by itself, which waits for "done" of step t - slots. In
+ * add it never blocks while the oldest step that it has begun lacks gradients of its own; in finish none lacks any, because
+ * zeros stand for what has not come. Suppose a rank A is blocked for ever.
+ *   A in W(s): some rank C has not posted s. If C is blocked, then in W(s') of a step that it has posted, so s' < s, or in
+ *              B(t) with t <= s, because it has posted all before t and not s; B(t) waits for step t - slots < s.
+ *   A in B(t): some rank C has not done u = t - slots. If C is blocked, then in W(s') with s' <= u, or in B(t') with
+ *              t' <= u, because it has done all before t' and not u.
+ * Give W(s) the height 2s and B(t) the height 2(t - slots) + 1. Along this chain the height falls strictly, so the chain
+ * ends at a rank that is not blocked here: it computes, and by contract goes on to add or finish, which post and mark done
+ * whatever they can. So every blocked rank goes on, whatever the orders of the ranks' gradients. The one condition: a
+ * rank's backward must not itself wait for a peer that is blocked here. With equal orders it can't: what A had when it
+ * blocked, a peer that came to the same place has as well, and posted. With different orders and collectives inside
+ * backward it can, once gradients above the limit are pending; then the communicator's time-out tells where every rank is.
+ * A rank that died or failed breaks the communicator, and that ends every wait.
+ *
+ * Copies into slots use plain stores up to dc_copy's streaming threshold: see copy_in. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

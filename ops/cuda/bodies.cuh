@@ -282,7 +282,7 @@ DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, 
 }
 
 // ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block ---------------------------------------------
-enum { ADAMW_CHUNK = 4096, ADAMW_WIDTH = 4, ADAMW_TENSORS = 38 };
+enum { ADAMW_CHUNK = 4096, ADAMW_WIDTH = 4, ADAMW_TENSORS = 37 };
 
 struct AdamwTensor {
   void *param;

@@ -20,15 +20,18 @@ inline void load_bytes8(void *to, const void *from) { move_bytes(to, from, from,
 inline void store_bytes8(void *to, const void *from) { move_bytes(to, from, to, 8); }
 } // namespace dc_gpu
 
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float a) { return sqrtf(a); }
-inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
-inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __dadd_rn(double a, double b) { return a + b; }
+// Not inlined, so that no compiler fuses two of them.
+#define DC_APART __attribute__((noinline, unused)) static
+DC_APART float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+DC_APART float __fmul_rn(float a, float b) { return a * b; }
+DC_APART float __fadd_rn(float a, float b) { return a + b; }
+DC_APART float __fsub_rn(float a, float b) { return a - b; }
+DC_APART float __fdiv_rn(float a, float b) { return a / b; }
+DC_APART float __fsqrt_rn(float a) { return sqrtf(a); }
+DC_APART double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+DC_APART double __dmul_rn(double a, double b) { return a * b; }
+DC_APART double __dadd_rn(double a, double b) { return a + b; }
+#undef DC_APART
 inline uint32_t __float_as_uint(float f) { return dc__bits_of_f32(f); }
 inline float __uint_as_float(uint32_t u) { return dc__f32_of_bits(u); }
 inline double __longlong_as_double(long long u) {

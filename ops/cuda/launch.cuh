@@ -43,12 +43,12 @@ class DeviceScope {
 // Blocks for a grid whose threads stride over `work` items.
 static inline unsigned grid_for(int64_t work) {
   const int64_t blocks = work / THREADS + (work % THREADS != 0);
-  return (unsigned)(blocks < 1 ? 1 : blocks < MAX_GRID ? blocks : MAX_GRID);
+  return (unsigned)(blocks < 1 ? 1 : blocks < MAX_GRID ? blocks : (int64_t)MAX_GRID);
 }
 
 static inline int launched(void) {
   const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? DC_OK : dc__cuda_error(error, "a launch");
+  return error == cudaSuccess ? (int)DC_OK : dc__cuda_error(error, "a launch");
 }
 
 // Calls f(tag) with the type of a floating dtype that was checked before.

@@ -17,7 +17,7 @@ from .errors import ArgumentError, CheckpointError, DeepcError
 if TYPE_CHECKING:
     import torch
 
-    from .config import Config, Fp16Config
+    from .config import Config
 
 _log = logging.getLogger("deepc")
 
@@ -123,10 +123,11 @@ def _same_keys(scaler: Any, state: dict[str, Any]) -> None:
                               "saved with another fp16.loss_scale (0 is dynamic). Use the same, or don't load the optimizer state.")
 
 
-def make_loss_scaler(fp16: Fp16Config) -> StaticLossScaler | DynamicLossScaler:
-    """The scaler of an fp16 section; scale 1 when fp16 is off."""
+def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
+    """The scaler of a configuration; None when fp16 is off (bf16 and fp32 need none)."""
+    fp16 = config.fp16
     if not fp16.enabled:
-        return StaticLossScaler(1.0)
+        return None
     if not fp16.dynamic:
         return StaticLossScaler(fp16.loss_scale)
     return DynamicLossScaler(2.0**fp16.initial_scale_power, fp16.loss_scale_window, fp16.min_loss_scale, fp16.hysteresis,

@@ -115,12 +115,13 @@ void expect_all_fine(const std::vector<Outcome> &out) {
   }
 }
 
-dc_comm_config config_of(const std::string &address, int rank, int size, int slots = 2, int64_t slot_bytes = 4096, int timeout_ms = 60000) {
+// The address is borrowed.
+dc_comm_config config_of(const char *address, int rank, int size, int slots = 2, int64_t slot_bytes = 4096, int timeout_ms = 60000) {
   dc_comm_config k;
   memset(&k, 0, sizeof k);
   k.rank = rank;
   k.size = size;
-  k.address = address.c_str();
+  k.address = address;
   k.label = "test_pg";
   k.timeout_ms = timeout_ms;
   k.slot_bytes = slot_bytes;
@@ -360,7 +361,7 @@ TEST_P(Collectives, EveryOneOfEveryTypeOpAndSize) {
   Shape s = GetParam();
   std::string address = fresh_address();
   expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, s.size, s.slots, s.slot_bytes);
+    dc_comm_config k = config_of(address.c_str(), rank, s.size, s.slots, s.slot_bytes);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     WANT(dc_comm_rank(c) == rank && dc_comm_size(c) == s.size, "rank or size");
@@ -381,7 +382,7 @@ TEST(CollectivesLarge, ManyChunksOfTheBuiltInSize) {
   for (int size : {2, 3}) {
     std::string address = fresh_address();
     expect_all_fine(run_ranks(size, [&](int rank) -> std::string {
-      dc_comm_config k = config_of(address, rank, size, 2, 2 << 20);
+      dc_comm_config k = config_of(address.c_str(), rank, size, 2, 2 << 20);
       dc_comm *c;
       FINE(dc_comm_open(&k, &c));
       int64_t n = 700001;
@@ -399,7 +400,7 @@ TEST(CollectivesLarge, ManyChunksOfTheBuiltInSize) {
 TEST(Collectives1, SpecialValues) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     float x[4] = {rank ? NAN : 1.0f, rank ? INFINITY : 1.0f, rank ? 3.4e38f : 3.4e38f, 1e-45f};
@@ -413,7 +414,7 @@ TEST(Collectives1, SpecialValues) {
 TEST(Collectives1, CountersCount) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     float x[8] = {0}, y[16];
@@ -435,11 +436,11 @@ TEST(Collectives1, CountersCount) {
 TEST(Groups, SubGroupsWorkSideBySide) {
   std::string all = fresh_address(), pair[2] = {fresh_address(), fresh_address()};
   expect_all_fine(run_ranks(4, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(all, rank, 4);
+    dc_comm_config k = config_of(all.c_str(), rank, 4);
     dc_comm *c, *sub;
     FINE(dc_comm_open(&k, &c));
     int32_t names[2] = {rank % 2, rank % 2 + 2};
-    dc_comm_config ks = config_of(pair[rank % 2], rank / 2, 2);
+    dc_comm_config ks = config_of(pair[rank % 2].c_str(), rank / 2, 2);
     ks.global_rank = names;
     FINE(dc_comm_open(&ks, &sub));
     for (int i = 0; i < 50; i++) {
@@ -459,7 +460,7 @@ TEST(Groups, SubGroupsWorkSideBySide) {
 TEST(Segments, SeenByAllZeroedSealedAndOutliveTheGroup) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     dc_segment *s, *s2;
@@ -491,7 +492,7 @@ TEST(Segments, SeenByAllZeroedSealedAndOutliveTheGroup) {
 TEST(Segments, TooLargeIsRefusedOnAllRanksAndTheGroupStaysSound) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     dc_segment *s = nullptr;
@@ -510,7 +511,7 @@ TEST(Segments, TooLargeIsRefusedOnAllRanksAndTheGroupStaysSound) {
 TEST(Segments, DifferentSizesAreAMismatch) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     dc_segment *s;
@@ -529,7 +530,7 @@ TEST(Exchange, StepsOfAllSlotsOpenAtOnceManyTimesAround) {
   std::string address = fresh_address();
   const int slots = 3, rounds = 200;
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2, slots);
+    dc_comm_config k = config_of(address.c_str(), rank, 2, slots);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     dc_call call = {DC_CALL_USER, DC_U8, 0, 0, 4096, 5};
@@ -566,7 +567,7 @@ TEST(Exchange, StepsOfAllSlotsOpenAtOnceManyTimesAround) {
 TEST(Exchange, MisuseIsAStateErrorAndBreaksNothing) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     dc_call call = {DC_CALL_USER, DC_U8, 0, 0, 1, 0};
@@ -599,7 +600,7 @@ TEST(Exchange, MisuseIsAStateErrorAndBreaksNothing) {
 TEST(Arguments, WrongOnesAreRefusedLocallyAndTheGroupStaysSound) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     float x[4] = {0}, y[8];
@@ -670,7 +671,7 @@ TEST(Mismatch, NamesBothCallsOnAllRanks) {
   std::string address = fresh_address();
   int32_t names[3] = {4, 9, 11};
   auto out = run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
     k.global_rank = names;
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
@@ -709,7 +710,7 @@ TEST(Mismatch, EveryPartOfTheFingerprintCounts) {
     SCOPED_TRACE(p.what);
     std::string address = fresh_address();
     expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-      dc_comm_config k = config_of(address, rank, 2);
+      dc_comm_config k = config_of(address.c_str(), rank, 2);
       dc_comm *c;
       FINE(dc_comm_open(&k, &c));
       std::vector<float> x(5000);
@@ -724,7 +725,7 @@ TEST(Mismatch, EveryPartOfTheFingerprintCounts) {
 TEST(Mismatch, IsToldBeforeTheLastRankArrives) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     if (rank == 2) {
@@ -741,7 +742,7 @@ TEST(Mismatch, IsToldBeforeTheLastRankArrives) {
 TEST(Death, AKilledRankIsDiagnosedOnAllSurvivors) {
   std::string address = fresh_address();
   auto out = run_ranks(4, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 4);
+    dc_comm_config k = config_of(address.c_str(), rank, 4);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     std::vector<float> x(100000);
@@ -768,7 +769,7 @@ TEST(Death, AKilledRankIsDiagnosedOnAllSurvivors) {
 TEST(Death, AZombieCountsAsDeadAndItsSignalIsNamed) {
   std::string address = fresh_address();
   auto out = run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     FINE(dc_barrier(c, 0));
@@ -785,7 +786,7 @@ TEST(Death, AZombieCountsAsDeadAndItsSignalIsNamed) {
 TEST(Death, LeavingIsTold) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     FINE(dc_barrier(c, 0));
@@ -803,7 +804,7 @@ TEST(Death, LeavingAfterTheLastCallHarmsNobody) {
   for (int round = 0; round < 5; round++) {
     std::string address = fresh_address();
     expect_all_fine(run_ranks(4, [&](int rank) -> std::string {
-      dc_comm_config k = config_of(address, rank, 4);
+      dc_comm_config k = config_of(address.c_str(), rank, 4);
       dc_comm *c;
       FINE(dc_comm_open(&k, &c));
       std::vector<float> x(3000, 1.0f);
@@ -819,7 +820,7 @@ TEST(Death, LeavingAfterTheLastCallHarmsNobody) {
 TEST(Timeout, TellsWhereEveryRankIs) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3, 2, 4096, 1500);
+    dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, 1500);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     FINE(dc_comm_set_caller(c, "warmup.py:3"));
@@ -845,7 +846,7 @@ TEST(Timeout, TellsWhereEveryRankIs) {
 TEST(Abort, FromAnotherThreadWakesEveryRank) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3);
+    dc_comm_config k = config_of(address.c_str(), rank, 3);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     FINE(dc_barrier(c, 0));
@@ -866,7 +867,7 @@ TEST(Abort, FromAnotherThreadWakesEveryRank) {
 TEST(Threads, ASecondThreadInTheSameGroupIsRefused) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     if (rank == 0) {
@@ -901,7 +902,7 @@ TEST(Threads, RanksMayBeThreadsOfOneProcess) {
     for (int rank = 0; rank < 2; rank++)
       t.emplace_back([&, rank] {
         said[rank] = [&]() -> std::string {
-          dc_comm_config k = config_of(address, rank, 2);
+          dc_comm_config k = config_of(address.c_str(), rank, 2);
           dc_comm *c;
           FINE(dc_comm_open(&k, &c));
           std::string d = check_everything(c, rank, 2, DC_F32);
@@ -917,7 +918,7 @@ TEST(Threads, RanksMayBeThreadsOfOneProcess) {
 TEST(Fork, AChildCanNotUseTheParentsGroupAndCanOpenItsOwn) {
   std::string address = fresh_address(), own = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     FINE(dc_barrier(c, 0));
@@ -928,7 +929,7 @@ TEST(Fork, AChildCanNotUseTheParentsGroupAndCanOpenItsOwn) {
       WANT(dc_comm_error(c)[0] == 0, "error text in a child");
       dc_comm *mine;
       std::string name = own + (rank ? "b" : "a");
-      dc_comm_config k1 = config_of(name, 0, 1);
+      dc_comm_config k1 = config_of(name.c_str(), 0, 1);
       FINE(dc_comm_open(&k1, &mine));
       FINE(dc_barrier(mine, 0));
       WANT_STATUS(DC_E_STATE, dc_barrier(c, 0)); // still not the child's, after its own open
@@ -989,7 +990,7 @@ TEST(Joining, StrangersAreRefusedAndTheGroupOpensAllTheSame) {
       return "";
     }
     if (rank == 1) nap_ms(300); // leave the strangers time to try
-    dc_comm_config k = config_of(address, rank, 2);
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
     dc_comm *c;
     FINE(dc_comm_open(&k, &c));
     FINE(dc_barrier(c, 0));
@@ -1004,7 +1005,7 @@ TEST(Joining, DifferentSettingsAreAShapeErrorOnBothSides) {
   for (const auto &change : changes) {
     std::string address = fresh_address();
     expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-      dc_comm_config k = config_of(address, rank, 2);
+      dc_comm_config k = config_of(address.c_str(), rank, 2);
       if (rank) change(&k);
       dc_comm *c = nullptr;
       WANT_STATUS(DC_E_SHAPE, dc_comm_open(&k, &c));
@@ -1017,7 +1018,7 @@ TEST(Joining, DifferentSettingsAreAShapeErrorOnBothSides) {
 TEST(Joining, TheSameRankTwiceIsAShapeError) {
   std::string address = fresh_address();
   auto out = run_ranks(3, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank == 0 ? 0 : 1, 3);
+    dc_comm_config k = config_of(address.c_str(), rank == 0 ? 0 : 1, 3);
     dc_comm *c = nullptr;
     WANT_STATUS(DC_E_SHAPE, dc_comm_open(&k, &c));
     WANT_TEXT("rank 1 joined twice");
@@ -1029,7 +1030,7 @@ TEST(Joining, TheSameRankTwiceIsAShapeError) {
 TEST(Joining, AMissingRankIsNamed) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 3, 2, 4096, 400);
+    dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, 400);
     dc_comm *c = nullptr;
     WANT_STATUS(DC_E_TIMEOUT, dc_comm_open(&k, &c));
     WANT_TEXT("2 of 3 ranks joined");
@@ -1053,7 +1054,7 @@ TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
   auto out = run_ranks(3, [&](int rank) -> std::string {
     if (rank == 2) { // joins with a thread and is killed before rank 1 joins
       std::thread([&] {
-        dc_comm_config k = config_of(address, 2, 3);
+        dc_comm_config k = config_of(address.c_str(), 2, 3);
         dc_comm *c;
         dc_comm_open(&k, &c);
       }).detach();
@@ -1061,7 +1062,7 @@ TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
       kill(getpid(), SIGKILL);
     }
     if (rank == 1) nap_ms(500);
-    dc_comm_config k = config_of(address, rank, 3, 2, 4096, 3000);
+    dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, 3000);
     dc_comm *c = nullptr;
     int rc = dc_comm_open(&k, &c);
     if (rank == 0) {
@@ -1079,7 +1080,7 @@ TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
 TEST(Joining, TooMuchStagingIsRefusedOnAllRanks) {
   std::string address = fresh_address();
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
-    dc_comm_config k = config_of(address, rank, 2, 2, (int64_t)1 << 40);
+    dc_comm_config k = config_of(address.c_str(), rank, 2, 2, (int64_t)1 << 40);
     dc_comm *c = nullptr;
     WANT_STATUS(DC_E_NOMEM, dc_comm_open(&k, &c));
     WANT_TEXT("available");
@@ -1105,7 +1106,7 @@ TEST(NothingLeft, DescriptorsMappingsAndNames) {
     int fds = 0;
     for (int i = 0; i < 3; i++) { // the first round sets up what a process keeps
       std::string name = address + (char)('a' + i);
-      dc_comm_config k = config_of(name, rank, 2);
+      dc_comm_config k = config_of(name.c_str(), rank, 2);
       dc_comm *c;
       FINE(dc_comm_open(&k, &c));
       dc_segment *s;
@@ -1134,7 +1135,7 @@ TEST(NothingLeft, TheAddressIsFreeAsSoonAsTheGroupIsOpen) {
   expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
     dc_comm *c[2];
     for (auto &x : c) {
-      dc_comm_config k = config_of(address, rank, 2);
+      dc_comm_config k = config_of(address.c_str(), rank, 2);
       FINE(dc_comm_open(&k, &x));
       FINE(dc_barrier(x, 0));
     }

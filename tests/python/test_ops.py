@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -207,8 +209,8 @@ def test_optimizer_runs_in_one_core_call_and_bumps_versions():
 def test_optimizer_state_dict_is_torchs():
     mine, opt, theirs, ref = pair()
     run_pair(mine, opt, theirs, ref, steps=2)
-    ref.load_state_dict(opt.state_dict())
-    opt.load_state_dict(ref.state_dict())
+    ref.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.load_state_dict(copy.deepcopy(ref.state_dict()))
     assert set(opt.state_dict()) == set(ref.state_dict())
     assert {k for s in opt.state_dict()["state"].values() for k in s} == {"step", "exp_avg", "exp_avg_sq"}
     run_pair(mine, opt, theirs, ref, steps=2)

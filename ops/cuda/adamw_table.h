@@ -1,0 +1,70 @@
+// adamw_table.h: the host's part of dc_cuda_adamw: from the caller's list of tensors (validated) to the tables that one launch each
+// takes. Plain C++, so that tests/c/test_cuda_bodies.cpp runs it too.
+#ifndef DEEPC_CUDA_ADAMW_TABLE_H
+#define DEEPC_CUDA_ADAMW_TABLE_H
+
+#include <math.h>
+#include <string.h>
+
+#include "cuda/bodies.cuh"
+
+namespace dc_gpu {
+
+// Must stay the bits of make_coef in ops/dispatch.c.
+inline dc__adamw_coef make_coef(const dc_adamw_args *t) {
+  const bool decoupled = (t->flags & DC_ADAMW_DECOUPLED) != 0;
+  const double bc1 = 1.0 - pow(t->beta1, (double)t->step), bc2 = 1.0 - pow(t->beta2, (double)t->step);
+  dc__adamw_coef c;
+  c.grad_scale = (float)t->grad_scale;
+  c.one_minus_b1 = (float)(1.0 - t->beta1);
+  c.b2 = (float)t->beta2;
+  c.one_minus_b2 = (float)(1.0 - t->beta2);
+  c.decay = decoupled ? (float)(1.0 - t->lr * t->weight_decay) : 1.0f;
+  c.step_size_neg = (float)-(t->lr / bc1);
+  c.inv_sqrt_bc2 = (float)(1.0 / sqrt(bc2));
+  c.eps = (float)t->eps;
+  c.l2 = decoupled ? 0.0f : (float)t->weight_decay;
+  return c;
+}
+
+inline bool wide_aligned(const void *p, int dt) { return (uintptr_t)p % (ADAMW_WIDTH * (dt == DC_F32 ? 4 : 2)) == 0; }
+
+inline AdamwTensor make_row(const dc_adamw_args *t) {
+  AdamwTensor row;
+  memset(&row, 0, sizeof row);
+  row.param = t->param;
+  row.grad = t->grad;
+  row.exp_avg = t->exp_avg;
+  row.exp_avg_sq = t->exp_avg_sq;
+  row.max_exp_avg_sq = t->max_exp_avg_sq;
+  row.lowp = t->lowp;
+  row.n = t->n;
+  row.coef = make_coef(t);
+  row.param_dtype = (int8_t)t->param_dtype;
+  row.grad_dtype = (int8_t)t->grad_dtype;
+  row.state_dtype = (int8_t)t->state_dtype;
+  row.lowp_dtype = (int8_t)(t->lowp ? t->lowp_dtype : DC_F32);
+  row.vectors = wide_aligned(t->param, t->param_dtype) && wide_aligned(t->grad, t->grad_dtype) &&
+                wide_aligned(t->exp_avg, t->state_dtype) && wide_aligned(t->exp_avg_sq, t->state_dtype) &&
+                wide_aligned(t->max_exp_avg_sq, t->state_dtype) && wide_aligned(t->lowp, row.lowp_dtype);
+  return row;
+}
+
+inline int64_t chunks_of(int64_t n) { return (n + ADAMW_CHUNK - 1) / ADAMW_CHUNK; }
+
+// Adds the tensors from `from` on until the table or the grid is full; returns the index of the first that did not fit.
+inline int64_t fill_table(AdamwTable *table, const dc_adamw_args *tensors, int64_t from, int64_t count) {
+  memset(table, 0, sizeof *table);
+  int64_t i = from;
+  for (; i < count && table->count < ADAMW_TENSORS; i++) {
+    if (tensors[i].n == 0) continue;
+    const int64_t next = table->first[table->count] + chunks_of(tensors[i].n);
+    if (next > INT32_MAX) break;
+    table->tensor[table->count++] = make_row(&tensors[i]);
+    table->first[table->count] = (int32_t)next;
+  }
+  return i;
+}
+
+} // namespace dc_gpu
+#endif

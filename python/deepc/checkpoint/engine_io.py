@@ -1,0 +1,217 @@
+"""An engine's checkpoint: what is in it, under which names, and how a rank finds its part again.
+
+Logical tensors: `fp32/<parameter>` (masters, or the parameters themselves in fp32 training), `<state>/<parameter>` for each optimizer state,
+`frozen/<parameter>`, `buffer/<name>`. Each is recorded by name, shape and offset, so any number of ranks and any stage can read it. A failure
+on one rank is told to all, and all raise."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, CheckpointTypeError
+from .store import CheckpointReader, CheckpointWriter, encode_client_state, list_tags, new_token, rng_state, set_rng_state
+
+logger = logging.getLogger("deepc")
+
+
+def _together(engine, what: str, failure: Exception | None) -> None:
+    """Every rank learns whether some rank failed. Also a barrier."""
+    flags = engine.group.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
+    if failure is not None:
+        raise failure
+    bad = [r for r, f in enumerate(flags) if f]
+    if bad:
+        raise CheckpointError(f"{what} failed on rank {', '.join(map(str, bad))} (its own message tells why); this rank gave up as well")
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous().view(-1)
+
+
+def _buffers(module: torch.nn.Module):
+    """(name, buffer) of persistent buffers, each once."""
+    seen: set[int] = set()
+    for prefix, m in module.named_modules():
+        for name, b in m._buffers.items():
+            if b is not None and name not in m._non_persistent_buffers_set and id(b) not in seen:
+                seen.add(id(b))
+                yield (f"{prefix}." if prefix else "") + name, b
+
+
+def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_frozen: bool) -> None:
+    """Collective. See Engine.save_checkpoint."""
+    if not isinstance(client_state, dict):
+        raise CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
+    encode_client_state(client_state)  # refuse what can't be saved before a byte is written
+    if engine.hooks.accumulated or engine.hooks.open:
+        logger.warning("save_checkpoint between a backward and its step: gradients of the unfinished step are not saved")
+    token = new_token()
+    rows = engine.group.gather_all(torch.tensor(list(token.encode()), dtype=torch.uint8))
+    token = bytes(rows[0].tolist()).decode()
+    writer, failure = None, None
+    try:
+        writer = CheckpointWriter(directory, str(tag), rank=engine.global_rank, world_size=engine.world_size, token=token)
+        _add_tensors(engine, writer, exclude_frozen)
+        writer.write({"rng": rng_state()})
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    try:
+        _together(engine, f"saving checkpoint {tag}", failure)
+        if engine.global_rank == 0:
+            try:
+                writer.publish({"client": client_state, "engine": _engine_state(engine)}, latest=latest)
+            except Exception as exc:
+                failure = exc
+        _together(engine, f"publishing checkpoint {tag}", failure)
+    except Exception:
+        if writer is not None:
+            writer.abort()
+        raise
+
+
+def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None:
+    st, plan = engine.state, engine.plan
+    mine = engine.global_rank == 0
+    # At stage 0 every rank has everything: rank 0 writes.
+    if mine or not plan.own_all:
+        for s in plan.segments:
+            source = st.master[s.shard_begin: s.shard_begin + s.length] if st.master is not None else st.flat[s.flat_begin: s.flat_begin + s.length]
+            writer.add(f"fp32/{st.names[s.param]}", _host(source), shape=st.trained[s.param].shape, begin=s.param_begin)
+        for name, s, view in engine.optimizer.owned_states():
+            writer.add(f"{name}/{st.names[s.param]}", _host(view), shape=st.trained[s.param].shape, begin=s.param_begin)
+    if mine:
+        for i, n in enumerate(plan.layout.numels):
+            if n == 0:
+                writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
+        for name, p in [] if exclude_frozen else st.frozen:
+            writer.add(f"frozen/{name}", _host(p), shape=p.shape)
+        for name, b in _buffers(engine.module):
+            writer.add(f"buffer/{name}", _host(b), shape=b.shape)
+
+
+def _engine_state(engine) -> dict[str, Any]:
+    return {
+        "stage": engine.plan.stage, "world_size": engine.world_size, "dtype": str(engine.dtype).removeprefix("torch."),
+        "global_steps": engine.global_steps, "global_samples": engine.global_samples, "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps, "optimizer": engine.optimizer.hyper_state(), "torch_states": engine.optimizer.torch_state_names(),
+        "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict") else None,
+    }
+
+
+def load(engine, directory, tag: str | None, strict: bool, optimizer_states: bool, lr_scheduler_states: bool) -> tuple[str | None, dict]:
+    """Collective. See Engine.load_checkpoint."""
+    directory = os.fspath(directory)
+    if tag is None and not os.path.lexists(os.path.join(directory, "latest")) and not list_tags(directory):
+        logger.warning("no checkpoint in %s: nothing was loaded", directory)
+        return None, {}
+    failure, result = None, (None, {})
+    try:
+        with CheckpointReader(directory, tag) as reader:
+            state = reader.client_state()
+            if not isinstance(state, dict) or not isinstance(state.get("engine"), dict):
+                raise CheckpointError(f"checkpoint {reader.path} was not written by engine.save_checkpoint")
+            _check_names(engine, reader, strict)
+            if optimizer_states:
+                engine.optimizer.prepare_states(state["engine"]["torch_states"])
+                _check_states(engine, reader)
+            _load_parameters(engine, reader)
+            if optimizer_states:
+                _load_states(engine, reader)
+            result = (reader.path, state["client"])
+            own = reader.rank_state(engine.global_rank) if reader.world_size == engine.world_size else None
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    engine.hooks.reset()
+    engine._publish()
+    _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
+    if own is not None:
+        set_rng_state(own["rng"])
+    engine.group.barrier()
+    return result
+
+
+def _check_names(engine, reader: CheckpointReader, strict: bool) -> None:
+    st = engine.state
+    want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
+    have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
+    missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
+    if strict and (missing or extra):
+        raise CheckpointError(f"checkpoint {reader.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)}, unexpected {extra[:5]}"
+                              f"{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)}); load_module_strict=False loads what fits")
+    for name, shape in want.items():
+        if name in have and tuple(have[name]) != shape:
+            raise CheckpointError(f"checkpoint {reader.path}: parameter '{name}' has shape {tuple(have[name])} there and {shape} in the model")
+
+
+def _check_states(engine, reader: CheckpointReader) -> None:
+    for name, s, _ in engine.optimizer.owned_states():
+        if f"{name}/{engine.state.names[s.param]}" not in reader.tensors:
+            raise CheckpointError(f"checkpoint {reader.path} has no optimizer state '{name}' of '{engine.state.names[s.param]}': it was saved with another optimizer "
+                                  "or with that parameter frozen; pass load_optimizer_states=False")
+
+
+def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0) -> None:
+    """Fills the 1-D `out` (any device and floating dtype) from elements of logical tensor `name`."""
+    stored = reader[name].dtype
+    if out.device.type == "cpu" and out.dtype == stored and out.is_contiguous():
+        reader.read(name, out, begin)
+        return
+    buffer = torch.empty(out.numel(), dtype=stored)
+    reader.read(name, buffer, begin)
+    out.copy_(buffer)
+
+
+@torch.no_grad()
+def _load_parameters(engine, reader: CheckpointReader) -> None:
+    st, plan = engine.state, engine.plan
+    for s in plan.segments:
+        name = st.names[s.param]
+        source = f"fp32/{name}" if f"fp32/{name}" in reader.tensors else f"frozen/{name}"
+        if source not in reader.tensors:
+            continue
+        flat = st.flat[s.flat_begin: s.flat_begin + s.length]
+        if st.master is None:
+            _read(reader, source, flat, s.param_begin)
+        else:
+            master = st.master[s.shard_begin: s.shard_begin + s.length]
+            _read(reader, source, master, s.param_begin)
+            flat.copy_(master)
+        if st.flat_host is not None:
+            st.flat_host[s.flat_begin: s.flat_begin + s.length].copy_(flat)
+    writes = st.segment is None or engine.global_rank == 0  # node-shared frozen parameters have one writer
+    for name, p in st.frozen:
+        source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
+        if source in reader.tensors and writes:
+            value = torch.empty(p.numel(), dtype=p.dtype)
+            _read(reader, source, value)
+            p.data.copy_(value.view(p.shape))
+    for name, b in _buffers(engine.module):
+        if f"buffer/{name}" in reader.tensors:
+            value = torch.empty(b.numel(), dtype=b.dtype)
+            _read(reader, f"buffer/{name}", value)
+            b.data.copy_(value.view(b.shape))
+
+
+def _load_states(engine, reader: CheckpointReader) -> None:
+    for name, s, view in engine.optimizer.owned_states():
+        _read(reader, f"{name}/{engine.state.names[s.param]}", view, s.param_begin)
+
+
+def _load_engine_state(engine, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool) -> None:
+    engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
+    engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
+    if saved["world_size"] != engine.world_size or engine.micro_steps % engine.gradient_accumulation_steps():
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    if optimizer_states:
+        engine.optimizer.load_hyper_state(saved["optimizer"])
+        if engine.scaler is not None and saved["scaler"] is not None:
+            engine.scaler.load_state_dict(saved["scaler"])
+            engine.optimizer.loss_scale = engine.scaler.loss_scale
+    if lr_scheduler_states and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])

@@ -1,0 +1,185 @@
+"""Loss scaling against DeepSpeed's class, and what the processor is said to have."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from deepc import precision
+from deepc.config import Config
+from deepc.errors import ArgumentError, CheckpointError
+from deepc.precision import DynamicLossScaler, LossScaleError, StaticLossScaler
+
+
+def config(**sections) -> Config:
+    return Config.load({"train_batch_size": 1, **sections}, world_size=1)
+
+
+# (arguments, sequence of overflows as 0 and 1, scale after each update), worked out by hand from the rules
+BY_HAND = [
+    ({"initial_scale": 16.0, "window": 2, "hysteresis": 1}, "1000000", [8, 8, 8, 16, 16, 32, 32]),
+    ({"initial_scale": 16.0, "window": 1000, "hysteresis": 2}, "1101", [16, 8, 8, 4]),
+    ({"initial_scale": 16.0, "window": 1000, "hysteresis": 2, "consecutive_hysteresis": True}, "1011", [16, 16, 16, 8]),
+    ({"initial_scale": 4.0, "window": 1, "hysteresis": 2, "min_scale": 3.0}, "11001", [4, 3, 3, 6, 6]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "overflows", "scales"), BY_HAND)
+def test_by_hand(arguments, overflows, scales):
+    scaler = DynamicLossScaler(**arguments)
+    got = []
+    for o in overflows:
+        scaler.update_scale(o == "1")
+        got.append(scaler.loss_scale)
+    assert got == scales
+
+
+def test_overflow_at_the_minimum_raises_and_names_the_key():
+    scaler = DynamicLossScaler(2.0, min_scale=1.0, hysteresis=1)
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 1.0
+    with pytest.raises(LossScaleError, match="fp16.min_loss_scale = 1"):
+        scaler.update_scale(True)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    module = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="deepspeed is not installed: parity is not compared")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module.dist, "get_rank", lambda *a: 0)  # it logs on rank 0, and asks for a process group
+    yield module
+    patch.undo()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equal_to_deepspeed(theirs, seed):
+    rng = random.Random(seed)
+    initial, window, hysteresis = 2 ** rng.randint(0, 20), rng.randint(1, 9), rng.randint(1, 4)
+    consecutive, least, rate = rng.random() < 0.5, rng.choice([0.25, 1, 3, 64]), rng.choice([0.05, 0.3, 0.6])
+    ours = DynamicLossScaler(initial, window, least, hysteresis, consecutive)
+    real = theirs.DynamicLossScaler(init_scale=initial, scale_window=window, min_scale=least, delayed_shift=hysteresis,
+                                    consecutive_hysteresis=consecutive)
+    for step in range(500):
+        overflow = rng.random() < rate
+        failures = []
+        for scaler in (ours, real):
+            try:
+                scaler.update_scale(overflow)
+                failures.append(False)
+            except Exception as exc:
+                assert "minimum" in str(exc) or "smallest" in str(exc)
+                failures.append(True)
+        assert failures[0] == failures[1], f"step {step}"
+        if failures[0]:
+            return
+        assert ours.loss_scale == real.loss_scale, f"step {step}"
+        assert ours.hysteresis_left == real.cur_hysteresis, f"step {step}"
+
+
+def test_state_round_trip_continues_exactly():
+    rng = random.Random(3)
+    overflows = [rng.random() < 0.1 for _ in range(400)]
+    whole, first, second = (DynamicLossScaler(2.0**16, 7, hysteresis=3) for _ in range(3))
+    want = []
+    for o in overflows:
+        whole.update_scale(o)
+        want.append(whole.loss_scale)
+    got = []
+    for o in overflows[:150]:
+        first.update_scale(o)
+        got.append(first.loss_scale)
+    second.load_state_dict(first.state_dict())
+    for o in overflows[150:]:
+        second.update_scale(o)
+        got.append(second.loss_scale)
+    assert got == want
+
+
+def test_static_scaler():
+    scaler = StaticLossScaler(128)
+    scaler.update_scale(True), scaler.update_scale(False)
+    assert scaler.loss_scale == 128.0 and not scaler.dynamic
+    other = StaticLossScaler(1)
+    other.load_state_dict(scaler.state_dict())
+    assert other.loss_scale == 128.0
+    with pytest.raises(CheckpointError, match="fp16.loss_scale"):
+        other.load_state_dict(DynamicLossScaler().state_dict())
+    with pytest.raises(CheckpointError, match="fp16.loss_scale"):
+        DynamicLossScaler().load_state_dict(scaler.state_dict())
+
+
+@pytest.mark.parametrize("bad", [{"initial_scale": 0}, {"window": 0}, {"hysteresis": 0}, {"min_scale": 0}, {"initial_scale": float("nan")}])
+def test_bad_arguments(bad):
+    with pytest.raises(ArgumentError):
+        DynamicLossScaler(**bad)
+    with pytest.raises(ArgumentError):
+        StaticLossScaler(0)
+
+
+def test_scaler_of_a_config():
+    assert precision.make_scaler(config()) is None
+    assert precision.make_scaler(config(bf16={"enabled": True})) is None
+    static = precision.make_scaler(config(fp16={"enabled": True, "loss_scale": 64}))
+    assert isinstance(static, StaticLossScaler) and static.loss_scale == 64
+    dynamic = precision.make_scaler(config(fp16={"enabled": True, "initial_scale_power": 5, "loss_scale_window": 3, "hysteresis": 4,
+                                                 "min_loss_scale": 2, "consecutive_hysteresis": True}))
+    assert isinstance(dynamic, DynamicLossScaler)
+    assert (dynamic.loss_scale, dynamic.window, dynamic.hysteresis, dynamic.min_scale, dynamic.consecutive_hysteresis) == (32, 3, 4, 2, True)
+    assert precision.make_scaler(config(fp16={"enabled": True})).loss_scale == 65536
+
+
+def test_choose_dtype():
+    assert precision.choose_dtype(config()) is torch.float32
+    assert precision.choose_dtype(config(fp16={"enabled": True})) is torch.float16
+    assert precision.choose_dtype(config(bf16={"enabled": True})) is torch.bfloat16
+    with pytest.raises(ArgumentError, match="fp8"):
+        precision.torch_dtype("fp8")
+
+
+@pytest.mark.parametrize(("dtype", "flags", "machine", "limit", "has"), [
+    ("bf16", "avx2 avx512f", "x86_64", "ALL", False),
+    ("bf16", "avx512f avx512_bf16", "x86_64", "ALL", True),
+    ("bf16", "avx512f avx512_bf16", "x86_64", "AVX512_CORE_BF16", True),
+    ("bf16", "avx512f avx512_bf16", "x86_64", "AVX512_CORE", False),
+    ("bf16", "avx512f avx512_bf16 amx_bf16", "x86_64", "avx2", False),
+    ("bf16", "amx_bf16", "x86_64", "AVX512_CORE_FP16", False),
+    ("bf16", "amx_bf16", "x86_64", "AVX512_CORE_AMX", True),
+    ("bf16", "avx512_bf16", "x86_64", "no such level", True),
+    ("fp16", "avx512_bf16 amx_bf16", "x86_64", "ALL", False),
+    ("fp16", "avx512_fp16", "x86_64", "ALL", True),
+    ("fp16", "avx512_fp16", "x86_64", "AVX512_CORE_BF16", False),
+    ("fp16", "amx_fp16", "x86_64", "AVX512_CORE_AMX", False),
+    ("bf16", "asimd bf16", "aarch64", "ALL", True),
+    ("fp16", "asimd asimdhp", "aarch64", "ALL", True),
+    ("bf16", "asimd", "aarch64", "ALL", False),
+])
+def test_arithmetic_rules(dtype, flags, machine, limit, has):
+    got, why = precision._arithmetic(dtype, frozenset(flags.split()), machine, limit)
+    assert got is has
+    assert why.startswith("the processor has")
+
+
+def test_arithmetic_here_agrees_with_the_kernel_and_the_limit(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    flags = precision.cpu_flags()
+    if not flags:
+        pytest.skip("this machine shows no CPU flags")
+    assert precision.bf16_arithmetic()[0] == bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    assert precision.fp16_arithmetic()[0] == bool(flags & {"avx512_fp16", "amx_fp16", "asimdhp"})
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    if not flags & {"bf16", "asimdhp"}:
+        assert precision.bf16_arithmetic()[0] is False
+        assert precision.compute_path("bf16").name == "upcast"
+    assert precision.compute_path("fp32").native
+    assert "bf16" in str(precision.compute_path("bf16"))
+    assert precision.recommended_dtype()[0] == ("bf16" if precision.compute_path("bf16").native else "fp32")
+
+
+def test_cpu_flags_reads_both_spellings(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nflags\t\t: other\n")
+    assert precision.cpu_flags(str(file)) == {"fpu", "avx2"}
+    file.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
+    assert precision.cpu_flags(str(file)) == {"fp", "asimd", "bf16"}
