@@ -13,19 +13,30 @@
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
 #define DC_GPU __device__ __forceinline__
+#define DC_UNROLL _Pragma("unroll")
+#define DC_UNROLL_8 _Pragma("unroll 8")
 #else
 #include "cuda/host_stand_in.h"
 #define DC_GPU inline
+#define DC_UNROLL
+#define DC_UNROLL_8
 #endif
 
 namespace dc_gpu {
 
 // ---- memory: vectors of up to 16 bytes, one instruction each ----------------------------------------------------------------
 #if defined(__CUDACC__)
+// Stores go through __stwb (a plain store, written back): the compiler breaks up a store of a struct after arithmetic.
+template <class Word>
+DC_GPU void store_word(void *to, const void *from) {
+  Word word;
+  memcpy(&word, from, sizeof word);
+  __stwb(static_cast<Word *>(to), word);
+}
 DC_GPU void load_bytes16(void *to, const void *from) { *static_cast<uint4 *>(to) = *static_cast<const uint4 *>(from); }
-DC_GPU void store_bytes16(void *to, const void *from) { *static_cast<uint4 *>(to) = *static_cast<const uint4 *>(from); }
 DC_GPU void load_bytes8(void *to, const void *from) { *static_cast<uint2 *>(to) = *static_cast<const uint2 *>(from); }
-DC_GPU void store_bytes8(void *to, const void *from) { *static_cast<uint2 *>(to) = *static_cast<const uint2 *>(from); }
+DC_GPU void store_bytes16(void *to, const void *from) { store_word<uint4>(to, from); }
+DC_GPU void store_bytes8(void *to, const void *from) { store_word<uint2>(to, from); }
 #endif
 
 // W elements of type T side by side. 16-byte alignment, because in registers it costs nothing.
@@ -155,7 +166,7 @@ DC_GPU void cast(typename D::stored *dst, const typename S::stored *src, float s
     constexpr int W = decltype(width)::value;
     const Pack<typename S::stored, W> in = load<typename S::stored, W>(src + i);
     Pack<typename D::stored, W> out;
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) out.x[j] = D::down(__fmul_rn(scale, S::up(in.x[j])));
     store<typename D::stored, W>(dst + i, out);
   });
@@ -167,7 +178,7 @@ DC_GPU void axpy(float *y, float a, const typename X::stored *x, int64_t n, int6
     constexpr int W = decltype(width)::value;
     const Pack<typename X::stored, W> in = load<typename X::stored, W>(x + i);
     Pack<float, W> sum = load<float, W>(y + i);
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) sum.x[j] = canonical(__fmaf_rn(a, X::up(in.x[j]), sum.x[j]));
     store<float, W>(y + i, sum);
   });
@@ -190,7 +201,7 @@ DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block,
   const int length = (int)block_length(n, block);
   const typename T::stored *p = x + block * DC_BLOCK;
   double sum = 0;
-#pragma unroll 8
+  DC_UNROLL_8
   for (int i = lane; i < length; i += LANES) sum = add_square(sum, T::up(p[i]));
   return sum;
 }
@@ -210,15 +221,15 @@ DC_GPU void reduce(typename T::stored *dst, const Src &src, int nsrc, int op, do
     constexpr int W = decltype(width)::value;
     typename T::wide sum[W];
     Pack<stored, W> in = load<stored, W>(static_cast<const stored *>(src.p[0]) + i);
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) sum[j] = T::up(in.x[j]);
     for (int k = 1; k < nsrc; k++) {
       in = load<stored, W>(static_cast<const stored *>(src.p[k]) + i);
-#pragma unroll
+      DC_UNROLL
       for (int j = 0; j < W; j++) sum[j] = T::step(op, sum[j], T::up(in.x[j]));
     }
     Pack<stored, W> out;
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) out.x[j] = T::down(op == DC_RED_AVG ? T::times(sum[j], share) : sum[j]);
     store<stored, W>(dst + i, out);
   });
@@ -231,19 +242,19 @@ DC_GPU void reduce_acc(float *acc, const Src &src, int nsrc, int assign, int64_t
     constexpr int W = decltype(width)::value;
     Pack<float, W> sum;
     Pack<stored, W> in = load<stored, W>(static_cast<const stored *>(src.p[0]) + i);
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) sum.x[j] = S::up(in.x[j]);
     for (int k = 1; k < nsrc; k++) {
       in = load<stored, W>(static_cast<const stored *>(src.p[k]) + i);
-#pragma unroll
+      DC_UNROLL
       for (int j = 0; j < W; j++) sum.x[j] = __fadd_rn(sum.x[j], S::up(in.x[j]));
     }
     if (!assign) {
       const Pack<float, W> old = load<float, W>(acc + i);
-#pragma unroll
+      DC_UNROLL
       for (int j = 0; j < W; j++) sum.x[j] = __fadd_rn(old.x[j], sum.x[j]);
     }
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) sum.x[j] = canonical(sum.x[j]);
     store<float, W>(acc + i, sum);
   });
@@ -262,14 +273,14 @@ DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, 
     float sum[BATCH];
     for (int k = 0; k < nsrc; k++) {
       const stored *p = static_cast<const stored *>(src.p[k]) + base;
-#pragma unroll
+      DC_UNROLL
       for (int j = 0; j < BATCH; j++) {
         const int i = first + j * LANES;
         const float f = i < length ? S::up(p[i]) : 0.0f;
         sum[j] = k == 0 ? f : __fadd_rn(sum[j], f);
       }
     }
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < BATCH; j++) {
       const int i = first + j * LANES;
       if (i >= length) break;
@@ -329,7 +340,7 @@ DC_GPU Raw<W> load_raw(const void *p, int dtype, int64_t i) {
 
 template <int W>
 DC_GPU void unpack(float *to, const Raw<W> &raw, int dtype) {
-#pragma unroll
+  DC_UNROLL
   for (int j = 0; j < W; j++)
     to[j] = dtype == DC_F32 ? raw.wide.x[j] : dtype == DC_BF16 ? up_bf16(raw.narrow.x[j]) : up_f16(raw.narrow.x[j]);
 }
@@ -338,12 +349,12 @@ template <int W>
 DC_GPU void store_as(void *p, int dtype, int64_t i, const float *from) {
   if (dtype == DC_F32) {
     Pack<float, W> out;
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) out.x[j] = canonical(from[j]);
     store<float, W>(static_cast<float *>(p) + i, out);
   } else {
     Pack<uint16_t, W> out;
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) out.x[j] = dtype == DC_BF16 ? down_bf16(from[j]) : down_f16(from[j]);
     store<uint16_t, W>(static_cast<uint16_t *>(p) + i, out);
   }
@@ -359,7 +370,7 @@ DC_GPU void adamw_elements(const AdamwTensor &t, int64_t i) {
   unpack<W>(m, raw_m, t.state_dtype);
   unpack<W>(v, raw_v, t.state_dtype);
   const dc__adamw_coef &c = t.coef;
-#pragma unroll
+  DC_UNROLL
   for (int j = 0; j < W; j++) {
     float grad = __fmul_rn(c.grad_scale, g[j]);
     if (c.l2 != 0.0f) grad = __fmaf_rn(c.l2, p[j], grad);
@@ -372,11 +383,11 @@ DC_GPU void adamw_elements(const AdamwTensor &t, int64_t i) {
   if (t.max_exp_avg_sq) {
     float largest[W];
     unpack<W>(largest, load_raw<W>(t.max_exp_avg_sq, t.state_dtype, i), t.state_dtype);
-#pragma unroll
+    DC_UNROLL
     for (int j = 0; j < W; j++) v[j] = Float32Steps::step(DC_RED_MAX, largest[j], v[j]);
     store_as<W>(t.max_exp_avg_sq, t.state_dtype, i, v);
   }
-#pragma unroll
+  DC_UNROLL
   for (int j = 0; j < W; j++) {
     const float denominator = __fmaf_rn(__fsqrt_rn(v[j]), c.inv_sqrt_bc2, c.eps);
     p[j] = __fmaf_rn(c.step_size_neg, __fdiv_rn(m[j], denominator), p[j]);
@@ -390,7 +401,7 @@ DC_GPU void adamw(const AdamwTable &table, int32_t block, int thread, int thread
   const int which = adamw_find(table, block);
   const AdamwTensor &t = table.tensor[which];
   const int64_t begin = (int64_t)(block - table.first[which]) * ADAMW_CHUNK;
-  const int64_t left = t.n - begin, length = left < ADAMW_CHUNK ? left : ADAMW_CHUNK;
+  const int64_t left = t.n - begin, length = left < ADAMW_CHUNK ? left : (int64_t)ADAMW_CHUNK;
   if (t.vectors)
     for_each<ADAMW_WIDTH>(length, thread, threads,
                           [&, begin](auto width, int64_t i) { adamw_elements<decltype(width)::value>(t, begin + i); });

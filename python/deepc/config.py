@@ -190,6 +190,12 @@ class Config:
         """ "fp16", "bf16" or "fp32": the type of parameters and activations."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
+    @property
+    def pre_scale(self) -> float:
+        """What a gradient is multiplied by before the sum over ranks; the sum times `1 / (world_size * pre_scale)` is the mean. As in DeepSpeed:
+        1 / ranks with prescale_gradients, else 1 / gradient_predivide_factor."""
+        return 1.0 / (self.world_size if self.prescale_gradients else self.gradient_predivide_factor)
+
     @classmethod
     def load(cls, source: str | os.PathLike | Mapping | Config, *, world_size: int, device_type: str = "cpu", allow_auto: bool = False) -> Config:
         """Reads and validates a configuration.
@@ -233,9 +239,7 @@ class Config:
         node: Any = self
         for part in row.path.split("."):
             node = getattr(node, "zero" if part == "zero_optimization" else part, _MISSING)
-            if node is None or node is _MISSING:
-                return node if row.section == "" else _MISSING
-        return node
+        return node  # an absent section (None) has no attributes, so its keys are _MISSING
 
 
 _TRIANGLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -23,6 +23,7 @@ from .group import open_group
 from .hooks import GradientHooks
 from .optim import Adam, AdamW
 from .optim.sharded import ShardedOptimizer
+from .param import unshare
 from .plan import Plan, make_plan, refuse_if_too_big
 from .reduce import CoreReducer, TorchReducer, norm_order
 from .state import ModelState
@@ -581,6 +582,7 @@ class Engine(torch.nn.Module):
         self.group.close()
         for p in self.state.trained:
             _owner_of.pop(id(p), None)
+            unshare(p)
 
 
 _owner_of: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()

@@ -107,7 +107,7 @@ def make_plan(
     index = {id(p): i for i, (_, p) in enumerate(trained)}
     infos = tuple(ParamInfo(n, tuple(p.shape), p.numel(), group_of.get(id(p)), index.get(id(p))) for n, p in named)
     layout = Layout([p.numel() for _, p in trained], world, max(1, min(bucket_elems, MAX_BUCKET_ELEMS)))
-    frozen = sum((p.numel() + 63) // 64 * 64 for p in infos if p.index is None)
+    frozen = sum((p.numel + 63) // 64 * 64 for p in infos if p.index is None)
     resident = stage == 3
     raw = _lib.BytesIn(
         total=layout.total, shard=layout.shard_elems, frozen=frozen, world=world, ranks_per_node=ranks_per_node,

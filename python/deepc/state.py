@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from . import memory
 from .errors import ConfigError
+from .param import share
 from .partition import BLOCK
 from .plan import Plan
 
@@ -98,6 +99,8 @@ class ModelState:
                 if plan.world > 1:
                     self._broadcast_any(p.data)
         if self.segment is not None:
+            for p in self.trained:
+                share(p)
             self.group.barrier()  # rank 0's values are visible to all
         elif plan.world > 1:
             self.group.broadcast(self.flat, 0)

@@ -1,0 +1,862 @@
+// test_bucket.cpp: the gradient reducer (comm/bucket.h) with real processes. Every rank is a forked child; gradients follow
+// from (seed, rank, micro-batch, parameter, index), so each rank can compute with scalar code what its accumulator must hold.
+#include <gtest/gtest.h>
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "comm/bucket.h"
+
+extern "C" int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
+
+namespace {
+
+using Ints = std::vector<int64_t>;
+using Bytes = std::vector<char>;
+
+// ---- ranks ------------------------------------------------------------------------------------------------------------
+// What a rank finds wrong is thrown; the parent prints it.
+struct Wrong {
+  std::string text;
+};
+
+#define WANT(cond, ...)                                                                \
+  do {                                                                                 \
+    if (!(cond)) throw Wrong{place(__LINE__, #cond) + format("" __VA_ARGS__)};         \
+  } while (0)
+#define WANT_OK(expr)                                                                  \
+  do {                                                                                 \
+    int rc_ = (expr);                                                                  \
+    if (rc_ != DC_OK) throw Wrong{place(__LINE__, #expr) + dc_last_error()};           \
+  } while (0)
+
+std::string place(int line, const char *what) { return "line " + std::to_string(line) + ": " + what + ": "; }
+
+__attribute__((format(printf, 1, 2))) std::string format(const char *fmt, ...) {
+  char s[1024];
+  va_list ap;
+  va_start(ap, fmt);
+  vsnprintf(s, sizeof s, fmt, ap);
+  va_end(ap);
+  return s;
+}
+
+template <class T>
+T *shared(size_t n) {
+  void *p = mmap(nullptr, n * sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  EXPECT_NE(MAP_FAILED, p);
+  return static_cast<T *>(p);
+}
+
+std::string fresh_address() {
+  std::random_device d;
+  char s[64];
+  snprintf(s, sizeof s, "deepc-test-bucket-%08x%08x%08x", d(), d(), d());
+  return s;
+}
+
+[[noreturn]] void child(int rank, const std::function<void(int)> &body, char *text, size_t size) {
+  alarm(120);
+  dc_set_num_threads(1);  // the machine has few cores and the ranks are many
+  try {
+    body(rank);
+    if (__lsan_do_recoverable_leak_check && __lsan_do_recoverable_leak_check()) throw Wrong{"memory leaked"};
+  } catch (const Wrong &w) {
+    snprintf(text, size, "%s", w.text.c_str());
+    _exit(1);
+  }
+  _exit(0);
+}
+
+// Runs body(rank) in `world` processes. Ranks in `killed` are expected to die of SIGKILL.
+void run_ranks(int world, const std::function<void(int)> &body, const Ints &killed = {}) {
+  const size_t size = 4096;
+  char *text = shared<char>(size * (size_t)world);
+  std::vector<pid_t> pid((size_t)world);
+  fflush(nullptr);
+  for (int r = 0; r < world; r++) {
+    pid[(size_t)r] = fork();
+    ASSERT_GE(pid[(size_t)r], 0);
+    if (pid[(size_t)r] == 0) child(r, body, text + size * (size_t)r, size);
+  }
+  for (int r = 0; r < world; r++) {
+    int status = 0;
+    ASSERT_EQ(pid[(size_t)r], waitpid(pid[(size_t)r], &status, 0));
+    if (std::count(killed.begin(), killed.end(), r)) {
+      EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "rank " << r << " was to be killed: " << status;
+      continue;
+    }
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
+        << "rank " << r << " (status " << status << "): " << (text + size * (size_t)r);
+  }
+  munmap(text, size * (size_t)world);
+}
+
+// ---- one configuration ------------------------------------------------------------------------------------------------
+struct Config {
+  int world = 2;
+  int wire = DC_F32, grad = DC_F32;
+  Ints numel = {5000, 0, 3, 20000, 64, 4096, 1, 9000, 12345, 8192};
+  int64_t bucket = 1;  // the smallest: parameters span buckets
+  int slots = 3;
+  int64_t limit = 1 << 20;
+  float pre_scale = 1;
+  int own_all = 0;
+  int micro_batches = 3;
+  bool shuffled = true, sleepy = false;
+  double unused = 0.2;  // probability per rank, micro-batch and parameter
+  int never = 7;        // this parameter has no gradient on any rank; -1: all have
+  unsigned seed = 1;
+};
+
+struct Free {
+  void operator()(dc_zero_layout *l) const { dc_zero_layout_free(l); }
+  void operator()(dc_comm *c) const { dc_comm_close(c); }
+  void operator()(dc_reducer *r) const { dc_reducer_free(r); }
+};
+using Layout = std::unique_ptr<dc_zero_layout, Free>;
+using Comm = std::unique_ptr<dc_comm, Free>;
+using Reducer = std::unique_ptr<dc_reducer, Free>;
+
+Layout make_layout(const Config &k) {
+  dc_zero_layout *l = nullptr;
+  WANT_OK(dc_zero_layout_make(k.numel.data(), (int64_t)k.numel.size(), k.world, k.bucket, &l));
+  return Layout(l);
+}
+
+Comm join(const Config &k, int rank, const std::string &address, int64_t slot_bytes, int64_t timeout_ms = 30000) {
+  if (k.world == 1) return nullptr;
+  dc_comm_config c = {};
+  c.rank = rank;
+  c.size = k.world;
+  c.address = address.c_str();
+  c.label = "test";
+  c.timeout_ms = timeout_ms;
+  c.slot_bytes = slot_bytes;
+  c.slots = k.slots;
+  dc_comm *out = nullptr;
+  WANT_OK(dc_comm_open(&c, &out));
+  return Comm(out);
+}
+
+bool is_used(const Config &k, int rank, int mb, int64_t p) {
+  if (p == k.never) return false;
+  std::minstd_rand rng(k.seed * 7919u + (unsigned)rank * 131u + (unsigned)mb * 17u + (unsigned)p);
+  rng.discard(3);
+  return (double)(rng() % 1000) / 1000 >= k.unused;
+}
+
+// The gradient in fp32, then in its own dtype.
+std::vector<float> raw_gradient(const Config &k, int rank, int mb, int64_t p) {
+  std::minstd_rand rng(k.seed + 1000003u * (unsigned)rank + 10007u * (unsigned)mb + 101u * (unsigned)p);
+  rng.discard(5);
+  std::vector<float> g((size_t)k.numel[(size_t)p]);
+  for (float &x : g) x = ((float)(rng() % 20001) - 10000.5f) * 0.00037f;
+  return g;
+}
+
+Bytes as(const std::vector<float> &x, int dtype, float scale = 1) {
+  Bytes out(x.size() * dc_dtype_size(dtype));
+  WANT_OK(dc_cast(out.data(), dtype, x.data(), DC_F32, scale, (int64_t)x.size()));
+  return out;
+}
+
+std::vector<float> back(const Bytes &x, int dtype, float scale = 1) {
+  std::vector<float> out(x.size() / dc_dtype_size(dtype));
+  WANT_OK(dc_cast(out.data(), DC_F32, x.data(), dtype, scale, (int64_t)out.size()));
+  return out;
+}
+
+// What the accumulator must hold over the whole flat space after micro-batches [0, n): sums in rank order in fp32.
+std::vector<float> expected(const Config &k, const dc_zero_layout &l, int n) {
+  std::vector<float> acc((size_t)l.total, 0.0f);
+  for (int mb = 0; mb < n; mb++)
+    for (int64_t p = 0; p < l.nparams; p++) {
+      std::vector<float> sum;
+      for (int r = 0; r < k.world; r++) {
+        std::vector<float> g(k.numel[(size_t)p], 0.0f);
+        if (is_used(k, r, mb, p)) {
+          const Bytes grad = as(raw_gradient(k, r, mb, p), k.grad);
+          if (k.world == 1) g = back(grad, k.grad);  // unrounded
+          else g = back(as(back(grad, k.grad), k.wire, k.pre_scale), k.wire);
+        }
+        if (r == 0) sum = g;
+        else
+          for (size_t i = 0; i < g.size(); i++) sum[i] += g[i];
+      }
+      float *to = acc.data() + l.offset[p];
+      for (size_t i = 0; i < sum.size(); i++) {
+        if (k.world == 1 && k.pre_scale != 1.0f)
+          to[i] = mb == 0 ? sum[i] * k.pre_scale : fmaf(k.pre_scale, sum[i], to[i]);
+        else
+          to[i] = mb == 0 ? sum[i] : to[i] + sum[i];
+      }
+    }
+  return acc;
+}
+
+// One rank's reducer with its arrays. acc is filled with rubbish first: the first pass assigns.
+struct Rank {
+  Config k;
+  int rank;
+  Layout layout;
+  Comm own_comm;
+  dc_comm *comm;
+  std::vector<float> acc;
+  std::vector<double> partial;
+  Reducer reducer;
+
+  Rank(const Config &config, int r, const std::string &address, dc_comm *borrowed = nullptr)
+      : k(config), rank(r), layout(make_layout(k)) {
+    const int64_t bytes = layout->bucket_elems * (int64_t)dc_dtype_size(k.wire);
+    if (!borrowed) own_comm = join(k, rank, address, (bytes + 4095) / 4096 * 4096);
+    comm = borrowed ? borrowed : own_comm.get();
+    acc.assign((size_t)(k.own_all ? layout->total : layout->shard_elems), std::numeric_limits<float>::quiet_NaN());
+    partial.assign(acc.size() / DC_BLOCK, -1.0);
+    dc_reducer_config c = {};
+    c.comm = comm;
+    c.layout = layout.get();
+    c.dtype = k.wire;
+    c.own_all = k.own_all;
+    c.rank = rank;
+    c.pre_scale = k.pre_scale;
+    c.pending_limit_bytes = k.limit;
+    c.acc = acc.data();
+    c.partial = partial.data();
+    dc_reducer *out = nullptr;
+    WANT_OK(dc_reducer_create(&c, &out));
+    reducer.reset(out);
+  }
+
+  // Gradients are freed as soon as they are released, so that a sanitizer sees every use after that.
+  std::vector<std::unique_ptr<Bytes>> held;
+  int64_t drop_released() {
+    int64_t got[3], n = 0, total = 0;
+    do {
+      WANT_OK(dc_reducer_released(reducer.get(), got, 3, &n));
+      for (int64_t i = 0; i < n; i++) {
+        WANT(held[(size_t)got[i]], "parameter %lld was released twice", (long long)got[i]);
+        std::fill(held[(size_t)got[i]]->begin(), held[(size_t)got[i]]->end(), (char)0xff);
+        held[(size_t)got[i]].reset();
+      }
+      total += n;
+    } while (n > 0);
+    return total;
+  }
+  int64_t held_bytes() const {
+    int64_t sum = 0;
+    for (const auto &h : held) sum += h ? (int64_t)h->size() : 0;
+    return sum;
+  }
+  int add(int mb, int64_t p) {
+    held[(size_t)p] = std::make_unique<Bytes>(as(raw_gradient(k, rank, mb, p), k.grad));
+    return dc_reducer_add(reducer.get(), p, held[(size_t)p]->data(), k.grad);
+  }
+
+  void pass(int mb, bool norm) {
+    std::minstd_rand rng(k.seed * 31u + (unsigned)rank * 7u + (unsigned)mb);
+    Ints order;
+    for (int64_t p = 0; p < layout->nparams; p++)
+      if (is_used(k, rank, mb, p)) order.push_back(p);
+    if (k.shuffled) std::shuffle(order.begin(), order.end(), rng);
+    held.clear();
+    held.resize(k.numel.size());
+    WANT_OK(dc_reducer_begin(reducer.get(), mb == 0, norm));
+    WANT(dc_reducer_in_pass(reducer.get()) == 1);
+    for (int64_t p : order) {
+      if (k.sleepy && rng() % 3 == 0) usleep(rng() % 1500);
+      WANT_OK(add(mb, p));
+      drop_released();
+    }
+    WANT_OK(dc_reducer_finish(reducer.get()));
+    WANT(dc_reducer_in_pass(reducer.get()) == 0);
+    drop_released();
+    WANT(held_bytes() == 0, "%lld bytes are held after finish", (long long)held_bytes());
+  }
+
+  // acc of flat element `flat`, if it is ours.
+  bool mine(int64_t flat, int64_t *at) const {
+    int64_t owner, index;
+    WANT_OK(dc_zero_locate(layout.get(), flat, &owner, &index));
+    *at = k.own_all ? flat : index;
+    return k.own_all || owner == rank;
+  }
+
+  void check(int mb, bool norm) {
+    const std::vector<float> want = expected(k, *layout, mb + 1);
+    int64_t at, seen = 0;
+    for (int64_t i = 0; i < layout->total; i++) {
+      if (!mine(i, &at)) continue;
+      seen++;
+      WANT(memcmp(&want[(size_t)i], &acc[(size_t)at], sizeof(float)) == 0, "micro-batch %d, flat %lld: got %.9g, expected %.9g",
+           mb, (long long)i, (double)acc[(size_t)at], (double)want[(size_t)i]);
+    }
+    WANT(seen == (int64_t)acc.size());
+    if (!norm) return;
+    std::vector<double> p(partial.size());
+    WANT_OK(dc_sqnorm(acc.data(), DC_F32, (int64_t)acc.size(), p.data()));
+    for (size_t b = 0; b < p.size(); b++)
+      WANT(memcmp(&p[b], &partial[b], sizeof(double)) == 0, "micro-batch %d, partial %zu: got %.17g, expected %.17g", mb, b,
+           partial[b], p[b]);
+  }
+
+  // The norm is asked for in the last micro-batch only: the others must leave `partial` alone.
+  void step() {
+    std::fill(partial.begin(), partial.end(), -1.0);
+    for (int mb = 0; mb < k.micro_batches; mb++) {
+      const bool norm = mb == k.micro_batches - 1;
+      pass(mb, norm);
+      check(mb, norm);
+      if (!norm) WANT(std::count(partial.begin(), partial.end(), -1.0) == (int64_t)partial.size());
+    }
+  }
+};
+
+void check_steps(const Config &k, int steps = 1) {
+  SCOPED_TRACE(format("world %d, wire %s, gradients %s, own_all %d, slots %d, limit %lld, seed %u", k.world,
+                      dc_dtype_name(k.wire), dc_dtype_name(k.grad), k.own_all, k.slots, (long long)k.limit, k.seed));
+  const std::string address = fresh_address();
+  run_ranks(k.world, [&](int rank) {
+    Rank r(k, rank, address);
+    for (int s = 0; s < steps; s++) {
+      r.k.seed = k.seed + 100u * (unsigned)s;
+      r.step();
+    }
+  });
+}
+
+// ---- results ----------------------------------------------------------------------------------------------------------
+TEST(Reducer, DtypesWorldsAndOwners) {
+  unsigned seed = 10;
+  for (int world : {1, 2, 4})
+    for (int wire : {DC_F32, DC_BF16, DC_F16})
+      for (int own_all : {0, 1}) {
+        Config k;
+        k.world = world;
+        k.wire = k.grad = wire;
+        k.own_all = own_all;
+        k.seed = seed++;
+        check_steps(k);
+      }
+}
+
+TEST(Reducer, GradientsOfAnotherDtypeAndPreScale) {
+  for (int world : {1, 2})
+    for (float scale : {1.0f, 0.375f, 0.1f}) {
+      Config k;
+      k.world = world;
+      k.wire = DC_BF16;
+      k.grad = DC_F32;
+      k.pre_scale = scale;
+      k.seed = 40;
+      check_steps(k);
+      std::swap(k.wire, k.grad);
+      check_steps(k);
+      k.wire = k.grad = DC_BF16;
+      check_steps(k);
+    }
+}
+
+TEST(Reducer, DelaysSmallWindowsAndNoRoomForPending) {
+  unsigned seed = 60;
+  for (int world : {2, 4})
+    for (int slots : {2, 5})
+      for (int64_t limit : {(int64_t)0, (int64_t)30000, INT64_MAX}) {
+        Config k;
+        k.world = world;
+        k.slots = slots;
+        k.limit = limit;
+        k.sleepy = true;
+        k.seed = seed++;
+        check_steps(k);
+      }
+}
+
+TEST(Reducer, BucketSizes) {
+  for (int64_t bucket : {(int64_t)20000, INT64_MAX}) {
+    Config k;
+    k.bucket = bucket;
+    k.seed = 80;
+    check_steps(k, 2);
+    k.world = 1;
+    check_steps(k, 2);
+  }
+}
+
+TEST(Reducer, ManySteps) {
+  Config k;
+  k.numel = {3000, 7000, 100};
+  k.never = -1;
+  k.limit = 0;
+  k.seed = 90;
+  check_steps(k, 30);
+}
+
+TEST(Reducer, MostParametersUnused) {
+  Config k;
+  k.unused = 0.9;
+  k.world = 4;
+  for (k.seed = 95; k.seed < 99; k.seed++) check_steps(k);
+  k.world = 1;
+  check_steps(k);
+}
+
+TEST(Reducer, NoParametersAndOnlyEmptyOnes) {
+  for (int world : {1, 2})
+    for (const Ints &numel : {Ints{}, Ints{0, 0}}) {
+      Config k;
+      k.world = world;
+      k.numel = numel;
+      k.never = -1;
+      check_steps(k);
+    }
+}
+
+TEST(Reducer, EveryInstructionSetAndThreads) {
+  for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
+    if (!dc_isa_available(isa)) continue;
+    const std::string address = fresh_address();
+    Config k;
+    k.bucket = 20000;
+    run_ranks(2, [&](int rank) {
+      WANT_OK(dc_isa_force(isa));
+      WANT_OK(dc_set_num_threads(3));
+      Rank r(k, rank, address);
+      r.step();
+    });
+  }
+}
+
+// Two reducers one after the other on one communicator: shards and whole buckets hold the same bits.
+TEST(Reducer, OwnAllEqualsShards) {
+  Config k;
+  k.world = 4;
+  k.wire = k.grad = DC_BF16;
+  const std::string address = fresh_address();
+  run_ranks(k.world, [&](int rank) {
+    Rank part(k, rank, address);
+    Config whole_config = k;
+    whole_config.own_all = 1;
+    Rank whole(whole_config, rank, address, part.comm);
+    part.step();
+    whole.step();
+    for (int64_t i = 0, at; i < part.layout->total; i++)
+      if (part.mine(i, &at))
+        WANT(memcmp(&part.acc[(size_t)at], &whole.acc[(size_t)i], 4) == 0, "flat %lld", (long long)i);
+    for (int64_t b = 0; b < part.layout->nbuckets; b++) {
+      int64_t begin, end, shard;
+      WANT_OK(dc_zero_slice(part.layout.get(), b, rank, &begin, &end, &shard));
+      WANT(memcmp(&part.partial[(size_t)(shard / DC_BLOCK)], &whole.partial[(size_t)(begin / DC_BLOCK)],
+                  (size_t)((end - begin) / DC_BLOCK) * sizeof(double)) == 0, "bucket %lld", (long long)b);
+    }
+  });
+}
+
+// A rank without gradients adds zeros: one rank with all gradients gives the same in every world.
+TEST(Reducer, SameBitsInEveryWorld) {
+  Config k;
+  k.own_all = 1;
+  k.unused = 0;
+  k.never = -1;
+  k.micro_batches = 2;
+  const size_t most = 200000;
+  float *results = shared<float>(3 * most);
+  const int worlds[] = {1, 2, 4};
+  for (int w = 0; w < 3; w++) {
+    k.world = worlds[w];
+    const std::string address = fresh_address();
+    run_ranks(k.world, [&](int rank) {
+      Rank r(k, rank, address);
+      for (int mb = 0; mb < 2; mb++) {
+        if (rank == k.world - 1) {
+          r.rank = 0;  // the gradients of rank 0, whoever has them
+          r.pass(mb, true);
+          continue;
+        }
+        WANT_OK(dc_reducer_begin(r.reducer.get(), mb == 0, 1));
+        WANT_OK(dc_reducer_finish(r.reducer.get()));
+      }
+      WANT(r.acc.size() <= most);
+      if (rank == 0) memcpy(results + (size_t)w * most, r.acc.data(), r.acc.size() * 4);
+    });
+  }
+  int64_t nonzero = 0;
+  for (size_t i = 0; i < most; i++) nonzero += results[i] != 0;
+  EXPECT_GT(nonzero, 50000);
+  EXPECT_EQ(0, memcmp(results, results + most, most * 4));
+  EXPECT_EQ(0, memcmp(results, results + 2 * most, most * 4));
+  munmap(results, 3 * most * 4);
+}
+
+TEST(Reducer, NonFiniteGradientsReachTheNorm) {
+  for (int world : {1, 2}) {
+    Config k;
+    k.world = world;
+    k.numel = {10000, 9000};
+    k.never = -1;
+    const std::string address = fresh_address();
+    run_ranks(world, [&](int rank) {
+      Rank r(k, rank, address);
+      std::vector<float> a(10000, 1.0f), b(9000, 1.0f);
+      if (rank == 0) a[5000] = INFINITY;
+      WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 1));
+      WANT_OK(dc_reducer_add(r.reducer.get(), 1, b.data(), DC_F32));
+      WANT_OK(dc_reducer_add(r.reducer.get(), 0, a.data(), DC_F32));
+      WANT_OK(dc_reducer_finish(r.reducer.get()));
+      int64_t owner, at;
+      WANT_OK(dc_zero_locate(r.layout.get(), 5000, &owner, &at));
+      for (size_t p = 0; p < r.partial.size(); p++)
+        WANT(std::isfinite(r.partial[p]) == !(owner == rank && (int64_t)p == at / DC_BLOCK), "partial %zu", p);
+    });
+  }
+}
+
+// ---- how it behaves ---------------------------------------------------------------------------------------------------
+TEST(Reducer, GradientsAreReleasedAtOnceWhereThereIsRoom) {
+  for (int world : {1, 2}) {
+    Config k;
+    k.world = world;
+    k.bucket = INT64_MAX;
+    k.never = -1;
+    k.unused = 0;
+    const std::string address = fresh_address();
+    run_ranks(world, [&](int rank) {
+      Rank r(k, rank, address);
+      r.held.resize(k.numel.size());
+      for (int64_t p = 0; p < r.layout->nparams; p++) {
+        WANT_OK(r.add(0, p));  // the first one begins the pass
+        WANT(r.drop_released() == 1, "parameter %lld", (long long)p);
+      }
+      WANT_OK(dc_reducer_finish(r.reducer.get()));
+      WANT(r.drop_released() == 0);
+      r.check(0, true);
+    });
+  }
+}
+
+TEST(Reducer, PendingBytesStayBelowTheLimit) {
+  Config k;
+  k.numel = Ints(200, 3000);
+  k.never = -1;
+  k.unused = 0;
+  k.shuffled = false;
+  k.slots = 2;
+  k.limit = 50000;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    r.held.resize(k.numel.size());
+    WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 1));
+    for (int64_t p = 0; p < 200; p++) {
+      if (rank == 1 && p % 10 == 0) usleep(1000);
+      WANT_OK(r.add(0, p));
+      r.drop_released();
+      WANT(r.held_bytes() <= k.limit, "%lld bytes are held after parameter %lld", (long long)r.held_bytes(), (long long)p);
+    }
+    WANT_OK(dc_reducer_finish(r.reducer.get()));
+    r.drop_released();
+    r.check(0, true);
+  });
+}
+
+// Opposite orders and no room: nobody may block, because each waits for gradients that the other adds last.
+TEST(Reducer, OppositeOrdersDoNotDeadlock) {
+  Config k;
+  k.numel = Ints(60, 3000);
+  k.never = -1;
+  k.unused = 0;
+  k.slots = 2;
+  k.limit = 0;
+  k.micro_batches = 1;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    r.held.resize(60);
+    for (int64_t i = 0; i < 60; i++) WANT_OK(r.add(0, rank ? 59 - i : i));
+    WANT_OK(dc_reducer_finish(r.reducer.get()));
+    WANT(r.drop_released() == 60);
+    r.check(0, true);
+  });
+}
+
+TEST(Reducer, CountersTellWhatMoved) {
+  Config k;
+  k.numel = {10000, 5000};
+  k.never = -1;
+  k.unused = 0;
+  k.micro_batches = 1;
+  k.wire = k.grad = DC_BF16;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    dc_counter_reset();
+    r.pass(0, true);
+    WANT(dc_counter_get(DC_COUNTER_bucket_bytes_in) == 15000 * 2);
+    WANT(dc_counter_get(DC_COUNTER_buckets_reduced) == r.layout->nbuckets);
+    WANT(dc_counter_get(DC_COUNTER_bucket_bytes_reduced) == r.layout->shard_elems * 2 * 2);
+  });
+}
+
+// ---- errors -----------------------------------------------------------------------------------------------------------
+TEST(Reducer, WrongCallsAreNamedAndLeaveThePassAlone) {
+  for (int world : {1, 2}) {
+    Config k;
+    k.world = world;
+    k.unused = 0;
+    const std::string address = fresh_address();
+    run_ranks(world, [&](int rank) {
+      Rank r(k, rank, address);
+      dc_reducer *x = r.reducer.get();
+      alignas(8) static char grad[20000 * 4];
+      int64_t n;
+      WANT(dc_reducer_finish(x) == DC_E_STATE);
+      WANT_OK(dc_reducer_begin(x, 1, 1));
+      WANT(dc_reducer_begin(x, 1, 1) == DC_E_STATE);
+      r.held.resize(k.numel.size());
+      for (int64_t p : {8, 0, 3}) {
+        WANT_OK(r.add(0, p));
+        WANT(dc_reducer_add(x, p, grad, DC_F32) == DC_E_STATE);
+        WANT(strstr(dc_last_error(), ("parameter " + std::to_string(p)).c_str()), "%s", dc_last_error());
+      }
+      WANT(dc_reducer_add(x, 10, grad, DC_F32) == DC_E_INVALID);
+      WANT(dc_reducer_add(x, -1, grad, DC_F32) == DC_E_INVALID);
+      WANT(dc_reducer_add(x, 2, nullptr, DC_F32) == DC_E_INVALID);
+      WANT(dc_reducer_add(x, 2, grad + 2, DC_F32) == DC_E_INVALID);
+      WANT(dc_reducer_add(x, 2, grad, DC_F64) == DC_E_DTYPE);
+      WANT(dc_reducer_add(x, 2, grad, 99) == DC_E_DTYPE);
+      WANT(dc_reducer_gather(x, grad, DC_F32) == DC_E_STATE);
+      WANT(dc_reducer_released(x, nullptr, 1, &n) == DC_E_INVALID);
+      WANT(dc_reducer_add(nullptr, 0, grad, DC_F32) == DC_E_INVALID);
+      for (int64_t p : {1, 2, 4, 5, 6, 9}) WANT_OK(r.add(0, p));
+      WANT_OK(dc_reducer_finish(x));
+      WANT(dc_reducer_finish(x) == DC_E_STATE);
+      WANT(dc_reducer_gather(x, grad, 99) == DC_E_DTYPE);
+      WANT(dc_reducer_gather(x, nullptr, DC_F32) == DC_E_INVALID);
+      r.drop_released();
+      r.check(0, true);
+    });
+  }
+}
+
+TEST(Reducer, WrongConfigs) {
+  Config k;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Layout l = make_layout(k);
+    Config alone_config = k;
+    alone_config.world = 1;
+    Layout alone = make_layout(alone_config);
+    Comm comm = join(k, rank, address, 32768);
+    std::vector<float> acc((size_t)l->total);
+    auto status = [&](auto change) {
+      dc_reducer_config c = {};
+      c.comm = comm.get();
+      c.layout = l.get();
+      c.rank = rank;
+      c.pre_scale = 1;
+      c.acc = acc.data();
+      change(c);
+      dc_reducer *out = nullptr;
+      int rc = dc_reducer_create(&c, &out);
+      WANT((rc == DC_OK) == (out != nullptr));
+      dc_reducer_free(out);
+      return rc;
+    };
+    WANT_OK(status([](auto &) {}));
+    WANT(status([](auto &c) { c.layout = nullptr; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.dtype = DC_F64; }) == DC_E_DTYPE);
+    WANT(status([](auto &c) { c.own_all = 2; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.rank = 2; }) == DC_E_INVALID);
+    WANT(status([&](auto &c) { c.rank = 1 - rank; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.pre_scale = NAN; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.pending_limit_bytes = -1; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.acc = nullptr; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.comm = nullptr; }) == DC_E_INVALID);
+    WANT(status([&](auto &c) { c.layout = alone.get(), c.rank = 0; }) == DC_E_INVALID);
+    Config large = k;
+    large.bucket = 16384;
+    Layout too_large = make_layout(large);
+    WANT(status([&](auto &c) { c.layout = too_large.get(); }) == DC_E_INVALID);
+    WANT(strstr(dc_last_error(), "does not fit"), "%s", dc_last_error());
+    WANT(dc_reducer_create(nullptr, nullptr) == DC_E_INVALID);
+    WANT_OK(dc_reducer_free(nullptr));
+    // norm without a place for it
+    dc_reducer_config c = {};
+    c.comm = comm.get();
+    c.layout = l.get();
+    c.rank = rank;
+    c.pre_scale = 1;
+    c.acc = acc.data();
+    dc_reducer *out = nullptr;
+    WANT_OK(dc_reducer_create(&c, &out));
+    Reducer r(out);
+    WANT(dc_reducer_begin(out, 1, 1) == DC_E_INVALID);
+    WANT(dc_reducer_in_pass(out) == 0);
+    WANT_OK(dc_barrier(comm.get(), 1));
+  });
+}
+
+// After a failure: every call returns it, and all gradients are given back.
+void expect_broken(Rank &r, int rc) {
+  float one = 1;
+  WANT(dc_reducer_add(r.reducer.get(), 2, &one, DC_F32) == rc, "got another status than %d", rc);
+  WANT(dc_reducer_finish(r.reducer.get()) == rc);
+  WANT(dc_reducer_begin(r.reducer.get(), 1, 1) == rc);
+  WANT(dc_reducer_gather(r.reducer.get(), &one, DC_F32) == rc);
+  WANT(dc_reducer_in_pass(r.reducer.get()) == 0);
+  r.drop_released();
+  WANT(r.held_bytes() == 0);
+}
+
+TEST(Reducer, AKilledRankRaisesOnTheOthers) {
+  for (int64_t limit : {(int64_t)0, INT64_MAX}) {
+    Config k;
+    k.world = 4;
+    k.limit = limit;
+    k.shuffled = false;
+    k.slots = 2;
+    k.unused = 0;
+    const std::string address = fresh_address();
+    run_ranks(
+        k.world,
+        [&](int rank) {
+          Rank r(k, rank, address);
+          r.step();
+          r.held.clear();
+          r.held.resize(k.numel.size());
+          WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 1));
+          int rc = DC_OK;
+          for (int64_t p = 0; p < r.layout->nparams && rc == DC_OK; p++) {
+            if (rank == 2 && p == 4) raise(SIGKILL);
+            rc = r.add(0, p);
+            r.drop_released();
+          }
+          if (rc == DC_OK) rc = dc_reducer_finish(r.reducer.get());
+          WANT(rc == DC_E_PEER_DIED, "status %d: %s", rc, dc_last_error());
+          WANT(strstr(dc_last_error(), "rank 2"), "%s", dc_last_error());
+          expect_broken(r, rc);
+        },
+        {2});
+  }
+}
+
+TEST(Reducer, DifferentBucketsAreAMismatchOnAllRanks) {
+  Config k;
+  k.world = 2;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Comm comm = join(k, rank, address, 65536);
+    Config mine = k;
+    mine.wire = mine.grad = rank ? DC_BF16 : DC_F32;
+    Rank r(mine, rank, address, comm.get());
+    r.held.resize(k.numel.size());
+    WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 0));
+    int rc = dc_reducer_finish(r.reducer.get());
+    WANT(rc == DC_E_MISMATCH, "status %d: %s", rc, dc_last_error());
+    expect_broken(r, rc);
+  });
+}
+
+TEST(Reducer, FreedInsideAPassTellsThePeers) {
+  Config k;
+  k.world = 2;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    r.held.resize(k.numel.size());
+    int rc = r.add(0, 3);
+    if (rank == 1) {
+      WANT_OK(rc);
+      r.reducer.reset();
+      r.held.clear();
+      return;
+    }
+    if (rc == DC_OK) rc = dc_reducer_finish(r.reducer.get()); /* the add may have seen it already */
+    WANT(rc == DC_E_ABORTED, "status %d: %s", rc, dc_last_error());
+    expect_broken(r, rc);
+  });
+}
+
+TEST(Reducer, AForkedChildMayNotUseIt) {
+  Config k;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    r.held.resize(k.numel.size());
+    pid_t pid = fork();
+    if (pid == 0) {
+      static float grad[20000];
+      _exit(dc_reducer_add(r.reducer.get(), 3, grad, DC_F32) == DC_E_STATE ? 0 : 1);
+    }
+    int status = -1;
+    WANT(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %d", status);
+    r.step();  // the parents are unharmed
+  });
+}
+
+// ---- gather -----------------------------------------------------------------------------------------------------------
+unsigned char byte_at(int64_t i, int round) { return (unsigned char)(i * 131 + (i >> 9) * 7 + round * 13 + 5); }
+
+TEST(Reducer, GatherRestoresReplicas) {
+  for (int world : {1, 2, 4})
+    for (int dtype : {DC_F32, DC_BF16, DC_F64, DC_U8}) {
+      Config k;
+      k.world = world;
+      k.wire = k.grad = DC_BF16;  // slots of 8 KiB per rank: an fp64 slice does not fit in one piece
+      k.bucket = dtype == DC_U8 ? 30000 : 1;
+      const std::string address = fresh_address();
+      run_ranks(world, [&](int rank) {
+        Rank r(k, rank, address);
+        const int64_t elem = (int64_t)dc_dtype_size(dtype), total = r.layout->total;
+        for (int round = 0; round < 3; round++) {
+          // exactly `total` elements, so that a sanitizer sees a step too far
+          Bytes flat((size_t)(total * elem), (char)0xee);
+          for (int64_t i = 0; i < total; i++) {
+            int64_t owner, at;
+            WANT_OK(dc_zero_locate(r.layout.get(), i, &owner, &at));
+            for (int64_t b = i * elem; owner == rank && b < (i + 1) * elem; b++) flat[(size_t)b] = (char)byte_at(b, round);
+          }
+          WANT_OK(dc_reducer_gather(r.reducer.get(), flat.data(), dtype));
+          for (int64_t b = 0; b < total * elem; b++)
+            WANT(flat[(size_t)b] == (char)byte_at(b, round), "round %d, byte %lld", round, (long long)b);
+          if (round == 1) r.step();  // passes and gathers share the slots
+        }
+      });
+    }
+}
+
+TEST(Reducer, GatherAgainstAPassIsAMismatch) {
+  Config k;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    r.held.resize(k.numel.size());
+    int rc;
+    if (rank == 0) {
+      WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 0));
+      rc = dc_reducer_finish(r.reducer.get());
+    } else {
+      std::vector<float> flat((size_t)r.layout->total);
+      rc = dc_reducer_gather(r.reducer.get(), flat.data(), DC_F32);
+    }
+    WANT(rc == DC_E_MISMATCH, "status %d: %s", rc, dc_last_error());
+    expect_broken(r, rc);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,159 @@
+// test_cuda_load.cpp: libdeepc_cuda.so loads on machines without a GPU, checks its arguments, and says cleanly why it can't launch.
+#include <gtest/gtest.h>
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "cuda/cuda_ops.h"
+
+namespace {
+
+bool has_gpu() {
+  void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!driver) return false;
+  auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"));
+  auto count = reinterpret_cast<int (*)(int *)>(dlsym(driver, "cuDeviceGetCount"));
+  int n = 0;
+  return init && count && init(0) == 0 && count(&n) == 0 && n > 0;
+}
+
+class CudaLoad : public testing::Test {
+ protected:
+  void SetUp() override {
+    Dl_info info;
+    ASSERT_NE(dladdr(reinterpret_cast<void *>(&dc_version), &info), 0);
+    std::string path(info.dli_fname);
+    path = path.substr(0, path.rfind('/') + 1) + "libdeepc_cuda.so";
+    if (access(path.c_str(), F_OK) != 0) GTEST_SKIP() << path << " was not built: nvcc is missing here, or DEEPC_CUDA=OFF";
+    library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    ASSERT_NE(library_, nullptr) << dlerror();
+    get(version_, "dc_cuda_version");
+    get(last_error_, "dc_cuda_last_error");
+    get(cast_, "dc_cuda_cast");
+    get(scale_, "dc_cuda_scale");
+    get(axpy_, "dc_cuda_axpy");
+    get(sqnorm_, "dc_cuda_sqnorm");
+    get(copy_, "dc_cuda_copy");
+    get(reduce_, "dc_cuda_reduce");
+    get(reduce_acc_, "dc_cuda_reduce_acc");
+    get(adamw_, "dc_cuda_adamw");
+  }
+  template <class F>
+  void get(F &slot, const char *name) {
+    slot = reinterpret_cast<F>(dlsym(library_, name));
+    ASSERT_NE(slot, nullptr) << name;
+  }
+  // Good arguments in host memory: no driver or device is DC_E_CUDA; where there is a GPU, host memory is refused.
+  void expect_cannot_launch(int rc) {
+    EXPECT_EQ(rc, has_gpu() ? DC_E_INVALID : DC_E_CUDA) << last_error_();
+    EXPECT_NE(strstr(last_error_(), has_gpu() ? "host memory" : "GPU"), nullptr) << last_error_();
+    EXPECT_NE(strstr(last_error_(), ".cu:"), nullptr) << last_error_();
+  }
+
+  void *library_ = nullptr;
+  decltype(&dc_cuda_version) version_ = nullptr;
+  decltype(&dc_cuda_last_error) last_error_ = nullptr;
+  decltype(&dc_cuda_cast) cast_ = nullptr;
+  decltype(&dc_cuda_scale) scale_ = nullptr;
+  decltype(&dc_cuda_axpy) axpy_ = nullptr;
+  decltype(&dc_cuda_sqnorm) sqnorm_ = nullptr;
+  decltype(&dc_cuda_copy) copy_ = nullptr;
+  decltype(&dc_cuda_reduce) reduce_ = nullptr;
+  decltype(&dc_cuda_reduce_acc) reduce_acc_ = nullptr;
+  decltype(&dc_cuda_adamw) adamw_ = nullptr;
+
+  static constexpr int64_t kN = 64;
+  alignas(64) float x_[kN] = {}, y_[kN] = {}, m_[kN] = {}, v_[kN] = {};
+  double partial_[1] = {};
+
+  dc_adamw_args adamw_args() {
+    dc_adamw_args a = {};
+    a.param = x_, a.grad = y_, a.exp_avg = m_, a.exp_avg_sq = v_;
+    a.n = kN, a.step = 1, a.lr = 1e-3, a.beta1 = 0.9, a.beta2 = 0.999, a.eps = 1e-8, a.grad_scale = 1;
+    return a;
+  }
+};
+
+TEST_F(CudaLoad, VersionAgrees) { EXPECT_STREQ(version_(), dc_version()); }
+
+TEST_F(CudaLoad, EveryOpSaysThatItCannotLaunch) {
+  const void *src[2] = {y_, m_};
+  expect_cannot_launch(cast_(x_, DC_F32, y_, DC_BF16, 2, 16, nullptr));
+  expect_cannot_launch(scale_(x_, DC_F16, 2, kN, nullptr));
+  expect_cannot_launch(axpy_(x_, 2, y_, DC_F32, kN, nullptr));
+  expect_cannot_launch(sqnorm_(x_, DC_F32, kN, partial_, nullptr));
+  expect_cannot_launch(copy_(x_, y_, sizeof x_, nullptr));
+  expect_cannot_launch(reduce_(x_, src, 2, DC_F32, DC_RED_MAX, kN, nullptr));
+  expect_cannot_launch(reduce_acc_(x_, src, 2, DC_F32, kN, 1, nullptr, nullptr));
+  dc_adamw_args args = adamw_args();
+  expect_cannot_launch(adamw_(&args, 1, nullptr));
+}
+
+TEST_F(CudaLoad, NothingToDoNeedsNoGpu) {
+  EXPECT_EQ(cast_(nullptr, DC_F32, nullptr, DC_BF16, 2, 0, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(scale_(nullptr, DC_F32, 2, 0, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(axpy_(nullptr, 2, nullptr, DC_F32, 0, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(sqnorm_(nullptr, DC_F32, 0, nullptr, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(copy_(nullptr, nullptr, 0, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(reduce_(nullptr, nullptr, 1, DC_I8, DC_RED_SUM, 0, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(reduce_acc_(nullptr, nullptr, 1, DC_F32, 0, 1, nullptr, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(adamw_(nullptr, 0, nullptr), DC_OK) << last_error_();
+  dc_adamw_args args = adamw_args();
+  args.n = 0;
+  EXPECT_EQ(adamw_(&args, 1, nullptr), DC_OK) << last_error_();
+}
+
+// The same refusals as on the CPU, before any device is touched.
+TEST_F(CudaLoad, ArgumentsAreCheckedAsOnTheCpu) {
+  const void *src[2] = {y_, nullptr};
+  float *odd = reinterpret_cast<float *>(reinterpret_cast<char *>(x_) + 2);
+  EXPECT_EQ(cast_(x_, DC_F64, y_, DC_F32, 1, kN, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(cast_(x_, DC_F32, y_, 99, 1, kN, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(cast_(x_, DC_F32, y_, DC_F32, 1, -1, nullptr), DC_E_INVALID);
+  EXPECT_EQ(cast_(x_, DC_F32, y_, DC_F32, 1, INT64_MAX, nullptr), DC_E_INVALID);
+  EXPECT_EQ(cast_(x_, DC_F32, nullptr, DC_F32, 1, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(cast_(x_, DC_F32, x_ + 1, DC_F32, 1, 8, nullptr), DC_E_INVALID);
+  EXPECT_EQ(cast_(x_, DC_F32, x_, DC_BF16, 1, 8, nullptr), DC_E_INVALID);
+  EXPECT_EQ(scale_(odd, DC_F32, 1, 8, nullptr), DC_E_INVALID);
+  EXPECT_EQ(scale_(x_, DC_I32, 1, 8, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(axpy_(x_, 1, x_, DC_BF16, 8, nullptr), DC_E_INVALID);
+  EXPECT_EQ(axpy_(x_, 1, x_ + 1, DC_F32, 8, nullptr), DC_E_INVALID);
+  EXPECT_EQ(sqnorm_(x_, DC_F32, kN, nullptr, nullptr), DC_E_INVALID);
+  EXPECT_EQ(copy_(x_, x_ + 1, 64, nullptr), DC_E_INVALID);
+  EXPECT_EQ(reduce_(x_, src, 0, DC_F32, DC_RED_SUM, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(reduce_(x_, src, 1025, DC_F32, DC_RED_SUM, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(reduce_(x_, src, 2, DC_F32, DC_RED_SUM, kN, nullptr), DC_E_INVALID);
+  EXPECT_NE(strstr(last_error_(), "src[1]"), nullptr) << last_error_();
+  EXPECT_EQ(reduce_(x_, src, 1, DC_F32, 8, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(reduce_(x_, src, 1, DC_F32, DC_RED_BOR, kN, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(reduce_(x_, src, 1, DC_I32, DC_RED_AVG, kN, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(reduce_(x_, src, 1, DC_DTYPE_COUNT, DC_RED_SUM, kN, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(reduce_acc_(y_, src, 1, DC_F32, kN, 0, nullptr, nullptr), DC_E_INVALID);
+  EXPECT_EQ(reduce_acc_(x_, src, 1, DC_F64, kN, 0, nullptr, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(adamw_(nullptr, 1, nullptr), DC_E_INVALID);
+  EXPECT_EQ(adamw_(nullptr, -1, nullptr), DC_E_INVALID);
+  auto refused = [&](auto change, int status) {
+    dc_adamw_args args[2] = {adamw_args(), adamw_args()};
+    change(args[1]);
+    EXPECT_EQ(adamw_(args, 2, nullptr), status) << last_error_();
+  };
+  refused([](dc_adamw_args &a) { a.step = 0; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.lr = INFINITY; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.beta1 = 1; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.beta2 = NAN; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.eps = -1; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.weight_decay = NAN; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.grad_scale = NAN; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.flags = 2; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.n = -1; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.n = INT64_MAX / 16; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.exp_avg = nullptr; }, DC_E_INVALID);
+  refused([](dc_adamw_args &a) { a.grad_dtype = DC_I8; }, DC_E_DTYPE);
+  refused([](dc_adamw_args &a) { a.lowp = a.param, a.lowp_dtype = DC_F64; }, DC_E_DTYPE);
+}
+
+} // namespace

@@ -1,0 +1,517 @@
+"""The engine against plain PyTorch, and its stages against each other, on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+
+STEPS = 20
+VARIANTS = {
+    "plain": {}, "tied+frozen": {"frozen": True}, "unused": {"unused": True}, "reused": {"reuse": True},
+    "recompute": {"recompute": "plain"}, "recompute-reentrant": {"recompute": "reentrant"},
+    "all": {"frozen": True, "unused": True, "reuse": True, "recompute": "plain"},
+}
+
+
+def close_to_plain(losses, first, weights, want_losses, want_first, want_weights):
+    for a, b in zip(losses, want_losses):
+        assert math.isclose(a, b, rel_tol=1e-6), (a, b)
+    for name, grad in want_first.items():
+        torch.testing.assert_close(first[name], grad, rtol=0, atol=1e-5 * float(grad.abs().max()) + 1e-12, msg=lambda m, name=name: f"{name}: {m}")
+    # Elements with next to no gradient differ in plain PyTorch against itself (Adam divides by their noise): compare the whole, in norm.
+    difference = math.sqrt(sum(float((weights[n] - w).double().square().sum()) for n, w in want_weights.items()))
+    total = math.sqrt(sum(float(w.double().square().sum()) for w in want_weights.values()))
+    assert difference <= 1e-5 * total, difference / total
+
+
+def same_bits(a: dict, b: dict):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def train_all_stages(rank, world, micro, gas, precision, steps, options):
+    """[(losses, first gradients, weights)] per stage, several engines in one process; and what the counters say."""
+    import deepc
+
+    out = []
+    for stage in range(4):
+        before = deepc.counters()
+        cfg = tiny.config(stage, micro=micro, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
+        losses, first, weights, engine = tiny.engine_training(cfg, steps, rank, world, **options)
+        after = deepc.counters()
+        counted = {k: after[k] - before[k] for k in after}
+        out.append((losses, first, weights, counted, engine.skipped_steps))
+        engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("world, gas", [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_stages_equal_plain_pytorch_and_each_other(world, gas):
+    want = tiny.plain_training(STEPS)
+    ranks = run_ranks(train_all_stages, world, 8 // world // gas, gas, "fp32", STEPS, {})
+    for stage in range(4):
+        for rank in range(world):
+            losses, first, weights, counted, _ = ranks[rank][stage]
+            close_to_plain(losses, first, weights, *want)
+            same_bits(weights, ranks[0][0][2])
+            assert losses == ranks[0][0][0]
+            # The C path ran: one AdamW call a step, every gradient reduced by C, no parameter moved at stage 3.
+            assert counted["adamw_calls"] == STEPS
+            assert counted["buckets_reduced"] > 0
+            if stage == 3:
+                assert counted["gather_bytes"] == 0
+            if world > 1:
+                assert counted["bucket_bytes_in"] > 0 and counted["bucket_bytes_reduced"] > 0
+            elif stage:
+                assert counted["bucket_bytes_in"] == 0
+        if world > 1:  # a rank's share of the update shrinks with the ranks
+            assert ranks[0][3][3]["adamw_elements"] < ranks[0][0][3]["adamw_elements"]
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "plain"])
+def test_kinds_of_parameters(variant):
+    options = VARIANTS[variant]
+    want = tiny.plain_training(6, weight_decay=0.0, **options)
+    ranks = run_ranks(_train_variant, 2, 6, options)
+    for stage in (0, 2, 3):
+        for rank in range(2):
+            losses, first, weights = ranks[rank][stage]
+            close_to_plain(losses, {n: first[n] for n in want[1]}, weights, *want)
+            same_bits(weights, ranks[0][0][2])
+
+
+def _train_variant(rank, world, steps, options):
+    out = {}
+    for stage in (0, 2, 3):
+        cfg = tiny.config(stage, micro=4, weight_decay=0.0, deepc={"bucket_elems": 8192})
+        losses, first, weights, engine = tiny.engine_training(cfg, steps, rank, world, **options)
+        out[stage] = (losses, first, weights)
+        engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_stages_are_bit_equal_and_learn(precision):
+    ranks = run_ranks(train_all_stages, 2, 2, 2, precision, 12, {})
+    reference = tiny.plain_training(12)[0]
+    for stage in range(4):
+        for rank in range(2):
+            losses, _, weights, counted, skipped = ranks[rank][stage]
+            same_bits(weights, ranks[0][0][2])
+            assert losses == ranks[0][0][0]
+            assert counted["adamw_calls"] == 12 - skipped
+    assert max(abs(a - b) for a, b in zip(ranks[0][0][0], reference)) < (0.05 if precision == "bf16" else 0.2)
+
+
+def test_losses_do_not_depend_on_how_the_batch_is_cut():
+    """The same global batch on 1 rank, 2 ranks, and 2 ranks x 2 micro-batches: within rounding."""
+    one = run_ranks(train_all_stages, 1, 8, 1, "fp32", 4, {})[0][2][0]
+    two = run_ranks(train_all_stages, 2, 2, 2, "fp32", 4, {})[0][2][0]
+    for a, b in zip(one, two):
+        assert math.isclose(a, b, rel_tol=1e-6)
+
+
+# ---- accumulation, no_sync, clipping, prescale ---------------------------------------------------------------------------------
+
+
+def _no_sync(rank, world):
+    import deepc
+
+    out = {}
+    for stage in (0, 3):
+        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=2, clip=0.0))
+        for step in range(3):
+            x, y = tiny.make_batch(step)
+            parts = [(x[(2 * m + rank) * 2:][:2], y[(2 * m + rank) * 2:][:2]) for m in range(2)]
+            with engine.no_sync():
+                engine.backward(engine(*parts[0]) / 2)
+            assert any(p.grad is not None for p in engine.module.parameters())
+            engine.backward(engine(*parts[1]) / 2)
+            assert all(p.grad is None for p in engine.module.parameters())
+            assert engine.step().applied
+        out[stage] = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        engine.destroy()
+    return out
+
+
+def test_no_sync_keeps_gradients_local_and_loses_none():
+    want = tiny.plain_training(3, clip=None)[2]
+    ranks = run_ranks(_no_sync, 2)
+    for stage in (0, 3):
+        same_bits(ranks[0][stage], ranks[1][stage])
+        close_to_plain([], {}, ranks[0][stage], [], {}, want)
+
+
+def _loops(rank, world):
+    """The engine's loop, a bare loss.backward(), two losses before a step, and explicit boundaries: all the same training."""
+    import deepc
+
+    out = {}
+    for kind in ("engine", "bare", "two", "boundary"):
+        gas = 2 if kind == "boundary" else 1
+        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=4 // gas, gas=gas, clip=0.5))
+        for step in range(3):
+            x, y = tiny.make_batch(step)
+            x, y = x[rank * 4:][:4], y[rank * 4:][:4]
+            if kind == "engine":
+                engine.backward(engine(x, y))
+            elif kind == "bare":
+                engine(x, y).backward()
+            elif kind == "two":
+                engine.backward(engine(x[:2], y[:2]) / 2)
+                engine.backward(engine(x[2:], y[2:]) / 2)
+            else:
+                for half in range(2):
+                    engine.set_gradient_accumulation_boundary(half == 1)
+                    engine.backward(engine(x[2 * half:][:2], y[2 * half:][:2]))
+                    engine.step()
+            if kind != "boundary":
+                assert engine.step().applied
+        assert engine.global_steps == 3
+        out[kind] = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        engine.destroy()
+    return out
+
+
+def test_every_way_to_write_the_loop_gives_the_same_training():
+    want = tiny.plain_training(3, clip=0.5)[2]
+    ranks = run_ranks(_loops, 2)
+    same_bits(ranks[0]["engine"], ranks[0]["bare"])
+    for kind in ranks[0]:
+        same_bits(ranks[0][kind], ranks[1][kind])
+        close_to_plain([], {}, ranks[0][kind], [], {}, want)
+
+
+def _prescale(rank, world):
+    out = []
+    for extra in ({}, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, {"communication_data_type": "fp32"}):
+        losses, first, weights, engine = tiny.engine_training(tiny.config(2, micro=4, **extra), 3, rank, world)
+        out.append((first, weights))
+        engine.destroy()
+    return out
+
+
+def test_prescale_changes_nothing_but_the_order_of_division():
+    for rank in run_ranks(_prescale, 2):
+        same_bits(rank[0][0], rank[1][0])  # a power of two is exact
+        same_bits(rank[0][1], rank[1][1])
+        same_bits(rank[0][1], rank[2][1])
+
+
+# ---- skipped steps ---------------------------------------------------------------------------------------------------------------
+
+
+def _poison(rank, world, precision):
+    import deepc
+
+    engine, optimizer, _, scheduler = deepc.initialize(
+        model=tiny.make_model(), config=tiny.config(2, micro=4, precision=precision, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}}))
+    x, y = tiny.make_batch(0)
+    x, y = x[rank * 4:][:4], y[rank * 4:][:4]
+    before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    loss = engine(x, y)
+    engine.backward(loss * (float("inf") if rank == 1 else 1.0))
+    scale, lr = engine.loss_scale, engine.get_lr()
+    result = engine.step()
+    assert not result.applied and "finite" in result.reason and result.bad_parameter
+    assert engine.skipped_steps == 1 and engine.global_steps == 1 and optimizer.overflow
+    assert engine.get_lr() == lr
+    for n, p in engine.module.named_parameters():
+        assert torch.equal(p, before[n])
+    engine.backward(engine(x, y))
+    assert engine.step().applied or precision == "fp16"
+    engine.destroy()
+    return result.bad_parameter, scale, engine.loss_scale
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gradients_that_are_not_finite_skip_the_step_on_every_rank(precision):
+    a, b = run_ranks(_poison, 2, precision)
+    assert a == b
+
+
+# ---- stage 3: node-shared parameters ---------------------------------------------------------------------------------------------
+
+
+def _stray(rank, world):
+    import deepc
+    from deepc.errors import StrayWriteError
+
+    said = []
+    for kind in ("data", "no_grad", "init", "clamp"):
+        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=4))
+        x, y = tiny.make_batch(0)
+        engine.backward(engine(x[:4], y[:4]))
+        weight = engine.module.blocks[1].up.weight
+        if rank == 1:  # on one rank only: all must hear of it
+            with torch.no_grad():
+                if kind == "data":
+                    weight.data.mul_(1.0)
+                elif kind == "no_grad":
+                    weight.add_(0.0)
+                elif kind == "init":
+                    torch.nn.init.ones_(weight)
+                else:
+                    weight.data.clamp_(-1, 1)
+        with pytest.raises(StrayWriteError, match=r"blocks.1.up.weight.*rank 1"):
+            engine.step()
+        said.append(kind)
+        engine.destroy()
+    return said
+
+
+def test_stray_writes_raise_on_all_ranks_and_name_the_parameter():
+    assert run_ranks(_stray, 2) == [["data", "no_grad", "init", "clamp"]] * 2
+
+
+def _gathered(rank, world, precision):
+    import deepc
+
+    engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=4, precision=precision))
+    weight = engine.module.blocks[0].up.weight
+    original = weight.detach().clone()
+    with deepc.zero.GatheredParameters([weight], modifier_rank=1):
+        with torch.no_grad():
+            weight.fill_(0.25 if rank == 1 else 99.0)  # only rank 1's counts
+    assert torch.all(weight == 0.25) and not torch.equal(weight, original)
+    assert torch.all(engine.full_fp32_param(weight) == 0.25)
+    with deepc.zero.GatheredParameters(engine.module.parameters()):
+        assert all(p.numel() and p.shape for p in engine.module.parameters())
+    x, y = tiny.make_batch(0)
+    engine.backward(engine(x[:4], y[:4]))
+    assert engine.step().applied
+    assert float((engine.full_fp32_param(weight) - 0.25).abs().max()) < 0.01
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_parameters_modifier(precision):
+    assert all(run_ranks(_gathered, 2, precision))
+
+
+def _old_graph(rank, world):
+    import deepc
+
+    for stage in (0, 3):
+        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=4))
+        x, y = tiny.make_batch(0)
+        old = engine(x[:4], y[:4])
+        engine.backward(engine(x[:4], y[:4]))
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(old)
+        engine.destroy()
+    return True
+
+
+def test_backward_of_a_graph_from_before_the_step_raises():
+    assert all(run_ranks(_old_graph, 2))
+
+
+def _shared_memory(rank, world):
+    import deepc
+
+    engine, _, _, _ = deepc.initialize(model=tiny.make_model(width=128, layers=4), config=tiny.config(3, micro=4))
+    bytes_ = engine.plan.bytes
+    assert bytes_["params_private"] == 0 and bytes_["params_shared"] == engine.plan.layout.total * 4
+    with torch.no_grad():  # evaluation moves nothing and touches no version
+        versions = [p._version for p in engine.module.parameters()]
+        x, y = tiny.make_batch(0)
+        losses = [engine(x, y).item() for _ in range(2)]
+        assert versions == [p._version for p in engine.module.parameters()]
+    mapped = [line for line in open("/proc/self/maps") if "memfd:" in line]
+    engine.destroy()
+    return losses, len(mapped) > 0
+
+
+def test_stage_3_parameters_are_one_copy_per_node():
+    a, b = run_ranks(_shared_memory, 2)
+    assert a == b and a[1]
+
+
+def _zero_init(rank, world):
+    import deepc
+
+    torch.manual_seed(rank)  # rank 0's values count
+    with deepc.zero.Init():
+        torch.manual_seed(rank)
+        model = tiny.TinyGPT()
+    built = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine, _, _, _ = deepc.initialize(model=model, config=tiny.config(3, micro=4))
+    for n, p in model.named_parameters():
+        assert torch.equal(p, built[n]), n
+    x, y = tiny.make_batch(0)
+    engine.backward(engine(x[:4], y[:4]))
+    assert engine.step().applied
+    engine.destroy()
+    assert "_deepc_building" not in model.__dict__ and torch.nn.Linear.__init__.__name__ == "__init__"
+    assert not hasattr(torch.nn.Linear.__init__, "_deepc_original")
+    return built
+
+
+def test_zero_init_builds_into_shared_memory_with_rank_0s_values():
+    a, b = run_ranks(_zero_init, 2)
+    same_bits(a, b)
+    same_bits(a, {n: p.detach() for n, p in tiny.make_model(0).named_parameters()})
+
+
+# ---- optimizers and schedules ------------------------------------------------------------------------------------------------------
+
+
+def _client_optimizer(rank, world, name, stage):
+    import deepc
+
+    model = tiny.make_model()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    base = getattr(torch.optim, name)([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3)
+    cfg = tiny.config(stage, micro=8 // world, clip=0.0)
+    del cfg["optimizer"]
+    engine, optimizer, _, _ = deepc.initialize(model=model, optimizer=base, config=cfg)
+    for step in range(3):
+        x, y = tiny.make_batch(step)
+        n = 8 // world
+        engine.backward(engine(x[rank * n:][:n], y[rank * n:][:n]))
+        engine.step()
+    out = {n: engine.full_fp32_param(p).clone() for n, p in model.named_parameters()}
+    engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_client_optimizers_and_groups(name, stage):
+    model = tiny.make_model()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    ref = getattr(torch.optim, name)([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3)
+    for step in range(3):
+        model(*tiny.make_batch(step)).backward()
+        ref.step()
+        ref.zero_grad()
+    want = {n: p.detach() for n, p in model.named_parameters()}
+    for weights in run_ranks(_client_optimizer, 2, name, stage):
+        close_to_plain([], {}, weights, [], {}, want)
+
+
+def test_stage_above_zero_refuses_an_optimizer_that_mixes_elements():
+    import deepc
+    from deepc.errors import ConfigError
+
+    class Odd(torch.optim.SGD):
+        pass
+
+    model = tiny.make_model()
+    cfg = tiny.config(2, micro=8)
+    del cfg["optimizer"]
+    with pytest.raises(ConfigError, match="zero_allow_untested_optimizer"):
+        deepc.initialize(model=model, optimizer=Odd(model.parameters(), lr=0.1), config=cfg)
+
+
+def test_schedules_and_groups_follow_the_config():
+    import deepc
+
+    cfg = tiny.config(2, micro=8, scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5,
+                                                                          "warmup_type": "linear"}})
+    engine, optimizer, _, scheduler = deepc.initialize(model=tiny.make_model(), config=cfg)
+    rates = []
+    for step in range(6):
+        engine.backward(engine(*tiny.make_batch(step)))
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    assert rates[0] == 0.0 and rates == sorted(rates) and math.isclose(rates[-1], 0.01)
+    assert scheduler is engine.lr_scheduler and optimizer.param_groups[0]["lr"] == rates[-1]
+    engine.destroy()
+
+
+def test_data_loader_and_defaults(caplog):
+    import logging
+
+    import deepc
+
+    log = logging.getLogger("deepc")
+    log.propagate = True
+    try:
+        with caplog.at_level(logging.INFO, "deepc"):
+            cfg = {"train_batch_size": 4, "gradient_clipping": 1.0}
+            data = torch.utils.data.TensorDataset(*tiny.make_batch(0, 12))
+            engine, optimizer, loader, _ = deepc.initialize(model=tiny.make_model(), config=cfg, training_data=data)
+    finally:
+        log.propagate = False
+    assert "no optimizer in the config" in caplog.text and "0.001" in caplog.text
+    group = optimizer.param_groups[0]
+    assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 1e-8, 0.0)
+    assert sum(1 for _ in loader) == 3
+    for x, y in loader:
+        engine.backward(engine(x, y))
+        assert engine.step().applied
+    assert engine.global_steps == 3
+    engine.destroy()
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_a_clear_error():
+    import deepc
+    from deepc.errors import ArgumentError, ConfigError, DeepcError
+
+    cfg = tiny.config(2, micro=8)
+    with pytest.raises(ArgumentError, match="model="):
+        deepc.initialize(model=None, config=cfg)
+    with pytest.raises(ConfigError, match="no configuration"):
+        deepc.initialize(model=tiny.make_model())
+    with pytest.raises(ConfigError, match="bf16.enabled"):
+        deepc.initialize(model=tiny.make_model().bfloat16(), config=cfg)
+    with torch.device("meta"):
+        meta = tiny.TinyGPT()
+    with pytest.raises(ArgumentError, match="meta device"):
+        deepc.initialize(model=meta, config=cfg)
+    frozen = tiny.make_model()
+    frozen.requires_grad_(False)
+    with pytest.raises(ArgumentError, match="no parameters"):
+        deepc.initialize(model=frozen, config=cfg)
+    twin = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    twin[1].weight.data = twin[0].weight.data
+    with pytest.raises(ConfigError, match="share memory"):
+        deepc.initialize(model=twin, config=cfg)
+
+    engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=cfg)
+    x, y = tiny.make_batch(0)
+    with pytest.raises(DeepcError, match="without a backward"):
+        engine.step()
+    with pytest.raises(ArgumentError, match="scalar"):
+        engine.backward(torch.zeros(3, requires_grad=True))
+    with torch.no_grad():
+        loss = engine(x, y)
+    with pytest.raises(ArgumentError, match="no_grad"):
+        engine.backward(loss)
+    with pytest.raises(DeepcError, match="another engine"):
+        deepc.initialize(model=engine.module, config=cfg)
+    engine.destroy()
+
+
+def test_compile_of_a_stage_3_model():
+    import deepc
+
+    engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=8))
+    x, y = tiny.make_batch(0)
+    eager = engine(x, y).item()
+    compiled = torch.compile(engine.module, fullgraph=True, backend="aot_eager")
+    engine.backward(compiled(x, y))
+    assert engine.step().applied
+    engine2, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=8))
+    engine2.backward(engine2(x, y))
+    engine2.step()
+    assert math.isclose(eager, engine2(x, y).item(), rel_tol=1) and eager != engine2(x, y).item()
+    for a, b in zip(engine.module.parameters(), engine2.module.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    engine.destroy()
+    engine2.destroy()
