@@ -358,7 +358,7 @@ typedef struct reduce_job {
   const dc__ops *ops;
   char *dst;
   const void *const *src;
-  int nsrc, dt, op, assign;
+  int nsrc, dt, op, assign, stream;
   double *partial;
 } reduce_job;
 
@@ -371,7 +371,7 @@ static void reduce_range(int64_t begin, int64_t end, void *ctx) {
   const void *at[MAX_SOURCES];
   const unsigned fp = fp_enter();
   shift_sources(j, begin, at);
-  j->ops->reduce(j->dst + bytes_of(j->dt, begin), at, j->nsrc, j->dt, j->op, end - begin);
+  j->ops->reduce(j->dst + bytes_of(j->dt, begin), at, j->nsrc, j->dt, j->op, end - begin, j->stream);
   fp_leave(fp);
 }
 
@@ -381,7 +381,7 @@ static void reduce_acc_range(int64_t begin, int64_t end, void *ctx) {
   const unsigned fp = fp_enter();
   shift_sources(j, begin, at);
   j->ops->reduce_acc((float *)j->dst + begin, at, j->nsrc, j->dt, end - begin, j->assign,
-                     j->partial ? j->partial + begin / DC_BLOCK : NULL);
+                     j->partial ? j->partial + begin / DC_BLOCK : NULL, j->stream);
   fp_leave(fp);
 }
 
@@ -411,9 +411,12 @@ int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64
   DC_TRY(check_count(n));
   DC_TRY(check_array(dst, dc_dtype_size(dt), n, "dst"));
   DC_TRY(check_sources(src, nsrc, dt, n));
-  for (int k = 0; n > 0 && k < nsrc; k++)
+  j.stream = bytes_of(dt, n) >= STREAM_BYTES;
+  for (int k = 0; n > 0 && k < nsrc; k++) {
+    if (dst == src[k]) j.stream = 0; /* its lines are in the cache: they were read */
     if (dst != src[k] && overlap(dst, bytes_of(dt, n), src[k], bytes_of(dt, n)))
       return DC_FAIL(DC_E_INVALID, "dst and src[%d] overlap without being equal", k);
+  }
   DC_TRY(get_table(&j.ops));
   dc__count(DC_COUNTER_reduce_calls, 1);
   if (n > 0) dc_parallel_for(n, grain_of((int64_t)dc_dtype_size(dt) * (nsrc + 1)), reduce_range, &j);
@@ -430,6 +433,7 @@ int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t 
   for (int k = 0; n > 0 && k < nsrc; k++)
     if (overlap(acc, bytes_of(DC_F32, n), src[k], bytes_of(dt, n)))
       return DC_FAIL(DC_E_INVALID, "acc and src[%d] overlap", k);
+  j.stream = j.assign && bytes_of(DC_F32, n) >= STREAM_BYTES;
   DC_TRY(get_table(&j.ops));
   dc__count(DC_COUNTER_reduce_calls, 1);
   if (n > 0) dc_parallel_for(n, grain_of((int64_t)dc_dtype_size(dt) * nsrc + 4), reduce_acc_range, &j);

@@ -23,22 +23,36 @@ DC_INLINE void adamw_step(const dc_adamw_args *t, layout l, const consts *c, int
   p = v_mul(p, c->decay);
   m = v_fma(c->one_minus_b1, v_sub(g, m), m);
   v = v_fma(c->one_minus_b2, v_mul(g, g), v_mul(c->b2, v));
-  v_put(t->exp_avg, l.state, i, r, m);
-  v_put(t->exp_avg_sq, l.state, i, r, v);
-  if (l.amsgrad) {
-    v = v_max(v_get(t->max_exp_avg_sq, l.state, i, r), v);
-    v_put(t->max_exp_avg_sq, l.state, i, r, v);
+  vf top = l.amsgrad ? v_max(v_get(t->max_exp_avg_sq, l.state, i, r), v) : v;
+  p = v_fma(c->step_size_neg, v_div(m, v_fma(v_sqrt(top), c->inv_sqrt_bc2, c->eps)), p);
+  if (DC_UNLIKELY(v_any_nan(p))) { /* a NaN in m, v or top has made one in p, so no other test is needed */
+    p = v_canonical(p);
+    m = v_canonical(m);
+    v = v_canonical(v);
+    top = v_canonical(top);
   }
-  p = v_fma(c->step_size_neg, v_div(m, v_fma(v_sqrt(v), c->inv_sqrt_bc2, c->eps)), p);
-  v_put(t->param, l.param, i, r, p);
-  if (l.has_lowp) v_put(t->lowp, l.lowp, i, r, p);
+  v_put_canonical(t->exp_avg, l.state, i, r, m);
+  v_put_canonical(t->exp_avg_sq, l.state, i, r, v);
+  if (l.amsgrad) v_put_canonical(t->max_exp_avg_sq, l.state, i, r, top);
+  v_put_canonical(t->param, l.param, i, r, p);
+  if (l.has_lowp) v_put_canonical(t->lowp, l.lowp, i, r, p);
+}
+
+DC_INLINE void adamw_ahead(const dc_adamw_args *t, layout l, int64_t i) {
+  v_ahead(t->param, l.param, i, AHEAD);
+  v_ahead(t->grad, l.grad, i, AHEAD);
+  v_ahead(t->exp_avg, l.state, i, AHEAD);
+  v_ahead(t->exp_avg_sq, l.state, i, AHEAD);
 }
 
 DC_INLINE void adamw_loop(const dc_adamw_args *args, layout l, const dc__adamw_coef *c, int64_t begin, int64_t end) {
   const dc_adamw_args t = *args; /* a copy that no store can alias */
   const consts k = consts_of(c);
   int64_t i = begin;
-  for (; i + LANES <= end; i += LANES) adamw_step(&t, l, &k, i, LANES);
+  for (; i + LANES <= end; i += LANES) {
+    adamw_ahead(&t, l, i);
+    adamw_step(&t, l, &k, i, LANES);
+  }
   if (i < end) adamw_step(&t, l, &k, i, (int)(end - i));
 }
 

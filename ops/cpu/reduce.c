@@ -22,29 +22,60 @@ DC_INLINE void gather(vf *s, int unroll, const void *const *src, int nsrc, int d
     for (int u = 0; u < unroll; u++) s[u] = combine(op, s[u], v_get(src[k], dt, i + u * LANES, r));
 }
 
-DC_INLINE void reduce_step(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t i, int unroll, int r) {
+DC_INLINE void ahead(const void *p, int dt, int64_t i) {
+  for (int u = 0; u < UNROLL; u += dt == DC_F32 ? 1 : 2) v_ahead(p, dt, i + u * LANES, AHEAD); /* once per cache line */
+}
+
+DC_INLINE void ahead_all(const void *const *src, int nsrc, int dt, int64_t i) {
+  for (int k = 0; k < nsrc; k++) ahead(src[k], dt, i);
+}
+
+DC_INLINE void put_or_stream(void *p, int dt, int64_t i, int r, vf a, int stream) {
+  if (stream && r == LANES)
+    v_put_stream(p, dt, i, a);
+  else
+    v_put(p, dt, i, r, a);
+}
+
+DC_INLINE void reduce_step(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t i, int unroll, int r, int stream) {
   vf s[UNROLL];
   gather(s, unroll, src, nsrc, dt, op, i, r);
   for (int u = 0; u < unroll; u++) {
     if (op == DC_RED_AVG) s[u] = v_mul(s[u], v_set1((float)(1.0 / nsrc)));
-    v_put(dst, dt, i + u * LANES, r, s[u]);
+    put_or_stream(dst, dt, i + u * LANES, r, s[u], stream);
   }
 }
 
-DC_INLINE void reduce_loop(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
+DC_INLINE void reduce_loop(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   int64_t i = 0;
-  for (; i + UNROLL * LANES <= n; i += UNROLL * LANES) reduce_step(dst, src, nsrc, dt, op, i, UNROLL, LANES);
-  for (; i + LANES <= n; i += LANES) reduce_step(dst, src, nsrc, dt, op, i, 1, LANES);
-  if (i < n) reduce_step(dst, src, nsrc, dt, op, i, 1, (int)(n - i));
+  for (; i + UNROLL * LANES <= n; i += UNROLL * LANES) {
+    ahead_all(src, nsrc, dt, i);
+    reduce_step(dst, src, nsrc, dt, op, i, UNROLL, LANES, stream);
+  }
+  for (; i + LANES <= n; i += LANES) reduce_step(dst, src, nsrc, dt, op, i, 1, LANES, 0);
+  if (i < n) reduce_step(dst, src, nsrc, dt, op, i, 1, (int)(n - i), 0);
+  if (stream) v_fence();
 }
 
-DC_INLINE void reduce_low(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
+/* Sums and averages are what training does; only they have a streaming loop. */
+DC_INLINE void reduce_low(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
+  stream = stream && v_can_stream(dst, dt);
   switch (op) {
-    case DC_RED_AVG: reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n); return;
-    case DC_RED_MIN: reduce_loop(dst, src, nsrc, dt, DC_RED_MIN, n); return;
-    case DC_RED_MAX: reduce_loop(dst, src, nsrc, dt, DC_RED_MAX, n); return;
-    case DC_RED_PROD: reduce_loop(dst, src, nsrc, dt, DC_RED_PROD, n); return;
-    default: reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n); return;
+    case DC_RED_MIN: reduce_loop(dst, src, nsrc, dt, DC_RED_MIN, n, 0); return;
+    case DC_RED_MAX: reduce_loop(dst, src, nsrc, dt, DC_RED_MAX, n, 0); return;
+    case DC_RED_PROD: reduce_loop(dst, src, nsrc, dt, DC_RED_PROD, n, 0); return;
+    case DC_RED_AVG:
+      if (stream)
+        reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n, 1);
+      else
+        reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n, 0);
+      return;
+    default:
+      if (stream)
+        reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n, 1);
+      else
+        reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n, 0);
+      return;
   }
 }
 
@@ -103,11 +134,11 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
   }
 }
 
-void DC_BODY(reduce)(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
+void DC_BODY(reduce)(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   switch (dt) {
-    case DC_F32: reduce_low(dst, src, nsrc, DC_F32, op, n); return;
-    case DC_BF16: reduce_low(dst, src, nsrc, DC_BF16, op, n); return;
-    case DC_F16: reduce_low(dst, src, nsrc, DC_F16, op, n); return;
+    case DC_F32: reduce_low(dst, src, nsrc, DC_F32, op, n, stream); return;
+    case DC_BF16: reduce_low(dst, src, nsrc, DC_BF16, op, n, stream); return;
+    case DC_F16: reduce_low(dst, src, nsrc, DC_F16, op, n, stream); return;
     case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
     case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
     case DC_U8: reduce_u8(dst, src, nsrc, op, n); return;
@@ -119,45 +150,55 @@ void DC_BODY(reduce)(void *dst, const void *const *src, int nsrc, int dt, int op
 
 /* ---- into the fp32 accumulator, with the norm -------------------------------------------------------------------------- */
 DC_INLINE vd acc_step(vd sq, float *acc, const void *const *src, int nsrc, int dt, int assign, int norm, int64_t i,
-                      int unroll, int r) {
+                      int unroll, int r, int stream) {
   vf s[UNROLL];
   gather(s, unroll, src, nsrc, dt, DC_RED_SUM, i, r);
   for (int u = 0; u < unroll; u++) {
     if (!assign) s[u] = v_add(v_get(acc, DC_F32, i + u * LANES, r), s[u]);
-    v_put(acc, DC_F32, i + u * LANES, r, s[u]);
+    put_or_stream(acc, DC_F32, i + u * LANES, r, s[u], stream);
     if (norm) sq = vd_add_sq(sq, s[u]); /* lanes past r are zero in every source and in acc */
   }
   return sq;
 }
 
-DC_INLINE void acc_loop(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial, int norm) {
+DC_INLINE void acc_loop(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial, int norm,
+                        int stream) {
   for (int64_t begin = 0; begin < n; begin += DC_BLOCK) {
     const int64_t end = n - begin < DC_BLOCK ? n : begin + DC_BLOCK;
     vd sq = vd_zero();
     int64_t i = begin;
-    for (; i + UNROLL * LANES <= end; i += UNROLL * LANES)
-      sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, UNROLL, LANES);
-    for (; i + LANES <= end; i += LANES) sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, 1, LANES);
-    if (i < end) sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, 1, (int)(end - i));
+    for (; i + UNROLL * LANES <= end; i += UNROLL * LANES) {
+      ahead_all(src, nsrc, dt, i);
+      if (!assign) ahead(acc, DC_F32, i);
+      sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, UNROLL, LANES, stream);
+    }
+    for (; i + LANES <= end; i += LANES) sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, 1, LANES, 0);
+    if (i < end) sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, 1, (int)(end - i), 0);
     if (norm) partial[begin / DC_BLOCK] = vd_tree(sq);
   }
+  if (stream) v_fence();
 }
 
-DC_INLINE void acc_low(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
-  if (assign && partial)
-    acc_loop(acc, src, nsrc, dt, n, 1, partial, 1);
+DC_INLINE void acc_low(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial, int stream) {
+  stream = stream && v_can_stream(acc, DC_F32);
+  if (assign && partial && stream)
+    acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 1);
+  else if (assign && partial)
+    acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 0);
+  else if (assign && stream)
+    acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 1);
   else if (assign)
-    acc_loop(acc, src, nsrc, dt, n, 1, partial, 0);
+    acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 0);
   else if (partial)
-    acc_loop(acc, src, nsrc, dt, n, 0, partial, 1);
+    acc_loop(acc, src, nsrc, dt, n, 0, partial, 1, 0);
   else
-    acc_loop(acc, src, nsrc, dt, n, 0, partial, 0);
+    acc_loop(acc, src, nsrc, dt, n, 0, partial, 0, 0);
 }
 
-void DC_BODY(reduce_acc)(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
+void DC_BODY(reduce_acc)(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial, int stream) {
   switch (dt) {
-    case DC_F32: acc_low(acc, src, nsrc, DC_F32, n, assign, partial); return;
-    case DC_BF16: acc_low(acc, src, nsrc, DC_BF16, n, assign, partial); return;
-    default: acc_low(acc, src, nsrc, DC_F16, n, assign, partial); return;
+    case DC_F32: acc_low(acc, src, nsrc, DC_F32, n, assign, partial, stream); return;
+    case DC_BF16: acc_low(acc, src, nsrc, DC_BF16, n, assign, partial, stream); return;
+    default: acc_low(acc, src, nsrc, DC_F16, n, assign, partial, stream); return;
   }
 }

@@ -9,6 +9,8 @@ DC_INLINE vd add_at(vd acc, const void *x, int dt, int64_t i) {
 DC_INLINE void two_blocks(const void *x, int dt, int64_t begin, double *partial) {
   vd a = vd_zero(), b = vd_zero();
   for (int64_t i = begin; i < begin + DC_BLOCK; i += LANES) {
+    v_ahead(x, dt, i, AHEAD);
+    v_ahead(x, dt, i + DC_BLOCK, AHEAD);
     a = add_at(a, x, dt, i);
     b = add_at(b, x, dt, i + DC_BLOCK);
   }

@@ -64,7 +64,8 @@ STEP_INT(i32, int32_t)
 STEP_INT(i64, int64_t)
 #undef STEP_INT
 
-void dc__reduce_scalar(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
+void dc__reduce_scalar(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
+  (void)stream;
   switch (dt) {
     case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
     case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
@@ -76,7 +77,9 @@ void dc__reduce_scalar(void *dst, const void *const *src, int nsrc, int dt, int 
   }
 }
 
-void dc__reduce_acc_scalar(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
+void dc__reduce_acc_scalar(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
+                           int stream) {
+  (void)stream;
   for (int64_t i = 0; i < n; i++) {
     float s = dc__get(src[0], dt, i);
     for (int k = 1; k < nsrc; k++) s += dc__get(src[k], dt, i);

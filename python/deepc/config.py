@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config_keys import ANY, AUTO_SCHEDULER_PARAMS, ELEMENTWISE, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, RENAMED_SECTIONS, TABLE, Key, State
+from .config_keys import (ANY, AUTO_SCHEDULER_PARAMS, ELEMENTWISE, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, RENAMED_SECTIONS, TABLE, Key,
+                          State)
 from .errors import ConfigError
 
 AUTO = "auto"
@@ -42,7 +43,7 @@ class InertKey(NamedTuple):
     reason: str
 
 
-# ---- the typed tree (field names are the last parts of the keys' paths) ------------------------------------------------------
+# ---- the typed tree (field names are the last parts of the keys' paths) ----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,13 @@ class Config:
 
     @property
     def pre_scale(self) -> float:
-        """What a gradient is multiplied by before the sum over ranks; the sum times `1 / (world_size * pre_scale)` is the mean. As in DeepSpeed:
-        1 / ranks with prescale_gradients, else 1 / gradient_predivide_factor."""
+        """What a gradient is multiplied by before the sum over ranks; the sum times `1 / (world_size * pre_scale)` is the mean. As in
+        DeepSpeed: 1 / ranks with prescale_gradients, else 1 / gradient_predivide_factor."""
         return 1.0 / (self.world_size if self.prescale_gradients else self.gradient_predivide_factor)
 
     @classmethod
-    def load(cls, source: str | os.PathLike | Mapping | Config, *, world_size: int, device_type: str = "cpu", allow_auto: bool = False) -> Config:
+    def load(cls, source: str | os.PathLike | Mapping | Config, *, world_size: int, device_type: str = "cpu",
+             allow_auto: bool = False) -> Config:
         """Reads and validates a configuration.
 
         source: path of a JSON file (comments and trailing commas are allowed, as DeepSpeed does), JSON text, base64 of JSON text, a dict
@@ -251,7 +253,7 @@ def default_optimizer() -> OptimizerConfig:
     return OptimizerConfig("AdamW", {n: OPTIMIZER_PARAMS[n].default for n in names}, "deepc", True)
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _read(source: Any) -> tuple[dict[str, Any], str]:
@@ -270,8 +272,8 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
         if decoded is not None:
             return _parse(decoded, "the base64 configuration"), "the base64 configuration"
         shown = text if len(text) <= 200 else text[:200] + "..."
-        raise ConfigError(f"can't read the configuration file {shown!r}: {getattr(exc, 'strerror', None) or exc}. Give the path of a JSON file, "
-                          "JSON text or a dict.") from exc
+        raise ConfigError(f"can't read the configuration file {shown!r}: {getattr(exc, 'strerror', None) or exc}. Give the path of a JSON "
+                          "file, JSON text or a dict.") from exc
     return _parse(content, text), text
 
 
@@ -330,7 +332,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     return value
 
 
-# ---- names --------------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 _ALIASES = {f"{k.section}.{k.alias}": k.path for k in KEYS if k.alias}
 _SECTIONS = {".".join(k.path.split(".")[:i]) for k in KEYS for i in range(1, k.path.count(".") + 1)}
@@ -351,11 +353,11 @@ def suggest(key: str, known: Any = None) -> str:
 
 
 def _auto_message(source: str, keys: Any) -> str:
-    return (f"{source}: these keys are still \"auto\": {', '.join(keys)}. An integration (Hugging Face Trainer, Accelerate) fills them before "
-            "initialize(); without one, write values, or remove the keys to get the defaults.")
+    return (f"{source}: these keys are still \"auto\": {', '.join(keys)}. An integration (Hugging Face Trainer, Accelerate) fills them "
+            "before initialize(); without one, write values, or remove the keys to get the defaults.")
 
 
-# ---- one value ----------------------------------------------------------------------------------------------------------------
+# ---- one value -------------------------------------------------------------------------------------------------------
 
 _KIND_WORDS = {"bool": "true or false", "int": "an integer", "number": "a number", "str": "a string", "strings": "a list of strings",
                "numbers": "a list of numbers", "object": "an object {...}", "gated": "an object {...}"}
@@ -437,7 +439,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-# ---- the whole ------------------------------------------------------------------------------------------------------------------
+# ---- the whole -------------------------------------------------------------------------------------------------------
 
 
 class _Loader:
@@ -524,8 +526,8 @@ class _Loader:
         if row.auto:
             self.auto.append(row.path)
         else:
-            self.fail(row.path, AUTO, f"is not possible: no integration fills this key. Write {_KIND_WORDS.get(row.kind, 'a value')}, or remove "
-                                      f"the key to get the default, {_show(row.default)}.")
+            self.fail(row.path, AUTO, f"is not possible: no integration fills this key. Write {_KIND_WORDS.get(row.kind, 'a value')}, or "
+                                      f"remove the key to get the default, {_show(row.default)}.")
 
     def _gated(self, row: Key, section: Any) -> None:
         """A section that is off unless `enabled` says otherwise; a section without `enabled` is off only if it is empty."""
@@ -580,7 +582,8 @@ class _Loader:
             elif device == "cpu" and stage < needs:
                 self.inert.append(InertKey(path, device, f"it needs ZeRO stage {needs} or higher, the stage is {stage}"))
             elif device == "cpu" and what == "offload_param":
-                self.fail(path, device, "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it to \"none\".")
+                self.fail(path, device, "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
+                                        "to \"none\".")
         pin = "zero_optimization.offload_optimizer.pin_memory"
         if pin in self.values and self.device == "cpu":
             self.inert.append(InertKey(pin, self.values[pin], "page-locked memory serves copies to a GPU"))
@@ -616,12 +619,14 @@ class _Loader:
             return None
         params = dict(params or {})
         if "max_grad_norm" in params:
-            self.fail("optimizer.params.max_grad_norm", params.pop("max_grad_norm"), "is not an argument of an optimizer. Use gradient_clipping.")
+            self.fail("optimizer.params.max_grad_norm", params.pop("max_grad_norm"),
+                      "is not an argument of an optimizer. Use gradient_clipping.")
         lower = kind.lower()
         if lower in ("adam", "adamw"):
             return self._adam(lower, params)
         if lower in LATER_OPTIMIZERS:
-            self.fail("optimizer.type", kind, f"asks for {LATER_OPTIMIZERS[lower]}, which deepc does not have yet. Use AdamW or a torch.optim class.")
+            self.fail("optimizer.type", kind, f"asks for {LATER_OPTIMIZERS[lower]}, which deepc does not have yet. Use AdamW or a "
+                                              "torch.optim class.")
             return None
         return self._torch_optimizer("Adagrad" if lower == "adagrad" else kind, params)
 
@@ -668,8 +673,8 @@ class _Loader:
             return None
         stage = self.get("zero_optimization.stage")
         if kind not in ELEMENTWISE and stage > 0 and not self.get("zero_allow_untested_optimizer"):
-            self.fail(path, kind, f"does not work element by element, so that ZeRO stage {stage} would change its result. Use stage 0, another "
-                                  "optimizer, or set zero_allow_untested_optimizer to true.")
+            self.fail(path, kind, f"does not work element by element, so that ZeRO stage {stage} would change its result. Use stage 0, "
+                                  "another optimizer, or set zero_allow_untested_optimizer to true.")
         self._check_signature(classes[kind], "optimizer.params", params, auto=("lr", "betas", "eps", "weight_decay"), skip=1)
         return OptimizerConfig(kind, {k: v for k, v in params.items() if v != AUTO}, "torch", kind != "Adam")
 
@@ -702,7 +707,8 @@ class _Loader:
         names = {a.name for a in arguments}
         for key, value in params.items():
             if key not in names:
-                self.errors.append(f"{self.name}: unknown key {json.dumps(f'{prefix}.{key}')}: {cls.__name__} has no such argument.{suggest(key, names)}")
+                self.errors.append(f"{self.name}: unknown key {json.dumps(f'{prefix}.{key}')}: {cls.__name__} has no such "
+                                   f"argument.{suggest(key, names)}")
             elif isinstance(value, str) and value == AUTO:
                 if key in auto:
                     self.auto.append(f"{prefix}.{key}")
@@ -751,7 +757,7 @@ def resolve_batch(train: int | None, micro: int | None, accum: int | None, world
     return micro * accum * world, micro, accum
 
 
-# ---- JSON Schema ------------------------------------------------------------------------------------------------------------------
+# ---- JSON Schema -----------------------------------------------------------------------------------------------------
 
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string", "object": "object", "gated": "object"}
 

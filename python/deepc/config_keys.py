@@ -93,12 +93,13 @@ _COMPILE = "DeepCompile (torch.compile on the module works)"
 _HYBRID = "the hybrid engine"
 
 KEYS: tuple[Key, ...] = (
-    # ---- batch triangle -------------------------------------------------------------------------------------------------
-    _active("train_batch_size", "int", None, "Samples of one optimizer step over all ranks; = micro * accumulation * ranks.", gt=0, auto=True),
+    # ---- batch triangle ----------------------------------------------------------------------------------------------
+    _active("train_batch_size", "int", None, "Samples of one optimizer step over all ranks; = micro * accumulation * ranks.", gt=0,
+            auto=True),
     _active("train_micro_batch_size_per_gpu", "int", None, "Samples of one forward and backward on one rank.", gt=0, auto=True),
     _active("gradient_accumulation_steps", "int", None, "Micro-batches that are summed before one optimizer step.", gt=0, auto=True),
     _later("managed_gradient_accumulation", "bool", True, "accumulation boundaries owned by the caller"),
-    # ---- printing and logging -------------------------------------------------------------------------------------------
+    # ---- printing and logging ----------------------------------------------------------------------------------------
     _active("steps_per_print", "int", None, "Print a progress line every so many optimizer steps; null: never.", gt=0),
     _active("wall_clock_breakdown", "bool", False, "Time forward, backward, reduction and step, and print them."),
     _active("memory_breakdown", "bool", False, "Print the memory in use after forward, backward and step."),
@@ -109,9 +110,9 @@ KEYS: tuple[Key, ...] = (
     _inert("disable_python_gc", "bool", False, "Turn off Python's cyclic collector.", "deepc leaves the interpreter's collector alone"),
     _inert("vocabulary_size", "int", None, "Only a hint to pad the vocabulary to a multiple of 8.", "it changes no computation",
            ge=0),
-    # ---- data -----------------------------------------------------------------------------------------------------------
+    # ---- data --------------------------------------------------------------------------------------------------------
     _active("dataloader_drop_last", "bool", False, "Drop the last incomplete batch of training_data."),
-    # ---- optimizer ------------------------------------------------------------------------------------------------------
+    # ---- optimizer ---------------------------------------------------------------------------------------------------
     _active("optimizer.type", "str", None, "Adam or AdamW (deepc's), Adagrad, or the name of a torch.optim class."),
     _active("optimizer.params", "object", None, "Arguments of the optimizer; lr, betas, eps, weight_decay may be \"auto\"."),
     _inert("optimizer.legacy_fusion", "bool", False, "Old fused CUDA optimizer.", "there is one optimizer kernel"),
@@ -119,10 +120,10 @@ KEYS: tuple[Key, ...] = (
             "Allow ZeRO with an optimizer that does not work element by element (its result then depends on the partition)."),
     _inert("zero_force_ds_cpu_optimizer", "bool", True, "With offload, refuse a client optimizer that is not DeepSpeedCPUAdam.",
            "any optimizer works with offload; torch's is only slower"),
-    # ---- schedule -------------------------------------------------------------------------------------------------------
+    # ---- schedule ----------------------------------------------------------------------------------------------------
     _active("scheduler.type", "str", None, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a torch scheduler class."),
     _active("scheduler.params", "object", None, "Arguments of the schedule; warmup_* and total_num_steps may be \"auto\"."),
-    # ---- precision ------------------------------------------------------------------------------------------------------
+    # ---- precision ---------------------------------------------------------------------------------------------------
     _active("fp16.enabled", "bool", False, "Parameters and activations in fp16, fp32 master weights, loss scaling.", auto=True),
     _active("fp16.auto_cast", "bool", False, "Cast the floating-point inputs of forward to fp16.", auto=True),
     _active("fp16.loss_scale", "number", 0.0, "Fixed loss scale; 0: dynamic.", ge=0),
@@ -140,21 +141,23 @@ KEYS: tuple[Key, ...] = (
     _later("torch_autocast.enabled", "bool", False, "torch.autocast inside the engine"),
     _later("torch_autocast.dtype", "str", None, "torch.autocast inside the engine", ok=ANY),
     _later("torch_autocast.lower_precision_safe_modules", "strings", None, "torch.autocast inside the engine", ok=ANY),
-    _later("data_types.grad_accum_dtype", "str", None, "gradient accumulation in another dtype than fp32 (deepc always accumulates in fp32)",
-           ok=(None, "fp32"), choices=_DTYPES),
+    _later("data_types.grad_accum_dtype", "str", None,
+           "gradient accumulation in another dtype than fp32 (deepc always accumulates in fp32)", ok=(None, "fp32"), choices=_DTYPES),
     _later("data_types.param_dtype", "str", None, "a parameter dtype apart from fp16.enabled and bf16.enabled", choices=_DTYPES),
     _later("data_types.buffer_dtype", "str", None, "casting module buffers", choices=_DTYPES),
     _later("data_types.keep_in_fp32_modules", "any", "auto", "a list of modules kept in fp32", ok=("auto", None)),
-    # ---- gradients ------------------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
     _active("gradient_clipping", "number", 1.0, "Largest global gradient norm; 0: no clipping.", ge=0, auto=True),
     _active("prescale_gradients", "bool", False, "Divide gradients by the number of ranks before the reduction, not after it."),
-    _active("gradient_predivide_factor", "number", 1.0, "Without prescale_gradients: divide by this before the reduction and by ranks / this after it.", gt=0),
+    _active("gradient_predivide_factor", "number", 1.0,
+            "Without prescale_gradients: divide by this before the sum and by ranks / this after it.", gt=0),
     _later("gradient_allreduce_op", "str", "mean", "summing gradients over ranks instead of averaging", choices=("mean", "sum")),
     _active("communication_data_type", "str", None, "Type of gradients on the wire; null: that of the parameters.", choices=_DTYPES),
-    _inert("seq_parallel_communication_data_type", "str", "fp32", "Wire type of sequence parallelism.", "there is no sequence parallelism yet",
-           choices=_DTYPES, null=True),
-    _inert("disable_allgather", "bool", False, "Broadcast updated parameters instead of gathering them.", "updated parameters are gathered"),
-    # ---- ZeRO -----------------------------------------------------------------------------------------------------------
+    _inert("seq_parallel_communication_data_type", "str", "fp32", "Wire type of sequence parallelism.",
+           "there is no sequence parallelism yet", choices=_DTYPES, null=True),
+    _inert("disable_allgather", "bool", False, "Broadcast updated parameters instead of gathering them.",
+           "updated parameters are gathered"),
+    # ---- ZeRO --------------------------------------------------------------------------------------------------------
     _active("zero_optimization.stage", "int", 0, "0: replicas; 1: optimizer states, 2: + gradients, 3: + parameters are partitioned.",
             ge=0, le=3, auto=True),
     _active("zero_optimization.reduce_bucket_size", "int", 500_000_000, "Elements that are reduced at a time.", gt=0, auto=True),
@@ -168,7 +171,8 @@ KEYS: tuple[Key, ...] = (
     _inert("zero_optimization.use_multi_rank_bucket_allreduce", "bool", True, "All-reduce buckets that span ranks.", _IN_PLACE),
     _inert("zero_optimization.allgather_partitions", "bool", True, "Gather instead of broadcasts.", "updated parameters are gathered"),
     _inert("zero_optimization.compute_grad_norm", "bool", True, "Compute the gradient norm.", "the norm comes with the reduction for free"),
-    _inert("zero_optimization.load_from_fp32_weights", "bool", True, "Restore masters from fp32.", "fp32 masters are always saved and restored"),
+    _inert("zero_optimization.load_from_fp32_weights", "bool", True, "Restore masters from fp32.",
+           "fp32 masters are always saved and restored"),
     _inert("zero_optimization.elastic_checkpoint", "bool", False, "Legacy elastic checkpoint.",
            "every deepc checkpoint loads into any number of ranks and any stage"),
     _inert("zero_optimization.ignore_unused_parameters", "bool", True, "Do not fail on unused parameters.",
@@ -179,8 +183,8 @@ KEYS: tuple[Key, ...] = (
            "the step streams over memory once and needs no sub-groups", ge=0, auto=True),
     _inert("zero_optimization.stage3_prefetch_bucket_size", "int", 50_000_000, "Elements fetched ahead of use.", _RESIDENT, ge=0, auto=True,
            alias="prefetch_bucket_size", inert_on="cpu"),
-    _inert("zero_optimization.stage3_param_persistence_threshold", "int", 100_000, "Smaller parameters are not partitioned.", _RESIDENT, ge=0,
-           auto=True, alias="param_persistence_threshold", inert_on="cpu"),
+    _inert("zero_optimization.stage3_param_persistence_threshold", "int", 100_000, "Smaller parameters are not partitioned.", _RESIDENT,
+           ge=0, auto=True, alias="param_persistence_threshold", inert_on="cpu"),
     _inert("zero_optimization.stage3_model_persistence_threshold", "int", sys.maxsize, "Bound on unpartitioned elements.", _RESIDENT, ge=0,
            auto=True, alias="model_persistence_threshold", inert_on="cpu"),
     _inert("zero_optimization.stage3_max_live_parameters", "int", 1_000_000_000, "Elements gathered at a time.", _RESIDENT, ge=0, auto=True,
@@ -202,7 +206,8 @@ KEYS: tuple[Key, ...] = (
     _inert("zero_optimization.override_module_apply", "bool", True, "Gather in Module.apply.", "GatheredParameters is explicit"),
     _inert("zero_optimization.log_trace_cache_warnings", "bool", False, "Log prefetch misses.", _RESIDENT),
     _inert("zero_optimization.enable_sanity_checks", "bool", False, "Internal checks.", "deepc's checks are always on"),
-    _inert("zero_optimization.save_muon_momentum_buffer_in_memory", "bool", False, "Muon and NVMe.", "there is no Muon and no NVMe offload yet"),
+    _inert("zero_optimization.save_muon_momentum_buffer_in_memory", "bool", False, "Muon and NVMe.",
+           "there is no Muon and no NVMe offload yet"),
     _inert("zero_optimization.leaf_module.classes", "strings", None, "Modules treated as one unit.", _RESIDENT),
     _inert("zero_optimization.leaf_module.names", "strings", None, "Modules treated as one unit.", _RESIDENT),
     _inert("zero_optimization.leaf_module.name_suffixes", "strings", None, "Modules treated as one unit.", _RESIDENT),
@@ -216,14 +221,17 @@ KEYS: tuple[Key, ...] = (
     _inert("zero_optimization.offload_optimizer.fast_init", "bool", False, "NVMe initialization.", "there is no NVMe offload yet"),
     _later("zero_optimization.offload_optimizer.ratio", "number", 1.0, "offload of a part of the optimizer states", ge=0, le=1),
     _later("zero_optimization.offload_optimizer.super_offload", "bool", False, "SuperOffload"),
-    _inert("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, "Cores of SuperOffload.", "there is no SuperOffload yet",
-           ge=0, le=1),
-    _active("zero_optimization.offload_param.device", "str", "none", "Where stage-3 parameters live.", choices=("none", "cpu", "nvme"), auto=True),
+    _inert("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, "Cores of SuperOffload.",
+           "there is no SuperOffload yet", ge=0, le=1),
+    _active("zero_optimization.offload_param.device", "str", "none", "Where stage-3 parameters live.", choices=("none", "cpu", "nvme"),
+            auto=True),
     _later("zero_optimization.offload_param.nvme_path", "str", None, _NVME, ok=ANY),
     _inert("zero_optimization.offload_param.buffer_count", "int", 5, "Buffers of NVMe offload.", "there is no NVMe offload yet", ge=0),
-    _inert("zero_optimization.offload_param.buffer_size", "int", 100_000_000, "Buffers of NVMe offload.", "there is no NVMe offload yet", ge=0),
+    _inert("zero_optimization.offload_param.buffer_size", "int", 100_000_000, "Buffers of NVMe offload.", "there is no NVMe offload yet",
+           ge=0),
     _inert("zero_optimization.offload_param.max_in_cpu", "int", 1_000_000_000, "NVMe offload.", "there is no NVMe offload yet", ge=0),
-    _inert("zero_optimization.offload_param.pin_memory", "bool", True, "Page-locked host memory.", "parameters of a CPU run are in host memory"),
+    _inert("zero_optimization.offload_param.pin_memory", "bool", True, "Page-locked host memory.",
+           "parameters of a CPU run are in host memory"),
     _active("zero_optimization.cpu_offload", "bool", None, "Old form of offload_optimizer {device: cpu}."),
     _active("zero_optimization.cpu_offload_param", "bool", None, "Old form of offload_param {device: cpu}."),
     _inert("zero_optimization.cpu_offload_use_pin_memory", "bool", None, "Old form of pin_memory.", "use offload_optimizer.pin_memory"),
@@ -235,8 +243,9 @@ KEYS: tuple[Key, ...] = (
     _removed("zero_optimization.mics_shard_size", "int", "use ZeRO-3", ok=(None, -1)),
     _removed("zero_optimization.mics_hierarchical_params_gather", "bool", "use ZeRO-3", ok=(None, False)),
     _removed("zero_optimization.zeropp_loco_param", "object", "use ZeRO-3"),
-    # ---- checkpoints ----------------------------------------------------------------------------------------------------
-    _active("checkpoint.tag_validation", "str", "Warn", "What to do when ranks save under different tags.", choices=("Ignore", "Warn", "Fail")),
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    _active("checkpoint.tag_validation", "str", "Warn", "What to do when ranks save under different tags.",
+            choices=("Ignore", "Warn", "Fail")),
     _inert("checkpoint.load_universal", "bool", False, "Load a universal checkpoint.",
            "every deepc checkpoint loads into any number of ranks and any stage"),
     _inert("checkpoint.use_node_local_storage", "bool", False, "One checkpoint per node.", "one node has one storage"),
@@ -244,7 +253,7 @@ KEYS: tuple[Key, ...] = (
     _inert("checkpoint.checkpoint_serialization", "bool", True, "Serialize tensors.", _OWN_WRITER),
     _inert("checkpoint.writer", "object", None, "Fast writer.", _OWN_WRITER),
     _later("datastates_ckpt", "gated", None, "DataStates checkpoints"),
-    # ---- later capabilities ---------------------------------------------------------------------------------------------
+    # ---- later capabilities ------------------------------------------------------------------------------------------
     _later("activation_checkpointing.partition_activations", "bool", False, _ACT),
     _later("activation_checkpointing.cpu_checkpointing", "bool", False, _ACT),
     _later("activation_checkpointing.contiguous_memory_optimization", "bool", False, _ACT),
@@ -342,7 +351,7 @@ KEYS: tuple[Key, ...] = (
     _later("curriculum_learning", "gated", None, "curriculum learning"),
     _later("elasticity", "gated", None, "elastic training"),
     _later("sparse_attention", "object", None, "block-sparse attention"),
-    # ---- removed from DeepSpeed, not planned ----------------------------------------------------------------------------
+    # ---- removed from DeepSpeed, not planned -------------------------------------------------------------------------
     _removed("amp", "gated", "use fp16 or bf16"),
     _removed("nebula", "gated", "checkpoints are written by deepc itself"),
     _removed("compression_training", "object", "quantize after training", ok=(None, {})),
@@ -351,9 +360,9 @@ KEYS: tuple[Key, ...] = (
     _removed("progressive_layer_drop", "gated", "drop layers in the model"),
     _removed("sparse_gradients", "bool", "gradients of an embedding with sparse=True need no flag", ok=(None, False)),
     _removed("graph_harvesting", "bool", "use torch.compile", ok=(None, False)),
-    # ---- our own --------------------------------------------------------------------------------------------------------
-    _active("deepc.bucket_elems", "int", None, "Elements of one gradient bucket; null: from zero_optimization.reduce_bucket_size and the model.",
-            gt=0),
+    # ---- our own -----------------------------------------------------------------------------------------------------
+    _active("deepc.bucket_elems", "int", None,
+            "Elements of one gradient bucket; null: from zero_optimization.reduce_bucket_size and the model.", gt=0),
     _later("deepc.deterministic", "any", False, "bit-identical results in every layout", ok=(False, None)),
     _later("deepc.debug_streamed", "bool", False, "streamed stage 3 on a CPU"),
 )

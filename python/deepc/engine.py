@@ -166,7 +166,7 @@ class Engine(torch.nn.Module):
 
     def _make_reducer(self):
         wire = _WIRE[self._config.communication_data_type] or self.dtype
-        pre = 1.0 / self._config.gradient_predivide_factor if self._config.prescale_gradients else 1.0
+        pre = self._config.pre_scale
         self._pre_scale = pre
         st = self.state
         if self.device.type == "cpu" and self.group.transport in ("local", "node"):

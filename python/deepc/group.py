@@ -9,8 +9,6 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from .errors import CommError
-
 CONTROL_SLOT_BYTES = 256 * 1024
 
 
@@ -42,13 +40,10 @@ class NodeGroup:
     transport = "node"
 
     def __init__(self, store, rank: int, world: int, label: str, timeout: datetime.timedelta) -> None:
-        from . import node
-
         self.rank, self.world, self.ranks_per_node = rank, world, world
         self._store, self._label, self._timeout, self._opened = store, label, timeout, 0
         self._comms: list = []
         self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
-        self._node = node
 
     def open_comm(self, what: str, slot_bytes: int, slots: int):
         """A further communicator of the same ranks (collective). Closed with the group."""
@@ -122,10 +117,6 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
 
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"deepc/{label}{_engines}", dist.distributed_c10d._get_default_store())
-    store.set(f"node{rank}", node.node_id())
-    nodes = {store.get(f"node{r}") for r in range(world)}
-    if len(nodes) == 1:
-        return NodeGroup(store, rank, world, f"{label}{_engines}", timeout)
-    if len(nodes) > 1:
+    if len(set(node.node_ids(store, rank, world))) > 1:
         return TorchGroup(device)
-    raise CommError("no rank told its node")  # unreachable: this rank did
+    return NodeGroup(store, rank, world, f"{label}{_engines}", timeout)

@@ -305,7 +305,7 @@ def _warn_short(total: float, warmup: int) -> None:
         _log.warning("total_num_steps %s is less than warmup_num_steps %s: the schedule never leaves its warm-up", total, warmup)
 
 
-# ---- from the configuration ---------------------------------------------------------------------------------------------------
+# ---- from the configuration ------------------------------------------------------------------------------------------
 
 
 def scheduler_class(name: str) -> type:

@@ -61,12 +61,12 @@ class _Caller:
     """Tells a communicator who calls, as "dir/file.py:31": the first frame that is neither torch's nor deepc's. Cheap when the same line calls
     again, as in a training loop."""
 
-    __slots__ = ("_code", "_line")
+    __slots__ = ("_code", "_line", "_note")
 
     def __init__(self) -> None:
-        self._code, self._line = None, 0
+        self._code, self._line, self._note = None, 0, ""
 
-    def tell(self, handle: int) -> None:
+    def tell(self, handle: int, note: str = "") -> None:
         frame = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
@@ -74,17 +74,12 @@ class _Caller:
             if not (_is_own(name) if own is None else own):
                 break
             frame = frame.f_back
-        if frame is None:  # called by C++ (DDP's reducer): there is no line
-            if self._code is not None:
-                self._code = None
-                C.dc_comm_set_caller(handle, b"")
+        code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)  # None: called by C++ alone (DDP's reducer)
+        if code is self._code and line == self._line and note == self._note:
             return
-        if frame.f_code is self._code and frame.f_lineno == self._line:
-            return
-        self._code, self._line = frame.f_code, frame.f_lineno
-        short = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])
-        text = f":{frame.f_lineno}"
-        C.dc_comm_set_caller(handle, (short[-(62 - len(text)):] + text).encode(errors="replace")[-63:])
+        self._code, self._line, self._note = code, line, note
+        short = "" if code is None else "/".join(code.co_filename.rsplit("/", 2)[-2:]) + f":{line}"
+        C.dc_comm_set_caller(handle, (short + note).encode(errors="replace")[-63:])
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------------
@@ -160,10 +155,10 @@ class Comm:
             raise ArgumentError(f"communicator {self.label} is closed")
         return self._handle
 
-    def barrier(self, tag: int = 0) -> None:
-        """Returns when every rank has called it with the same tag."""
+    def barrier(self, tag: int = 0, note: str = "") -> None:
+        """Returns when every rank has called it with the same tag. note: goes behind the caller's line in messages."""
         with self._lock:
-            self._caller.tell(self.handle)
+            self._caller.tell(self.handle, note)
             check(C.dc_barrier(self._handle, tag))
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> None:

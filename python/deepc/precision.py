@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("deepc")
 
 
-# ---- loss scaling ----------------------------------------------------------------------------------------------------------------
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
 
 
 class LossScaleError(DeepcError):
@@ -87,7 +87,8 @@ class DynamicLossScaler:
     def _overflowed(self) -> None:
         if self.hysteresis > 1 and self.hysteresis_left > 1:
             self.hysteresis_left -= 1
-            _log.info("gradients overflowed at loss scale %g: the step is skipped, hysteresis %d left", self.loss_scale, self.hysteresis_left)
+            _log.info("gradients overflowed at loss scale %g: the step is skipped, hysteresis %d left", self.loss_scale,
+                      self.hysteresis_left)
             return
         if self.loss_scale == self.min_scale:
             raise LossScaleError(
@@ -119,8 +120,9 @@ class DynamicLossScaler:
 
 def _same_keys(scaler: Any, state: dict[str, Any]) -> None:
     if set(state) != set(scaler.state_dict()):
-        raise CheckpointError(f"the saved loss-scaler state has {sorted(state)}, {type(scaler).__name__} needs {sorted(scaler.state_dict())}: it was "
-                              "saved with another fp16.loss_scale (0 is dynamic). Use the same, or don't load the optimizer state.")
+        raise CheckpointError(f"the saved loss-scaler state has {sorted(state)}, {type(scaler).__name__} needs "
+                              f"{sorted(scaler.state_dict())}: it was saved with another fp16.loss_scale (0 is "
+                              "dynamic). Use the same, or don't load the optimizer state.")
 
 
 def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
@@ -134,7 +136,7 @@ def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
                              fp16.consecutive_hysteresis)
 
 
-# ---- dtypes ------------------------------------------------------------------------------------------------------------------------
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -152,7 +154,7 @@ def choose_dtype(config: Config) -> torch.dtype:
     return torch_dtype(config.dtype)
 
 
-# ---- what the processor can do -------------------------------------------------------------------------------------------------------
+# ---- what the processor can do ---------------------------------------------------------------------------------------
 
 # oneDNN's levels of ONEDNN_MAX_CPU_ISA, in rising order; an unknown value means no limit, as in oneDNN
 _ONEDNN_LEVELS = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX10_1_512",

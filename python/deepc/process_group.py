@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
 from . import node
-from .errors import ArgumentError, CommError
+from .errors import ArgumentError, CommError, UnsupportedError
 
 _log = logging.getLogger("deepc")
 
@@ -112,11 +112,11 @@ class DeepcProcessGroup(dist.ProcessGroup):
     """See the module. Made by torch.distributed only."""
 
     def __init__(self, options, backend_options) -> None:
-        super().__init__(options.store, options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # torch lets Python subclasses use this form only
         self._store, self._rank, self._size, self._timeout = options.store, options.group_rank, options.group_size, options.timeout
-        self._label = str(options.group_id) if options.group_id else "default_pg"
         ranks = list(options.global_ranks_in_group)
         self._is_default, self._global_ranks = not ranks, ranks or list(range(self._size))
+        self._label = "default_pg" if self._is_default else f"pg {options.group_id}"
         self._lock = threading.Lock()
         self._comm: node.Comm | None = None
         self._comm_tried, self.closed, self.has_nccl = False, False, False
@@ -168,7 +168,20 @@ class DeepcProcessGroup(dist.ProcessGroup):
         if tensors and all(t.device.type == "cpu" for t in tensors):
             core = self._core()
             if core is not None:
-                core.barrier(_FENCES[name])
+                core.barrier(_FENCES[name], note=f" ({name}, on Gloo)")
+
+    def get_group_store(self):
+        return self._store
+
+    def _inner(self, device: torch.device, *names: str):
+        """The bound method of the backend beneath (Gloo, NCCL), by the first of its names that this torch has. Never through super(): torch's C++
+        base calls back into the overrides of this class, under names that change between versions."""
+        backend = self._get_backend(device)
+        for name in names:
+            method = getattr(backend, name, None)
+            if method is not None:
+                return method
+        raise UnsupportedError(f"torch {torch.__version__}: {type(backend).__name__} has no {names[0]}")
 
     def close(self) -> None:
         """Leaves the communicator."""
@@ -215,7 +228,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._reduce_all(tensors, opts.reduceOp)
         if work is None:
             self._fence("all_reduce", tensors)
-            work = super().allreduce(tensors, opts)
+            work = self._inner(tensors[0].device, "allreduce")(tensors, opts)
         return work
 
     def allreduce_coalesced(self, tensors, opts=None):
@@ -223,7 +236,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._reduce_all(tensors, opts.reduceOp)
         if work is None:
             self._fence("all_reduce_coalesced", tensors)
-            work = super().allreduce_coalesced(tensors, opts)
+            work = self._inner(tensors[0].device, "allreduce_coalesced")(tensors, opts)
         return work
 
     # ---- all_gather --------------------------------------------------------------------------------------------------------
@@ -270,7 +283,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._gather_lists(output_tensors, input_tensors)
         if work is None:
             self._fence("all_gather", input_tensors)
-            work = super().allgather(output_tensors, input_tensors, _options(opts, _c10d.AllgatherOptions))
+            work = self._inner(input_tensors[0].device, "allgather")(output_tensors, input_tensors, _options(opts, _c10d.AllgatherOptions))
         return work
 
     def allgather_coalesced(self, output_lists, input_list, opts=None):
@@ -278,14 +291,14 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._gather_lists(output_lists, input_list)
         if work is None:
             self._fence("all_gather_coalesced", input_list)
-            work = super().allgather_coalesced(output_lists, input_list, _options(opts, _c10d.AllgatherOptions))
+            work = self._inner(input_list[0].device, "allgather_coalesced")(output_lists, input_list, _options(opts, _c10d.AllgatherOptions))
         return work
 
     def _allgather_base(self, output, input, opts=None):  # noqa: A002  torch's names
         work = self._gather_tensors([output], [input])
         if work is None:
             self._fence("all_gather_into_tensor", [input])
-            work = super()._allgather_base(output, input, _options(opts, _c10d.AllgatherOptions))
+            work = self._inner(input.device, "_allgather_base", "all_gather_single")(output, input, _options(opts, _c10d.AllgatherOptions))
         return work
 
     def all_gather_single(self, output, input, opts=None):  # noqa: A002  since torch 2.13
@@ -295,7 +308,10 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._gather_tensors(outputs, inputs)
         if work is None:
             self._fence("all_gather_coalesced", inputs)
-            work = super().allgather_into_tensor_coalesced(outputs, inputs, _options(opts, _c10d.AllgatherOptions))
+            gather = self._inner(inputs[0].device, "_allgather_base", "all_gather_single")
+            for w in [gather(output, tensor, _options(opts, _c10d.AllgatherOptions)) for output, tensor in zip(outputs, inputs)]:
+                w.wait()
+            work = _Done(outputs)
         return work
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
@@ -341,7 +357,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
             work = self._scatter_tensors(output_tensors, flat, opts.reduceOp)
         if work is None:
             self._fence("reduce_scatter", output_tensors)
-            work = super().reduce_scatter(output_tensors, input_tensors, opts)
+            work = self._inner(output_tensors[0].device, "reduce_scatter")(output_tensors, input_tensors, opts)
         return work
 
     def _reduce_scatter_base(self, outputTensor, inputTensor, opts=None):  # noqa: N803  torch's names
@@ -349,7 +365,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._scatter_tensors([outputTensor], [inputTensor], opts.reduceOp)
         if work is None:
             self._fence("reduce_scatter_tensor", [inputTensor])
-            work = super()._reduce_scatter_base(outputTensor, inputTensor, opts)
+            work = self._inner(inputTensor.device, "_reduce_scatter_base", "reduce_scatter_single")(outputTensor, inputTensor, opts)
         return work
 
     def reduce_scatter_single(self, outputTensor, inputTensor, opts=None):  # noqa: N803  since torch 2.13
@@ -360,7 +376,10 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._scatter_tensors(outputs, inputs, opts.reduceOp)
         if work is None:
             self._fence("reduce_scatter_coalesced", inputs)
-            work = super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            scatter = self._inner(inputs[0].device, "_reduce_scatter_base", "reduce_scatter_single")
+            for w in [scatter(output, tensor, opts) for output, tensor in zip(outputs, inputs)]:
+                w.wait()
+            work = _Done(outputs)
         return work
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
@@ -376,7 +395,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         core = self._core() if _on_core(tensors) else None
         if core is None:
             self._fence("broadcast", tensors)
-            return super().broadcast(tensors, opts)
+            return self._inner(tensors[0].device, "broadcast")(tensors, opts)
         for t in tensors:
             dense = _dense(t)
             core.broadcast(dense.detach(), opts.rootRank)
@@ -389,7 +408,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
         core = self._core() if not output_split_sizes and not input_split_sizes and _on_core((output, input)) else None
         if core is None:
             self._fence("all_to_all_single", [output, input])
-            return super().alltoall_base(output, input, list(output_split_sizes), list(input_split_sizes), _options(opts, _c10d.AllToAllOptions))
+            method = self._inner(input.device, "alltoall_base", "all_to_all_single")
+            return method(output, input, list(output_split_sizes), list(input_split_sizes), _options(opts, _c10d.AllToAllOptions))
         out = output.detach() if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         core.all_to_all(out, _dense(input).detach())
         if not output.is_contiguous():
@@ -404,26 +424,29 @@ class DeepcProcessGroup(dist.ProcessGroup):
         device = getattr(opts, "device", None)
         core = self._core() if device is None or device.type == "cpu" else None
         if core is None:
-            return super().barrier(opts)
+            return self._inner(torch.device("cpu") if device is None else device, "barrier")(opts)
         core.barrier()
         return _Done([])
 
     # ---- Gloo's, behind a fence ----------------------------------------------------------------------------------------------
     def reduce(self, tensors, *args, **kwargs):
-        self._fence("reduce", [tensors] if isinstance(tensors, torch.Tensor) else tensors)
-        return super().reduce(tensors, *args, **kwargs)
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        self._fence("reduce", tensors)
+        return self._inner(tensors[0].device, "reduce")(tensors, *args, **kwargs)
 
     def gather(self, output_tensors, input_tensors, *args, **kwargs):
-        self._fence("gather", [input_tensors] if isinstance(input_tensors, torch.Tensor) else input_tensors)
-        return super().gather(output_tensors, input_tensors, *args, **kwargs)
+        first = input_tensors if isinstance(input_tensors, torch.Tensor) else input_tensors[0]
+        self._fence("gather", [first])
+        return self._inner(first.device, "gather")(output_tensors, input_tensors, *args, **kwargs)
 
     def scatter(self, output_tensors, input_tensors, *args, **kwargs):
-        self._fence("scatter", [output_tensors] if isinstance(output_tensors, torch.Tensor) else output_tensors)
-        return super().scatter(output_tensors, input_tensors, *args, **kwargs)
+        first = output_tensors if isinstance(output_tensors, torch.Tensor) else output_tensors[0]
+        self._fence("scatter", [first])
+        return self._inner(first.device, "scatter")(output_tensors, input_tensors, *args, **kwargs)
 
     def alltoall(self, output_tensors, input_tensors, *args, **kwargs):
-        self._fence("all_to_all", list(output_tensors) + list(input_tensors))
-        return super().alltoall(output_tensors, input_tensors, *args, **kwargs)
+        self._fence("all_to_all", input_tensors)
+        return self._inner(input_tensors[0].device, "alltoall")(output_tensors, input_tensors, *args, **kwargs)
 
 
 def _options(given: Any, kind: type) -> Any:

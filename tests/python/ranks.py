@@ -1,16 +1,19 @@
-"""Runs a test function on several ranks, each a fresh process.
+"""Runs a function of a test file on several ranks, each a process of its own.
 
     def work(rank, world, x): ...                 # at module level of the test file
-    results = run_ranks(work, 2, args=(3,))       # values returned by the ranks, in rank order
+    results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
-A rank's failure raises RankFailure with all tracebacks; a hang ends at the limit, with every rank's stack. Values travel as pickles between our own
-processes only."""
+Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group); fresh=True starts new ones, for tests
+that kill, change the environment or end the process. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the
+limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -23,86 +26,151 @@ LIMIT_S = 120.0
 
 
 class RankFailure(AssertionError):
-    """One rank or more failed; `codes`: exit codes (negative: signal), `text`: their output."""
+    """A rank failed. codes: per rank, 0 fine, 1 an exception, negative a signal, None hung. text: per rank, what it printed."""
 
-    def __init__(self, message: str, codes: list[int | None], text: list[str]) -> None:
-        super().__init__(message)
+    def __init__(self, codes: list[int | None], text: list[str]) -> None:
         self.codes, self.text = codes, text
+        super().__init__("\n".join(f"---- rank {r} of {len(codes)}: {'hung' if c is None else 'fine' if c == 0 else f'failed ({c})'}\n{t}"
+                                   for r, (c, t) in enumerate(zip(codes, text))))
+
+
+class _Worker:
+    """One process that runs jobs, one after the other."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._log = tempfile.TemporaryFile("w+b")
+        self.result, theirs = os.pipe()
+        path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
+        full = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **env}
+        self.process = subprocess.Popen([sys.executable, __file__, str(theirs)], stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT,
+                                        env=full, pass_fds=[theirs])
+        os.close(theirs)
+        self._mark = 0
+
+    def start(self, folder: str, rank: int) -> None:
+        self._mark = self._log.seek(0, os.SEEK_END)
+        self.process.stdin.write(f"{rank} {folder}\n".encode())
+        self.process.stdin.flush()
+
+    def text(self) -> str:
+        """What the current job printed."""
+        self._log.seek(self._mark)
+        return self._log.read().decode(errors="replace")
+
+    def end(self) -> int:
+        """Kills what still runs. Returns the exit code."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        os.close(self.result)
+        return self.process.returncode
+
+
+_pool: list[_Worker] = []
+
+
+def _end_pool() -> None:
+    while _pool:
+        _pool.pop().end()
+
+
+atexit.register(_end_pool)
 
 
 def run_ranks(fn: Callable, world: int, *, args: Sequence[Any] = (), backend: str | None = "deepc", timeout_s: float = 60.0,
-              limit_s: float = LIMIT_S, may_die: Sequence[int] = (), env: dict[str, str] | None = None) -> list[Any]:
-    """fn(rank, world, *args) in `world` processes. backend: of torch.distributed's default group, initialised before and destroyed after; None: not
-    initialised. timeout_s: of its collectives. may_die: ranks that need not return (their result is None)."""
+              limit_s: float = LIMIT_S, may_die: Sequence[int] = (), fresh: bool = False, env: dict[str, str] | None = None) -> list[Any]:
+    """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group, made before and destroyed after
+    (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of its collectives. may_die: ranks that may end or be killed
+    (their result is None). env: further variables (implies fresh)."""
+    fresh = fresh or bool(env) or bool(may_die)
+    workers = [_Worker(env or {}) for _ in range(world)] if fresh else _pool
+    while len(workers) < world:
+        workers.append(_Worker({}))
     with tempfile.TemporaryDirectory() as folder:
-        job = {"module": fn.__module__, "name": fn.__qualname__, "world": world, "args": args, "backend": backend, "timeout_s": timeout_s}
+        job = {"module": fn.__module__, "name": fn.__qualname__, "world": world, "args": tuple(args), "backend": backend, "timeout_s": timeout_s}
         Path(folder, "job").write_bytes(pickle.dumps(job))
-        path = [str(Path(sys.modules[fn.__module__].__file__).parent), *sys.path]
-        full = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **(env or {})}
-        procs, logs = [], []
+        codes: list[int | None] = [None] * world
         try:
             for rank in range(world):
-                logs.append(open(Path(folder, f"log{rank}"), "w+"))
-                procs.append(subprocess.Popen([sys.executable, __file__, folder, str(rank)], stdout=logs[-1], stderr=subprocess.STDOUT,
-                                              env={**full, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}))
-            hung = _await(procs, limit_s, may_die)
+                workers[rank].start(folder, rank)
+            codes = _await(workers[:world], limit_s, may_die)
+            text = [w.text() for w in workers[:world]]
         finally:
-            for p in procs:
-                if p.poll() is None:
-                    p.kill()
-                p.wait()
-        text = [Path(folder, f"log{r}").read_text(errors="replace") for r in range(world)]
-        for log in logs:
-            log.close()
-        codes = [p.returncode for p in procs]
-        bad = [r for r in range(world) if r not in may_die and (codes[r] != 0 or r in hung)]
-        if bad:
-            parts = [f"---- rank {r} of {world}: {'hung' if r in hung else f'exit code {codes[r]}'}\n{text[r]}" for r in range(world)]
-            raise RankFailure("\n".join(parts), codes, text)
+            if fresh or any(codes):
+                for w in workers:
+                    w.end()
+                workers.clear()
+            elif None in codes:
+                _end_pool()
+        if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
+            raise RankFailure(codes, text)
         return [pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)]
 
 
-def _await(procs: list[subprocess.Popen], limit_s: float, may_die: Sequence[int]) -> set[int]:
-    """Waits for all; when one fails the others get 20 s. Returns the ranks that hung, after they were made to dump their stacks."""
+def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> list[int | None]:
+    """Waits for all results. Once a rank has failed, the others get 20 s more; who hangs dumps its stacks."""
+    codes: list[int | None] = [None] * len(workers)
     end = time.monotonic() + limit_s
-    while any(p.poll() is None for p in procs):
-        if any(p.poll() not in (None, 0) and r not in may_die for r, p in enumerate(procs)):
-            end = min(end, time.monotonic() + 20)
-            may_die = range(len(procs))
-        if time.monotonic() > end:
-            hung = {r for r, p in enumerate(procs) if p.poll() is None}
-            for r in hung:
-                procs[r].send_signal(signal.SIGUSR1)  # faulthandler
-            time.sleep(1)
-            return hung
-        time.sleep(0.02)
-    return set()
+    open_fds = {w.result: r for r, w in enumerate(workers)}
+    while open_fds and (left := end - time.monotonic()) > 0:
+        for fd in select.select(list(open_fds), [], [], left)[0]:
+            rank = open_fds.pop(fd)
+            said = os.read(fd, 1)
+            codes[rank] = said[0] if said else workers[rank].process.wait() or 1  # end of file: it is gone
+            if codes[rank] != 0 and rank not in may_die:
+                end = min(end, time.monotonic() + 20)
+    for rank in open_fds.values():
+        workers[rank].process.send_signal(signal.SIGUSR1)
+    if open_fds:
+        time.sleep(1)
+    return codes
 
 
-def _main(folder: str, rank: int) -> None:
+# ---- the worker ---------------------------------------------------------------------------------------------------------------
+def _run_job(rank: int, folder: str) -> None:
     import datetime
-    import faulthandler
 
-    faulthandler.register(signal.SIGUSR1)
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    import deepc  # noqa: F401  registers the backend
-
     job = pickle.loads(Path(folder, "job").read_bytes())
+    world = job["world"]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     fn = importlib.import_module(job["module"])
     for part in job["name"].split("."):
         fn = getattr(fn, part)
     if job["backend"]:
-        dist.init_process_group(job["backend"], init_method=f"file://{folder}/store", rank=rank, world_size=job["world"],
+        dist.init_process_group(job["backend"], init_method=f"file://{folder}/store", rank=rank, world_size=world,
                                 timeout=datetime.timedelta(seconds=job["timeout_s"]))
-    out = fn(rank, job["world"], *job["args"])
+    out = fn(rank, world, *job["args"])
     Path(folder, f"out{rank}.new").write_bytes(pickle.dumps(out))
     os.replace(Path(folder, f"out{rank}.new"), Path(folder, f"out{rank}"))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+def _serve(result_fd: int) -> None:
+    import faulthandler
+    import traceback
+
+    faulthandler.register(signal.SIGUSR1)
+    import torch
+
+    torch.set_num_threads(1)
+    import deepc  # noqa: F401  registers the backend
+
+    for line in sys.stdin:
+        rank, folder = line.rstrip("\n").split(" ", 1)
+        code = 0
+        try:
+            _run_job(int(rank), folder)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(result_fd, bytes([code]))
+
+
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))
+    _serve(int(sys.argv[1]))

@@ -25,7 +25,18 @@ from deepc.checkpoint.safetensors_io import SafetensorsFile, Slice, write_safete
 from deepc.checkpoint.store import CheckpointReader, CheckpointWriter, decode_client_state, encode_client_state, write_model
 from deepc.errors import ArgumentError, CheckpointError, CheckpointTypeError
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def filled(shape, dtype, seed=0) -> torch.Tensor:
@@ -44,10 +55,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def everything() -> dict[str, torch.Tensor]:
     out = {f"t.{str(d)[6:]}": filled((3, 5), d, i) for i, d in enumerate(DTYPES)}
-    return out | {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "name with \"quotes\" and é": torch.ones(2)}
+    return out | {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), 'name with "quotes" and é': torch.ones(2)}
 
 
-# ---- one file ---------------------------------------------------------------------------------------------------------------------------
+# ---- one file --------------------------------------------------------------------------------------------------------
 
 
 def test_crc_is_crc32c():
@@ -76,8 +87,12 @@ def test_ranges(tmp_path):
             out = torch.empty(n, dtype=torch.int32)
             f.read_into("t", out, begin)
             assert torch.equal(out, t.view(-1)[begin : begin + n])
-        for out, begin in ((torch.empty(3), 0), (torch.empty(3, dtype=torch.int32), 75), (torch.empty(6, dtype=torch.int32)[::2], 0),
-                           (torch.empty(2, dtype=torch.int32), -1)):
+        for out, begin in (
+            (torch.empty(3), 0),
+            (torch.empty(3, dtype=torch.int32), 75),
+            (torch.empty(6, dtype=torch.int32)[::2], 0),
+            (torch.empty(2, dtype=torch.int32), -1),
+        ):
             with pytest.raises(ArgumentError):
                 f.read_into("t", out, begin)
         with pytest.raises(CheckpointError, match="no tensor 'u'"):
@@ -125,25 +140,46 @@ def raw_file(path, header, data=b"", length=None) -> str:
 F4 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
 
-@pytest.mark.parametrize(("header", "data", "length", "text"), [
-    ({"a": F4}, b"\0\0\0\0", 2**40, "the header should have"), ({"a": F4}, b"\0\0\0\0", 100_000_001, "the header should have"),
-    (b"", b"", None, "no JSON object"), (b"[1]", b"", None, "no JSON object"), (b"{", b"", None, "corrupt"), (b'{"a": \xff}', b"", None, "corrupt"),
-    (b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4, None, "stands twice"),
-    ({"a": F4}, b"\0" * 5, None, "the tensors end at byte"), ({"a": F4}, b"\0" * 3, None, "the tensors end at byte"),
-    ({"a": {**F4, "dtype": "F31"}}, b"\0" * 4, None, "unknown dtype"), ({"a": {**F4, "shape": [2]}}, b"\0" * 4, None, "does not have 4 bytes"),
-    ({"a": {**F4, "shape": [-1]}}, b"\0" * 4, None, "bad shape"), ({"a": {**F4, "shape": [True]}}, b"\0" * 4, None, "bad shape"),
-    ({"a": {**F4, "shape": [1.0]}}, b"\0" * 4, None, "bad shape"), ({"a": {**F4, "data_offsets": [4, 0]}}, b"\0" * 4, None, "bad offsets"),
-    ({"a": {**F4, "data_offsets": [0, 4, 8]}}, b"\0" * 4, None, "bad offsets"), ({"a": {**F4, "extra": 1}}, b"\0" * 4, None, "must have dtype"),
-    ({"a": {"dtype": "F32"}}, b"", None, "must have dtype"), ({"a": 3}, b"", None, "must have dtype"),
-    ({"a": F4, "b": {**F4, "data_offsets": [8, 12]}}, b"\0" * 12, None, "a hole or an overlap"), ({"a": F4, "b": F4}, b"\0" * 4, None, "a hole or an overlap"),
-    ({"a": F4, "b": {**F4, "data_offsets": [2, 6]}}, b"\0" * 6, None, "a hole or an overlap"), ({"__metadata__": {"a": 1}}, b"", None, "strings to strings"),
-    ({"__metadata__": {"deepc.crc32c": "{"}}, b"", None, "corrupt"), ({"__metadata__": {"deepc.crc32c": "[]"}}, b"", None, "no JSON object"),
-    ({"__metadata__": {"deepc.crc32c": "{}"}, "a": F4}, b"\0" * 4, None, "no valid checksum"),
-    ({"__metadata__": {"deepc.crc32c": '{"a":"0000000G"}'}, "a": F4}, b"\0" * 4, None, "no valid checksum"),
-    ({"__metadata__": {"deepc.crc32c": '{"a":"00000000","b":"00000000"}'}, "a": F4}, b"\0" * 4, None, "not those of its tensors"),
-    ({"__metadata__": {"deepc.slices": '{"a":{"name":"w","shape":[4],"begin":4}}'}, "a": F4}, b"\0" * 4, None, "slice"),
-    ({"__metadata__": {"deepc.slices": '{"b":{"name":"w","shape":[4],"begin":0}}'}, "a": F4}, b"\0" * 4, None, "not among its tensors"),
-])
+@pytest.mark.parametrize(
+    ("header", "data", "length", "text"),
+    [
+        ({"a": F4}, b"\0\0\0\0", 2**40, "the header should have"),
+        ({"a": F4}, b"\0\0\0\0", 100_000_001, "the header should have"),
+        (b"", b"", None, "no JSON object"),
+        (b"[1]", b"", None, "no JSON object"),
+        (b"{", b"", None, "corrupt"),
+        (b'{"a": \xff}', b"", None, "corrupt"),
+        (
+            b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            b"\0" * 4,
+            None,
+            "stands twice",
+        ),
+        ({"a": F4}, b"\0" * 5, None, "the tensors end at byte"),
+        ({"a": F4}, b"\0" * 3, None, "the tensors end at byte"),
+        ({"a": {**F4, "dtype": "F31"}}, b"\0" * 4, None, "unknown dtype"),
+        ({"a": {**F4, "shape": [2]}}, b"\0" * 4, None, "does not have 4 bytes"),
+        ({"a": {**F4, "shape": [-1]}}, b"\0" * 4, None, "bad shape"),
+        ({"a": {**F4, "shape": [True]}}, b"\0" * 4, None, "bad shape"),
+        ({"a": {**F4, "shape": [1.0]}}, b"\0" * 4, None, "bad shape"),
+        ({"a": {**F4, "data_offsets": [4, 0]}}, b"\0" * 4, None, "bad offsets"),
+        ({"a": {**F4, "data_offsets": [0, 4, 8]}}, b"\0" * 4, None, "bad offsets"),
+        ({"a": {**F4, "extra": 1}}, b"\0" * 4, None, "must have dtype"),
+        ({"a": {"dtype": "F32"}}, b"", None, "must have dtype"),
+        ({"a": 3}, b"", None, "must have dtype"),
+        ({"a": F4, "b": {**F4, "data_offsets": [8, 12]}}, b"\0" * 12, None, "a hole or an overlap"),
+        ({"a": F4, "b": F4}, b"\0" * 4, None, "a hole or an overlap"),
+        ({"a": F4, "b": {**F4, "data_offsets": [2, 6]}}, b"\0" * 6, None, "a hole or an overlap"),
+        ({"__metadata__": {"a": 1}}, b"", None, "strings to strings"),
+        ({"__metadata__": {"deepc.crc32c": "{"}}, b"", None, "corrupt"),
+        ({"__metadata__": {"deepc.crc32c": "[]"}}, b"", None, "no JSON object"),
+        ({"__metadata__": {"deepc.crc32c": "{}"}, "a": F4}, b"\0" * 4, None, "no valid checksum"),
+        ({"__metadata__": {"deepc.crc32c": '{"a":"0000000G"}'}, "a": F4}, b"\0" * 4, None, "no valid checksum"),
+        ({"__metadata__": {"deepc.crc32c": '{"a":"00000000","b":"00000000"}'}, "a": F4}, b"\0" * 4, None, "not those of its tensors"),
+        ({"__metadata__": {"deepc.slices": '{"a":{"name":"w","shape":[4],"begin":4}}'}, "a": F4}, b"\0" * 4, None, "slice"),
+        ({"__metadata__": {"deepc.slices": '{"b":{"name":"w","shape":[4],"begin":0}}'}, "a": F4}, b"\0" * 4, None, "not among its tensors"),
+    ],
+)
 def test_a_file_outside_the_format_is_refused(tmp_path, header, data, length, text):
     path = raw_file(tmp_path / "bad.safetensors", header, data, length)
     with pytest.raises(CheckpointError) as error:
@@ -178,10 +214,16 @@ def test_random_bytes_never_crash_the_reader(tmp_path_factory, data):
             SafetensorsFile(path).close()
 
 
-@pytest.mark.parametrize(("tensor", "error"), [
-    (torch.ones(4, 4).t(), ArgumentError), (torch.ones(2, device="meta"), ArgumentError), (torch.ones(2).to_sparse(), ArgumentError),
-    (torch.ones(2, dtype=torch.complex64), CheckpointTypeError), ([1.0], CheckpointTypeError),
-])
+@pytest.mark.parametrize(
+    ("tensor", "error"),
+    [
+        (torch.ones(4, 4).t(), ArgumentError),
+        (torch.ones(2, device="meta"), ArgumentError),
+        (torch.ones(2).to_sparse(), ArgumentError),
+        (torch.ones(2, dtype=torch.complex64), CheckpointTypeError),
+        ([1.0], CheckpointTypeError),
+    ],
+)
 def test_what_can_not_be_written_is_named(tmp_path, tensor, error):
     with pytest.raises(error, match="'weight'|complex64"):
         write_safetensors(tmp_path / "a", {"weight": tensor})
@@ -210,10 +252,10 @@ def test_no_copy_of_the_data_is_made(tmp_path):
 import resource, torch
 from deepc.checkpoint.safetensors_io import write_safetensors, SafetensorsFile
 t = torch.ones(32 << 20)
-write_safetensors({str(tmp_path / 'a')!r}, {{"t": t[:1024]}}, fsync=False)
+write_safetensors({str(tmp_path / "a")!r}, {{"t": t[:1024]}}, fsync=False)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-write_safetensors({str(tmp_path / 'b')!r}, {{"t": t}}, fsync=False)
-with SafetensorsFile({str(tmp_path / 'b')!r}) as f:
+write_safetensors({str(tmp_path / "b")!r}, {{"t": t}}, fsync=False)
+with SafetensorsFile({str(tmp_path / "b")!r}) as f:
     f.read_into("t", t)
     f.verify()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -222,10 +264,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown < 48 << 10
 
 
-# ---- the store -----------------------------------------------------------------------------------------------------------------------------
+# ---- the store -------------------------------------------------------------------------------------------------------
 
 
-def save(directory, tag: str, tensors: dict[str, torch.Tensor], cuts: list[list[tuple[str, int, int]]], client_state=None, rank_state=None, **kw) -> str:
+def save(
+    directory, tag: str, tensors: dict[str, torch.Tensor], cuts: list[list[tuple[str, int, int]]], client_state=None, rank_state=None, **kw
+) -> str:
     """Writes `tensors` as len(cuts) ranks; cuts[r] lists (name, begin, end) of what rank r owns."""
     token, first = store.new_token(), None
     for rank, owned in enumerate(cuts):
@@ -250,7 +294,12 @@ def cut(tensors: dict[str, torch.Tensor], ranks: int, seed: int) -> list[list[tu
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_layout_is_read_by_any_other(tmp_path, seed):
-    tensors = {"w": filled((13, 7), torch.float32, seed), "b": filled((17,), torch.bfloat16, seed), "n": torch.tensor(seed), "e": torch.empty(0, 3)}
+    tensors = {
+        "w": filled((13, 7), torch.float32, seed),
+        "b": filled((17,), torch.bfloat16, seed),
+        "n": torch.tensor(seed),
+        "e": torch.empty(0, 3),
+    }
     save(tmp_path, "t", tensors, cut(tensors, 1 + seed % 4, seed))
     rng = random.Random(seed)
     with CheckpointReader(tmp_path) as r:
@@ -272,7 +321,13 @@ def test_reading_checks_its_arguments(tmp_path):
     with CheckpointReader(tmp_path) as r:
         with pytest.raises(CheckpointError, match="no tensor 'v'"):
             r.tensor("v")
-        for out, begin in ((torch.empty(2, dtype=torch.int32), 0), (torch.empty(7), 0), (torch.empty(2), -1), (torch.empty(2), 5), (torch.empty(4)[::2], 0)):
+        for out, begin in (
+            (torch.empty(2, dtype=torch.int32), 0),
+            (torch.empty(7), 0),
+            (torch.empty(2), -1),
+            (torch.empty(2), 5),
+            (torch.empty(4)[::2], 0),
+        ):
             with pytest.raises(ArgumentError, match="'w'"):
                 r.read("w", out, begin)
         with pytest.raises(ArgumentError, match="no rank 1"):
@@ -281,13 +336,25 @@ def test_reading_checks_its_arguments(tmp_path):
 
 def test_states(tmp_path):
     state = {"step": 3, "tensor": torch.arange(4), "nested": [(1, 2), {"x": torch.ones(2, 2)}]}
-    save(tmp_path, "t", {"w": torch.ones(4)}, [[("w", 0, 2)], [("w", 2, 4)]], client_state=state, rank_state=lambda r: {"rank": r, "t": torch.full((3,), r)})
+    save(
+        tmp_path,
+        "t",
+        {"w": torch.ones(4)},
+        [[("w", 0, 2)], [("w", 2, 4)]],
+        client_state=state,
+        rank_state=lambda r: {"rank": r, "t": torch.full((3,), r)},
+    )
     with CheckpointReader(tmp_path) as r:
         got = r.client_state()
         assert got["step"] == 3 and torch.equal(got["tensor"], torch.arange(4)) and got["nested"][0] == (1, 2)
         for rank in range(2):
             assert r.rank_state(rank)["rank"] == rank and torch.equal(r.rank_state(rank)["t"], torch.full((3,), rank))
-    assert sorted(os.listdir(tmp_path / "t")) == ["index.json", "rank_00000_of_00002.safetensors", "rank_00001_of_00002.safetensors", "state.safetensors"]
+    assert sorted(os.listdir(tmp_path / "t")) == [
+        "index.json",
+        "rank_00000_of_00002.safetensors",
+        "rank_00001_of_00002.safetensors",
+        "state.safetensors",
+    ]
 
 
 def test_latest_follows_the_last_save(tmp_path):
@@ -404,10 +471,14 @@ def test_publish_refuses_what_is_incomplete(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("cuts", "shapes", "text"), [
-    ([[("w", 0, 3)], [("w", 2, 4)]], [(4,), (4,)], "there twice"), ([[("w", 0, 1)], [("w", 2, 4)]], [(4,), (4,)], r"elements \[1, 2\)"),
-    ([[("w", 0, 2)], [("w", 2, 4)]], [(4,), (2, 2)], "another rank as"),
-])
+@pytest.mark.parametrize(
+    ("cuts", "shapes", "text"),
+    [
+        ([[("w", 0, 3)], [("w", 2, 4)]], [(4,), (4,)], "there twice"),
+        ([[("w", 0, 1)], [("w", 2, 4)]], [(4,), (4,)], r"elements \[1, 2\)"),
+        ([[("w", 0, 2)], [("w", 2, 4)]], [(4,), (2, 2)], "another rank as"),
+    ],
+)
 def test_publish_refuses_what_does_not_fit(tmp_path, cuts, shapes, text):
     for rank, owned in enumerate(cuts):
         w = CheckpointWriter(tmp_path, "t", rank=rank, world_size=2, token="a")
@@ -452,7 +523,7 @@ def test_a_full_disk_is_told_before_writing(tmp_path, monkeypatch):
         w.write()
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
 def load_all(directory) -> None:
@@ -465,11 +536,23 @@ def small(tmp_path_factory):
     """A checkpoint of two ranks with every kind of file; (directory, files relative to it)."""
     d = tmp_path_factory.mktemp("small")
     tensors = {"w": filled((5, 3), torch.float32), "b": filled((4,), torch.bfloat16)}
-    save(d, "step-1", tensors, cut(tensors, 2, 1), client_state={"t": torch.arange(3), "x": 1.5}, rank_state=lambda r: {"r": (r, torch.ones(1))})
+    save(
+        d,
+        "step-1",
+        tensors,
+        cut(tensors, 2, 1),
+        client_state={"t": torch.arange(3), "x": 1.5},
+        rank_state=lambda r: {"r": (r, torch.ones(1))},
+    )
     load_all(d)
     files = sorted(str(p.relative_to(d)) for p in d.rglob("*") if p.is_file())
-    assert files == ["latest", "step-1/index.json", "step-1/rank_00000_of_00002.safetensors", "step-1/rank_00001_of_00002.safetensors",
-                     "step-1/state.safetensors"]
+    assert files == [
+        "latest",
+        "step-1/index.json",
+        "step-1/rank_00000_of_00002.safetensors",
+        "step-1/rank_00001_of_00002.safetensors",
+        "step-1/state.safetensors",
+    ]
     return d, files
 
 
@@ -514,7 +597,13 @@ def test_any_overwritten_range_is_found(small, data):
     content = (small[0] / file).read_bytes()
     begin = data.draw(st.integers(0, len(content)))
     length = data.draw(st.integers(1, 64))
-    other = data.draw(st.one_of(st.just(b"\0" * length), st.integers(0, len(content) - 1).map(lambda i: content[i : i + length]), st.binary(min_size=1, max_size=8)))
+    other = data.draw(
+        st.one_of(
+            st.just(b"\0" * length),
+            st.integers(0, len(content) - 1).map(lambda i: content[i : i + length]),
+            st.binary(min_size=1, max_size=8),
+        )
+    )
     changed = content[:begin] + other + content[begin + len(other) :]
     if changed != content:
         damaged(small, file, changed)
@@ -572,21 +661,34 @@ def _set(path, value):
         for part in path[:-1]:
             node = node[part]
         node[path[-1]] = value
+
     return change
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    (_set(["version"], 2), "version 2; this deepc reads version 1"), (_set(["format"], "zip"), "format 'zip'"), (_set(["world_size"], "2"), "world_size"),
-    (_set(["rank_state"], []), "states are missing"), (_set(["tensors", "w", "shape"], [5]), r"nobody has elements \[4, 5\)"),
-    (_set(["tensors", "w", "dtype"], "F99"), "tensor 'w'"), (_set(["tensors", "w", "dtype"], "I32"), "but the index takes it for"),
-    (_set(["tensors", "w", "pieces"], [["../x", "0", 0, 4]]), "not among the files"), (_set(["tensors", "w", "pieces"], [[1, 2, 3]]), "the piece"),
-    (_set(["tensors", "w", "pieces", 0, 1], "1"), "but the index takes it for"), (_set(["tensors", "w", "pieces", 0, 1], "7"), "has no tensor '7'"),
-    (_set(["tensors", "w", "shape"], [2, 2]), "but the index takes it for"), (_set(["files", "../../etc/passwd"], {"bytes": 1, "header_crc32c": "00000000"}), "file name"),
-    (_set(["files", "rank_00000_of_00001.safetensors", "bytes"], 7), "the index says 7"),
-    (_set(["files", "rank_00000_of_00001.safetensors", "header_crc32c"], "00000000"), "header differs"),
-    (_set(["client_state"], {"$tensor": 9}), "state.safetensors"), (_set(["client_state"], {"$eval": "1"}), "newer deepc"),
-    (_set(["client_state"], {"$scalar": ["object", 1]}), "NumPy type"), (_set(["client_state"], {"$dict": [[[1], 2]]}), "corrupt"),
-])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_set(["version"], 2), "version 2; this deepc reads version 1"),
+        (_set(["format"], "zip"), "format 'zip'"),
+        (_set(["world_size"], "2"), "world_size"),
+        (_set(["rank_state"], []), "states are missing"),
+        (_set(["tensors", "w", "shape"], [5]), r"nobody has elements \[4, 5\)"),
+        (_set(["tensors", "w", "dtype"], "F99"), "tensor 'w'"),
+        (_set(["tensors", "w", "dtype"], "I32"), "but the index takes it for"),
+        (_set(["tensors", "w", "pieces"], [["../x", "0", 0, 4]]), "not among the files"),
+        (_set(["tensors", "w", "pieces"], [[1, 2, 3]]), "the piece"),
+        (_set(["tensors", "w", "pieces", 0, 1], "1"), "but the index takes it for"),
+        (_set(["tensors", "w", "pieces", 0, 1], "7"), "has no tensor '7'"),
+        (_set(["tensors", "w", "shape"], [2, 2]), "but the index takes it for"),
+        (_set(["files", "../../etc/passwd"], {"bytes": 1, "header_crc32c": "00000000"}), "file name"),
+        (_set(["files", "rank_00000_of_00001.safetensors", "bytes"], 7), "the index says 7"),
+        (_set(["files", "rank_00000_of_00001.safetensors", "header_crc32c"], "00000000"), "header differs"),
+        (_set(["client_state"], {"$tensor": 9}), "state.safetensors"),
+        (_set(["client_state"], {"$eval": "1"}), "newer deepc"),
+        (_set(["client_state"], {"$scalar": ["object", 1]}), "NumPy type"),
+        (_set(["client_state"], {"$dict": [[[1], 2]]}), "corrupt"),
+    ],
+)
 def test_an_index_that_is_sealed_but_wrong(tmp_path, change, text):
     save(tmp_path, "t", {"w": torch.ones(4), "v": torch.ones(4)}, [[("w", 0, 4), ("v", 0, 4)]])
     path = tmp_path / "t" / "index.json"
@@ -598,7 +700,7 @@ def test_an_index_that_is_sealed_but_wrong(tmp_path, change, text):
         load_all(tmp_path)
 
 
-# ---- client state ------------------------------------------------------------------------------------------------------------------------------
+# ---- client state ----------------------------------------------------------------------------------------------------
 
 
 def round_trip(value):
@@ -608,8 +710,11 @@ def round_trip(value):
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.sampled_from(["$tensor", "$tuple", "$dict", "$"]))
-VALUES = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple),
-                                                      st.dictionaries(KEYS, inner, max_size=4)), max_leaves=20)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=20,
+)
 
 
 def typed(value):
@@ -645,8 +750,15 @@ def test_tensors_in_a_state(dtype):
 
 def test_numpy_in_a_state():
     np = pytest.importorskip("numpy", reason="numpy is not installed: its values are not tried")
-    arrays = [np.arange(6).reshape(2, 3), np.ones((0, 2), np.float16), np.array(3.5), np.array([True, False]), np.arange(5, dtype=np.uint32)[::-1],
-              np.arange(3, dtype=">i4"), np.asfortranarray(np.ones((2, 3)))]
+    arrays = [
+        np.arange(6).reshape(2, 3),
+        np.ones((0, 2), np.float16),
+        np.array(3.5),
+        np.array([True, False]),
+        np.arange(5, dtype=np.uint32)[::-1],
+        np.arange(3, dtype=">i4"),
+        np.asfortranarray(np.ones((2, 3))),
+    ]
     for a, b in zip(arrays, round_trip(arrays), strict=True):
         assert isinstance(b, np.ndarray) and b.shape == a.shape and b.dtype == a.dtype.newbyteorder("=") and np.array_equal(a, b)
     numbers = [np.float32(0.1), np.float64(0.1), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.float16(1.5), np.float64("nan")]
@@ -690,7 +802,15 @@ def test_other_types_are_refused_by_key(value, text):
 
 def test_numpy_types_that_are_refused():
     np = pytest.importorskip("numpy", reason="numpy is not installed: its values are not tried")
-    for value in (np.array(["a"]), np.array([object()]), np.array([1j]), np.complex64(1), np.datetime64("2020"), np.ma.array([1]), np.dtype("f4")):
+    for value in (
+        np.array(["a"]),
+        np.array([object()]),
+        np.array([1j]),
+        np.complex64(1),
+        np.datetime64("2020"),
+        np.ma.array([1]),
+        np.dtype("f4"),
+    ):
         with pytest.raises(CheckpointTypeError, match=r"client_state\['x'\]"):
             encode_client_state({"x": value})
 
@@ -725,7 +845,9 @@ def test_rng_states_resume_exactly(tmp_path):
     want = torch.rand(5), [random.gauss(0, 1) for _ in range(5)], np.random.randn(5)
     with CheckpointReader(tmp_path) as r:
         store.set_rng_state(r.rank_state(0))
-    assert torch.equal(torch.rand(5), want[0]) and [random.gauss(0, 1) for _ in range(5)] == want[1] and (np.random.randn(5) == want[2]).all()
+    assert (
+        torch.equal(torch.rand(5), want[0]) and [random.gauss(0, 1) for _ in range(5)] == want[1] and (np.random.randn(5) == want[2]).all()
+    )
 
 
 def test_nothing_is_pickled_or_evaluated():
@@ -742,7 +864,7 @@ def test_nothing_is_pickled_or_evaluated():
                 assert node.attr not in ("load", "save")
 
 
-# ---- Hugging Face files ---------------------------------------------------------------------------------------------------------------------------
+# ---- Hugging Face files ----------------------------------------------------------------------------------------------
 
 
 def model_tensors() -> dict[str, torch.Tensor]:
@@ -772,7 +894,9 @@ def test_sharded_model_and_its_successors(tmp_path):
     assert write_model(tmp_path, tensors) == ["model.safetensors"]
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     write_model(tmp_path, ((k, v) for k, v in tensors.items() if k != "head.weight"), max_shard_bytes=1)
-    assert len([f for f in os.listdir(tmp_path) if f.endswith("-of-00003.safetensors")]) == 3 and not (tmp_path / "model.safetensors").exists()
+    assert (
+        len([f for f in os.listdir(tmp_path) if f.endswith("-of-00003.safetensors")]) == 3 and not (tmp_path / "model.safetensors").exists()
+    )
 
 
 def test_model_errors(tmp_path):

@@ -39,7 +39,7 @@ def nested(path: str, value) -> dict:
     return value
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_whole():
@@ -86,9 +86,18 @@ def deepspeed_models():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-    return [("zero_optimization", DeepSpeedZeroConfig), ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
-            ("zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig), ("fp16", DeepSpeedFP16Config), ("bf16", DeepSpeedBF16Config),
-            ("compile", CompileConfig), ("tensorboard", TensorBoardConfig), ("wandb", WandbConfig), ("csv_monitor", CSVConfig), ("comet", CometConfig)]
+    return [
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
+        ("zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig),
+        ("fp16", DeepSpeedFP16Config),
+        ("bf16", DeepSpeedBF16Config),
+        ("compile", CompileConfig),
+        ("tensorboard", TensorBoardConfig),
+        ("wandb", WandbConfig),
+        ("csv_monitor", CSVConfig),
+        ("comet", CometConfig),
+    ]
 
 
 def test_keys_and_defaults_are_deepspeeds():
@@ -109,10 +118,26 @@ def test_top_level_defaults_are_deepspeeds():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed: defaults are not compared with it")
     from deepspeed.runtime import constants as d
 
-    names = ["steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "gradient_clipping", "prescale_gradients",
-             "gradient_predivide_factor", "gradient_allreduce_op", "communication_data_type", "dataloader_drop_last", "disable_allgather",
-             "disable_python_gc", "vocabulary_size", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "log_level",
-             "managed_gradient_accumulation", "seq_parallel_communication_data_type"]
+    names = [
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "gradient_clipping",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "communication_data_type",
+        "dataloader_drop_last",
+        "disable_allgather",
+        "disable_python_gc",
+        "vocabulary_size",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "log_level",
+        "managed_gradient_accumulation",
+        "seq_parallel_communication_data_type",
+    ]
     for name in names:
         assert TABLE[name].default == getattr(d, f"{name.upper()}_DEFAULT"), name
 
@@ -124,27 +149,47 @@ def test_removed_keys_of_deepspeed_are_refused_by_name():
     for key in d._REMOVED_TOP_LEVEL_CONFIG_KEYS:
         assert key in refused({key: True if TABLE[key].kind == "bool" else {"enabled": True, "x": 1}}), key
     for key in d._REMOVED_ZERO_CONFIG_KEYS:
-        assert f"zero_optimization.{key}" in refused({"zero_optimization": {key: {"x": 1} if "loco" in key else True if "hier" in key else 4}}), key
+        assert f"zero_optimization.{key}" in refused(
+            {"zero_optimization": {key: {"x": 1} if "loco" in key else True if "hier" in key else 4}}
+        ), key
 
 
-# ---- the batch triangle --------------------------------------------------------------------------------------------------------------
+# ---- the batch triangle ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given_", "world", "want"), [
-    ((32, None, None), 4, (32, 8, 1)), ((None, 8, None), 4, (32, 8, 1)), ((32, 4, None), 4, (32, 4, 2)), ((32, None, 2), 4, (32, 4, 2)),
-    ((None, 4, 2), 4, (32, 4, 2)), ((32, 4, 2), 4, (32, 4, 2)), ((1, None, None), 1, (1, 1, 1)),
-])
+@pytest.mark.parametrize(
+    ("given_", "world", "want"),
+    [
+        ((32, None, None), 4, (32, 8, 1)),
+        ((None, 8, None), 4, (32, 8, 1)),
+        ((32, 4, None), 4, (32, 4, 2)),
+        ((32, None, 2), 4, (32, 4, 2)),
+        ((None, 4, 2), 4, (32, 4, 2)),
+        ((32, 4, 2), 4, (32, 4, 2)),
+        ((1, None, None), 1, (1, 1, 1)),
+    ],
+)
 def test_triangle(given_, world, want):
     raw = {k: v for k, v in zip(c._TRIANGLE, given_, strict=True) if v is not None}
     cfg = Config.load(raw, world_size=world)
     assert (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_accumulation_steps) == want
 
 
-@pytest.mark.parametrize(("given_", "world", "text"), [
-    ((10, 4, None), 2, "train_batch_size 10 is not train_micro_batch_size_per_gpu 4 * gradient_accumulation_steps 1 (derived) * 2 rank(s) = 8"),
-    ((32, 4, 3), 4, "train_batch_size 32 is not"), ((3, None, None), 4, "train_micro_batch_size_per_gpu 0 (derived)"),
-    ((8, 16, None), 1, "gradient_accumulation_steps 0 (derived)"), ((None, None, 4), 1, "give train_batch_size or"), ((0, None, None), 1, "> 0"),
-])
+@pytest.mark.parametrize(
+    ("given_", "world", "text"),
+    [
+        (
+            (10, 4, None),
+            2,
+            "train_batch_size 10 is not train_micro_batch_size_per_gpu 4 * gradient_accumulation_steps 1 (derived) * 2 rank(s) = 8",
+        ),
+        ((32, 4, 3), 4, "train_batch_size 32 is not"),
+        ((3, None, None), 4, "train_micro_batch_size_per_gpu 0 (derived)"),
+        ((8, 16, None), 1, "gradient_accumulation_steps 0 (derived)"),
+        ((None, None, 4), 1, "give train_batch_size or"),
+        ((0, None, None), 1, "> 0"),
+    ],
+)
 def test_triangle_errors(given_, world, text):
     raw = {k: v for k, v in zip(c._TRIANGLE, given_, strict=True) if v is not None}
     with pytest.raises(ConfigError) as error:
@@ -182,7 +227,7 @@ def test_world_size_and_device_are_checked():
     assert "device_type" in refused({}, device_type="tpu")
 
 
-# ---- values ------------------------------------------------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def test_defaults():
@@ -205,9 +250,20 @@ def test_default_optimizer_is_deepspeeds_adam():
 
 
 def test_values_reach_the_tree():
-    cfg = load({"gradient_clipping": 0, "steps_per_print": 10, "prescale_gradients": True, "gradient_predivide_factor": 2,
-                "communication_data_type": "BF16", "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e6}, "bf16": {"enabled": True},
-                "deepc": {"bucket_elems": 1000}, "checkpoint": {"tag_validation": "FAIL"}, "log_level": "DEBUG"})
+    cfg = load(
+        {
+            "gradient_clipping": 0,
+            "steps_per_print": 10,
+            "prescale_gradients": True,
+            "gradient_predivide_factor": 2,
+            "communication_data_type": "BF16",
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e6},
+            "bf16": {"enabled": True},
+            "deepc": {"bucket_elems": 1000},
+            "checkpoint": {"tag_validation": "FAIL"},
+            "log_level": "DEBUG",
+        }
+    )
     assert cfg.gradient_clipping == 0.0 and cfg.steps_per_print == 10 and cfg.prescale_gradients and cfg.gradient_predivide_factor == 2.0
     assert cfg.communication_data_type == "bf16" and cfg.dtype == "bf16" and cfg.log_level == "debug"
     assert cfg.zero.stage == 3 and cfg.zero.reduce_bucket_size == 5_000_000 and isinstance(cfg.zero.reduce_bucket_size, int)
@@ -233,15 +289,30 @@ def test_the_tree_is_frozen_and_raw_is_a_copy():
 
 
 BAD_VALUES = [
-    ("gradient_clipping", "1.0", "write it without quotes"), ("gradient_clipping", -1, ">= 0"), ("gradient_clipping", True, "a number"),
-    ("gradient_clipping", float("inf"), "finite"), ("steps_per_print", 0, "> 0"), ("steps_per_print", 1.5, "an integer"),
-    ("wall_clock_breakdown", 1, "true or false"), ("wall_clock_breakdown", "true", "without quotes"), ("zero_optimization.stage", 4, "<= 3"),
-    ("zero_optimization.stage", [3], "an integer"), ("zero_optimization", 3, "must be an object"), ("zero_optimization", "auto", "must be an object"),
-    ("fp16.loss_scale", -1, ">= 0"), ("fp16.hysteresis", 0, ">= 1"), ("fp16.min_loss_scale", 0, "> 0"), ("fp16.enabled", None, "true or false"),
-    ("communication_data_type", "fp8", "one of fp32, bf16, fp16"), ("communication_data_type", 16, "a string"),
-    ("zero_optimization.offload_optimizer.device", "disk", "one of none, cpu, nvme"), ("zero_optimization.leaf_module.names", [1], "a list of strings"),
-    ("optimizer.params", [], "an object"), ("checkpoint.tag_validation", "maybe", "one of Ignore, Warn, Fail"),
-    ("dataloader_drop_last", "auto", "no integration fills this key"), ("train_batch_size", 2.5, "an integer"),
+    ("gradient_clipping", "1.0", "write it without quotes"),
+    ("gradient_clipping", -1, ">= 0"),
+    ("gradient_clipping", True, "a number"),
+    ("gradient_clipping", float("inf"), "finite"),
+    ("steps_per_print", 0, "> 0"),
+    ("steps_per_print", 1.5, "an integer"),
+    ("wall_clock_breakdown", 1, "true or false"),
+    ("wall_clock_breakdown", "true", "without quotes"),
+    ("zero_optimization.stage", 4, "<= 3"),
+    ("zero_optimization.stage", [3], "an integer"),
+    ("zero_optimization", 3, "must be an object"),
+    ("zero_optimization", "auto", "must be an object"),
+    ("fp16.loss_scale", -1, ">= 0"),
+    ("fp16.hysteresis", 0, ">= 1"),
+    ("fp16.min_loss_scale", 0, "> 0"),
+    ("fp16.enabled", None, "true or false"),
+    ("communication_data_type", "fp8", "one of fp32, bf16, fp16"),
+    ("communication_data_type", 16, "a string"),
+    ("zero_optimization.offload_optimizer.device", "disk", "one of none, cpu, nvme"),
+    ("zero_optimization.leaf_module.names", [1], "a list of strings"),
+    ("optimizer.params", [], "an object"),
+    ("checkpoint.tag_validation", "maybe", "one of Ignore, Warn, Fail"),
+    ("dataloader_drop_last", "auto", "no integration fills this key"),
+    ("train_batch_size", 2.5, "an integer"),
 ]
 
 
@@ -257,19 +328,35 @@ def test_bad_values_name_key_value_file_and_fix(path, value, text, tmp_path):
 
 
 LATER = [
-    ("torch_autocast.enabled", True, "torch.autocast"), ("zero_optimization.zero_quantized_gradients", True, "ZeRO++"),
-    ("zero_optimization.zero_hpz_partition_size", 8, "ZeRO++"), ("zero_optimization.offload_param.device", "nvme", "NVMe"),
-    ("zero_optimization.offload_optimizer.device", "nvme", "NVMe"), ("zero_optimization.offload_optimizer.ratio", 0.5, "a part of the optimizer states"),
-    ("flops_profiler.enabled", True, "flops profiler"), ("tensorboard.enabled", True, "monitors"), ("wandb.enabled", True, "monitors"),
-    ("comms_logger.enabled", True, "communication logger"), ("elasticity.enabled", True, "elastic"), ("autotuning.enabled", True, "autotuning"),
-    ("activation_checkpointing.partition_activations", True, "activation checkpointing"), ("tensor_parallel.autotp_size", 4, "tensor parallelism"),
-    ("data_types.grad_accum_dtype", "bf16", "always accumulates in fp32"), ("curriculum_learning.enabled", True, "curriculum"),
-    ("data_efficiency.enabled", True, "data efficiency"), ("sparse_attention", {"mode": "fixed"}, "block-sparse attention"),
-    ("hybrid_engine.enabled", True, "hybrid engine"), ("bf16.bf16_optimizer_states", True, "bf16 optimizer states"),
-    ("fp16.fp16_master_weights_and_grads", True, "fp16 master weights"), ("gradient_allreduce_op", "sum", "summing gradients"),
-    ("deepc.deterministic", "layout", "bit-identical"), ("deepc.debug_streamed", True, "streamed stage 3"), ("compile.deepcompile", True, "DeepCompile"),
-    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "ZenFlow"), ("sequence_parallel_size", 2, "sequence parallelism"),
-    ("expert_parallel.enabled", True, "expert parallelism"), ("managed_gradient_accumulation", False, "owned by the caller"),
+    ("torch_autocast.enabled", True, "torch.autocast"),
+    ("zero_optimization.zero_quantized_gradients", True, "ZeRO++"),
+    ("zero_optimization.zero_hpz_partition_size", 8, "ZeRO++"),
+    ("zero_optimization.offload_param.device", "nvme", "NVMe"),
+    ("zero_optimization.offload_optimizer.device", "nvme", "NVMe"),
+    ("zero_optimization.offload_optimizer.ratio", 0.5, "a part of the optimizer states"),
+    ("flops_profiler.enabled", True, "flops profiler"),
+    ("tensorboard.enabled", True, "monitors"),
+    ("wandb.enabled", True, "monitors"),
+    ("comms_logger.enabled", True, "communication logger"),
+    ("elasticity.enabled", True, "elastic"),
+    ("autotuning.enabled", True, "autotuning"),
+    ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
+    ("tensor_parallel.autotp_size", 4, "tensor parallelism"),
+    ("data_types.grad_accum_dtype", "bf16", "always accumulates in fp32"),
+    ("curriculum_learning.enabled", True, "curriculum"),
+    ("data_efficiency.enabled", True, "data efficiency"),
+    ("sparse_attention", {"mode": "fixed"}, "block-sparse attention"),
+    ("hybrid_engine.enabled", True, "hybrid engine"),
+    ("bf16.bf16_optimizer_states", True, "bf16 optimizer states"),
+    ("fp16.fp16_master_weights_and_grads", True, "fp16 master weights"),
+    ("gradient_allreduce_op", "sum", "summing gradients"),
+    ("deepc.deterministic", "layout", "bit-identical"),
+    ("deepc.debug_streamed", True, "streamed stage 3"),
+    ("compile.deepcompile", True, "DeepCompile"),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
+    ("sequence_parallel_size", 2, "sequence parallelism"),
+    ("expert_parallel.enabled", True, "expert parallelism"),
+    ("managed_gradient_accumulation", False, "owned by the caller"),
 ]
 
 
@@ -285,36 +372,78 @@ def test_later_optimizers_are_refused_by_name(name):
     assert "optimizer.type" in message and "does not have yet" in message
 
 
-@pytest.mark.parametrize("section", ["tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "elasticity", "autotuning",
-                                     "curriculum_learning", "data_efficiency", "hybrid_engine", "torch_autocast", "amp", "progressive_layer_drop",
-                                     "expert_parallel", "eigenvalue"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "flops_profiler",
+        "comms_logger",
+        "elasticity",
+        "autotuning",
+        "curriculum_learning",
+        "data_efficiency",
+        "hybrid_engine",
+        "torch_autocast",
+        "amp",
+        "progressive_layer_drop",
+        "expert_parallel",
+        "eigenvalue",
+    ],
+)
 def test_disabled_sections_are_fine(section):
     assert load({section: {"enabled": False}}).inert == ()
 
 
 def test_settings_of_a_disabled_section_are_fine():
-    load({"wandb": {"enabled": False, "project": "x"}, "amp": {"enabled": False, "opt_level": "O1"}, "aio": None, "compression_training": {},
-          "flops_profiler": {"enabled": False, "profile_step": 5}, "zero_optimization": {"offload_param": None, "zenflow": None},
-          "optimizer": None, "scheduler": None, "torch_autocast": {"enabled": False, "dtype": "bfloat16"}})
+    load(
+        {
+            "wandb": {"enabled": False, "project": "x"},
+            "amp": {"enabled": False, "opt_level": "O1"},
+            "aio": None,
+            "compression_training": {},
+            "flops_profiler": {"enabled": False, "profile_step": 5},
+            "zero_optimization": {"offload_param": None, "zenflow": None},
+            "optimizer": None,
+            "scheduler": None,
+            "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+        }
+    )
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("raw", "meant"), [
-    ({"train_batch_sise": 4}, "train_batch_size"), ({"zero_optimization": {"stagee": 1}}, "zero_optimization.stage"), ({"stage": 2}, "zero_optimization.stage"),
-    ({"gradient_acumulation_steps": 4}, "gradient_accumulation_steps"), ({"fp16": {"loss_scale_windows": 5}}, "fp16.loss_scale_window"),
-    ({"zero": {"stage": 1}}, ""), ({"Optimizer": {"type": "Adam"}}, "optimizer"), ({"reduce_bucket_size": 5}, "zero_optimization.reduce_bucket_size"),
-    ({"optimizer": {"type": "Adam", "params": {"learning_rat": 1, "weight_decays": 0}}}, "weight_decay"),
-    ({"optimizer": {"type": "SGD", "params": {"momentun": 1}}}, "momentum"), ({"optimizer": {"type": "AdamWW"}}, "AdamW"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "warmup_num_steps"), ({"scheduler": {"type": "WarmUpLR"}}, "WarmupLR"),
-])
+@pytest.mark.parametrize(
+    ("raw", "meant"),
+    [
+        ({"train_batch_sise": 4}, "train_batch_size"),
+        ({"zero_optimization": {"stagee": 1}}, "zero_optimization.stage"),
+        ({"stage": 2}, "zero_optimization.stage"),
+        ({"gradient_acumulation_steps": 4}, "gradient_accumulation_steps"),
+        ({"fp16": {"loss_scale_windows": 5}}, "fp16.loss_scale_window"),
+        ({"zero": {"stage": 1}}, ""),
+        ({"Optimizer": {"type": "Adam"}}, "optimizer"),
+        ({"reduce_bucket_size": 5}, "zero_optimization.reduce_bucket_size"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rat": 1, "weight_decays": 0}}}, "weight_decay"),
+        ({"optimizer": {"type": "SGD", "params": {"momentun": 1}}}, "momentum"),
+        ({"optimizer": {"type": "AdamWW"}}, "AdamW"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "warmup_num_steps"),
+        ({"scheduler": {"type": "WarmUpLR"}}, "WarmupLR"),
+    ],
+)
 def test_unknown_keys_get_a_did_you_mean(raw, meant):
     message = refused(raw)
     assert (f'"{meant}"' in message.partition("Did you mean")[2]) if meant else "unknown key" in message
 
 
-@given(st.dictionaries(st.text(string.ascii_lowercase + "_.", min_size=1, max_size=12), st.one_of(st.integers(), st.booleans(), st.none()), max_size=4))
+@given(
+    st.dictionaries(
+        st.text(string.ascii_lowercase + "_.", min_size=1, max_size=12), st.one_of(st.integers(), st.booleans(), st.none()), max_size=4
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_no_key_is_ignored(raw):
     """A dict of random keys is refused as a whole unless all of them are known."""
@@ -343,7 +472,7 @@ def test_old_names():
     assert "both given" in refused({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}})
 
 
-# ---- optimizer and scheduler -------------------------------------------------------------------------------------------------------------------
+# ---- optimizer and scheduler -----------------------------------------------------------------------------------------
 
 
 def test_optimizers():
@@ -361,12 +490,21 @@ def test_optimizers():
     assert [i.key for i in load({"optimizer": {"type": "Adam", "params": {"fused": True}}}).inert] == ["optimizer.params.fused"]
 
 
-@pytest.mark.parametrize(("section", "text"), [
-    ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "Use gradient_clipping"), ({"type": "AdamW", "params": {"betas": [0.9]}}, "a list of 2 numbers"),
-    ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, "< 1"), ({"type": "AdamW", "params": {"lr": -1}}, ">= 0"), ({"type": "LBFGS"}, "closure"),
-    ({"type": "AdamW", "params": {"bias_correction": False}}, "without bias correction"), ({"params": {"lr": 1}}, "without optimizer.type"),
-    ({"type": "SGD", "params": {"lr": 1, "betas": [0, 0]}}, "SGD has no such argument"), ({"type": "Optimizer"}, "neither Adam"), ({"type": 3}, "a string"),
-])
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "Use gradient_clipping"),
+        ({"type": "AdamW", "params": {"betas": [0.9]}}, "a list of 2 numbers"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, "< 1"),
+        ({"type": "AdamW", "params": {"lr": -1}}, ">= 0"),
+        ({"type": "LBFGS"}, "closure"),
+        ({"type": "AdamW", "params": {"bias_correction": False}}, "without bias correction"),
+        ({"params": {"lr": 1}}, "without optimizer.type"),
+        ({"type": "SGD", "params": {"lr": 1, "betas": [0, 0]}}, "SGD has no such argument"),
+        ({"type": "Optimizer"}, "neither Adam"),
+        ({"type": 3}, "a string"),
+    ],
+)
 def test_wrong_optimizers(section, text):
     assert text in refused({"optimizer": section})
 
@@ -379,21 +517,29 @@ def test_an_optimizer_that_is_not_elementwise_needs_leave():
 
 
 def test_schedulers():
-    cfg = load({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10, "last_batch_iteration": -1}}})
+    cfg = load(
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10, "last_batch_iteration": -1}}}
+    )
     assert cfg.scheduler.type == "WarmupDecayLR" and cfg.scheduler.params["total_num_steps"] == 100
     assert load({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}).scheduler.type == "StepLR"
 
 
-@pytest.mark.parametrize(("section", "text"), [
-    ({"type": "WarmupDecayLR", "params": {}}, "scheduler.params.total_num_steps is missing"), ({"type": "OneCycle"}, "cycle_min_lr is missing"),
-    ({"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}, "scheduler.params.warmup_num_steps = '10'"), ({"params": {"a": 1}}, "without scheduler.type"),
-    ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, "one of log, linear"), ({"type": "StepLR"}, "step_size is missing"),
-])
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"type": "WarmupDecayLR", "params": {}}, "scheduler.params.total_num_steps is missing"),
+        ({"type": "OneCycle"}, "cycle_min_lr is missing"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}, "scheduler.params.warmup_num_steps = '10'"),
+        ({"params": {"a": 1}}, "without scheduler.type"),
+        ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, "one of log, linear"),
+        ({"type": "StepLR"}, "step_size is missing"),
+    ],
+)
 def test_wrong_schedulers(section, text):
     assert text in refused({"scheduler": section})
 
 
-# ---- rules between keys -------------------------------------------------------------------------------------------------------------------------
+# ---- rules between keys ----------------------------------------------------------------------------------------------
 
 
 def test_fp16_and_bf16_exclude_each_other():
@@ -413,23 +559,38 @@ def test_offload():
 
 def test_hints_are_reported_as_inert_with_the_reason():
     cfg = load({"zero_optimization": {"stage": 3, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 5, "sub_group_size": 1e9}})
-    assert [(i.key.split(".")[1], i.value) for i in cfg.inert] == [("contiguous_gradients", True), ("stage3_prefetch_bucket_size", 5), ("sub_group_size", 1e9)]
+    assert [(i.key.split(".")[1], i.value) for i in cfg.inert] == [
+        ("contiguous_gradients", True),
+        ("stage3_prefetch_bucket_size", 5),
+        ("sub_group_size", 1e9),
+    ]
     assert all(i.reason for i in cfg.inert) and cfg.describe_inert().count("\n") == 2
     gpu = load(cfg.raw, device_type="cuda")
     assert "stage3_prefetch_bucket_size" not in gpu.describe_inert()
 
 
 def test_explain_has_every_active_key():
-    text = load({"steps_per_print": 7, "zero_optimization": {"stage": 1, "overlap_comm": True}, "optimizer": {"type": "Adam"},
-                 "scheduler": {"type": "WarmupLR"}}, 2).explain()
+    text = load(
+        {
+            "steps_per_print": 7,
+            "zero_optimization": {"stage": 1, "overlap_comm": True},
+            "optimizer": {"type": "Adam"},
+            "scheduler": {"type": "WarmupLR"},
+        },
+        2,
+    ).explain()
     for row in KEYS:
         if row.state is State.ACTIVE and "cpu_offload" not in row.path:
             assert f"  {row.path} = " in text, row.path
-    assert "steps_per_print = 7 (given)" in text and "train_micro_batch_size_per_gpu = 1 (derived)" in text and "gradient_clipping = 1.0 (default)" in text
+    assert (
+        "steps_per_print = 7 (given)" in text
+        and "train_micro_batch_size_per_gpu = 1 (derived)" in text
+        and "gradient_clipping = 1.0 (default)" in text
+    )
     assert "inert: zero_optimization.overlap_comm = true" in text
 
 
-# ---- sources -------------------------------------------------------------------------------------------------------------------------------------
+# ---- sources ---------------------------------------------------------------------------------------------------------
 
 
 def test_sources(tmp_path):
@@ -446,17 +607,25 @@ def test_sources(tmp_path):
 
 def test_comments_and_trailing_commas_as_in_deepspeeds_files(tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text('{ // a comment\n "train_batch_size": 4, # another, with "quotes" {\n /* and\n one more */ "tensorboard": {"job_name": "a//b#c,]"},\n}\n')
+    file.write_text(
+        '{ // a comment\n "train_batch_size": 4, # another, with "quotes" {\n'
+        ' /* and\n one more */ "tensorboard": {"job_name": "a//b#c,]"},\n}\n'
+    )
     cfg = Config.load(file, world_size=1)
     assert cfg.raw == {"train_batch_size": 4, "tensorboard": {"job_name": "a//b#c,]"}}
 
 
-@pytest.mark.parametrize(("text", "want"), [
-    ('{"train_batch_size": 1, "train_batch_size": 2}', "'train_batch_size' stands twice"),
-    ('{"train_batch_size": 1, "fp16": {"enabled": true, "enabled": true}}', "'enabled' stands twice"),
-    ('{"train_batch_size": 1,\n "fp16": {"enabled": tru}}', "line 2, column"), ('{"gradient_clipping": NaN}', "NaN"), ('{"train_batch_size": 1', "not JSON"),
-    ('{"a":' * 100000, "nested too deeply"),
-])
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ('{"train_batch_size": 1, "train_batch_size": 2}', "'train_batch_size' stands twice"),
+        ('{"train_batch_size": 1, "fp16": {"enabled": true, "enabled": true}}', "'enabled' stands twice"),
+        ('{"train_batch_size": 1,\n "fp16": {"enabled": tru}}', "line 2, column"),
+        ('{"gradient_clipping": NaN}', "NaN"),
+        ('{"train_batch_size": 1', "not JSON"),
+        ('{"a":' * 100000, "nested too deeply"),
+    ],
+)
 def test_bad_json(text, want, tmp_path):
     assert want in refused(text)
     file = tmp_path / "ds.json"
@@ -476,44 +645,107 @@ def test_bad_sources(tmp_path):
     assert "can't read" in refused("bm90IGpzb24=")
 
 
-# ---- "auto" and real-world files --------------------------------------------------------------------------------------------------------------------
+# ---- "auto" and real-world files -------------------------------------------------------------------------------------
 
 HF_ZERO3 = {
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
-                                                      "total_num_steps": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
     "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": "auto"},
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False}
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
 
-INTRODUCTION = {"train_batch_size": 8, "gradient_accumulation_steps": 1, "fp16": {"enabled": True},
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+INTRODUCTION = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "fp16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+}
 
 CIFAR = {
-    "train_batch_size": 16, "steps_per_print": 2000,
+    "train_batch_size": 16,
+    "steps_per_print": 2000,
     "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
-    "gradient_clipping": 1.0, "prescale_gradients": False,
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
     "bf16": {"enabled": False},
-    "fp16": {"enabled": True, "fp16_master_weights_and_grads": False, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
-             "initial_scale_power": 15},
+    "fp16": {
+        "enabled": True,
+        "fp16_master_weights_and_grads": False,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "initial_scale_power": 15,
+    },
     "wall_clock_breakdown": False,
-    "zero_optimization": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True, "allgather_bucket_size": 50000000,
-                          "reduce_bucket_size": 50000000, "overlap_comm": True, "contiguous_gradients": True, "cpu_offload": False}}
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 50000000,
+        "reduce_bucket_size": 50000000,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "cpu_offload": False,
+    },
+}
 
 MEGATRON = {
-    "train_micro_batch_size_per_gpu": 8, "zero_allow_untested_optimizer": True, "steps_per_print": 100,
-    "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": -1, "warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10000}},
-    "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
-                                 "number_checkpoints": False, "synchronize_checkpoint_boundary": False, "profile": False},
-    "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "sub_group_size": 1e12,
-                          "stage3_prefetch_bucket_size": 5e8, "stage3_param_persistence_threshold": 1e6}}
+    "train_micro_batch_size_per_gpu": 8,
+    "zero_allow_untested_optimizer": True,
+    "steps_per_print": 100,
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"last_batch_iteration": -1, "warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10000},
+    },
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "number_checkpoints": False,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "sub_group_size": 1e12,
+        "stage3_prefetch_bucket_size": 5e8,
+        "stage3_param_persistence_threshold": 1e6,
+    },
+}
 
 REAL = {"hf": HF_ZERO3, "introduction": INTRODUCTION, "cifar": CIFAR, "megatron": MEGATRON}
 
@@ -524,29 +756,47 @@ def test_real_configurations_load(name, world):
     cfg = Config.load(REAL[name], world_size=world)
     assert cfg.train_batch_size == cfg.train_micro_batch_size_per_gpu * cfg.gradient_accumulation_steps * world
     if name == "cifar":
-        assert cfg.optimizer.params["betas"] == (0.8, 0.999) and cfg.fp16.loss_scale_window == 500 and cfg.zero.reduce_bucket_size == 50_000_000
+        assert (
+            cfg.optimizer.params["betas"] == (0.8, 0.999)
+            and cfg.fp16.loss_scale_window == 500
+            and cfg.zero.reduce_bucket_size == 50_000_000
+        )
     if name == "introduction":
         assert cfg.optimizer is None and cfg.fp16.dynamic and cfg.zero.stage == 2
 
 
 def test_a_real_configuration_that_asks_for_more_gets_the_precise_error():
-    message = refused({**CIFAR, "tensorboard": {"enabled": True, "output_path": "logs/"},
-                       "zero_optimization": {**CIFAR["zero_optimization"], "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
-                                             "cpu_offload": None}})
+    message = refused(
+        {
+            **CIFAR,
+            "tensorboard": {"enabled": True, "output_path": "logs/"},
+            "zero_optimization": {
+                **CIFAR["zero_optimization"],
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
+                "cpu_offload": None,
+            },
+        }
+    )
     assert "tensorboard.enabled = true asks for experiment monitors" in message and "offload to disk (NVMe)" in message
 
 
 def test_auto_is_an_error_that_lists_the_keys():
     message = refused(HF_ZERO3)
-    for key in ("train_batch_size", "optimizer.params.betas", "scheduler.params.total_num_steps", "fp16.enabled", "gradient_clipping",
-                "zero_optimization.reduce_bucket_size"):
+    for key in (
+        "train_batch_size",
+        "optimizer.params.betas",
+        "scheduler.params.total_num_steps",
+        "fp16.enabled",
+        "gradient_clipping",
+        "zero_optimization.reduce_bucket_size",
+    ):
         assert key in message
-    assert "still \"auto\"" in message and "things are wrong" not in message
+    assert 'still "auto"' in message and "things are wrong" not in message
 
 
 def test_auto_may_be_kept_and_is_then_listed():
     cfg = Config.load(HF_ZERO3, world_size=2, allow_auto=True)
-    assert len(cfg.auto) == 18 and cfg.train_batch_size is None and cfg.zero.stage == 3 and "still \"auto\"" in cfg.explain()
+    assert len(cfg.auto) == 18 and cfg.train_batch_size is None and cfg.zero.stage == 3 and 'still "auto"' in cfg.explain()
     with pytest.raises(ConfigError, match="reduce_bucket_size"):
         cfg.require_resolved()
     Config.load(INTRODUCTION, world_size=1).require_resolved()
@@ -558,19 +808,45 @@ def test_what_a_trainer_fills_in_loads():
     filled["fp16"]["enabled"], filled["bf16"]["enabled"] = False, True
     filled["optimizer"]["params"] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     filled["scheduler"]["params"] = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 1, "total_num_steps": 100}
-    filled["zero_optimization"] |= {"reduce_bucket_size": 768 * 768, "stage3_prefetch_bucket_size": 530841, "stage3_param_persistence_threshold": 7680,
-                                    "stage3_gather_16bit_weights_on_model_save": True}
+    filled["zero_optimization"] |= {
+        "reduce_bucket_size": 768 * 768,
+        "stage3_prefetch_bucket_size": 530841,
+        "stage3_param_persistence_threshold": 7680,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
     cfg = Config.load(filled, world_size=2)
     assert cfg.auto == () and cfg.dtype == "bf16" and cfg.optimizer.params["lr"] == 5e-5
 
 
-# ---- the schema ----------------------------------------------------------------------------------------------------------------------------------------
+# ---- the schema ------------------------------------------------------------------------------------------------------
 
 
 def problems(schema: dict, value, at: str = "$") -> list[str]:
     """A validator of the part of JSON Schema that json_schema() uses."""
-    known = {"$schema", "title", "description", "default", "deprecated", "x-deepc-state", "type", "enum", "const", "pattern", "minimum", "maximum",
-             "exclusiveMinimum", "exclusiveMaximum", "anyOf", "allOf", "properties", "additionalProperties", "required", "items", "minItems", "maxItems"}
+    known = {
+        "$schema",
+        "title",
+        "description",
+        "default",
+        "deprecated",
+        "x-deepc-state",
+        "type",
+        "enum",
+        "const",
+        "pattern",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "anyOf",
+        "allOf",
+        "properties",
+        "additionalProperties",
+        "required",
+        "items",
+        "minItems",
+        "maxItems",
+    }
     assert set(schema) <= known, set(schema) - known
     out: list[str] = []
     for sub in schema.get("allOf", []):
@@ -579,7 +855,15 @@ def problems(schema: dict, value, at: str = "$") -> list[str]:
         every = [problems(sub, value, at) for sub in schema["anyOf"]]
         if all(every):
             out += min(every, key=len)
-    kinds = {"object": dict, "array": (list, tuple), "string": str, "boolean": bool, "null": type(None), "number": (int, float), "integer": (int, float)}
+    kinds = {
+        "object": dict,
+        "array": (list, tuple),
+        "string": str,
+        "boolean": bool,
+        "null": type(None),
+        "number": (int, float),
+        "integer": (int, float),
+    }
     if "type" in schema:
         ok = isinstance(value, kinds[schema["type"]]) and (schema["type"] == "boolean" or not isinstance(value, bool))
         if schema["type"] == "integer":
@@ -591,8 +875,12 @@ def problems(schema: dict, value, at: str = "$") -> list[str]:
     if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
         out.append(f"{at}: {value!r}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value < schema.get("minimum", value) or value > schema.get("maximum", value) or value <= schema.get("exclusiveMinimum", float("-inf")) \
-                or value >= schema.get("exclusiveMaximum", float("inf")):
+        if (
+            value < schema.get("minimum", value)
+            or value > schema.get("maximum", value)
+            or value <= schema.get("exclusiveMinimum", float("-inf"))
+            or value >= schema.get("exclusiveMaximum", float("inf"))
+        ):
             out.append(f"{at}: {value!r} is out of range")
     if isinstance(value, dict) and "properties" in schema:
         for key, v in value.items():
@@ -630,7 +918,9 @@ def test_schema_accepts_every_default_and_disabled_section():
 BEYOND = {"zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device"}
 
 
-@pytest.mark.parametrize(("path", "value"), [b[:2] for b in BAD_VALUES if b[1] != float("inf")] + [x[:2] for x in LATER if x[0] not in BEYOND])
+@pytest.mark.parametrize(
+    ("path", "value"), [b[:2] for b in BAD_VALUES if b[1] != float("inf")] + [x[:2] for x in LATER if x[0] not in BEYOND]
+)
 def test_schema_refuses_what_the_reader_refuses(path, value):
     assert problems(SCHEMA, nested(path, value)) != []
 

@@ -59,8 +59,9 @@ def test_equal_to_deepspeed(theirs, seed):
     initial, window, hysteresis = 2 ** rng.randint(0, 20), rng.randint(1, 9), rng.randint(1, 4)
     consecutive, least, rate = rng.random() < 0.5, rng.choice([0.25, 1, 3, 64]), rng.choice([0.05, 0.3, 0.6])
     ours = DynamicLossScaler(initial, window, least, hysteresis, consecutive)
-    real = theirs.DynamicLossScaler(init_scale=initial, scale_window=window, min_scale=least, delayed_shift=hysteresis,
-                                    consecutive_hysteresis=consecutive)
+    real = theirs.DynamicLossScaler(
+        init_scale=initial, scale_window=window, min_scale=least, delayed_shift=hysteresis, consecutive_hysteresis=consecutive
+    )
     for step in range(500):
         overflow = rng.random() < rate
         failures = []
@@ -123,10 +124,26 @@ def test_scaler_of_a_config():
     assert precision.make_scaler(config(bf16={"enabled": True})) is None
     static = precision.make_scaler(config(fp16={"enabled": True, "loss_scale": 64}))
     assert isinstance(static, StaticLossScaler) and static.loss_scale == 64
-    dynamic = precision.make_scaler(config(fp16={"enabled": True, "initial_scale_power": 5, "loss_scale_window": 3, "hysteresis": 4,
-                                                 "min_loss_scale": 2, "consecutive_hysteresis": True}))
+    dynamic = precision.make_scaler(
+        config(
+            fp16={
+                "enabled": True,
+                "initial_scale_power": 5,
+                "loss_scale_window": 3,
+                "hysteresis": 4,
+                "min_loss_scale": 2,
+                "consecutive_hysteresis": True,
+            }
+        )
+    )
     assert isinstance(dynamic, DynamicLossScaler)
-    assert (dynamic.loss_scale, dynamic.window, dynamic.hysteresis, dynamic.min_scale, dynamic.consecutive_hysteresis) == (32, 3, 4, 2, True)
+    assert (dynamic.loss_scale, dynamic.window, dynamic.hysteresis, dynamic.min_scale, dynamic.consecutive_hysteresis) == (
+        32,
+        3,
+        4,
+        2,
+        True,
+    )
     assert precision.make_scaler(config(fp16={"enabled": True})).loss_scale == 65536
 
 
@@ -138,23 +155,26 @@ def test_choose_dtype():
         precision.torch_dtype("fp8")
 
 
-@pytest.mark.parametrize(("dtype", "flags", "machine", "limit", "has"), [
-    ("bf16", "avx2 avx512f", "x86_64", "ALL", False),
-    ("bf16", "avx512f avx512_bf16", "x86_64", "ALL", True),
-    ("bf16", "avx512f avx512_bf16", "x86_64", "AVX512_CORE_BF16", True),
-    ("bf16", "avx512f avx512_bf16", "x86_64", "AVX512_CORE", False),
-    ("bf16", "avx512f avx512_bf16 amx_bf16", "x86_64", "avx2", False),
-    ("bf16", "amx_bf16", "x86_64", "AVX512_CORE_FP16", False),
-    ("bf16", "amx_bf16", "x86_64", "AVX512_CORE_AMX", True),
-    ("bf16", "avx512_bf16", "x86_64", "no such level", True),
-    ("fp16", "avx512_bf16 amx_bf16", "x86_64", "ALL", False),
-    ("fp16", "avx512_fp16", "x86_64", "ALL", True),
-    ("fp16", "avx512_fp16", "x86_64", "AVX512_CORE_BF16", False),
-    ("fp16", "amx_fp16", "x86_64", "AVX512_CORE_AMX", False),
-    ("bf16", "asimd bf16", "aarch64", "ALL", True),
-    ("fp16", "asimd asimdhp", "aarch64", "ALL", True),
-    ("bf16", "asimd", "aarch64", "ALL", False),
-])
+@pytest.mark.parametrize(
+    ("dtype", "flags", "machine", "limit", "has"),
+    [
+        ("bf16", "avx2 avx512f", "x86_64", "ALL", False),
+        ("bf16", "avx512f avx512_bf16", "x86_64", "ALL", True),
+        ("bf16", "avx512f avx512_bf16", "x86_64", "AVX512_CORE_BF16", True),
+        ("bf16", "avx512f avx512_bf16", "x86_64", "AVX512_CORE", False),
+        ("bf16", "avx512f avx512_bf16 amx_bf16", "x86_64", "avx2", False),
+        ("bf16", "amx_bf16", "x86_64", "AVX512_CORE_FP16", False),
+        ("bf16", "amx_bf16", "x86_64", "AVX512_CORE_AMX", True),
+        ("bf16", "avx512_bf16", "x86_64", "no such level", True),
+        ("fp16", "avx512_bf16 amx_bf16", "x86_64", "ALL", False),
+        ("fp16", "avx512_fp16", "x86_64", "ALL", True),
+        ("fp16", "avx512_fp16", "x86_64", "AVX512_CORE_BF16", False),
+        ("fp16", "amx_fp16", "x86_64", "AVX512_CORE_AMX", False),
+        ("bf16", "asimd bf16", "aarch64", "ALL", True),
+        ("fp16", "asimd asimdhp", "aarch64", "ALL", True),
+        ("bf16", "asimd", "aarch64", "ALL", False),
+    ],
+)
 def test_arithmetic_rules(dtype, flags, machine, limit, has):
     got, why = precision._arithmetic(dtype, frozenset(flags.split()), machine, limit)
     assert got is has

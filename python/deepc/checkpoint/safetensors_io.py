@@ -25,8 +25,9 @@ from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
 MAX_HEADER_BYTES = 100_000_000
 CRC_KEY, SLICES_KEY = "deepc.crc32c", "deepc.slices"
 _CHUNK = 8 << 20  # bytes per read or write call
-_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-          "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
+          "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+          "F8_E5M2": "float8_e5m2"}
 DTYPES: dict[str, torch.dtype] = {k: getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
 DTYPE_NAMES: dict[torch.dtype, str] = {v: k for k, v in DTYPES.items()}
 _HEX8 = re.compile(r"[0-9a-f]{8}\Z")
@@ -97,7 +98,8 @@ def _writable(key: str, t: Any) -> None:
     if not isinstance(t, torch.Tensor):
         raise CheckpointTypeError(f"{key!r} is {type(t).__name__}, not a tensor")
     if t.layout is not torch.strided or t.device.type != "cpu" or not t.is_contiguous() or t.is_quantized:
-        raise ArgumentError(f"tensor {key!r} ({t.dtype}, {t.layout}, {t.device}, strides {t.stride() if t.layout is torch.strided else None}) "
+        raise ArgumentError(f"tensor {key!r} ({t.dtype}, {t.layout}, {t.device}, strides "
+                            f"{t.stride() if t.layout is torch.strided else None}) "
                             "must be a contiguous CPU tensor to be written: pass t.detach().cpu().contiguous()")
     if t.is_conj() or t.is_neg():
         raise ArgumentError(f"tensor {key!r} is a lazy view: pass t.resolve_neg()")
@@ -162,7 +164,8 @@ def write_safetensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tenso
         if key not in tensors:
             raise ArgumentError(f"slice of {key!r}, which is not among the tensors")
         if s.begin < 0 or s.begin + tensors[key].numel() > math.prod(s.shape):
-            raise ArgumentError(f"tensor {key!r}: elements [{s.begin}, {s.begin + tensors[key].numel()}) are not inside {s.name!r} of shape {s.shape}")
+            raise ArgumentError(f"tensor {key!r}: elements [{s.begin}, {s.begin + tensors[key].numel()}) are not inside {s.name!r} of "
+                                f"shape {s.shape}")
     order = sorted(tensors, key=lambda k: -tensors[k].element_size())  # wide types first: every tensor stays aligned to its element
     meta = dict(metadata or {})
     meta[CRC_KEY] = json.dumps({k: f"{crc32c(tensors[k]):08x}" for k in order})
@@ -178,14 +181,15 @@ def write_safetensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tenso
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the data begins on a cache line, so that a mapped tensor is aligned
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: the header of {len(tensors)} tensors needs {len(text)} bytes, the format allows {MAX_HEADER_BYTES}. "
+        raise CheckpointError(f"{path}: the header of {len(tensors)} tensors needs {len(text)} bytes, the format allows "
+                              f"{MAX_HEADER_BYTES}. "
                               "Write fewer tensors per file.")
     head = len(text).to_bytes(8, "little") + text
     write_file(path, [head, *(tensor_bytes(tensors[k]) for k in order)], fsync=fsync)
     return Written(path, len(head) + offset, crc32c(head))
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -346,7 +350,8 @@ class SafetensorsFile:
         if not isinstance(out, torch.Tensor) or out.dtype != info.dtype or out.device.type != "cpu" or not out.is_contiguous():
             raise ArgumentError(f"tensor {key!r} of {self.path} is {info.dtype}: it needs a contiguous CPU buffer of that dtype")
         if begin < 0 or begin + out.numel() > info.numel:
-            raise ArgumentError(f"elements [{begin}, {begin + out.numel()}) are not inside tensor {key!r} of {self.path}, which has {info.numel}")
+            raise ArgumentError(f"elements [{begin}, {begin + out.numel()}) are not inside tensor {key!r} of {self.path}, which has "
+                                f"{info.numel}")
         size = info.dtype.itemsize
         low = self._data + info.begin
         first, last = low + begin * size, low + (begin + out.numel()) * size
@@ -360,7 +365,8 @@ class SafetensorsFile:
             crc = crc32c(out, crc)
         crc = self._skim(last, self._data + info.end, crc)
         if crc != info.crc:
-            raise self._bad(f"tensor {key!r}{f' (of {info.slice.name!r})' if info.slice else ''} has the CRC-32C {crc:08x}, not {info.crc:08x}: "
+            raise self._bad(f"tensor {key!r}{f' (of {info.slice.name!r})' if info.slice else ''} has the CRC-32C {crc:08x}, not "
+                            f"{info.crc:08x}: "
                             "its bytes changed since they were written")
 
     def _skim(self, begin: int, end: int, crc: int) -> int:

@@ -34,17 +34,19 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
-from .safetensors_io import (DTYPES, SafetensorsFile, Slice, crc32c, dtype_name, fsync_dir, is_size, parse_json, write_file, write_safetensors)
+from .safetensors_io import (DTYPES, SafetensorsFile, Slice, crc32c, dtype_name, fsync_dir, is_size, parse_json, write_file,
+                             write_safetensors)
 
 FORMAT, VERSION = "deepc-checkpoint", 1
 INDEX, LATEST, STATE_FILE = "index.json", "latest", "state.safetensors"
 _STATE_KEY = "state."  # keys of state tensors in a shard: "state.0", ... (a key never holds a logical name, so there is no clash)
 _TAG = re.compile(r"[A-Za-z0-9_+=,@%-][A-Za-z0-9_.+=,@%-]{0,199}\Z")
+_HEX8 = re.compile(r"[0-9a-f]{8}")
 _SEAL = re.compile(rb',\n"crc32c": "([0-9a-f]{8})"\n}\n\Z')
 _SEAL_BYTES = len(b',\n"crc32c": "00000000"\n}\n')
 
 
-# ---- client state ------------------------------------------------------------------------------------------------------------------
+# ---- client state ----------------------------------------------------------------------------------------------------
 #
 # JSON scalars, lists and dicts with plain string keys stand for themselves; everything else is a dict with one key that begins with "$":
 #   {"$float": "nan"}  {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$odict": ...}  {"$counter": ...}
@@ -56,8 +58,8 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_client_state(obj: Any, name: str = "client_state") -> tuple[Any, list[torch.Tensor]]:
-    """(JSON tree, tensors) of a value made of None, bool, int, float, str, list, tuple, dict (also OrderedDict, Counter) with str or int keys,
-    tensors, NumPy arrays and NumPy scalars. Tensors are detached and come back on the CPU; a contiguous CPU tensor is not copied.
+    """(JSON tree, tensors) of a value made of None, bool, int, float, str, list, tuple, dict (also OrderedDict, Counter) with str or int
+    keys, tensors, NumPy arrays and NumPy scalars. Tensors are detached and come back on the CPU; a contiguous CPU tensor is not copied.
 
     Anything else raises CheckpointTypeError with the path of the key, e.g. client_state["opt"][2]."""
     tensors: list[torch.Tensor] = []
@@ -84,7 +86,8 @@ def _encode(obj: Any, path: str, tensors: list[torch.Tensor], above: set[int]) -
             raise CheckpointTypeError(f"{path} is nested too deeply") from exc
         finally:
             above.discard(id(obj))
-    raise CheckpointTypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, NumPy arrays and numbers, and JSON types "
+    raise CheckpointTypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, NumPy arrays and numbers, "
+                              f"and JSON types "
                               "(None, bool, int, float, str, list, tuple, dict). Convert it, e.g. to a dict of its fields.")
 
 
@@ -176,8 +179,8 @@ def _bad_key(key: Any) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """States of torch's CPU generator, of every GPU's, of Python's `random` and, if it is loaded, of NumPy's global generator, as a value that
-    encode_client_state takes."""
+    """States of torch's CPU generator, of every GPU's, of Python's `random` and, if it is loaded, of NumPy's global generator, as a value
+    that encode_client_state takes."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -196,7 +199,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 
-# ---- small parts ---------------------------------------------------------------------------------------------------------------------
+# ---- small parts -----------------------------------------------------------------------------------------------------
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_size, value))
 
 
 def new_token() -> str:
@@ -206,7 +213,8 @@ def new_token() -> str:
 
 def _check_tag(tag: Any) -> str:
     if not isinstance(tag, str) or not _TAG.match(tag) or tag == LATEST:
-        raise ArgumentError(f"{tag!r} can't be the tag of a checkpoint: letters, digits and _ . + = , @ % - (not a leading dot, not \"latest\", at "
+        raise ArgumentError(f"{tag!r} can't be the tag of a checkpoint: letters, digits and _ . + = , @ % - (not a leading dot, not "
+                            f"\"latest\", at "
                             "most 200)")
     return tag
 
@@ -277,7 +285,7 @@ def _remove_tree(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -291,8 +299,8 @@ class _Piece:
 class CheckpointWriter:
     """Writes one checkpoint, together with the writers of the other ranks.
 
-    Every rank: w = CheckpointWriter(dir, tag, rank=, world_size=, token=) with the same token (rank 0 makes it with new_token() and sends it),
-    w.add(...) for each piece that it owns, w.write(). Then, after a barrier: rank 0 calls w.publish(). After a failure: w.abort().
+    Every rank: w = CheckpointWriter(dir, tag, rank=, world_size=, token=) with the same token (rank 0 makes it with new_token() and sends
+    it), w.add(...) for each piece that it owns, w.write(). Then, after a barrier: rank 0 calls w.publish(). After a failure: w.abort().
     Nothing is visible under DIR/TAG before publish() has everything. Errors: CheckpointError (I/O, missing rank, holes), ArgumentError,
     CheckpointTypeError."""
 
@@ -326,8 +334,8 @@ class CheckpointWriter:
         self._pieces.append(_Piece(name, whole, begin, tensor.detach()))
 
     def write(self, rank_state: Any = None) -> str:
-        """Writes and syncs this rank's shard; returns its path. `rank_state` is what this rank alone needs again (RNG states, the position of its
-        data loader): anything that encode_client_state takes."""
+        """Writes and syncs this rank's shard; returns its path. `rank_state` is what this rank alone needs again (RNG states, the position
+        of its data loader): anything that encode_client_state takes."""
         tree, state_tensors = encode_client_state(rank_state, "rank_state")
         tensors = {str(i): p.tensor for i, p in enumerate(self._pieces)}
         slices = {str(i): Slice(p.name, p.shape, p.begin) for i, p in enumerate(self._pieces)}
@@ -336,7 +344,8 @@ class CheckpointWriter:
         file = shard_name(self.rank, self.world_size)
         written = write_safetensors(os.path.join(self.path, file), tensors, slices=slices,
                                     metadata={"format": "pt", "deepc.token": self.token})
-        pieces = [[p.name, dtype_name(p.tensor.dtype), list(p.shape), str(i), p.begin, p.tensor.numel()] for i, p in enumerate(self._pieces)]
+        pieces = [[p.name, dtype_name(p.tensor.dtype), list(p.shape), str(i), p.begin, p.tensor.numel()]
+                  for i, p in enumerate(self._pieces)]
         report = {"token": self.token, "world_size": self.world_size, "rank": self.rank, "state": tree, "pieces": pieces,
                   "file": {"bytes": written.bytes, "header_crc32c": f"{written.header_crc:08x}"}}
         write_file(os.path.join(self.path, f"{file}.json"), [_seal(report)])
@@ -349,12 +358,13 @@ class CheckpointWriter:
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize
         if need > free:
-            raise CheckpointError(f"the shard of rank {self.rank} needs {need} bytes, {self.directory} has {free} free. Make room, or save elsewhere.")
+            raise CheckpointError(f"the shard of rank {self.rank} needs {need} bytes, {self.directory} has {free} free. Make room, or "
+                                  "save elsewhere.")
 
     def publish(self, client_state: Any = None, *, latest: bool = True) -> str:
-        """Rank 0, after every rank's write(): checks that the shards are complete, writes index.json, makes the checkpoint visible as DIR/TAG by one
-        rename, then points `latest` to it. Returns the path. An older checkpoint of the same tag is replaced in one instant (where the
-        kernel can exchange names) and deleted afterwards; files in it that are not the checkpoint's are kept."""
+        """Rank 0, after every rank's write(): checks that the shards are complete, writes index.json, makes the checkpoint visible as
+        DIR/TAG by one rename, then points `latest` to it. Returns the path. An older checkpoint of the same tag is replaced in one instant
+        (where the kernel can exchange names) and deleted afterwards; files in it that are not the checkpoint's are kept."""
         if self.rank != 0:
             raise ArgumentError(f"rank {self.rank} called publish(): it is rank 0's")
         index, reports = self._index(), []
@@ -379,8 +389,8 @@ class CheckpointWriter:
         return final
 
     def _index(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, "tag": self.tag, "token": self.token, "world_size": self.world_size, "files": {}, "tensors": {},
-                "rank_state": []}
+        return {"format": FORMAT, "version": VERSION, "tag": self.tag, "token": self.token, "world_size": self.world_size, "files": {},
+                "tensors": {}, "rank_state": []}
 
     def _report(self, rank: int) -> dict[str, Any]:
         path = os.path.join(self.path, f"{shard_name(rank, self.world_size)}.json")
@@ -399,7 +409,8 @@ class CheckpointWriter:
         for name, dtype, shape, key, begin, length in report["pieces"]:
             tensor = index["tensors"].setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             if tensor["dtype"] != dtype or tensor["shape"] != shape:
-                raise CheckpointError(f"checkpoint {self.tag}: rank {rank} has tensor {name!r} as {dtype} {shape}, another rank as {tensor['dtype']} "
+                raise CheckpointError(f"checkpoint {self.tag}: rank {rank} has tensor {name!r} as {dtype} {shape}, another rank as "
+                                      f"{tensor['dtype']} "
                                       f"{tensor['shape']}")
             tensor["pieces"].append([file, key, begin, length])
 
@@ -452,7 +463,7 @@ class CheckpointWriter:
 
 
 def _own_files(path: str) -> set[str] | None:
-    """Names of the files that belong to the checkpoint in `path`; None if there is none. A damaged checkpoint counts: it may be replaced."""
+    """Names of the files that belong to the checkpoint in `path`; None if there is none. A damaged one counts: it may be replaced."""
     if not os.path.isdir(path) or not os.path.isfile(os.path.join(path, INDEX)):
         return None
     data = _read_bytes(os.path.join(path, INDEX))
@@ -473,7 +484,7 @@ def _coverage(pieces: list[list[Any]], numel: int) -> str:
     return "" if at == numel else f"nobody has elements [{at}, {numel})"
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -504,7 +515,8 @@ def read_latest(directory: str | os.PathLike) -> str:
     path = os.path.join(os.fspath(directory), LATEST)
     if not os.path.exists(path):
         tags = list_tags(directory)
-        raise CheckpointError(f"there is no checkpoint to load: {path} does not exist." + (f" Give one of the tags {tags}." if tags else ""))
+        hint = f" Give one of the tags {tags}." if tags else ""
+        raise CheckpointError(f"there is no checkpoint to load: {path} does not exist.{hint}")
     data = _read_bytes(path)
     match = re.fullmatch(rb"([^\n]+\n)crc32c ([0-9a-f]{8})\n", data)
     if match is None or crc32c(match.group(1)) != int(match.group(2), 16):
@@ -554,7 +566,8 @@ class CheckpointReader:
         if index.get("format") != FORMAT:
             raise self._bad(f"format {index.get('format')!r}, not {FORMAT!r}")
         if index.get("version") != VERSION:
-            raise self._bad(f"version {index.get('version')!r}; this deepc reads version {VERSION}. Use the deepc that wrote it, or a newer one.")
+            raise self._bad(f"version {index.get('version')!r}; this deepc reads version {VERSION}. Use the deepc that wrote it, or a "
+                            "newer one.")
         kinds = {"tag": str, "token": str, "world_size": int, "files": dict, "tensors": dict, "rank_state": list}
         for key, kind in kinds.items():
             if not isinstance(index.get(key), kind):
@@ -566,11 +579,11 @@ class CheckpointReader:
         return index
 
     def _logical(self, name: str, t: Any) -> LogicalTensor:
-        if not isinstance(t, dict) or set(t) != {"dtype", "shape", "pieces"} or t["dtype"] not in DTYPES or not isinstance(t["shape"], list) \
-                or not all(map(is_size, t["shape"])) or not isinstance(t["pieces"], list):
+        if not isinstance(t, dict) or set(t) != {"dtype", "shape", "pieces"} or t["dtype"] not in DTYPES \
+                or not _is_sizes(t["shape"]) or not isinstance(t["pieces"], list):
             raise self._bad(f"tensor {name!r}: {str(t)[:200]}")
         for p in t["pieces"]:
-            if not isinstance(p, list) or len(p) != 4 or not isinstance(p[0], str) or not isinstance(p[1], str) or not is_size(p[2]) or not is_size(p[3]):
+            if not isinstance(p, list) or len(p) != 4 or not all(isinstance(x, str) for x in p[:2]) or not _is_sizes(p[2:]):
                 raise self._bad(f"tensor {name!r} has the piece {p!r}")
             if p[0] not in self._index["files"]:
                 raise self._bad(f"tensor {name!r} has a piece in {p[0]!r}, which is not among the files")
@@ -583,7 +596,7 @@ class CheckpointReader:
         for name, entry in self._index["files"].items():
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise self._bad(f"file name {name!r}")
-            if not isinstance(entry, dict) or not is_size(entry.get("bytes")) or not re.fullmatch(r"[0-9a-f]{8}", str(entry.get("header_crc32c"))):
+            if not isinstance(entry, dict) or not is_size(entry.get("bytes")) or not _HEX8.fullmatch(str(entry.get("header_crc32c"))):
                 raise self._bad(f"file {name!r}: {entry!r}")
             path = os.path.join(self.path, name)
             try:
@@ -635,7 +648,8 @@ class CheckpointReader:
         opened = self._file(file)
         info = opened[key]
         if info.slice != Slice(tensor.name, tensor.shape, start) or info.numel != length or info.dtype != tensor.dtype:
-            raise CheckpointError(f"{opened.path}: tensor {key!r} is {info.slice} with {info.numel} elements of {info.dtype}, but the index takes it for "
+            raise CheckpointError(f"{opened.path}: tensor {key!r} is {info.slice} with {info.numel} elements of {info.dtype}, but the "
+                                  f"index takes it for "
                                   f"elements [{start}, {start + length}) of {tensor.name!r}")
         return opened
 
@@ -687,15 +701,15 @@ class CheckpointReader:
         self.close()
 
 
-# ---- Hugging Face model files ----------------------------------------------------------------------------------------------------------------
+# ---- Hugging Face model files ----------------------------------------------------------------------------------------
 
 
 def write_model(directory: str | os.PathLike, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
                 max_shard_bytes: int = 5_000_000_000, *, metadata: Mapping[str, str] | None = None) -> list[str]:
     """Writes a model as Hugging Face stores one: model.safetensors, or model-00001-of-0000N.safetensors with model.safetensors.index.json.
 
-    named_tensors: a mapping, or an iterable of (name, tensor) that may make each tensor on demand: at most one shard is held at a time. In a
-    mapping, names of the very same memory (tied weights) are stored once, under the first name; the others are recorded in "__metadata__"
+    named_tensors: a mapping, or an iterable of (name, tensor) that may make each tensor on demand: at most one shard is held at a time. In
+    a mapping, names of the very same memory (tied weights) are stored once, under the first name; the others are recorded in "__metadata__"
     as name -> stored name, as safetensors.torch.save_model does. Any device and layout; data goes through the CPU. Returns the file names.
     Each file appears complete, under its final name; files of an earlier, larger save are removed last."""
     if max_shard_bytes < 1:

@@ -33,7 +33,7 @@ def record(exc: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    text = "".join(traceback.format_exception(type(exc), exc, own_frames_cut(exc)))
+    text = "".join(traceback.format_exception(exc))
     data = {"message": {"message": f"{type(exc).__name__}: {exc}",
                         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time())), "time": time.time(),
                                       "type": type(exc).__name__, "rank": os.environ.get("RANK", "0"), "pid": os.getpid()}}}
@@ -47,7 +47,7 @@ def record(exc: BaseException) -> None:
 
 
 def own_frames_cut(exc: BaseException) -> types.TracebackType | None:
-    """The traceback without the frames of this file and of runpy, or whole if nothing else is in it."""
+    """The traceback without its first frames, those of this file and of runpy."""
     tb = exc.__traceback__
     while tb is not None and (tb.tb_frame.f_code.co_filename == __file__ or "runpy" in tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
@@ -80,14 +80,16 @@ def main() -> None:
     try:
         (run_module if kind == "module" else run_script)(sys.argv[0])
     except SystemExit as exc:
-        if exc.code not in (None, 0) and not isinstance(exc.code, int):  # sys.exit("text")
+        if exc.code is not None and not isinstance(exc.code, int):  # sys.exit("text")
+            exc.__traceback__ = own_frames_cut(exc)
             record(exc)
         raise
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as exc:
+        exc.__traceback__ = own_frames_cut(exc)
         record(exc)
-        sys.excepthook(type(exc), exc, own_frames_cut(exc))
+        sys.excepthook(type(exc), exc, exc.__traceback__)
         sys.exit(1)
 
 

@@ -48,8 +48,13 @@ class Failure:
         return f"rank {self.rank} (pid {self.pid}) ended with exit code {self.exit}"
 
     @property
+    def is_ours(self) -> bool:
+        """The agent ended it, because of another rank."""
+        return self.exit == -signal.SIGTERM and not self.traceback
+
+    @property
     def is_consequence(self) -> bool:
-        return self.type in _CONSEQUENCES or (self.type == "RuntimeError" and "Connection closed by peer" in self.traceback)
+        return self.is_ours or self.type in _CONSEQUENCES or (self.type == "RuntimeError" and "Connection closed by peer" in self.traceback)
 
 
 class _Stopped(Exception):
@@ -127,7 +132,7 @@ def _failures(logs: str, failed: dict) -> list[Failure]:
 def _report(failures: list[Failure]) -> int:
     """Prints why the run ended and returns its exit code: that of the rank that failed first, 128 + n for signal n."""
     first = first_failure(failures)
-    others = sorted(f.rank for f in failures if f is not first)
+    others = sorted(f.rank for f in failures if f is not first and not f.is_ours)
     text = ["", "=" * 100, f"deepc run: {first.headline()}. It ended the run."]
     if others:
         text.append(f"Also failed, after it: rank {', '.join(map(str, others))}.")
@@ -145,7 +150,9 @@ def _elastic(launch: Launch, logs: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the report below says it once
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own; the report below says it once
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         elastic_launch(_elastic_config(launch, logs), sys.executable)(*_command(launch))
         return 0

@@ -1,0 +1,259 @@
+"""torch.ops.deepc.* on a CUDA device against the same operators on the CPU: every element has equal bits, NaN included."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import deepc  # noqa: F401  (registers the operators)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a CUDA build of torch"),
+]
+
+DEVICE = "cuda"
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 1023, 4095, 4096, 4097, 70_001, 1_000_003]
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 3.4e38, -3.4e38, 65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8, 1.00390625]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SUM, AVG, MIN, MAX, PROD, BAND, BOR, BXOR = range(8)
+
+
+def make(n: int, dtype: torch.dtype, seed: int = 0, special: bool = True, shift: int = 0) -> torch.Tensor:
+    """[n] on the CPU: numbers of many sizes, some special ones; `shift` elements off the alignment of a fresh tensor."""
+    gen = torch.Generator().manual_seed(seed)
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max, (n + shift,), generator=gen, dtype=dtype)[shift:]
+    x = torch.randn(n + shift, generator=gen) * torch.exp2(torch.randint(-20, 20, (n + shift,), generator=gen).float())
+    if special and n:
+        at = torch.randint(0, n + shift, (max(1, n // 16),), generator=gen)
+        x[at] = torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), at.shape, generator=gen)]
+    return x.to(dtype)[shift:]
+
+
+def to_gpu(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the device, as far off alignment as x is."""
+    shift = x.storage_offset()
+    return torch.empty(x.numel() + shift, dtype=x.dtype, device=DEVICE)[shift:].copy_(x)
+
+
+def assert_same_bits(gpu: torch.Tensor, cpu: torch.Tensor, what: str = "") -> None:
+    assert gpu.dtype == cpu.dtype and gpu.shape == cpu.shape
+    bits = BITS[cpu.element_size()]
+    got, want = gpu.detach().cpu().contiguous().view(bits), cpu.detach().contiguous().view(bits)
+    wrong = (got != want).nonzero().flatten()
+    if wrong.numel():
+        i = int(wrong[0])
+        pytest.fail(f"{what}: {wrong.numel()} of {cpu.numel()} elements differ; [{i}] is {gpu[i].item()!r} ({got[i].item():#x}) on the GPU "
+                    f"and {cpu[i].item()!r} ({want[i].item():#x}) on the CPU")
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_cast(source, target):
+    for n, shift, scale in itertools.product(SIZES, (0, 1), (1.0, 0.37, -65536.0)):
+        src, dst = make(n, source, n, shift=shift), torch.empty(n + shift, dtype=target)[shift:]
+        gpu_dst = torch.empty(n + shift, dtype=target, device=DEVICE)[shift:]
+        torch.ops.deepc.cast_tensor(src, dst, scale)
+        torch.ops.deepc.cast_tensor(to_gpu(src), gpu_dst, scale)
+        assert_same_bits(gpu_dst, dst, f"n={n} shift={shift} scale={scale}")
+
+
+def test_every_half_and_bfloat16_value_survives_the_way_up_and_back():
+    for dtype in (torch.bfloat16, torch.float16):
+        src = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+        for target in FLOATS:
+            dst, gpu_dst = torch.empty(src.shape, dtype=target), torch.empty(src.shape, dtype=target, device=DEVICE)
+            torch.ops.deepc.cast_tensor(src, dst, 1.0)
+            torch.ops.deepc.cast_tensor(to_gpu(src), gpu_dst, 1.0)
+            assert_same_bits(gpu_dst, dst, f"{dtype} to {target}")
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16])
+def test_rounding_of_random_bit_patterns(target):
+    src = torch.randint(-(2**31), 2**31 - 1, (2_000_003,), generator=torch.Generator().manual_seed(3), dtype=torch.int32).view(torch.float32)
+    dst, gpu_dst = torch.empty(src.shape, dtype=target), torch.empty(src.shape, dtype=target, device=DEVICE)
+    torch.ops.deepc.cast_tensor(src, dst, 1.0)
+    torch.ops.deepc.cast_tensor(to_gpu(src), gpu_dst, 1.0)
+    assert_same_bits(gpu_dst, dst)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scale(dtype):
+    for n, shift in itertools.product(SIZES, (0, 3)):
+        x = make(n, dtype, n, shift=shift)
+        gpu = to_gpu(x)
+        torch.ops.deepc.scale_tensor(gpu, 0.1)
+        torch.ops.deepc.scale_tensor(x, 0.1)
+        assert_same_bits(gpu, x, f"n={n} shift={shift}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_add_scaled(dtype):
+    for n, shift in itertools.product(SIZES, (0, 1)):
+        y, x = make(n, torch.float32, n, shift=shift), make(n, dtype, n + 1, shift=shift)
+        gpu = to_gpu(y)
+        torch.ops.deepc.add_scaled(gpu, to_gpu(x), -0.3)
+        torch.ops.deepc.add_scaled(y, x, -0.3)
+        assert_same_bits(gpu, y, f"n={n} shift={shift}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("special", [False, True])
+def test_norm_squared(dtype, special):
+    for n, shift in itertools.product([*SIZES, 8 * 4096, 9 * 4096 + 1], (0, 1)):
+        x = make(n, dtype, n, special=special, shift=shift)
+        assert_same_bits(torch.ops.deepc.norm_squared(to_gpu(x)), torch.ops.deepc.norm_squared(x), f"n={n} shift={shift}")
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, *INTEGERS])
+def test_copy(dtype):
+    for n, shift in itertools.product(SIZES, (0, 1)):
+        src = make(n, dtype, n, shift=shift)
+        dst = torch.zeros(n, dtype=dtype, device=DEVICE)
+        torch.ops.deepc.copy_tensor(to_gpu(src), dst)
+        assert_same_bits(dst, src, f"n={n} shift={shift}")
+
+
+def reduce_cases():
+    for dtype in [*FLOATS, torch.float64]:
+        for op in (SUM, AVG, MIN, MAX, PROD):
+            yield dtype, op
+    for dtype in INTEGERS:
+        for op in (SUM, MIN, MAX, PROD, BAND, BOR, BXOR):
+            yield dtype, op
+
+
+@pytest.mark.parametrize("dtype,op", list(reduce_cases()))
+def test_reduce(dtype, op):
+    for n, count, shift in itertools.product((0, 1, 5, 16, 17, 4097, 20_011), (1, 2, 8, 9), (0, 1)):
+        srcs = [make(n, dtype, n + k, special=k > 0, shift=shift) for k in range(count)]
+        dst, gpu_dst = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype, device=DEVICE)
+        torch.ops.deepc.reduce_tensors(dst, srcs, op)
+        torch.ops.deepc.reduce_tensors(gpu_dst, [to_gpu(s) for s in srcs], op)
+        assert_same_bits(gpu_dst, dst, f"n={n} count={count} shift={shift}")
+
+
+def test_reduce_in_place():
+    a, b = make(5001, torch.bfloat16, 1), make(5001, torch.bfloat16, 2)
+    gpu_a, gpu_b = to_gpu(a), to_gpu(b)
+    torch.ops.deepc.reduce_tensors(a, [b, a], SUM)
+    torch.ops.deepc.reduce_tensors(gpu_a, [gpu_b, gpu_a], SUM)
+    assert_same_bits(gpu_a, a)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_accumulate(dtype, assign, norm):
+    for n, count, shift in itertools.product((0, 1, 5, 4095, 4096, 4097, 100_003), (1, 3, 10), (0, 1)):
+        srcs = [make(n, dtype, n + k, special=n % 2 == 1, shift=shift) for k in range(count)]
+        acc = make(n, torch.float32, n + 50, special=False, shift=shift)
+        partial = torch.zeros((n + 4095) // 4096 if norm else 0, dtype=torch.float64)
+        gpu_acc, gpu_partial = to_gpu(acc), to_gpu(partial)
+        torch.ops.deepc.accumulate_tensors(gpu_acc, [to_gpu(s) for s in srcs], assign, gpu_partial)
+        torch.ops.deepc.accumulate_tensors(acc, srcs, assign, partial)
+        assert_same_bits(gpu_acc, acc, f"n={n} count={count} shift={shift}")
+        assert_same_bits(gpu_partial, partial, f"partials of n={n} count={count} shift={shift}")
+
+
+def adamw_state(sizes, param, grad, state, lowp, amsgrad, special, shift):
+    """The six lists of step_adamw on the CPU."""
+    params = [make(n, param, 10 * n, special=special, shift=shift) for n in sizes]
+    grads = [make(n, grad, 10 * n + 1, special=special, shift=shift) for n in sizes]
+    avgs = [make(n, state, 10 * n + 2, special=False, shift=shift) for n in sizes]
+    squares = [make(n, state, 10 * n + 3, special=False, shift=shift).abs_() for n in sizes]
+    largest = [make(n, state, 10 * n + 4, special=False, shift=shift).abs_() for n in sizes] if amsgrad else []
+    low = [make(n, lowp, 10 * n + 5, special=False, shift=shift) for n in sizes] if lowp else []
+    return params, grads, avgs, squares, largest, low
+
+
+@pytest.mark.parametrize("param,grad,state,lowp", [
+    (torch.float32, torch.float32, torch.float32, None),
+    (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16, torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16, None),
+    (torch.float16, torch.float32, torch.bfloat16, torch.float32),
+])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adamw(param, grad, state, lowp, amsgrad, decoupled):
+    sizes = [*SIZES[:-1], *(100 + k for k in range(60))]  # more tensors than one launch takes
+    for special, shift in ((False, 0), (True, 0), (False, 1)):
+        cpu = adamw_state(sizes, param, grad, state, lowp, amsgrad, special, shift)
+        gpu = [[to_gpu(x) for x in tensors] for tensors in cpu]
+        for step in (1, 2, 1000):
+            scalars = (1e-3, 0.9, 0.999, 1e-8, 0.1, -0.125 if step == 2 else 1.0, step, decoupled)
+            torch.ops.deepc.step_adamw(*cpu, *scalars)
+            torch.ops.deepc.step_adamw(*gpu, *scalars)
+        for name, mine, theirs in zip(("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "lowps"), gpu, cpu):
+            for k, (x, y) in enumerate(zip(mine, theirs)):
+                assert_same_bits(x, y, f"{name}[{k}] of {sizes[k]} elements, special={special} shift={shift}")
+
+
+def test_runs_on_the_current_stream():
+    x = make(4_000_037, torch.float32, 1)
+    gpu, want = to_gpu(x), x.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            torch.ops.deepc.scale_tensor(gpu, 0.9)
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(20):
+        torch.ops.deepc.scale_tensor(want, 0.9)
+    assert_same_bits(gpu, want)
+
+
+def test_in_a_cuda_graph():
+    x = make(100_003, torch.float32, 1, special=False)
+    gpu = to_gpu(x)
+    torch.ops.deepc.scale_tensor(gpu, 1.0)  # loads the kernel before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.deepc.scale_tensor(gpu, 0.5)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(gpu, x * 0.125)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_arrays_of_a_device_that_is_not_current():
+    x = make(70_001, torch.float32, 1)
+    gpu = x.to("cuda:1")
+    with torch.cuda.device(0):
+        torch.ops.deepc.scale_tensor(gpu, 0.1)
+        assert torch.cuda.current_device() == 0
+    torch.ops.deepc.scale_tensor(x, 0.1)
+    assert_same_bits(gpu, x)
+
+
+def test_bad_input_is_refused_and_the_device_stays_usable():
+    gpu, cpu = torch.ones(8, device=DEVICE), torch.ones(8)
+    with pytest.raises(RuntimeError, match="device"):
+        torch.ops.deepc.add_scaled(gpu, cpu, 1.0)
+    with pytest.raises(RuntimeError, match="overlap"):
+        torch.ops.deepc.copy_tensor(gpu[:6], gpu[2:])
+    with pytest.raises(RuntimeError, match="average"):
+        torch.ops.deepc.reduce_tensors(gpu.int(), [gpu.int()], AVG)
+    with pytest.raises(RuntimeError, match="step"):
+        torch.ops.deepc.step_adamw([gpu], [gpu], [gpu], [gpu], [], [], 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, True)
+    torch.ops.deepc.scale_tensor(gpu, 3.0)
+    assert gpu.cpu().tolist() == [3.0] * 8
+
+
+@pytest.mark.full
+def test_more_elements_than_one_pass_of_the_largest_grid():
+    n = 3 * (1 << 16) * 256 + 5  # three elements for each of the most threads that a grid has, unaligned
+    x = torch.randn(n + 1, generator=torch.Generator().manual_seed(5))[1:]
+    gpu = to_gpu(x)
+    torch.ops.deepc.scale_tensor(gpu, 0.3)
+    torch.ops.deepc.scale_tensor(x, 0.3)
+    assert_same_bits(gpu, x)
+    assert_same_bits(torch.ops.deepc.norm_squared(gpu), torch.ops.deepc.norm_squared(x))
