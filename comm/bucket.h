@@ -1,16 +1,19 @@
 /* bucket.h: gradients reduced where they lie.
  *
- * Autograd hands over one parameter's gradient at a time, in an order that may differ between ranks. The reducer writes each
- * into this rank's slots of a dc_comm (one exchange step per bucket, buckets strictly in index order on every rank) and reduces, in place,
- * this rank's slice of every bucket that all ranks have filled, into its fp32 accumulator. Nothing is copied but the gradient
- * into its slot; the reduce reads all ranks' slots and writes only its own slice.
+ * Autograd hands over one parameter's gradient at a time, in an order that may differ between ranks. The reducer
+ * writes each into this rank's slots of a dc_comm (one exchange step per bucket, buckets strictly in index order on
+ * every rank) and reduces, in place, this rank's slice of every bucket that all ranks have filled, into its fp32
+ * accumulator. Nothing is copied but the gradient into its slot; the reduce reads all ranks' slots and writes only
+ * its own slice.
  *
  * A bucket is a range [b*B, (b+1)*B) of the flat space of a dc_zero_layout (zero.h); a parameter may span several.
- * Windows: the buckets that have a begun exchange step, at most `slots` of them. A gradient beyond the window stays with
- * its owner (pending) until the window reaches it; when pending bytes exceed `pending_limit_bytes`, add() blocks and helps. So memory is bounded and the order of
- * hooks does not matter; ranks may disagree on which parameters are used: finish() puts zeros for the missing.
+ * Windows: the buckets that have a begun exchange step, at most `slots` of them. A gradient beyond the window stays
+ * with its owner (pending) until the window reaches it; when pending bytes exceed `pending_limit_bytes`, add()
+ * blocks and helps. So memory is bounded and the order of hooks does not matter; ranks may disagree on which
+ * parameters are used: finish() puts zeros for the missing.
  *
- * Every bucket goes through an explicit state machine: IDLE -> OPEN (being filled) -> POSTED -> REDUCED -> IDLE. One pass = begin ... finish. */
+ * Every bucket goes through an explicit state machine: IDLE -> OPEN (being filled) -> POSTED -> REDUCED -> IDLE. One
+ * pass = begin ... finish. */
 #ifndef DEEPC_BUCKET_H
 #define DEEPC_BUCKET_H
 
@@ -40,26 +43,31 @@ typedef struct dc_reducer_config {
 DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);
 DC_API int dc_reducer_free(dc_reducer *r);
 
-/* Starts a pass (one micro-batch's backward). assign: 1 overwrites acc (first micro-batch), 0 adds. norm: 1 fills `partial`.
- * A pass may be begun implicitly by the first add; that one assigns, and fills `partial` if there is one. DC_E_STATE if
- * one is open. The communicator is not touched before the first add. */
+/* Starts a pass (one micro-batch's backward). assign: 1 overwrites acc (first micro-batch), 0 adds. norm: 1 fills
+ * `partial`. A pass may be begun implicitly by the first add; that one assigns, and fills `partial` if there is one.
+ * DC_E_STATE if one is open. The communicator is not touched before the first add. */
 DC_API int dc_reducer_begin(dc_reducer *r, int assign, int norm);
-/* Hands over the gradient of parameter `param` (index in the layout): contiguous, layout numel, `dtype` fp32, bf16 or fp16 (cast to the wire dtype if it differs). Borrowed until it
- * is listed as released. Adds for one parameter twice in a pass: DC_E_STATE naming it. Wrong arguments (DC_E_INVALID, DC_E_DTYPE, that DC_E_STATE)
- * leave the pass as it was; after any other error the reducer and its communicator are broken: every call returns that error
- * (peers get it too), and the gradients count as released. Without peers a gradient goes to acc unrounded, whatever the wire dtype. */
+/* Hands over the gradient of parameter `param` (index in the layout): contiguous, layout numel, `dtype` fp32, bf16
+ * or fp16 (cast to the wire dtype if it differs). Borrowed until it is listed as released. Adds for one parameter
+ * twice in a pass: DC_E_STATE naming it. Wrong arguments (DC_E_INVALID, DC_E_DTYPE, that DC_E_STATE) leave the pass
+ * as it was; after any other error the reducer and its communicator are broken: every call returns that error (peers
+ * get it too), and the gradients count as released. Without peers a gradient goes to acc unrounded, whatever the
+ * wire dtype. */
 DC_API int dc_reducer_add(dc_reducer *r, int64_t param, const void *grad, int dtype);
-/* Parameters whose gradient is no longer needed since the last call of this function (also the one just added, usually):
- * writes up to `capacity` indices, *count of them; call until 0. Owners drop their gradients then. What a pass released can be asked for until the next one begins. */
+/* Parameters whose gradient is no longer needed since the last call of this function (also the one just added,
+ * usually): writes up to `capacity` indices, *count of them; call until 0. Owners drop their gradients then. What a
+ * pass released can be asked for until the next one begins. */
 DC_API int dc_reducer_released(dc_reducer *r, int64_t *params, int64_t capacity, int64_t *count);
-/* Ends the pass: zeros for parameters without gradient (with assign; nothing to add otherwise), waits for all ranks, reduces
- * the rest. Collective. All gradients are released after it. DC_E_STATE if no pass is open (a rank without any gradient begins its pass explicitly). */
+/* Ends the pass: zeros for parameters without gradient (with assign; nothing to add otherwise), waits for all ranks,
+ * reduces the rest. Collective. All gradients are released after it. DC_E_STATE if no pass is open (a rank without
+ * any gradient begins its pass explicitly). */
 DC_API int dc_reducer_finish(dc_reducer *r);
 /* 1 while a pass is open. */
 DC_API int dc_reducer_in_pass(const dc_reducer *r);
 
-/* The reverse way, for stages 1 and 2: every rank holds a whole replica of `elem_size`-byte elements at `flat` (layout->total
- * elements; any dtype) whose own slices are new; on return all slices are. Moves each slice once through the slots. Collective; not inside a pass. */
+/* The reverse way, for stages 1 and 2: every rank holds a whole replica of `elem_size`-byte elements at `flat`
+ * (layout->total elements; any dtype) whose own slices are new; on return all slices are. Moves each slice once
+ * through the slots. Collective; not inside a pass. */
 DC_API int dc_reducer_gather(dc_reducer *r, void *flat, int dtype);
 
 #ifdef __cplusplus

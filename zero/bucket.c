@@ -1,5 +1,6 @@
-/* bucket.c: how the flat space is cut into buckets, a bucket into slices, and which parameters lie in a bucket. Assumes the
- * invariants that dc_zero_layout_make established: bucket_elems and total are multiples of world * DC_BLOCK. */
+/* bucket.c: how the flat space is cut into buckets, a bucket into slices, and which parameters lie in a bucket.
+ * Assumes the invariants that dc_zero_layout_make established: bucket_elems and total are multiples of world *
+ * DC_BLOCK. */
 #include "walk.h"
 
 int dc_zero_bucket(const dc_zero_layout *l, int64_t b, int64_t *begin, int64_t *end) {

@@ -1,9 +1,9 @@
-/* partition.c: the flat space and who owns which element of it. Owns the layout's memory (one allocation) and the search of
- * a parameter by flat offset; buckets and slices are bucket.c's. A layout is checked once, when made: the functions below
- * may assume its invariants (offsets rise, ends rise, everything fits int64).
+/* partition.c: the flat space and who owns which element of it. Owns the layout's memory (one allocation) and the
+ * search of a parameter by flat offset; buckets and slices are bucket.c's. A layout is checked once, when made: the
+ * functions below may assume its invariants (offsets rise, ends rise, everything fits int64).
  *
- * The order of ranks inside a bucket is round-robin by slice, not one range per rank over the whole space, because then a
- * bucket that has just been filled gives every rank an equal share of the reduction at once. */
+ * The order of ranks inside a bucket is round-robin by slice, not one range per rank over the whole space, because
+ * then a bucket that has just been filled gives every rank an equal share of the reduction at once. */
 #include "walk.h"
 
 #include <stdlib.h>
@@ -120,8 +120,8 @@ typedef struct emitter {
 
 static void emit(emitter *e, dc_zero_segment s) {
   dc_zero_segment *p = &e->last;
-  int joins = e->count > 0 && p->param == s.param && p->flat_begin + p->len == s.flat_begin &&
-              p->shard_begin + p->len == s.shard_begin;
+  /* Of one rank's elements, those that are next to each other in the flat space are so in the shard. */
+  int joins = e->count > 0 && p->param == s.param && p->flat_begin + p->len == s.flat_begin;
   if (joins)
     p->len += s.len;
   else {

@@ -1,12 +1,14 @@
 /* prefetch.c: when units are gathered and released around their uses, given the recorded order of uses.
  *
- * One forward scan with a pointer `ahead`: the uses before it have their unit gathered (in flight, or kept from an earlier
- * use), the uses from it on are not looked at yet. It stops at the first use whose unit can't come in, so units arrive in
- * the order of use and everything in flight is a prefix of what comes. Two facts follow and carry the limits:
+ * One forward scan with a pointer `ahead`: the uses before it have their unit gathered (in flight, or kept from an
+ * earlier use), the uses from it on are not looked at yet. It stops at the first use whose unit can't come in, so
+ * units arrive in the order of use and everything in flight is a prefix of what comes. Two facts follow and carry
+ * the limits:
  *  - a unit that isn't there when it is needed means that nothing is in flight (ahead had stopped at it), so only kept
  *    units can be in its way; those with the farthest next use go first (Belady);
  *  - whether a unit is kept after use i depends on i alone (keeps()), so the scan may count on it before it happens.
- * So after every action: gathered <= max(max_live, the unit needed now), and in flight <= prefetch_elems. O(n log n). */
+ * So after every action: gathered <= max(max_live, the unit needed now), and in flight <= prefetch_elems. O(n log
+ * n). */
 #include "zero.h"
 
 #include <stdlib.h>
@@ -77,8 +79,8 @@ static kept heap_pop(planner *p) {
   return top;
 }
 
-/* Releases kept units until `need` more elements fit. Called at use `now`, whose unit is missing: entries for uses before
- * `now` are stale (the unit was used since and pushed again, or released). */
+/* Releases kept units until `need` more elements fit. Called at use `now`, whose unit is missing: entries for uses
+ * before `now` are stale (the unit was used since and pushed again, or released). */
 static void make_room(planner *p, int64_t now, int64_t need) {
   while (p->heap_len > 0 && p->live_elems > p->max_live - need) {
     kept k = heap_pop(p);

@@ -122,7 +122,8 @@ class Budget:
 
     @property
     def eta(self) -> float:
-        return self.spent * (1 - self.share) / self.share if self.share > 0 else self.seconds
+        """Seconds left, as far as the pace until now tells."""
+        return self.spent * (1 - self.share) / self.share if self.spent > 0 else self.seconds
 
 
 @torch.no_grad()

@@ -199,7 +199,7 @@ static int run_case(const bench_case *c, bench *b, int rounds, int threads, cons
   }
   const double mid = median(op, rounds);
   printf("{\"op\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"threads\": %d, \"memory\": \"%s\", \"isa\": \"%s\", \"rounds\": %d, "
-         "\"median_s\": %.6f, \"min_s\": %.6f, \"max_s\": %.6f, \"gb_per_s\": %.2f, \"limit_median_s\": %.6f, \"ratio\": %.3f}\n",
+         "\"median_s\": %.9f, \"min_s\": %.9f, \"max_s\": %.9f, \"gb_per_s\": %.2f, \"limit_median_s\": %.9f, \"ratio\": %.3f}\n",
          c->op, c->dtype, (long long)b->n, threads, memory, dc_isa_name(isa), rounds, mid, op[0], op[rounds - 1],
          (double)c->bytes * (double)b->n / mid * 1e-9, median(limit, rounds), median(ratio, rounds));
   fflush(stdout);

@@ -792,6 +792,31 @@ TEST(Reducer, FreedInsideAPassTellsThePeers) {
   });
 }
 
+// A gradient that lies in the slot it goes to can't be cast there: a failure of this rank alone, in the middle of a pass.
+TEST(Reducer, AFailureInsideAPassTellsThePeers) {
+  Config k;
+  k.wire = DC_BF16;
+  const std::string address = fresh_address();
+  run_ranks(2, [&](int rank) {
+    Rank r(k, rank, address);
+    r.held.resize(k.numel.size());
+    const void *slot = dc_exchange_peer(r.comm, 0, 0);
+    int rc = rank == 0 ? dc_reducer_add(r.reducer.get(), 0, slot, DC_F32) : DC_OK;
+    if (rank == 0) {
+      WANT(rc == DC_E_INVALID, "status %d: %s", rc, dc_last_error());
+      int64_t given, n;
+      WANT_OK(dc_reducer_released(r.reducer.get(), &given, 1, &n));
+      WANT(n == 1 && given == 0);
+    } else {
+      WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 1));
+      rc = dc_reducer_finish(r.reducer.get());
+      WANT(rc == DC_E_ABORTED, "status %d: %s", rc, dc_last_error());
+      WANT(strstr(dc_last_error(), "overlap"), "%s", dc_last_error());
+    }
+    expect_broken(r, rc);
+  });
+}
+
 TEST(Reducer, AForkedChildMayNotUseIt) {
   Config k;
   const std::string address = fresh_address();

@@ -370,6 +370,11 @@ int64_t next_use(const Ints &use, size_t i) {
   return -1;
 }
 
+size_t next_from(const Ints &use, size_t from, int64_t unit) {
+  while (from < use.size() && use[from] != unit) from++;
+  return from;
+}
+
 bool kept_after(const Ints &use, const Ints &elems, Limits k, size_t i) {
   int64_t next = next_use(use, i), between = 0;
   if (next < 0 || elems[(size_t)use[i]] > k.live) return false;
@@ -417,6 +422,9 @@ std::string play(const Ints &use, const Ints &elems, Limits k, const std::vector
       at++;
     } else if (actions[n].kind == DC_ZERO_RELEASE) {
       if (!live[u] || flying[u]) return "released without use" + where;
+      const bool over = n > 0 && actions[n - 1].kind == DC_ZERO_USE && actions[n - 1].unit == (int64_t)u && !kept_after(use, elems, k, at - 1);
+      for (size_t v = 0; !over && v < elems.size(); v++)
+        if (live[v] && next_from(use, at, (int64_t)v) > next_from(use, at, (int64_t)u)) return "a later one should go" + where;
       live[u] = 0;
       live_elems -= elems[u];
     } else {
@@ -441,6 +449,8 @@ TEST(ZeroPrefetch, ByHand) {
   // Forward and backward: unit 2 is kept at once, unit 1 over the 30 + 30 elements of both uses of 2, unit 0 is not.
   EXPECT_EQ("G0 U0 R0 G1 U1 G2 U2 U2 R2 U1 R1 G0 U0 R0", text(plan({0, 1, 2, 2, 1, 0}, elems, {0, 100, 60})));
   EXPECT_EQ("G0 U0 R0 G1 U1 R1 G2 U2 U2 R2 G1 U1 R1 G0 U0 R0", text(plan({0, 1, 2, 2, 1, 0}, elems, {0, 100, 59})));
+  // A kept unit does not stop those behind it: 2 comes while 1 computes, past the second use of 0.
+  EXPECT_EQ("G0 G1 U0 G2 U1 R1 U0 R0 U2 R2", text(plan({0, 1, 0, 2}, elems, {30, 100, 1000})));
   // A unit above max_live is gathered all the same, alone, and never kept.
   EXPECT_EQ("G0 U0 R0 G2 U2 R2 G2 U2 R2 G0 U0 R0", text(plan({0, 2, 2, 0}, elems, {0, 25, 1000})));
   // Of two kept units the one with the farther next use makes room: 0 (used next at 4), not 1 (at 3).

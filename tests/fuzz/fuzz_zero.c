@@ -1,10 +1,11 @@
-/* fuzz_zero.c: the files of zero/ on arbitrary bytes. The input is read as arguments: small ones, whose results are checked against the
- * definitions, and sometimes huge ones, which must give exact results or DC_E_OVERFLOW.
+/* fuzz_zero.c: the files of zero/ on arbitrary bytes. The input is read as arguments: small ones, whose results are
+ * checked against the definitions, and sometimes huge ones, which must give exact results or DC_E_OVERFLOW.
  *
  *   clang -g -O1 -std=c17 -fsanitize=fuzzer,address,undefined -Iops -I. tests/fuzz/fuzz_zero.c zero/partition.c zero/bucket.c
  *     zero/prefetch.c zero/estimate.c ops/base/base.c -o fuzz_zero && ./fuzz_zero -max_total_time=60
  *
- * tests/c/test_fuzz_zero.cpp includes this file and runs the same body over fixed seeds; so it is written in what C and C++ share. */
+ * tests/c/test_fuzz_zero.cpp includes this file and runs the same body over fixed seeds; so it is written in what C
+ * and C++ share. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,7 +53,8 @@ static int64_t fuzz_number(fuzz_input *in, int64_t small) {
   return (int64_t)(fuzz_take(in, 3) % (uint64_t)(small + 1));
 }
 
-/* ---- layout ------------------------------------------------------------------------------------------------------------ */
+/* ---- layout
+ * ------------------------------------------------------------------------------------------------------------ */
 /* What must hold whatever the sizes. */
 static const char *fuzz_check_sizes(const dc_zero_layout *l, const int64_t *numel, int64_t nparams, int64_t world) {
   RULE(l->nparams == nparams && l->world == world);
@@ -166,7 +168,8 @@ static const char *fuzz_layout(fuzz_input *in) {
   return why;
 }
 
-/* ---- prefetch ---------------------------------------------------------------------------------------------------------- */
+/* ---- prefetch
+ * ---------------------------------------------------------------------------------------------------------- */
 typedef struct fuzz_play {
   const int64_t *use, *elems;
   int64_t nuse, at, live_elems, flying_elems, prefetch, max_live;
@@ -227,7 +230,8 @@ static const char *fuzz_prefetch(fuzz_input *in) {
   return NULL;
 }
 
-/* ---- estimate ---------------------------------------------------------------------------------------------------------- */
+/* ---- estimate
+ * ---------------------------------------------------------------------------------------------------------- */
 static const char *fuzz_estimate(fuzz_input *in) {
   dc_zero_bytes_in b;
   dc_zero_bytes out;

@@ -1,0 +1,51 @@
+# Every target sets up what it needs first: an environment in .venv, the build tools, PyTorch, the package. GNU make.
+#
+#   make train ARGS="--stage 2 --steps 50" DATA=~/books      make test      make help
+#
+# PYTHON=python3.12 chooses the interpreter, TORCH="torch==2.11.0" the PyTorch to install where none is there yet,
+# JOBS=N the compilers at a time.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build train test test-full test-gpu bench bench-full wheel clean distclean
+
+export PYTHON ?= python3
+export TORCH ?=
+export JOBS ?= $(shell nproc)
+export DATA ?=
+VPY := .venv/bin/python
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup:  ## the environment only: .venv with PyTorch and the build tools
+	@scripts/setup
+
+build: setup  ## compile, and install the package into .venv
+	@scripts/install
+
+train: build  ## train a GPT on real text (at most 3 minutes); options: ARGS="--help"
+	@scripts/python examples/gpt/train.py --ranks auto $(ARGS)
+
+test: setup  ## all quick tests, C (under sanitizers) and Python
+	@scripts/test quick $(ARGS)
+
+test-full: setup  ## the slow ones too: faults, fuzzing, large worlds
+	@scripts/test full $(ARGS)
+
+test-gpu: setup  ## every op and the quickstart on a GPU against the CPU
+	@scripts/test gpu $(ARGS)
+
+bench: build  ## measure against PyTorch and DeepSpeed, the short form
+	@scripts/bench $(ARGS)
+
+bench-full: build  ## the same at all sizes, as in docs/bench.md
+	@scripts/bench --full $(ARGS)
+
+wheel: setup  ## dist/*.whl: one py3-none wheel for every torch >= 2.10
+	@scripts/wheel
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist
+
+distclean: clean  ## remove .venv as well
+	rm -rf .venv

@@ -1,0 +1,48 @@
+"""16-bit products on a CPU without the arithmetic: the fp32 path's values, its reach, and that fp32 is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, torch
+import deepc
+from deepc import matmul, precision
+torch.manual_seed(0)
+dtype = getattr(torch, {dtype!r})
+native = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()[0]
+model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 8))
+key = {{"bfloat16": "bf16", "float16": "fp16"}}[{dtype!r}]
+engine = deepc.initialize(model=model, config={{"train_batch_size": 4, key: {{"enabled": True}}}})[0]
+x = torch.randn(4, 64).to(dtype)
+engine.backward(engine(x).float().square().mean())
+used = matmul.calls
+engine.step()
+worst = 0.0
+for a, b, f in [((33, 65), (65, 17), torch.mm), ((3, 9, 65), (3, 65, 5), torch.bmm), ((5, 64), (64, 7), torch.matmul)]:
+    a, b = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
+    want = f(a.double(), b.double()).to(dtype)
+    worst = max(worst, float(((f(a, b).double() - want.double()).abs() / want.double().abs().clamp(min=1e-2)).max()))
+big = torch.randn(5000, 8).to(dtype)
+assert torch.equal(torch.addmm(torch.ones(3, dtype=dtype), big, big[:8, :3].contiguous()),
+                   torch.addmm(torch.ones(3), big.float(), big[:8, :3].float()).to(dtype))
+out = torch.empty(2, 2, dtype=dtype); torch.mm(big[:2], big[:2].t(), out=out)
+f32 = torch.equal(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)) @ torch.eye(3), torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))
+print(json.dumps(dict(native=native, used=used, worst=worst, f32=f32)))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_without_16_bit_arithmetic(dtype):
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DEEPC_LOG_LEVEL": "WARNING"}
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT.format(dtype=dtype)], env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    got = json.loads(run.stdout.splitlines()[-1])
+    assert got["native"] is False and got["f32"] is True
+    assert got["used"] >= 4, "forward and backward must take the fp32 path"
+    assert got["worst"] <= (2**-7 if dtype == "bfloat16" else 2**-10)
