@@ -30,7 +30,7 @@ typedef struct dc_reducer_config {
   dc_comm *comm;                /* borrowed; slot_bytes >= bucket_elems * dtype size. NULL iff layout->world == 1 */
   const dc_zero_layout *layout; /* borrowed */
   int32_t dtype;                /* of the gradients on the wire: fp32, bf16, fp16 */
-  int32_t own_all;              /* 1: this rank's slice is the whole bucket (stage 0); 0: slice `rank` (stages 1 to 3) */
+  int32_t own_all;              /* 1: this rank's slice is the whole bucket (stage 0); 0: slice `rank` (stages 1-3) */
   int32_t rank;
   int32_t reserved;
   float pre_scale;              /* factor on each gradient as it is written to its slot (1: none; prescale_gradients) */

@@ -11,8 +11,8 @@
  * B(t), a begin of step t with an empty window, every step before t done by itself, which waits for "done" of step t
  * - slots. In add it never blocks while the oldest step that it has begun lacks gradients of its own; in finish none
  * lacks any, because zeros stand for what has not come. Suppose a rank A is blocked for ever.
- *   A in W(s): some rank C has not posted s. If C is blocked, then in W(s') of a step that it has posted, so s' < s, or in
- *              B(t) with t <= s, because it has posted all before t and not s; B(t) waits for step t - slots < s.
+ *   A in W(s): some rank C has not posted s. If C is blocked, then in W(s') of a step that it has posted, so s' < s,
+ *              or in B(t) with t <= s, because it has posted all before t and not s; B(t) waits for step t - slots < s.
  *   A in B(t): some rank C has not done u = t - slots. If C is blocked, then in W(s') with s' <= u, or in B(t') with
  *              t' <= u, because it has done all before t' and not u.
  * Give W(s) the height 2s and B(t) the height 2(t - slots) + 1. Along this chain the height falls strictly, so the
@@ -365,7 +365,8 @@ static int check_gradient(const dc_reducer *r, int64_t p, const void *grad, int 
   if (p < 0 || p >= l->nparams)
     return DC_FAIL(DC_E_INVALID, "parameter %lld is outside of [0, %lld)", (long long)p, (long long)l->nparams);
   if (dtype != DC_F32 && dtype != DC_BF16 && dtype != DC_F16)
-    return DC_FAIL(DC_E_DTYPE, "the gradient of parameter %lld has dtype %d (%s); expected fp32, bf16 or fp16", (long long)p,
+    return DC_FAIL(DC_E_DTYPE, "the gradient of parameter %lld has dtype %d (%s); expected fp32, bf16 or fp16",
+        (long long)p,
                    dtype, dc_dtype_name(dtype));
   if (l->numel[p] > 0 && !grad) return DC_FAIL(DC_E_INVALID, "the gradient of parameter %lld is NULL", (long long)p);
   if ((uintptr_t)grad % dc_dtype_size(dtype))
@@ -443,7 +444,8 @@ static int send_chunk(const gathering *g, int64_t k) {
   const dc_zero_layout *l = g->r->k.layout;
   int64_t step, left = l->shard_elems - k * g->chunk;
   void *slot;
-  const dc_call call = {.op = DC_CALL_ALL_GATHER, .dtype = g->dtype, .count = left < g->chunk ? left : g->chunk, .tag = k};
+  const dc_call call = {.op = DC_CALL_ALL_GATHER, .dtype = g->dtype, .count = left < g->chunk ? left : g->chunk,
+      .tag = k};
   DC_TRY(dc_exchange_begin(g->r->k.comm, &step, &slot));
   DC_TRY(move_chunk(g, k, g->r->k.rank, slot, 1));
   return dc_exchange_post(g->r->k.comm, &call);
@@ -493,14 +495,16 @@ static int check_comm(const dc_reducer_config *k) {
   const dc_zero_layout *l = k->layout;
   if (!k->comm)
     return l->world == 1 ? DC_OK
-                         : DC_FAIL(DC_E_INVALID, "comm is NULL, but the layout has a world of %lld", (long long)l->world);
+                         : DC_FAIL(DC_E_INVALID, "comm is NULL, but the layout has a world of %lld",
+                             (long long)l->world);
   if (l->world == 1) return DC_FAIL(DC_E_INVALID, "comm must be NULL for a layout with a world of 1");
   if (dc_comm_size(k->comm) != l->world || dc_comm_rank(k->comm) != k->rank)
     return DC_FAIL(DC_E_INVALID, "the reducer is rank %d of %lld, but its communicator is rank %d of %d", k->rank,
                    (long long)l->world, dc_comm_rank(k->comm), dc_comm_size(k->comm));
   int64_t elem = (int64_t)dc_dtype_size(k->dtype);
   if (l->bucket_elems > k->comm->slot_bytes / elem)
-    return DC_FAIL(DC_E_INVALID, "a bucket of %lld %s elements does not fit a slot of %lld bytes; open the communicator with "
+    return DC_FAIL(DC_E_INVALID,
+        "a bucket of %lld %s elements does not fit a slot of %lld bytes; open the communicator with "
                    "larger slots or make the layout with smaller buckets", (long long)l->bucket_elems,
                    dc_dtype_name(k->dtype), (long long)k->comm->slot_bytes);
   return DC_OK;

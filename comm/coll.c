@@ -10,8 +10,9 @@
 
 #include "comm_impl.h"
 
-/* Bytes of a slot that one chunk uses: small enough that what one core wrote is still in cache when the others read it. */
-#define CHUNK_BYTES ((int64_t)1 << 20)
+/* Bytes of a slot that one chunk uses: small enough that what one core wrote is still in cache when the others read it. Tried with 2 ranks, 128 MiB
+ * all_reduce of fp32: 256 KiB to 512 KiB 54 to 63 ms, 1 MiB 65 ms, 2 MiB and more above 100 ms. */
+#define CHUNK_BYTES ((int64_t)512 << 10)
 #define SMALL_COPY ((int64_t)64 << 10)
 
 typedef struct job {
@@ -149,37 +150,48 @@ static int64_t slice_begin(const job *j, int64_t k, int rank) {
   return at < chunk_len(j, k) ? at : chunk_len(j, k);
 }
 
-static int two_phase_reduce(const job *j, int64_t k) {
-  dc_comm *c = j->c;
-  int64_t a, b, from = slice_begin(j, k, c->rank), n = slice_begin(j, k, c->rank + 1) - from;
+static int two_phase_fill(const job *j, int64_t k, int64_t *step) {
   void *slot;
-  DC_TRY(dc__begin(c, &a, &slot));
+  DC_TRY(dc__begin(j->c, step, &slot));
   DC_TRY(fill_chunk(j, k, slot));
-  DC_TRY(dc__post(c, &j->call));
-  DC_TRY(dc__wait(c, a));
-  DC_TRY(dc__begin(c, &b, &slot));
-  DC_TRY(reduce_slots(j, a, from, n, (char *)slot + from * j->esz));
-  DC_TRY(dc__post(c, &j->call));
-  return dc__done(c, a);
+  return dc__post(j->c, &j->call);
 }
 
-static int two_phase_gather(const job *j, int64_t k) {
+/* Reduces this rank's slice of what lies in `step` into the slot of the next step, *sum. */
+static int two_phase_reduce(const job *j, int64_t k, int64_t step, int64_t *sum) {
   dc_comm *c = j->c;
-  int64_t b = c->done;
+  int64_t from = slice_begin(j, k, c->rank), n = slice_begin(j, k, c->rank + 1) - from;
+  void *slot;
+  DC_TRY(dc__wait(c, step));
+  DC_TRY(dc__begin(c, sum, &slot));
+  DC_TRY(reduce_slots(j, step, from, n, (char *)slot + from * j->esz));
+  DC_TRY(dc__post(c, &j->call));
+  return dc__done(c, step);
+}
+
+static int two_phase_gather(const job *j, int64_t k, int64_t step) {
+  dc_comm *c = j->c;
   char *out = j->out + chunk_begin(j, k) * j->esz;
-  DC_TRY(dc__wait(c, b));
+  DC_TRY(dc__wait(c, step));
   for (int i = 0; i < c->size; i++) {
     int r = (c->rank + i) % c->size;
     int64_t from = slice_begin(j, k, r), n = slice_begin(j, k, r + 1) - from;
-    DC_TRY(copy_out(out + from * j->esz, dc__slot(c, r, b) + from * j->esz, n * j->esz));
+    DC_TRY(copy_out(out + from * j->esz, dc__slot(c, r, step) + from * j->esz, n * j->esz));
   }
-  return dc__done(c, b);
+  return dc__done(c, step);
 }
 
+/* The steps of chunk k are numbered 2k and 2k + 1 on every rank, whether the next chunk is filled early or late. */
 static int run_two_phase(const job *j) {
+  int64_t next, sum;
+  DC_TRY(two_phase_fill(j, 0, &next));
   for (int64_t k = 0; k < j->chunks; k++) {
-    DC_TRY(two_phase_reduce(j, k));
-    DC_TRY(two_phase_gather(j, k));
+    int early = 0;
+    DC_TRY(two_phase_reduce(j, k, next, &sum));
+    if (k + 1 < j->chunks) DC_TRY(dc__can_begin(j->c, &early));
+    if (early) DC_TRY(two_phase_fill(j, k + 1, &next));
+    DC_TRY(two_phase_gather(j, k, sum));
+    if (k + 1 < j->chunks && !early) DC_TRY(two_phase_fill(j, k + 1, &next));
   }
   return DC_OK;
 }

@@ -49,14 +49,15 @@ DC_API int dc_comm_close(dc_comm *c);
 DC_API int dc_comm_abort(dc_comm *c, const char *reason);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);
-/* Sets the text that names the caller in messages (e.g. "train.py:31"), until the next call. Copied, cut at 63 bytes. */
+/* Sets the text that names the caller in messages (e.g. "train.py:31"), until it is set again. Copied, cut at 63 bytes. */
 DC_API int dc_comm_set_caller(dc_comm *c, const char *where);
 /* "" or the text of the error that broke the communicator. */
 DC_API const char *dc_comm_error(const dc_comm *c);
 
 /* A shared segment of `bytes` (rounded up to 2 MiB) mapped by every rank of c: zeroed, faulted in, on huge pages where possible
  * (touch one byte per 2 MiB, then MADV_COLLAPSE in rank 0, then MADV_POPULATE_WRITE in all). Collective; all ranks pass the same size
- * (else DC_E_MISMATCH). Before allocating, what is available is checked (DC_E_NOMEM on all ranks). The segment outlives c. *base is this rank's address. */
+ * (else DC_E_MISMATCH). Before allocating, what is available is checked (DC_E_NOMEM on all ranks; c stays usable). The segment outlives c.
+ * *base is this rank's address. A forked child inherits the mapping of a segment (unlike staging). */
 DC_API int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base);
 /* Unmaps locally; the memory goes when the last rank did. */
 DC_API int dc_segment_free(dc_segment *s);

@@ -1,8 +1,8 @@
 /* dispatch.c: owns the op table (one filled copy per instruction set), the choice among them, and the public wrappers:
  * each validates, counts, computes what all elements share, and splits its range over dc_parallel_for.
  *
- * A table starts as the scalar reference and is overridden by the bodies of its instruction set (cpu/table.c). Grains are
- * multiples of DC_BLOCK so that reduction blocks are never cut and vector starts stay aligned as the arrays are. */
+ * A table starts as the scalar reference and is overridden by the bodies of its instruction set (cpu/table.c). Grains
+ * are multiples of DC_BLOCK so that reduction blocks are never cut and vector starts stay aligned as the arrays are. */
 #include "ops.h"
 
 #include <limits.h>
@@ -22,7 +22,7 @@ void dc__ops_fill_avx512(dc__ops *table);
 void dc__ops_fill_avx512_bf16(dc__ops *table);
 #endif
 
-/* ---- instruction sets ---------------------------------------------------------------------------------------------- */
+/* ---- instruction sets ------------------------------------------------------------------------------------------ */
 static dc__ops g_table[DC_ISA_COUNT];
 static int g_have[DC_ISA_COUNT];
 static pthread_once_t g_once = PTHREAD_ONCE_INIT;
@@ -56,7 +56,8 @@ static void detect_x86(void) {
   if ((state & ymm_state) != ymm_state || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
   const unsigned subleaves = a;
   g_have[DC_ISA_AVX2] = (b & AVX2) != 0;
-  g_have[DC_ISA_AVX512] = g_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl && (state & zmm_state) == zmm_state;
+  g_have[DC_ISA_AVX512] =
+      g_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl && (state & zmm_state) == zmm_state;
   if (!g_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
   g_have[DC_ISA_AVX512_BF16] = (a >> 5) & 1;
 }
@@ -143,7 +144,7 @@ static int get_table(const dc__ops **ops) {
   return DC_OK;
 }
 
-/* ---- floating-point environment ------------------------------------------------------------------------------------ */
+/* ---- floating-point environment -------------------------------------------------------------------------------- */
 /* The contract is round to nearest with denormals kept; a framework may have set flush-to-zero on its threads
  * (torch.set_flush_denormal), which would make results depend on who runs the range. */
 #if defined(__x86_64__)
@@ -161,7 +162,7 @@ static unsigned fp_enter(void) { return 0; }
 static void fp_leave(unsigned old) { (void)old; }
 #endif
 
-/* ---- validation ---------------------------------------------------------------------------------------------------- */
+/* ---- validation ------------------------------------------------------------------------------------------------ */
 static int is_low(int dt) { return dt == DC_F32 || dt == DC_BF16 || dt == DC_F16; }
 
 static int check_low(int dt, const char *what) {
@@ -190,8 +191,8 @@ static int overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_byte
 
 static int64_t bytes_of(int dt, int64_t n) { return (int64_t)dc_dtype_size(dt) * n; }
 
-/* Above this a written-only array is stored past the caches: it would push out what they hold and each line would be read
- * before it is overwritten. Measured in the head of cpu/copy.c. */
+/* Above this a written-only array is stored past the caches: it would push out what they hold and each line would be
+ * read before it is overwritten. Measured in the heads of cpu/copy.c, cast.c and reduce.c. */
 enum { STREAM_BYTES = 4 << 20 };
 
 /* Elements of `bytes` each that make a range worth a thread: about 512 KiB, some 30 us of memory traffic, against a few
@@ -201,7 +202,7 @@ static int64_t grain_of(int64_t bytes) {
   return (blocks > 0 ? blocks : 1) * DC_BLOCK;
 }
 
-/* ---- elementwise ops ----------------------------------------------------------------------------------------------- */
+/* ---- elementwise ops ------------------------------------------------------------------------------------------- */
 typedef struct cast_job {
   const dc__ops *ops;
   char *dst;
@@ -213,8 +214,8 @@ typedef struct cast_job {
 static void cast_range(int64_t begin, int64_t end, void *ctx) {
   const cast_job *j = ctx;
   const unsigned fp = fp_enter();
-  j->ops->cast(j->dst + bytes_of(j->ddt, begin), j->ddt, j->src + bytes_of(j->sdt, begin), j->sdt, j->scale, end - begin,
-               j->stream);
+  j->ops->cast(j->dst + bytes_of(j->ddt, begin), j->ddt, j->src + bytes_of(j->sdt, begin), j->sdt, j->scale,
+               end - begin, j->stream);
   fp_leave(fp);
 }
 
@@ -283,14 +284,15 @@ int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n) {
   DC_TRY(check_array(x, dc_dtype_size(xdt), n, "x"));
   if ((const void *)y != x && overlap(y, bytes_of(DC_F32, n), x, bytes_of(xdt, n)))
     return DC_FAIL(DC_E_INVALID, "x and y overlap");
-  if ((const void *)y == x && xdt != DC_F32 && n > 0) return DC_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
+  if ((const void *)y == x && xdt != DC_F32 && n > 0)
+    return DC_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
   DC_TRY(get_table(&j.ops));
   dc__count(DC_COUNTER_axpy_calls, 1);
   if (n > 0) dc_parallel_for(n, grain_of(12), axpy_range, &j);
   return DC_OK;
 }
 
-/* ---- norms --------------------------------------------------------------------------------------------------------- */
+/* ---- norms ----------------------------------------------------------------------------------------------------- */
 typedef struct sqnorm_job {
   const dc__ops *ops;
   const char *x;
@@ -325,7 +327,7 @@ double dc_sum_partials(const double *partial, int64_t blocks) {
   return sum;
 }
 
-/* ---- copy ---------------------------------------------------------------------------------------------------------- */
+/* ---- copy ------------------------------------------------------------------------------------------------------ */
 typedef struct copy_job {
   const dc__ops *ops;
   char *dst;
@@ -350,7 +352,7 @@ int dc_copy(void *dst, const void *src, int64_t bytes) {
   return DC_OK;
 }
 
-/* ---- reductions over arrays ------------------------------------------------------------------------------------------ */
+/* ---- reductions over arrays ------------------------------------------------------------------------------------ */
 /* Every range makes its own shifted copy of the source pointers, on its stack: 8 KiB at most. */
 enum { MAX_SOURCES = 1024 };
 
@@ -440,9 +442,9 @@ int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t 
   return DC_OK;
 }
 
-/* ---- AdamW --------------------------------------------------------------------------------------------------------- */
-/* All tensors form one flat line of elements, each tensor padded to ADAMW_PAD, so that cut points (multiples of the grain)
- * fall on whole cache lines of an aligned tensor. */
+/* ---- AdamW ----------------------------------------------------------------------------------------------------- */
+/* All tensors form one flat line of elements, each tensor padded to ADAMW_PAD, so that cut points (multiples of the
+ * grain) fall on whole cache lines of an aligned tensor. */
 enum { ADAMW_PAD = 64, ADAMW_GRAIN = 8 * DC_BLOCK };
 
 typedef struct adamw_job {
@@ -495,13 +497,17 @@ static int check_adamw_scalars(const dc_adamw_args *t, int64_t k) {
   const long long i = k;
   if (t->step < 1) return DC_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
   if (!isfinite(t->lr)) return DC_FAIL(DC_E_INVALID, "tensor %lld: lr = %g is not finite", i, t->lr);
-  if (!(t->beta1 >= 0 && t->beta1 < 1)) return DC_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
-  if (!(t->beta2 >= 0 && t->beta2 < 1)) return DC_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
+  if (!(t->beta1 >= 0 && t->beta1 < 1))
+    return DC_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
+  if (!(t->beta2 >= 0 && t->beta2 < 1))
+    return DC_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
   if (!(t->eps >= 0)) return DC_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
   if (!isfinite(t->weight_decay))
     return DC_FAIL(DC_E_INVALID, "tensor %lld: weight_decay = %g is not finite", i, t->weight_decay);
-  if (!isfinite(t->grad_scale)) return DC_FAIL(DC_E_INVALID, "tensor %lld: grad_scale = %g is not finite", i, t->grad_scale);
-  if (t->flags & ~DC_ADAMW_DECOUPLED) return DC_FAIL(DC_E_INVALID, "tensor %lld: unknown flags 0x%x", i, (unsigned)t->flags);
+  if (!isfinite(t->grad_scale))
+    return DC_FAIL(DC_E_INVALID, "tensor %lld: grad_scale = %g is not finite", i, t->grad_scale);
+  if (t->flags & ~DC_ADAMW_DECOUPLED)
+    return DC_FAIL(DC_E_INVALID, "tensor %lld: unknown flags 0x%x", i, (unsigned)t->flags);
   return DC_OK;
 }
 

@@ -1,5 +1,5 @@
-/* find.c: dc_find_nonfinite: which element was it. Runs after a partial norm said that there is one, so it may be plain C;
- * integer tests of the exponent, which compilers turn into baseline vector code. */
+/* find.c: dc_find_nonfinite: which element was it. Runs after a partial norm said that there is one, so it may be plain
+ * C; integer tests of the exponent, which compilers turn into baseline vector code. */
 #include "ops.h"
 
 static int any_u32(const uint32_t *x, int64_t n) {

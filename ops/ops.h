@@ -5,12 +5,13 @@
  * arguments (DC_E_INVALID, DC_E_DTYPE), counts its call (counters.def), splits the range over dc_parallel_for, and runs the body of the
  * current instruction set. n == 0 is valid and does nothing.
  *
- * Numerics. All arithmetic is IEEE 754 with round to nearest even, denormals kept. Bodies of different instruction sets give equal bits: the
- * same operations in the same order with the same fused multiply-adds (the reference uses fmaf where the bodies use FMA), and
- * reductions over fixed blocks of DC_BLOCK elements with a fixed lane structure, combined in index order. Results never
- * depend on the number of threads or on where a vector tail falls. Narrowing to bf16/fp16 rounds to nearest even. A NaN result is stored
- * as the canonical one (0x7fc00000, bf16 0x7fc0, fp16 0x7e00, fp64 0x7ff8000000000000), because hardware picks payload and sign by
- * operand order. Ranges run with round to nearest and denormals on, whatever the thread's MXCSR says (x86-64); it is put back after. */
+ * Numerics. All arithmetic is IEEE 754 with round to nearest even, denormals kept. Bodies of different instruction
+ * sets give equal bits: the same operations in the same order with the same fused multiply-adds (the reference uses
+ * fmaf where the bodies use FMA), and reductions over fixed blocks of DC_BLOCK elements with a fixed lane structure,
+ * combined in index order. Results never depend on the number of threads or on where a vector tail falls. Narrowing to
+ * bf16/fp16 rounds to nearest even. A NaN result is stored as the canonical one (0x7fc00000, bf16 0x7fc0, fp16 0x7e00,
+ * fp64 0x7ff8000000000000), because hardware picks payload and sign by operand order. Ranges run with round to nearest
+ * and denormals on, whatever the thread's MXCSR says (x86-64); it is put back after. */
 #ifndef DEEPC_OPS_H
 #define DEEPC_OPS_H
 
@@ -67,7 +68,8 @@ DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, i
  *   m = fma(1-b1, g - m, m);  v = fma(1-b2, g*g, b2*v);  if amsgrad: vmax = max(vmax, v), used below in place of v
  *   p = p - step_size * (m / (sqrt(v) * inv_sqrt_bc2 + eps)),  step_size = lr / (1 - b1^step), inv_sqrt_bc2 = 1/sqrt(1 - b2^step)
  * the last as fma(-step_size, m/denom, p), denom as fma(sqrt(v), inv_sqrt_bc2, eps). Scalars are computed in fp64, then rounded to fp32 once.
- * lowp, if not NULL, gets round_to(lowp_dtype, p). Between load and store every value is fp32, so bf16/fp16 states are rounded once, at their store. */
+ * lowp, if not NULL, gets round_to(lowp_dtype, p). Between load and store every value is
+ * fp32, so bf16/fp16 states are rounded once, at their store. The arrays of a call must not overlap (not checked). */
 enum { DC_ADAMW_DECOUPLED = 1 };
 typedef struct dc_adamw_args {
   void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */

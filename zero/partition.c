@@ -31,12 +31,14 @@ static int place_params(const int64_t *numel, int64_t nparams, int64_t *offset, 
   int64_t at = 0;
   for (int64_t i = 0; i < nparams; i++) {
     if (numel[i] < 0)
-      return DC_FAIL(DC_E_INVALID, "parameter %lld has %lld elements; a count is >= 0", (long long)i, (long long)numel[i]);
+      return DC_FAIL(DC_E_INVALID, "parameter %lld has %lld elements; a count is >= 0", (long long)i,
+          (long long)numel[i]);
     DC_TRY(round_up(at, DC_ZERO_ALIGN, &at));
     offset[i] = at;
     size[i] = numel[i];
     if (__builtin_add_overflow(at, numel[i], &at))
-      return DC_FAIL(DC_E_OVERFLOW, "parameter %lld of %lld elements ends beyond 64 bits of the flat space", (long long)i,
+      return DC_FAIL(DC_E_OVERFLOW, "parameter %lld of %lld elements ends beyond 64 bits of the flat space",
+          (long long)i,
                      (long long)numel[i]);
   }
   *end = at;
@@ -57,7 +59,8 @@ static int cut_buckets(dc_zero_layout *l, int64_t end, int64_t bucket_wish) {
   return DC_OK;
 }
 
-int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems, dc_zero_layout **out) {
+int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems,
+    dc_zero_layout **out) {
   if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL; give the address of a dc_zero_layout pointer");
   if (nparams < 0) return DC_FAIL(DC_E_INVALID, "nparams is %lld; it must be >= 0", (long long)nparams);
   if (nparams > 0 && !numel) return DC_FAIL(DC_E_INVALID, "numel is NULL with %lld parameters", (long long)nparams);

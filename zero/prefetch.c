@@ -7,8 +7,8 @@
  *  - a unit that isn't there when it is needed means that nothing is in flight (ahead had stopped at it), so only kept
  *    units can be in its way; those with the farthest next use go first (Belady);
  *  - whether a unit is kept after use i depends on i alone (keeps()), so the scan may count on it before it happens.
- * So after every action: gathered <= max(max_live, the unit needed now), and in flight <= prefetch_elems. O(n log
- * n). */
+ * So after every action: gathered <= max(max_live, the unit needed now), and in flight <= prefetch_elems.
+ * O(n log n). */
 #include "zero.h"
 
 #include <stdlib.h>

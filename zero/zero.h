@@ -28,13 +28,15 @@ typedef struct dc_zero_layout {
 
 /* numel[i] >= 0. world >= 1. bucket_elems >= 1 is a wish: rounded up to a multiple of world * DC_BLOCK, and not
  * beyond total (one unit of that if total is 0; then nbuckets is 0). *out is owned: dc_zero_layout_free. */
-DC_API int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems, dc_zero_layout **out);
+DC_API int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems,
+    dc_zero_layout **out);
 DC_API void dc_zero_layout_free(dc_zero_layout *layout);
 
 /* Bucket b: [*begin, *end) of the flat space. */
 DC_API int dc_zero_bucket(const dc_zero_layout *l, int64_t b, int64_t *begin, int64_t *end);
 /* Slice of rank r in bucket b: [*begin, *end) of the flat space, and where it starts in r's shard. */
-DC_API int dc_zero_slice(const dc_zero_layout *l, int64_t b, int64_t r, int64_t *begin, int64_t *end, int64_t *shard_begin);
+DC_API int dc_zero_slice(const dc_zero_layout *l, int64_t b, int64_t r, int64_t *begin, int64_t *end,
+    int64_t *shard_begin);
 /* Where flat element `flat` lives: its rank and index in that rank's shard. */
 DC_API int dc_zero_locate(const dc_zero_layout *l, int64_t flat, int64_t *rank, int64_t *shard_index);
 
@@ -43,7 +45,8 @@ typedef struct dc_zero_segment { int64_t param, param_begin, flat_begin, shard_b
 /* All segments of rank r, in shard order (which is also flat order). With segments == NULL only *count; a capacity
  * below it is DC_E_INVALID. Adjacent slices of one parameter are not merged across buckets unless they are
  * contiguous in both spaces. */
-DC_API int dc_zero_segments(const dc_zero_layout *l, int64_t r, dc_zero_segment *segments, int64_t capacity, int64_t *count);
+DC_API int dc_zero_segments(const dc_zero_layout *l, int64_t r, dc_zero_segment *segments, int64_t capacity,
+    int64_t *count);
 
 /* Which ranges of bucket b belong to which parameter: pieces in flat order (padding in none). */
 typedef struct dc_zero_piece { int64_t param, param_begin, flat_begin, len; } dc_zero_piece;
@@ -59,22 +62,28 @@ DC_API int dc_zero_pieces(const dc_zero_layout *l, int64_t b, dc_zero_piece *pie
  * units are released at its end. */
 enum dc_zero_action_kind { DC_ZERO_GATHER = 1, DC_ZERO_USE = 2, DC_ZERO_RELEASE = 3 };
 typedef struct dc_zero_action { int32_t kind; int32_t reserved; int64_t unit; } dc_zero_action;
-DC_API int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int64_t nunits, int64_t prefetch_elems,
-                            int64_t max_live_elems, int64_t max_reuse_elems, dc_zero_action *actions, int64_t capacity, int64_t *count);
+DC_API int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int64_t nunits,
+    int64_t prefetch_elems,
+                            int64_t max_live_elems, int64_t max_reuse_elems, dc_zero_action *actions, int64_t capacity,
+                                int64_t *count);
 
 /* Bytes of model states. Private is per rank, shared is once per node. Staging: slots of all ranks (shared).
  *   n = stage 0 ? total : shard
- *   params: stage 0-2 private (total + frozen) * param_size; stage 3 resident: the same, shared; stage 3 streamed: private
- *           (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
+ *   params: stage 0-2 private (total + frozen) * param_size; stage 3 resident: the same, shared; stage 3 streamed:
+ *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
  *   grads:  n * 4 (the fp32 accumulator); master: n * 4 if set; states: n * nstates * state_size
  *   staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
  *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
 typedef struct dc_zero_bytes_in {
   int64_t total, shard, frozen; /* elements: flat space, one shard, parameters without gradient (padded) */
   int64_t world, ranks_per_node, slots, bucket_elems;
-  int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, reserved; /* sizes in bytes; master: 1 if separate fp32 masters exist */
+  /* sizes in bytes; master: 1 if separate fp32 masters exist */
+  int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, reserved;
 } dc_zero_bytes_in;
-typedef struct dc_zero_bytes { int64_t params_private, params_shared, grads_private, master_private, states_private, staging_shared, rank_total, node_total; } dc_zero_bytes;
+typedef struct dc_zero_bytes {
+  int64_t params_private, params_shared, grads_private, master_private, states_private, staging_shared;
+  int64_t rank_total, node_total;
+} dc_zero_bytes;
 DC_API int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out);
 
 #ifdef __cplusplus

@@ -1,6 +1,7 @@
 /* base.c: statuses, the last error of a thread, data types, counters, environment rows.
  *
- * Owns the thread-local error text and the process-wide counters. Assumes nothing; everything else in the core may call it. */
+ * Owns the thread-local error text and the process-wide counters. Assumes nothing; everything else in the core may call
+ * it. */
 #include "base.h"
 
 #include <errno.h>
@@ -49,7 +50,7 @@ int dc_status_at(int i, const char **name, int *value) {
 }
 
 /* ---- the last error ---------------------------------------------------------------------------------------------- */
-static _Thread_local char last_error[1024];
+static _Thread_local char last_error[4096]; /* a time-out tells where every rank is */
 
 const char *dc_last_error(void) { return last_error; }
 
@@ -60,8 +61,8 @@ static const char *base_name(const char *path) {
 
 int dc_fail(int status, const char *file, int line, const char *func, const char *fmt, ...) {
   int saved_errno = errno;
-  /* Not straight into last_error: an argument may be the previous dc_last_error(). The place must survive a long text, so
-   * the text is what gets cut. */
+  /* Not straight into last_error: an argument may be the previous dc_last_error(). The place must survive a long text,
+   * so the text is what gets cut. */
   char what[sizeof last_error], place[192];
   va_list args;
   va_start(args, fmt);
@@ -81,8 +82,8 @@ static const struct {
   size_t size;
   const char *name;
 } dtypes[DC_DTYPE_COUNT] = {
-    [DC_F32] = {4, "fp32"}, [DC_BF16] = {2, "bf16"}, [DC_F16] = {2, "fp16"}, [DC_F64] = {8, "fp64"}, [DC_I8] = {1, "int8"},
-    [DC_U8] = {1, "uint8"}, [DC_I16] = {2, "int16"}, [DC_I32] = {4, "int32"}, [DC_I64] = {8, "int64"},
+    [DC_F32] = {4, "fp32"}, [DC_BF16] = {2, "bf16"}, [DC_F16] = {2, "fp16"}, [DC_F64] = {8, "fp64"}, 
+    [DC_I8] = {1, "int8"},  [DC_U8] = {1, "uint8"}, [DC_I16] = {2, "int16"}, [DC_I32] = {4, "int32"}, [DC_I64] = {8, "int64"},
 };
 
 size_t dc_dtype_size(int dtype) { return dtype < 0 || dtype >= DC_DTYPE_COUNT ? 0 : dtypes[dtype].size; }
@@ -123,11 +124,13 @@ static const struct {
 enum { ENV_COUNT = sizeof env_rows / sizeof env_rows[0] };
 
 int dc_env_at(int i, const char **name, const char **value_or_default, const char **help) {
-  if (!name || !value_or_default || !help) return DC_FAIL(DC_E_INVALID, "dc_env_at needs all three outputs; got a NULL pointer");
+  if (!name || !value_or_default || !help)
+    return DC_FAIL(DC_E_INVALID, "dc_env_at needs all three outputs; got a NULL pointer");
   if (i < 0 || i >= ENV_COUNT) return DC_FAIL(DC_E_INVALID, "environment row %d is not in [0, %d)", i, (int)ENV_COUNT);
   const char *value = getenv(env_rows[i].name);
   *name = env_rows[i].name;
-  *value_or_default = value && *value ? value : env_rows[i].fallback; /* set but empty means unset, as in most shells' tools */
+  /* Set but empty means unset, as in most tools. */
+  *value_or_default = value && *value ? value : env_rows[i].fallback;
   *help = env_rows[i].help;
   return DC_OK;
 }

@@ -1,9 +1,9 @@
 /* crc32c.c: CRC-32C (Castagnoli polynomial 0x1EDC6F41, reflected; RFC 3720 appendix B.4), over the processor's crc32
- * instruction where there is one, else eight tables (Kounavis & Berry, "A systematic approach to building high performance
- * software-based CRC generators", 2005). Both give equal values; DEEPC_ISA=scalar chooses the tables.
+ * instruction where there is one, else eight tables (Kounavis & Berry, "A systematic approach to building high
+ * performance software-based CRC generators", 2005). Both give equal values; DEEPC_ISA=scalar chooses the tables.
  *
- * One chain of crc32 instructions retires 8 bytes every 3 cycles, about a third of what the units can do, but already above
- * what a disk takes; the interleaved form needs shift tables and is not worth its code yet. */
+ * One chain of crc32 instructions retires 8 bytes every 3 cycles, about a third of what the units can do, but already
+ * above what a disk takes; the interleaved form needs shift tables and is not worth its code yet. */
 #include "base.h"
 
 #include <pthread.h>

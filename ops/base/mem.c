@@ -1,8 +1,8 @@
 /* mem.c: large arrays on huge pages, and how much memory is left.
  *
- * Owns every block that dc_mem_alloc returned, in one table (so that dc_mem_free can refuse a pointer that is not ours, and so
- * that no header disturbs the alignment). Reads the memory limits of the whole cgroup path before it maps: past the limit the
- * kernel kills the process instead of failing the call. */
+ * Owns every block that dc_mem_alloc returned, in one table (so that dc_mem_free can refuse a pointer that is not ours,
+ * and so that no header disturbs the alignment). Reads the memory limits of the whole cgroup path before it maps: past
+ * the limit the kernel kills the process instead of failing the call. */
 #include "base.h"
 
 #include <errno.h>
@@ -23,12 +23,13 @@
 
 enum { COLORS = 16, CACHE_LINE = 64 };
 static const size_t small_limit = (size_t)1 << 20;
-/* All differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x slower when congruent
- * modulo 2 MiB). The 256 bytes keep two colors from being congruent modulo 4 KiB, where loads wait for unrelated stores. */
+/* All differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x slower when
+ * congruent modulo 2 MiB). The 256 bytes keep two colors from being congruent modulo 4 KiB, where loads wait for
+ * unrelated stores. */
 static const size_t color_step = 4096 + 256;
 static const size_t fault_step = (size_t)64 << 20;
 
-/* ---- the table of blocks: open addressing, keyed by the user's pointer ------------------------------------------------ */
+/* ---- the table of blocks: open addressing, keyed by the user's pointer ------------------------------------------- */
 struct block {
   void *ptr;     /* what the user has; NULL: empty */
   void *base;    /* what was mapped or allocated */
@@ -115,8 +116,8 @@ static int huge_pages_wanted(bool *wanted) {
   return DC_OK;
 }
 
-/* A mapping of `length` bytes (a multiple of DC_HUGE_PAGE) that starts on a huge page boundary: maps one huge page more and
- * trims. NULL with errno on failure. */
+/* A mapping of `length` bytes (a multiple of DC_HUGE_PAGE) that starts on a huge page boundary: maps one huge page more
+ * and trims. NULL with errno on failure. */
 static void *map_aligned(size_t length) {
   size_t whole = length + DC_HUGE_PAGE;
   char *start = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -157,8 +158,8 @@ static int check_available(size_t bytes, size_t length) {
   DC_TRY(dc_mem_available(&available));
   if (length > (uint64_t)available)
     return DC_FAIL(DC_E_NOMEM,
-                   "asked for %zu bytes (%.2f GiB), but %lld bytes (%.2f GiB) are available under the cgroup's limit and the "
-                   "machine's MemAvailable; use a smaller model or batch, more ranks, or raise the limit",
+                   "asked for %zu bytes (%.2f GiB), but %lld bytes (%.2f GiB) are available under the cgroup's limit and "
+                   "the machine's MemAvailable; use a smaller model or batch, more ranks, or raise the limit",
                    bytes, (double)bytes / (1 << 30), (long long)available, (double)available / (1 << 30));
   return DC_OK;
 }
@@ -167,12 +168,14 @@ static int alloc_large(size_t bytes, size_t offset, void **ptr) {
   bool huge = true;
   DC_TRY(huge_pages_wanted(&huge));
   if (bytes > (size_t)PTRDIFF_MAX - 4 * DC_HUGE_PAGE)
-    return DC_FAIL(DC_E_NOMEM, "asked for %zu bytes, more than an address space holds; check the size for an overflow", bytes);
+    return DC_FAIL(DC_E_NOMEM, "asked for %zu bytes, more than an address space holds; check the size for an overflow",
+                   bytes);
   size_t length = (offset + bytes + DC_HUGE_PAGE - 1) & ~(DC_HUGE_PAGE - 1);
   DC_TRY(check_available(bytes, length));
   char *base = map_aligned(length);
   if (!base)
-    return DC_FAIL(DC_E_NOMEM, "mmap of %zu bytes: %s; look at ulimit -v and vm.max_map_count", length, strerror(errno));
+    return DC_FAIL(DC_E_NOMEM, "mmap of %zu bytes: %s; look at ulimit -v and vm.max_map_count", length,
+                   strerror(errno));
   /* Advice: a kernel without transparent huge pages refuses it, and small pages then serve. */
   (void)madvise(base, length, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   int rc = fault_in(base, length);
@@ -201,7 +204,8 @@ static int alloc_small(size_t bytes, void **ptr) {
 
 int dc_mem_alloc(size_t bytes, int color, void **ptr) {
   if (!ptr) return DC_FAIL(DC_E_INVALID, "ptr is NULL; pass the address of a pointer");
-  if (color < 0 || color >= COLORS) return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, COLORS - 1);
+  if (color < 0 || color >= COLORS)
+    return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, COLORS - 1);
   return bytes < small_limit ? alloc_small(bytes, ptr) : alloc_large(bytes, (size_t)color * color_step, ptr);
 }
 
@@ -254,7 +258,8 @@ static bool read_keyed(const char *dir, const char *name, const char *key, int64
   char line[256], word[128];
   long long number;
   bool found = false;
-  while (!found && fgets(line, sizeof line, file)) found = sscanf(line, "%127s %lld", word, &number) == 2 && !strcmp(word, key);
+  while (!found && fgets(line, sizeof line, file))
+    found = sscanf(line, "%127s %lld", word, &number) == 2 && !strcmp(word, key);
   fclose(file);
   if (found) *value = number;
   return found;
@@ -342,7 +347,8 @@ static void apply_hierarchy(const char *proc, int version, int64_t *least) {
   if (!cgroup_path(proc, version, &own) || !cgroup_mount(proc, version, &root, &point)) return;
   /* In a container the mount shows only a part of the tree; a path outside of it is seen as the mount's own root. */
   size_t skip = strcmp(root.text, "/") ? strlen(root.text) : 0;
-  bool inside = !strncmp(own.text, root.text, skip) && (!own.text[skip] || own.text[skip] == '/') && !strstr(own.text, "/..");
+  bool inside = !strncmp(own.text, root.text, skip) && (!own.text[skip] || own.text[skip] == '/');
+  if (strstr(own.text, "/..")) inside = false;
   if (!make_path(&dir, "%s%s", point.text, inside ? own.text + skip : "")) return;
   size_t shortest = strlen(point.text);
   for (;;) {
@@ -371,8 +377,8 @@ int dc_mem_available_in(const char *proc, int64_t *bytes) {
 int dc_mem_available(int64_t *bytes) { return dc_mem_available_in("/proc", bytes); }
 
 /* ---- huge pages in use ------------------------------------------------------------------------------------------- */
-/* The kernel tells how much of each mapping is huge, not which part; of a mapping that is only in part ours we take the same
- * share, which is exact when the mapping is all huge or all small. */
+/* The kernel tells how much of each mapping is huge, not which part; of a mapping that is only in part ours we take the
+ * same share, which is exact when the mapping is all huge or all small. */
 int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge) {
   if (!huge || (!ptr && bytes)) return DC_FAIL(DC_E_INVALID, "ptr and huge must not be NULL");
   FILE *file = fopen("/proc/self/smaps", "re");

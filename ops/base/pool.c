@@ -1,10 +1,10 @@
 /* pool.c: dc_parallel_for over our own threads or a framework's.
  *
- * Owns the worker threads. They start at the first call that needs them, sleep on a condition variable between calls, and
- * are gone after dc_set_num_threads (then started again) and when the library is unloaded. A job is cut into a few more
- * pieces than there are threads, so that a thread that was descheduled does not hold up the rest; pieces are claimed from
- * an atomic counter. One job runs at a time: a call from inside a job, or while another thread's job runs, runs inline,
- * which can't deadlock. After fork() the child has no workers and starts its own when it needs them. */
+ * Owns the worker threads. They start at the first call that needs them, sleep on a condition variable between calls,
+ * and are gone after dc_set_num_threads (then started again) and when the library is unloaded. A job is cut into a few
+ * more pieces than there are threads, so that a thread that was descheduled does not hold up the rest; pieces are
+ * claimed from an atomic counter. One job runs at a time: a call from inside a job, or while another thread's job runs,
+ * runs inline, which can't deadlock. After fork() the child has no workers and starts its own when it needs them. */
 #include "base.h"
 
 #include <errno.h>
@@ -53,8 +53,8 @@ static int online_cpus(void) {
   return n > 0 ? (int)(n < MAX_THREADS ? n : MAX_THREADS) : 1;
 }
 
-/* A value that is not understood leaves the default in force and its text in dc_last_error(): this function can't fail, and
- * `deepc doctor` checks the variable. */
+/* A value that is not understood leaves the default in force and its text in dc_last_error(): this function can't fail,
+ * and `deepc doctor` checks the variable. */
 static int default_threads(void) {
   const char *text = getenv("DEEPC_NUM_THREADS");
   if (text && *text) {
@@ -62,8 +62,8 @@ static int default_threads(void) {
     errno = 0;
     long n = strtol(text, &end, 10);
     if (!errno && !*end && n >= 1 && n <= MAX_THREADS) return (int)n;
-    (void)DC_FAIL(DC_E_ENV, "DEEPC_NUM_THREADS='%s' is not a number from 1 to %d; using %d, the processors of this process", text,
-                  MAX_THREADS, online_cpus());
+    (void)DC_FAIL(DC_E_ENV, "DEEPC_NUM_THREADS='%s' is not a number from 1 to %d; using %d, the processors of this process",
+                  text, MAX_THREADS, online_cpus());
   }
   int n = online_cpus();
   return n < MAX_THREADS ? n : MAX_THREADS;
@@ -106,7 +106,8 @@ static void *worker_main(void *unused) {
   uint64_t seen = 0;
   pthread_mutex_lock(&pool.lock);
   for (;;) {
-    while (!pool.stop && !(pool.job && pool.generation != seen && pool.job->slots > 0)) pthread_cond_wait(&pool.work, &pool.lock);
+    while (!pool.stop && !(pool.job && pool.generation != seen && pool.job->slots > 0))
+      pthread_cond_wait(&pool.work, &pool.lock);
     if (pool.stop) break;
     struct job *job = pool.job;
     seen = pool.generation;
@@ -134,7 +135,8 @@ static void forget_workers(void) {
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
-/* Under pool.owner. Fewer threads than asked for is not an error: the caller does what the missing ones would have done. */
+/* Under pool.owner. Fewer threads than asked for is not an error: the caller does what the missing ones would have
+ * done. */
 static void start_workers(int n) {
   pthread_once(&fork_once, watch_fork);
   while (pool.nworkers < n) {
@@ -153,7 +155,8 @@ static void stop_workers(void) {
   pool.stop = 0;
 }
 
-/* Workers must not outlive the code they run (dlclose). At exit a job of another thread may still run: then leave it be. */
+/* Workers must not outlive the code they run (dlclose). At exit a job of another thread may still run: then leave it
+ * be. */
 __attribute__((destructor)) static void unload(void) {
   if (pthread_mutex_trylock(&pool.owner)) return;
   stop_workers();
@@ -161,8 +164,10 @@ __attribute__((destructor)) static void unload(void) {
 }
 
 int dc_set_num_threads(int n) {
-  if (n < 1 || n > MAX_THREADS) return DC_FAIL(DC_E_INVALID, "number of threads is %d; it must be from 1 to %d", n, MAX_THREADS);
-  if (inside_job) return DC_FAIL(DC_E_STATE, "the number of threads can't change inside dc_parallel_for; set it before");
+  if (n < 1 || n > MAX_THREADS)
+    return DC_FAIL(DC_E_INVALID, "number of threads is %d; it must be from 1 to %d", n, MAX_THREADS);
+  if (inside_job)
+    return DC_FAIL(DC_E_STATE, "the number of threads can't change inside dc_parallel_for; set it before");
   pthread_mutex_lock(&pool.owner);
   stop_workers();
   atomic_store(&wanted_threads, n);

@@ -1,21 +1,34 @@
-/* cast.c: bodies of dc_cast. A pair of dtypes is a constant of its loop. */
+/* cast.c: bodies of dc_cast. A pair of dtypes is a constant of its loop. Large casts store past the caches.
+ *
+ * Measured (12 Mi elements, one thread, AVX-512-BF16, huge pages, medians of 31 interleaved rounds, against plain
+ * stores): streaming stores fp32->bf16 1.15, fp32->fp16 1.29, bf16->fp32 2.0; with prefetch 2 KiB ahead 1.32, 1.40, 1.8
+ * to 2.0. Prefetch with plain stores: 0.94 to 1.0, so plain loops have none. bench_ops --only cast. */
 #include "cpu/vec.h"
+
+/* Elements before dst is aligned to its 16 elements, as streaming stores demand. */
+DC_INLINE int64_t stream_head(const void *dst, int ddt) {
+  const int64_t size = ddt == DC_F32 ? 4 : 2, align = LANES * size;
+  return (align - (int64_t)((uintptr_t)dst % (uintptr_t)align)) % align / size;
+}
+
+DC_INLINE void cast_step(void *dst, int ddt, const void *src, int sdt, vf scale, int64_t i, int r) {
+  v_put(dst, ddt, i, r, v_mul(scale, v_get(src, sdt, i, r)));
+}
 
 DC_INLINE void cast_loop(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, int stream) {
   const vf a = v_set1(scale);
+  const int64_t head = stream_head(dst, ddt);
   int64_t i = 0;
-  if (stream) { /* up to where dst is aligned to its 16 elements; a streaming store demands it */
-    const int64_t size = ddt == DC_F32 ? 4 : 2, align = LANES * size;
-    const int64_t head = (align - (int64_t)((uintptr_t)dst % (uintptr_t)align)) % align / size;
-    if (head > 0 && head < n) {
-      v_put(dst, ddt, 0, (int)head, v_mul(a, v_get(src, sdt, 0, (int)head)));
-      i = head;
+  if (stream && head + LANES <= n) {
+    if (head) cast_step(dst, ddt, src, sdt, a, 0, (int)head);
+    for (i = head; i + LANES <= n; i += LANES) {
+      v_ahead(src, sdt, i, AHEAD);
+      v_put_stream(dst, ddt, i, v_mul(a, v_get(src, sdt, i, LANES)));
     }
-    for (; head < n && i + LANES <= n; i += LANES) v_put_stream(dst, ddt, i, v_mul(a, v_get(src, sdt, i, LANES)));
     v_fence();
   }
-  for (; i + LANES <= n; i += LANES) v_put(dst, ddt, i, LANES, v_mul(a, v_get(src, sdt, i, LANES)));
-  if (i < n) v_put(dst, ddt, i, (int)(n - i), v_mul(a, v_get(src, sdt, i, (int)(n - i))));
+  for (; i + LANES <= n; i += LANES) cast_step(dst, ddt, src, sdt, a, i, LANES);
+  if (i < n) cast_step(dst, ddt, src, sdt, a, i, (int)(n - i));
 }
 
 DC_INLINE void cast_to(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, int stream) {

@@ -1,5 +1,10 @@
-/* sqnorm.c: bodies of dc_sqnorm. Two blocks are summed side by side: the accumulators of one block form a chain of fused
- * multiply-adds (4 cycles for 16 elements) that alone would be slower than memory for 16-bit inputs. */
+/* sqnorm.c: bodies of dc_sqnorm. Two blocks are summed side by side: the accumulators of one block form a chain of
+ * fused multiply-adds (4 cycles for 16 elements) that alone would be slower than memory.
+ *
+ * Measured (bench_ops --only sqnorm, one thread of a shared machine, best of 31 rounds): fp32 24.8 GB/s, with prefetch
+ * 28 to 29.6, a loop that only reads 29.3. bf16 stays at 21 with AVX-512 (12.6 with AVX2) against 30: widening to fp64
+ * costs 9 operations on two ports for 16 elements, whatever the prefetch. The engine takes its norm in reduce_acc,
+ * where that is hidden. */
 #include "cpu/vec.h"
 
 DC_INLINE vd add_at(vd acc, const void *x, int dt, int64_t i) {

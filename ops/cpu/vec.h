@@ -1,13 +1,15 @@
-/* vec.h: the vector vocabulary of the bodies in cpu/, and the only file with intrinsic names. Included by files that are compiled once
- * per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16) and by the compiler's own macros.
+/* vec.h: the vector vocabulary of the bodies in cpu/, and the only file with intrinsic names. Included by files that
+ * are compiled once per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16) and by the compiler's
+ * macros.
  *
- * A vector has LANES = 16 elements on every instruction set: one zmm register, or a pair of ymm. So the bodies are one text,
- * and element i % 16 of a reduction block meets the same accumulator everywhere. `r` of an access is the number of valid
- * elements: LANES (a constant in main loops) or 1..15 in a tail, which then runs the same operations under a mask and touches no byte
- * outside. AVX2 has no 16-bit masks; its tails go through a zeroed buffer on the stack.
+ * A vector has LANES = 16 elements on every instruction set: one zmm register, or a pair of ymm. So the bodies are one
+ * text, and element i % 16 of a reduction block meets the same accumulator everywhere. `r` of an access is the number
+ * of valid elements: LANES (a constant in main loops) or 1..15 in a tail, which then runs the same operations under a
+ * mask and touches no byte outside. AVX2 has no 16-bit masks; its tails go through a zeroed buffer on the stack.
  *
  * Stores make NaN canonical, as ref/scalar.h does. Narrowing to bf16 is integer arithmetic on AVX2 and AVX-512.
- * VCVTNEPS2BF16 (AVX-512-BF16) treats denormal inputs as zero whatever MXCSR says, so it runs only where a vector has none. */
+ * VCVTNEPS2BF16 (AVX-512-BF16) treats denormal inputs as zero whatever MXCSR says, so it runs only on vectors without
+ * any. */
 #ifndef DEEPC_OPS_CPU_VEC_H
 #define DEEPC_OPS_CPU_VEC_H
 
@@ -24,8 +26,8 @@
 #define DC_UNLIKELY(x) __builtin_expect(!!(x), 0)
 
 enum { LANES = 16, CACHE_LINE = 64 };
-/* How far ahead arrays are fetched, in bytes. The processor's own prefetchers stop at every 4 KiB; the gain is in the head
- * of adamw.c. */
+/* How far ahead arrays are fetched, in bytes. The processor's own prefetchers stop at every 4 KiB page; what it gives
+ * is in the head of adamw.c. */
 enum { AHEAD = 2048 };
 
 #define DC_OP(name, params) void DC_BODY(name) params;
@@ -44,9 +46,11 @@ DC_INLINE void v_ahead(const void *p, int dt, int64_t i, int64_t bytes) {
 DC_INLINE void v_fence(void) { _mm_sfence(); }
 
 #if defined(__AVX512F__)
-/* ==== AVX-512 F, BW, DQ, VL: one register =========================================================================== */
+/* ==== AVX-512 F, BW, DQ, VL: one register ======================================================================= */
 typedef __m512 vf;
-typedef struct vd { __m512d lo, hi; } vd; /* 16 fp64 accumulators */
+typedef struct vd {
+  __m512d lo, hi;
+} vd; /* 16 fp64 accumulators */
 
 DC_INLINE __mmask16 v_mask(int r) { return (__mmask16)((1u << r) - 1u); }
 
@@ -62,7 +66,9 @@ DC_INLINE int v_any_nan(vf a) { return v_nan(a) != 0; }
 /* VMAXPS and VMINPS give b if either is NaN or both are zero; dc__max_f32 and dc__min_f32 also keep a NaN of a. */
 DC_INLINE vf v_max(vf a, vf b) { return _mm512_mask_mov_ps(_mm512_max_ps(a, b), v_nan(a), a); }
 DC_INLINE vf v_min(vf a, vf b) { return _mm512_mask_mov_ps(_mm512_min_ps(a, b), v_nan(a), a); }
-DC_INLINE vf v_canonical(vf a) { return _mm512_mask_mov_ps(a, v_nan(a), _mm512_castsi512_ps(_mm512_set1_epi32(DC__NAN_F32))); }
+DC_INLINE vf v_canonical(vf a) {
+  return _mm512_mask_mov_ps(a, v_nan(a), _mm512_castsi512_ps(_mm512_set1_epi32(DC__NAN_F32)));
+}
 
 DC_INLINE vf v_widen_bf16(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
 
@@ -90,7 +96,9 @@ DC_INLINE void v_store16(void *p, int r, __m256i h) {
   else
     _mm256_mask_storeu_epi16(p, v_mask(r), h);
 }
-DC_INLINE vf v_load32(const void *p, int r) { return r == LANES ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(v_mask(r), p); }
+DC_INLINE vf v_load32(const void *p, int r) {
+  return r == LANES ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(v_mask(r), p);
+}
 DC_INLINE void v_store32(void *p, int r, vf a) {
   if (r == LANES)
     _mm512_storeu_ps(p, a);
@@ -122,11 +130,16 @@ DC_INLINE __m256d vd_half(vd acc) { /* the sums of i and i + 8, then of i and i 
 }
 
 #else
-/* ==== AVX2, FMA, F16C: a pair of registers ========================================================================== */
-typedef struct vf { __m256 a, b; } vf;
-typedef struct vd { __m256d q[4]; } vd;
+/* ==== AVX2, FMA, F16C: a pair of registers ====================================================================== */
+typedef struct vf {
+  __m256 a, b;
+} vf;
+typedef struct vd {
+  __m256d q[4];
+} vd;
 
-#define DC__PAIR(op, x, y) (vf){op((x).a, (y).a), op((x).b, (y).b)}
+#define DC__PAIR(op, x, y)                                                                                             \
+  (vf) { op((x).a, (y).a), op((x).b, (y).b) }
 DC_INLINE vf v_set1(float f) { return (vf){_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
 DC_INLINE vf v_add(vf x, vf y) { return DC__PAIR(_mm256_add_ps, x, y); }
 DC_INLINE vf v_sub(vf x, vf y) { return DC__PAIR(_mm256_sub_ps, x, y); }
@@ -145,7 +158,9 @@ DC_INLINE __m256 v_canonical8(__m256 x) {
 }
 DC_INLINE vf v_canonical(vf x) { return (vf){v_canonical8(x.a), v_canonical8(x.b)}; }
 
-DC_INLINE __m256 v_widen_bf16_8(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
+DC_INLINE __m256 v_widen_bf16_8(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
 DC_INLINE vf v_widen_bf16(__m256i h) {
   return (vf){v_widen_bf16_8(_mm256_castsi256_si128(h)), v_widen_bf16_8(_mm256_extracti128_si256(h, 1))};
 }
@@ -205,7 +220,9 @@ DC_INLINE void v_stream_line(void *dst, const void *src) {
   _mm256_stream_si256((__m256i *)dst + 1, hi);
 }
 
-DC_INLINE vd vd_zero(void) { return (vd){{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}}; }
+DC_INLINE vd vd_zero(void) {
+  return (vd){{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}};
+}
 DC_INLINE __m256d vd_sq4(__m256d acc, __m128 x) {
   const __m256d d = _mm256_cvtps_pd(x);
   return _mm256_fmadd_pd(d, d, acc);
@@ -226,7 +243,7 @@ DC_INLINE __m256d vd_half(vd acc) {
 }
 #endif
 
-/* ==== common to both ================================================================================================ */
+/* ==== common to both ============================================================================================ */
 /* float(p[i]) of r elements, the rest zero. dt is a constant where speed matters, and the switch is gone. */
 DC_INLINE vf v_get(const void *p, int dt, int64_t i, int r) {
   switch (dt) {

@@ -1,6 +1,6 @@
-// adamw.cu: dc_cuda_adamw: as many tensors as a kernel's parameters hold go in one launch, cut into chunks of ADAMW_CHUNK
-// elements, one per CUDA block, so that a list of small tensors fills the device (the idea of NVIDIA apex's multi-tensor apply). The
-// table travels as a kernel parameter: no upload, nothing to keep alive.
+// adamw.cu: dc_cuda_adamw: as many tensors as a kernel's parameters hold go in one launch, cut into chunks of
+// ADAMW_CHUNK elements, one per CUDA block, so that a list of small tensors fills the device (the idea of NVIDIA apex's
+// multi-tensor apply). The table travels as a kernel parameter: no upload, nothing to keep alive.
 #include "cuda/adamw_table.h"
 #include "cuda/launch.cuh"
 
@@ -8,13 +8,16 @@ __global__ void __launch_bounds__(THREADS) adamw_kernel(const __grid_constant__ 
   dc_gpu::adamw(table, (int32_t)blockIdx.x, (int)threadIdx.x, (int)blockDim.x);
 }
 
-// ---- validation: as in ops/dispatch.c --------------------------------------------------------------------------------------------
+// ---- validation: as in ops/dispatch.c -------------------------------------------------------------------------------
 static int check_scalars(const dc_adamw_args *t, int64_t k) {
   const long long i = k;
-  if (t->step < 1) return CUDA_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
+  if (t->step < 1)
+    return CUDA_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
   if (!isfinite(t->lr)) return CUDA_FAIL(DC_E_INVALID, "tensor %lld: lr = %g is not finite", i, t->lr);
-  if (!(t->beta1 >= 0 && t->beta1 < 1)) return CUDA_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
-  if (!(t->beta2 >= 0 && t->beta2 < 1)) return CUDA_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
+  if (!(t->beta1 >= 0 && t->beta1 < 1))
+    return CUDA_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
+  if (!(t->beta2 >= 0 && t->beta2 < 1))
+    return CUDA_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
   if (!(t->eps >= 0)) return CUDA_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
   if (!isfinite(t->weight_decay))
     return CUDA_FAIL(DC_E_INVALID, "tensor %lld: weight_decay = %g is not finite", i, t->weight_decay);

@@ -1,5 +1,5 @@
-// adamw_table.h: the host's part of dc_cuda_adamw: from the caller's list of tensors (validated) to the tables that one launch each
-// takes. Plain C++, so that tests/c/test_cuda_bodies.cpp runs it too.
+// adamw_table.h: the host's part of dc_cuda_adamw: from the caller's list of tensors (validated) to the tables that one
+// launch each takes. Plain C++, so that tests/c/test_cuda_bodies.cpp runs it too.
 #ifndef DEEPC_CUDA_ADAMW_TABLE_H
 #define DEEPC_CUDA_ADAMW_TABLE_H
 

@@ -1,10 +1,11 @@
-// bodies.cuh: what one CUDA thread does, for every op, as functions of (thread, threads). The __global__ wrappers in *.cu only
-// number the threads. It compiles as plain C++ too, so that tests/c/test_cuda_bodies.cpp runs every index computation, tail
-// and rounding on the CPU against the reference; only the wrappers and the shuffles need a GPU.
+// bodies.cuh: what one CUDA thread does, for every op, as functions of (thread, threads). The __global__ wrappers in
+// *.cu only number the threads. It compiles as plain C++ too, so that tests/c/test_cuda_bodies.cpp runs every index
+// computation, tail and rounding on the CPU against the reference; only the wrappers and the shuffles need a GPU.
 //
-// Numerics: the operations of ops/ref in their order, each as its own intrinsic (__fmaf_rn, __fmul_rn ..), so that no compiler
-// fuses or splits them; denormals kept, NaN stored as the canonical one. Loops stride over the grid with 64-bit indices. No
-// pointer is __restrict__: in place is allowed where ops.h says so, and a thread reads all it needs before it writes there.
+// Numerics: the operations of ops/ref in their order, each as its own intrinsic (__fmaf_rn, __fmul_rn ..), so that no
+// compiler fuses or splits them; denormals kept, NaN stored as the canonical one. Loops stride over the grid with
+// 64-bit indices. No pointer is __restrict__: in place is allowed where ops.h says so, and a thread reads all it needs
+// before it writes there.
 #ifndef DEEPC_CUDA_BODIES_CUH
 #define DEEPC_CUDA_BODIES_CUH
 
@@ -24,7 +25,7 @@
 
 namespace dc_gpu {
 
-// ---- memory: vectors of up to 16 bytes, one instruction each ----------------------------------------------------------------
+// ---- memory: vectors of up to 16 bytes, one instruction each --------------------------------------------------------
 #if defined(__CUDACC__)
 // Stores go through __stwb (a plain store, written back): the compiler breaks up a store of a struct after arithmetic.
 template <class Word>
@@ -69,7 +70,8 @@ struct Width {
   static constexpr int value = N;
 };
 
-// Calls each(Width<V>, i) for the whole vectors of [0, n) that fall to this thread, then each(Width<1>, i) for the rest.
+// Calls each(Width<V>, i) for the whole vectors of [0, n) that fall to this thread, then each(Width<1>, i) for the
+// rest.
 template <int V, class F>
 DC_GPU void for_each(int64_t n, int64_t thread, int64_t threads, F each) {
   const int64_t vectors = n / V;
@@ -78,7 +80,7 @@ DC_GPU void for_each(int64_t n, int64_t thread, int64_t threads, F each) {
     for (int64_t i = vectors * V + thread; i < n; i += threads) each(Width<1>(), i);
 }
 
-// ---- dtypes: how an element is stored, the type that arithmetic has, and the way between ------------------------------------------
+// ---- dtypes: how an element is stored, the type that arithmetic has, and the way between ----------------------------
 DC_GPU float canonical(float f) { return f != f ? __uint_as_float(0x7fc00000u) : f; }
 DC_GPU double canonical(double d) { return d != d ? __longlong_as_double(0x7ff8000000000000ll) : d; }
 
@@ -156,12 +158,14 @@ struct Int {
 // Elements of a vector when the widest array moves 16 bytes at a time.
 template <class A, class B>
 constexpr int vector_width() {
-  return 16 / (int)(sizeof(typename A::stored) > sizeof(typename B::stored) ? sizeof(typename A::stored) : sizeof(typename B::stored));
+  const int a = (int)sizeof(typename A::stored), b = (int)sizeof(typename B::stored);
+  return 16 / (a > b ? a : b);
 }
 
-// ---- cast, scale, axpy ----------------------------------------------------------------------------------------------------------
+// ---- cast, scale, axpy ----------------------------------------------------------------------------------------------
 template <class D, class S, int V>
-DC_GPU void cast(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n, int64_t thread, int64_t threads) {
+DC_GPU void cast(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n, int64_t thread,
+                 int64_t threads) {
   for_each<V>(n, thread, threads, [=](auto width, int64_t i) {
     constexpr int W = decltype(width)::value;
     const Pack<typename S::stored, W> in = load<typename S::stored, W>(src + i);
@@ -184,7 +188,7 @@ DC_GPU void axpy(float *y, float a, const typename X::stored *x, int64_t n, int6
   });
 }
 
-// ---- norms: LANES threads share a block of DC_BLOCK elements, one accumulator each, and combine them by shuffles --------------------
+// ---- norms: LANES threads share a block of DC_BLOCK elements, one accumulator each, and combine them by shuffles ----
 enum { LANES = 16 };
 
 // Elements of `block`; 0 or less past the end.
@@ -206,7 +210,7 @@ DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block,
   return sum;
 }
 
-// ---- reductions over arrays -----------------------------------------------------------------------------------------------------
+// ---- reductions over arrays -----------------------------------------------------------------------------------------
 // The source pointers travel as a kernel parameter: 64 bytes for up to 8 sources, 8 KiB for more.
 template <int CAPACITY>
 struct Sources {
@@ -260,8 +264,8 @@ DC_GPU void reduce_acc(float *acc, const Src &src, int nsrc, int assign, int64_t
   });
 }
 
-// The same for one lane of one block, with the lane's sum of squares. Four elements at a time: the compiler can't move loads
-// of the sources above the stores to acc, so we do.
+// The same for one lane of one block, with the lane's sum of squares. Four elements at a time: the compiler can't move
+// loads of the sources above the stores to acc, so we do.
 template <class S, class Src>
 DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, int64_t n, int64_t block, int lane) {
   constexpr int BATCH = 4;
@@ -292,7 +296,7 @@ DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, 
   return square;
 }
 
-// ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block ---------------------------------------------
+// ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block --------------------------
 enum { ADAMW_CHUNK = 4096, ADAMW_WIDTH = 4, ADAMW_TENSORS = 37 };
 
 struct AdamwTensor {
@@ -323,7 +327,8 @@ DC_GPU int adamw_find(const AdamwTable &table, int32_t block) {
   return lo;
 }
 
-// W elements as they lie in memory. Loading and unpacking are apart, so that all loads are under way before the first is used.
+// W elements as they lie in memory. Loading and unpacking are apart, so that all loads are under way before the first
+// is used.
 template <int W>
 struct Raw {
   Pack<float, W> wide;      // fp32

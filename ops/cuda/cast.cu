@@ -62,7 +62,8 @@ int dc_cuda_copy(void *dst, const void *src, int64_t bytes, void *stream) {
   if (dc__cuda_overlap(dst, bytes, src, bytes)) return CUDA_FAIL(DC_E_INVALID, "dst and src overlap");
   DeviceScope device;
   DC_TRY(device.enter(dst, "dst"));
-  const cudaError_t error = cudaMemcpyAsync(dst, src, (size_t)bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+  const cudaError_t error = cudaMemcpyAsync(dst, src, (size_t)bytes, cudaMemcpyDefault,
+                                            static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return DC_OK;
   (void)cudaGetLastError();
   return dc__cuda_error(error, "a copy");

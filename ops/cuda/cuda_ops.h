@@ -1,10 +1,10 @@
 /* cuda_ops.h: the ops of ops.h on CUDA devices, from libdeepc_cuda.so. Loads without a GPU and without libdeepc.so.
  *
- * Each function takes the arguments of its CPU namesake (see ops.h for meaning and numerics) plus a cudaStream_t as void *
- * (NULL: the default stream), and enqueues its work: DC_OK means "launched"; what fails later shows at the next
+ * Each function takes the arguments of its CPU namesake (see ops.h for meaning and numerics) plus a cudaStream_t as
+ * void * (NULL: the default stream), and enqueues its work: DC_OK means "launched"; what fails later shows at the next
  * synchronisation. Arrays are in device memory of one device, or pinned or managed memory that it can reach; tables of
- * pointers and of arguments are in host memory and may be freed when the call returns. The calling thread's current device
- * does not matter and is put back. Results equal the CPU's bit for bit.
+ * pointers and of arguments are in host memory and may be freed when the call returns. The calling thread's current
+ * device does not matter and is put back. Results equal the CPU's bit for bit.
  *
  * Statuses: those of the CPU (DC_E_INVALID, DC_E_DTYPE, DC_E_OVERFLOW), and DC_E_CUDA: no driver, no device, no kernel
  * image for it, or an error of CUDA; the text is dc_cuda_last_error(). */

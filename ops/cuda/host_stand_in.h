@@ -1,5 +1,5 @@
-// host_stand_in.h: the CUDA names that bodies.cuh uses, for a plain C++ compiler (tests only). Misaligned vector accesses, which
-// trap on a GPU, are counted.
+// host_stand_in.h: the CUDA names that bodies.cuh uses, for a plain C++ compiler (tests only). Misaligned vector
+// accesses, which trap on a GPU, are counted.
 #ifndef DEEPC_CUDA_HOST_STAND_IN_H
 #define DEEPC_CUDA_HOST_STAND_IN_H
 

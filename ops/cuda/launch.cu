@@ -29,14 +29,15 @@ static const char *advice(cudaError_t error) {
     case cudaErrorInsufficientDriver:
     case cudaErrorNoDevice: return "there is no usable GPU; install a driver for CUDA 13, or use CPU tensors";
     case cudaErrorNoKernelImageForDevice:
-    case cudaErrorUnsupportedPtxVersion: return "this build has kernels for sm_80, sm_90 and sm_100 and up; build deepc for this GPU";
+    case cudaErrorUnsupportedPtxVersion:
+      return "this build has kernels for sm_80, sm_90 and sm_100 and up; build deepc for this GPU";
     default: return "an earlier kernel on this device may be the cause; CUDA_LAUNCH_BLOCKING=1 shows which";
   }
 }
 
 int dc__cuda_error(cudaError_t error, const char *what) {
-  return CUDA_FAIL(DC_E_CUDA, "%s failed: %s (%s, %d); %s", what, cudaGetErrorString(error), cudaGetErrorName(error), (int)error,
-                   advice(error));
+  return CUDA_FAIL(DC_E_CUDA, "%s failed: %s (%s, %d); %s", what, cudaGetErrorString(error), cudaGetErrorName(error),
+                   (int)error, advice(error));
 }
 
 int DeviceScope::enter(const void *array, const char *what) {
@@ -48,7 +49,8 @@ int DeviceScope::enter(const void *array, const char *what) {
     return dc__cuda_error(error, "looking up an array");
   }
   if (attributes.type == cudaMemoryTypeUnregistered)
-    return CUDA_FAIL(DC_E_INVALID, "%s = %p is ordinary host memory; pass device, managed or pinned memory", what, array);
+    return CUDA_FAIL(DC_E_INVALID, "%s = %p is ordinary host memory; pass device, managed or pinned memory", what,
+                     array);
   if (attributes.type == cudaMemoryTypeHost) return DC_OK; // every device reaches it: the current one will do
   int current = -1;
   if ((error = cudaGetDevice(&current)) != cudaSuccess) return dc__cuda_error(error, "cudaGetDevice");
@@ -58,18 +60,20 @@ int DeviceScope::enter(const void *array, const char *what) {
   return DC_OK;
 }
 
-// ---- validation: the rules of ops/dispatch.c -------------------------------------------------------------------------------------
+// ---- validation: the rules of ops/dispatch.c ------------------------------------------------------------------------
 static const struct {
   size_t size;
   const char *name;
-} dtypes[DC_DTYPE_COUNT] = {{4, "fp32"}, {2, "bf16"}, {2, "fp16"}, {8, "fp64"}, {1, "int8"}, {1, "uint8"}, {2, "int16"}, {4, "int32"}, {8, "int64"}};
+} dtypes[DC_DTYPE_COUNT] = {{4, "fp32"}, {2, "bf16"}, {2, "fp16"}, {8, "fp64"}, {1, "int8"}, {1, "uint8"}, 
+                            {2, "int16"}, {4, "int32"}, {8, "int64"}};
 
 size_t dc__cuda_dtype_size(int dt) { return dt < 0 || dt >= DC_DTYPE_COUNT ? 0 : dtypes[dt].size; }
 const char *dc__cuda_dtype_name(int dt) { return dt < 0 || dt >= DC_DTYPE_COUNT ? "?" : dtypes[dt].name; }
 
 int dc__cuda_check_low(int dt, const char *what) {
   if (dt == DC_F32 || dt == DC_BF16 || dt == DC_F16) return DC_OK;
-  return CUDA_FAIL(DC_E_DTYPE, "%s is dtype %d (%s); this op takes fp32, bf16 and fp16", what, dt, dc__cuda_dtype_name(dt));
+  return CUDA_FAIL(DC_E_DTYPE, "%s is dtype %d (%s); this op takes fp32, bf16 and fp16", what, dt,
+                   dc__cuda_dtype_name(dt));
 }
 
 int dc__cuda_check_count(int64_t n) {

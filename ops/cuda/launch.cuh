@@ -1,5 +1,5 @@
-// launch.cuh: what all launchers share: the error text, validation as in ops/dispatch.c, the device of the arrays, grid sizes.
-// Included by *.cu only.
+// launch.cuh: what all launchers share: the error text, validation as in ops/dispatch.c, the device of the arrays, grid
+// sizes. Included by *.cu only.
 #ifndef DEEPC_CUDA_LAUNCH_CUH
 #define DEEPC_CUDA_LAUNCH_CUH
 
@@ -28,7 +28,8 @@ static inline int aligned_to(const void *p, size_t bytes) { return (uintptr_t)p 
 
 enum { MAX_SOURCES = 1024, FEW_SOURCES = 8, THREADS = 256, MAX_GRID = 1 << 16 };
 
-// Makes the device that holds `array` current for one scope. A launch goes to the current device, whatever its stream is.
+// Makes the device that holds `array` current for one scope. A launch goes to the current device, whatever its stream
+// is.
 class DeviceScope {
  public:
   ~DeviceScope() {

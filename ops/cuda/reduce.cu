@@ -19,10 +19,11 @@ static Sources<CAPACITY> pack_sources(const void *const *src, int nsrc) {
   return packed;
 }
 
-// ---- reduce ----------------------------------------------------------------------------------------------------------------------
+// ---- reduce ---------------------------------------------------------------------------------------------------------
 template <class T, int V, int CAPACITY>
 __global__ void __launch_bounds__(THREADS)
-reduce_kernel(typename T::stored *dst, const __grid_constant__ Sources<CAPACITY> src, int nsrc, int op, double share, int64_t n) {
+reduce_kernel(typename T::stored *dst, const __grid_constant__ Sources<CAPACITY> src, int nsrc, int op, double share,
+              int64_t n) {
   dc_gpu::reduce<T, V>(dst, src, nsrc, op, share, n, grid_thread(), grid_threads());
 }
 
@@ -46,7 +47,8 @@ static int launch_reduce_for(void *dst, const void *const *src, int nsrc, int op
                              : launch_reduce<T, MAX_SOURCES>(dst, src, nsrc, op, n, stream);
 }
 
-static int launch_reduce_of(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, cudaStream_t stream) {
+static int launch_reduce_of(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n,
+                            cudaStream_t stream) {
   switch (dt) {
     case DC_F32: return launch_reduce_for<dc_gpu::F32>(dst, src, nsrc, op, n, stream);
     case DC_BF16: return launch_reduce_for<dc_gpu::BF16>(dst, src, nsrc, op, n, stream);
@@ -81,7 +83,7 @@ int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, 
   return launch_reduce_of(dst, src, nsrc, dt, op, n, static_cast<cudaStream_t>(stream));
 }
 
-// ---- reduce_acc ------------------------------------------------------------------------------------------------------------------
+// ---- reduce_acc -----------------------------------------------------------------------------------------------------
 template <class S, int V, int CAPACITY>
 __global__ void __launch_bounds__(THREADS)
 reduce_acc_kernel(float *acc, const __grid_constant__ Sources<CAPACITY> src, int nsrc, int assign, int64_t n) {
@@ -91,12 +93,14 @@ reduce_acc_kernel(float *acc, const __grid_constant__ Sources<CAPACITY> src, int
 // As sqnorm_kernel: half a warp a block, all 32 threads in the loop together.
 template <class S, int CAPACITY>
 __global__ void __launch_bounds__(THREADS)
-reduce_acc_norm_kernel(float *acc, const __grid_constant__ Sources<CAPACITY> src, int nsrc, int assign, int64_t n, int64_t blocks,
-                       double *partial) {
+reduce_acc_norm_kernel(float *acc, const __grid_constant__ Sources<CAPACITY> src, int nsrc, int assign, int64_t n,
+                       int64_t blocks, double *partial) {
   const int half = threadIdx.x % 32 / dc_gpu::LANES, lane = threadIdx.x % dc_gpu::LANES;
   for (int64_t pair = grid_thread() / 32; pair * 2 < blocks; pair += grid_threads() / 32) {
     const int64_t block = pair * 2 + half;
-    const double sum = tree16(block < blocks ? dc_gpu::reduce_acc_lane<S>(acc, src, nsrc, assign, n, block, lane) : 0.0);
+    double sum = 0;
+    if (block < blocks) sum = dc_gpu::reduce_acc_lane<S>(acc, src, nsrc, assign, n, block, lane);
+    sum = tree16(sum);
     if (lane == 0 && block < blocks) partial[block] = sum;
   }
 }

@@ -37,7 +37,8 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
   }
 }
 
-/* Integers wrap around: sums and products are taken in the unsigned 64-bit type, whose low bits are those of any width. */
+/* Integers wrap around: sums and products are taken in the unsigned 64-bit type, whose low bits are those of any width.
+ */
 #define STEP_INT(suffix, type)                                                                                         \
   static type step_##suffix(int op, type a, type b) {                                                                  \
     switch (op) {                                                                                                      \

@@ -1,9 +1,9 @@
-/* scalar.h: one element of each floating dtype to and from binary32, in portable C. The meaning of every conversion of the
- * ops is here; the vector bodies repeat it.
+/* scalar.h: one element of each floating dtype to and from binary32, in portable C. The meaning of every conversion of
+ * the ops is here; the vector bodies repeat it.
  *
  * NaN: whatever arithmetic made or passed on is stored as the one canonical quiet NaN of the dtype (sign 0, payload 0).
- * Hardware propagates payload and sign by operand order, which compilers swap; the canonical NaN makes results equal bit
- * for bit on every instruction set. Assumes round to nearest even and denormals on (dispatch.c sets both). */
+ * Hardware propagates payload and sign by operand order, which compilers swap; the canonical NaN makes results equal
+ * bit for bit on every instruction set. Assumes round to nearest even and denormals on (dispatch.c sets both). */
 #ifndef DEEPC_OPS_SCALAR_H
 #define DEEPC_OPS_SCALAR_H
 
@@ -84,7 +84,8 @@ static inline void dc__put(void *p, int dt, int64_t i, float f) {
   }
 }
 
-/* The larger (smaller) of a and b; NaN if either is; b where they compare equal (which only shows for zeros of both signs). */
+/* The larger (smaller) of a and b; NaN if either is; b where they compare equal (which only shows for zeros of both
+ * signs). */
 static inline float dc__max_f32(float a, float b) { return a != a || a > b ? a : b; }
 static inline float dc__min_f32(float a, float b) { return a != a || a < b ? a : b; }
 static inline double dc__max_f64(double a, double b) { return a != a || a > b ? a : b; }

@@ -26,7 +26,8 @@ def _version() -> str:
 
 class _ShowVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.exit(0, _version() + "\n")
+        print(_version())
+        parser.exit(0)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="versions of deepc, its C core, torch and Python")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (short, long, add, _) in _COMMANDS.items():
-        add(commands.add_parser(name, help=short, description=long))
+        add(commands.add_parser(name, help=short, description=long, allow_abbrev=False))
     return parser
 
 

@@ -6,7 +6,7 @@ ranks (operation, dtype, device, reduction, number of tensors), never from what 
 ranks of a one-node group meet in a fence of the core, so that a mismatch or a death is told there as well.
 
 Calls run inline and return a completed Work, also with async_op=True; an error is raised by the call itself. Each group opens its
-communicator at its first collective: STAGING bytes of shared memory per rank of the node."""
+communicator at its first collective (see DEFAULT_STAGING for what it takes)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .errors import ArgumentError, CommError, UnsupportedError
 
 _log = logging.getLogger("deepc")
 
-# Staging per rank: the core cuts calls into chunks of at most 1 MiB; a second and third slot let a rank fill the next chunk while peers read. Sub-groups
-# are often many and small.
-SLOTS, DEFAULT_SLOT_BYTES, SUBGROUP_SLOT_BYTES = 3, 1 << 20, 256 << 10
+# Staging per rank: the core cuts calls into chunks of at most 512 KiB; a second and third slot let a rank fill the next chunk while peers read. Sub-groups
+# are often many and small. So 1.5 MiB a rank for the default group, 0.5 MiB for others.
+DEFAULT_STAGING, SUBGROUP_STAGING = (512 << 10, 3), (256 << 10, 2)  # slot bytes, slots
 
 _OPS = {dist.ReduceOp.RedOpType.SUM: "sum", dist.ReduceOp.RedOpType.AVG: "avg", dist.ReduceOp.RedOpType.MIN: "min",
         dist.ReduceOp.RedOpType.MAX: "max", dist.ReduceOp.RedOpType.PRODUCT: "prod", dist.ReduceOp.RedOpType.BAND: "band",
@@ -155,9 +155,9 @@ class DeepcProcessGroup(dist.ProcessGroup):
                 store = dist.PrefixStore("deepc/", self._store)
                 nodes = len(set(node.node_ids(store, self._rank, self._size)))
                 if nodes == 1:
-                    self._comm = node.open_comm(store, self._rank, self._size, label=self._label, timeout=self._timeout,
-                                                slot_bytes=DEFAULT_SLOT_BYTES if self._is_default else SUBGROUP_SLOT_BYTES, slots=SLOTS,
-                                                global_ranks=self._global_ranks)
+                    slot_bytes, slots = DEFAULT_STAGING if self._is_default else SUBGROUP_STAGING
+                    self._comm = node.open_comm(store, self._rank, self._size, label=self._label, timeout=self._timeout, slot_bytes=slot_bytes,
+                                                slots=slots, global_ranks=self._global_ranks)
                 else:
                     _log.info("group %s spans %d nodes: its collectives on CPU tensors run on Gloo", self._label, nodes)
                 self._comm_tried = True

@@ -43,9 +43,9 @@ class CoreReducer:
         out: list[int] = []
         while True:
             check(C.dc_reducer_released(self.handle, self._indices, 64, self._count_ref))
-            if not self._count.value:
-                return out
             out.extend(self._indices[: self._count.value])
+            if self._count.value < 64:
+                return out
 
     def finish(self) -> None:
         check(C.dc_reducer_finish(self.handle))
@@ -69,13 +69,23 @@ class TorchReducer:
         self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = plan, device, acc, partial, wire, pre_scale
         self._grads: dict[int, torch.Tensor] = {}
         self._released: list[int] = []
+        self._seen: set[int] = set()
+        self._none = torch.empty(0, dtype=torch.float64, device=acc.device)
         self._assign = self._norm = False
 
     def begin(self, assign: bool, norm: bool) -> None:
         self._assign, self._norm = assign, norm
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        self._grads[index] = grad
+        if self._plan.world > 1:
+            self._grads[index] = grad
+            return
+        self._seen.add(index)  # one rank: nothing to wait for, the gradient can go
+        layout = self._plan.layout
+        target = self._acc[layout.offsets[index]: layout.offsets[index] + layout.numels[index]]
+        flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
+        torch.ops.deepc.accumulate_tensors(target, [flat.to(target.device)], self._assign, self._none)
+        self._released.append(index)
 
     def released(self) -> list[int]:
         out, self._released = self._released, []
@@ -94,26 +104,31 @@ class TorchReducer:
 
     def finish(self) -> None:
         plan, layout = self._plan, self._plan.layout
-        none = torch.empty(0, dtype=torch.float64, device=self._acc.device)
-        for b in range(layout.nbuckets):
-            begin, end = b * layout.bucket_elems, min((b + 1) * layout.bucket_elems, layout.total)
-            part = self._bucket(begin, end)
-            if plan.own_all:
-                if plan.world > 1:
-                    dist.all_reduce(part)
-                shard = begin
-            else:
-                mine = torch.empty((end - begin) // plan.world, dtype=part.dtype, device=part.device)
-                if plan.world > 1:
-                    dist.reduce_scatter_tensor(mine, part)
-                    part = mine
-                shard = plan.slices[b].shard_begin
-            target = self._acc[shard: shard + part.numel()]
-            torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, none)
+        if plan.world == 1:
+            for i in range(layout.nparams) if self._assign else ():
+                if i not in self._seen:
+                    self._acc[layout.offsets[i]: layout.offsets[i] + layout.numels[i]].zero_()
+            self._seen.clear()
+        for b in range(layout.nbuckets) if plan.world > 1 else ():
+            self._reduce_bucket(b)
         if self._norm:
             self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
         self._released.extend(self._grads)
         self._grads.clear()
+
+    def _reduce_bucket(self, b: int) -> None:
+        plan, layout = self._plan, self._plan.layout
+        begin, end = b * layout.bucket_elems, min((b + 1) * layout.bucket_elems, layout.total)
+        part = self._bucket(begin, end)
+        if plan.own_all:
+            dist.all_reduce(part)
+            shard = begin
+        else:
+            mine = torch.empty((end - begin) // plan.world, dtype=part.dtype, device=part.device)
+            dist.reduce_scatter_tensor(mine, part)
+            part, shard = mine, plan.slices[b].shard_begin
+        target = self._acc[shard: shard + part.numel()]
+        torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, self._none)
 
     def gather(self, flat: torch.Tensor) -> None:
         layout = self._plan.layout

@@ -1,9 +1,9 @@
 /* bench_ops.c: the speed of each op beside the limit of its memory pattern. One JSON line per case:
  *   op, dtype, n, threads, memory ("huge": dc_mem_alloc with different colors; "malloc": plain malloc), isa, rounds,
  *   median/min/max seconds, GB/s (bytes that the op must move, without read-for-ownership), limit_median seconds, and
- *   ratio: the median over rounds of limit / op, the two timed back to back (1.0: the op costs what its memory traffic costs).
- * The limit is a plain loop over the same arrays with the same reads and writes and no arithmetic beyond an add, vectorised
- * by the compiler for the processor that runs it, on the same threads.
+ *   ratio: the median over rounds of limit / op, the two timed back to back (1.0: the op costs what its memory traffic
+ * costs). The limit is a plain loop over the same arrays with the same reads and writes and no arithmetic beyond an
+ * add, vectorised by the compiler for the processor that runs it, on the same threads.
  *
  *   cmake -S . -B build -DDEEPC_TESTS=ON && cmake --build build && build/tests/bench/bench_ops [--n N] [--rounds R]
  *         [--threads T] [--memory huge|malloc] [--only SUBSTRING]
@@ -30,8 +30,9 @@ typedef struct bench {
   uint32_t sink;
 } bench;
 
-/* ---- limits ------------------------------------------------------------------------------------------------------------ */
-BEST_ISA static void loop_4r3w(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, int64_t n) {
+/* ---- limits ---------------------------------------------------------------------------------------------------- */
+BEST_ISA static void loop_4r3w(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
+                               int64_t n) {
   for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += g[i], v[i] += g[i];
 }
 BEST_ISA static void loop_4r3w_low(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
@@ -61,7 +62,8 @@ BEST_ISA static uint32_t loop_read(const uint32_t *x, int64_t n) {
 BEST_ISA static void loop_2r1w(float *restrict y, const float *restrict a, const float *restrict b, int64_t n) {
   for (int64_t i = 0; i < n; i++) y[i] = a[i] + b[i];
 }
-BEST_ISA static void loop_2r1w_16(float *restrict y, const uint16_t *restrict a, const uint16_t *restrict b, int64_t n) {
+BEST_ISA static void loop_2r1w_16(float *restrict y, const uint16_t *restrict a, const uint16_t *restrict b,
+                                  int64_t n) {
   for (int64_t i = 0; i < n; i++) y[i] = (float)(a[i] + b[i]);
 }
 
@@ -86,12 +88,24 @@ LIMIT(limit_read16, b->sink |= loop_read((const uint32_t *)b->at[0] + lo / 2, (h
 LIMIT(limit_reduce, loop_2r1w(F(2), F(0), F(1), hi - lo))
 LIMIT(limit_reduce16, loop_2r1w_16(F(2), H(0), H(1), hi - lo))
 
-/* ---- ops --------------------------------------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------------------------- */
 static dc_adamw_args adamw_args(bench *b, int grad_dtype, int lowp) {
-  return (dc_adamw_args){.param = b->at[0], .grad = b->at[1], .exp_avg = b->at[2], .exp_avg_sq = b->at[3],
-                         .lowp = lowp >= 0 ? b->at[4] : NULL, .n = b->n, .step = 10, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999,
-                         .eps = 1e-8, .weight_decay = 0.01, .grad_scale = 1.0, .grad_dtype = grad_dtype,
-                         .lowp_dtype = lowp >= 0 ? lowp : 0, .flags = DC_ADAMW_DECOUPLED};
+  return (dc_adamw_args){.param = b->at[0],
+                         .grad = b->at[1],
+                         .exp_avg = b->at[2],
+                         .exp_avg_sq = b->at[3],
+                         .lowp = lowp >= 0 ? b->at[4] : NULL,
+                         .n = b->n,
+                         .step = 10,
+                         .lr = 1e-3,
+                         .beta1 = 0.9,
+                         .beta2 = 0.999,
+                         .eps = 1e-8,
+                         .weight_decay = 0.01,
+                         .grad_scale = 1.0,
+                         .grad_dtype = grad_dtype,
+                         .lowp_dtype = lowp >= 0 ? lowp : 0,
+                         .flags = DC_ADAMW_DECOUPLED};
 }
 
 static int op_adamw(bench *b) {
@@ -126,9 +140,7 @@ static int op_scale(bench *b) { return dc_scale(b->at[0], DC_F32, 1.0f, b->n); }
 static int op_axpy(bench *b) { return dc_axpy(b->at[0], 0.0f, b->at[1], DC_F32, b->n); }
 static int op_sqnorm(bench *b) { return dc_sqnorm(b->at[0], DC_F32, b->n, b->partial); }
 static int op_sqnorm16(bench *b) { return dc_sqnorm(b->at[0], DC_BF16, b->n, b->partial); }
-static int op_reduce(bench *b) {
-  return dc_reduce(b->at[2], (const void *const *)b->at, 2, DC_F32, DC_RED_SUM, b->n);
-}
+static int op_reduce(bench *b) { return dc_reduce(b->at[2], (const void *const *)b->at, 2, DC_F32, DC_RED_SUM, b->n); }
 static int op_reduce_acc(bench *b) {
   return dc_reduce_acc(b->at[2], (const void *const *)b->at, 2, DC_F32, b->n, 1, b->partial);
 }
@@ -161,7 +173,7 @@ static const bench_case cases[] = {
     {"axpy", "fp32", op_axpy, limit_axpy, 12},
 };
 
-/* ---- timing -------------------------------------------------------------------------------------------------------------- */
+/* ---- timing ---------------------------------------------------------------------------------------------------- */
 static double now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -198,10 +210,13 @@ static int run_case(const bench_case *c, bench *b, int rounds, int threads, cons
     limit[r] = t1 - t0, op[r] = t2 - t1, ratio[r] = limit[r] / op[r];
   }
   const double mid = median(op, rounds);
-  printf("{\"op\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"threads\": %d, \"memory\": \"%s\", \"isa\": \"%s\", \"rounds\": %d, "
-         "\"median_s\": %.9f, \"min_s\": %.9f, \"max_s\": %.9f, \"gb_per_s\": %.2f, \"limit_median_s\": %.9f, \"ratio\": %.3f}\n",
-         c->op, c->dtype, (long long)b->n, threads, memory, dc_isa_name(isa), rounds, mid, op[0], op[rounds - 1],
-         (double)c->bytes * (double)b->n / mid * 1e-9, median(limit, rounds), median(ratio, rounds));
+  printf(
+      "{\"op\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"threads\": %d, \"memory\": \"%s\", \"isa\": \"%s\", "
+      "\"rounds\": %d, "
+      "\"median_s\": %.9f, \"min_s\": %.9f, \"max_s\": %.9f, \"gb_per_s\": %.2f, \"limit_median_s\": %.9f, \"ratio\": "
+      "%.3f}\n",
+      c->op, c->dtype, (long long)b->n, threads, memory, dc_isa_name(isa), rounds, mid, op[0], op[rounds - 1],
+      (double)c->bytes * (double)b->n / mid * 1e-9, median(limit, rounds), median(ratio, rounds));
   fflush(stdout);
   return 0;
 }

@@ -58,7 +58,7 @@ struct ScopedThreads {
 
 bool contains(const char *text, const char *part) { return strstr(text, part) != nullptr; }
 
-// ---- statuses, errors, dtypes, counters, variables -------------------------------------------------------------------
+// ---- statuses, errors, dtypes, counters, variables ------------------------------------------------------------------
 TEST(Status, RowsAreTheEnumAndUnknownIsSaid) {
   EXPECT_STREQ(dc_version(), DC_VERSION_STRING);
   std::set<int> values;
@@ -115,7 +115,8 @@ TEST(Error, BelongsToItsThread) {
 
 TEST(Dtype, SizesAndNames) {
   const std::map<int, std::pair<size_t, const char *>> rows = {
-      {DC_F32, {4, "fp32"}}, {DC_BF16, {2, "bf16"}}, {DC_F16, {2, "fp16"}},  {DC_F64, {8, "fp64"}},  {DC_I8, {1, "int8"}},
+      {DC_F32, {4, "fp32"}}, {DC_BF16, {2, "bf16"}}, {DC_F16, {2, "fp16"}},  {DC_F64, {8, "fp64"}},  
+      {DC_I8, {1, "int8"}},
       {DC_U8, {1, "uint8"}}, {DC_I16, {2, "int16"}}, {DC_I32, {4, "int32"}}, {DC_I64, {8, "int64"}},
   };
   ASSERT_EQ((int)rows.size(), DC_DTYPE_COUNT);
@@ -164,7 +165,7 @@ TEST(Env, RowsGiveTheValueOrTheDefault) {
   EXPECT_EQ(dc_env_at(0, &name, &value, nullptr), DC_E_INVALID);
 }
 
-// ---- threads ---------------------------------------------------------------------------------------------------------
+// ---- threads --------------------------------------------------------------------------------------------------------
 struct Recorder {
   std::vector<std::atomic<int>> visits;
   std::mutex lock;
@@ -177,7 +178,8 @@ struct Recorder {
     self->ranges.emplace_back(begin, end);
   }
   void expect_whole(int64_t n, int64_t grain) {
-    for (int64_t i = 0; i < n; i++) ASSERT_EQ(visits[i].load(), 1) << "element " << i << " of " << n << ", grain " << grain;
+    for (int64_t i = 0; i < n; i++)
+      ASSERT_EQ(visits[i].load(), 1) << "element " << i << " of " << n << ", grain " << grain;
     for (auto &range : ranges) {
       EXPECT_LT(range.first, range.second);
       EXPECT_EQ(range.first % grain, 0);
@@ -354,7 +356,8 @@ int run_self(const char *value) {
   if (child == 0) {
     if (value) setenv("DEEPC_NUM_THREADS", value, 1);
     else unsetenv("DEEPC_NUM_THREADS");
-    execl(self, self, "--gtest_filter=ParallelFor.DISABLED_PrintThreads", "--gtest_also_run_disabled_tests", (char *)nullptr);
+    execl(self, self, "--gtest_filter=ParallelFor.DISABLED_PrintThreads", "--gtest_also_run_disabled_tests",
+        (char *)nullptr);
     _exit(255);
   }
   int status = -1;
@@ -374,10 +377,11 @@ TEST(ParallelFor, NumberOfThreadsComesFromTheVariable) {
   ASSERT_LT(by_default, 100);
   EXPECT_EQ(run_self("5"), 5);
   EXPECT_EQ(run_self(""), by_default);
-  for (const char *bad : {"0", "-2", "two", "3x", "99999999999999999999"}) EXPECT_EQ(run_self(bad), 100 + by_default) << bad;
+  for (const char *bad : {"0", "-2", "two", "3x", "99999999999999999999"})
+    EXPECT_EQ(run_self(bad), 100 + by_default) << bad;
 }
 
-// ---- memory ----------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 constexpr size_t kMiB = 1 << 20;
 
 TEST(Mem, BlocksAreZeroedAlignedAndWritable) {
@@ -456,7 +460,8 @@ TEST(Mem, ManyBlocksInRandomOrder) {
     } else if (!live.empty()) {
       auto it = live.begin();
       std::advance(it, random() % live.size());
-      for (size_t k = 0; k < it->second.first; k++) ASSERT_EQ(static_cast<unsigned char *>(it->first)[k], it->second.second);
+      for (size_t k = 0; k < it->second.first; k++)
+        ASSERT_EQ(static_cast<unsigned char *>(it->first)[k], it->second.second);
       ASSERT_EQ(dc_mem_free(it->first), DC_OK) << dc_last_error();
       live.erase(it);
     }
@@ -507,7 +512,8 @@ TEST(Mem, HugePagesCanBeTurnedOff) {
 
 TEST(Mem, HugePagesAreUsedWhereTheKernelHasThem) {
   std::string mode = first_line("/sys/kernel/mm/transparent_hugepage/enabled");
-  if (mode.empty() || mode.find("[never]") != std::string::npos) GTEST_SKIP() << "this kernel gives no transparent huge pages";
+  if (mode.empty() || mode.find("[never]") != std::string::npos)
+    GTEST_SKIP() << "this kernel gives no transparent huge pages";
   ScopedEnv on("DEEPC_HUGEPAGES", "1");
   const size_t bytes = 8 * kMiB;
   int64_t huge = -1;
@@ -615,7 +621,7 @@ TEST_F(FakeProc, OddFilesAreNoLimits) {
   EXPECT_EQ(dc_mem_available_in(nullptr, &bytes), DC_E_INVALID);
 }
 
-// ---- CRC-32C ---------------------------------------------------------------------------------------------------------
+// ---- CRC-32C --------------------------------------------------------------------------------------------------------
 uint32_t crc_bitwise(const unsigned char *p, size_t n) {
   uint32_t crc = ~0u;
   for (size_t i = 0; i < n; i++) {

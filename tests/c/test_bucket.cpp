@@ -1,5 +1,6 @@
-// test_bucket.cpp: the gradient reducer (comm/bucket.h) with real processes. Every rank is a forked child; gradients follow
-// from (seed, rank, micro-batch, parameter, index), so each rank can compute with scalar code what its accumulator must hold.
+// test_bucket.cpp: the gradient reducer (comm/bucket.h) with real processes. Every rank is a forked child; gradients
+// follow from (seed, rank, micro-batch, parameter, index), so each rank can compute with scalar code what its
+// accumulator must hold.
 #include <gtest/gtest.h>
 
 #include <signal.h>
@@ -29,7 +30,7 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Bytes = std::vector<char>;
 
-// ---- ranks ------------------------------------------------------------------------------------------------------------
+// ---- ranks ----------------------------------------------------------------------------------------------------------
 // What a rank finds wrong is thrown; the parent prints it.
 struct Wrong {
   std::string text;
@@ -98,7 +99,8 @@ void run_ranks(int world, const std::function<void(int)> &body, const Ints &kill
     int status = 0;
     ASSERT_EQ(pid[(size_t)r], waitpid(pid[(size_t)r], &status, 0));
     if (std::count(killed.begin(), killed.end(), r)) {
-      EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "rank " << r << " was to be killed: " << status;
+      EXPECT_TRUE(WIFSIGNALED(status) &&
+          WTERMSIG(status) == SIGKILL) << "rank " << r << " was to be killed: " << status;
       continue;
     }
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
@@ -107,7 +109,7 @@ void run_ranks(int world, const std::function<void(int)> &body, const Ints &kill
   munmap(text, size * (size_t)world);
 }
 
-// ---- one configuration ------------------------------------------------------------------------------------------------
+// ---- one configuration ----------------------------------------------------------------------------------------------
 struct Config {
   int world = 2;
   int wire = DC_F32, grad = DC_F32;
@@ -303,7 +305,8 @@ struct Rank {
     for (int64_t i = 0; i < layout->total; i++) {
       if (!mine(i, &at)) continue;
       seen++;
-      WANT(memcmp(&want[(size_t)i], &acc[(size_t)at], sizeof(float)) == 0, "micro-batch %d, flat %lld: got %.9g, expected %.9g",
+      WANT(memcmp(&want[(size_t)i], &acc[(size_t)at], sizeof(float)) == 0,
+          "micro-batch %d, flat %lld: got %.9g, expected %.9g",
            mb, (long long)i, (double)acc[(size_t)at], (double)want[(size_t)i]);
     }
     WANT(seen == (int64_t)acc.size());
@@ -311,7 +314,8 @@ struct Rank {
     std::vector<double> p(partial.size());
     WANT_OK(dc_sqnorm(acc.data(), DC_F32, (int64_t)acc.size(), p.data()));
     for (size_t b = 0; b < p.size(); b++)
-      WANT(memcmp(&p[b], &partial[b], sizeof(double)) == 0, "micro-batch %d, partial %zu: got %.17g, expected %.17g", mb, b,
+      WANT(memcmp(&p[b], &partial[b], sizeof(double)) == 0, "micro-batch %d, partial %zu: got %.17g, expected %.17g",
+          mb, b,
            partial[b], p[b]);
   }
 
@@ -340,7 +344,7 @@ void check_steps(const Config &k, int steps = 1) {
   });
 }
 
-// ---- results ----------------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 TEST(Reducer, DtypesWorldsAndOwners) {
   unsigned seed = 10;
   for (int world : {1, 2, 4})
@@ -526,7 +530,7 @@ TEST(Reducer, NonFiniteGradientsReachTheNorm) {
   }
 }
 
-// ---- how it behaves ---------------------------------------------------------------------------------------------------
+// ---- how it behaves -------------------------------------------------------------------------------------------------
 TEST(Reducer, GradientsAreReleasedAtOnceWhereThereIsRoom) {
   for (int world : {1, 2}) {
     Config k;
@@ -566,7 +570,8 @@ TEST(Reducer, PendingBytesStayBelowTheLimit) {
       if (rank == 1 && p % 10 == 0) usleep(1000);
       WANT_OK(r.add(0, p));
       r.drop_released();
-      WANT(r.held_bytes() <= k.limit, "%lld bytes are held after parameter %lld", (long long)r.held_bytes(), (long long)p);
+      WANT(r.held_bytes() <= k.limit, "%lld bytes are held after parameter %lld", (long long)r.held_bytes(),
+          (long long)p);
     }
     WANT_OK(dc_reducer_finish(r.reducer.get()));
     r.drop_released();
@@ -612,7 +617,7 @@ TEST(Reducer, CountersTellWhatMoved) {
   });
 }
 
-// ---- errors -----------------------------------------------------------------------------------------------------------
+// ---- errors ---------------------------------------------------------------------------------------------------------
 TEST(Reducer, WrongCallsAreNamedAndLeaveThePassAlone) {
   for (int world : {1, 2}) {
     Config k;
@@ -792,7 +797,8 @@ TEST(Reducer, FreedInsideAPassTellsThePeers) {
   });
 }
 
-// A gradient that lies in the slot it goes to can't be cast there: a failure of this rank alone, in the middle of a pass.
+// A gradient that lies in the slot it goes to can't be cast there: a failure of this rank alone, in the middle of a
+// pass.
 TEST(Reducer, AFailureInsideAPassTellsThePeers) {
   Config k;
   k.wire = DC_BF16;
@@ -834,7 +840,7 @@ TEST(Reducer, AForkedChildMayNotUseIt) {
   });
 }
 
-// ---- gather -----------------------------------------------------------------------------------------------------------
+// ---- gather ---------------------------------------------------------------------------------------------------------
 unsigned char byte_at(int64_t i, int round) { return (unsigned char)(i * 131 + (i >> 9) * 7 + round * 13 + 5); }
 
 TEST(Reducer, GatherRestoresReplicas) {
@@ -854,7 +860,8 @@ TEST(Reducer, GatherRestoresReplicas) {
           for (int64_t i = 0; i < total; i++) {
             int64_t owner, at;
             WANT_OK(dc_zero_locate(r.layout.get(), i, &owner, &at));
-            for (int64_t b = i * elem; owner == rank && b < (i + 1) * elem; b++) flat[(size_t)b] = (char)byte_at(b, round);
+            for (int64_t b = i * elem; owner == rank && b < (i + 1) * elem; b++) flat[(size_t)b] = (char)byte_at(b,
+                round);
           }
           WANT_OK(dc_reducer_gather(r.reducer.get(), flat.data(), dtype));
           for (int64_t b = 0; b < total * elem; b++)

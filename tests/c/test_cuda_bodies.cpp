@@ -1,6 +1,7 @@
-// test_cuda_bodies.cpp: what each CUDA thread does (ops/cuda/bodies.cuh, compiled for the CPU), thread by thread over whole grids, against
-// the C core, bit for bit: index arithmetic, tails, alignment, rounding, the tables of AdamW. No GPU is needed; what runs only
-// there (launches, shuffles, the device's own rounding) is in tests/python/test_gpu_ops.py.
+// test_cuda_bodies.cpp: what each CUDA thread does (ops/cuda/bodies.cuh, compiled for the CPU), thread by thread over
+// whole grids, against the C core, bit for bit: index arithmetic, tails, alignment, rounding, the tables of AdamW. No
+// GPU is needed; what runs only there (launches, shuffles, the device's own rounding) is in
+// tests/python/test_gpu_ops.py.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,9 +17,11 @@ namespace {
 
 using namespace dc_gpu;
 
-const int64_t kSizes[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 1023, 4095, 4096, 4097, 8192, 8197, 20011};
+const int64_t kSizes[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 1023, 4095, 4096, 4097, 8192, 8197,
+    20011};
 const int kGrids[] = {1, 5, 64, 777};
-const float kSpecial[] = {0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, -NAN, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f, 65504.0f, 65519.9f,
+const float kSpecial[] = {0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, -NAN, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f,
+    65504.0f, 65519.9f,
                           65520.0f, 6e-8f, 3e-8f, 2.9e-8f, 6.1e-5f, 1e-30f, 1.00390625f, 1.01171875f, 3.39e38f};
 
 // n elements of a dtype at `shift` elements past a 64-byte boundary, with a guard behind them.
@@ -28,11 +31,12 @@ struct Array {
   size_t size;
   std::vector<unsigned char> memory;
   size_t start;
-  Array(int dt, int64_t count, int shift = 0) : dtype(dt), n(count), size(dc_dtype_size(dt)), memory(count * size + 64 + 64 + shift * size, 0x5a) {
+  Array(int dt, int64_t count, int shift = 0) : dtype(dt), n(count), size(dc_dtype_size(dt)),
+      memory(count * size + 64 + 64 + shift * size, 0x5a) {
     uintptr_t base = reinterpret_cast<uintptr_t>(memory.data());
     start = (64 - base % 64) % 64 + shift * size;
   }
-  Array(const Array &other) : Array(other.dtype, other.n, 0) { memcpy(data(), other.data(), n * size); } // shift is not kept
+  Array(Array &&) = default; // the vector's memory, and with it the alignment, moves along
   Array &operator=(const Array &) = delete;
   unsigned char *data() { return memory.data() + start; }
   const unsigned char *data() const { return memory.data() + start; }
@@ -61,8 +65,9 @@ struct Array {
   void expect_equal(const Array &other, const std::string &what) const {
     ASSERT_EQ(n, other.n);
     for (int64_t i = 0; i < n; i++)
-      ASSERT_EQ(memcmp(data() + i * size, other.data() + i * size, size), 0) << what << ": element " << i << " of " << n;
-    for (size_t i = start + n * size; i < memory.size(); i++) ASSERT_EQ(memory[i], 0x5a) << what << ": wrote past the end";
+      ASSERT_EQ(memcmp(data() + i * size, other.data() + i * size, size), 0) << what << ": element " << i << "/" << n;
+    for (size_t i = start + n * size; i < memory.size(); i++)
+      ASSERT_EQ(memory[i], 0x5a) << what << ": wrote past the end";
     for (size_t i = 0; i < start; i++) ASSERT_EQ(memory[i], 0x5a) << what << ": wrote before the start";
   }
 };
@@ -86,7 +91,8 @@ void each_low(F f) {
 }
 
 std::string label(int a, int b, int64_t n, int shift) {
-  return std::string(dc_dtype_name(a)) + "/" + dc_dtype_name(b) + " n=" + std::to_string(n) + " shift=" + std::to_string(shift);
+  const std::string types = std::string(dc_dtype_name(a)) + "/" + dc_dtype_name(b);
+  return types + " n=" + std::to_string(n) + " shift=" + std::to_string(shift);
 }
 
 TEST_F(CudaBodies, Cast) {
@@ -152,7 +158,8 @@ TEST_F(CudaBodies, Axpy) {
   });
 }
 
-// tree16 of launch.cuh, with the meaning of __shfl_down_sync over 16 lanes: past the last lane a thread gets its own value.
+// tree16 of launch.cuh, with the meaning of __shfl_down_sync over 16 lanes: past the last lane a thread gets its own
+// value.
 double tree(const std::vector<double> &lanes) {
   std::vector<double> v = lanes;
   for (int width = LANES / 2; width > 0; width /= 2) {
@@ -174,7 +181,8 @@ TEST_F(CudaBodies, Sqnorm) {
         ASSERT_EQ(dc_sqnorm(x.data(), dt, n, expected.as<double>()), DC_OK);
         for (int64_t block = 0; block < blocks; block++) {
           std::vector<double> lanes;
-          for (int lane = 0; lane < LANES; lane++) lanes.push_back(sqnorm_lane<T>(x.template as<typename T::stored>(), n, block, lane));
+          for (int lane = 0; lane < LANES; lane++)
+            lanes.push_back(sqnorm_lane<T>(x.template as<typename T::stored>(), n, block, lane));
           partial.as<double>()[block] = tree(lanes);
         }
         partial.expect_equal(expected, label(dt, dt, n, 0));
@@ -261,7 +269,8 @@ TEST_F(CudaBodies, ReduceAcc) {
               arrays.back().fill((unsigned)(n + k), n % 2);
               src.push_back(arrays.back().data());
             }
-            Array start(DC_F32, n), plain(DC_F32, n, shift), normed(DC_F32, n, shift), partial(DC_F64, blocks), sums(DC_F64, blocks);
+            Array start(DC_F32, n), plain(DC_F32, n, shift), normed(DC_F32, n, shift), partial(DC_F64, blocks),
+                sums(DC_F64, blocks);
             start.fill((unsigned)n + 99, false);
             memcpy(plain.data(), start.data(), n * 4);
             memcpy(normed.data(), start.data(), n * 4);
@@ -360,13 +369,15 @@ TEST_F(CudaBodies, AdamwOfManyTensors) {
   EXPECT_GE(launches, 7);
   EXPECT_GT(vectors, 10);
   for (size_t i = 0; i < pairs.size(); i++)
-    for (int k = 0; k < 6; k++) pairs[i].ours[k].expect_equal(pairs[i].theirs[k], "tensor " + std::to_string(i) + " array " + std::to_string(k));
+    for (int k = 0; k < 6; k++)
+      pairs[i].ours[k].expect_equal(pairs[i].theirs[k], "tensor " + std::to_string(i) + " array " + std::to_string(k));
 }
 
 TEST_F(CudaBodies, AdamwTablesFindEveryChunkOfLargeTensors) {
   float memory[64] alignas(64) = {};
   std::vector<dc_adamw_args> tensors;
-  for (int64_t n : {(int64_t)1, (int64_t)ADAMW_CHUNK * INT32_MAX / 2, (int64_t)0, (int64_t)ADAMW_CHUNK * INT32_MAX / 2 + 1, (int64_t)5}) {
+  for (int64_t n : {(int64_t)1, (int64_t)ADAMW_CHUNK * INT32_MAX / 2, (int64_t)0,
+      (int64_t)ADAMW_CHUNK * INT32_MAX / 2 + 1, (int64_t)5}) {
     dc_adamw_args a = {};
     a.param = a.exp_avg = a.exp_avg_sq = memory;
     a.grad = memory;

@@ -1,4 +1,5 @@
-// test_cuda_load.cpp: libdeepc_cuda.so loads on machines without a GPU, checks its arguments, and says cleanly why it can't launch.
+// test_cuda_load.cpp: libdeepc_cuda.so loads on machines without a GPU, checks its arguments, and says cleanly why it
+// can't launch.
 #include <gtest/gtest.h>
 
 #include <dlfcn.h>
@@ -28,7 +29,8 @@ class CudaLoad : public testing::Test {
     ASSERT_NE(dladdr(reinterpret_cast<void *>(&dc_version), &info), 0);
     std::string path(info.dli_fname);
     path = path.substr(0, path.rfind('/') + 1) + "libdeepc_cuda.so";
-    if (access(path.c_str(), F_OK) != 0) GTEST_SKIP() << path << " was not built: nvcc is missing here, or DEEPC_CUDA=OFF";
+    if (access(path.c_str(), F_OK) != 0)
+      GTEST_SKIP() << path << " was not built: nvcc is missing here, or DEEPC_CUDA=OFF";
     library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     ASSERT_NE(library_, nullptr) << dlerror();
     get(version_, "dc_cuda_version");

@@ -1,5 +1,6 @@
 // Every op of ops.h on every instruction set that this machine has, against the scalar reference bit for bit; the
-// reference against exact expectations or double precision with an error bound; guard pages, arguments, threads, counters.
+// reference against exact expectations or double precision with an error bound; guard pages, arguments, threads,
+// counters.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -25,8 +26,12 @@ namespace {
 const int kLow[] = {DC_F32, DC_BF16, DC_F16};
 const int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097, 3 * 4096 + 5, 1 << 17};
 
-// ---- memory with a forbidden page on both sides ---------------------------------------------------------------------
-enum Place { kAtEnd, kAtStart, kOffStart };  // the array ends at the page behind; starts at the page before; one element later
+// ---- memory with a forbidden page on both sides -------------------------------------------------------------------
+enum Place {
+  kAtEnd,
+  kAtStart,
+  kOffStart
+}; // the array ends at the page behind; starts at the page before; one element later
 
 class Guarded {
  public:
@@ -50,16 +55,19 @@ class Guarded {
   size_t room_, whole_;
 };
 
-// ---- values ------------------------------------------------------------------------------------------------------------
+// ---- values -------------------------------------------------------------------------------------------------------
 enum Fill { kOrdinary, kAnyBits, kSpecial };
 
-const uint32_t kSpecialF32[] = {0x00000000, 0x80000000, 0x3f800000, 0xbf800000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000,
-                                0x7f800001, 0xffbfffff, 0x7fffffff, 0x00000001, 0x80000001, 0x007fffff, 0x807fffff, 0x00800000,
-                                0x7f7fffff, 0xff7fffff, 0x477fe000, 0x477fefff, 0x477ff000, 0x477ff001, 0x33000000, 0x33000001,
-                                0x33800000, 0x387fc000, 0x387fe000, 0x38800000, 0x3f808000, 0x3f818000, 0x3f808001, 0x7f7f8000,
-                                0x00008000, 0x00018000, 0x00007fff, 0x00017fff, 0x2edbe6ff, 0x60ad78ec};
-const uint16_t kSpecialBf16[] = {0, 0x8000, 0x3f80, 0xbf80, 0x7f80, 0xff80, 0x7fc0, 0x7f81, 0xffff, 1, 0x8001, 0x7f, 0x80, 0x7f7f, 0xff7f};
-const uint16_t kSpecialF16[] = {0, 0x8000, 0x3c00, 0xbc00, 0x7c00, 0xfc00, 0x7e00, 0x7c01, 0xffff, 1, 0x8001, 0x3ff, 0x400, 0x7bff, 0xfbff};
+const uint32_t kSpecialF32[] = {0x00000000, 0x80000000, 0x3f800000, 0xbf800000, 0x7f800000, 0xff800000, 0x7fc00000,
+                                0xffc00000, 0x7f800001, 0xffbfffff, 0x7fffffff, 0x00000001, 0x80000001, 0x007fffff,
+                                0x807fffff, 0x00800000, 0x7f7fffff, 0xff7fffff, 0x477fe000, 0x477fefff, 0x477ff000,
+                                0x477ff001, 0x33000000, 0x33000001, 0x33800000, 0x387fc000, 0x387fe000, 0x38800000,
+                                0x3f808000, 0x3f818000, 0x3f808001, 0x7f7f8000, 0x00008000, 0x00018000, 0x00007fff,
+                                0x00017fff, 0x2edbe6ff, 0x60ad78ec};
+const uint16_t kSpecialBf16[] = {0,      0x8000, 0x3f80, 0xbf80, 0x7f80, 0xff80, 0x7fc0, 0x7f81,
+                                 0xffff, 1,      0x8001, 0x7f,   0x80,   0x7f7f, 0xff7f};
+const uint16_t kSpecialF16[] = {0,      0x8000, 0x3c00, 0xbc00, 0x7c00, 0xfc00, 0x7e00, 0x7c01,
+                                0xffff, 1,      0x8001, 0x3ff,  0x400,  0x7bff, 0xfbff};
 
 struct Array {
   int dt;
@@ -67,13 +75,13 @@ struct Array {
   size_t element() const { return dc_dtype_size(dt); }
 };
 
-uint16_t bf16_of(float f) {  // truncation is good enough to make inputs
+uint16_t bf16_of(float f) { // truncation is good enough to make inputs
   uint32_t u;
   memcpy(&u, &f, 4);
   return (uint16_t)(u >> 16);
 }
 
-uint16_t f16_of(float f) {  // |f| in [2^-14, 65504], truncated
+uint16_t f16_of(float f) { // |f| in [2^-14, 65504], truncated
   uint32_t u;
   memcpy(&u, &f, 4);
   const uint32_t e = (u >> 23) & 0xff;
@@ -92,7 +100,8 @@ Array make(int dt, int64_t n, Fill fill, uint64_t seed) {
       const uint64_t bits = rng();
       memcpy(to, &bits, a.element());
     } else if (dt == DC_F64) {
-      const double d = fill == kSpecial && rng() % 4 == 0 ? (double)std::numeric_limits<float>::quiet_NaN() : (double)unit(rng);
+      const double d =
+          fill == kSpecial && rng() % 4 == 0 ? (double)std::numeric_limits<float>::quiet_NaN() : (double)unit(rng);
       memcpy(to, &d, 8);
     } else if (fill == kSpecial) {
       if (dt == DC_F32) memcpy(to, &kSpecialF32[rng() % (sizeof kSpecialF32 / 4)], 4);
@@ -163,8 +172,8 @@ std::vector<std::vector<uint8_t>> run_once(const std::vector<Array> &arrays, Pla
     memcpy(&w, &want[k][e * size], size);
     memcpy(&in, &arrays[k].bytes[e * size], size);
     char text[160];
-    snprintf(text, sizeof text, "array %zu (%s), element %zu: 0x%llx, reference 0x%llx, was 0x%llx", k, dc_dtype_name(arrays[k].dt), e,
-             (unsigned long long)g, (unsigned long long)w, (unsigned long long)in);
+    snprintf(text, sizeof text, "array %zu (%s), element %zu: 0x%llx, reference 0x%llx, was 0x%llx", k,
+             dc_dtype_name(arrays[k].dt), e, (unsigned long long)g, (unsigned long long)w, (unsigned long long)in);
     return ::testing::AssertionFailure() << text;
   }
   return ::testing::AssertionSuccess();
@@ -179,13 +188,16 @@ void same_everywhere(const std::vector<Array> &arrays, const Run &run, const std
     if (isa == DC_ISA_SCALAR && places.size() == 1) continue;
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
     for (Place place : places)
-      ASSERT_TRUE(same(arrays, run_once(arrays, place, run), want)) << what << " on " << dc_isa_name(isa) << ", placement " << place;
+      ASSERT_TRUE(same(arrays, run_once(arrays, place, run), want))
+          << what << " on " << dc_isa_name(isa) << ", placement " << place;
   }
 }
 
 Fill fill_of(int64_t n, int k) { return n >= (1 << 17) ? kAnyBits : (Fill)(k % 3); }
 
-std::string name_of(const char *op, int dt, int64_t n) { return std::string(op) + " " + dc_dtype_name(dt) + " n=" + std::to_string(n); }
+std::string name_of(const char *op, int dt, int64_t n) {
+  return std::string(op) + " " + dc_dtype_name(dt) + " n=" + std::to_string(n);
+}
 
 template <class T>
 std::vector<T> as(const std::vector<uint8_t> &bytes) {
@@ -206,28 +218,32 @@ uint32_t bits(float f) {
   return u;
 }
 
-// ---- every op, every instruction set ----------------------------------------------------------------------------------
+// ---- every op, every instruction set ------------------------------------------------------------------------------
 TEST_F(Ops, CastEqualsReference) {
   for (int64_t n : kSizes)
     for (int ddt : kLow)
       for (int sdt : kLow)
         for (int k = 0; k < 3; k++) {
           const float scale = k == 0 ? 1.0f : k == 1 ? -0.37f : 3.5e7f;
-          same_everywhere({make(ddt, n, kAnyBits, 1), make(sdt, n, fill_of(n, k), 2 + (uint64_t)k)},
-                          [=](auto &p) { return dc_cast(p[0], ddt, p[1], sdt, scale, n); }, name_of("cast to", ddt, n));
+          same_everywhere(
+              {make(ddt, n, kAnyBits, 1), make(sdt, n, fill_of(n, k), 2 + (uint64_t)k)},
+              [=](auto &p) { return dc_cast(p[0], ddt, p[1], sdt, scale, n); }, name_of("cast to", ddt, n));
         }
 }
 
 TEST_F(Ops, CastInPlaceOfOneElementSize) {
   for (auto [ddt, sdt] : {std::pair{DC_BF16, DC_F16}, {DC_F16, DC_BF16}, {DC_BF16, DC_BF16}, {DC_F32, DC_F32}})
-    same_everywhere({make(sdt, 4097, kSpecial, 3)}, [=](auto &p) { return dc_cast(p[0], ddt, p[0], sdt, 0.5f, 4097); }, "cast in place");
+    same_everywhere(
+        {make(sdt, 4097, kSpecial, 3)}, [=](auto &p) { return dc_cast(p[0], ddt, p[0], sdt, 0.5f, 4097); },
+        "cast in place");
 }
 
-TEST_F(Ops, CastOfLargeArraysStreams) {  // large enough for streaming stores, unaligned, with tails
+TEST_F(Ops, CastOfLargeArraysStreams) { // large enough for streaming stores, unaligned, with tails
   for (int ddt : kLow) {
     const int64_t n = (4 << 20) / (int64_t)dc_dtype_size(ddt) + 37;
     same_everywhere({make(ddt, n, kAnyBits, 1), make(DC_F32, n, kAnyBits, 2)},
-                    [=](auto &p) { return dc_cast(p[0], ddt, p[1], DC_F32, 1.0f, n); }, name_of("large cast to", ddt, n), {kAtEnd});
+                    [=](auto &p) { return dc_cast(p[0], ddt, p[1], DC_F32, 1.0f, n); },
+                    name_of("large cast to", ddt, n), {kAtEnd});
   }
 }
 
@@ -235,31 +251,36 @@ TEST_F(Ops, ScaleEqualsReference) {
   for (int64_t n : kSizes)
     for (int dt : kLow)
       for (int k = 0; k < 3; k++)
-        same_everywhere({make(dt, n, fill_of(n, k), 4)}, [=](auto &p) { return dc_scale(p[0], dt, -1.7f, n); }, name_of("scale", dt, n));
+        same_everywhere(
+            {make(dt, n, fill_of(n, k), 4)}, [=](auto &p) { return dc_scale(p[0], dt, -1.7f, n); },
+            name_of("scale", dt, n));
 }
 
 TEST_F(Ops, AxpyEqualsReference) {
   for (int64_t n : kSizes)
     for (int dt : kLow)
       for (int k = 0; k < 3; k++)
-        same_everywhere({make(DC_F32, n, fill_of(n, k), 5), make(dt, n, fill_of(n, k), 6)},
-                        [=](auto &p) { return dc_axpy((float *)p[0], 0.3f, p[1], dt, n); }, name_of("axpy", dt, n));
+        same_everywhere(
+            {make(DC_F32, n, fill_of(n, k), 5), make(dt, n, fill_of(n, k), 6)},
+            [=](auto &p) { return dc_axpy((float *)p[0], 0.3f, p[1], dt, n); }, name_of("axpy", dt, n));
 }
 
 TEST_F(Ops, SqnormEqualsReference) {
   for (int64_t n : kSizes)
     for (int dt : kLow)
       for (int k = 0; k < 3; k++)
-        same_everywhere({make(dt, n, fill_of(n, k), 7), doubles(dc_sqnorm_blocks(n))},
-                        [=](auto &p) { return dc_sqnorm(p[0], dt, n, (double *)p[1]); }, name_of("sqnorm", dt, n));
+        same_everywhere(
+            {make(dt, n, fill_of(n, k), 7), doubles(dc_sqnorm_blocks(n))},
+            [=](auto &p) { return dc_sqnorm(p[0], dt, n, (double *)p[1]); }, name_of("sqnorm", dt, n));
 }
 
 TEST_F(Ops, CopyEqualsReference) {
   for (int64_t bytes : {0, 1, 63, 64, 65, 255, 4097, 1 << 17, (4 << 20) + 77})
     for (int off : {0, 1}) {
       if (bytes < off) continue;
-      same_everywhere({raw(bytes, 8), raw(bytes, 9)}, [=](auto &p) { return dc_copy(p[0] + off, p[1], bytes - off); },
-                      name_of("copy", DC_U8, bytes));
+      same_everywhere(
+          {raw(bytes, 8), raw(bytes, 9)}, [=](auto &p) { return dc_copy(p[0] + off, p[1], bytes - off); },
+          name_of("copy", DC_U8, bytes));
     }
 }
 
@@ -276,8 +297,9 @@ TEST_F(Ops, ReduceEqualsReference) {
           if (!reduce_takes(dt, op)) continue;
           std::vector<Array> arrays = {make(dt, n, kAnyBits, 10)};
           for (int k = 0; k < nsrc; k++) arrays.push_back(make(dt, n, fill_of(n, (int)n + k), 11 + (uint64_t)k));
-          same_everywhere(arrays, [=](auto &p) { return dc_reduce(p[0], (const void *const *)(p.data() + 1), nsrc, dt, op, n); },
-                          name_of("reduce", dt, n) + " op=" + std::to_string(op) + " nsrc=" + std::to_string(nsrc));
+          same_everywhere(
+              arrays, [=](auto &p) { return dc_reduce(p[0], (const void *const *)(p.data() + 1), nsrc, dt, op, n); },
+              name_of("reduce", dt, n) + " op=" + std::to_string(op) + " nsrc=" + std::to_string(nsrc));
         }
 }
 
@@ -285,9 +307,10 @@ TEST_F(Ops, ReduceInPlaceOfAnySource) {
   for (int dt = 0; dt < DC_DTYPE_COUNT; dt++)
     for (int into = 0; into < 3; into++) {
       const int64_t n = 1029;
-      same_everywhere({make(dt, n, kOrdinary, 1), make(dt, n, kOrdinary, 2), make(dt, n, kOrdinary, 3)},
-                      [=](auto &p) { return dc_reduce(p[(size_t)into], (const void *const *)p.data(), 3, dt, DC_RED_SUM, n); },
-                      name_of("reduce in place", dt, n));
+      same_everywhere(
+          {make(dt, n, kOrdinary, 1), make(dt, n, kOrdinary, 2), make(dt, n, kOrdinary, 3)},
+          [=](auto &p) { return dc_reduce(p[(size_t)into], (const void *const *)p.data(), 3, dt, DC_RED_SUM, n); },
+          name_of("reduce in place", dt, n));
     }
 }
 
@@ -300,34 +323,36 @@ TEST_F(Ops, ReduceAccEqualsReference) {
             if (n == 1 << 17 && nsrc == 2) continue;
             std::vector<Array> arrays = {make(DC_F32, n, fill_of(n, nsrc), 20), doubles(dc_sqnorm_blocks(n))};
             for (int k = 0; k < nsrc; k++) arrays.push_back(make(dt, n, fill_of(n, nsrc), 21 + (uint64_t)k));
-            same_everywhere(arrays,
-                            [=](auto &p) {
-                              return dc_reduce_acc((float *)p[0], (const void *const *)(p.data() + 2), nsrc, dt, n, assign,
-                                                   norm ? (double *)p[1] : nullptr);
-                            },
-                            name_of("reduce_acc", dt, n) + " nsrc=" + std::to_string(nsrc) + " assign=" + std::to_string(assign));
+            same_everywhere(
+                arrays,
+                [=](auto &p) {
+                  return dc_reduce_acc((float *)p[0], (const void *const *)(p.data() + 2), nsrc, dt, n, assign,
+                                       norm ? (double *)p[1] : nullptr);
+                },
+                name_of("reduce_acc", dt, n) + " nsrc=" + std::to_string(nsrc) + " assign=" + std::to_string(assign));
           }
 }
 
-TEST_F(Ops, LargeReductionsStream) {  // large enough for streaming stores; aligned and unaligned destinations, tails
+TEST_F(Ops, LargeReductionsStream) { // large enough for streaming stores; aligned and unaligned destinations, tails
   for (int dt : kLow)
     for (int kind = 0; kind < 3; kind++) {
       const int64_t n = (4 << 20) / (kind == 2 ? 4 : (int64_t)dc_dtype_size(dt)) + 21;
-      std::vector<Array> arrays = {make(kind < 2 ? dt : (int)DC_F32, n, kAnyBits, 24), doubles(dc_sqnorm_blocks(n)), make(dt, n, kAnyBits, 25),
-                                   make(dt, n, kAnyBits, 26)};
+      std::vector<Array> arrays = {make(kind < 2 ? dt : (int)DC_F32, n, kAnyBits, 24), doubles(dc_sqnorm_blocks(n)),
+                                   make(dt, n, kAnyBits, 25), make(dt, n, kAnyBits, 26)};
       same_everywhere(arrays,
                       [=](auto &p) {
                         const void *const *src = (const void *const *)(p.data() + 2);
                         if (kind == 2) return dc_reduce_acc((float *)p[0], src, 2, dt, n, 1, (double *)p[1]);
                         return dc_reduce(p[0], src, 2, dt, kind ? DC_RED_AVG : DC_RED_SUM, n);
                       },
-                      name_of("large reduce", dt, n) + " kind=" + std::to_string(kind), {dt == DC_BF16 ? kOffStart : kAtStart});
+                      name_of("large reduce", dt, n) + " kind=" + std::to_string(kind),
+                      {dt == DC_BF16 ? kOffStart : kAtStart});
     }
 }
 
-// ---- AdamW -----------------------------------------------------------------------------------------------------------
+// ---- AdamW --------------------------------------------------------------------------------------------------------
 struct Layout {
-  int param, grad, state, lowp;  // lowp < 0: none
+  int param, grad, state, lowp; // lowp < 0: none
   bool amsgrad, decoupled;
 };
 
@@ -356,9 +381,13 @@ dc_adamw_args args_of(const Layout &l, const std::vector<uint8_t *> &p, int64_t 
 }
 
 std::vector<Array> arrays_of(const Layout &l, int64_t n, Fill fill) {
-  std::vector<Array> a = {make(l.param, n, fill, 30), make(l.grad, n, fill, 31), make(l.state, n, fill, 32), make(l.state, n, fill, 33),
-                          make(l.state, l.amsgrad ? n : 0, fill, 34), make(l.lowp >= 0 ? l.lowp : 0, l.lowp >= 0 ? n : 0, kAnyBits, 35)};
-  if (fill == kOrdinary) {  // second moments are not negative: clear the sign
+  std::vector<Array> a = {make(l.param, n, fill, 30),
+                          make(l.grad, n, fill, 31),
+                          make(l.state, n, fill, 32),
+                          make(l.state, n, fill, 33),
+                          make(l.state, l.amsgrad ? n : 0, fill, 34),
+                          make(l.lowp >= 0 ? l.lowp : 0, l.lowp >= 0 ? n : 0, kAnyBits, 35)};
+  if (fill == kOrdinary) { // second moments are not negative: clear the sign
     for (size_t k : {3, 4})
       for (size_t i = a[k].element() - 1; i < a[k].bytes.size(); i += a[k].element()) a[k].bytes[i] &= 0x7f;
   }
@@ -366,14 +395,16 @@ std::vector<Array> arrays_of(const Layout &l, int64_t n, Fill fill) {
 }
 
 void adamw_everywhere(const Layout &l, int64_t n, Fill fill) {
-  const std::string what = "adamw p=" + std::to_string(l.param) + " g=" + std::to_string(l.grad) + " s=" + std::to_string(l.state) +
-                           " low=" + std::to_string(l.lowp) + " ams=" + std::to_string(l.amsgrad) + " n=" + std::to_string(n);
-  same_everywhere(arrays_of(l, n, fill),
-                  [=](auto &p) {
-                    const dc_adamw_args t = args_of(l, p, n);
-                    return dc_adamw(&t, 1);
-                  },
-                  what);
+  const std::string what = "adamw p=" + std::to_string(l.param) + " g=" + std::to_string(l.grad) +
+                           " s=" + std::to_string(l.state) + " low=" + std::to_string(l.lowp) +
+                           " ams=" + std::to_string(l.amsgrad) + " n=" + std::to_string(n);
+  same_everywhere(
+      arrays_of(l, n, fill),
+      [=](auto &p) {
+        const dc_adamw_args t = args_of(l, p, n);
+        return dc_adamw(&t, 1);
+      },
+      what);
 }
 
 TEST_F(Ops, AdamwEqualsReferenceInEveryLayout) {
@@ -382,14 +413,16 @@ TEST_F(Ops, AdamwEqualsReferenceInEveryLayout) {
       for (int state : kLow)
         for (int lowp : {-1, (int)DC_F32, (int)DC_BF16, (int)DC_F16})
           for (int mode = 0; mode < 4; mode++)
-            adamw_everywhere({param, grad, state, lowp, (mode & 1) != 0, (mode & 2) != 0}, 83, (Fill)((param + grad + state + mode) % 3));
+            adamw_everywhere({param, grad, state, lowp, (mode & 1) != 0, (mode & 2) != 0}, 83,
+                             (Fill)((param + grad + state + mode) % 3));
 }
 
 TEST_F(Ops, AdamwEqualsReferenceAtEverySize) {
-  const Layout usual[] = {{DC_F32, DC_F32, DC_F32, -1, false, true},       {DC_F32, DC_F32, DC_F32, DC_BF16, false, true},
-                          {DC_F32, DC_F32, DC_F32, DC_F16, false, true},   {DC_F32, DC_BF16, DC_F32, DC_BF16, false, true},
-                          {DC_F32, DC_F16, DC_F32, DC_F16, false, true},   {DC_F32, DC_F32, DC_F32, -1, false, false},
-                          {DC_F32, DC_F32, DC_F32, DC_BF16, true, true},   {DC_BF16, DC_BF16, DC_BF16, -1, false, true}};
+  const Layout usual[] = {
+      {DC_F32, DC_F32, DC_F32, -1, false, true},     {DC_F32, DC_F32, DC_F32, DC_BF16, false, true},
+      {DC_F32, DC_F32, DC_F32, DC_F16, false, true}, {DC_F32, DC_BF16, DC_F32, DC_BF16, false, true},
+      {DC_F32, DC_F16, DC_F32, DC_F16, false, true}, {DC_F32, DC_F32, DC_F32, -1, false, false},
+      {DC_F32, DC_F32, DC_F32, DC_BF16, true, true}, {DC_BF16, DC_BF16, DC_BF16, -1, false, true}};
   for (const Layout &l : usual)
     for (int64_t n : kSizes)
       for (Fill fill : {kOrdinary, kAnyBits, kSpecial}) {
@@ -453,47 +486,53 @@ TEST_F(Ops, AdamwReferenceAgreesWithDouble) {
         t = args_of(l, p, n);
         return dc_adamw(&t, 1);
       });
-      const auto p0 = as<float>(in[0].bytes), g0 = as<float>(in[1].bytes), m0 = as<float>(in[2].bytes), v0 = as<float>(in[3].bytes);
-      const auto x0 = as<float>(in[4].bytes), p1 = as<float>(out[0]), m1 = as<float>(out[2]), v1 = as<float>(out[3]), x1 = as<float>(out[4]);
+      const auto p0 = as<float>(in[0].bytes), g0 = as<float>(in[1].bytes), m0 = as<float>(in[2].bytes),
+                 v0 = as<float>(in[3].bytes);
+      const auto x0 = as<float>(in[4].bytes), p1 = as<float>(out[0]), m1 = as<float>(out[2]), v1 = as<float>(out[3]),
+                 x1 = as<float>(out[4]);
       for (size_t i = 0; i < (size_t)n; i++) {
         double p = p0[i], g = t.grad_scale * g0[i];
         if (!decoupled) g += t.weight_decay * p;
         if (decoupled) p *= 1 - t.lr * t.weight_decay;
         const double m = t.beta1 * m0[i] + (1 - t.beta1) * g, v = t.beta2 * v0[i] + (1 - t.beta2) * g * g;
         const double top = amsgrad ? std::max<double>(x0[i], v) : v;
-        const double denom = std::sqrt(top) / std::sqrt(1 - std::pow(t.beta2, 7)) + t.eps, rate = t.lr / (1 - std::pow(t.beta1, 7));
+        const double denom = std::sqrt(top) / std::sqrt(1 - std::pow(t.beta2, 7)) + t.eps,
+                     rate = t.lr / (1 - std::pow(t.beta1, 7));
         const double m_bound = 4 * eps32 * (std::fabs(m0[i]) + std::fabs(g)), v_bound = 4 * eps32 * v;
         ASSERT_NEAR(m1[i], m, m_bound) << i;
         ASSERT_NEAR(v1[i], v, v_bound) << i;
         if (amsgrad) ASSERT_NEAR(x1[i], top, 4 * eps32 * top) << i;
-        ASSERT_NEAR(p1[i], p - rate * m / denom, 2 * eps32 * std::fabs(p0[i]) + rate / denom * (m_bound + 8 * eps32 * std::fabs(m))) << i;
+        ASSERT_NEAR(p1[i], p - rate * m / denom,
+                    2 * eps32 * std::fabs(p0[i]) + rate / denom * (m_bound + 8 * eps32 * std::fabs(m)))
+            << i;
       }
     }
 }
 
-TEST_F(Ops, AdamwFirstStepMovesByTheLearningRate) {  // m / sqrt(v) is the sign of the gradient at step 1
+TEST_F(Ops, AdamwFirstStepMovesByTheLearningRate) { // m / sqrt(v) is the sign of the gradient at step 1
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
     std::vector<float> p(37, 1.0f), g(37), m(37, 0.0f), v(37, 0.0f);
     for (size_t i = 0; i < g.size(); i++) g[i] = (i % 2 ? -1.0f : 1.0f) * (float)(i + 1);
     dc_adamw_args t = {};
     t.param = p.data(), t.grad = g.data(), t.exp_avg = m.data(), t.exp_avg_sq = v.data();
-    t.n = 37, t.step = 1, t.lr = 0.125, t.beta1 = 0.5, t.beta2 = 0.75, t.eps = 0, t.grad_scale = 1, t.flags = DC_ADAMW_DECOUPLED;
+    t.n = 37, t.step = 1, t.lr = 0.125, t.beta1 = 0.5, t.beta2 = 0.75, t.eps = 0, t.grad_scale = 1,
+    t.flags = DC_ADAMW_DECOUPLED;
     ASSERT_EQ(dc_adamw(&t, 1), DC_OK) << dc_last_error();
     for (size_t i = 0; i < p.size(); i++) EXPECT_NEAR(p[i], i % 2 ? 1.125 : 0.875, 1e-6) << i;
   }
 }
 
-// ---- the reference itself ----------------------------------------------------------------------------------------------
-double value_of(uint16_t h, int ebits, int mbits) {  // IEEE 754-2019, 3.4, for formats of 16 bits
+// ---- the reference itself -----------------------------------------------------------------------------------------
+double value_of(uint16_t h, int ebits, int mbits) { // IEEE 754-2019, 3.4, for formats of 16 bits
   const int bias = (1 << (ebits - 1)) - 1, e = (h >> mbits) & ((1 << ebits) - 1), m = h & ((1 << mbits) - 1);
   const double s = h & 0x8000 ? -1 : 1;
   if (e == (1 << ebits) - 1) return m ? std::nan("") : s * INFINITY;
   return e ? s * std::ldexp((1 << mbits) + m, e - bias - mbits) : s * std::ldexp(m, 1 - bias - mbits);
 }
 
-// All 65536 values widen exactly; each rounds back to itself; the midpoint to the next goes to the even one, its neighbours
-// in fp32 to their side.
+// All 65536 values widen exactly; each rounds back to itself; the midpoint to the next goes to the even one, its
+// neighbours in fp32 to their side.
 TEST_F(Ops, SixteenBitConversionsAreExact) {
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
@@ -516,7 +555,7 @@ TEST_F(Ops, SixteenBitConversionsAreExact) {
         ASSERT_EQ(std::signbit(wide[i]), std::signbit(want)) << i;
         ASSERT_EQ(back[i], h[i]) << i;
       }
-      std::vector<float> mid;  // between h and h + 1, for positive finite h; "infinity" counts as the next power of two
+      std::vector<float> mid; // between h and h + 1, for positive finite h; "infinity" counts as the next power of two
       for (uint16_t i = 0; i < inf; i++) {
         const double a = value_of(i, ebits, mbits);
         const double b = i + 1 == inf ? std::ldexp(1.0, 1 << (ebits - 1)) : value_of((uint16_t)(i + 1), ebits, mbits);
@@ -530,7 +569,8 @@ TEST_F(Ops, SixteenBitConversionsAreExact) {
       for (size_t k = 0; k < mid.size(); k++) {
         const uint16_t i = (uint16_t)(k / 6), side = (uint16_t)(k / 2 % 3), sign = k % 2 ? 0x8000 : 0;
         const uint16_t want = side == 0 ? i : side == 2 ? (uint16_t)(i + 1) : (uint16_t)(i + (i & 1));
-        ASSERT_EQ(got[k], (uint16_t)(want | sign)) << dc_dtype_name(dt) << " of " << mid[k] << " on " << dc_isa_name(isa);
+        ASSERT_EQ(got[k], (uint16_t)(want | sign))
+            << dc_dtype_name(dt) << " of " << mid[k] << " on " << dc_isa_name(isa);
       }
     }
   }
@@ -544,7 +584,7 @@ TEST_F(Ops, SpecialValuesSurvive) {
     ASSERT_EQ(dc_cast(low, DC_BF16, x, DC_F32, 1.0f, 9), DC_OK);
     const uint16_t bf16[] = {0x7fc0, 0x7fc0, 0x7fc0, 0x7f80, 0xff80, 0x8000, 0, 0x7f80, 0x8000};
     for (int i = 0; i < 8; i++) EXPECT_EQ(low[i], bf16[i]) << i;
-    EXPECT_EQ(low[8], 0x8000 | (bits(1e-41f) + 0x7fff) >> 16);  // a denormal is not zero
+    EXPECT_EQ(low[8], 0x8000 | (bits(1e-41f) + 0x7fff) >> 16); // a denormal is not zero
     ASSERT_EQ(dc_cast(low, DC_F16, x, DC_F32, 1.0f, 9), DC_OK);
     const uint16_t f16[] = {0x7e00, 0x7e00, 0x7e00, 0x7c00, 0xfc00, 0x8000, 0, 0x7c00, 0x8000};
     for (int i = 0; i < 9; i++) EXPECT_EQ(low[i], f16[i]) << i;
@@ -552,7 +592,7 @@ TEST_F(Ops, SpecialValuesSurvive) {
     for (int i = 0; i < 3; i++) EXPECT_EQ(bits(x[i]), 0x7fc00000u) << i;
     EXPECT_EQ(x[3], INFINITY);
     EXPECT_EQ(bits(x[5]), 0x80000000u);
-    EXPECT_EQ(bits(x[6]), 0u);  // half of the least denormal: tie to even
+    EXPECT_EQ(bits(x[6]), 0u); // half of the least denormal: tie to even
     EXPECT_EQ(x[8], -1e-41f * 0.5f);
   }
 }
@@ -562,7 +602,7 @@ TEST_F(Ops, AxpyIsAFusedMultiplyAdd) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
     std::vector<float> y(21, -1.0f), x(21, 1.0f + 0x1p-12f);
     ASSERT_EQ(dc_axpy(y.data(), 1.0f + 0x1p-12f, x.data(), DC_F32, 21), DC_OK);
-    for (float f : y) EXPECT_EQ(f, 0x1p-11f + 0x1p-24f);  // the product's last bit is kept
+    for (float f : y) EXPECT_EQ(f, 0x1p-11f + 0x1p-24f); // the product's last bit is kept
   }
 }
 
@@ -581,7 +621,7 @@ TEST_F(Ops, SqnormIsExactWhereItCanBeAndFollowsTheTree) {
         lane[i % 16] += (double)x[(size_t)i] * (double)x[(size_t)i];
         exact += (long double)x[(size_t)i] * (long double)x[(size_t)i];
       }
-      const double eight[8] = {lane[0] + lane[8], lane[1] + lane[9],  lane[2] + lane[10], lane[3] + lane[11],
+      const double eight[8] = {lane[0] + lane[8],  lane[1] + lane[9],  lane[2] + lane[10], lane[3] + lane[11],
                                lane[4] + lane[12], lane[5] + lane[13], lane[6] + lane[14], lane[7] + lane[15]};
       const double four[4] = {eight[0] + eight[4], eight[1] + eight[5], eight[2] + eight[6], eight[3] + eight[7]};
       EXPECT_EQ(partial[k], (four[0] + four[2]) + (four[1] + four[3])) << k;
@@ -591,7 +631,7 @@ TEST_F(Ops, SqnormIsExactWhereItCanBeAndFollowsTheTree) {
     EXPECT_EQ(dc_sum_partials(partial, 0), 0.0);
     const std::vector<float> big(100, 3e38f);
     ASSERT_EQ(dc_sqnorm(big.data(), DC_F32, 100, partial), DC_OK);
-    EXPECT_NEAR(partial[0] / (100 * 9e76), 1.0, 1e-6);  // far beyond fp32
+    EXPECT_NEAR(partial[0] / (100 * 9e76), 1.0, 1e-6); // far beyond fp32
   }
 }
 
@@ -604,11 +644,16 @@ TEST_F(Ops, OnlyNonFiniteInputsMakeAPartialNonFinite) {
           Array a = make(dt, 10000, kOrdinary, 41);
           const uint32_t f = kind == 0 ? 0x7f800000u : kind == 1 ? 0xff800000u : 0x7fc00000u;
           const uint16_t b = (uint16_t)(f >> 16), h = kind == 0 ? 0x7c00 : kind == 1 ? 0xfc00 : 0x7e00;
-          memcpy(&a.bytes[(size_t)at * a.element()], dt == DC_F32 ? (const void *)&f : dt == DC_BF16 ? (const void *)&b : (const void *)&h, a.element());
+          memcpy(&a.bytes[(size_t)at * a.element()],
+                 dt == DC_F32    ? (const void *)&f
+                 : dt == DC_BF16 ? (const void *)&b
+                                 : (const void *)&h,
+                 a.element());
           double partial[3];
           int64_t index = -7;
           ASSERT_EQ(dc_sqnorm(a.bytes.data(), dt, 10000, partial), DC_OK);
-          for (int64_t k = 0; k < 3; k++) EXPECT_EQ(std::isfinite(partial[k]), k != at / DC_BLOCK) << at << " block " << k;
+          for (int64_t k = 0; k < 3; k++)
+            EXPECT_EQ(std::isfinite(partial[k]), k != at / DC_BLOCK) << at << " block " << k;
           ASSERT_EQ(dc_find_nonfinite(a.bytes.data(), dt, 10000, &index), DC_OK);
           EXPECT_EQ(index, at);
           ASSERT_EQ(dc_find_nonfinite(a.bytes.data(), dt, at, &index), DC_OK);
@@ -634,13 +679,14 @@ void integers_reduce(int dt) {
   const auto x = as<T>(a.bytes), y = as<T>(b.bytes);
   const void *src[] = {x.data(), y.data()};
   std::vector<T> out((size_t)n);
-  for (int op : {(int)DC_RED_SUM, (int)DC_RED_MIN, (int)DC_RED_MAX, (int)DC_RED_PROD, (int)DC_RED_BAND, (int)DC_RED_BOR, (int)DC_RED_BXOR}) {
+  for (int op : {(int)DC_RED_SUM, (int)DC_RED_MIN, (int)DC_RED_MAX, (int)DC_RED_PROD, (int)DC_RED_BAND, (int)DC_RED_BOR,
+                 (int)DC_RED_BXOR}) {
     ASSERT_EQ(dc_reduce(out.data(), src, 2, dt, op, n), DC_OK);
     for (size_t i = 0; i < (size_t)n; i++) {
       const unsigned __int128 u = (unsigned __int128)(__int128)x[i], v = (unsigned __int128)(__int128)y[i];
-      const T want = op == DC_RED_SUM   ? (T)(u + v)
-                     : op == DC_RED_MIN ? std::min(x[i], y[i])
-                     : op == DC_RED_MAX ? std::max(x[i], y[i])
+      const T want = op == DC_RED_SUM    ? (T)(u + v)
+                     : op == DC_RED_MIN  ? std::min(x[i], y[i])
+                     : op == DC_RED_MAX  ? std::max(x[i], y[i])
                      : op == DC_RED_PROD ? (T)(u * v)
                      : op == DC_RED_BAND ? (T)(x[i] & y[i])
                      : op == DC_RED_BOR  ? (T)(x[i] | y[i])
@@ -681,9 +727,10 @@ TEST_F(Ops, FloatReductionsRoundOnceInSourceOrder) {
     z[3] = NAN;
     for (int op : {(int)DC_RED_MIN, (int)DC_RED_MAX}) {
       ASSERT_EQ(dc_reduce(got.data(), front, 3, DC_F32, op, 33), DC_OK);
-      for (size_t i = 0; i < got.size(); i++) EXPECT_TRUE(i == 3 ? std::isnan(got[i]) : got[i] == (op == DC_RED_MIN ? -1e30f : 1e30f));
+      for (size_t i = 0; i < got.size(); i++)
+        EXPECT_TRUE(i == 3 ? std::isnan(got[i]) : got[i] == (op == DC_RED_MIN ? -1e30f : 1e30f));
       ASSERT_EQ(dc_reduce(got.data(), back, 3, DC_F32, op, 33), DC_OK);
-      EXPECT_TRUE(std::isnan(got[3]));  // NaN first or last
+      EXPECT_TRUE(std::isnan(got[3])); // NaN first or last
     }
     std::vector<double> d(33, 1.0), e(33, 0x1p-50), f64(33);
     const void *wide[] = {d.data(), e.data()};
@@ -707,11 +754,12 @@ TEST_F(Ops, ReduceAccAddsToWhatIsThere) {
   }
 }
 
-// ---- threads, counters, environment ------------------------------------------------------------------------------------
+// ---- threads, counters, environment -------------------------------------------------------------------------------
 TEST_F(Ops, ThreadsDoNotChangeABit) {
   const int64_t n = 600011;
-  const std::vector<Array> arrays = {make(DC_F32, n, kOrdinary, 60), make(DC_F32, n, kOrdinary, 61), make(DC_F32, n, kOrdinary, 62),
-                                     doubles(dc_sqnorm_blocks(n)), doubles(dc_sqnorm_blocks(n)), make(DC_BF16, n, kOrdinary, 63)};
+  const std::vector<Array> arrays = {make(DC_F32, n, kOrdinary, 60), make(DC_F32, n, kOrdinary, 61),
+                                     make(DC_F32, n, kOrdinary, 62), doubles(dc_sqnorm_blocks(n)),
+                                     doubles(dc_sqnorm_blocks(n)),   make(DC_BF16, n, kOrdinary, 63)};
   auto everything = [=](auto &p) {
     const void *src[] = {p[1], p[2]};
     int rc = dc_cast(p[5], DC_BF16, p[0], DC_F32, 0.3f, n);
@@ -751,9 +799,9 @@ TEST_F(Ops, CountersCount) {
   }
   t[1].n = 3;
   ASSERT_EQ(dc_adamw(t, 2), DC_OK) << dc_last_error();
-  EXPECT_NE(dc_cast(y, 99, x, DC_F32, 1, 4), DC_OK);  // a refused call is not counted
-  for (int c : {(int)DC_COUNTER_cast_calls, (int)DC_COUNTER_scale_calls, (int)DC_COUNTER_axpy_calls, (int)DC_COUNTER_sqnorm_calls,
-                (int)DC_COUNTER_copy_calls, (int)DC_COUNTER_adamw_calls})
+  EXPECT_NE(dc_cast(y, 99, x, DC_F32, 1, 4), DC_OK); // a refused call is not counted
+  for (int c : {(int)DC_COUNTER_cast_calls, (int)DC_COUNTER_scale_calls, (int)DC_COUNTER_axpy_calls,
+                (int)DC_COUNTER_sqnorm_calls, (int)DC_COUNTER_copy_calls, (int)DC_COUNTER_adamw_calls})
     EXPECT_EQ(dc_counter_get(c), 1) << dc_counter_name(c);
   EXPECT_EQ(dc_counter_get(DC_COUNTER_reduce_calls), 2);
   EXPECT_EQ(dc_counter_get(DC_COUNTER_adamw_elements), 7);
@@ -762,8 +810,8 @@ TEST_F(Ops, CountersCount) {
 #if defined(__x86_64__)
 TEST_F(Ops, FlushToZeroOfTheCallerIsIgnoredAndKept) {
   const unsigned old = _mm_getcsr(), flush_and_upward = (old & ~0x6000u) | 0x8040u | 0x4000u;
-  const std::vector<Array> arrays = {make(DC_F32, 999, kSpecial, 70), make(DC_F32, 999, kSpecial, 71), make(DC_BF16, 999, kAnyBits, 72),
-                                     doubles(1)};
+  const std::vector<Array> arrays = {make(DC_F32, 999, kSpecial, 70), make(DC_F32, 999, kSpecial, 71),
+                                     make(DC_BF16, 999, kAnyBits, 72), doubles(1)};
   auto several = [](auto &p) {
     int rc = dc_axpy((float *)p[0], 1e-5f, p[1], DC_F32, 999);
     if (!rc) rc = dc_cast(p[2], DC_BF16, p[1], DC_F32, 1, 999);
@@ -804,7 +852,8 @@ TEST(OpsIsa, EnvironmentVariable) {
   }
   char self[4096] = {};
   ASSERT_GT(readlink("/proc/self/exe", self, sizeof self - 1), 0);
-  std::vector<std::pair<std::string, std::string>> cases = {{"bogus", "bad"}, {"AVX2", "bad"}, {"avx", "bad"}, {"", dc_isa_name(isas().back())}};
+  std::vector<std::pair<std::string, std::string>> cases = {
+      {"bogus", "bad"}, {"AVX2", "bad"}, {"avx", "bad"}, {"", dc_isa_name(isas().back())}};
   for (int isa : isas()) cases.push_back({dc_isa_name(isa), dc_isa_name(isa)});
   for (const auto &[value, expect] : cases) {
     const pid_t pid = fork();
@@ -842,7 +891,7 @@ TEST_F(Ops, IsaNamesAndForce) {
   }
 }
 
-// ---- arguments ---------------------------------------------------------------------------------------------------------
+// ---- arguments ----------------------------------------------------------------------------------------------------
 TEST_F(Ops, BadArgumentsAreRefusedAndNothingIsWritten) {
   alignas(64) float a[64], b[64];
   double partial[2] = {-1, -1};
@@ -909,7 +958,7 @@ TEST_F(Ops, AdamwRefusesBeforeTheFirstWrite) {
   good.param = p.data(), good.grad = g.data(), good.exp_avg = m.data(), good.exp_avg_sq = v.data();
   good.n = 8, good.step = 1, good.lr = 0.1, good.beta1 = 0.9, good.beta2 = 0.99, good.eps = 1e-8, good.grad_scale = 1;
   auto expect = [&](int want, const char *part, const std::function<void(dc_adamw_args &)> &spoil) {
-    dc_adamw_args two[] = {good, good};  // the first is fine, and must not be stepped
+    dc_adamw_args two[] = {good, good}; // the first is fine, and must not be stepped
     spoil(two[1]);
     EXPECT_EQ(dc_adamw(two, 2), want) << part;
     EXPECT_NE(strstr(dc_last_error(), part), nullptr) << dc_last_error();
@@ -955,4 +1004,4 @@ TEST_F(Ops, NothingToDoIsFine) {
   EXPECT_EQ(dc_adamw(&t, 1), DC_OK) << dc_last_error();
 }
 
-}  // namespace
+} // namespace

@@ -1,5 +1,5 @@
-// test_zero.cpp: zero/*.c against brute force. The oracle below places every element of every parameter one by one and knows
-// nothing of the formulas that are tested.
+// test_zero.cpp: zero/*.c against brute force. The oracle below places every element of every parameter one by one and
+// knows nothing of the formulas that are tested.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -238,7 +238,8 @@ TEST(ZeroLayout, PiecesAreThoseOfTheOracle) {
         }
       }
       for (int64_t i = begin; i < end; i++)
-        wrong += seen[(size_t)(i - begin)].param != o.cell[i].param || seen[(size_t)(i - begin)].index != o.cell[i].index;
+        wrong += seen[(size_t)(i - begin)].param != o.cell[i].param ||
+            seen[(size_t)(i - begin)].index != o.cell[i].index;
       EXPECT_EQ(0, wrong);
     }
   });
@@ -332,7 +333,7 @@ TEST(ZeroLayout, AMillionParameters) {
   EXPECT_EQ(sum, in_pieces);
 }
 
-// ---- prefetch ---------------------------------------------------------------------------------------------------------
+// ---- prefetch -------------------------------------------------------------------------------------------------------
 struct Limits {
   int64_t prefetch, live, reuse;
 };
@@ -409,22 +410,26 @@ std::string play(const Ints &use, const Ints &elems, Limits k, const std::vector
       if (!live[u]) return "used but not gathered" + where;
       if (flying[u]) flying_elems -= elems[u];
       flying[u] = 0;
-      const bool released_next = n + 1 < actions.size() && actions[n + 1].kind == DC_ZERO_RELEASE && actions[n + 1].unit == (int64_t)u;
+      const bool more = n + 1 < actions.size();
+      const bool released_next = more && actions[n + 1].kind == DC_ZERO_RELEASE && actions[n + 1].unit == (int64_t)u;
       const bool keep = kept_after(use, elems, k, at);
       if (!keep && !released_next) return "kept without reason" + where;
       if (keep && released_next) {  // only allowed to make room for the next use
         const size_t after = n + 2;
         size_t g = after;
         while (g < actions.size() && actions[g].kind == DC_ZERO_RELEASE) g++;
-        if (g >= actions.size() || actions[g].kind != DC_ZERO_GATHER || at + 1 >= use.size() || actions[g].unit != use[at + 1])
+        if (g >= actions.size() || actions[g].kind != DC_ZERO_GATHER || at + 1 >= use.size() ||
+            actions[g].unit != use[at + 1])
           return "released without need" + where;
       }
       at++;
     } else if (actions[n].kind == DC_ZERO_RELEASE) {
       if (!live[u] || flying[u]) return "released without use" + where;
-      const bool over = n > 0 && actions[n - 1].kind == DC_ZERO_USE && actions[n - 1].unit == (int64_t)u && !kept_after(use, elems, k, at - 1);
+      const bool just_used = n > 0 && actions[n - 1].kind == DC_ZERO_USE && actions[n - 1].unit == (int64_t)u;
+      const bool over = just_used && !kept_after(use, elems, k, at - 1);  // else it makes room
       for (size_t v = 0; !over && v < elems.size(); v++)
-        if (live[v] && next_from(use, at, (int64_t)v) > next_from(use, at, (int64_t)u)) return "a later one should go" + where;
+        if (live[v] && next_from(use, at, (int64_t)v) > next_from(use, at, (int64_t)u))
+          return "a later one should go" + where;
       live[u] = 0;
       live_elems -= elems[u];
     } else {
@@ -517,7 +522,8 @@ TEST(ZeroPrefetch, LongSequences) {
   const Limits k = {500, 4000, 3000};
   int64_t count = 0;
   std::vector<dc_zero_action> a(3 * (size_t)n);
-  ASSERT_EQ(DC_OK, dc_zero_prefetch(use.data(), n, elems.data(), (int64_t)elems.size(), k.prefetch, k.live, k.reuse, a.data(),
+  ASSERT_EQ(DC_OK, dc_zero_prefetch(use.data(), n, elems.data(), (int64_t)elems.size(), k.prefetch, k.live, k.reuse,
+      a.data(),
                                     (int64_t)a.size(), &count));
   EXPECT_GT(count, n);
   EXPECT_LT(count, 3 * n);
@@ -541,7 +547,7 @@ TEST(ZeroPrefetch, WrongArguments) {
   EXPECT_EQ(-7, n);
 }
 
-// ---- estimate ---------------------------------------------------------------------------------------------------------
+// ---- estimate -------------------------------------------------------------------------------------------------------
 dc_zero_bytes_in sizes(int stage) {
   dc_zero_bytes_in in = {};
   in.total = 1000 * 4096 * 4;

@@ -1,8 +1,8 @@
 /* fuzz_zero.c: the files of zero/ on arbitrary bytes. The input is read as arguments: small ones, whose results are
  * checked against the definitions, and sometimes huge ones, which must give exact results or DC_E_OVERFLOW.
  *
- *   clang -g -O1 -std=c17 -fsanitize=fuzzer,address,undefined -Iops -I. tests/fuzz/fuzz_zero.c zero/partition.c zero/bucket.c
- *     zero/prefetch.c zero/estimate.c ops/base/base.c -o fuzz_zero && ./fuzz_zero -max_total_time=60
+ *   clang -g -O1 -std=c17 -fsanitize=fuzzer,address,undefined -Iops -I. tests/fuzz/fuzz_zero.c zero/partition.c
+ *     zero/bucket.c zero/prefetch.c zero/estimate.c ops/base/base.c -o fuzz_zero && ./fuzz_zero -max_total_time=60
  *
  * tests/c/test_fuzz_zero.cpp includes this file and runs the same body over fixed seeds; so it is written in what C
  * and C++ share. */
@@ -41,7 +41,8 @@ static uint64_t fuzz_take(fuzz_input *in, int bytes) {
 
 /* Mostly a small number, sometimes an edge or any 64 bits. */
 static int64_t fuzz_number(fuzz_input *in, int64_t small) {
-  static const int64_t edge[] = {0, 1, -1, DC_BLOCK - 1, DC_BLOCK, DC_BLOCK + 1, INT64_MAX, INT64_MAX - 4095, INT64_MAX / 2, INT64_MIN};
+  static const int64_t edge[] = {0, 1, -1, DC_BLOCK - 1, DC_BLOCK, DC_BLOCK + 1, INT64_MAX, INT64_MAX - 4095,
+      INT64_MAX / 2, INT64_MIN};
   uint64_t kind = fuzz_take(in, 1);
   if (kind < 6) return edge[fuzz_take(in, 1) % (sizeof edge / sizeof edge[0])];
   if (kind < 8) {
@@ -62,7 +63,8 @@ static const char *fuzz_check_sizes(const dc_zero_layout *l, const int64_t *nume
   RULE(l->bucket_elems > 0 && l->bucket_elems % world == 0 && (l->bucket_elems / world) % DC_BLOCK == 0);
   int64_t end = 0;
   for (int64_t p = 0; p < nparams; p++) {
-    RULE(l->numel[p] == numel[p] && l->offset[p] % DC_ZERO_ALIGN == 0 && l->offset[p] >= end && l->offset[p] - end < DC_ZERO_ALIGN);
+    RULE(l->numel[p] == numel[p] && l->offset[p] % DC_ZERO_ALIGN == 0 && l->offset[p] >= end &&
+        l->offset[p] - end < DC_ZERO_ALIGN);
     RULE(numel[p] <= l->total - l->offset[p]);
     end = l->offset[p] + numel[p];
   }
@@ -99,7 +101,8 @@ static const char *fuzz_check_cover(const dc_zero_layout *l, uint8_t *seen) {
     for (int64_t k = 0; k < count; k++) {
       const dc_zero_segment s = segment[k];
       RULE(s.len > 0 && s.shard_begin >= last && s.param >= 0 && s.param < l->nparams);
-      RULE(s.param_begin >= 0 && s.param_begin + s.len <= l->numel[s.param] && s.flat_begin == l->offset[s.param] + s.param_begin);
+      RULE(s.param_begin >= 0 && s.param_begin + s.len <= l->numel[s.param] &&
+          s.flat_begin == l->offset[s.param] + s.param_begin);
       last = s.shard_begin + s.len;
       for (int64_t i = 0; i < s.len; i += s.len > 1 ? s.len - 1 : 1) { /* both ends */
         int64_t rank, index;
@@ -119,7 +122,8 @@ static const char *fuzz_check_cover(const dc_zero_layout *l, uint8_t *seen) {
     RULE(piece && dc_zero_pieces(l, b, piece, count, &count) == DC_OK);
     for (int64_t k = 0; k < count; k++) {
       const dc_zero_piece s = piece[k];
-      RULE(s.len > 0 && s.flat_begin >= begin && s.flat_begin + s.len <= end && s.flat_begin == l->offset[s.param] + s.param_begin);
+      RULE(s.len > 0 && s.flat_begin >= begin && s.flat_begin + s.len <= end &&
+          s.flat_begin == l->offset[s.param] + s.param_begin);
       for (int64_t i = 0; i < s.len; i++) RULE(seen[s.flat_begin + i]++ == 1);
       covered -= s.len;
     }
@@ -129,7 +133,8 @@ static const char *fuzz_check_cover(const dc_zero_layout *l, uint8_t *seen) {
   return NULL;
 }
 
-static const char *fuzz_check_layout(fuzz_input *in, const dc_zero_layout *l, const int64_t *numel, int64_t nparams, int64_t world) {
+static const char *fuzz_check_layout(fuzz_input *in, const dc_zero_layout *l, const int64_t *numel, int64_t nparams,
+    int64_t world) {
   PASS_ON(fuzz_check_sizes(l, numel, nparams, world));
   int64_t rank, index;
   RULE(dc_zero_locate(l, l->total, &rank, &index) == DC_E_INVALID);
@@ -218,7 +223,8 @@ static const char *fuzz_prefetch(fuzz_input *in) {
     return NULL;
   }
   RULE(!bad && count >= 0 && count <= 3 * nuse);
-  RULE(dc_zero_prefetch(use, nuse, elems, nunits, prefetch, max_live, reuse, action, count, &again) == DC_OK && again == count);
+  RULE(dc_zero_prefetch(use, nuse, elems, nunits, prefetch, max_live, reuse, action, count, &again) == DC_OK &&
+      again == count);
   fuzz_play g;
   memset(&g, 0, sizeof g);
   g.use = use, g.elems = elems, g.nuse = nuse, g.prefetch = prefetch, g.max_live = max_live;
@@ -239,8 +245,10 @@ static const char *fuzz_estimate(fuzz_input *in) {
   b.total = fuzz_number(in, 1000000), b.shard = fuzz_number(in, 100000), b.frozen = fuzz_number(in, 1000);
   b.world = fuzz_number(in, 8), b.ranks_per_node = fuzz_number(in, 8), b.slots = fuzz_number(in, 4);
   b.bucket_elems = fuzz_number(in, 65536);
-  b.stage = (int32_t)(fuzz_take(in, 1) % 5), b.param_size = (int32_t)fuzz_take(in, 1), b.grad_wire_size = (int32_t)fuzz_take(in, 1);
-  b.master = (int32_t)(fuzz_take(in, 1) & 1), b.state_size = (int32_t)fuzz_take(in, 4), b.nstates = (int32_t)fuzz_take(in, 4);
+  b.stage = (int32_t)(fuzz_take(in, 1) % 5), b.param_size = (int32_t)fuzz_take(in, 1),
+      b.grad_wire_size = (int32_t)fuzz_take(in, 1);
+  b.master = (int32_t)(fuzz_take(in, 1) & 1), b.state_size = (int32_t)fuzz_take(in, 4),
+      b.nstates = (int32_t)fuzz_take(in, 4);
   b.resident = (int32_t)(fuzz_take(in, 1) & 1);
   int rc = dc_zero_estimate(&b, &out);
   if (rc != DC_OK) {
@@ -249,7 +257,8 @@ static const char *fuzz_estimate(fuzz_input *in) {
   }
   RULE(out.params_private >= 0 && out.params_shared >= 0 && out.grads_private >= 0 && out.master_private >= 0 &&
        out.states_private >= 0 && out.staging_shared >= 0);
-  RULE((out.params_private == 0) == (b.stage == 3 && (b.resident || (b.shard == 0 && b.frozen == 0))) || b.total + b.frozen == 0);
+  RULE((out.params_private == 0) == (b.stage == 3 && (b.resident || (b.shard == 0 && b.frozen == 0))) ||
+      b.total + b.frozen == 0);
   RULE(out.rank_total == out.params_private + out.grads_private + out.master_private + out.states_private);
   RULE(out.node_total == b.ranks_per_node * out.rank_total + out.params_shared + out.staging_shared);
   return NULL;

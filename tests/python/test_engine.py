@@ -121,6 +121,34 @@ def test_losses_do_not_depend_on_how_the_batch_is_cut():
         assert math.isclose(a, b, rel_tol=1e-6)
 
 
+def _several_nodes(rank, world):
+    """Each rank its own node: the ranks reach each other over torch.distributed (Gloo), as GPUs and hosts do."""
+    import os
+
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    os.environ["DEEPC_NODE_ID"] = f"host{rank}"
+    out = {}
+    for stage in (0, 1, 2):
+        cfg = tiny.config(stage, micro=4, weight_decay=0.0, deepc={"bucket_elems": 8192})
+        before = deepc.counters()["buckets_reduced"]
+        losses, first, weights, engine = tiny.engine_training(cfg, 6, rank, world, unused=True)
+        assert engine.plan.transport == "c10d" and deepc.counters()["buckets_reduced"] == before
+        out[stage] = losses, first, weights
+        engine.destroy()
+    with pytest.raises(UnsupportedError, match="streamed"):
+        deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=4))
+    return out
+
+
+def test_ranks_on_several_nodes():
+    losses, first, weights = tiny.plain_training(6, unused=True, weight_decay=0.0)
+    for rank in run_ranks(_several_nodes, 2):
+        for stage in (0, 1, 2):
+            close_to_plain(rank[stage][0], {n: rank[stage][1][n] for n in first}, rank[stage][2], losses, first, weights)
+
+
 # ---- accumulation, no_sync, clipping, prescale ---------------------------------------------------------------------------------
 
 

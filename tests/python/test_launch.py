@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -125,6 +126,20 @@ def test_the_cause_is_not_the_rank_that_heard_of_it_first():
 # ---- whole runs ---------------------------------------------------------------------------------------------------------
 
 
+_runs: list["Run"] = []
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test():
+    """Also where the test itself fails."""
+    yield
+    while _runs:
+        run = _runs.pop()
+        for pid in run.alive():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
 class Run:
     """A `deepc run` of a script of these tests, with a marker in its environment by which its processes are found."""
 
@@ -135,6 +150,7 @@ class Run:
         name, value = self.marker.split("=")
         env = {**os.environ, name: value, "TMPDIR": str(tmp_path)}
         env.pop("OMP_NUM_THREADS", None)
+        _runs.append(self)
         self.process = subprocess.Popen([sys.executable, "-m", "deepc", "run", *launcher, str(script), *arguments], cwd=tmp_path, env=env,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
 
@@ -200,10 +216,8 @@ def test_arguments_and_environment_reach_every_rank(tmp_path):
         assert int(os.environ["MASTER_PORT"]) > 0
     """
     arguments = ["--deepspeed_config", "ds config.json", "--num_gpus", "5", "$HOME ${local_rank} $$", "--", "-m"]
-    code_, out, err = Run(tmp_path, code, *arguments).finish()
-    assert code_ == 0, err
-    import json
-
+    exit_code, _, err = Run(tmp_path, code, *arguments).finish()
+    assert exit_code == 0, err
     for rank in range(2):
         argv, env, name, folder, has_torch = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert argv == arguments

@@ -1,0 +1,38 @@
+/* limit.c: the memory traffic of AdamW without its arithmetic, on the threads of libdeepc.so: per element 4 reads and 3 writes in
+ * place (and, with `low`, one 2-byte write). What a machine needs for that is the limit of any AdamW step on the same memory. */
+#include <stdint.h>
+
+#include "base/base.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define BEST_ISA __attribute__((target_clones("default", "avx2", "arch=icelake-server"), optimize("O3")))
+#else
+#define BEST_ISA
+#endif
+
+typedef struct arrays {
+  float *p, *g, *m, *v;
+  uint16_t *low;
+} arrays;
+
+BEST_ISA static void walk(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += g[i], v[i] += g[i];
+}
+BEST_ISA static void walk_low(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
+                              uint16_t *restrict low, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += g[i], v[i] += g[i], low[i] = 1;
+}
+
+static void range(int64_t begin, int64_t end, void *ctx) {
+  const arrays *a = ctx;
+  if (a->low)
+    walk_low(a->p + begin, a->g + begin, a->m + begin, a->v + begin, a->low + begin, end - begin);
+  else
+    walk(a->p + begin, a->g + begin, a->m + begin, a->v + begin, end - begin);
+}
+
+__attribute__((visibility("default"))) void bench_limit(void (*parallel_for)(int64_t, int64_t, dc_range_fn, void *), float *p,
+                                                        float *g, float *m, float *v, uint16_t *low, int64_t n, int64_t grain) {
+  arrays a = {p, g, m, v, low};
+  parallel_for(n, grain, range, &a);
+}

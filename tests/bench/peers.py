@@ -1,0 +1,59 @@
+"""The peers: which are installed, how to install them, and their compiled ops built once, before anything is timed.
+
+    python tests/bench/peers.py            builds DeepSpeed's ops (about 2 minutes the first time)
+    python tests/bench/peers.py --install  installs the peers into the running environment first; torch stays as it is"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+from common import EXTENSIONS, version
+
+REQUIREMENTS = ("deepspeed==0.19.8", "transformers", "ninja", "setuptools")
+BUILD_LIMIT_S = 900
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Environment of a process that may use DeepSpeed, with `threads` threads."""
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+           "TOKENIZERS_PARALLELISM": "false", "DEEPC_LOG_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env.get("PATH", "")  # ninja of the environment
+    return env
+
+
+def install() -> None:
+    """pip-installs the peers; a constraint keeps the torch that is here. Raises CalledProcessError if pip fails."""
+    torch = version("torch")
+    if torch is None:
+        sys.exit("bench: torch is not installed")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:
+        constraint.write(f"torch=={torch}\n")
+        constraint.flush()
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-c", constraint.name, *REQUIREMENTS], check=True)
+    if version("torch") != torch:
+        sys.exit(f"bench: pip replaced torch {torch} by {version('torch')}; install {torch} again")
+
+
+def deepspeed_ops() -> str:
+    """"" if DeepSpeed's CPU Adam and fused Adam can be loaded (they are built if need be), else why not."""
+    if version("deepspeed") is None:
+        return "deepspeed is not installed (run.py --install-peers)"
+    code = ("from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
+            "CPUAdamBuilder().load(verbose=False)\nFusedAdamBuilder().load(verbose=False)\n")
+    EXTENSIONS.mkdir(exist_ok=True)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], env=environment(2), capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"DeepSpeed's ops did not build within {BUILD_LIMIT_S} s; remove {EXTENSIONS.name}/ and try again"
+    return "" if done.returncode == 0 else "DeepSpeed's ops can't be built: " + (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+if __name__ == "__main__":
+    if "--install" in sys.argv[1:]:
+        install()
+    why = deepspeed_ops()
+    print(why or "DeepSpeed's ops are built")
+    sys.exit(bool(why))
