@@ -52,8 +52,7 @@ DC_API int dc_copy(void *dst, const void *src, int64_t bytes);
 
 /* Elementwise reduction of nsrc >= 1 arrays in the order of src[]: for floating dtypes in fp32 (fp64 for DC_F64), one
  * rounding to dt at the end; for integers in their own type with wrap-around. dst may equal one of src[] exactly. `op`: below; DC_RED_AVG multiplies the sum by
- * 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). MIN and
- * MAX give NaN if an input is. nsrc <= 1024. Any dtype of base.h. */
+ * 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). MIN and MAX give NaN if an input is one. nsrc <= 1024. Any dtype of base.h. */
 enum dc_reduce_op { DC_RED_SUM = 0, DC_RED_AVG = 1, DC_RED_MIN = 2, DC_RED_MAX = 3, DC_RED_PROD = 4, DC_RED_BAND = 5, DC_RED_BOR = 6, DC_RED_BXOR = 7 };
 DC_API int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n);
 

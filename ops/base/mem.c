@@ -158,8 +158,8 @@ static int check_available(size_t bytes, size_t length) {
   DC_TRY(dc_mem_available(&available));
   if (length > (uint64_t)available)
     return DC_FAIL(DC_E_NOMEM,
-                   "asked for %zu bytes (%.2f GiB), but %lld bytes (%.2f GiB) are available under the cgroup's limit and "
-                   "the machine's MemAvailable; use a smaller model or batch, more ranks, or raise the limit",
+                   "asked for %zu bytes (%.2f GiB), but %lld bytes (%.2f GiB) are available under the cgroup's limit "
+                   "and the machine's MemAvailable; use a smaller model or batch, more ranks, or raise the limit",
                    bytes, (double)bytes / (1 << 30), (long long)available, (double)available / (1 << 30));
   return DC_OK;
 }

@@ -62,7 +62,7 @@ static int default_threads(void) {
     errno = 0;
     long n = strtol(text, &end, 10);
     if (!errno && !*end && n >= 1 && n <= MAX_THREADS) return (int)n;
-    (void)DC_FAIL(DC_E_ENV, "DEEPC_NUM_THREADS='%s' is not a number from 1 to %d; using %d, the processors of this process",
+    (void)DC_FAIL(DC_E_ENV, "DEEPC_NUM_THREADS='%s' is not a number from 1 to %d; using %d, this process's processors",
                   text, MAX_THREADS, online_cpus());
   }
   int n = online_cpus();

@@ -29,8 +29,8 @@ DC_API int dc_cuda_axpy(float *y, float a, const void *x, int xdt, int64_t n, vo
 DC_API int dc_cuda_sqnorm(const void *x, int dt, int64_t n, double *partial, void *stream);
 DC_API int dc_cuda_copy(void *dst, const void *src, int64_t bytes, void *stream);
 DC_API int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, void *stream);
-DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
-                              void *stream);
+DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign,
+                              double *partial, void *stream);
 DC_API int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream);
 
 #ifdef __cplusplus

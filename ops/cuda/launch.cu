@@ -64,7 +64,7 @@ int DeviceScope::enter(const void *array, const char *what) {
 static const struct {
   size_t size;
   const char *name;
-} dtypes[DC_DTYPE_COUNT] = {{4, "fp32"}, {2, "bf16"}, {2, "fp16"}, {8, "fp64"}, {1, "int8"}, {1, "uint8"}, 
+} dtypes[DC_DTYPE_COUNT] = {{4, "fp32"}, {2, "bf16"}, {2, "fp16"}, {8, "fp64"}, {1, "int8"}, {1, "uint8"},
                             {2, "int16"}, {4, "int32"}, {8, "int64"}};
 
 size_t dc__cuda_dtype_size(int dt) { return dt < 0 || dt >= DC_DTYPE_COUNT ? 0 : dtypes[dt].size; }

@@ -1,12 +1,15 @@
 /* bench_ops.c: the speed of each op beside the limit of its memory pattern. One JSON line per case:
- *   op, dtype, n, threads, memory ("huge": dc_mem_alloc with different colors; "malloc": plain malloc), isa, rounds,
- *   median/min/max seconds, GB/s (bytes that the op must move, without read-for-ownership), limit_median seconds, and
- *   ratio: the median over rounds of limit / op, the two timed back to back (1.0: the op costs what its memory traffic
- * costs). The limit is a plain loop over the same arrays with the same reads and writes and no arithmetic beyond an
- * add, vectorised by the compiler for the processor that runs it, on the same threads.
+ *   op, dtype, n, threads, isa, rounds
+ *   memory       "huge": dc_mem_alloc with different colors; "malloc": plain malloc
+ *   median_s, min_s, max_s, limit_median_s   seconds
+ *   gb_per_s     bytes that the op must move (no read-for-ownership) over the median
+ *   ratio        median over rounds of limit / op, the two timed back to back; 1: the op costs what its traffic costs
+ * The limit is a plain loop over the same arrays with the same reads and writes and no arithmetic beyond an add,
+ * vectorised by the compiler for the processor that runs it, on the same threads. For copy it is libc's memcpy. Ops
+ * that store past the caches beat it, because it does not.
  *
- *   cmake -S . -B build -DDEEPC_TESTS=ON && cmake --build build && build/tests/bench/bench_ops [--n N] [--rounds R]
- *         [--threads T] [--memory huge|malloc] [--only SUBSTRING]
+ *   cc -O3 -D_GNU_SOURCE -I. -Iops tests/bench/bench_ops.c -Lbuild/lib -ldeepc -Wl,-rpath,$PWD/build/lib -o build/bench_ops
+ *   build/bench_ops [--n N] [--rounds R] [--threads T] [--memory huge|malloc] [--only SUBSTRING]
  * Compare ratios of one run only: bandwidth of a shared machine drifts by 2x within minutes. */
 #include <stdio.h>
 #include <stdlib.h>

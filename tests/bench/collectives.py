@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -31,9 +30,12 @@ def calls(op: str, nbytes: int, group, comm, gloo) -> dict:
     n = max(world, nbytes // 4 // world * world)
     big, other, part = torch.ones(n), torch.ones(n), torch.ones(n // world)
 
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has new names
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
     def over(pg):
-        return {"all_reduce": lambda: dist.all_reduce(big, group=pg), "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, big, group=pg),
-                "all_gather": lambda: dist.all_gather_into_tensor(big, part, group=pg), "broadcast": lambda: dist.broadcast(big, 0, group=pg),
+        return {"all_reduce": lambda: dist.all_reduce(big, group=pg), "reduce_scatter": lambda: scatter(part, big, group=pg),
+                "all_gather": lambda: gather(big, part, group=pg), "broadcast": lambda: dist.broadcast(big, 0, group=pg),
                 "all_to_all": lambda: dist.all_to_all_single(other, big, group=pg), "barrier": lambda: dist.barrier(pg)}[op]
 
     core = {"all_reduce": lambda: comm.all_reduce(big), "reduce_scatter": lambda: comm.reduce_scatter(part, big), "all_gather": lambda: comm.all_gather(big, part),
@@ -95,15 +97,17 @@ def rank_main(args: argparse.Namespace) -> int:
 
     require_deepc()
     from deepc import node
+    from deepc.process_group import DEFAULT_STAGING
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    gloo, group = dist.new_group(backend="gloo"), dist.new_group(backend="deepc")
+    dist.init_process_group("deepc")
+    group, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    slot_bytes, slots = DEFAULT_STAGING
     store = dist.PrefixStore("bench", dist.distributed_c10d._get_default_store())
-    comm = node.open_comm(store, rank, world, label="bench", timeout=datetime.timedelta(seconds=120), slot_bytes=args.slot_kib << 10, slots=args.slots)
+    comm = node.open_comm(store, rank, world, label="bench", timeout=datetime.timedelta(seconds=120), slot_bytes=slot_bytes, slots=slots)
     for op in args.ops:
         for nbytes in args.bytes if op != "barrier" else [4096]:
             bench(op, nbytes, args.rounds if nbytes < 128 << 20 else max(3, args.rounds // 2), group, comm, gloo)
@@ -140,8 +144,6 @@ def main() -> int:
     parser.add_argument("--bytes", type=int, nargs="+", default=[4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--slot-kib", type=int, default=0, help="staging slot of the C core's own communicator (default: as the backend's)")
-    parser.add_argument("--slots", type=int, default=0)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return launch(args)

@@ -115,7 +115,7 @@ TEST(Error, BelongsToItsThread) {
 
 TEST(Dtype, SizesAndNames) {
   const std::map<int, std::pair<size_t, const char *>> rows = {
-      {DC_F32, {4, "fp32"}}, {DC_BF16, {2, "bf16"}}, {DC_F16, {2, "fp16"}},  {DC_F64, {8, "fp64"}},  
+      {DC_F32, {4, "fp32"}}, {DC_BF16, {2, "bf16"}}, {DC_F16, {2, "fp16"}},  {DC_F64, {8, "fp64"}},
       {DC_I8, {1, "int8"}},
       {DC_U8, {1, "uint8"}}, {DC_I16, {2, "int16"}}, {DC_I32, {4, "int32"}}, {DC_I64, {8, "int64"}},
   };

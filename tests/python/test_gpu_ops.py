@@ -18,7 +18,8 @@ DEVICE = "cuda"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 1023, 4095, 4096, 4097, 70_001, 1_000_003]
-SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 3.4e38, -3.4e38, 65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8, 1.00390625]
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 3.4e38, -3.4e38, 65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8,
+           1.00390625]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUM, AVG, MIN, MAX, PROD, BAND, BOR, BXOR = range(8)
 
@@ -76,7 +77,8 @@ def test_every_half_and_bfloat16_value_survives_the_way_up_and_back():
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16])
 def test_rounding_of_random_bit_patterns(target):
-    src = torch.randint(-(2**31), 2**31 - 1, (2_000_003,), generator=torch.Generator().manual_seed(3), dtype=torch.int32).view(torch.float32)
+    gen = torch.Generator().manual_seed(3)
+    src = torch.randint(-(2**31), 2**31 - 1, (2_000_003,), generator=gen, dtype=torch.int32).view(torch.float32)
     dst, gpu_dst = torch.empty(src.shape, dtype=target), torch.empty(src.shape, dtype=target, device=DEVICE)
     torch.ops.deepc.cast_tensor(src, dst, 1.0)
     torch.ops.deepc.cast_tensor(to_gpu(src), gpu_dst, 1.0)
