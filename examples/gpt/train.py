@@ -77,15 +77,20 @@ def make_config(args: argparse.Namespace, precision: str) -> dict:
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
-    if args.config:
-        config.update(json.loads(Path(args.config).read_text()))
     return config
 
 
-def choose_precision(args: argparse.Namespace) -> tuple[str, str]:
+def choose_config(args: argparse.Namespace) -> tuple[dict, str, str]:
+    """(configuration, precision, why this one)."""
+    given = json.loads(Path(args.config).read_text()) if args.config else {}
     if args.precision != "auto":
-        return args.precision, "asked for"
-    return recommended_dtype("cuda" if torch.cuda.is_available() else "cpu")
+        precision, why = args.precision, "asked for"
+    else:
+        precision, why = recommended_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    if {"fp16", "bf16"} & given.keys():
+        precision = next((p for p in ("fp16", "bf16") if given.get(p, {}).get("enabled")), "fp32")
+        why = f"as {args.config} says"
+    return {**make_config(args, precision), **given}, precision, why
 
 
 class Budget:
@@ -161,7 +166,20 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
     adjust = args.steps is None and not args.config
     progress = report.Progress() if rank == 0 else None
     before, tokens_before = (points[-1].seconds, points[-1].tokens) if points else (0.0, 0)
-    reported, evaluated = 0.0, 0.0
+    reported = evaluated = loss = 0.0
+
+    def add_point() -> None:
+        nonlocal evaluated
+        bits, memory = measure(engine, loss)
+        done = engine.global_steps - budget.done_before
+        seconds = max(time.monotonic() - budget.begin, 1e-9)
+        validation = None
+        if budget.share - evaluated >= 0.1:  # a glance; the verdict comes at the end
+            validation, evaluated = evaluate(engine, corpus.validation, context, 32), budget.share
+        points.append(report.Point(engine.global_steps, tokens_before + done * tokens_per_step, before + seconds, bits, validation,
+                                   engine.get_lr()[0], done * tokens_per_step / seconds, memory))
+        if progress:
+            progress.update(points[-1], budget.total, budget.share, budget.eta)
 
     while True:
         over, report_now = budget.tick(want_report=time.monotonic() - reported > 0.5)
@@ -169,27 +187,18 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
             break
         if adjust:
             scheduler.total_num_steps = max(budget.total, WARMUP_STEPS + 1)
-        step, loss_sum = engine.global_steps, 0.0
+        step, loss = engine.global_steps, 0.0
         for i in range(passes):
             x, y = sampler.batch((step * passes + i) * world + rank)
-            loss = engine(x.to(engine.device), y.to(engine.device))
-            engine.backward(loss)
+            output = engine(x.to(engine.device), y.to(engine.device))
+            engine.backward(output)
             engine.step()
-            loss_sum += float(loss.detach())
-        if not report_now:
-            continue
-        reported = time.monotonic()
-        train_bits, memory = measure(engine, loss_sum / passes)
-        done = engine.global_steps - budget.done_before
-        seconds = max(time.monotonic() - budget.begin, 1e-9)
-        validation = None
-        if budget.share - evaluated >= 0.1:  # a glance; the verdict comes at the end
-            validation, evaluated = evaluate(engine, corpus.validation, context, 32), budget.share
-        point = report.Point(engine.global_steps, tokens_before + done * tokens_per_step, before + seconds, train_bits, validation,
-                             engine.get_lr()[0], done * tokens_per_step / seconds, memory)
-        points.append(point)
-        if progress:
-            progress.update(point, budget.total, budget.share, budget.eta)
+            loss += float(output.detach()) / passes
+        if report_now:
+            add_point()
+            reported = time.monotonic()
+    if engine.global_steps > budget.done_before and points[-1].step != engine.global_steps:
+        add_point()
     if progress:
         progress.close()
     return budget
@@ -237,7 +246,7 @@ def main() -> int:
     code = start_ranks(args)
     if code is not None:
         return code
-    precision, why = choose_precision(args)
+    config, precision, why = choose_config(args)
     torch.manual_seed(args.seed)
     model = gpt.GPT(gpt.SIZES[args.size])
     corpus = data.load(args.data, model.config.context)
@@ -246,7 +255,7 @@ def main() -> int:
     say(f"precision: {precision} ({why}){'' if precision == 'fp32' else ', master weights in fp32'}")
     say(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {args.size}")
 
-    engine, _, _, scheduler = deepc.initialize(model=model, config=make_config(args, precision), model_parameters=model.parameters())
+    engine, _, _, scheduler = deepc.initialize(model=model, config=config, model_parameters=model.parameters())
     points: list[report.Point] = []
     if args.resume:
         path, state = engine.load_checkpoint(args.out / "checkpoint")

@@ -4,9 +4,11 @@
  * compiler turns into vectors of this file's instruction set.
  *
  * Measured for reduce_acc of two fp32 sources with the norm (8 Mi elements on huge pages, a machine at load 10, medians
- * of 31 to 41 interleaved rounds, ratio to a loop y = a + b, one / two threads): no prefetch 0.95-1.02 / 0.84-0.96; 2
- * KiB ahead 0.97-1.09 / 0.97-0.99; acc fetched for writing as well: no gain; streaming stores (assign only) 1.22
- * / 1.30. Accumulating: no prefetch 0.88-0.94 / 0.84-0.90, 2 KiB ahead in sources and acc 0.96-0.97 / 0.89-0.96.
+ * of 31 to 41 interleaved rounds whose quartiles lie 0.2 to 0.3 apart; ratio to a loop y = a + b, one / two threads).
+ *   assign: no prefetch 0.95-1.02 / 0.84-0.96; sources 2 KiB ahead 0.97-1.09 / 0.97-0.99 (kept); acc for writing as
+ *     well: no gain; streaming stores 1.22 / 1.30 (kept for large acc aligned to 64 bytes)
+ *   add (ratio to y += a + b): no prefetch 0.88-0.94 / 0.84-0.90; sources 2 KiB ahead 0.94-0.95 / 0.81-0.92; acc for
+ *     writing as well 0.96-0.97 / 0.89-0.96. Kept: acc too, for reading, which was not timed apart.
  * bench_ops --only reduce. */
 #include "cpu/vec.h"
 

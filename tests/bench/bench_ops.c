@@ -8,7 +8,8 @@
  * vectorised by the compiler for the processor that runs it, on the same threads. For copy it is libc's memcpy. Ops
  * that store past the caches beat it, because it does not.
  *
- *   cc -O3 -D_GNU_SOURCE -I. -Iops tests/bench/bench_ops.c -Lbuild/lib -ldeepc -Wl,-rpath,$PWD/build/lib -o build/bench_ops
+ *   cc -O3 -D_GNU_SOURCE -I. -Iops tests/bench/bench_ops.c -Lbuild/lib -ldeepc \
+ *      -Wl,-rpath,$PWD/build/lib -o build/bench_ops
  *   build/bench_ops [--n N] [--rounds R] [--threads T] [--memory huge|malloc] [--only SUBSTRING]
  * Compare ratios of one run only: bandwidth of a shared machine drifts by 2x within minutes. */
 #include <stdio.h>

@@ -49,19 +49,18 @@ def best_of(times: Mapping[str, Sequence[float]], names: Iterable[str]) -> list[
     return [min(row) for row in zip(*(times[n] for n in names))]
 
 
-def report(bench: str, figure: str, unit: str, times: Mapping[str, Sequence[float]], ours: Sequence[str], peers: Mapping[str, Sequence[str]] | Sequence[str],
+def report(bench: str, figure: str, unit: str, times: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence[Sequence[str]]], *,
            limit: str | None = None, **more) -> None:
-    """One line per contender, and per contender of `ours` one more for each of its peers, for the best of them, and for the limit."""
+    """One line per contender; per contender of `ours` one more for each of its peers, for the best of each list of them, and for the limit."""
     for name, values in times.items():
         emit(bench, figure, name, unit, values, **more)
-    for mine in ours:
-        if mine not in times:
-            continue
-        rivals = [p for p in (peers[mine] if isinstance(peers, Mapping) else peers) if p in times]
-        for peer in rivals:
-            emit(bench, figure, mine, unit, times[mine], ratio=paired(times[peer], times[mine]), peer=peer, **more)
-        if len(rivals) > 1:
-            emit(bench, figure, mine, unit, times[mine], ratio=paired(best_of(times, rivals), times[mine]), peer="best of: " + ", ".join(rivals), **more)
+    for mine, lists in ours.items():
+        for rivals in lists:
+            rivals = [p for p in rivals if p in times]
+            for peer in rivals:
+                emit(bench, figure, mine, unit, times[mine], ratio=paired(times[peer], times[mine]), peer=peer, **more)
+            if len(rivals) > 1:
+                emit(bench, figure, mine, unit, times[mine], ratio=paired(best_of(times, rivals), times[mine]), peer="best of: " + "; ".join(rivals), **more)
         if limit is not None:
             emit(bench, figure, mine, unit, times[mine], ratio=paired(times[limit], times[mine]), peer=limit, **more)
 

@@ -22,6 +22,7 @@ TIMEOUT = 300
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch):
     """data and model of the example, imported as train.py imports them, and forgotten after the test."""
+    torch.set_num_threads(1)
     monkeypatch.syspath_prepend(str(EXAMPLE))
     for name in ("data", "model", "report"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -53,10 +54,10 @@ def test_order0_entropy_is_that_of_the_definition(modules):
 def test_one_file_is_split_at_its_end(modules, tmp_path):
     data, _ = modules
     file = tmp_path / "book.txt"
-    file.write_bytes(bytes(range(256)) * 100)
+    file.write_bytes(bytes(range(1, 256)) * 100)
     corpus = data.load(str(file), 64)
     assert bytes(torch.cat([corpus.train, corpus.validation]).tolist()) == file.read_bytes()
-    assert len(corpus.validation) == 1280
+    assert len(corpus.validation) == 1275
 
 
 def test_folder_skips_hidden_and_binary_files(modules, tmp_path):
@@ -125,7 +126,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(modules):
     x, y = torch.randint(256, (2, 2, 16))
     logits = model(x).double()
     expected = -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
-    assert float(model(x, y)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(model(x, y).detach()) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_the_same_seed_writes_the_same_text(modules):
