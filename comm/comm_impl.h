@@ -64,7 +64,6 @@ struct dc_comm {
   int32_t global_rank[DC_COMM_MAX_RANKS];
   char label[DC__LABEL];
   char where[DC__WHERE];   /* caller text of the current call */
-  char error[DC__TEXT];    /* our copy of the text that broke us */
   uint64_t fork_mark;      /* dc__fork_mark() of the process that opened */
   _Atomic uint32_t busy;   /* a thread is inside */
   dc__map map;

@@ -185,9 +185,7 @@ int dc__broken(dc_comm *c) {
     state = atomic_load_explicit(&h->broken, memory_order_acquire);
   }
   if (state == DC__BREAKING) return DC_FAIL(DC_E_PEER_DIED, "group %s: a rank died while it reported an error", c->label);
-  memcpy(c->error, h->text, sizeof c->error);
-  c->error[sizeof c->error - 1] = 0;
-  return DC_FAIL(h->status, "%s", c->error);
+  return DC_FAIL(h->status, "%.*s", DC__TEXT - 1, h->text); /* not written again */
 }
 
 int dc__break(dc_comm *c, int status, const char *fmt, ...) {

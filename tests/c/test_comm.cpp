@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -781,6 +782,40 @@ TEST(Death, AZombieCountsAsDeadAndItsSignalIsNamed) {
     return "";
   });
   EXPECT_EQ(out[0].text, "");
+}
+
+// A timer ends rank 1 at any instruction of any collective; the others must always learn of it, with sound data until then.
+TEST(Death, AtAnyMoment) {
+  for (int round = 0; round < 24; round++) {
+    SCOPED_TRACE(round);
+    std::string address = fresh_address();
+    auto out = run_ranks(3, [&](int rank) -> std::string {
+      dc_comm_config k = config_of(address.c_str(), rank, 3, 2 + round % 2);
+      dc_comm *c;
+      FINE(dc_comm_open(&k, &c));
+      FINE(dc_barrier(c, 0));
+      itimerval t = {{0, 0}, {0, 200 + 617 * round}};
+      if (rank == 1) setitimer(ITIMER_REAL, &t, nullptr); // SIGALRM ends a process that does not catch it
+      int rc = DC_OK;
+      std::vector<int32_t> x(5000), y(15000);
+      for (int i = 0; rc == DC_OK; i++) {
+        for (size_t e = 0; e < x.size(); e++) x[e] = rank + i;
+        rc = dc_all_reduce(c, x.data(), x.data(), 5000, DC_I32, DC_RED_SUM, 0);
+        for (size_t e = 0; rc == DC_OK && e < x.size(); e++) WANT(x[e] == 3 * i + 3, "call %d element %zu: %d", i, e, x[e]);
+        if (rc == DC_OK) rc = dc_all_gather(c, x.data(), y.data(), 5000, DC_I32, 0);
+        if (rc == DC_OK) rc = dc_broadcast(c, x.data(), 1500, DC_I32, i % 3, 0);
+        if (rc == DC_OK) rc = dc_reduce_scatter(c, y.data(), x.data(), 1700, DC_I32, DC_RED_MAX, 0);
+        if (rc == DC_OK) rc = dc_barrier(c, i);
+      }
+      WANT(rc == DC_E_PEER_DIED, "%s: %s", dc_status_name(rc), dc_last_error());
+      WANT_TEXT("rank 1 (pid ");
+      FINE(dc_comm_close(c));
+      return "";
+    });
+    EXPECT_EQ(out[0].text, "");
+    EXPECT_EQ(out[2].text, "");
+    EXPECT_TRUE(WIFSIGNALED(out[1].status)) << out[1].text;
+  }
 }
 
 TEST(Death, LeavingIsTold) {

@@ -21,7 +21,8 @@ const int64_t kSizes[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 10
     20011};
 const int kGrids[] = {1, 5, 64, 777};
 const float kSpecial[] = {0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, -NAN, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f,
-                          65504.0f, 65519.9f, 65520.0f, 6e-8f, 3e-8f, 2.9e-8f, 6.1e-5f, 1e-30f, 1.00390625f, 1.01171875f, 3.39e38f};
+                          65504.0f, 65519.9f, 65520.0f, 6e-8f, 3e-8f, 2.9e-8f, 6.1e-5f, 1e-30f, 1.00390625f, 1.01171875f,
+                          3.39e38f};
 
 // n elements of a dtype at `shift` elements past a 64-byte boundary, with a guard behind them.
 struct Array {

@@ -1,0 +1,236 @@
+"""Runs the benches one after the other, prints JSON lines, and writes docs/bench.md.
+
+    python tests/bench/run.py --quick            at most about 10 minutes on 2 cores (make bench)
+    python tests/bench/run.py --full             everything, about an hour (make bench-full)
+    python tests/bench/run.py --smoke            toy sizes: does everything still run? writes nothing
+    python tests/bench/run.py --quick --only train --no-write
+    python tests/bench/run.py --install-peers    installs DeepSpeed and transformers into this environment; torch stays as it is
+
+Peers that are not installed are named as skipped. Run it on a quiet machine: every figure is the median of interleaved rounds, every ratio the median
+of the rounds' own ratios, but a load average above the number of cores makes the absolute numbers worthless (the report says so)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import peers
+from common import EXTENSIONS, HERE, REPO, load_average, machine
+
+BENCHES = ("ops", "adamw", "update", "collectives", "train")
+LIMIT_S = 3600  # of one bench process: a hang ends
+
+
+def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]]]:
+    """Per bench its processes: (threads, command line)."""
+    k, m = 1 << 10, 1 << 20
+    if mode == "smoke":
+        train = [["--tiny", "--tokens", "32", "--rounds", "2", "--precision", p] for p in ("fp32", "bf16")]
+        return {
+            "adamw": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3", "--foreach"])],
+            "update": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3"])],
+            "collectives": [(1, ["--ranks", "2", "--rounds", "2", "--bytes", str(4 * k), str(256 * k)])],
+            "train": [(1, a + ["--contenders", *c]) for a in train for c in _batches(has_deepspeed)]}
+    quick = mode == "quick"
+    rounds = "5" if quick else "9"
+    adamw = [("64M", 2, True), ("64M", 1, False), ("256M", 2, not quick), ("GPT-2", 2, True), *([] if quick else [("256M", 1, False), ("GPT-2", 1, False)])]
+    collectives = [(2, [4 * k, 64 * k, m, 16 * m, 256 * m]), *([] if quick else [(4, [4 * k, 64 * k, m, 16 * m, 256 * m])])]
+    # Bursts of about 2 s; bf16 steps are shorter.
+    train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
+    few = [["single", "single-autocast", "ddp", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]]
+    return {
+        "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
+        "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
+        "collectives": [(1, ["--ranks", str(n), "--rounds", rounds, "--bytes", *map(str, sizes)]) for n, sizes in collectives],
+        "train": [(1, a + ["--contenders", *c]) for a in train for c in (few if quick else _batches(True))]}
+
+
+def _batches(has_deepspeed: bool) -> list[list[str]]:
+    """All contenders in groups that fit into memory together; each group has deepc's stage 3 and one process, for the ratios."""
+    out = [["single", "single-autocast", "single-deepc", "ddp", "ddp-bf16-weights", "fsdp2", "deepc-0", "deepc-1", "deepc-3"]]
+    return out + ([["single", "single-autocast", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]] if has_deepspeed else [["single", "deepc-2", "deepc-3"]])
+
+
+# ---- running ------------------------------------------------------------------------------------------------------------------
+def stream(command: list[str], threads: int) -> tuple[list[dict], int]:
+    """Runs one bench process in a session of its own; passes its JSON lines on and returns them with its exit status."""
+    process = subprocess.Popen(command, env=peers.environment(threads) | {"PYTHONWARNINGS": "ignore"}, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                               cwd=REPO)
+    rows, end = [], time.monotonic() + LIMIT_S
+    try:
+        for line in process.stdout:
+            if line.startswith("{"):
+                rows.append(json.loads(line))
+                print(line, end="", flush=True)
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+            if time.monotonic() > end:
+                raise TimeoutError
+        return rows, process.wait(timeout=60)
+    finally:
+        try:  # whatever it left: its ranks are in its session or end when their pipes close
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def run_ops(mode: str) -> tuple[list[dict], int]:
+    """bench_ops.c (C only, no torch), built here against the library that Python loads."""
+    from common import compiled, require_deepc, skip
+
+    require_deepc()
+    from deepc._lib import library_dir
+
+    folder = str(library_dir())
+    try:
+        program = compiled("bench_ops.c", "bench_ops", f"-L{folder}", "-ldeepc", f"-Wl,-rpath,{folder}", "-lpthread", "-lm")
+    except subprocess.CalledProcessError as exc:
+        skip("ops", "bench_ops", f"does not compile ({exc.returncode})")
+        return [], 1
+    if program is None:
+        skip("ops", "bench_ops", "no C compiler")
+        return [], 0
+    elements, rounds = {"smoke": ("100000", "5"), "quick": (str(16 << 20), "5"), "full": (str(64 << 20), "9")}[mode]
+    raw, code = stream([str(program), "--n", elements, "--rounds", rounds], 2)
+    rows = []
+    for r in raw:
+        rows.append({"bench": "ops", "figure": f"{r['op']} {r['dtype']}, {r['memory']}, {r['threads']} thread{'s' * (r['threads'] > 1)}", "what": f"deepc ({r['isa']})",
+                     "unit": "ms", "median": round(1e3 * r["median_s"], 4), "min": round(1e3 * r["min_s"], 4), "max": round(1e3 * r["max_s"], 4), "n": r["rounds"],
+                     "ratio": r["ratio"], "peer": "limit of its memory pattern", "gb_per_s": r["gb_per_s"], "elements": r["n"]})
+    return rows, code
+
+
+def run_all(mode: str, only: list[str]) -> tuple[list[dict], list[str]]:
+    rows, failures = [], []
+    why = peers.deepspeed_ops()
+    if why:
+        print(json.dumps({"bench": "peers", "skipped": "DeepSpeed", "why": why}), flush=True)
+        rows.append({"bench": "peers", "skipped": "DeepSpeed", "why": why})
+    for bench, processes in {"ops": None, **plan(mode, not why)}.items():
+        if bench not in only:
+            continue
+        started = time.monotonic()
+        for threads, arguments in processes if processes is not None else [(0, [])]:
+            made, code = run_ops(mode) if bench == "ops" else stream([sys.executable, str(HERE / f"{bench}.py"), *arguments], threads)
+            rows += made
+            if code:
+                failures.append(f"{bench} {' '.join(arguments)}: exit status {code}")
+        print(f"bench: {bench} took {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return rows, failures
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------------
+HEADS = {
+    "ops": "Each op of the C core beside the limit of its own memory pattern: a loop with the same reads and writes and no arithmetic, on the same arrays and threads "
+           "(`bench_ops.c`). 1.00: the op costs what its memory traffic costs.",
+    "adamw": "\"As it comes\": parameters and gradients from torch.randn, states as each optimizer allocates them. \"Huge\": the same staggered huge-page memory for "
+             "everyone. The engine steps on such memory. The limit is a loop of 4 reads and 3 writes in place per element, on the engine's memory, in the same rounds.",
+    "update": "Unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back, on GPT-2's 148 tensors. \"Norm from the reduction\": as in the engine, where the "
+              "gradients' reduction has made the squared sums already.",
+    "collectives": "Microseconds of the slowest rank, one thread a rank, fp32; bytes of the larger tensor of the call. \"Copy\": every rank copies those bytes once. "
+                   "Ratio: Gloo's time over that of `deepc` as a torch.distributed backend.",
+    "train": "A 25 M-parameter GPT-2 (320 wide, 7 layers, vocabulary 50257), micro-batch 2 x 256 tokens, AdamW, clipping at 1.0, one thread and one core a rank. Everyone "
+             "started from the same weights, and the losses after the same steps agree. Memory: highest sum of the ranks' PSS.",
+}
+
+
+def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
+    lines = ["# Benchmarks", "", "Generated by the command below; do not edit. A figure is the median of interleaved rounds (smallest and largest in brackets), a ratio the",
+             "median of the rounds' own ratios; above 1 means that deepc is better. Compare ratios, not figures of different runs.", "",
+             f"    {command}", "", "| | |", "|---|---|"]
+    lines += [f"| {k} | {v} |" for k, v in machine().items()]
+    lines += [f"| load average at the start | {busy:.1f} |", f"| time | {seconds / 60:.0f} min |", ""]
+    if busy > len(os.sched_getaffinity(0)):
+        lines += ["**The machine was not quiet; these figures are worth little.**", ""]
+    for bench in BENCHES:
+        mine = [r for r in rows if r["bench"] == bench and "skipped" not in r]
+        if mine:
+            lines += [f"## {bench}", "", HEADS[bench], ""] + {"ops": ops_table, "collectives": wide_table}.get(bench, tables)(mine) + [""]
+    skipped = list(dict.fromkeys(f"- {r['bench']}: {r['skipped']} ({r['why']})" for r in rows if "skipped" in r))
+    return "\n".join(lines + (["## Skipped", "", *skipped, ""] if skipped else []))
+
+
+def _value(r: dict) -> str:
+    return f"{r['median']:,.4g} ({r['min']:,.4g} to {r['max']:,.4g})" if r["n"] > 1 else f"{r['median']:,.4g}"
+
+
+def ops_table(rows: list[dict]) -> list[str]:
+    return ["| op | ms | GB/s | of the limit |", "|---|---|---|---|"] + [
+        f"| {r['figure']} | {_value(r)} | {r['gb_per_s']:.1f} | {r['ratio']:.2f} |" for r in rows]
+
+
+def wide_table(rows: list[dict]) -> list[str]:
+    """One row per figure, one column per contender."""
+    names = list(dict.fromkeys(r["what"] for r in rows))
+    out = [f"| | {' | '.join(names)} | Gloo / deepc |", "|---" * (len(names) + 2) + "|"]
+    for figure in dict.fromkeys(r["figure"] for r in rows):
+        cells = {r["what"]: r for r in rows if r["figure"] == figure}
+        ratio = cells.get("deepc", {}).get("ratio")
+        out.append(f"| {figure} | " + " | ".join(f"{cells[n]['median']:,.4g}" if n in cells else "" for n in names) + f" | {f'{ratio:.2f}' if ratio else ''} |")
+    return out
+
+
+def tables(rows: list[dict]) -> list[str]:
+    """One table per figure and unit: contenders with their values and ratios. A contender measured in several groups has several rows."""
+    out: list[str] = []
+    for figure, unit in dict.fromkeys((r["figure"], r["unit"]) for r in rows):
+        here = [r for r in rows if (r["figure"], r["unit"]) == (figure, unit)]
+        out += [f"**{figure}**", "", f"| | {unit} | ratios |", "|---|---|---|"]
+        for what, median, low, high in dict.fromkeys((r["what"], r["median"], r["min"], r["max"]) for r in here):
+            same = [r for r in here if (r["what"], r["median"], r["min"], r["max"]) == (what, median, low, high)]
+            ratios = dict.fromkeys(f"{r['ratio']:.2f} {_of(r['peer'])}" for r in same if r["ratio"] is not None)
+            out.append(f"| {what} | {_value(same[0])} | {'; '.join(ratios)} |")
+        out.append("")
+    return out
+
+
+def _of(peer: str) -> str:
+    return f"of the {peer}" if peer.startswith(("limit", "ideal")) else f"to {peer}"
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------------------
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", dest="mode", action="store_const", const="quick", default="quick")
+    mode.add_argument("--full", dest="mode", action="store_const", const="full")
+    mode.add_argument("--smoke", dest="mode", action="store_const", const="smoke")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=None, help="write docs/bench.md (default: when all benches ran, not for --smoke)")
+    parser.add_argument("--rows", type=Path, help="also keep the JSON lines in this file")
+    parser.add_argument("--install-peers", action="store_true", help="install DeepSpeed and transformers, build DeepSpeed's ops, and stop")
+    args = parser.parse_args()
+    if args.install_peers:
+        peers.install()
+        why = peers.deepspeed_ops()
+        print(f"bench: {why or 'the peers are installed and built'}")
+        return bool(why)
+    EXTENSIONS.mkdir(exist_ok=True)
+    busy, started = load_average(), time.monotonic()
+    if busy > len(os.sched_getaffinity(0)):
+        print(f"bench: the load average is {busy:.1f}: the machine is not quiet, and the figures will be worth little", file=sys.stderr)
+    rows, failures = run_all(args.mode, args.only)
+    seconds = time.monotonic() - started
+    if args.rows:
+        args.rows.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write = args.write if args.write is not None else args.mode != "smoke" and set(args.only) == set(BENCHES) and not failures
+    if write:
+        command = "make bench" if args.mode == "quick" else f"make bench-{args.mode}"
+        target = REPO / "docs" / "bench.md"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(page(rows, f"{command}    (python tests/bench/run.py --{args.mode})", busy, seconds))
+        print(f"bench: wrote docs/bench.md in {seconds / 60:.1f} min", file=sys.stderr)
+    for failure in failures:
+        print(f"bench: FAILED {failure}", file=sys.stderr)
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
