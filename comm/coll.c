@@ -1,17 +1,19 @@
 /* coll.c: the collectives, on the exchange.
  *
- * Every call is cut into chunks; a chunk is one step (two for the two-phase all_reduce). A rank fills the slot of its next chunk
- * while peers still work on the last one. How many chunks there are follows only from arguments that are equal on all ranks, and
- * peers compare fingerprints before they read, so that no mistake can make them read what is not there.
+ * Every call is cut into chunks; a chunk is one step (two for the two-phase all_reduce). A rank fills the slot of its
+ * next chunk while peers still work on the last one. How many chunks there are follows only from arguments that are
+ * equal on all ranks, and peers compare fingerprints before they read, so that no mistake can make them read what is
+ * not there.
  *
- * Results have equal bits on all ranks: whoever reduces an element reduces it over the slots in rank order (dc_reduce). */
+ * Results have equal bits on all ranks: whoever reduces an element does so over the slots in rank order (dc_reduce). */
 #include <stdio.h>
 #include <string.h>
 
 #include "comm_impl.h"
 
-/* Bytes of a slot that one chunk uses: small enough that what one core wrote is still in cache when the others read it. Tried with 2 ranks, 128 MiB
- * all_reduce of fp32: 256 KiB to 512 KiB 54 to 63 ms, 1 MiB 65 ms, 2 MiB and more above 100 ms. */
+/* Bytes of a slot that one chunk uses: small enough that what one core wrote is still in cache when the others read it.
+ * Tried with 2 ranks, 128 MiB all_reduce of fp32: 256 KiB to 512 KiB 54 to 63 ms, 1 MiB 65 ms, 2 MiB and more above 100
+ * ms. */
 #define CHUNK_BYTES ((int64_t)512 << 10)
 #define SMALL_COPY ((int64_t)64 << 10)
 
@@ -19,7 +21,7 @@ typedef struct job {
   dc_comm *c;
   const char *in;
   char *out;
-  int64_t count;  /* elements of one part */
+  int64_t count; /* elements of one part */
   int64_t esz;
   int64_t per;    /* elements of one part in one chunk */
   int64_t chunks; /* >= 1, so that calls with count 0 are compared as well */
@@ -56,7 +58,7 @@ static int reduce_slots(const job *j, int64_t step, int64_t skip, int64_t n, voi
   return dc_reduce(out, src, j->c->size, j->call.dtype, j->call.red_op, n);
 }
 
-/* ---- one step per chunk: fill mine, read theirs --------------------------------------------------------------------- */
+/* ---- one step per chunk: fill mine, read theirs ------------------------------------------------------------------ */
 typedef struct algo {
   int op;
   const char *what;
@@ -85,7 +87,8 @@ static int read_all_reduce(const job *j, int64_t k, int64_t step) {
 static int fill_parts(const job *j, int64_t k, char *slot) {
   for (int r = 0; r < j->c->size; r++) {
     if (r == j->c->rank && j->call.op == DC_CALL_ALL_TO_ALL) continue;
-    DC_TRY(copy_in(slot + r * j->per * j->esz, j->in + (r * j->count + chunk_begin(j, k)) * j->esz, chunk_len(j, k) * j->esz));
+    DC_TRY(copy_in(slot + r * j->per * j->esz, j->in + (r * j->count + chunk_begin(j, k)) * j->esz,
+                   chunk_len(j, k) * j->esz));
   }
   return DC_OK;
 }
@@ -105,7 +108,9 @@ static int read_all_gather(const job *j, int64_t k, int64_t step) {
   return DC_OK;
 }
 
-static int fill_root(const job *j, int64_t k, char *slot) { return j->c->rank == j->call.root ? fill_chunk(j, k, slot) : DC_OK; }
+static int fill_root(const job *j, int64_t k, char *slot) {
+  return j->c->rank == j->call.root ? fill_chunk(j, k, slot) : DC_OK;
+}
 
 static int read_root(const job *j, int64_t k, int64_t step) {
   if (j->c->rank == j->call.root) return DC_OK;
@@ -130,7 +135,8 @@ static int run_chunks(const job *j, const algo *a) {
       int64_t step;
       void *slot;
       int ready = 1;
-      if (issued > k) DC_TRY(dc__can_begin(c, &ready)); /* chunk k must be out; later ones only if that does not block */
+      if (issued > k)
+        DC_TRY(dc__can_begin(c, &ready)); /* chunk k must be out; later ones only if that does not block */
       if (!ready) break;
       DC_TRY(dc__begin(c, &step, &slot));
       DC_TRY(a->fill(j, issued, slot));
@@ -143,7 +149,7 @@ static int run_chunks(const job *j, const algo *a) {
   return DC_OK;
 }
 
-/* ---- two steps per chunk: every rank reduces its slice of the chunk, then all gather the slices ------------------------ */
+/* ---- two steps per chunk: every rank reduces its slice of the chunk, then all gather the slices ------------------ */
 static int64_t slice_begin(const job *j, int64_t k, int rank) {
   int64_t lines = (chunk_len(j, k) * j->esz + DC__LINE - 1) / DC__LINE, per_line = DC__LINE / j->esz;
   int64_t at = lines * rank / j->c->size * per_line; /* cut at cache lines of the slot */
@@ -198,15 +204,22 @@ static int run_two_phase(const job *j) {
 
 static int fits_direct(const job *j) { return j->c->size <= 2 || j->count * j->esz <= 32 << 10; }
 
-/* The first row of a call's op that fits is taken; `fits` looks only at what is equal on all ranks. A row without `read` is two-phase. */
+/* The first row of a call's op that fits is taken; `fits` looks only at what is equal on all ranks. A row without
+ * `read` is two-phase. */
 static const algo algos[] = {
     {DC_CALL_BARRIER, "an empty step", always, one_part, fill_nothing, read_nothing},
-    {DC_CALL_ALL_REDUCE, "direct: every rank reduces everything from all slots; one synchronisation, best for 2 ranks and for small counts", fits_direct, one_part, fill_chunk, read_all_reduce},
-    {DC_CALL_ALL_REDUCE, "two-phase: every rank reduces one slice and gathers the others; reads 2 n instead of ranks * n elements", always, one_part, NULL, NULL},
-    {DC_CALL_REDUCE_SCATTER, "all parts into the slot; every rank reduces its part from all slots", always, part_per_rank, fill_parts, read_reduce_scatter},
+    {DC_CALL_ALL_REDUCE,
+     "direct: every rank reduces everything from all slots; one synchronisation, best for 2 ranks and for small counts",
+     fits_direct, one_part, fill_chunk, read_all_reduce},
+    {DC_CALL_ALL_REDUCE,
+     "two-phase: every rank reduces one slice and gathers the others; reads 2 n instead of ranks * n elements", always,
+     one_part, NULL, NULL},
+    {DC_CALL_REDUCE_SCATTER, "all parts into the slot; every rank reduces its part from all slots", always,
+     part_per_rank, fill_parts, read_reduce_scatter},
     {DC_CALL_ALL_GATHER, "every rank copies all slots", always, one_part, fill_chunk, read_all_gather},
     {DC_CALL_BROADCAST, "all copy the root's slot", always, one_part, fill_root, read_root},
-    {DC_CALL_ALL_TO_ALL, "parts for the others into the slot; every rank copies its part from all slots", always, part_per_rank, fill_parts, read_all_to_all},
+    {DC_CALL_ALL_TO_ALL, "parts for the others into the slot; every rank copies its part from all slots", always,
+     part_per_rank, fill_parts, read_all_to_all},
 };
 
 static const algo *choose(const job *j) {
@@ -232,11 +245,13 @@ static int run_alone(const job *j) {
   return j->out == j->in ? DC_OK : copy(j->out, j->in, bytes);
 }
 
-/* Runs the call. Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks the group. */
+/* Runs the call. Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks
+ * the group. */
 static int run(job *j) {
   dc_comm *c = j->c;
   if (c->begun != c->done)
-    return DC_FAIL(DC_E_STATE, "group %s: %lld exchange steps are open; finish them before a collective", c->label, (long long)(c->begun - c->done));
+    return DC_FAIL(DC_E_STATE, "group %s: %lld exchange steps are open; finish them before a collective", c->label,
+                   (long long)(c->begun - c->done));
   c->seq++;
   c->call = j->call;
   if (c->size == 1) return run_alone(j);
@@ -249,24 +264,29 @@ static int run(job *j) {
   return dc__break(c, rc, "group %s: %s", c->label, why);
 }
 
-/* ---- the public functions --------------------------------------------------------------------------------------------- */
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
 static int floating(int dtype) { return dtype == DC_F32 || dtype == DC_BF16 || dtype == DC_F16 || dtype == DC_F64; }
 
 static int check_reduction(int dtype, int op) {
-  if (op < DC_RED_SUM || op > DC_RED_BXOR) return DC_FAIL(DC_E_INVALID, "reduction %d: expected 0 to %d (dc_reduce_op)", op, DC_RED_BXOR);
-  if (op == DC_RED_AVG && !floating(dtype)) return DC_FAIL(DC_E_DTYPE, "avg of %s: only floating types have an average", dc_dtype_name(dtype));
-  if (op >= DC_RED_BAND && floating(dtype)) return DC_FAIL(DC_E_DTYPE, "bitwise reduction of %s: only integers have one", dc_dtype_name(dtype));
+  if (op < DC_RED_SUM || op > DC_RED_BXOR)
+    return DC_FAIL(DC_E_INVALID, "reduction %d: expected 0 to %d (dc_reduce_op)", op, DC_RED_BXOR);
+  if (op == DC_RED_AVG && !floating(dtype))
+    return DC_FAIL(DC_E_DTYPE, "avg of %s: only floating types have an average", dc_dtype_name(dtype));
+  if (op >= DC_RED_BAND && floating(dtype))
+    return DC_FAIL(DC_E_DTYPE, "bitwise reduction of %s: only integers have one", dc_dtype_name(dtype));
   return DC_OK;
 }
 
-/* Checks the arguments and fills the job; `parts` is what in or out hold at most. Nothing is shared yet: a failure here is local. */
+/* Checks the arguments and fills the job; `parts` is what in or out hold at most. Nothing is shared yet: a failure here
+ * is local. */
 static int prepare(job *j, dc_comm *c, const void *in, void *out, int64_t count, int parts) {
   size_t esz = dc_dtype_size(j->call.dtype);
   int64_t total;
   if (!esz) return DC_FAIL(DC_E_DTYPE, "dtype %d: expected 0 to %d (dc_dtype)", j->call.dtype, DC_DTYPE_COUNT - 1);
   if (count < 0) return DC_FAIL(DC_E_SHAPE, "count %lld is negative", (long long)count);
   if (count > 0 && (!in || !out)) return DC_FAIL(DC_E_INVALID, "in or out is NULL with count %lld", (long long)count);
-  if (__builtin_mul_overflow(count, (int64_t)esz * parts, &total)) return DC_FAIL(DC_E_OVERFLOW, "count %lld overflows 64 bits of bytes", (long long)count);
+  if (__builtin_mul_overflow(count, (int64_t)esz * parts, &total))
+    return DC_FAIL(DC_E_OVERFLOW, "count %lld overflows 64 bits of bytes", (long long)count);
   j->c = c;
   j->in = in;
   j->out = out;
@@ -331,7 +351,8 @@ int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, int dtyp
   job j = {.call = {.op = DC_CALL_ALL_TO_ALL, .dtype = dtype, .tag = tag}};
   DC_TRY(dc__enter(c));
   int rc = prepare(&j, c, in, out, count, c->size);
-  if (!rc && in == out && count > 0 && c->size > 1) rc = DC_FAIL(DC_E_INVALID, "all_to_all can't work in place: in equals out");
+  if (!rc && in == out && count > 0 && c->size > 1)
+    rc = DC_FAIL(DC_E_INVALID, "all_to_all can't work in place: in equals out");
   if (!rc) rc = run(&j);
   if (!rc) dc__count(DC_COUNTER_coll_all_to_all, 1);
   dc__leave(c);

@@ -1,8 +1,9 @@
 /* shm.c: how ranks find each other and come to share memory: the handshake, memfd segments, huge pages, leaving.
  *
- * Rank 0 listens on an abstract Unix socket while ranks join. Each rank sends a hello with a pidfd of itself; rank 0 checks uid and
- * hello, makes the segment, and sends every rank all pidfds and the memfd. Every rank maps it, faults it in and acknowledges; rank 0 then tells
- * all to go, or what went wrong. The sockets stay open to pass the memfds of later segments. Nothing has a name that outlives the joining.
+ * Rank 0 listens on an abstract Unix socket while ranks join. Each rank sends a hello with a pidfd of itself; rank 0
+ * checks uid and hello, makes the segment, and sends every rank all pidfds and the memfd. Every rank maps it, faults it
+ * in and acknowledges; rank 0 then tells all to go, or what went wrong. The sockets stay open to pass the memfds of
+ * later segments. Nothing has a name that outlives the joining.
  *
  * Assumes Linux >= 5.3 (pidfd_open); uses MADV_POPULATE_WRITE (5.14) and MADV_COLLAPSE (6.1) where they exist. */
 #include <errno.h>
@@ -34,12 +35,14 @@
 #define MADV_WIPEONFORK 18
 #endif
 
-#define SLOT_COLOR 4352 /* slots start at different offsets modulo 4 KiB and 2 MiB: congruent arrays evict each other */
+#define SLOT_COLOR 4352 /* slots start at different offsets modulo 4 KiB and 2 MiB: congruent arrays evict each other  \
+                         */
 #define FDS_PER_MSG 64
 #define ADDRESS_MAX 90
 
-/* ---- forks -------------------------------------------------------------------------------------------------------- */
-/* One page that the kernel zeroes in a forked child. It holds a number that no ancestor used, set at the first open of a process. */
+/* ---- forks ------------------------------------------------------------------------------------------------------- */
+/* One page that the kernel zeroes in a forked child. It holds a number that no ancestor used, set at the first open of
+ * a process. */
 static pthread_mutex_t fork_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t *fork_page;
 static uint64_t fork_last;
@@ -54,7 +57,8 @@ static int fork_mark_set(void) {
     if (p == MAP_FAILED) {
       rc = DC_FAIL(DC_E_NOMEM, "mmap of one page: %s", strerror(errno));
     } else if (madvise(p, 4096, MADV_WIPEONFORK)) {
-      rc = DC_FAIL(DC_E_UNSUPPORTED, "madvise(MADV_WIPEONFORK): %s; deepc's collectives need Linux 5.3 or later", strerror(errno));
+      rc = DC_FAIL(DC_E_UNSUPPORTED, "madvise(MADV_WIPEONFORK): %s; deepc's collectives need Linux 5.3 or later",
+                   strerror(errno));
       munmap(p, 4096);
     } else {
       fork_page = p;
@@ -65,7 +69,7 @@ static int fork_mark_set(void) {
   return rc;
 }
 
-/* ---- memory ------------------------------------------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
 static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 static bool want_huge(int64_t bytes) {
@@ -78,12 +82,14 @@ static int preflight(int64_t bytes) {
   int64_t free_bytes;
   DC_TRY(dc_mem_available(&free_bytes));
   if (bytes + bytes / 64 > free_bytes)
-    return DC_FAIL(DC_E_NOMEM, "a shared segment of %lld MiB does not fit: %lld MiB are available here (memory cgroup and MemAvailable)",
-                   (long long)(bytes >> 20), (long long)(free_bytes >> 20));
+    return DC_FAIL(
+        DC_E_NOMEM,
+        "a shared segment of %lld MiB does not fit: %lld MiB are available here (memory cgroup and MemAvailable)",
+        (long long)(bytes >> 20), (long long)(free_bytes >> 20));
   struct rlimit lim;
   if (getrlimit(RLIMIT_FSIZE, &lim) == 0 && lim.rlim_cur != RLIM_INFINITY && (uint64_t)bytes > lim.rlim_cur)
-    return DC_FAIL(DC_E_NOMEM, "a shared segment of %lld bytes exceeds the file size limit (ulimit -f) of %llu bytes", (long long)bytes,
-                   (unsigned long long)lim.rlim_cur);
+    return DC_FAIL(DC_E_NOMEM, "a shared segment of %lld bytes exceeds the file size limit (ulimit -f) of %llu bytes",
+                   (long long)bytes, (unsigned long long)lim.rlim_cur);
   return DC_OK;
 }
 
@@ -126,17 +132,18 @@ static int map_aligned(int fd, int64_t bytes, void **base) {
   return DC_OK;
 }
 
-/* Kernels before 5.14: reserve all of it (an error, not a SIGBUS), then touch. Peers use the memory only after the handshake, so
- * that adding 0 races with nobody. */
+/* Kernels before 5.14: reserve all of it (an error, not a SIGBUS), then touch. Peers use the memory only after the
+ * handshake, so that adding 0 races with nobody. */
 static int populate_by_hand(int fd, char *base, int64_t bytes) {
   int e = posix_fallocate(fd, 0, bytes);
   if (e) return e;
-  for (int64_t i = 0; i < bytes; i += 4096) atomic_fetch_add_explicit((_Atomic uint8_t *)(base + i), 0, memory_order_relaxed);
+  for (int64_t i = 0; i < bytes; i += 4096)
+    atomic_fetch_add_explicit((_Atomic uint8_t *)(base + i), 0, memory_order_relaxed);
   return 0;
 }
 
-/* Faults everything in. The first rank touches one byte per 2 MiB and collapses, which gives huge pages to all who map the file, whatever
- * shmem_enabled says; failing that, small pages do, and dc_segment_info tells. */
+/* Faults everything in. The first rank touches one byte per 2 MiB and collapses, which gives huge pages to all who map
+ * the file, whatever shmem_enabled says; failing that, small pages do, and dc_segment_info tells. */
 static int fault_in(int fd, char *base, int64_t bytes, bool first) {
   if (want_huge(bytes)) {
     madvise(base, (size_t)bytes, MADV_HUGEPAGE);
@@ -175,7 +182,7 @@ static void map_drop(dc__map *m) {
   *m = (dc__map){NULL, 0};
 }
 
-/* ---- messages ----------------------------------------------------------------------------------------------------- */
+/* ---- messages ---------------------------------------------------------------------------------------------------- */
 enum { MSG_HELLO = 1, MSG_PIDFDS, MSG_SEGMENT, MSG_READY, MSG_GO };
 typedef struct msg {
   uint64_t magic;
@@ -228,7 +235,8 @@ static int msg_send(int sock, const msg *m, const int *fd, int nfd, int64_t dead
     int e = errno;
     /* ETOOMANYREFS: too many descriptors in flight; they are taken off as peers receive */
     if ((e != EAGAIN && e != EINTR && e != ETOOMANYREFS) || dc__now_ns() >= deadline_ns)
-      return DC_FAIL(e == EPIPE || e == ECONNRESET ? DC_E_PEER_DIED : DC_E_SYSTEM, "sending to a rank: %s", strerror(e));
+      return DC_FAIL(e == EPIPE || e == ECONNRESET ? DC_E_PEER_DIED : DC_E_SYSTEM, "sending to a rank: %s",
+                     strerror(e));
     nap();
   }
 }
@@ -248,7 +256,8 @@ static int msg_recv(int sock, msg *m, fds *f) {
   for (struct cmsghdr *cm = CMSG_FIRSTHDR(&h); cm; cm = CMSG_NXTHDR(&h, cm)) {
     if (cm->cmsg_level != SOL_SOCKET || cm->cmsg_type != SCM_RIGHTS) continue;
     int k = (int)((cm->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-    for (int i = 0; i < k && f->n < FDS_PER_MSG; i++) memcpy(&f->fd[f->n++], CMSG_DATA(cm) + sizeof(int) * (size_t)i, sizeof(int));
+    for (int i = 0; i < k && f->n < FDS_PER_MSG; i++)
+      memcpy(&f->fd[f->n++], CMSG_DATA(cm) + sizeof(int) * (size_t)i, sizeof(int));
   }
   if (n == 0) return RECV_CLOSED;
   if (h.msg_flags & MSG_CTRUNC) return RECV_NO_FDS;
@@ -261,7 +270,7 @@ static int no_fds(void) {
   return DC_FAIL(DC_E_SYSTEM, "descriptors did not arrive: too many are open (raise ulimit -n)");
 }
 
-/* Waits for one message from `sock`; `who` names the sender. A message that carries an error becomes this rank's error. */
+/* Waits for one message from `sock`; `who` names the sender. A message with an error becomes this rank's error. */
 static int msg_await(int sock, const char *label, const char *who, msg *m, fds *f, int64_t deadline_ns) {
   for (;;) {
     struct pollfd p = {.fd = sock, .events = POLLIN};
@@ -276,13 +285,14 @@ static int msg_await(int sock, const char *label, const char *who, msg *m, fds *
       return DC_FAIL(m->status, "%s", m->text);
     }
     fds_close(f);
-    if (got == RECV_CLOSED) return DC_FAIL(DC_E_PEER_DIED, "group %s: %s closed the connection while joining (did it die?)", label, who);
+    if (got == RECV_CLOSED)
+      return DC_FAIL(DC_E_PEER_DIED, "group %s: %s closed the connection while joining (did it die?)", label, who);
     if (got == RECV_NO_FDS) return no_fds();
     return DC_FAIL(DC_E_PEER, "group %s: %s is not a deepc rank of this version", label, who);
   }
 }
 
-/* ---- joining ------------------------------------------------------------------------------------------------------ */
+/* ---- joining ----------------------------------------------------------------------------------------------------- */
 static int address_of(const dc_comm_config *k, struct sockaddr_un *a, socklen_t *len) {
   size_t n = strlen(k->address);
   *a = (struct sockaddr_un){.sun_family = AF_UNIX};
@@ -306,7 +316,8 @@ static bool same_user(int sock) {
 
 static int pidfd_self(int *out) {
   int fd = (int)syscall(SYS_pidfd_open, getpid(), 0);
-  if (fd < 0) return DC_FAIL(DC_E_UNSUPPORTED, "pidfd_open: %s; deepc's collectives need Linux 5.3 or later", strerror(errno));
+  if (fd < 0)
+    return DC_FAIL(DC_E_UNSUPPORTED, "pidfd_open: %s; deepc's collectives need Linux 5.3 or later", strerror(errno));
   fcntl(fd, F_SETFD, FD_CLOEXEC);
   *out = fd;
   return DC_OK;
@@ -338,20 +349,26 @@ static void add_missing(const joining *j, char *s, size_t room) {
 static int hello_check(joining *j, const msg *m, int nfd) {
   const dc_comm *c = j->c;
   if (m->version != DC__COMM_VERSION)
-    return DC_FAIL(DC_E_PEER, "group %s: pid %d speaks version %d of the protocol, rank 0 speaks %d: two builds of deepc are mixed", c->label,
-                   m->pid, m->version, DC__COMM_VERSION);
+    return DC_FAIL(
+        DC_E_PEER,
+        "group %s: pid %d speaks version %d of the protocol, rank 0 speaks %d: two builds of deepc are mixed", c->label,
+        m->pid, m->version, DC__COMM_VERSION);
   if (m->size != c->size || m->slots != c->slots || m->slot_bytes != c->slot_bytes)
-    return DC_FAIL(DC_E_SHAPE, "group %s: rank 0 has %d ranks and %d slots of %lld bytes, pid %d has %d ranks and %d slots of %lld bytes", c->label,
-                   c->size, c->slots, (long long)c->slot_bytes, m->pid, m->size, m->slots, (long long)m->slot_bytes);
+    return DC_FAIL(
+        DC_E_SHAPE,
+        "group %s: rank 0 has %d ranks and %d slots of %lld bytes, pid %d has %d ranks and %d slots of %lld bytes",
+        c->label, c->size, c->slots, (long long)c->slot_bytes, m->pid, m->size, m->slots, (long long)m->slot_bytes);
   if (m->rank < 1 || m->rank >= c->size)
     return DC_FAIL(DC_E_SHAPE, "group %s: pid %d says it is rank %d of %d", c->label, m->pid, m->rank, c->size);
   if (c->sock[m->rank] >= 0)
-    return DC_FAIL(DC_E_SHAPE, "group %s: rank %d joined twice (pids %d and %d)", c->label, m->rank, j->pid[m->rank], m->pid);
+    return DC_FAIL(DC_E_SHAPE, "group %s: rank %d joined twice (pids %d and %d)", c->label, m->rank, j->pid[m->rank],
+                   m->pid);
   if (nfd != 1) return DC_FAIL(DC_E_PEER, "group %s: the hello of rank %d lacks its pidfd", c->label, m->rank);
   return DC_OK;
 }
 
-/* Reads one pending connection. A stranger is dropped without a word; a rank with other settings ends the joining for all. */
+/* Reads one pending connection. A stranger is dropped without a word; a rank with other settings ends the joining for
+ * all. */
 static int hear(joining *j, int i) {
   int sock = j->pending[i];
   msg m;
@@ -389,7 +406,8 @@ static void greet(joining *j) {
 }
 
 static int lost_while_joining(joining *j, int rank) {
-  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died while the group was joining", j->c->label, j->c->global_rank[rank], j->pid[rank]);
+  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died while the group was joining", j->c->label,
+                 j->c->global_rank[rank], j->pid[rank]);
 }
 
 static int gather_ranks(joining *j) {
@@ -402,8 +420,8 @@ static int gather_ranks(joining *j) {
     if (left == 0) {
       char who[256] = "";
       add_missing(j, who, sizeof who);
-      return DC_FAIL(DC_E_TIMEOUT, "group %s: %d of %d ranks joined in %lld ms; missing: rank %s", c->label, joined, c->size,
-                     (long long)j->k->timeout_ms, who);
+      return DC_FAIL(DC_E_TIMEOUT, "group %s: %d of %d ranks joined in %lld ms; missing: rank %s", c->label, joined,
+                     c->size, (long long)j->k->timeout_ms, who);
     }
     struct pollfd p[2 * DC_COMM_MAX_RANKS + 65];
     int who[2 * DC_COMM_MAX_RANKS + 65], n = 0;
@@ -426,7 +444,8 @@ static int gather_ranks(joining *j) {
 }
 
 static int64_t header_bytes(const dc_comm *c) {
-  int64_t n = (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size + (int64_t)sizeof(dc__fp) * c->size * c->slots;
+  int64_t n =
+      (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size + (int64_t)sizeof(dc__fp) * c->size * c->slots;
   return round_up(n, 4096);
 }
 
@@ -438,7 +457,8 @@ static int64_t total_bytes(const dc_comm *c) {
 static int map_stage(dc_comm *c, int fd, int64_t bytes, bool first) {
   DC_TRY(map_make(fd, bytes, first, &c->map));
   /* a forked child (a data loader) keeps neither the memory alive nor can it write into it */
-  if (madvise(c->map.base, (size_t)bytes, MADV_DONTFORK)) return DC_FAIL(DC_E_SYSTEM, "madvise(MADV_DONTFORK): %s", strerror(errno));
+  if (madvise(c->map.base, (size_t)bytes, MADV_DONTFORK))
+    return DC_FAIL(DC_E_SYSTEM, "madvise(MADV_DONTFORK): %s", strerror(errno));
   c->h = c->map.base;
   c->fp = (dc__fp *)((char *)c->map.base + (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size);
   c->stage = (char *)c->map.base + header_bytes(c);
@@ -494,7 +514,8 @@ static int lead(joining *j) {
   j->pid[0] = getpid();
   DC_TRY(unix_socket(&j->listener));
   if (bind(j->listener, (struct sockaddr *)&a, len) || listen(j->listener, 512))
-    return DC_FAIL(DC_E_PEER, "group %s: can't listen on its address: %s; addresses must be unique", c->label, strerror(errno));
+    return DC_FAIL(DC_E_PEER, "group %s: can't listen on its address: %s; addresses must be unique", c->label,
+                   strerror(errno));
   int rc = gather_ranks(j);
   if (!rc) rc = make_stage(j);
   for (int r = 1; r < c->size && !rc; r++) rc = send_stage(j, r);
@@ -520,14 +541,18 @@ static int connect_to_leader(joining *j) {
     DC_TRY(unix_socket(&s));
     if (connect(s, (struct sockaddr *)&a, len) == 0) {
       c->sock[0] = s;
-      return same_user(s) ? DC_OK : DC_FAIL(DC_E_PEER, "group %s: who listens on its address belongs to another user", c->label);
+      return same_user(s)
+                 ? DC_OK
+                 : DC_FAIL(DC_E_PEER, "group %s: who listens on its address belongs to another user", c->label);
     }
     int e = errno;
     close(s);
     /* rank 0 is not there yet, or its queue is full */
-    if (e != ECONNREFUSED && e != EAGAIN && e != EINTR) return DC_FAIL(DC_E_SYSTEM, "group %s: connecting to rank 0: %s", c->label, strerror(e));
+    if (e != ECONNREFUSED && e != EAGAIN && e != EINTR)
+      return DC_FAIL(DC_E_SYSTEM, "group %s: connecting to rank 0: %s", c->label, strerror(e));
     if (ms_left(j->deadline_ns) == 0)
-      return DC_FAIL(DC_E_TIMEOUT, "group %s: rank %d did not listen within %lld ms (same node? same network namespace?)", c->label,
+      return DC_FAIL(DC_E_TIMEOUT,
+                     "group %s: rank %d did not listen within %lld ms (same node? same network namespace?)", c->label,
                      c->global_rank[0], (long long)j->k->timeout_ms);
     nap();
   }
@@ -581,7 +606,8 @@ static int follow(joining *j) {
   m.slot_bytes = c->slot_bytes;
   m.pid = getpid();
   DC_TRY(msg_send(c->sock[0], &m, &c->pidfd[c->rank], 1, j->deadline_ns));
-  j->deadline_ns += 1000000000; /* rank 0 may wait until its own deadline: leave time for its verdict, which says more than ours */
+  j->deadline_ns +=
+      1000000000; /* rank 0 may wait until its own deadline: leave time for its verdict, which says more than ours */
   int rc = take_stage(j, leader);
   m = msg_of(MSG_READY);
   m.status = rc;
@@ -595,7 +621,7 @@ static int follow(joining *j) {
   return DC_OK;
 }
 
-/* ---- open, close -------------------------------------------------------------------------------------------------- */
+/* ---- open, close ------------------------------------------------------------------------------------------------- */
 static int spin_default(const dc_comm *c, int64_t *ns) {
   const char *e = getenv("DEEPC_SPIN_US");
   if (e && *e) {
@@ -608,7 +634,8 @@ static int spin_default(const dc_comm *c, int64_t *ns) {
   }
   cpu_set_t set;
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-  *ns = c->size <= cpus ? 20000 : 0; /* with fewer cores than ranks a spinning rank only keeps the others from arriving */
+  *ns =
+      c->size <= cpus ? 20000 : 0; /* with fewer cores than ranks a spinning rank only keeps the others from arriving */
   return DC_OK;
 }
 
@@ -617,8 +644,10 @@ static int config_check(const dc_comm_config *k) {
   if (k->size < 1 || k->size > DC_COMM_MAX_RANKS || k->rank < 0 || k->rank >= k->size)
     return DC_FAIL(DC_E_INVALID, "rank %d of %d: expected 0 <= rank < size <= %d", k->rank, k->size, DC_COMM_MAX_RANKS);
   size_t n = strlen(k->address);
-  if (n < 1 || n > ADDRESS_MAX) return DC_FAIL(DC_E_INVALID, "the address has %zu bytes: expected 1 to %d", n, ADDRESS_MAX);
-  if (k->timeout_ms <= 0 || k->timeout_ms > INT64_MAX / 2000000) return DC_FAIL(DC_E_INVALID, "timeout_ms %lld", (long long)k->timeout_ms);
+  if (n < 1 || n > ADDRESS_MAX)
+    return DC_FAIL(DC_E_INVALID, "the address has %zu bytes: expected 1 to %d", n, ADDRESS_MAX);
+  if (k->timeout_ms <= 0 || k->timeout_ms > INT64_MAX / 2000000)
+    return DC_FAIL(DC_E_INVALID, "timeout_ms %lld", (long long)k->timeout_ms);
   if (k->slot_bytes <= 0 || k->slot_bytes % 4096 || k->slot_bytes > ((int64_t)1 << 40))
     return DC_FAIL(DC_E_INVALID, "slot_bytes %lld: expected a positive multiple of 4096", (long long)k->slot_bytes);
   if (k->slots < 2 || k->slots > 1024) return DC_FAIL(DC_E_INVALID, "slots %d: expected 2 to 1024", k->slots);
@@ -648,6 +677,7 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
   c->slot_bytes = k->slot_bytes;
   c->slot_stride = k->slot_bytes + SLOT_COLOR;
   c->timeout_ns = k->timeout_ms * 1000000;
+  c->look_ns = dc__now_ns();
   c->fork_mark = dc__fork_mark();
   snprintf(c->label, sizeof c->label, "%s", k->label);
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
@@ -683,7 +713,7 @@ int dc_comm_rank(const dc_comm *c) { return c ? c->rank : DC_FAIL(DC_E_INVALID, 
 
 int dc_comm_size(const dc_comm *c) { return c ? c->size : DC_FAIL(DC_E_INVALID, "the communicator is NULL"); }
 
-/* ---- segments ----------------------------------------------------------------------------------------------------- */
+/* ---- segments ---------------------------------------------------------------------------------------------------- */
 /* What ranks tell each other in a slot about their part of a segment's creation. */
 typedef struct verdict {
   int32_t status;
@@ -752,7 +782,8 @@ static int segment_build(dc_comm *c, int64_t bytes, dc__map *map) {
 
 int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base) {
   if (!out || !base) return DC_FAIL(DC_E_INVALID, "out or base is NULL");
-  if (bytes <= 0 || bytes > ((int64_t)1 << 50)) return DC_FAIL(DC_E_INVALID, "a segment of %lld bytes", (long long)bytes);
+  if (bytes <= 0 || bytes > ((int64_t)1 << 50))
+    return DC_FAIL(DC_E_INVALID, "a segment of %lld bytes", (long long)bytes);
   DC_TRY(dc__enter(c));
   int rc = DC_OK;
   dc_segment *s = NULL;

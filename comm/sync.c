@@ -1,7 +1,7 @@
 /* sync.c: the exchange (begin, post, wait, done), waiting, looking after peers, and the errors that all ranks share.
  *
- * Owns every access to the words of the shared header after the handshake. Assumes that ranks are at most `slots` steps apart, so that
- * 32-bit counters compare by their difference. */
+ * Owns every access to the words of the shared header after the handshake. Assumes that ranks are at most `slots` steps
+ * apart, so that 32-bit counters compare by their difference. */
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -47,11 +47,12 @@ static dc__word *word_of(const dc_comm *c, int rank, int kind) {
 static bool at_least(uint32_t value, uint32_t target) { return (int32_t)(value - target) >= 0; }
 
 static bool reached(const dc_comm *c, int rank, const waiting *w) {
-  /* acquire: pairs with advance(); what the peer wrote before it advanced (slot, fingerprint, its last reads of ours) lies before us. */
+  /* acquire: pairs with advance(); what the peer wrote before it advanced (slot, fingerprint, its last reads of ours)
+   * lies before us. */
   return at_least(atomic_load_explicit(&word_of(c, rank, w->kind)->value, memory_order_acquire), w->target);
 }
 
-/* ---- futex -------------------------------------------------------------------------------------------------------- */
+/* ---- futex ------------------------------------------------------------------------------------------------------- */
 static void futex_sleep(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
   struct timespec t = {.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)};
   dc__count(DC_COUNTER_futex_waits, 1);
@@ -61,8 +62,8 @@ static void futex_sleep(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
 static void advance(dc__word *w, uint32_t value) {
-  /* seq_cst on both, against the seq_cst pair in doze(): either we see the sleeper, or it sees the new value (Dekker). The store
-   * is also the release that publishes what we wrote. */
+  /* seq_cst on both, against the seq_cst pair in doze(): either we see the sleeper, or it sees the new value (Dekker).
+   * The store is also the release that publishes what we wrote. */
   atomic_store_explicit(&w->value, value, memory_order_seq_cst);
   if (atomic_load_explicit(&w->sleepers, memory_order_seq_cst)) futex_wake(&w->value);
 }
@@ -83,7 +84,7 @@ void dc__wake_all(dc_comm *c) {
   }
 }
 
-/* ---- text --------------------------------------------------------------------------------------------------------- */
+/* ---- text -------------------------------------------------------------------------------------------------------- */
 typedef struct text {
   char s[DC__TEXT];
   size_t n;
@@ -98,7 +99,8 @@ __attribute__((format(printf, 2, 3))) static void add(text *t, const char *fmt, 
 }
 
 static const char *op_name(int op) {
-  static const char *const name[] = {"?", "barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "segment_create", "bucket", "user_exchange"};
+  static const char *const name[] = {"?",         "barrier",    "all_reduce",     "reduce_scatter", "all_gather",
+                                     "broadcast", "all_to_all", "segment_create", "bucket",         "user_exchange"};
   return op >= 1 && op < (int)(sizeof name / sizeof *name) ? name[op] : "?";
 }
 
@@ -123,8 +125,10 @@ static void add_call(text *t, const dc_comm *c, const dc_call *k, int64_t seq, c
   add(t, ") [call %lld%s%s]", (long long)seq, where[0] ? " at " : "", where);
 }
 
-/* ---- fingerprints ------------------------------------------------------------------------------------------------- */
-static dc__fp *fp_of(const dc_comm *c, int rank, int64_t step) { return &c->fp[(int64_t)rank * c->slots + step % c->slots]; }
+/* ---- fingerprints ------------------------------------------------------------------------------------------------ */
+static dc__fp *fp_of(const dc_comm *c, int rank, int64_t step) {
+  return &c->fp[(int64_t)rank * c->slots + step % c->slots];
+}
 
 /* relaxed throughout: the order comes from the word `posted`; see dc__fp for why these are atomic at all */
 static void fp_write(dc__fp *f, const dc_comm *c, const dc_call *call, int64_t step) {
@@ -146,7 +150,8 @@ static bool fp_same(const dc__fp *a, const dc__fp *b) {
     diff |= atomic_load_explicit(&a->w[i], memory_order_relaxed) ^ atomic_load_explicit(&b->w[i], memory_order_relaxed);
   return diff == 0;
 }
-_Static_assert(sizeof(dc_call) == (DC__FP_SEQ - DC__FP_CALL) * sizeof(uint64_t), "a call fills its words of the fingerprint, without padding");
+_Static_assert(sizeof(dc_call) == (DC__FP_SEQ - DC__FP_CALL) * sizeof(uint64_t),
+               "a call fills its words of the fingerprint, without padding");
 
 static void add_fp(text *t, const dc_comm *c, const dc__fp *f) {
   uint64_t w[DC__FP_WORDS];
@@ -174,17 +179,19 @@ static void add_position(text *t, const dc_comm *c, int rank) {
   add_fp(t, c, fp_of(c, rank, step));
 }
 
-/* ---- shared errors ------------------------------------------------------------------------------------------------ */
+/* ---- shared errors ----------------------------------------------------------------------------------------------- */
 int dc__broken(dc_comm *c) {
   dc__header *h = c->h;
   uint32_t state = atomic_load_explicit(&h->broken, memory_order_acquire); /* pairs with the release in dc__break */
   if (__builtin_expect(state == DC__SOUND, 1)) return DC_OK;
-  for (int i = 0; state == DC__BREAKING && i < 1000; i++) { /* bounded: the rank that writes the text may be killed meanwhile */
+  for (int i = 0; state == DC__BREAKING && i < 1000;
+       i++) { /* bounded: the rank that writes the text may be killed meanwhile */
     struct timespec ms = {0, 1000000};
     nanosleep(&ms, NULL);
     state = atomic_load_explicit(&h->broken, memory_order_acquire);
   }
-  if (state == DC__BREAKING) return DC_FAIL(DC_E_PEER_DIED, "group %s: a rank died while it reported an error", c->label);
+  if (state == DC__BREAKING)
+    return DC_FAIL(DC_E_PEER_DIED, "group %s: a rank died while it reported an error", c->label);
   return DC_FAIL(h->status, "%.*s", DC__TEXT - 1, h->text); /* not written again */
 }
 
@@ -195,7 +202,8 @@ int dc__break(dc_comm *c, int status, const char *fmt, ...) {
   vsnprintf(s, sizeof s, fmt, ap);
   va_end(ap);
   uint32_t sound = DC__SOUND;
-  if (atomic_compare_exchange_strong_explicit(&c->h->broken, &sound, DC__BREAKING, memory_order_acq_rel, memory_order_acquire)) {
+  if (atomic_compare_exchange_strong_explicit(&c->h->broken, &sound, DC__BREAKING, memory_order_acq_rel,
+                                              memory_order_acquire)) {
     memcpy(c->h->text, s, sizeof s);
     c->h->status = status;
     /* release: who sees BROKEN sees status and text */
@@ -206,32 +214,45 @@ int dc__break(dc_comm *c, int status, const char *fmt, ...) {
   return dc__broken(c);
 }
 
-/* Compares what has arrived of `step` with our own call; names who called what. */
-static int compare(dc_comm *c, int64_t step) {
-  const dc__fp *mine = fp_of(c, c->rank, step);
-  waiting w = {.kind = WORD_POSTED, .target = (uint32_t)(step + 1)};
-  int other = -1;
-  for (int r = 0; r < c->size && other < 0; r++)
-    if (r != c->rank && reached(c, r, &w) && !fp_same(mine, fp_of(c, r, step))) other = r;
-  if (other < 0) return DC_OK;
+/* "rank 0, rank 2" of those that have posted the same call as `f`; returns how many. */
+static int add_callers(text *t, const dc_comm *c, const waiting *w, const dc__fp *f) {
+  int n = 0;
+  for (int r = 0; r < c->size; r++) {
+    if (!reached(c, r, w) || !fp_same(f, fp_of(c, r, w->step))) continue;
+    if (n++ >= 16) continue;
+    add(t, n == 1 ? " " : ", ");
+    add_rank(t, c, r);
+  }
+  if (n > 16) add(t, " and %d more", n - 16);
+  return n;
+}
+
+static int mismatch(dc_comm *c, const waiting *w, int a, int b) {
   text t = {.n = 0};
-  add(&t, "ranks called different collectives in group %s (step %lld):", c->label, (long long)step);
-  const dc__fp *two[2] = {mine, fp_of(c, other, step)};
+  int told = 0;
+  add(&t, "ranks called different collectives in group %s (step %lld):", c->label, (long long)w->step);
   for (int side = 0; side < 2; side++) {
-    const char *sep = " ";
-    for (int r = 0, shown = 0; r < c->size && shown < 16; r++) {
-      if (!reached(c, r, &w) || !fp_same(two[side], fp_of(c, r, step))) continue;
-      add(&t, "%s", sep);
-      add_rank(&t, c, r);
-      sep = ", ";
-      shown++;
-    }
+    const dc__fp *f = fp_of(c, side ? b : a, w->step);
+    told += add_callers(&t, c, w, f);
     add(&t, " called ");
-    add_fp(&t, c, two[side]);
+    add_fp(&t, c, f);
     add(&t, side ? "." : ";");
   }
+  if (told < c->size) add(&t, " Others have not arrived or called something else again.");
   add(&t, " All ranks of a group must make the same calls in the same order with the same dtype, count and reduction.");
   return dc__break(c, DC_E_MISMATCH, "%s", t.s);
+}
+
+/* Compares what has arrived of `step`: everyone with the lowest rank that is there. */
+static int compare(dc_comm *c, int64_t step) {
+  const waiting w = {.kind = WORD_POSTED, .target = (uint32_t)(step + 1), .step = step};
+  int first = -1;
+  for (int r = 0; r < c->size; r++) {
+    if (!reached(c, r, &w)) continue;
+    if (first < 0) first = r;
+    else if (!fp_same(fp_of(c, first, step), fp_of(c, r, step))) return mismatch(c, &w, first, r);
+  }
+  return DC_OK;
 }
 
 static void add_everyone(text *t, const dc_comm *c, const waiting *w) {
@@ -335,14 +356,16 @@ static int late(dc_comm *c, const waiting *w) {
 static int look(dc_comm *c, const waiting *w) {
   c->look_ns = dc__now_ns();
   DC_TRY(dc__broken(c));
-  if (w->kind == WORD_POSTED) DC_TRY(compare(c, w->step)); /* a mismatch is told at once, even if some rank never arrives */
+  if (w->kind == WORD_POSTED)
+    DC_TRY(compare(c, w->step)); /* a mismatch is told at once, even if some rank never arrives */
   DC_TRY(find_missing(c, w));
   return c->look_ns - w->start_ns >= c->timeout_ns ? late(c, w) : DC_OK;
 }
 
 static int wait_for(dc_comm *c, int rank, const waiting *w) {
   dc__word *word = word_of(c, rank, w->kind);
-  int64_t spin_end = dc__now_ns() + c->spin_ns, look_at = spin_end < w->start_ns + DC__LOOK_NS ? spin_end : w->start_ns + DC__LOOK_NS;
+  int64_t spin_end = dc__now_ns() + c->spin_ns,
+          look_at = spin_end < w->start_ns + DC__LOOK_NS ? spin_end : w->start_ns + DC__LOOK_NS;
   for (int64_t now = 0; now < spin_end; now = dc__now_ns()) {
     for (int i = 0; i < 64; i++) {
       if (reached(c, rank, w)) return DC_OK;
@@ -387,11 +410,12 @@ static int test_all(dc_comm *c, waiting *w, int *ready) {
   return DC_OK;
 }
 
-/* ---- a call ------------------------------------------------------------------------------------------------------- */
+/* ---- a call ------------------------------------------------------------------------------------------------------ */
 int dc__enter(dc_comm *c) {
   if (!c) return DC_FAIL(DC_E_INVALID, "the communicator is NULL");
   if (c->fork_mark != dc__fork_mark())
-    return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process; open a new one here", c->label);
+    return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process; open a new one here",
+                   c->label);
   /* acquire/release around a call: the next thread that enters sees what the last one left */
   if (atomic_exchange_explicit(&c->busy, 1, memory_order_acquire))
     return DC_FAIL(DC_E_STATE, "group %s is in use by another thread; one call at a time per communicator", c->label);
@@ -402,10 +426,11 @@ int dc__enter(dc_comm *c) {
 
 void dc__leave(dc_comm *c) { atomic_store_explicit(&c->busy, 0, memory_order_release); }
 
-/* ---- the exchange ------------------------------------------------------------------------------------------------- */
+/* ---- the exchange ------------------------------------------------------------------------------------------------ */
 int dc__begin(dc_comm *c, int64_t *step, void **slot) {
   if (c->begun - c->done >= c->slots)
-    return DC_FAIL(DC_E_STATE, "group %s: all %d slots are open; mark step %lld done first", c->label, c->slots, (long long)c->done);
+    return DC_FAIL(DC_E_STATE, "group %s: all %d slots are open; mark step %lld done first", c->label, c->slots,
+                   (long long)c->done);
   if (c->begun - c->slots >= c->all_done) {
     waiting w = {.kind = WORD_DONE, .step = c->begun - c->slots};
     DC_TRY(wait_all(c, &w));
@@ -448,8 +473,8 @@ int dc__wait(dc_comm *c, int64_t step) {
 
 int dc__done(dc_comm *c, int64_t step) {
   if (step != c->done || step >= c->arrived)
-    return DC_FAIL(DC_E_STATE, "group %s: done for step %lld, but step %lld is next and %lld have been waited for", c->label,
-                   (long long)step, (long long)c->done, (long long)c->arrived);
+    return DC_FAIL(DC_E_STATE, "group %s: done for step %lld, but step %lld is next and %lld have been waited for",
+                   c->label, (long long)step, (long long)c->done, (long long)c->arrived);
   c->done++;
   /* seq_cst store: our reads of the peers' slots stay before it, so they may fill them again */
   advance(&c->h->seat[c->rank].done, (uint32_t)c->done);
@@ -494,8 +519,8 @@ int dc_exchange_test(dc_comm *c, int64_t step, int *ready) {
   DC_TRY(dc__enter(c));
   int yes = step < c->arrived && step >= c->done, rc = DC_OK;
   if (!yes && (step < c->done || step >= c->posted)) {
-    rc = DC_FAIL(DC_E_STATE, "group %s: test of step %lld, but only %lld to %lld are posted and not done", c->label, (long long)step,
-                 (long long)c->done, (long long)c->posted - 1);
+    rc = DC_FAIL(DC_E_STATE, "group %s: test of step %lld, but only %lld to %lld are posted and not done", c->label,
+                 (long long)step, (long long)c->done, (long long)c->posted - 1);
   } else if (!yes) {
     waiting w = {.kind = WORD_POSTED, .step = step};
     rc = test_all(c, &w, &yes);
@@ -518,10 +543,11 @@ int dc_exchange_done(dc_comm *c, int64_t step) {
   return rc;
 }
 
-/* ---- abort, texts ------------------------------------------------------------------------------------------------- */
+/* ---- abort, texts ------------------------------------------------------------------------------------------------ */
 int dc_comm_abort(dc_comm *c, const char *reason) {
   if (!c) return DC_FAIL(DC_E_INVALID, "the communicator is NULL");
-  if (c->fork_mark != dc__fork_mark()) return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process", c->label);
+  if (c->fork_mark != dc__fork_mark())
+    return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process", c->label);
   text t = {.n = 0};
   add(&t, "group %s: ", c->label);
   add_rank(&t, c, c->rank);

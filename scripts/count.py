@@ -13,18 +13,20 @@ from collections import Counter
 from pathlib import Path
 
 
-def count_ctest(text: str) -> Counter:
-    """passed, failed, skipped of LastTest.log. A suite that failed without naming a case (crash, sanitizer, time-out) is one failure."""
-    total: Counter = Counter()
+def count_ctest(text: str) -> tuple[Counter, Counter]:
+    """(passed, failed, skipped) of LastTest.log, and the reasons of the skipped. A suite that failed without naming a case (crash, sanitizer,
+    time-out) is one failure."""
+    total, reasons = Counter(), Counter()
     for suite in re.split(r"^\d+/\d+ Testing: ", text, flags=re.M)[1:]:
-        found = {word.lower(): int(n) for word, n in re.findall(r"^\[  (PASSED|FAILED|SKIPPED) ?\] (\d+) test", suite, flags=re.M)}
-        total.update(found)
+        found = Counter({word.lower(): int(n) for word, n in re.findall(r"^\[ +(PASSED|FAILED|SKIPPED) +\] (\d+) tests?[.,]", suite, flags=re.M)})
         ended_well = re.search(r"^Test Passed\.", suite, flags=re.M)
-        if not ended_well and not found.get("failed"):
-            total["failed"] += 1
+        if not ended_well and not found["failed"]:
+            found["failed"] = 1
         elif ended_well and not found:  # not a GoogleTest program
-            total["passed"] += 1
-    return total
+            found["passed"] = 1
+        total += found
+        reasons.update(re.findall(r"^\S+:\d+: Skipped\n(.+)", suite, flags=re.M))
+    return total, reasons
 
 
 def count_pytest(path: Path) -> tuple[Counter, Counter]:
@@ -45,11 +47,9 @@ def main(folder: Path, test_class: str) -> int:
     total: Counter = Counter()
     reasons: Counter = Counter()
     if (log := folder / "ctest.log").exists():
-        c = count_ctest(log.read_text(errors="replace"))
+        c, why = count_ctest(log.read_text(errors="replace"))
         print(f"C: {c['passed']} passed, {c['failed']} failed, {c['skipped']} skipped")
-        total += c
-        if c["skipped"]:
-            reasons["C cases that GoogleTest skipped (see build/asan/Testing)"] += c["skipped"]
+        total, reasons = total + c, reasons + why
     if (xml := folder / "pytest.xml").exists():
         p, why = count_pytest(xml)
         print(f"Python: {p['passed']} passed, {p['failed']} failed, {p['skipped']} skipped")

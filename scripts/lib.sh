@@ -49,7 +49,7 @@ has_pip() { "$VPY" -m pip --version >/dev/null 2>&1; }
 pip_install() { # arguments of pip install; its output only if it fails
   has_pip || return 1
   log=$(mktemp)
-  if "$VPY" -m pip install --disable-pip-version-check --retries 1 --timeout 20 "$@" >"$log" 2>&1 </dev/null; then
+  if "$VPY" -m pip install --disable-pip-version-check --retries 1 --timeout 30 "$@" >"$log" 2>&1 </dev/null; then
     rm -f "$log"
     return 0
   fi

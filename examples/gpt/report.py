@@ -46,9 +46,9 @@ class Progress:
             return None
         return Bar(BarColumn(bar_width=20), TextColumn("{task.description}"), transient=False)
 
-    def update(self, point: Point, total_steps: int, share: float, eta: float) -> None:
-        """share: of the budget that is used up, 0 to 1. eta: seconds."""
-        text = (f"step {point.step}/{total_steps}  loss {point.train:.3f} bits/byte  {point.tokens_per_second:,.0f} tokens/s  "
+    def update(self, point: Point, total_steps: int | None, share: float, eta: float) -> None:
+        """total_steps: None while it is not known. share: of the budget that is used up, 0 to 1. eta: seconds."""
+        text = (f"step {point.step}/{total_steps or '?'}  loss {point.train:.3f} bits/byte  {point.tokens_per_second:,.0f} tokens/s  "
                 f"{point.memory / 2**20:,.0f} MiB  ETA {_clock(eta)}")
         if self.bar:
             self.bar.update(self.task, completed=min(share, 1.0), description=text)

@@ -179,7 +179,7 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
         points.append(report.Point(engine.global_steps, tokens_before + done * tokens_per_step, before + seconds, bits, validation,
                                    engine.get_lr()[0], done * tokens_per_step / seconds, memory))
         if progress:
-            progress.update(points[-1], budget.total, budget.share, budget.eta)
+            progress.update(points[-1], budget.total if budget.total < UNKNOWN_STEPS else None, budget.share, budget.eta)
 
     while True:
         over, report_now = budget.tick(want_report=time.monotonic() - reported > 0.5)

@@ -58,8 +58,8 @@ def _is_own(filename: str) -> bool:
 
 
 class _Caller:
-    """Tells a communicator who calls, as "dir/file.py:31": the first frame that is neither torch's nor deepc's. Cheap when the same line calls
-    again, as in a training loop."""
+    """Tells a communicator who calls, as "dir/file.py:31": the first frame that is neither torch's nor deepc's. Cheap when the
+    same line calls again, as in a training loop."""
 
     __slots__ = ("_code", "_line", "_note")
 
@@ -122,7 +122,8 @@ class Segment:
     def tensor(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
         """A 1-D view of `numel` elements that start `offset` bytes into the segment. Keeps the segment alive."""
         if offset < 0 or numel < 0 or offset % dtype.itemsize or offset + numel * dtype.itemsize > self.nbytes:
-            raise ArgumentError(f"{numel} elements of {dtype} at byte {offset} don't fit a segment of {self.nbytes} bytes (or are not aligned)")
+            raise ArgumentError(f"{numel} elements of {dtype} at byte {offset} don't fit a segment of {self.nbytes} bytes "
+                                "(or are not aligned)")
         return tensor_at(self._base + offset, numel, dtype, self)
 
     def info(self) -> tuple[int, int]:
@@ -138,8 +139,9 @@ class Segment:
 
 
 class Comm:
-    """One dc_comm (comm/comm.h). Collectives block, give equal bits on every rank, and raise MismatchError, RankDiedError, CommTimeoutError or
-    AbortedError on all ranks alike; after such an error the communicator is broken. Calls from several threads are serialised.
+    """One dc_comm (comm/comm.h). Collectives block, give equal bits on every rank, and raise MismatchError, RankDiedError,
+    CommTimeoutError or AbortedError on all ranks alike; after such an error the communicator is broken. Calls from several threads are
+    serialised.
 
     Every tensor is a contiguous CPU tensor, or ArgumentError is raised before anything is shared."""
 
@@ -247,21 +249,23 @@ class Comm:
 
     def _sizes(self, out: torch.Tensor, tensor: torch.Tensor, out_per: int, in_per: int) -> None:
         if out.dtype != tensor.dtype or out.numel() * in_per != tensor.numel() * out_per:
-            raise ArgumentError(f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype}; expected the same dtype "
-                                f"and a ratio of {out_per} to {in_per} for {self.size} ranks")
+            raise ArgumentError(f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype}; expected "
+                                f"the same dtype and a ratio of {out_per} to {in_per} for {self.size} ranks")
 
 
 def open_comm(store, rank: int, size: int, *, label: str, timeout: datetime.timedelta, slot_bytes: int, slots: int,
               global_ranks: Sequence[int] | None = None) -> Comm:
     """Opens a communicator of `size` ranks of one node. Collective.
 
-    store: a torch.distributed store that is this group's own (use a PrefixStore); ranks exchange their node and a random address through it.
-    slot_bytes (a multiple of 4096) and slots (>= 2): staging per rank. timeout: of joining and of every wait. global_ranks: names of the ranks in
-    messages. Raises UnsupportedError if the ranks lie on several nodes, CommError and its subclasses if joining fails."""
+    store: a torch.distributed store that is this group's own (use a PrefixStore); ranks exchange their node and a random address
+    through it. slot_bytes (a multiple of 4096) and slots (>= 2): staging per rank. timeout: of joining and of every wait. global_ranks:
+    names of the ranks in messages. Raises UnsupportedError if the ranks lie on several nodes, CommError and its subclasses if joining
+    fails."""
     ids = node_ids(store, rank, size)
     if len(set(ids)) != 1:
         places = ", ".join(f"rank {r}: {i}" for r, i in enumerate(ids))
-        raise UnsupportedError(f"group {label} spans several nodes ({places}); shared memory reaches one. If they are one machine, set DEEPC_NODE_ID")
+        raise UnsupportedError(f"group {label} spans several nodes ({places}); shared memory reaches one. If they are one machine, set "
+                               "DEEPC_NODE_ID")
     if rank == 0:
         store.set("address", "deepc-" + secrets.token_hex(16))
     address = store.get("address")

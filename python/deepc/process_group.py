@@ -1,9 +1,9 @@
 """The process group of the backend "deepc": torch.distributed.ProcessGroup with the C core's collectives on CPU tensors of one node.
 
-Gloo (and NCCL for CUDA) is registered beneath it as torch expects, and takes everything else: other devices and layouts, reductions that the core
-does not have, send and recv, uneven all_to_all, groups that span nodes. Which of them carries a call is decided only from what is equal on all
-ranks (operation, dtype, device, reduction, number of tensors), never from what may differ (contiguity, values). Before a collective goes to Gloo the
-ranks of a one-node group meet in a fence of the core, so that a mismatch or a death is told there as well.
+Gloo (and NCCL for CUDA) is registered beneath it as torch expects, and takes everything else: other devices and layouts, reductions that
+the core does not have, send and recv, uneven all_to_all, groups that span nodes. Which of them carries a call is decided only from what is
+equal on all ranks (operation, dtype, device, reduction, number of tensors), never from what may differ (contiguity, values). Before a
+collective goes to Gloo the ranks of a one-node group meet in a fence of the core, so that a mismatch or a death is told there as well.
 
 Calls run inline and return a completed Work, also with async_op=True; an error is raised by the call itself. Each group opens its
 communicator at its first collective (see DEFAULT_STAGING for what it takes)."""
@@ -24,8 +24,8 @@ from .errors import ArgumentError, CommError, UnsupportedError
 
 _log = logging.getLogger("deepc")
 
-# Staging per rank: the core cuts calls into chunks of at most 512 KiB; a second and third slot let a rank fill the next chunk while peers read. Sub-groups
-# are often many and small. So 1.5 MiB a rank for the default group, 0.5 MiB for others.
+# Staging per rank: the core cuts calls into chunks of at most 512 KiB; a second and third slot let a rank fill the next chunk while peers
+# read. Sub-groups are often many and small. So 1.5 MiB a rank for the default group, 0.5 MiB for others.
 DEFAULT_STAGING, SUBGROUP_STAGING = (512 << 10, 3), (256 << 10, 2)  # slot bytes, slots
 
 _OPS = {dist.ReduceOp.RedOpType.SUM: "sum", dist.ReduceOp.RedOpType.AVG: "avg", dist.ReduceOp.RedOpType.MIN: "min",
@@ -156,8 +156,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
                 nodes = len(set(node.node_ids(store, self._rank, self._size)))
                 if nodes == 1:
                     slot_bytes, slots = DEFAULT_STAGING if self._is_default else SUBGROUP_STAGING
-                    self._comm = node.open_comm(store, self._rank, self._size, label=self._label, timeout=self._timeout, slot_bytes=slot_bytes,
-                                                slots=slots, global_ranks=self._global_ranks)
+                    self._comm = node.open_comm(store, self._rank, self._size, label=self._label, timeout=self._timeout,
+                                                slot_bytes=slot_bytes, slots=slots, global_ranks=self._global_ranks)
                 else:
                     _log.info("group %s spans %d nodes: its collectives on CPU tensors run on Gloo", self._label, nodes)
                 self._comm_tried = True
@@ -174,8 +174,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
         return self._store
 
     def _inner(self, device: torch.device, *names: str):
-        """The bound method of the backend beneath (Gloo, NCCL), by the first of its names that this torch has. Never through super(): torch's C++
-        base calls back into the overrides of this class, under names that change between versions."""
+        """The bound method of the backend beneath (Gloo, NCCL), by the first of its names that this torch has. Never through super():
+        torch's C++ base calls back into the overrides of this class, under names that change between versions."""
         backend = self._get_backend(device)
         for name in names:
             method = getattr(backend, name, None)
@@ -265,8 +265,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
             return None
         for outs, tensor in zip(lists, inputs):
             if len(outs) != self._size or any(t.dtype != tensor.dtype or t.numel() != tensor.numel() for t in outs):
-                raise ArgumentError(f"all_gather: expected {self._size} output tensors with the input's {tensor.numel()} elements of {tensor.dtype}, got "
-                                    f"{[(t.numel(), str(t.dtype)) for t in outs]}")
+                raise ArgumentError(f"all_gather: expected {self._size} output tensors with the input's {tensor.numel()} elements of "
+                                    f"{tensor.dtype}, got {[(t.numel(), str(t.dtype)) for t in outs]}")
             flat = _adjacent(outs)
             if flat is not None:
                 core.all_gather(flat, _dense(tensor).detach())
@@ -291,7 +291,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
         work = self._gather_lists(output_lists, input_list)
         if work is None:
             self._fence("all_gather_coalesced", input_list)
-            work = self._inner(input_list[0].device, "allgather_coalesced")(output_lists, input_list, _options(opts, _c10d.AllgatherOptions))
+            method = self._inner(input_list[0].device, "allgather_coalesced")
+            work = method(output_lists, input_list, _options(opts, _c10d.AllgatherOptions))
         return work
 
     def _allgather_base(self, output, input, opts=None):  # noqa: A002  torch's names
@@ -337,8 +338,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     def _flatten_parts(self, output: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(parts) != self._size or any(t.dtype != output.dtype or t.numel() != output.numel() for t in parts):
-            raise ArgumentError(f"reduce_scatter: expected {self._size} input tensors with the output's {output.numel()} elements of {output.dtype}, got "
-                                f"{[(t.numel(), str(t.dtype)) for t in parts]}")
+            raise ArgumentError(f"reduce_scatter: expected {self._size} input tensors with the output's {output.numel()} elements of "
+                                f"{output.dtype}, got {[(t.numel(), str(t.dtype)) for t in parts]}")
         flat = _adjacent(parts)
         return torch.cat([t.detach().reshape(-1) for t in parts]) if flat is None else flat
 
@@ -416,7 +417,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
             output.detach().copy_(out)
         return _Done([output])
 
-    def all_to_all_single(self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None):  # noqa: A002  since torch 2.13
+    def all_to_all_single(self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None):  # noqa: A002  2.13
         return self.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
 
     def barrier(self, opts=None, timeout=None):

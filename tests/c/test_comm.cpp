@@ -1,5 +1,5 @@
-// test_comm.cpp: comm/ with real processes. Every rank is a fork of the test body (the parent has no threads yet); it reports through a pipe:
-// nothing means success. Slots are small, so that chunks, wrap-around and full windows happen.
+// test_comm.cpp: comm/ with real processes. Every rank is a fork of the test body (the parent has no threads yet); it
+// reports through a pipe: nothing means success. Slots are small, so that chunks, wrap-around and full windows happen.
 #include <gtest/gtest.h>
 
 #include <dirent.h>
@@ -117,7 +117,8 @@ void expect_all_fine(const std::vector<Outcome> &out) {
 }
 
 // The address is borrowed.
-dc_comm_config config_of(const char *address, int rank, int size, int slots = 2, int64_t slot_bytes = 4096, int timeout_ms = 60000) {
+dc_comm_config config_of(const char *address, int rank, int size, int slots = 2, int64_t slot_bytes = 4096,
+                         int timeout_ms = 60000) {
   dc_comm_config k;
   memset(&k, 0, sizeof k);
   k.rank = rank;
@@ -130,23 +131,24 @@ dc_comm_config config_of(const char *address, int rank, int size, int slots = 2,
   return k;
 }
 
-#define FINE(expr)                                                                                       \
-  do {                                                                                                   \
-    int rc_ = (expr);                                                                                    \
-    if (rc_ != DC_OK) return fmt("line %d: %s: %s: %s", __LINE__, #expr, dc_status_name(rc_), dc_last_error()); \
+#define FINE(expr)                                                                                                     \
+  do {                                                                                                                 \
+    int rc_ = (expr);                                                                                                  \
+    if (rc_ != DC_OK) return fmt("line %d: %s: %s: %s", __LINE__, #expr, dc_status_name(rc_), dc_last_error());        \
   } while (0)
-#define WANT(cond, ...)                                                             \
-  do {                                                                              \
-    if (!(cond)) return fmt("line %d: not (%s): ", __LINE__, #cond) + fmt(__VA_ARGS__); \
+#define WANT(cond, ...)                                                                                                \
+  do {                                                                                                                 \
+    if (!(cond)) return fmt("line %d: not (%s): ", __LINE__, #cond) + fmt(__VA_ARGS__);                                \
   } while (0)
-#define WANT_STATUS(want, expr)                                                                                            \
-  do {                                                                                                                     \
-    int rc_ = (expr);                                                                                                      \
-    WANT(rc_ == (want), "%s gave %s: %s", #expr, dc_status_name(rc_), rc_ ? dc_last_error() : "");                         \
+#define WANT_STATUS(want, expr)                                                                                        \
+  do {                                                                                                                 \
+    int rc_ = (expr);                                                                                                  \
+    WANT(rc_ == (want), "%s gave %s: %s", #expr, dc_status_name(rc_), rc_ ? dc_last_error() : "");                     \
   } while (0)
 #define WANT_TEXT(part) WANT(strstr(dc_last_error(), part), "the error lacks '%s': %s", part, dc_last_error())
 
-// ---- scalar expectation ------------------------------------------------------------------------------------------------
+// ---- scalar expectation
+// ------------------------------------------------------------------------------------------------
 
 float f32_of_bf16(uint16_t h) {
   uint32_t u = (uint32_t)h << 16;
@@ -173,51 +175,88 @@ uint16_t f16_of_f32(float f) {
   double a = std::fabs((double)f);
   if (a == 0) return sign;
   int e;
-  std::frexp(a, &e);                     // a in [2^(e-1), 2^e)
-  int q = e - 11 < -24 ? -24 : e - 11;   // the spacing of fp16 here is 2^q
+  std::frexp(a, &e);                                // a in [2^(e-1), 2^e)
+  int q = e - 11 < -24 ? -24 : e - 11;              // the spacing of fp16 here is 2^q
   double units = std::nearbyint(std::ldexp(a, -q)); // ties to even
-  if (units >= 2048) { units /= 2; q++; }
+  if (units >= 2048) {
+    units /= 2;
+    q++;
+  }
   if (units < 1024) return (uint16_t)(sign | (uint16_t)units); // denormal (q is -24)
   return (uint16_t)(sign | (uint16_t)((q + 25) << 10) | ((uint16_t)units & 1023));
 }
 
-template <class T> T element(int rank, int64_t i) { return (T)(((int64_t)(i * 7 + rank * 13 + (i >> 5) * 3) % 23 - 11) * (int64_t)(sizeof(T) == 1 ? 9 : 1001)); }
+template <class T> T element(int rank, int64_t i) {
+  return (T)(((int64_t)(i * 7 + rank * 13 + (i >> 5) * 3) % 23 - 11) * (int64_t)(sizeof(T) == 1 ? 9 : 1001));
+}
 
 void put_element(char *p, int dtype, int rank, int64_t i) {
   float f = (float)((i * 7 + rank * 13 + (i >> 5) * 3) % 23 - 11) * 0.37f + (float)rank * 0.001f;
   if (f == 0) f = 0.25f;
   switch (dtype) {
-    case DC_F32: memcpy(p, &f, 4); break;
-    case DC_BF16: { uint16_t h = bf16_of_f32(f); memcpy(p, &h, 2); break; }
-    case DC_F16: { uint16_t h = f16_of_f32(f); memcpy(p, &h, 2); break; }
-    case DC_F64: { double d = (double)f * 1.0000001; memcpy(p, &d, 8); break; }
-    case DC_I8: { int8_t v = element<int8_t>(rank, i); memcpy(p, &v, 1); break; }
-    case DC_U8: { uint8_t v = element<uint8_t>(rank, i); memcpy(p, &v, 1); break; }
-    case DC_I16: { int16_t v = element<int16_t>(rank, i); memcpy(p, &v, 2); break; }
-    case DC_I32: { int32_t v = element<int32_t>(rank, i) * 7919; memcpy(p, &v, 4); break; }
-    default: { int64_t v = element<int64_t>(rank, i) * 1000003; memcpy(p, &v, 8); break; }
+  case DC_F32: memcpy(p, &f, 4); break;
+  case DC_BF16: {
+    uint16_t h = bf16_of_f32(f);
+    memcpy(p, &h, 2);
+    break;
+  }
+  case DC_F16: {
+    uint16_t h = f16_of_f32(f);
+    memcpy(p, &h, 2);
+    break;
+  }
+  case DC_F64: {
+    double d = (double)f * 1.0000001;
+    memcpy(p, &d, 8);
+    break;
+  }
+  case DC_I8: {
+    int8_t v = element<int8_t>(rank, i);
+    memcpy(p, &v, 1);
+    break;
+  }
+  case DC_U8: {
+    uint8_t v = element<uint8_t>(rank, i);
+    memcpy(p, &v, 1);
+    break;
+  }
+  case DC_I16: {
+    int16_t v = element<int16_t>(rank, i);
+    memcpy(p, &v, 2);
+    break;
+  }
+  case DC_I32: {
+    int32_t v = element<int32_t>(rank, i) * 7919;
+    memcpy(p, &v, 4);
+    break;
+  }
+  default: {
+    int64_t v = element<int64_t>(rank, i) * 1000003;
+    memcpy(p, &v, 8);
+    break;
+  }
   }
 }
 
 template <class T> T combine(int op, T a, T b) {
   switch (op) {
-    case DC_RED_MIN: return b < a ? b : a;
-    case DC_RED_MAX: return a < b ? b : a;
-    case DC_RED_PROD: return a * b;
-    default: return a + b;
+  case DC_RED_MIN: return b < a ? b : a;
+  case DC_RED_MAX: return a < b ? b : a;
+  case DC_RED_PROD: return a * b;
+  default: return a + b;
   }
 }
 
 template <class T> T combine_int(int op, T a, T b) {
   using U = typename std::make_unsigned<T>::type;
   switch (op) {
-    case DC_RED_MIN: return b < a ? b : a;
-    case DC_RED_MAX: return a < b ? b : a;
-    case DC_RED_PROD: return (T)(U)((uint64_t)(U)a * (uint64_t)(U)b);
-    case DC_RED_BAND: return (T)(a & b);
-    case DC_RED_BOR: return (T)(a | b);
-    case DC_RED_BXOR: return (T)(a ^ b);
-    default: return (T)(U)((U)a + (U)b);
+  case DC_RED_MIN: return b < a ? b : a;
+  case DC_RED_MAX: return a < b ? b : a;
+  case DC_RED_PROD: return (T)(U)((uint64_t)(U)a * (uint64_t)(U)b);
+  case DC_RED_BAND: return (T)(a & b);
+  case DC_RED_BOR: return (T)(a | b);
+  case DC_RED_BXOR: return (T)(a ^ b);
+  default: return (T)(U)((U)a + (U)b);
   }
 }
 
@@ -277,10 +316,13 @@ std::vector<char> data_of(int dtype, int rank, int64_t begin, int64_t n) {
   return v;
 }
 
-std::string first_difference(const std::vector<char> &got, const std::vector<char> &want, size_t esz, const char *what) {
+std::string first_difference(const std::vector<char> &got, const std::vector<char> &want, size_t esz,
+                             const char *what) {
   if (got.size() != want.size()) return fmt("%s: sizes differ", what);
   for (size_t i = 0; i < got.size(); i++)
-    if (got[i] != want[i]) return fmt("%s: element %zu of %zu differs (byte %02x, expected %02x)", what, i / esz, got.size() / esz, (unsigned char)got[i], (unsigned char)want[i]);
+    if (got[i] != want[i])
+      return fmt("%s: element %zu of %zu differs (byte %02x, expected %02x)", what, i / esz, got.size() / esz,
+                 (unsigned char)got[i], (unsigned char)want[i]);
   return "";
 }
 
@@ -291,7 +333,8 @@ std::string check_all_reduce(dc_comm *c, int rank, int size, int dtype, int op, 
   std::vector<char> in = data_of(dtype, rank, 0, n), out((size_t)n * e, 0x55), want((size_t)n * e), before = in;
   for (int64_t i = 0; i < n; i++) expected_reduction(want.data() + (size_t)i * e, dtype, op, size, i);
   FINE(dc_all_reduce(c, in.data(), in_place ? in.data() : out.data(), n, dtype, op, 0));
-  std::string d = first_difference(in_place ? in : out, want, e, fmt("all_reduce %s op %d n %ld", dc_dtype_name(dtype), op, (long)n).c_str());
+  std::string d = first_difference(in_place ? in : out, want, e,
+                                   fmt("all_reduce %s op %d n %ld", dc_dtype_name(dtype), op, (long)n).c_str());
   return d.empty() && !in_place ? first_difference(in, before, e, "all_reduce input") : d;
 }
 
@@ -300,7 +343,8 @@ std::string check_reduce_scatter(dc_comm *c, int rank, int size, int dtype, int 
   std::vector<char> in = data_of(dtype, rank, 0, n * size), out((size_t)n * e, 0x55), want((size_t)n * e);
   for (int64_t i = 0; i < n; i++) expected_reduction(want.data() + (size_t)i * e, dtype, op, size, rank * n + i);
   FINE(dc_reduce_scatter(c, in.data(), out.data(), n, dtype, op, 0));
-  return first_difference(out, want, e, fmt("reduce_scatter %s op %d n %ld", dc_dtype_name(dtype), op, (long)n).c_str());
+  return first_difference(out, want, e,
+                          fmt("reduce_scatter %s op %d n %ld", dc_dtype_name(dtype), op, (long)n).c_str());
 }
 
 std::string check_all_gather(dc_comm *c, int rank, int size, int dtype, int64_t n, bool in_place) {
@@ -320,7 +364,8 @@ std::string check_broadcast(dc_comm *c, int rank, int size, int dtype, int64_t n
   for (int root = 0; root < size; root++) {
     std::vector<char> buf = data_of(dtype, rank, 0, n), want = data_of(dtype, root, 0, n);
     FINE(dc_broadcast(c, buf.data(), n, dtype, root, 0));
-    std::string d = first_difference(buf, want, dc_dtype_size(dtype), fmt("broadcast %s n %ld root %d", dc_dtype_name(dtype), (long)n, root).c_str());
+    std::string d = first_difference(buf, want, dc_dtype_size(dtype),
+                                     fmt("broadcast %s n %ld root %d", dc_dtype_name(dtype), (long)n, root).c_str());
     if (!d.empty()) return d;
   }
   return "";
@@ -355,7 +400,10 @@ std::string check_everything(dc_comm *c, int rank, int size, int dtype) {
   return d;
 }
 
-struct Shape { int size, slots; int64_t slot_bytes; };
+struct Shape {
+  int size, slots;
+  int64_t slot_bytes;
+};
 class Collectives : public testing::TestWithParam<Shape> {};
 
 TEST_P(Collectives, EveryOneOfEveryTypeOpAndSize) {
@@ -376,7 +424,8 @@ TEST_P(Collectives, EveryOneOfEveryTypeOpAndSize) {
   }));
 }
 INSTANTIATE_TEST_SUITE_P(Shapes, Collectives,
-                         testing::Values(Shape{1, 2, 4096}, Shape{2, 2, 4096}, Shape{2, 5, 8192}, Shape{3, 2, 4096}, Shape{4, 3, 4096}));
+                         testing::Values(Shape{1, 2, 4096}, Shape{2, 2, 4096}, Shape{2, 5, 8192}, Shape{3, 2, 4096},
+                                         Shape{4, 3, 4096}));
 
 // More than one chunk of the built-in size, and slices of the two-phase all_reduce that are cut unevenly.
 TEST(CollectivesLarge, ManyChunksOfTheBuiltInSize) {
@@ -406,7 +455,8 @@ TEST(Collectives1, SpecialValues) {
     FINE(dc_comm_open(&k, &c));
     float x[4] = {rank ? NAN : 1.0f, rank ? INFINITY : 1.0f, rank ? 3.4e38f : 3.4e38f, 1e-45f};
     FINE(dc_all_reduce(c, x, x, 4, DC_F32, DC_RED_SUM, 0));
-    WANT(std::isnan(x[0]) && std::isinf(x[1]) && std::isinf(x[2]) && x[3] == 2.8e-45f, "%g %g %g %g", x[0], x[1], x[2], x[3]);
+    WANT(std::isnan(x[0]) && std::isinf(x[1]) && std::isinf(x[2]) && x[3] == 2.8e-45f, "%g %g %g %g", x[0], x[1], x[2],
+         x[3]);
     FINE(dc_comm_close(c));
     return "";
   }));
@@ -424,15 +474,18 @@ TEST(Collectives1, CountersCount) {
     FINE(dc_all_gather(c, x, y, 8, DC_F32, 0));
     FINE(dc_barrier(c, 0));
     WANT(dc_counter_get(DC_COUNTER_coll_all_reduce) == 1 && dc_counter_get(DC_COUNTER_coll_all_gather) == 1 &&
-             dc_counter_get(DC_COUNTER_coll_barrier) == 1 && dc_counter_get(DC_COUNTER_coll_broadcast) == 0, "calls");
+             dc_counter_get(DC_COUNTER_coll_barrier) == 1 && dc_counter_get(DC_COUNTER_coll_broadcast) == 0,
+         "calls");
     WANT(dc_counter_get(DC_COUNTER_coll_bytes_in) == 64, "%ld", (long)dc_counter_get(DC_COUNTER_coll_bytes_in));
-    WANT(dc_counter_get(DC_COUNTER_coll_bytes_out) == 2 * 32 + 32, "%ld", (long)dc_counter_get(DC_COUNTER_coll_bytes_out));
+    WANT(dc_counter_get(DC_COUNTER_coll_bytes_out) == 2 * 32 + 32, "%ld",
+         (long)dc_counter_get(DC_COUNTER_coll_bytes_out));
     FINE(dc_comm_close(c));
     return "";
   }));
 }
 
-// ---- groups, segments -----------------------------------------------------------------------------------------------------
+// ---- groups, segments
+// -----------------------------------------------------------------------------------------------------
 
 TEST(Groups, SubGroupsWorkSideBySide) {
   std::string all = fresh_address(), pair[2] = {fresh_address(), fresh_address()};
@@ -525,7 +578,8 @@ TEST(Segments, DifferentSizesAreAMismatch) {
   }));
 }
 
-// ---- the exchange -----------------------------------------------------------------------------------------------------------
+// ---- the exchange
+// -----------------------------------------------------------------------------------------------------------
 
 TEST(Exchange, StepsOfAllSlotsOpenAtOnceManyTimesAround) {
   std::string address = fresh_address();
@@ -555,7 +609,8 @@ TEST(Exchange, StepsOfAllSlotsOpenAtOnceManyTimesAround) {
       WANT(ready == 1, "not ready after wait");
       for (int r = 0; r < 2; r++) {
         const unsigned char *p = (const unsigned char *)dc_exchange_peer(c, r, done);
-        for (int i = 0; i < 4096; i += 511) WANT(p[i] == (unsigned char)(done * 2 + r), "step %ld of rank %d", (long)done, r);
+        for (int i = 0; i < 4096; i += 511)
+          WANT(p[i] == (unsigned char)(done * 2 + r), "step %ld of rank %d", (long)done, r);
       }
       FINE(dc_exchange_done(c, done));
       done++;
@@ -596,7 +651,8 @@ TEST(Exchange, MisuseIsAStateErrorAndBreaksNothing) {
   }));
 }
 
-// ---- arguments ----------------------------------------------------------------------------------------------------------------
+// ---- arguments
+// ----------------------------------------------------------------------------------------------------------------
 
 TEST(Arguments, WrongOnesAreRefusedLocallyAndTheGroupStaysSound) {
   std::string address = fresh_address();
@@ -630,11 +686,11 @@ TEST(Arguments, BadConfigs) {
   std::string long_address(91, 'a');
   EXPECT_EQ(dc_comm_open(nullptr, &c), DC_E_INVALID);
   EXPECT_EQ(dc_comm_open(&good, nullptr), DC_E_INVALID);
-#define BAD(field, value)                                             \
-  do {                                                                \
-    k = good;                                                         \
-    k.field = value;                                                  \
-    EXPECT_EQ(dc_comm_open(&k, &c), DC_E_INVALID) << #field " " #value; \
+#define BAD(field, value)                                                                                              \
+  do {                                                                                                                 \
+    k = good;                                                                                                          \
+    k.field = value;                                                                                                   \
+    EXPECT_EQ(dc_comm_open(&k, &c), DC_E_INVALID) << #field " " #value;                                                \
   } while (0)
   BAD(rank, 1);
   BAD(rank, -1);
@@ -666,7 +722,8 @@ TEST(Arguments, SpinVariableIsChecked) {
   }));
 }
 
-// ---- errors that all ranks see ----------------------------------------------------------------------------------------------
+// ---- errors that all ranks see
+// ----------------------------------------------------------------------------------------------
 
 TEST(Mismatch, NamesBothCallsOnAllRanks) {
   std::string address = fresh_address();
@@ -684,7 +741,11 @@ TEST(Mismatch, NamesBothCallsOnAllRanks) {
     WANT_TEXT("group test_pg");
     WANT_TEXT("all_reduce(fp32, count 16, sum, tag 77) [call 2 at train.py:31]");
     WANT_TEXT("all_gather(bf16, count 16) [call 2 at train.py:40]");
-    WANT_TEXT("rank 4 (0 in the group), rank 11 (2 in the group) called all_reduce");
+    // on a busy machine the mismatch is told before the last of them arrives
+    bool both = strstr(dc_last_error(), "rank 4 (0 in the group), rank 11 (2 in the group) called all_reduce");
+    bool one = strstr(dc_last_error(), ": rank 4 (0 in the group) called all_reduce") ||
+               strstr(dc_last_error(), "; rank 11 (2 in the group) called all_reduce");
+    WANT(both || (one && strstr(dc_last_error(), "not arrived")), "%s", dc_last_error());
     WANT_TEXT("rank 9 (1 in the group) called all_gather");
     std::string first = dc_comm_error(c);
     WANT_STATUS(DC_E_MISMATCH, dc_barrier(c, 0)); // broken for good
@@ -697,15 +758,24 @@ TEST(Mismatch, NamesBothCallsOnAllRanks) {
 
 TEST(Mismatch, EveryPartOfTheFingerprintCounts) {
   using Call = std::function<int(dc_comm *, void *)>;
-  struct Pair { const char *what; Call a, b; };
+  struct Pair {
+    const char *what;
+    Call a, b;
+  };
   const Pair pairs[] = {
-      {"count", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_SUM, 0); }, [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 11, DC_F32, DC_RED_SUM, 0); }},
-      {"dtype", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_SUM, 0); }, [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_I32, DC_RED_SUM, 0); }},
-      {"reduction", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_SUM, 0); }, [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_MAX, 0); }},
+      {"count", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_SUM, 0); },
+       [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 11, DC_F32, DC_RED_SUM, 0); }},
+      {"dtype", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_SUM, 0); },
+       [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_I32, DC_RED_SUM, 0); }},
+      {"reduction", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_SUM, 0); },
+       [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 10, DC_F32, DC_RED_MAX, 0); }},
       {"tag", [](dc_comm *c, void *) { return dc_barrier(c, 1); }, [](dc_comm *c, void *) { return dc_barrier(c, 2); }},
-      {"root", [](dc_comm *c, void *x) { return dc_broadcast(c, x, 10, DC_F32, 0, 0); }, [](dc_comm *c, void *x) { return dc_broadcast(c, x, 10, DC_F32, 1, 0); }},
-      {"chunks", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 5000, DC_F32, DC_RED_SUM, 0); }, [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 1, DC_F32, DC_RED_SUM, 0); }},
-      {"zero", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 0, DC_F32, DC_RED_SUM, 0); }, [](dc_comm *c, void *) { return dc_barrier(c, 0); }},
+      {"root", [](dc_comm *c, void *x) { return dc_broadcast(c, x, 10, DC_F32, 0, 0); },
+       [](dc_comm *c, void *x) { return dc_broadcast(c, x, 10, DC_F32, 1, 0); }},
+      {"chunks", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 5000, DC_F32, DC_RED_SUM, 0); },
+       [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 1, DC_F32, DC_RED_SUM, 0); }},
+      {"zero", [](dc_comm *c, void *x) { return dc_all_reduce(c, x, x, 0, DC_F32, DC_RED_SUM, 0); },
+       [](dc_comm *c, void *) { return dc_barrier(c, 0); }},
   };
   for (const Pair &p : pairs) {
     SCOPED_TRACE(p.what);
@@ -784,7 +854,8 @@ TEST(Death, AZombieCountsAsDeadAndItsSignalIsNamed) {
   EXPECT_EQ(out[0].text, "");
 }
 
-// A timer ends rank 1 at any instruction of any collective; the others must always learn of it, with sound data until then.
+// A timer ends rank 1 at any instruction of any collective; the others must always learn of it, with sound data until
+// then.
 TEST(Death, AtAnyMoment) {
   for (int round = 0; round < 24; round++) {
     SCOPED_TRACE(round);
@@ -801,7 +872,8 @@ TEST(Death, AtAnyMoment) {
       for (int i = 0; rc == DC_OK; i++) {
         for (size_t e = 0; e < x.size(); e++) x[e] = rank + i;
         rc = dc_all_reduce(c, x.data(), x.data(), 5000, DC_I32, DC_RED_SUM, 0);
-        for (size_t e = 0; rc == DC_OK && e < x.size(); e++) WANT(x[e] == 3 * i + 3, "call %d element %zu: %d", i, e, x[e]);
+        for (size_t e = 0; rc == DC_OK && e < x.size(); e++)
+          WANT(x[e] == 3 * i + 3, "call %d element %zu: %d", i, e, x[e]);
         if (rc == DC_OK) rc = dc_all_gather(c, x.data(), y.data(), 5000, DC_I32, 0);
         if (rc == DC_OK) rc = dc_broadcast(c, x.data(), 1500, DC_I32, i % 3, 0);
         if (rc == DC_OK) rc = dc_reduce_scatter(c, y.data(), x.data(), 1700, DC_I32, DC_RED_MAX, 0);
@@ -887,7 +959,11 @@ TEST(Abort, FromAnotherThreadWakesEveryRank) {
     FINE(dc_comm_open(&k, &c));
     FINE(dc_barrier(c, 0));
     std::thread t;
-    if (rank == 1) t = std::thread([c] { nap_ms(50); dc_comm_abort(c, "loss is NaN"); });
+    if (rank == 1)
+      t = std::thread([c] {
+        nap_ms(50);
+        dc_comm_abort(c, "loss is NaN");
+      });
     int rc = rank == 2 ? DC_OK : dc_barrier(c, 0); // ranks 0 and 1 wait for rank 2 for ever
     if (t.joinable()) t.join();
     while (rank == 2 && dc_comm_error(c)[0] == 0) nap_ms(1);
@@ -980,7 +1056,8 @@ TEST(Fork, AChildCanNotUseTheParentsGroupAndCanOpenItsOwn) {
   }));
 }
 
-// ---- joining -------------------------------------------------------------------------------------------------------------------
+// ---- joining
+// -------------------------------------------------------------------------------------------------------------------
 
 int connect_to(const std::string &address) {
   sockaddr_un a;
@@ -1036,8 +1113,9 @@ TEST(Joining, StrangersAreRefusedAndTheGroupOpensAllTheSame) {
 }
 
 TEST(Joining, DifferentSettingsAreAShapeErrorOnBothSides) {
-  const std::function<void(dc_comm_config *)> changes[] = {
-      [](dc_comm_config *k) { k->size = 3; }, [](dc_comm_config *k) { k->slots = 4; }, [](dc_comm_config *k) { k->slot_bytes = 8192; }};
+  const std::function<void(dc_comm_config *)> changes[] = {[](dc_comm_config *k) { k->size = 3; },
+                                                           [](dc_comm_config *k) { k->slots = 4; },
+                                                           [](dc_comm_config *k) { k->slot_bytes = 8192; }};
   for (const auto &change : changes) {
     std::string address = fresh_address();
     expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
@@ -1124,7 +1202,8 @@ TEST(Joining, TooMuchStagingIsRefusedOnAllRanks) {
   }));
 }
 
-// ---- nothing left behind ------------------------------------------------------------------------------------------------------
+// ---- nothing left behind
+// ------------------------------------------------------------------------------------------------------
 
 int entries_of(const char *path) {
   int n = 0;
@@ -1182,4 +1261,4 @@ TEST(NothingLeft, TheAddressIsFreeAsSoonAsTheGroupIsOpen) {
   }));
 }
 
-}  // namespace
+} // namespace

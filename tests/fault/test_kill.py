@@ -45,9 +45,9 @@ def train_until_killed(rank, world):
     from deepc.errors import RankDiedError
 
     loader = torch.utils.data.DataLoader(_Data(), batch_size=2, num_workers=2, persistent_workers=True)
-    segment_like = torch.zeros(8)
-    dist.all_reduce(segment_like)  # the staging exists before the loaders fork
+    dist.all_reduce(torch.zeros(8))  # the staging exists before the loaders fork
     mine = os.getpid()
+    assert "memfd:deepc" in Path("/proc/self/maps").read_text()
     try:
         for i, batch in enumerate(loader):
             if i == 3:

@@ -3,8 +3,8 @@
     def work(rank, world, x): ...                 # at module level of the test file
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
-Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group); fresh=True starts new ones, for tests
-that kill, change the environment or end the process. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the
+Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group); fresh=True starts new
+ones, for tests that change the process. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the
 limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Worker:
         self.result, theirs = os.pipe()
         path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
         full = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **env}
-        self.process = subprocess.Popen([sys.executable, __file__, str(theirs)], stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT,
-                                        env=full, pass_fds=[theirs])
+        self.process = subprocess.Popen([sys.executable, __file__, str(theirs)], stdin=subprocess.PIPE, stdout=self._log,
+                                        stderr=subprocess.STDOUT, env=full, pass_fds=[theirs])
         os.close(theirs)
         self._mark = 0
 
@@ -68,6 +68,7 @@ class _Worker:
 
 
 _pool: list[_Worker] = []
+_pool_env: dict[str, str] = {}
 
 
 def _end_pool() -> None:
@@ -75,20 +76,30 @@ def _end_pool() -> None:
         _pool.pop().end()
 
 
+def _pool_for(env: dict[str, str]) -> list[_Worker]:
+    """The workers that are kept. There is one pool, of the environment that was asked for last: each worker holds a torch in memory."""
+    global _pool_env
+    if env != _pool_env:
+        _end_pool()
+        _pool_env = dict(env)
+    return _pool
+
+
 atexit.register(_end_pool)
 
 
 def run_ranks(fn: Callable, world: int, *, args: Sequence[Any] = (), backend: str | None = "deepc", timeout_s: float = 60.0,
               limit_s: float = LIMIT_S, may_die: Sequence[int] = (), fresh: bool = False, env: dict[str, str] | None = None) -> list[Any]:
-    """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group, made before and destroyed after
-    (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of its collectives. may_die: ranks that may end or be killed
-    (their result is None). env: further variables (implies fresh)."""
-    fresh = fresh or bool(env) or bool(may_die)
-    workers = [_Worker(env or {}) for _ in range(world)] if fresh else _pool
+    """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group, made before and
+    destroyed after (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of its collectives. may_die: ranks that
+    may end or be killed (their result is None; implies fresh). env: further variables."""
+    fresh = fresh or bool(may_die)
+    workers = [] if fresh else _pool_for(env or {})
     while len(workers) < world:
-        workers.append(_Worker({}))
+        workers.append(_Worker(env or {}))
     with tempfile.TemporaryDirectory() as folder:
-        job = {"module": fn.__module__, "name": fn.__qualname__, "world": world, "args": tuple(args), "backend": backend, "timeout_s": timeout_s}
+        job = {"module": fn.__module__, "name": fn.__qualname__, "world": world, "args": tuple(args), "backend": backend,
+               "timeout_s": timeout_s}
         Path(folder, "job").write_bytes(pickle.dumps(job))
         codes: list[int | None] = [None] * world
         try:
