@@ -98,7 +98,7 @@ def write_png(path: Path, points: list[Point], order0: float, title: str) -> str
     axes.plot([p.tokens for p in taken], [p.validation for p in taken], color="#08519c", marker="o", markersize=4, label="validation")
     axes.axhline(order0, color="#777777", linestyle="--", linewidth=1, label=f"order-0 entropy, {order0:.2f}")
     if taken:
-        axes.annotate(f"{taken[-1].validation:.2f}", (taken[-1].tokens, taken[-1].validation), textcoords="offset points", xytext=(-4, 8), ha="right")
+        axes.annotate(f"{taken[-1].validation:.2f}", (taken[-1].tokens, taken[-1].validation), textcoords="offset points", xytext=(0, -16), ha="center")
     axes.set(xlabel="tokens (bytes) seen", ylabel="loss, bits per byte", title=title, ylim=(0, None))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -43,7 +43,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     collectives = [(2, [4 * k, 64 * k, m, 16 * m, 256 * m]), *([] if quick else [(4, [4 * k, 64 * k, m, 16 * m, 256 * m])])]
     # Bursts of about 2 s; bf16 steps are shorter.
     train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
-    few = [["single", "single-autocast", "ddp", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]]
+    few = [["single", "single-autocast", "independent", "ddp", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]]
     return {
         "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
@@ -53,7 +53,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
     """All contenders in groups that fit into memory together; each group has deepc's stage 3 and one process, for the ratios."""
-    out = [["single", "single-autocast", "single-deepc", "ddp", "ddp-bf16-weights", "fsdp2", "deepc-0", "deepc-1", "deepc-3"]]
+    out = [["single", "single-autocast", "single-deepc", "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepc-0", "deepc-1", "deepc-3"]]
     return out + ([["single", "single-autocast", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]] if has_deepspeed else [["single", "deepc-2", "deepc-3"]])
 
 
@@ -157,8 +157,12 @@ def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
     return "\n".join(lines + (["## Skipped", "", *skipped, ""] if skipped else []))
 
 
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
 def _value(r: dict) -> str:
-    return f"{r['median']:,.4g} ({r['min']:,.4g} to {r['max']:,.4g})" if r["n"] > 1 else f"{r['median']:,.4g}"
+    return _number(r["median"]) + (f" ({_number(r['min'])} to {_number(r['max'])})" if r["n"] > 1 else "")
 
 
 def ops_table(rows: list[dict]) -> list[str]:
@@ -173,7 +177,7 @@ def wide_table(rows: list[dict]) -> list[str]:
     for figure in dict.fromkeys(r["figure"] for r in rows):
         cells = {r["what"]: r for r in rows if r["figure"] == figure}
         ratio = cells.get("deepc", {}).get("ratio")
-        out.append(f"| {figure} | " + " | ".join(f"{cells[n]['median']:,.4g}" if n in cells else "" for n in names) + f" | {f'{ratio:.2f}' if ratio else ''} |")
+        out.append(f"| {figure} | " + " | ".join(_number(cells[n]["median"]) if n in cells else "" for n in names) + f" | {f'{ratio:.2f}' if ratio else ''} |")
     return out
 
 

@@ -30,9 +30,10 @@ TINY = dict(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2)
 HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 CLIP, MICRO_BATCH, READY_S, BURST_S = 1.0, 2, 300.0, 300.0
 SINGLE = ("single", "single-autocast", "single-deepc")
-ALL = (*SINGLE, "ddp", "ddp-bf16-weights", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepc-0", "deepc-1", "deepc-2", "deepc-3")
+ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepc-0", "deepc-1", "deepc-2", "deepc-3")
 ONLY_BF16 = ("single-autocast", "ddp-bf16-weights")
-NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 thread, autocast", "single-deepc": "deepc, one process", "ddp": "DDP",
+NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 thread, autocast", "single-deepc": "deepc, one process",
+         "independent": "as many processes that never talk", "ddp": "DDP",
          "ddp-bf16-weights": "DDP, bf16 weights", "fsdp2": "FSDP2", **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
          **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)}}
 
@@ -162,9 +163,9 @@ def make_deepc(model, precision: str, stage: int):
 def make_step(contender: str, precision: str, tiny: bool):
     model = make_model(tiny)
     kind, _, stage = contender.partition("-")
-    if contender == "single" and precision == "bf16":
+    if contender in ("single", "independent") and precision == "bf16":
         return with_masters(model)
-    if contender in ("single", "single-autocast"):
+    if contender in ("single", "single-autocast", "independent"):
         return plain(model, list(model.parameters()), precision, cast=True)
     if contender == "single-deepc":
         return make_deepc(model, precision, 0)
@@ -382,12 +383,15 @@ def tell(args: argparse.Namespace, bursts: dict[str, list[dict]], memory: dict[s
         ratio = paired(values, ideal) if ideal and n not in SINGLE else None
         emit("train", figure, name_of(n, args.precision), "tokens/s", values, ratio=ratio, peer="ideal: the ranks' number times one process" if ratio else None, **more)
         emit("train", figure, name_of(n, args.precision), "MiB, sum over ranks", [memory[n]])
+    if "independent" in speed:  # what the machine lets that many processes do at once: their shared memory bus is no one's communication
+        for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
+            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed["independent"]), peer=NAMES["independent"])
     for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
-        for peer in (n for n in speed if not n.startswith("deepc") and n not in SINGLE):
+        for peer in (n for n in speed if not n.startswith("deepc") and n not in SINGLE and n != "independent"):
             emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed[peer]), peer=name_of(peer, args.precision))
             emit("train", figure, name_of(mine, args.precision), "MiB, sum over ranks", [memory[mine]], ratio=memory[peer] / memory[mine],
                  peer=name_of(peer, args.precision))
-    check_losses(args, {n: v for n, v in loss.items() if n not in SINGLE})
+    check_losses(args, {n: v for n, v in loss.items() if n not in SINGLE and n != "independent"})
 
 
 def check_losses(args: argparse.Namespace, loss: dict[str, float]) -> None:
