@@ -11,6 +11,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
+    # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults. torch has a switch for
+    # huge pages and reads it at its first CPU allocation. A value that the user set stays.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 from . import ops  # noqa: F401  registers torch.ops.deepc.*
 from . import optim, utils, zero
 from ._lib import C as _C

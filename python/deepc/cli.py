@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .errors import ArgumentError, ConfigError, UnsupportedError
+from .errors import ArgumentError, CommError, ConfigError, UnsupportedError
 
 
 def _version() -> str:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _COMMANDS[args.command][3](args)
-    except (ArgumentError, ConfigError, UnsupportedError) as exc:
+    except (ArgumentError, CommError, ConfigError, UnsupportedError) as exc:
         print(f"deepc {args.command}: error: {exc}", file=sys.stderr)
         return 2
 

@@ -43,7 +43,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     collectives = [(2, [4 * k, 64 * k, m, 16 * m, 256 * m]), *([] if quick else [(4, [4 * k, 64 * k, m, 16 * m, 256 * m])])]
     # Bursts of about 2 s; bf16 steps are shorter.
     train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
-    few = [["single", "single-autocast", "independent", "ddp", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]]
+    few = [["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp", "ddp+huge", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]]
     return {
         "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
@@ -53,8 +53,8 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
     """All contenders in groups that fit into memory together; each group has deepc's stage 3 and one process, for the ratios."""
-    out = [["single", "single-autocast", "single-deepc", "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepc-0", "deepc-1", "deepc-3"]]
-    return out + ([["single", "single-autocast", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]] if has_deepspeed else [["single", "deepc-2", "deepc-3"]])
+    out = [["single", "single-autocast", "single-deepc", "independent", "ddp", "ddp-bf16-weights", "fsdp2", "fsdp2+huge", "deepc-0", "deepc-1", "deepc-3"]]
+    return out + ([["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp+huge", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepspeed-3+huge", "deepc-2", "deepc-3"]] if has_deepspeed else [["single", "deepc-2", "deepc-3"]])
 
 
 # ---- running ------------------------------------------------------------------------------------------------------------------

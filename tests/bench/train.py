@@ -29,9 +29,11 @@ MODEL = dict(vocab_size=50257, n_positions=1024, n_embd=320, n_layer=7, n_head=5
 TINY = dict(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2)
 HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 CLIP, MICRO_BATCH, READY_S, BURST_S = 1.0, 2, 300.0, 300.0
-SINGLE = ("single", "single-autocast", "single-deepc")
-ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepc-0", "deepc-1", "deepc-2", "deepc-3")
-ONLY_BF16 = ("single-autocast", "ddp-bf16-weights")
+HUGE = "+huge"  # a contender under torch's own huge-page switch (THP_MEM_ALLOC_ENABLE=1), which deepc turns on and nobody else does
+SINGLE = ("single", "single-autocast", "single-deepc", "single" + HUGE, "single-autocast" + HUGE)
+ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "ddp" + HUGE, "fsdp2" + HUGE,
+       "deepspeed-3" + HUGE, "deepc-0", "deepc-1", "deepc-2", "deepc-3")
+ONLY_BF16 = ("single-autocast", "single-autocast" + HUGE, "ddp-bf16-weights")
 NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 thread, autocast", "single-deepc": "deepc, one process",
          "independent": "as many processes that never talk", "ddp": "DDP",
          "ddp-bf16-weights": "DDP, bf16 weights", "fsdp2": "FSDP2", **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
@@ -40,7 +42,8 @@ NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 t
 
 def name_of(contender: str, precision: str) -> str:
     """As the tables call it; with autocast where that is what the contender does."""
-    return NAMES[contender] + (", autocast" if contender == "ddp" and precision == "bf16" else "")
+    plain = contender.removesuffix(HUGE)
+    return NAMES[plain] + (", autocast" if plain == "ddp" and precision == "bf16" else "") + (", huge pages" if contender.endswith(HUGE) else "")
 
 
 # ---- contenders: each makes a function that does one step on a batch and returns the loss ----------------------------------------
@@ -161,7 +164,7 @@ def make_deepc(model, precision: str, stage: int):
 
 
 def make_step(contender: str, precision: str, tiny: bool):
-    model = make_model(tiny)
+    model, contender = make_model(tiny), contender.removesuffix(HUGE)
     kind, _, stage = contender.partition("-")
     if contender in ("single", "independent") and precision == "bf16":
         return with_masters(model)
@@ -182,6 +185,9 @@ class Rank:
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
+
+        if "deepc" in args.contender:
+            import deepc  # noqa: F401  at the top, as a script has it: its huge-page switch must come before the first allocation
 
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cores = sorted(os.sched_getaffinity(0))
@@ -243,6 +249,8 @@ class Contender:
             read, write = os.pipe()
             env = {**environment(1), "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "BENCH_RESULT": str(write), "PYTHONWARNINGS": "ignore"}
+            if name.endswith(HUGE):
+                env["THP_MEM_ALLOC_ENABLE"] = "1"
             command = [sys.executable, __file__, "--contender", name, "--precision", args.precision, "--tokens", str(args.tokens), *(["--tiny"] if args.tiny else [])]
             self.ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT, pass_fds=[write],
                                                start_new_session=True))
@@ -383,6 +391,12 @@ def tell(args: argparse.Namespace, bursts: dict[str, list[dict]], memory: dict[s
         ratio = paired(values, ideal) if ideal and n not in SINGLE else None
         emit("train", figure, name_of(n, args.precision), "tokens/s", values, ratio=ratio, peer="ideal: the ranks' number times one process" if ratio else None, **more)
         emit("train", figure, name_of(n, args.precision), "MiB, sum over ranks", [memory[n]])
+    huge = [n for n in ("single" + HUGE, "single-autocast" + HUGE) if n in speed]
+    if huge:  # the stricter ideal: one process that has deepc's huge pages too
+        strict = [args.ranks * max(row) for row in zip(*(speed[n] for n in huge))]
+        for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
+            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], strict),
+                 peer="ideal with huge pages: the ranks' number times one process")
     if "independent" in speed:  # what the machine lets that many processes do at once: their shared memory bus is no one's communication
         for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
             emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed["independent"]), peer=NAMES["independent"])

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import CommError
 from .options import Launch
 from .reaper import become_subreaper, kill_descendants
 
@@ -148,6 +149,7 @@ def _report(failures: list[Failure]) -> int:
 def _elastic(launch: Launch, logs: str) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own; the report below says it once
@@ -158,6 +160,9 @@ def _elastic(launch: Launch, logs: str) -> int:
         return 0
     except ChildFailedError as exc:
         return _report(_failures(logs, exc.failures))
+    except RendezvousError as exc:
+        where = "{}:{}".format(*launch.master) if launch.master else "127.0.0.1"
+        raise CommError(f"the ranks' meeting point on {where} could not be opened: {exc}. Is the loopback network up, and the port free?") from exc
     except SignalException as exc:
         raise _Stopped(exc.sigval) from None
 
