@@ -66,13 +66,14 @@ def start_ranks(args: argparse.Namespace) -> int | None:
 
 def make_config(args: argparse.Namespace, precision: str) -> dict:
     """A DeepSpeed configuration, as it could stand in ds_config.json."""
+    warmup = WARMUP_STEPS if args.steps is None else max(2, min(WARMUP_STEPS, args.steps // 5))
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": args.stage},
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": args.steps or UNKNOWN_STEPS, "warmup_num_steps": WARMUP_STEPS,
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": args.steps or UNKNOWN_STEPS, "warmup_num_steps": warmup,
                                                            "warmup_type": "linear", "cos_min_ratio": 0.05}},
     }
     if precision != "fp32":

@@ -275,7 +275,6 @@ class Engine(torch.nn.Module):
 
     def _end_micro_step(self) -> None:
         self.micro_steps += 1
-        self._boundary = None if self._boundary is None else self._boundary
 
     def _update(self) -> StepResult:
         self.optimizer.overflow = False
@@ -289,6 +288,8 @@ class Engine(torch.nn.Module):
         if reason:
             self.optimizer.overflow = True
             return StepResult(False, reason, bad, None)
+        if self.plan.stage < 3:  # a user's writes to the replicas count, as under DDP; on every rank alike is the user's part
+            self.state.master_from_params(self.state.changed())
         self.optimizer.update(self._grad_scale(norm))
         self._publish()
         return StepResult(True, "", None, norm)
@@ -395,17 +396,9 @@ class Engine(torch.nn.Module):
     def _parameters_modified(self, params) -> None:
         """After GatheredParameters with a modifier: masters follow where the values changed."""
         indices = {id(p): i for i, p in enumerate(self.state.trained)}
-        chosen = {indices[id(p)] for p in params if id(p) in indices}
-        st = self.state
-        with torch.no_grad():
-            if st.master is not None:
-                for s in self.plan.segments:
-                    if s.param in chosen:
-                        master = st.master[s.shard_begin: s.shard_begin + s.length]
-                        now = st.flat[s.flat_begin: s.flat_begin + s.length]
-                        master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+        self.state.master_from_params([indices[id(p)] for p in params if id(p) in indices])
         self.group.barrier()
-        st.bump_versions()
+        self.state.bump_versions()
         self._remember_checksums()
 
     # ---- accumulation ----------------------------------------------------------------------------------------------------
@@ -556,6 +549,22 @@ class Engine(torch.nn.Module):
         if custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is not supported; change the module after load_checkpoint under GatheredParameters")
         return load(self, load_dir, tag, load_module_strict, load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only)
+
+    def load_module_state_dict(self, state_dict: dict, strict: bool = True) -> None:
+        """Loads the module's state_dict at any stage; fp32 masters follow. At stage 3 rank 0's values count. Collective."""
+        params = [*self.state.trained, *(p for _, p in self.state.frozen)]
+        with zero.GatheredParameters(params, modifier_rank=0):
+            self.module.load_state_dict(state_dict, strict=strict)
+        if self.plan.stage < 3:
+            self._parameters_modified(params)
+
+    def save_16bit_model(self, save_dir, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
+        """Writes the module's weights, whole, in the training precision, as a Hugging Face checkpoint (`save_dir/model.safetensors`, in
+        shards with an index when large). Rank 0 writes. Collective. The file name is Hugging Face's, whatever save_filename says: there is no pickled form."""
+        from .checkpoint.engine_io import save_model
+
+        save_model(self, save_dir, exclude_frozen_parameters)
+        return True
 
     # ---- printing --------------------------------------------------------------------------------------------------------------
     def _time(self, what: str, started: float) -> None:

@@ -102,13 +102,8 @@ class TorchGroup:
         pass
 
 
-_engines = 0
-
-
 def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine"):
     """The group of all ranks for one engine. Collective: engines are made in the same order on every rank."""
-    global _engines
-    _engines += 1
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return SoloGroup()
     if device.type != "cpu":
@@ -116,7 +111,9 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
     from . import node
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(f"deepc/{label}{_engines}", dist.distributed_c10d._get_default_store())
+    shared = dist.distributed_c10d._get_default_store()
+    number = shared.add(f"deepc/{label}/made by {rank}", 1)  # counted in the store: it belongs to this default group, not to the process
+    store = dist.PrefixStore(f"deepc/{label}{number}", shared)
     if len(set(node.node_ids(store, rank, world))) > 1:
         return TorchGroup(device)
-    return NodeGroup(store, rank, world, f"{label}{_engines}", timeout)
+    return NodeGroup(store, rank, world, f"{label}{number}", timeout)

@@ -1,4 +1,5 @@
-"""A parameter whose memory is shared by all ranks of the node (ZeRO-3, resident mode)."""
+"""A parameter whose writes by users must be seen: its memory is shared by all ranks of the node (ZeRO-3, resident mode), or an fp32
+master stands behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ _data = torch._C.TensorBase.data
 
 class NodeParameter(torch.nn.Parameter):
     """A Parameter in everything, but `.data` shares its version counter: a write through it (`p.data.mul_(...)`, a clamp, an EMA copy), which would
-    happen once per rank on one memory, is seen at the next step like any other write, and raises there."""
+    happen once per rank on shared memory, or be lost under the master, is seen at the next step like any other write."""
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -21,7 +22,7 @@ class NodeParameter(torch.nn.Parameter):
 
 
 def share(p: torch.nn.Parameter) -> None:
-    """Marks `p` as node-shared; only plain Parameters change their class."""
+    """Makes `p` a NodeParameter; only plain Parameters change their class."""
     if type(p) is torch.nn.Parameter:
         p.__class__ = NodeParameter
 

@@ -98,9 +98,10 @@ class ModelState:
                 p.data = p.data.to(device=self.device, dtype=plan.dtype if p.is_floating_point() else p.dtype)
                 if plan.world > 1:
                     self._broadcast_any(p.data)
-        if self.segment is not None:
+        if self.segment is not None or self.master is not None:  # writes of others must be seen: to refuse them, or to follow
             for p in self.trained:
                 share(p)
+        if self.segment is not None:
             self.group.barrier()  # rank 0's values are visible to all
         elif plan.world > 1:
             self.group.broadcast(self.flat, 0)
@@ -146,17 +147,20 @@ class ModelState:
 
     def stray_write(self) -> int:
         """Index of the first trained parameter that was written since the last step by someone else, or -1."""
-        for i, p in enumerate(self.trained):
-            if p._version != self.versions[i]:
-                return i
-        return -1
+        return next(iter(self.changed()), -1)
+
+    def changed(self) -> list[int]:
+        """Indices of the trained parameters that were written since the last step by someone else."""
+        return [i for i, p in enumerate(self.trained) if p._version != self.versions[i]]
 
     @torch.no_grad()
-    def master_from_params(self, indices: Sequence[int] | None = None) -> None:
-        """fp32 masters := this rank's parameters (after a user changed them where that is allowed)."""
+    def master_from_params(self, indices: Sequence[int]) -> None:
+        """fp32 masters of these parameters follow their 16-bit values where a user changed them; elsewhere they keep their precision."""
         if self.master is None:
             return
-        chosen = None if indices is None else set(indices)
+        chosen = set(indices)
         for s in self.plan.segments:
-            if chosen is None or s.param in chosen:
-                self.master[s.shard_begin: s.shard_begin + s.length].copy_(self.flat[s.flat_begin: s.flat_begin + s.length])
+            if s.param in chosen:
+                master = self.master[s.shard_begin: s.shard_begin + s.length]
+                now = self.flat[s.flat_begin: s.flat_begin + s.length].to(master.device)
+                master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))

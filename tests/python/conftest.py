@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+import types
 
 import pytest
 
@@ -21,3 +24,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class _Anything:
+    """Stands for every strategy of a hypothesis that is not installed: calls, attributes and operators give it again."""
+
+    def __call__(self, *_: object, **__: object) -> "_Anything":
+        return self
+
+    def __getattr__(self, _: str) -> "_Anything":
+        return self
+
+    def __or__(self, _: object) -> "_Anything":
+        return self
+
+
+def _without_hypothesis() -> None:
+    """Files that import hypothesis can still be collected; its tests are skipped, one by one, and the others run."""
+    module = types.ModuleType("hypothesis")
+
+    def given(*_: object, **__: object):
+        def wrap(test):
+            @pytest.mark.skip(reason="hypothesis is not installed")
+            def skipped() -> None: ...
+
+            skipped.__name__, skipped.__doc__ = test.__name__, test.__doc__
+            return skipped
+
+        return wrap
+
+    module.given = given
+    module.settings = module.example = lambda *_, **__: lambda test: test
+    module.strategies = module.assume = module.note = module.HealthCheck = _Anything()
+    sys.modules["hypothesis"] = module
+
+
+_HAS_HYPOTHESIS = importlib.util.find_spec("hypothesis") is not None
+if not _HAS_HYPOTHESIS:
+    _without_hypothesis()
+
+
+def pytest_collection_finish() -> None:
+    """While tests run nobody may think that hypothesis is there (torch looks)."""
+    if not _HAS_HYPOTHESIS:
+        sys.modules.pop("hypothesis", None)

@@ -161,6 +161,24 @@ def test_no_pickle_and_the_files_are_safetensors(tmp_path):
         assert "import pickle" not in file.read_text(), file
 
 
+def _export(rank, world, folder, stage):
+    engine = make_engine(stage, world, "bf16")
+    train(engine, rank, world, range(1))
+    assert engine.save_16bit_model(folder)
+    out = {n: t.clone() for n, t in engine.module.state_dict().items()}
+    engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_export_is_a_plain_safetensors_model(tmp_path, stage):
+    want = run_ranks(_export, 2, str(tmp_path), stage)[0]
+    got = pytest.importorskip("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    assert "head.weight" in want and set(want) - set(got) <= {"tok.weight", "head.weight"}  # the tie is stored once
+    for n in got:
+        assert torch.equal(got[n], want[n]) and got[n].dtype == want[n].dtype
+
+
 # ---- what is wrong is said ---------------------------------------------------------------------------------------------------------
 
 

@@ -125,10 +125,17 @@ def _several_nodes(rank, world):
     """Each rank its own node: the ranks reach each other over torch.distributed (Gloo), as GPUs and hosts do."""
     import os
 
+    os.environ["DEEPC_NODE_ID"] = f"host{rank}"
+    try:
+        return _on_several_nodes(rank, world)
+    finally:
+        del os.environ["DEEPC_NODE_ID"]  # the process goes on to other tests
+
+
+def _on_several_nodes(rank, world):
     import deepc
     from deepc.errors import UnsupportedError
 
-    os.environ["DEEPC_NODE_ID"] = f"host{rank}"
     out = {}
     for stage in (0, 1, 2):
         cfg = tiny.config(stage, micro=4, weight_decay=0.0, deepc={"bucket_elems": 8192})
@@ -300,6 +307,40 @@ def _stray(rank, world):
 
 def test_stray_writes_raise_on_all_ranks_and_name_the_parameter():
     assert run_ranks(_stray, 2) == [["data", "no_grad", "init", "clamp"]] * 2
+
+
+def _replica_writes(rank, world, precision):
+    """Stages 0 to 2: what every rank writes into its replica counts, as under DDP, also behind fp32 masters."""
+    import deepc
+
+    for stage in (0, 2):
+        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=4, precision=precision))
+        x, y = tiny.make_batch(0)
+        weight, other = engine.module.blocks[1].up.weight, engine.module.ln.weight
+        before = engine.full_fp32_param(other).clone()
+        engine.backward(engine(x[:4], y[:4]))
+        weight.data.fill_(0.5)
+        assert engine.step().applied
+        assert float((engine.full_fp32_param(weight) - 0.5).abs().max()) < 0.01
+        assert float((weight.float() - 0.5).abs().max()) < 0.01
+        assert 0 < float((engine.full_fp32_param(other) - before).abs().max()) < 0.01
+        state = {n: torch.full_like(t, 0.125) for n, t in engine.module.state_dict().items()}
+        engine.load_module_state_dict(state)
+        assert torch.all(engine.full_fp32_param(weight) == 0.125)
+        engine.destroy()
+    engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=4, precision=precision))
+    engine.load_module_state_dict({n: torch.full_like(t, 0.125) for n, t in engine.module.state_dict().items()})
+    assert torch.all(engine.full_fp32_param(engine.module.ln.weight) == 0.125)
+    x, y = tiny.make_batch(0)
+    engine.backward(engine(x[:4], y[:4]))
+    assert engine.step().applied
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_to_replicas_count_at_stages_0_to_2(precision):
+    assert all(run_ranks(_replica_writes, 2, precision))
 
 
 def _gathered(rank, world, precision):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CheckpointTypeError
-from .store import CheckpointReader, CheckpointWriter, encode_client_state, list_tags, new_token, rng_state, set_rng_state
+from .store import CheckpointReader, CheckpointWriter, encode_client_state, list_tags, new_token, rng_state, set_rng_state, write_model
 
 logger = logging.getLogger("deepc")
 
@@ -71,6 +71,18 @@ def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_
         if writer is not None:
             writer.abort()
         raise
+
+
+def save_model(engine, directory, exclude_frozen: bool) -> None:
+    """Collective. See Engine.save_16bit_model."""
+    failure = None
+    if engine.global_rank == 0:
+        frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
+        try:
+            write_model(directory, {n: t for n, t in engine.module.state_dict().items() if n not in frozen})
+        except Exception as exc:  # told to the other ranks, then raised
+            failure = exc
+    _together(engine, "writing the model", failure)
 
 
 def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None:
