@@ -20,6 +20,7 @@ def environment(threads: int) -> dict[str, str]:
     """Environment of a process that may use DeepSpeed, with `threads` threads."""
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
            "TOKENIZERS_PARALLELISM": "false", "DEEPC_LOG_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    env.pop("THP_MEM_ALLOC_ENABLE", None)  # importing deepc sets it, for its own process: peers run as they come
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env.get("PATH", "")  # ninja of the environment
     return env
 

@@ -43,12 +43,13 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     collectives = [(2, [4 * k, 64 * k, m, 16 * m, 256 * m]), *([] if quick else [(4, [4 * k, 64 * k, m, 16 * m, 256 * m])])]
     # Bursts of about 2 s; bf16 steps are shorter.
     train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
-    few = [["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp", "ddp+huge", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"]]
+    few = {"fp32": ["single", "single+huge", "ddp", "ddp+huge", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"],
+           "bf16": ["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3"]}
     return {
         "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
         "collectives": [(1, ["--ranks", str(n), "--rounds", rounds, "--bytes", *map(str, sizes)]) for n, sizes in collectives],
-        "train": [(1, a + ["--contenders", *c]) for a in train for c in (few if quick else _batches(True))]}
+        "train": [(1, a + ["--contenders", *c]) for a in train for c in ([few[a[1]]] if quick else _batches(True))]}
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:

@@ -148,7 +148,9 @@ def run(case: str, threads: int, count: int) -> None:
             walk_once()
             if r >= 0:
                 times[name].append(1e3 * (time.perf_counter() - started))
-    if not all(math.isclose(n, norms["torch"], rel_tol=1e-3) for n in norms.values()):
+    # The peers sum in fp32, whose error grows with the tensor (1 % on 39 M elements in one flat sum, measured); deepc sums in fp64.
+    truth = math.sqrt(sum(float(g.double().square().sum()) for g in source)) * UNIT
+    if not all(math.isclose(n, truth, rel_tol=1e-6 if name.startswith("deepc") else 5e-2) for name, n in norms.items()):
         raise RuntimeError(f"the contenders disagree about the norm: {norms}")
     peers = [n for n in contenders if not n.startswith("deepc")]
     ours = {n: [peers] for n in contenders if n not in peers}

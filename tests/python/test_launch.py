@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -337,6 +338,15 @@ def test_the_script_may_spawn_processes_that_import_it(tmp_path):
 def test_command_line_errors_are_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-m", "deepc", "run", "--num_nodes", "3", "x.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 2 and done.stderr.startswith("deepc run: error:") and "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        exit_code, _, err = Run(tmp_path, "", launcher=("--master_addr", "127.0.0.1", "--master_port", str(port))).finish()
+    assert exit_code == 2 and f"127.0.0.1:{port} could not be opened" in err and "Traceback" not in err
 
 
 def test_version(tmp_path):

@@ -147,6 +147,7 @@ def _report(failures: list[Failure]) -> int:
 
 
 def _elastic(launch: Launch, logs: str) -> int:
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -160,7 +161,7 @@ def _elastic(launch: Launch, logs: str) -> int:
         return 0
     except ChildFailedError as exc:
         return _report(_failures(logs, exc.failures))
-    except RendezvousError as exc:
+    except (RendezvousError, DistError) as exc:
         where = "{}:{}".format(*launch.master) if launch.master else "127.0.0.1"
         raise CommError(f"the ranks' meeting point on {where} could not be opened: {exc}. Is the loopback network up, and the port free?") from exc
     except SignalException as exc:
