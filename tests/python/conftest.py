@@ -26,6 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are not of the GPU class run on the CPU, also where there is a GPU (initialize would take it)."""
+    if request.node.get_closest_marker("gpu") is None:
+        import torch
+
+        from deepc import comm
+
+        monkeypatch.setattr(comm, "default_device", lambda: torch.device("cpu"))
+
+
 class _Anything:
     """Stands for every strategy of a hypothesis that is not installed: calls, attributes and operators give it again."""
 

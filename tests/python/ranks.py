@@ -41,7 +41,7 @@ class _Worker:
         self._log = tempfile.TemporaryFile("w+b")
         self.result, theirs = os.pipe()
         path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
-        full = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **env}
+        full = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **env}
         self.process = subprocess.Popen([sys.executable, __file__, str(theirs)], stdin=subprocess.PIPE, stdout=self._log,
                                         stderr=subprocess.STDOUT, env=full, pass_fds=[theirs])
         os.close(theirs)
