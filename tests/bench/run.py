@@ -43,8 +43,8 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     collectives = [(2, [4 * k, 64 * k, m, 16 * m, 256 * m]), *([] if quick else [(4, [4 * k, 64 * k, m, 16 * m, 256 * m])])]
     # Bursts of about 2 s; bf16 steps are shorter.
     train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
-    few = {"fp32": ["single", "single+huge", "ddp", "ddp+huge", "fsdp2", "deepspeed-2", "deepspeed-3", "deepc-2", "deepc-3"],
-           "bf16": ["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3"]}
+    few = {"fp32": ["single", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-2", "deepc-3"],
+           "bf16": ["single", "single-autocast", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3"]}
     return {
         "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
