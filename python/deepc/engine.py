@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
-from . import comm, memory, ops, zero  # noqa: F401  (ops registers torch.ops.deepc)
+from . import comm, memory, ops, precision, zero  # noqa: F401  (ops registers torch.ops.deepc)
 from ._lib import C, call
 from .config import Config, OptimizerConfig, default_optimizer
 from .dtypes import code
@@ -29,8 +29,6 @@ from .reduce import CoreReducer, TorchReducer, norm_order
 from .state import ModelState
 
 logger = logging.getLogger("deepc")
-
-_WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 class StepResult(NamedTuple):
@@ -54,7 +52,7 @@ class Engine(torch.nn.Module):
         self.group = open_group(self.device, comm.DEFAULT_TIMEOUT)
         self.world_size, self.global_rank = self.group.world, self.group.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
-        self.dtype = _compute_dtype(config)
+        self.dtype = precision.choose_dtype(config)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
         self._grad_norm: float | None = None
@@ -81,10 +79,9 @@ class Engine(torch.nn.Module):
         host = self.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu"
         self.state = ModelState(self.plan, named, self.group, self.device, host=host)
         self.optimizer.attach(self.state, [group_of[id(p)] for p in self.state.trained])
-        self.optimizer.owner = self
         self.reducer = self._make_reducer()
         self.hooks = GradientHooks(self.state, self.reducer)
-        self.scaler = _make_scaler(config)
+        self.scaler = precision.make_scaler(config)
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self.training_dataloader = self._make_loader(training_data, collate_fn)
         if stage == 3:
@@ -155,8 +152,6 @@ class Engine(torch.nn.Module):
         """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
         if self.device.type != "cpu" or self.dtype == torch.float32:
             return
-        from . import precision
-
         native, why = (precision.bf16_arithmetic if self.dtype == torch.bfloat16 else precision.fp16_arithmetic)()
         if not native:
             from . import matmul
@@ -165,7 +160,8 @@ class Engine(torch.nn.Module):
             self._say(f"this CPU has no {str(self.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are computed in fp32 and rounded")
 
     def _make_reducer(self):
-        wire = _WIRE[self._config.communication_data_type] or self.dtype
+        asked = self._config.communication_data_type
+        wire = precision.torch_dtype(asked) if asked else self.dtype
         pre = self._config.pre_scale
         self._pre_scale = pre
         st = self.state
@@ -595,20 +591,6 @@ class Engine(torch.nn.Module):
 
 
 _owner_of: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
-
-
-def _compute_dtype(config: Config) -> torch.dtype:
-    if config.fp16.enabled:
-        return torch.float16
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float32
-
-
-def _make_scaler(config: Config):
-    from .precision import make_scaler
-
-    return make_scaler(config)
 
 
 def _cast(x, dtype: torch.dtype):

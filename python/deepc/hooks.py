@@ -18,8 +18,8 @@ class GradientHooks:
         self._state, self._reducer = state, reducer
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
-        self._left_behind = False  # some .grad were left by no_sync
-        self._open = False
+        self.left_behind = False  # some .grad were left by no_sync
+        self.open = False  # a pass is under way
         self._added: set[int] = set()
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
@@ -31,13 +31,13 @@ class GradientHooks:
             if self.synchronising:
                 self._take(index, p)
             else:
-                self._left_behind = True
+                self.left_behind = True
         return hook
 
     def _take(self, index: int, p: torch.Tensor) -> None:
         if index in self._added:  # a further backward without the engine: a new pass
             self.end_pass()
-        if not self._open:
+        if not self.open:
             self.begin_pass()
         grad = p.grad
         if grad.is_sparse:
@@ -51,35 +51,27 @@ class GradientHooks:
 
     def begin_pass(self) -> None:
         """Opens a pass; the first since the last step overwrites the accumulators."""
-        self._open = True
+        self.open = True
         self._added.clear()
         self.norm_ready = False
         self._reducer.begin(not self.accumulated, self.boundary)
 
     def end_pass(self) -> None:
         """Reduces what is left (collective). Parameters without a gradient count as zero, whichever rank lacks it."""
-        if not self._open:
+        if not self.open:
             self.begin_pass()
-        if self._left_behind:
+        if self.left_behind:
             for i, p in enumerate(self._params):
                 if p.grad is not None and i not in self._added:
                     self._take(i, p)
-            self._left_behind = False
-        self._open = False
+            self.left_behind = False
+        self.open = False
         self._reducer.finish()
         for i in self._reducer.released():
             self._params[i].grad = None
         self._added.clear()
         self.accumulated = True
         self.norm_ready = self.boundary
-
-    @property
-    def open(self) -> bool:
-        return self._open
-
-    @property
-    def left_behind(self) -> bool:
-        return self._left_behind
 
     def reset(self) -> None:
         """After a step: the next pass starts afresh."""

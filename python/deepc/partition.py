@@ -48,6 +48,12 @@ class Layout:
         if getattr(self, "handle", None):
             C.dc_zero_layout_free(self.handle)
 
+    def bucket(self, b: int) -> tuple[int, int]:
+        """[begin, end) of bucket `b` in the flat space."""
+        begin, end = ctypes.c_int64(), ctypes.c_int64()
+        call("dc_zero_bucket", self.handle, b, ctypes.byref(begin), ctypes.byref(end))
+        return begin.value, end.value
+
     def slices(self, rank: int) -> list[Slice]:
         """The slices of `rank`, in bucket order."""
         begin, end, shard = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_int64()

@@ -118,7 +118,7 @@ class TorchReducer:
 
     def _reduce_bucket(self, b: int) -> None:
         plan, layout = self._plan, self._plan.layout
-        begin, end = b * layout.bucket_elems, min((b + 1) * layout.bucket_elems, layout.total)
+        begin, end = layout.bucket(b)
         part = self._bucket(begin, end)
         if plan.own_all:
             dist.all_reduce(part)
@@ -133,7 +133,7 @@ class TorchReducer:
     def gather(self, flat: torch.Tensor) -> None:
         layout = self._plan.layout
         for b, own in enumerate(self._plan.slices):
-            begin, end = b * layout.bucket_elems, min((b + 1) * layout.bucket_elems, layout.total)
+            begin, end = layout.bucket(b)
             dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin: own.flat_begin + own.length].clone())
 
     def close(self) -> None:

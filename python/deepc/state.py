@@ -33,13 +33,14 @@ class ModelState:
         self.frozen = [(info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None]
         owned = plan.owned_elems
         self.segment = None
-        self.acc = self._zeros(owned, torch.float32, "acc")
+        self.acc = self.zeros(owned, torch.float32, "acc")
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
-        self.master = self._zeros(owned, torch.float32, "master") if plan.has_master else None
+        self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
         self._make_flat()
         self._bind()
 
-    def _zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """A zeroed state array where the states lie; `what` gives it its place among the arrays that are walked together."""
         if self.state_device.type == "cpu":
             return memory.zeros(numel, dtype, _COLOR[what])
         return torch.zeros(numel, dtype=dtype, device=self.state_device)

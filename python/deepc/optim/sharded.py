@@ -12,13 +12,11 @@ import torch
 
 from .. import memory
 from .._lib import AdamWArgs, C, check
+from ..config_keys import ELEMENTWISE
 from ..dtypes import code
 from ..errors import ConfigError, UnsupportedError
-from ..state import _COLOR, ModelState
+from ..state import ModelState
 from .adamw import AdamW
-
-# torch optimizers whose update of an element depends on that element alone: right on any shard.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
 def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loss_scale = 1.0
         name = type(base).__name__
         if not self.core and stage > 0 and name not in ELEMENTWISE and not allow_untested:
-            raise ConfigError(f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that {', '.join(ELEMENTWISE)} treat each "
+            raise ConfigError(f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that {', '.join(sorted(ELEMENTWISE))} treat each "
                               "element alone. Set zero_allow_untested_optimizer: true if yours does, or use stage 0.")
         self._hook_tables()
 
@@ -72,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         st = self._state
         owned = st.plan.owned_elems
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if self.moments == 3 else [])
-        self.states: dict[str, torch.Tensor] = {n: st._zeros(owned, torch.float32, n) for n in names}
+        self.states: dict[str, torch.Tensor] = {n: st.zeros(owned, torch.float32, n) for n in names}
         self._runs = st.runs(self._group_of)
         target = st.flat_host if st.flat_host is not None else st.flat
         if st.state_device.type != "cpu":
