@@ -49,6 +49,8 @@ DC_API int dc_comm_close(dc_comm *c);
 DC_API int dc_comm_abort(dc_comm *c, const char *reason);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);
+/* The time-out of the calls that follow (milliseconds > 0); until then that of the configuration. */
+DC_API int dc_comm_set_timeout(dc_comm *c, int64_t timeout_ms);
 /* Sets the text that names the caller in messages (e.g. "train.py:31"), until it is set again. Copied, cut at 63 bytes. */
 DC_API int dc_comm_set_caller(dc_comm *c, const char *where);
 /* "" or the text of the error that broke the communicator. */
@@ -78,9 +80,25 @@ DC_API int dc_all_gather(dc_comm *c, const void *in, void *out, int64_t count, i
 DC_API int dc_broadcast(dc_comm *c, void *buf, int64_t count, int dtype, int root, int64_t tag);
 /* out block j = block `rank` of rank j's in; blocks of `count`. in != out. */
 DC_API int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int64_t tag);
+/* Blocks of any sizes (MPI_Alltoallv): in_counts[size] elements for each rank lie behind each other in `in`, out_counts[size] from each rank
+ * behind each other in `out`. Counts are borrowed for the call. Ranks exchange their counts first: where out_counts[j] of rank i
+ * differs from in_counts[i] of rank j all ranks get DC_E_MISMATCH naming both. in != out. */
+DC_API int dc_all_to_allv(dc_comm *c, const void *in, const int64_t *in_counts, void *out, const int64_t *out_counts, int dtype, int64_t tag);
+/* On `root`: out[count] = reduction over ranks of in[count]; elsewhere `out` is not touched and may be NULL. */
+DC_API int dc_reduce_to(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int op, int root, int64_t tag);
+/* On `root`: out[size * count] = in[count] of every rank in rank order; elsewhere `out` is not touched and may be NULL. */
+DC_API int dc_gather(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int root, int64_t tag);
+/* out[count] = block `rank` of root's in[size * count]; elsewhere `in` is not read and may be NULL. */
+DC_API int dc_scatter(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int root, int64_t tag);
+
+/* Buffers that lie in a dc_segment made by this dc_comm (on every rank; in and out may be of different segments) are registered: large
+ * calls read and write them where they lie. Others are staged, or read straight from the peer's memory where the kernel allows
+ * that (process_vm_readv). Which it is never changes a bit of the result. Who passes a peer a registered buffer lets it write
+ * that buffer's output range during the call, and nothing else, nor after. */
 
 /* ---- the exchange itself, for callers that fill and read slots in place ---------------------------------------------- */
-enum dc_call_op { DC_CALL_BARRIER = 1, DC_CALL_ALL_REDUCE, DC_CALL_REDUCE_SCATTER, DC_CALL_ALL_GATHER, DC_CALL_BROADCAST, DC_CALL_ALL_TO_ALL, DC_CALL_SEGMENT, DC_CALL_BUCKET, DC_CALL_USER };
+enum dc_call_op { DC_CALL_BARRIER = 1, DC_CALL_ALL_REDUCE, DC_CALL_REDUCE_SCATTER, DC_CALL_ALL_GATHER, DC_CALL_BROADCAST, DC_CALL_ALL_TO_ALL, DC_CALL_SEGMENT, DC_CALL_BUCKET, DC_CALL_USER,
+                  DC_CALL_ALL_TO_ALLV, DC_CALL_REDUCE, DC_CALL_GATHER, DC_CALL_SCATTER, DC_CALL_SEND, DC_CALL_RECV };
 typedef struct dc_call { int32_t op, dtype, red_op, root; int64_t count, tag; } dc_call;
 /* Step numbers start at 0 and rise by one per begin. *slot is this rank's staging for *step, writable until post. Blocks
  * until every rank marked step - slots done. At most `slots` steps may be open (begun, not done). */

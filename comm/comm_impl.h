@@ -78,6 +78,8 @@ struct dc_comm {
   int64_t all_done; /* steps that every rank is known to have done */
   int64_t seq;      /* calls, for messages */
   int64_t look_ns;  /* when we last looked after the peers */
+  void *p2p;        /* p2p.c's own */
+  int flight_group; /* flight.c's index of this group */
   dc_call call;     /* the call in progress, for messages */
 };
 

@@ -24,6 +24,8 @@
 #include <unistd.h>
 
 #include "comm_impl.h"
+#include "flight.h"
+#include "p2p.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -449,8 +451,13 @@ static int64_t header_bytes(const dc_comm *c) {
   return round_up(n, 4096);
 }
 
+/* Where the messages' area begins. */
+static int64_t stage_end(const dc_comm *c) {
+  return round_up(header_bytes(c) + c->slot_stride * c->slots * c->size, 4096);
+}
+
 static int64_t total_bytes(const dc_comm *c) {
-  int64_t n = header_bytes(c) + c->slot_stride * c->slots * c->size;
+  int64_t n = stage_end(c) + dc__p2p_bytes(c->size);
   return round_up(n, want_huge(n) ? (int64_t)DC_HUGE_PAGE : 4096);
 }
 
@@ -588,7 +595,7 @@ static int take_stage(joining *j, const char *leader) {
     return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while joining", c->label, leader);
   }
   j->memfd = f.fd[0];
-  if (m.bytes < header_bytes(c) + c->slot_stride * c->slots * c->size)
+  if (m.bytes < stage_end(c) + dc__p2p_bytes(c->size))
     return DC_FAIL(DC_E_PEER, "group %s: %s sent a segment that is too small", c->label, leader);
   DC_TRY(memfd_check(j->memfd, m.bytes));
   return map_stage(c, j->memfd, m.bytes, false);
@@ -691,9 +698,14 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
   for (int i = 0; i < j.npending; i++) close(j.pending[i]);
   if (j.listener >= 0) close(j.listener);
   if (j.memfd >= 0) close(j.memfd); /* the mapping keeps it */
-  if (rc) release(c);
-  else *out = c;
-  return rc;
+  if (!rc) rc = dc__p2p_open(c, (char *)c->map.base + stage_end(c));
+  if (rc) {
+    release(c);
+    return rc;
+  }
+  c->flight_group = dc__flight_group_open(c);
+  *out = c;
+  return DC_OK;
 }
 
 int dc_comm_close(dc_comm *c) {
@@ -704,6 +716,8 @@ int dc_comm_close(dc_comm *c) {
     /* release: peers that see it also see the last steps that we posted */
     atomic_store_explicit(&c->h->seat[c->rank].left, 1, memory_order_release);
     dc__wake_all(c);
+    dc__p2p_close(c);
+    dc__flight_group_close(c->flight_group);
   }
   release(c);
   return DC_OK;

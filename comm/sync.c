@@ -100,7 +100,9 @@ __attribute__((format(printf, 2, 3))) static void add(text *t, const char *fmt, 
 
 static const char *op_name(int op) {
   static const char *const name[] = {"?",         "barrier",    "all_reduce",     "reduce_scatter", "all_gather",
-                                     "broadcast", "all_to_all", "segment_create", "bucket",         "user_exchange"};
+                                     "broadcast", "all_to_all", "segment_create", "bucket",         "user_exchange",
+                                     "all_to_all", "reduce",    "gather",         "scatter",        "send",
+                                     "recv"};
   return op >= 1 && op < (int)(sizeof name / sizeof *name) ? name[op] : "?";
 }
 
@@ -553,6 +555,14 @@ int dc_comm_abort(dc_comm *c, const char *reason) {
   add_rank(&t, c, c->rank);
   add(&t, " (pid %d) aborted: %s", c->h->seat[c->rank].pid, reason && reason[0] ? reason : "no reason given");
   dc__break(c, DC_E_ABORTED, "%s", t.s); /* its status is for the waits; the abort itself succeeded */
+  return DC_OK;
+}
+
+int dc_comm_set_timeout(dc_comm *c, int64_t timeout_ms) {
+  if (!c) return DC_FAIL(DC_E_INVALID, "the communicator is NULL");
+  if (timeout_ms <= 0 || timeout_ms > INT64_MAX / 2000000)
+    return DC_FAIL(DC_E_INVALID, "timeout_ms %lld: expected a positive number of milliseconds", (long long)timeout_ms);
+  c->timeout_ns = timeout_ms * 1000000;
   return DC_OK;
 }
 
