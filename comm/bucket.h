@@ -27,17 +27,18 @@ extern "C" {
 typedef struct dc_reducer dc_reducer;
 
 typedef struct dc_reducer_config {
-  dc_comm *comm;                /* borrowed; slot_bytes >= bucket_elems * dtype size. NULL iff layout->world == 1 */
+  dc_comm *comm;                /* borrowed; slot_bytes >= bucket_elems * dtype size. NULL only with layout->world 1 */
   const dc_zero_layout *layout; /* borrowed */
   int32_t dtype;                /* of the gradients on the wire: fp32, bf16, fp16 */
   int32_t own_all;              /* 1: this rank's slice is the whole bucket (stage 0); 0: slice `rank` (stages 1-3) */
   int32_t rank;
-  int32_t reserved;
+  int32_t ring;                 /* 0: acc is whole. k > 0: acc holds k buckets' slices, see dc_reducer_give_back */
   float pre_scale;              /* factor on each gradient as it is written to its slot (1: none; prescale_gradients) */
   float reserved2;
   int64_t pending_limit_bytes;
-  float *acc;                   /* borrowed, fp32: [shard elements] (own_all: [total elements]) */
-  double *partial;              /* borrowed: squared-norm partials of acc, one per DC_BLOCK elements of acc */
+  float *acc;                   /* borrowed, fp32: [shard elements] (own_all: [total elements]); ring: [ring * slice] */
+  double *partial;              /* borrowed: squared-norm partials of acc, one per DC_BLOCK elements of acc; not with a
+                                 * ring */
 } dc_reducer_config;
 
 DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);
@@ -64,6 +65,18 @@ DC_API int dc_reducer_released(dc_reducer *r, int64_t *params, int64_t capacity,
 DC_API int dc_reducer_finish(dc_reducer *r);
 /* 1 while a pass is open. */
 DC_API int dc_reducer_in_pass(const dc_reducer *r);
+
+/* A ring: the reduced slices are on their way to somewhere else (other nodes), and acc is only where they wait. Bucket
+ * b's slice lies at acc + (b % ring) * (bucket_elems / world) (own_all: b % ring * bucket_elems); it is assigned, never
+ * added to, and bucket b is not reduced before bucket b - ring is given back. With a ring
+ *   - dc_reducer_begin takes assign = 1 and norm = 0 only, and a pass is never begun implicitly;
+ *   - finish returns as soon as it has reduced one more bucket; give back what was taken and call it until
+ *     dc_reducer_in_pass is 0. With a full ring and nothing given back: DC_E_STATE;
+ *   - the communicator may be of one rank. */
+/* *count: buckets [0, *count) of the open pass, or of the last one, are reduced. Does what it can without waiting. */
+DC_API int dc_reducer_reduced(dc_reducer *r, int64_t *count);
+/* Buckets [0, count) of the open pass were taken: their places may be written again. count never falls. */
+DC_API int dc_reducer_give_back(dc_reducer *r, int64_t count);
 
 /* The reverse way, for stages 1 and 2: every rank holds a whole replica of `elem_size`-byte elements at `flat`
  * (layout->total elements; any dtype) whose own slices are new; on return all slices are. Moves each slice once

@@ -22,6 +22,8 @@
  * what A had when it blocked, a peer that came to the same place has as well, and posted. With different orders and
  * collectives inside backward it can, once gradients above the limit are pending; then the communicator's time-out
  * tells where every rank is. A rank that died or failed breaks the communicator, and that ends every wait.
+ * With a ring nothing new blocks here: a full ring only stops reducing, and the caller, who waits for its peers on other
+ * nodes bucket by bucket, in index order, prolongs the chain by links whose bucket falls as well.
  *
  * Copies into slots are dc_copy's, with streaming stores above its threshold (4 MiB a piece), although the slots are
  * read again soon. Tried on 2 ranks, 24 to 29 M fp32 gradients, on a loaded machine: with buckets of 16 and 64 MiB
@@ -67,7 +69,7 @@ struct dc_reducer {
   _Atomic uint32_t busy;
   pass_state state;
   int assign, norm;
-  int64_t begun, posted, reduced;
+  int64_t begun, posted, reduced, taken; /* taken: given back by the owner of a ring */
   int64_t pending_bytes; /* gradients that we still hold */
   int64_t free_head, free_tail; /* of freed[] */
   int64_t *freed;        /* [nparams] released parameters, in the order of their release */
@@ -243,12 +245,15 @@ static int post_next(dc_reducer *r) {
   return DC_OK;
 }
 
+static int has_room(const dc_reducer *r) { return !r->k.ring || r->reduced - r->taken < r->k.ring; }
+
 /* Reduces our part of the oldest bucket, which all ranks have posted, and gives its slot back. */
 static int reduce_next(dc_reducer *r) {
   const dc_zero_layout *l = r->k.layout;
   bucket *b = &r->bucket[r->reduced];
   int64_t begin = b->begin, end = b->end, at = b->begin;
   if (!r->k.own_all) DC_TRY(dc_zero_slice(l, r->reduced, r->k.rank, &begin, &end, &at));
+  if (r->k.ring) at = r->reduced % r->k.ring * (r->k.own_all ? l->bucket_elems : l->bucket_elems / l->world);
   const void *src[DC_COMM_MAX_RANKS];
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
@@ -269,7 +274,7 @@ static int progress(dc_reducer *r) {
     int ready = 1;
     moved = 0;
     while (r->posted < r->begun && r->bucket[r->posted].missing == 0) DC_TRY(post_next(r));
-    while (r->reduced < r->posted && ready) {
+    while (r->reduced < r->posted && has_room(r) && ready) {
       DC_TRY(dc_exchange_test(r->k.comm, r->bucket[r->reduced].step, &ready));
       if (ready) DC_TRY(reduce_next(r));
     }
@@ -284,9 +289,10 @@ static int progress(dc_reducer *r) {
 }
 
 /* Waits for the peers in one of the two ways of the file head, then goes on; *possible is 0 if the oldest bucket still
- * lacks gradients of this rank. */
+ * lacks gradients of this rank, or the ring is full. */
 static int wait_once(dc_reducer *r, int *possible) {
-  *possible = 1;
+  *possible = has_room(r);
+  if (!*possible) return DC_OK;
   if (r->reduced < r->posted) {
     DC_TRY(dc_exchange_wait(r->k.comm, r->bucket[r->reduced].step));
     DC_TRY(reduce_next(r));
@@ -323,12 +329,14 @@ static int begin_pass(dc_reducer *r, int assign, int norm) {
   if (r->state == PASS_OPEN) return DC_FAIL(DC_E_STATE, "a pass is open; call dc_reducer_finish before the next one");
   if (norm && !r->k.partial && l->total > 0)
     return DC_FAIL(DC_E_INVALID, "norm is asked for, but the reducer was created with partial == NULL");
+  if (r->k.ring && (!assign || norm))
+    return DC_FAIL(DC_E_INVALID, "a reducer with a ring assigns and makes no norm, got assign %d, norm %d", assign, norm);
   for (int64_t p = 0; p < l->nparams; p++) r->param[p] = (param){.left = l->numel[p]};
   for (int64_t b = 0; b < l->nbuckets; b++) r->bucket[b].state = BUCKET_IDLE;
   if (r->fused) memset(r->fused, 0, (size_t)(l->total / DC_BLOCK));
   r->assign = assign != 0;
   r->norm = norm != 0;
-  r->begun = r->posted = r->reduced = r->pending_bytes = r->free_head = r->free_tail = 0;
+  r->begun = r->posted = r->reduced = r->taken = r->pending_bytes = r->free_head = r->free_tail = 0;
   r->state = PASS_OPEN;
   return DC_OK;
 }
@@ -402,12 +410,17 @@ static int give_zeros(dc_reducer *r) {
   return DC_OK;
 }
 
-static int finish_pass(dc_reducer *r) {
-  int64_t nbuckets = r->k.layout->nbuckets;
+/* *done is 0 if a ring has to be emptied before the pass can go on. */
+static int finish_pass(dc_reducer *r, int *done) {
+  int64_t nbuckets = r->k.layout->nbuckets, before = r->reduced;
   DC_TRY(give_zeros(r));
   if (r->k.comm) DC_TRY(progress(r));
-  for (int possible = 1; r->k.comm && possible && r->reduced < nbuckets;) DC_TRY(wait_once(r, &possible));
-  if (r->reduced != nbuckets)
+  for (int possible = 1; r->k.comm && possible && r->reduced < nbuckets;) {
+    if (r->k.ring && r->reduced > before) break;
+    DC_TRY(wait_once(r, &possible));
+  }
+  *done = r->reduced == nbuckets;
+  if (!*done && !r->k.ring)
     return DC_FAIL(DC_E_STATE, "only %lld of %lld buckets were reduced at the end of a pass", (long long)r->reduced,
                    (long long)nbuckets);
   return DC_OK;
@@ -467,7 +480,7 @@ static int receive_chunk(const gathering *g, int64_t k, int64_t step) {
  * consecutive, so the step of chunk k is the first one plus k. */
 static int gather_chunks(const gathering *g) {
   dc_comm *c = g->r->k.comm;
-  int64_t sent = 0, first = c->begun;
+  int64_t sent = 0, first = c->begun - c->base;
   for (int64_t k = 0; k < g->chunks; k++) {
     for (; sent < g->chunks; sent++) {
       int ready = 1;
@@ -497,7 +510,7 @@ static int check_comm(const dc_reducer_config *k) {
     return l->world == 1 ? DC_OK
                          : DC_FAIL(DC_E_INVALID, "comm is NULL, but the layout has a world of %lld",
                              (long long)l->world);
-  if (l->world == 1) return DC_FAIL(DC_E_INVALID, "comm must be NULL for a layout with a world of 1");
+  if (l->world == 1 && !k->ring) return DC_FAIL(DC_E_INVALID, "comm must be NULL for a layout with a world of 1");
   if (dc_comm_size(k->comm) != l->world || dc_comm_rank(k->comm) != k->rank)
     return DC_FAIL(DC_E_INVALID, "the reducer is rank %d of %lld, but its communicator is rank %d of %d", k->rank,
                    (long long)l->world, dc_comm_rank(k->comm), dc_comm_size(k->comm));
@@ -523,6 +536,8 @@ static int check_config(const dc_reducer_config *k) {
   if (k->pending_limit_bytes < 0)
     return DC_FAIL(DC_E_INVALID, "pending_limit_bytes is %lld; it must be >= 0", (long long)k->pending_limit_bytes);
   if (!k->acc && l->total > 0) return DC_FAIL(DC_E_INVALID, "acc is NULL");
+  if (k->ring < 0 || (k->ring && (!k->comm || k->partial)))
+    return DC_FAIL(DC_E_INVALID, "ring is %d; expected 0, or a number > 0 with a comm and without partial", k->ring);
   return check_comm(k);
 }
 
@@ -592,6 +607,7 @@ int dc_reducer_begin(dc_reducer *r, int assign, int norm) {
 static int add_checked(dc_reducer *r, int64_t param, const void *grad, int dtype) {
   if (r->state == PASS_FAILED) return failed(r);
   DC_TRY(check_gradient(r, param, grad, dtype));
+  if (r->state == PASS_CLOSED && r->k.ring) return DC_FAIL(DC_E_STATE, "no pass is open; with a ring begin it first");
   if (r->state == PASS_CLOSED) DC_TRY(begin_pass(r, 1, r->k.partial != NULL));
   int rc = add_gradient(r, param, grad, dtype);
   return rc == DC_OK ? rc : fail(r, rc);
@@ -617,9 +633,12 @@ int dc_reducer_released(dc_reducer *r, int64_t *params, int64_t capacity, int64_
 static int finish_checked(dc_reducer *r) {
   if (r->state == PASS_FAILED) return failed(r);
   if (r->state == PASS_CLOSED) return DC_FAIL(DC_E_STATE, "no pass is open; call dc_reducer_begin first");
-  int rc = finish_pass(r);
+  if (r->k.ring && r->reduced < r->k.layout->nbuckets && !has_room(r)) /* the caller's mistake: nothing is lost by it */
+    return DC_FAIL(DC_E_STATE, "the ring of %d buckets is full at bucket %lld; give buckets back before finish", r->k.ring,
+                   (long long)r->reduced);
+  int done, rc = finish_pass(r, &done);
   if (rc != DC_OK) return fail(r, rc);
-  r->state = PASS_CLOSED;
+  if (done) r->state = PASS_CLOSED;
   return DC_OK;
 }
 
@@ -629,6 +648,36 @@ int dc_reducer_finish(dc_reducer *r) {
 }
 
 int dc_reducer_in_pass(const dc_reducer *r) { return r && r->state == PASS_OPEN; }
+
+static int reduced_checked(dc_reducer *r, int64_t *count) {
+  if (r->state == PASS_FAILED) return failed(r);
+  if (r->state == PASS_OPEN && r->k.comm) {
+    int rc = progress(r);
+    if (rc != DC_OK) return fail(r, rc);
+  }
+  *count = r->reduced;
+  return DC_OK;
+}
+
+int dc_reducer_reduced(dc_reducer *r, int64_t *count) {
+  if (!count) return DC_FAIL(DC_E_INVALID, "count is NULL");
+  DC_TRY(enter(r));
+  return leave(r, reduced_checked(r, count));
+}
+
+static int give_back(dc_reducer *r, int64_t count) {
+  if (!r->k.ring) return DC_FAIL(DC_E_STATE, "this reducer has no ring: nothing is given back");
+  if (count < r->taken || count > r->reduced)
+    return DC_FAIL(DC_E_INVALID, "buckets [0, %lld) can't be given back: %lld were before, %lld are reduced",
+                   (long long)count, (long long)r->taken, (long long)r->reduced);
+  r->taken = count;
+  return DC_OK;
+}
+
+int dc_reducer_give_back(dc_reducer *r, int64_t count) {
+  DC_TRY(enter(r));
+  return leave(r, give_back(r, count));
+}
 
 static int gather_checked(dc_reducer *r, void *flat, int dtype) {
   if (r->state == PASS_FAILED) return failed(r);

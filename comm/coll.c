@@ -1,267 +1,200 @@
-/* coll.c: the collectives, on the exchange.
+/* coll.c: the collectives: which way a call runs, and the public functions.
  *
- * Every call is cut into chunks; a chunk is one step (two for the two-phase all_reduce). A rank fills the slot of its
- * next chunk while peers still work on the last one. How many chunks there are follows only from arguments that are
- * equal on all ranks, and peers compare fingerprints before they read, so that no mistake can make them read what is
- * not there.
+ * Results have equal bits on all ranks and in every way: whoever reduces an element does so over all ranks' elements in
+ * rank order (dc_reduce).
  *
- * Results have equal bits on all ranks: whoever reduces an element does so over the slots in rank order (dc_reduce). */
+ * Small calls go through the slots. From DIRECT_BYTES on the ranks first meet and show where their buffers lie: registered ones are
+ * used where they are; for others staging and single copy are both tried on the first calls of each kind and size, and
+ * rank 0's clock decides for all (single copy costs system calls and page tables, staging a second copy in cache:
+ * which is less differs between machines). DEEPC_ALGO forces rows of the table. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-#include "comm_impl.h"
+#include "coll_impl.h"
+#include "flight.h"
 
-/* Bytes of a slot that one chunk uses: small enough that what one core wrote is still in cache when the others read it.
- * Tried with 2 ranks, 128 MiB all_reduce of fp32: 256 KiB to 512 KiB 54 to 63 ms, 1 MiB 65 ms, 2 MiB and more above 100
- * ms. */
-#define CHUNK_BYTES ((int64_t)512 << 10)
-#define SMALL_COPY ((int64_t)64 << 10)
+#define DIRECT_BYTES ((int64_t)64 << 10)
+#define TRIALS 6 /* calls of a kind and size that take turns, now and then */
 
-typedef struct job {
-  dc_comm *c;
-  const char *in;
-  char *out;
-  int64_t count; /* elements of one part */
-  int64_t esz;
-  int64_t per;    /* elements of one part in one chunk */
-  int64_t chunks; /* >= 1, so that calls with count 0 are compared as well */
-  dc_call call;
-} job;
+static bool always(const dc__job *j) { return true; }
+static bool fits_direct(const dc__job *j) { return j->c->size <= 2 || j->count * j->esz <= 32 << 10; }
 
-static int64_t chunk_begin(const job *j, int64_t k) { return k * j->per; }
-static int64_t chunk_len(const job *j, int64_t k) {
-  int64_t left = j->count - k * j->per;
-  return left < j->per ? left : j->per;
-}
-
-static int copy(void *dst, const void *src, int64_t bytes) {
-  if (bytes > SMALL_COPY) return dc_copy(dst, src, bytes);
-  if (bytes) memcpy(dst, src, (size_t)bytes);
-  return DC_OK;
-}
-
-static int copy_in(void *dst, const void *src, int64_t bytes) {
-  dc__count(DC_COUNTER_coll_bytes_in, bytes);
-  return copy(dst, src, bytes);
-}
-
-static int copy_out(void *dst, const void *src, int64_t bytes) {
-  dc__count(DC_COUNTER_coll_bytes_out, bytes);
-  return copy(dst, src, bytes);
-}
-
-/* out[n] = reduction over ranks of n elements that start `skip` elements into every slot of `step`. */
-static int reduce_slots(const job *j, int64_t step, int64_t skip, int64_t n, void *out) {
-  const void *src[DC_COMM_MAX_RANKS];
-  for (int r = 0; r < j->c->size; r++) src[r] = dc__slot(j->c, r, step) + skip * j->esz;
-  dc__count(DC_COUNTER_coll_bytes_out, n * j->esz * j->c->size);
-  return dc_reduce(out, src, j->c->size, j->call.dtype, j->call.red_op, n);
-}
-
-/* ---- one step per chunk: fill mine, read theirs ------------------------------------------------------------------ */
-typedef struct algo {
-  int op;
-  const char *what;
-  int (*fits)(const job *);
-  int64_t (*parts)(const job *); /* parts that share a slot */
-  int (*fill)(const job *, int64_t chunk, char *slot);
-  int (*read)(const job *, int64_t chunk, int64_t step);
-} algo;
-
-static int64_t one_part(const job *j) { return 1; }
-static int64_t part_per_rank(const job *j) { return j->c->size; }
-static int always(const job *j) { return 1; }
-
-static int fill_nothing(const job *j, int64_t k, char *slot) { return DC_OK; }
-static int read_nothing(const job *j, int64_t k, int64_t step) { return DC_OK; }
-
-static int fill_chunk(const job *j, int64_t k, char *slot) {
-  return copy_in(slot, j->in + chunk_begin(j, k) * j->esz, chunk_len(j, k) * j->esz);
-}
-
-static int read_all_reduce(const job *j, int64_t k, int64_t step) {
-  return reduce_slots(j, step, 0, chunk_len(j, k), j->out + chunk_begin(j, k) * j->esz);
-}
-
-/* Chunk k of every rank's part; part r lies at r * per of the slot. Our own part stays where it is for all_to_all. */
-static int fill_parts(const job *j, int64_t k, char *slot) {
-  for (int r = 0; r < j->c->size; r++) {
-    if (r == j->c->rank && j->call.op == DC_CALL_ALL_TO_ALL) continue;
-    DC_TRY(copy_in(slot + r * j->per * j->esz, j->in + (r * j->count + chunk_begin(j, k)) * j->esz,
-                   chunk_len(j, k) * j->esz));
-  }
-  return DC_OK;
-}
-
-static int read_reduce_scatter(const job *j, int64_t k, int64_t step) {
-  return reduce_slots(j, step, j->c->rank * j->per, chunk_len(j, k), j->out + chunk_begin(j, k) * j->esz);
-}
-
-static int read_all_gather(const job *j, int64_t k, int64_t step) {
-  for (int i = 0; i < j->c->size; i++) {
-    int r = (j->c->rank + i) % j->c->size; /* every rank starts elsewhere, so that they don't queue for one slot */
-    char *to = j->out + (r * j->count + chunk_begin(j, k)) * j->esz;
-    const char *own = j->in + chunk_begin(j, k) * j->esz;
-    if (r != j->c->rank) DC_TRY(copy_out(to, dc__slot(j->c, r, step), chunk_len(j, k) * j->esz));
-    else if (to != own) DC_TRY(copy(to, own, chunk_len(j, k) * j->esz));
-  }
-  return DC_OK;
-}
-
-static int fill_root(const job *j, int64_t k, char *slot) {
-  return j->c->rank == j->call.root ? fill_chunk(j, k, slot) : DC_OK;
-}
-
-static int read_root(const job *j, int64_t k, int64_t step) {
-  if (j->c->rank == j->call.root) return DC_OK;
-  return copy_out(j->out + chunk_begin(j, k) * j->esz, dc__slot(j->c, j->call.root, step), chunk_len(j, k) * j->esz);
-}
-
-static int read_all_to_all(const job *j, int64_t k, int64_t step) {
-  for (int i = 0; i < j->c->size; i++) {
-    int r = (j->c->rank + i) % j->c->size;
-    int64_t at = (r * j->count + chunk_begin(j, k)) * j->esz, bytes = chunk_len(j, k) * j->esz;
-    if (r == j->c->rank) DC_TRY(copy(j->out + at, j->in + at, bytes));
-    else DC_TRY(copy_out(j->out + at, dc__slot(j->c, r, step) + j->c->rank * j->per * j->esz, bytes));
-  }
-  return DC_OK;
-}
-
-static int run_chunks(const job *j, const algo *a) {
-  dc_comm *c = j->c;
-  int64_t first = c->begun, issued = 0;
-  for (int64_t k = 0; k < j->chunks; k++) {
-    for (; issued < j->chunks; issued++) {
-      int64_t step;
-      void *slot;
-      int ready = 1;
-      if (issued > k)
-        DC_TRY(dc__can_begin(c, &ready)); /* chunk k must be out; later ones only if that does not block */
-      if (!ready) break;
-      DC_TRY(dc__begin(c, &step, &slot));
-      DC_TRY(a->fill(j, issued, slot));
-      DC_TRY(dc__post(c, &j->call));
-    }
-    DC_TRY(dc__wait(c, first + k));
-    DC_TRY(a->read(j, k, first + k));
-    DC_TRY(dc__done(c, first + k));
-  }
-  return DC_OK;
-}
-
-/* ---- two steps per chunk: every rank reduces its slice of the chunk, then all gather the slices ------------------ */
-static int64_t slice_begin(const job *j, int64_t k, int rank) {
-  int64_t lines = (chunk_len(j, k) * j->esz + DC__LINE - 1) / DC__LINE, per_line = DC__LINE / j->esz;
-  int64_t at = lines * rank / j->c->size * per_line; /* cut at cache lines of the slot */
-  return at < chunk_len(j, k) ? at : chunk_len(j, k);
-}
-
-static int two_phase_fill(const job *j, int64_t k, int64_t *step) {
-  void *slot;
-  DC_TRY(dc__begin(j->c, step, &slot));
-  DC_TRY(fill_chunk(j, k, slot));
-  return dc__post(j->c, &j->call);
-}
-
-/* Reduces this rank's slice of what lies in `step` into the slot of the next step, *sum. */
-static int two_phase_reduce(const job *j, int64_t k, int64_t step, int64_t *sum) {
-  dc_comm *c = j->c;
-  int64_t from = slice_begin(j, k, c->rank), n = slice_begin(j, k, c->rank + 1) - from;
-  void *slot;
-  DC_TRY(dc__wait(c, step));
-  DC_TRY(dc__begin(c, sum, &slot));
-  DC_TRY(reduce_slots(j, step, from, n, (char *)slot + from * j->esz));
-  DC_TRY(dc__post(c, &j->call));
-  return dc__done(c, step);
-}
-
-static int two_phase_gather(const job *j, int64_t k, int64_t step) {
-  dc_comm *c = j->c;
-  char *out = j->out + chunk_begin(j, k) * j->esz;
-  DC_TRY(dc__wait(c, step));
-  for (int i = 0; i < c->size; i++) {
-    int r = (c->rank + i) % c->size;
-    int64_t from = slice_begin(j, k, r), n = slice_begin(j, k, r + 1) - from;
-    DC_TRY(copy_out(out + from * j->esz, dc__slot(c, r, step) + from * j->esz, n * j->esz));
-  }
-  return dc__done(c, step);
-}
-
-/* The steps of chunk k are numbered 2k and 2k + 1 on every rank, whether the next chunk is filled early or late. */
-static int run_two_phase(const job *j) {
-  int64_t next, sum;
-  DC_TRY(two_phase_fill(j, 0, &next));
-  for (int64_t k = 0; k < j->chunks; k++) {
-    int early = 0;
-    DC_TRY(two_phase_reduce(j, k, next, &sum));
-    if (k + 1 < j->chunks) DC_TRY(dc__can_begin(j->c, &early));
-    if (early) DC_TRY(two_phase_fill(j, k + 1, &next));
-    DC_TRY(two_phase_gather(j, k, sum));
-    if (k + 1 < j->chunks && !early) DC_TRY(two_phase_fill(j, k + 1, &next));
-  }
-  return DC_OK;
-}
-
-static int fits_direct(const job *j) { return j->c->size <= 2 || j->count * j->esz <= 32 << 10; }
-
-/* The first row of a call's op that fits is taken; `fits` looks only at what is equal on all ranks. A row without
- * `read` is two-phase. */
-static const algo algos[] = {
-    {DC_CALL_BARRIER, "an empty step", always, one_part, fill_nothing, read_nothing},
-    {DC_CALL_ALL_REDUCE,
-     "direct: every rank reduces everything from all slots; one synchronisation, best for 2 ranks and for small counts",
-     fits_direct, one_part, fill_chunk, read_all_reduce},
-    {DC_CALL_ALL_REDUCE,
-     "two-phase: every rank reduces one slice and gathers the others; reads 2 n instead of ranks * n elements", always,
-     one_part, NULL, NULL},
-    {DC_CALL_REDUCE_SCATTER, "all parts into the slot; every rank reduces its part from all slots", always,
-     part_per_rank, fill_parts, read_reduce_scatter},
-    {DC_CALL_ALL_GATHER, "every rank copies all slots", always, one_part, fill_chunk, read_all_gather},
-    {DC_CALL_BROADCAST, "all copy the root's slot", always, one_part, fill_root, read_root},
-    {DC_CALL_ALL_TO_ALL, "parts for the others into the slot; every rank copies its part from all slots", always,
-     part_per_rank, fill_parts, read_all_to_all},
+/* The rows of an op in the order in which they are asked whether they fit; row numbers count per op. NULL: direct, after
+ * a meeting. */
+static const dc__algo algos[] = {
+    {DC_CALL_BARRIER, "staged", "an empty step", always, dc__staged},
+    {DC_CALL_ALL_REDUCE, "staged", "every rank reduces everything from all slots: one synchronisation", fits_direct,
+     dc__staged},
+    {DC_CALL_ALL_REDUCE, "two_phase",
+     "every rank reduces one slice and gathers the others: reads 2 n instead of ranks * n elements", always, dc__two_phase},
+    {DC_CALL_ALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to all", always, NULL},
+    {DC_CALL_REDUCE, "staged", "root reduces everything from all slots", fits_direct, dc__staged},
+    {DC_CALL_REDUCE, "two_phase", "every rank reduces one slice, root gathers them", always, dc__two_phase},
+    {DC_CALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to root", always, NULL},
+    {DC_CALL_REDUCE_SCATTER, "staged", "parts for the others into the slot; every rank reduces its part from all slots",
+     always, dc__staged},
+    {DC_CALL_REDUCE_SCATTER, "direct", "every rank reduces its part where it lies", always, NULL},
+    {DC_CALL_ALL_GATHER, "staged", "every rank copies all slots", always, dc__staged},
+    {DC_CALL_ALL_GATHER, "direct", "every rank copies from where the parts lie", always, NULL},
+    {DC_CALL_GATHER, "staged", "root copies all slots", always, dc__staged},
+    {DC_CALL_GATHER, "direct", "root copies from where the parts lie", always, NULL},
+    {DC_CALL_SCATTER, "staged", "parts into the root's slot", always, dc__staged},
+    {DC_CALL_SCATTER, "direct", "every rank copies its part from where it lies", always, NULL},
+    {DC_CALL_BROADCAST, "staged", "all copy the root's slot", always, dc__staged},
+    {DC_CALL_BROADCAST, "direct", "all copy from where it lies", always, NULL},
+    {DC_CALL_ALL_TO_ALL, "staged", "parts for the others into the slot; every rank copies its part from all slots", always,
+     dc__staged},
+    {DC_CALL_ALL_TO_ALL, "direct", "every rank copies its parts from where they lie", always, NULL},
+    {DC_CALL_ALL_TO_ALLV, "staged", "as all_to_all", always, dc__staged},
+    {DC_CALL_ALL_TO_ALLV, "direct", "as all_to_all", always, NULL},
 };
+enum { ROWS = sizeof algos / sizeof *algos };
 
-static const algo *choose(const job *j) {
-  const algo *a = algos;
-  while (a->op != j->call.op || !a->fits(j)) a++; /* every op has a row that always fits */
+static const dc__algo *fitting(const dc__job *j) {
+  const dc__algo *a = algos;
+  while (a->op != j->call.op || !a->fits(j)) a++; /* every op has a row with `run` that always fits */
   return a;
 }
 
-static void cut(job *j, const algo *a) {
-  int64_t room = (j->c->slot_bytes < CHUNK_BYTES ? j->c->slot_bytes : CHUNK_BYTES) / a->parts(j);
-  if (room < j->esz) room = j->c->slot_bytes / a->parts(j);
-  if (room >= DC__LINE) room -= room % DC__LINE;
-  j->per = room / j->esz;
-  j->chunks = j->count ? (j->count + j->per - 1) / j->per : 1;
+/* ---- DEEPC_ALGO ----------------------------------------------------------------------------------------------------- */
+static int force_one(dc_comm *c, const char *item, size_t n) {
+  bool found = false;
+  for (int i = 0; i < ROWS; i++) {
+    char text[64];
+    snprintf(text, sizeof text, "%s=%s", dc_call_name(algos[i].op), algos[i].name);
+    if (strlen(text) != n || memcmp(text, item, n) != 0) continue;
+    c->forced[algos[i].op] = (uint8_t)(i + 1);
+    found = true; /* the two kinds of all_to_all have one name and the same rows */
+  }
+  if (found) return DC_OK;
+  char known[1024];
+  size_t at = 0;
+  for (int i = 0; i < ROWS && at < sizeof known; i++)
+    at += (size_t)snprintf(known + at, sizeof known - at, "%s%s=%s", i ? ", " : "", dc_call_name(algos[i].op), algos[i].name);
+  return DC_FAIL(DC_E_ENV, "DEEPC_ALGO: '%.*s' is not one of %s", (int)n, item, known);
 }
 
-static int run_alone(const job *j) {
-  int64_t bytes = j->count * j->esz;
-  if (j->call.op == DC_CALL_ALL_REDUCE || j->call.op == DC_CALL_REDUCE_SCATTER) {
+int dc__force_algos(dc_comm *c) {
+  const char *e = getenv("DEEPC_ALGO");
+  while (e && *e) {
+    const size_t n = strcspn(e, ",");
+    if (n) DC_TRY(force_one(c, e, n));
+    e += n + (e[n] == ',');
+  }
+  return DC_OK;
+}
+
+/* ---- staging or single copy, by measurement --------------------------------------------------------------------------- */
+/* 64 KiB to below 256 KiB, 1 MiB, 4 MiB, 16 MiB, and above. */
+static int class_of(int64_t bytes) {
+  int class = 0;
+  for (int64_t end = DIRECT_BYTES * 4; class < DC__CLASSES - 1 && bytes >= end; end *= 4) class ++;
+  return class;
+}
+
+/* The n-th call is a trial if it lies in one of the windows [0, W), [32, 32 + W), [128, ..), [512, ..), ...: so that a choice made in a
+ * noisy moment is not for ever. */
+static bool in_trial(int64_t n, bool *ends) {
+  int64_t begin = 0;
+  for (int64_t next = 32; next <= n; next *= 4) begin = next;
+  *ends = n == begin + TRIALS - 1;
+  return n < begin + TRIALS;
+}
+
+/* Whether this call runs directly. Equal on all ranks: it follows from the number of calls so far, and from a word that
+ * rank 0 wrote before it came to the last call, which all ranks have finished. The call after a window still runs by the
+ * choice before it, which every rank has of its own. */
+static bool try_direct(dc_comm *c, int op, int class) {
+  dc__trial *t = &c->trial[op][class];
+  bool ends;
+  const int64_t n = t->calls++;
+  if (in_trial(n, &ends)) return n & 1;
+  if (n > 0 && in_trial(n - 1, &ends)) return t->direct;
+  return t->direct = atomic_load_explicit(&c->h->prefer_direct[op][class], memory_order_relaxed);
+}
+
+static void note_time(dc_comm *c, int op, int class, bool direct, int64_t ns) {
+  dc__trial *t = &c->trial[op][class];
+  bool ends;
+  if (c->rank != 0 || !in_trial(t->calls - 1, &ends)) return;
+  if (t->best_ns[direct] == 0 || ns < t->best_ns[direct]) t->best_ns[direct] = ns; /* noise only adds */
+  if (ends) atomic_store_explicit(&c->h->prefer_direct[op][class], t->best_ns[1] < t->best_ns[0], memory_order_relaxed);
+}
+
+static int run_tuned(const dc__job *j, const dc__view *v, const dc__algo *staged, int64_t bytes) {
+  const int class = class_of(bytes), op = j->call.op;
+  const int64_t start = dc__now_ns();
+  const bool direct = try_direct(j->c, op, class);
+  DC_TRY(direct ? dc__direct(j, v) : staged->run(j));
+  note_time(j->c, op, class, direct, dc__now_ns() - start);
+  return DC_OK;
+}
+
+/* ---- a call ------------------------------------------------------------------------------------------------------------- */
+static int64_t larger_bytes(const dc__job *j) {
+  const int64_t n = j->in_counts ? j->longest : j->count;
+  return n * j->esz * (j->in_parts > j->out_parts ? j->in_parts : j->out_parts);
+}
+
+static int run_large(const dc__job *j, const dc__algo *staged, bool forced) {
+  dc__view v;
+  DC_TRY(dc__meet(j, &v));
+  if (forced && !dc__reachable(j, &v))
+    return DC_FAIL(DC_E_UNSUPPORTED, "DEEPC_ALGO forces direct, but the buffers are not registered and the kernel does not "
+                                     "let ranks read each other's memory (process_vm_readv)");
+  if (forced || dc__all_mapped(j, &v)) return dc__direct(j, &v);
+  return dc__reachable(j, &v) ? run_tuned(j, &v, staged, larger_bytes(j)) : staged->run(j);
+}
+
+static int run_ranks(dc__job *j) {
+  dc_comm *c = j->c;
+  const int op = j->call.op, row = c->forced[op];
+  const dc__algo *a = row ? &algos[row - 1] : fitting(j);
+  j->call.op += row * DC__ALGO;
+  if (!a->run) return run_large(j, a, true);
+  const bool large = larger_bytes(j) >= DIRECT_BYTES && (c->single_copy || c->segments);
+  return large && !row && op != DC_CALL_BARRIER ? run_large(j, a, false) : a->run(j);
+}
+
+static int run_alone(const dc__job *j) {
+  const int64_t count = j->in_counts ? j->in_counts[0] : j->count, bytes = count * j->esz;
+  if (j->call.op == DC_CALL_ALL_REDUCE || j->call.op == DC_CALL_REDUCE_SCATTER || j->call.op == DC_CALL_REDUCE) {
     const void *src = j->in;
     return dc_reduce(j->out, &src, 1, j->call.dtype, j->call.red_op, j->count);
   }
-  return j->out == j->in ? DC_OK : copy(j->out, j->in, bytes);
+  return j->out == j->in || bytes == 0 ? DC_OK : dc_copy(j->out, j->in, bytes);
 }
 
-/* Runs the call. Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks
- * the group. */
-static int run(job *j) {
+/* Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks the group. */
+static int settle(dc_comm *c, int rc) {
+  if (!rc || dc__broken(c)) return rc;
+  char why[512];
+  snprintf(why, sizeof why, "%s", dc_last_error());
+  return dc__break(c, rc, "group %s: %s", c->label, why);
+}
+
+static int start(dc__job *j) {
   dc_comm *c = j->c;
   if (c->begun != c->done)
     return DC_FAIL(DC_E_STATE, "group %s: %lld exchange steps are open; finish them before a collective", c->label,
                    (long long)(c->begun - c->done));
   c->seq++;
   c->call = j->call;
-  if (c->size == 1) return run_alone(j);
-  const algo *a = choose(j);
-  cut(j, a);
-  int rc = a->read ? run_chunks(j, a) : run_two_phase(j);
-  if (!rc || dc__broken(c)) return rc;
-  char why[512];
-  snprintf(why, sizeof why, "%s", dc_last_error());
-  return dc__break(c, rc, "group %s: %s", c->label, why);
+  c->unshown = true;
+  return DC_OK;
+}
+
+static int end(dc_comm *c, int rc) {
+  if (c->size > 1) rc = settle(c, rc);
+  dc__show(c); /* alone, or failed before the first post */
+  dc__flight_end(c->flight, rc);
+  return rc;
+}
+
+static int run(dc__job *j) {
+  DC_TRY(start(j));
+  return end(j->c, j->c->size == 1 ? run_alone(j) : run_ranks(j));
 }
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
@@ -277,84 +210,205 @@ static int check_reduction(int dtype, int op) {
   return DC_OK;
 }
 
-/* Checks the arguments and fills the job; `parts` is what in or out hold at most. Nothing is shared yet: a failure here
- * is local. */
-static int prepare(job *j, dc_comm *c, const void *in, void *out, int64_t count, int parts) {
-  size_t esz = dc_dtype_size(j->call.dtype);
+typedef struct buffers {
+  const void *in;
+  void *out;
+  int in_parts, out_parts; /* of ranks that have them whole */
+  bool needs_in, needs_out; /* this rank's may not be NULL */
+} buffers;
+
+/* Checks the arguments and fills the job. Nothing is shared yet: a failure here is local. */
+static int prepare(dc__job *j, const buffers *b, int64_t count) {
+  const size_t esz = dc_dtype_size(j->call.dtype);
+  const int parts = b->in_parts > b->out_parts ? b->in_parts : b->out_parts;
   int64_t total;
   if (!esz) return DC_FAIL(DC_E_DTYPE, "dtype %d: expected 0 to %d (dc_dtype)", j->call.dtype, DC_DTYPE_COUNT - 1);
   if (count < 0) return DC_FAIL(DC_E_SHAPE, "count %lld is negative", (long long)count);
-  if (count > 0 && (!in || !out)) return DC_FAIL(DC_E_INVALID, "in or out is NULL with count %lld", (long long)count);
+  if (count > 0 && ((b->needs_in && !b->in) || (b->needs_out && !b->out)))
+    return DC_FAIL(DC_E_INVALID, "in or out is NULL with count %lld", (long long)count);
   if (__builtin_mul_overflow(count, (int64_t)esz * parts, &total))
     return DC_FAIL(DC_E_OVERFLOW, "count %lld overflows 64 bits of bytes", (long long)count);
-  j->c = c;
-  j->in = in;
-  j->out = out;
+  if (j->call.root < 0 || j->call.root >= j->c->size)
+    return DC_FAIL(DC_E_INVALID, "root %d of %d ranks", j->call.root, j->c->size);
+  j->in = b->in;
+  j->out = b->out;
+  j->in_parts = b->in_parts;
+  j->out_parts = b->out_parts;
   j->count = j->call.count = count;
   j->esz = (int64_t)esz;
   return DC_OK;
 }
 
-int dc_barrier(dc_comm *c, int64_t tag) {
-  job j = {.c = c, .esz = 1, .call = {.op = DC_CALL_BARRIER, .tag = tag}};
-  DC_TRY(dc__enter(c));
-  int rc = run(&j);
-  if (!rc) dc__count(DC_COUNTER_coll_barrier, 1);
+static bool reduces(int op) { return op == DC_CALL_ALL_REDUCE || op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_REDUCE; }
+
+static int collective(dc_comm *c, dc_call call, const buffers *b, int64_t count, int counter) {
+  dc__job j = {.c = c, .call = call};
+  int rc = prepare(&j, b, count);
+  if (!rc && reduces(call.op)) rc = check_reduction(call.dtype, call.red_op);
+  if (!rc) rc = run(&j);
+  if (!rc) dc__count_in(&c->counts, counter, 1);
   dc__leave(c);
   return rc;
+}
+
+int dc_barrier(dc_comm *c, int64_t tag) {
+  DC_TRY(dc__enter(c));
+  const buffers b = {.in_parts = 1, .out_parts = 1};
+  return collective(c, (dc_call){.op = DC_CALL_BARRIER, .tag = tag}, &b, 0, DC_COUNTER_coll_barrier);
 }
 
 int dc_all_reduce(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int op, int64_t tag) {
-  job j = {.call = {.op = DC_CALL_ALL_REDUCE, .dtype = dtype, .red_op = op, .tag = tag}};
   DC_TRY(dc__enter(c));
-  int rc = prepare(&j, c, in, out, count, 1);
-  if (!rc) rc = check_reduction(dtype, op);
-  if (!rc) rc = run(&j);
-  if (!rc) dc__count(DC_COUNTER_coll_all_reduce, 1);
-  dc__leave(c);
-  return rc;
+  const buffers b = {in, out, 1, 1, true, true};
+  const dc_call call = {.op = DC_CALL_ALL_REDUCE, .dtype = dtype, .red_op = op, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_all_reduce);
+}
+
+int dc_reduce_to(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int op, int root, int64_t tag) {
+  DC_TRY(dc__enter(c));
+  const buffers b = {in, out, 1, 1, true, c->rank == root};
+  const dc_call call = {.op = DC_CALL_REDUCE, .dtype = dtype, .red_op = op, .root = root, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_reduce);
 }
 
 int dc_reduce_scatter(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int op, int64_t tag) {
-  job j = {.call = {.op = DC_CALL_REDUCE_SCATTER, .dtype = dtype, .red_op = op, .tag = tag}};
   DC_TRY(dc__enter(c));
-  int rc = prepare(&j, c, in, out, count, c->size);
-  if (!rc) rc = check_reduction(dtype, op);
-  if (!rc) rc = run(&j);
-  if (!rc) dc__count(DC_COUNTER_coll_reduce_scatter, 1);
-  dc__leave(c);
-  return rc;
+  const buffers b = {in, out, c->size, 1, true, true};
+  const dc_call call = {.op = DC_CALL_REDUCE_SCATTER, .dtype = dtype, .red_op = op, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_reduce_scatter);
 }
 
 int dc_all_gather(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int64_t tag) {
-  job j = {.call = {.op = DC_CALL_ALL_GATHER, .dtype = dtype, .tag = tag}};
   DC_TRY(dc__enter(c));
-  int rc = prepare(&j, c, in, out, count, c->size);
-  if (!rc) rc = run(&j);
-  if (!rc) dc__count(DC_COUNTER_coll_all_gather, 1);
-  dc__leave(c);
-  return rc;
+  const buffers b = {in, out, 1, c->size, true, true};
+  const dc_call call = {.op = DC_CALL_ALL_GATHER, .dtype = dtype, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_all_gather);
+}
+
+int dc_gather(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int root, int64_t tag) {
+  DC_TRY(dc__enter(c));
+  const buffers b = {in, out, 1, c->size, true, c->rank == root};
+  const dc_call call = {.op = DC_CALL_GATHER, .dtype = dtype, .root = root, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_gather);
+}
+
+int dc_scatter(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int root, int64_t tag) {
+  DC_TRY(dc__enter(c));
+  const buffers b = {in, out, c->size, 1, c->rank == root, true};
+  const dc_call call = {.op = DC_CALL_SCATTER, .dtype = dtype, .root = root, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_scatter);
 }
 
 int dc_broadcast(dc_comm *c, void *buf, int64_t count, int dtype, int root, int64_t tag) {
-  job j = {.call = {.op = DC_CALL_BROADCAST, .dtype = dtype, .root = root, .tag = tag}};
   DC_TRY(dc__enter(c));
-  int rc = prepare(&j, c, buf, buf, count, 1);
-  if (!rc && (root < 0 || root >= c->size)) rc = DC_FAIL(DC_E_INVALID, "root %d of %d ranks", root, c->size);
-  if (!rc) rc = run(&j);
-  if (!rc) dc__count(DC_COUNTER_coll_broadcast, 1);
-  dc__leave(c);
-  return rc;
+  const buffers b = {buf, buf, 1, 1, true, true};
+  const dc_call call = {.op = DC_CALL_BROADCAST, .dtype = dtype, .root = root, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_broadcast);
 }
 
 int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, int dtype, int64_t tag) {
-  job j = {.call = {.op = DC_CALL_ALL_TO_ALL, .dtype = dtype, .tag = tag}};
   DC_TRY(dc__enter(c));
-  int rc = prepare(&j, c, in, out, count, c->size);
-  if (!rc && in == out && count > 0 && c->size > 1)
-    rc = DC_FAIL(DC_E_INVALID, "all_to_all can't work in place: in equals out");
-  if (!rc) rc = run(&j);
-  if (!rc) dc__count(DC_COUNTER_coll_all_to_all, 1);
+  if (in == out && count > 0 && c->size > 1) {
+    dc__leave(c);
+    return DC_FAIL(DC_E_INVALID, "all_to_all can't work in place: in equals out");
+  }
+  const buffers b = {in, out, c->size, c->size, true, true};
+  const dc_call call = {.op = DC_CALL_ALL_TO_ALL, .dtype = dtype, .tag = tag};
+  return collective(c, call, &b, count, DC_COUNTER_coll_all_to_all);
+}
+
+/* ---- blocks of any sizes ------------------------------------------------------------------------------------------------ */
+typedef struct blocks {
+  int64_t sum_in, sum_out;
+  const int64_t *theirs[DC_COMM_MAX_RANKS];
+} blocks;
+
+static int check_counts(const dc__job *j, blocks *b) {
+  const int n = j->c->size;
+  if (!j->in_counts || !j->out_counts) return DC_FAIL(DC_E_INVALID, "in_counts or out_counts is NULL");
+  for (int r = 0; r < n; r++) {
+    if (j->in_counts[r] < 0 || j->out_counts[r] < 0)
+      return DC_FAIL(DC_E_SHAPE, "in_counts[%d] = %lld, out_counts[%d] = %lld: counts can't be negative", r,
+                     (long long)j->in_counts[r], r, (long long)j->out_counts[r]);
+    if (__builtin_add_overflow(b->sum_in, j->in_counts[r], &b->sum_in) ||
+        __builtin_add_overflow(b->sum_out, j->out_counts[r], &b->sum_out) || b->sum_in > INT64_MAX / 16 ||
+        b->sum_out > INT64_MAX / 16)
+      return DC_FAIL(DC_E_OVERFLOW, "the counts of all_to_all overflow 64 bits of bytes");
+  }
+  if ((b->sum_in && !j->in) || (b->sum_out && !j->out)) return DC_FAIL(DC_E_INVALID, "in or out is NULL");
+  if (j->in == j->out && b->sum_in && n > 1)
+    return DC_FAIL(DC_E_INVALID, "all_to_all can't work in place: in equals out");
+  if (j->c->slot_bytes < 2 * n * (int64_t)sizeof(int64_t))
+    return DC_FAIL(DC_E_UNSUPPORTED, "all_to_allv of %d ranks needs slots of %lld bytes, they have %lld", n,
+                   (long long)(2 * n * (int64_t)sizeof(int64_t)), (long long)j->c->slot_bytes);
+  return DC_OK;
+}
+
+/* What rank r gives must be what rank k takes, for every pair: all ranks check all pairs, so all see the same mistake. */
+static int compare_counts(const dc__job *j, int64_t *all, int64_t *longest) {
+  const dc_comm *c = j->c;
+  const int n = c->size;
+  *longest = 0;
+  for (int r = 0; r < n; r++) {
+    for (int k = 0; k < n; k++) {
+      const int64_t given = all[r * 2 * n + k], taken = all[k * 2 * n + n + r];
+      if (given > *longest) *longest = given;
+      if (given != taken)
+        return DC_FAIL(DC_E_MISMATCH,
+                       "all_to_all(%s) [call %lld%s%s]: rank %d sends %lld elements to rank %d, which expects %lld",
+                       dc_dtype_name(j->call.dtype), (long long)c->seq, c->where[0] ? " at " : "", c->where,
+                       c->global_rank[r], (long long)given, c->global_rank[k], (long long)taken);
+    }
+  }
+  return DC_OK;
+}
+
+static int exchange_counts(dc__job *j, int64_t *all) {
+  dc_comm *c = j->c;
+  const size_t row = sizeof(int64_t) * (size_t)c->size;
+  int64_t step;
+  void *slot;
+  DC_TRY(dc__begin_for(c, 2 * (int64_t)row, &step, &slot));
+  memcpy(slot, j->in_counts, row);
+  memcpy((char *)slot + row, j->out_counts, row);
+  DC_TRY(dc__post(c, &j->call));
+  DC_TRY(dc__wait(c, step));
+  for (int r = 0; r < c->size; r++) memcpy(&all[r * 2 * c->size], dc__place(c, r, step, 2 * (int64_t)row), 2 * row);
+  DC_TRY(dc__done(c, step));
+  return compare_counts(j, all, &j->longest);
+}
+
+static int run_blocks(dc__job *j, blocks *b) {
+  dc_comm *c = j->c;
+  int64_t *all = malloc(2 * sizeof(int64_t) * (size_t)c->size * (size_t)c->size);
+  if (!all) return DC_FAIL(DC_E_NOMEM, "the counts of %d ranks", c->size);
+  int rc = start(j);
+  if (rc) goto out;
+  dc_call shown = j->call; /* ranks give different counts, so the call they compare has none */
+  for (int r = 0; r < c->size; r++) shown.count += j->in_counts[r];
+  c->unshown = false;
+  c->flight = dc__flight_begin(c, &shown, c->where);
+  if (c->size > 1) rc = exchange_counts(j, all);
+  for (int r = 0; r < c->size; r++) b->theirs[r] = &all[r * 2 * c->size];
+  j->theirs = b->theirs;
+  if (!rc) rc = c->size == 1 ? run_alone(j) : run_ranks(j);
+  rc = end(c, rc);
+out:
+  free(all);
+  return rc;
+}
+
+int dc_all_to_allv(dc_comm *c, const void *in, const int64_t *in_counts, void *out, const int64_t *out_counts, int dtype,
+                   int64_t tag) {
+  DC_TRY(dc__enter(c));
+  dc__job j = {.c = c, .in = in, .out = out, .esz = (int64_t)dc_dtype_size(dtype), .in_parts = c->size,
+               .out_parts = c->size, .in_counts = in_counts, .out_counts = out_counts,
+               .call = {.op = DC_CALL_ALL_TO_ALLV, .dtype = dtype, .tag = tag}};
+  blocks b = {0};
+  int rc = j.esz ? check_counts(&j, &b)
+                 : DC_FAIL(DC_E_DTYPE, "dtype %d: expected 0 to %d (dc_dtype)", dtype, DC_DTYPE_COUNT - 1);
+  if (!rc) rc = run_blocks(&j, &b);
+  if (!rc) dc__count_in(&c->counts, DC_COUNTER_coll_all_to_all, 1);
   dc__leave(c);
   return rc;
 }

@@ -66,7 +66,8 @@ DC_API int dc_segment_free(dc_segment *s);
 /* What huge pages were got, of how many bytes. */
 DC_API int dc_segment_info(const dc_segment *s, int64_t *bytes, int64_t *huge_bytes);
 
-/* ---- collectives (blocking). Shapes and dtypes agree on all ranks, or all ranks get DC_E_MISMATCH. Floating sums are done in fp32 (fp64
+/* ---- collectives (blocking). Shapes and dtypes agree on all ranks, or all ranks get DC_E_MISMATCH; who reads nothing of his peers (the root of
+ * a small broadcast or scatter, the other ranks of a small reduce or gather) does not wait and gets it from the next call that does. Floating sums are done in fp32 (fp64
  * for DC_F64) in rank order with one rounding at the end, so results have equal bits on every rank and in every run, whatever the chunking.
  * `in` may equal `out` where their sizes agree. `tag` is part of the fingerprint (0 if none). ------------------------------- */
 DC_API int dc_barrier(dc_comm *c, int64_t tag);

@@ -447,13 +447,17 @@ static int gather_ranks(joining *j) {
 
 static int64_t header_bytes(const dc_comm *c) {
   int64_t n =
-      (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size + (int64_t)sizeof(dc__fp) * c->size * c->slots;
+      (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size + (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
   return round_up(n, 4096);
+}
+
+static int64_t small_begin(const dc_comm *c) {
+  return round_up(header_bytes(c) + c->slot_stride * c->slots * c->size, 4096);
 }
 
 /* Where the messages' area begins. */
 static int64_t stage_end(const dc_comm *c) {
-  return round_up(header_bytes(c) + c->slot_stride * c->slots * c->size, 4096);
+  return round_up(small_begin(c) + DC__SMALL_STRIDE * DC__SMALLS * c->size, 4096);
 }
 
 static int64_t total_bytes(const dc_comm *c) {
@@ -467,8 +471,10 @@ static int map_stage(dc_comm *c, int fd, int64_t bytes, bool first) {
   if (madvise(c->map.base, (size_t)bytes, MADV_DONTFORK))
     return DC_FAIL(DC_E_SYSTEM, "madvise(MADV_DONTFORK): %s", strerror(errno));
   c->h = c->map.base;
-  c->fp = (dc__fp *)((char *)c->map.base + (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size);
+  c->cell = (dc__cell *)((char *)c->map.base + (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size);
+  c->wheres = (dc__where *)(c->cell + (int64_t)c->size * c->cells);
   c->stage = (char *)c->map.base + header_bytes(c);
+  c->small = (char *)c->map.base + small_begin(c);
   return DC_OK;
 }
 
@@ -629,21 +635,26 @@ static int follow(joining *j) {
 }
 
 /* ---- open, close ------------------------------------------------------------------------------------------------- */
-static int spin_default(const dc_comm *c, int64_t *ns) {
-  const char *e = getenv("DEEPC_SPIN_US");
-  if (e && *e) {
-    char *end;
-    long us = strtol(e, &end, 10);
-    if (*end || us < 0 || us > 10000000)
-      return DC_FAIL(DC_E_ENV, "DEEPC_SPIN_US=%s: expected microseconds from 0 to 10000000", e);
-    *ns = us * 1000;
-    return DC_OK;
-  }
+static int env_us(const char *name, int64_t *ns) {
+  const char *e = getenv(name);
+  if (!e || !*e) return DC_OK;
+  char *end;
+  long us = strtol(e, &end, 10);
+  if (*end || us < 0 || us > 10000000)
+    return DC_FAIL(DC_E_ENV, "%s=%s: expected microseconds from 0 to 10000000", name, e);
+  *ns = us * 1000;
+  return DC_OK;
+}
+
+static int wait_defaults(dc_comm *c) {
   cpu_set_t set;
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-  *ns =
-      c->size <= cpus ? 20000 : 0; /* with fewer cores than ranks a spinning rank only keeps the others from arriving */
-  return DC_OK;
+  /* ranks are often bound to cores of their own each: then the machine's count says whether they fit */
+  if (cpus < (int)sysconf(_SC_NPROCESSORS_ONLN)) cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
+  c->spin_ns = c->size <= cpus ? 20000 : 0; /* with fewer cores a spinning rank only keeps the others from arriving */
+  c->yield_ns = 200000;
+  DC_TRY(env_us("DEEPC_SPIN_US", &c->spin_ns));
+  return env_us("DEEPC_YIELD_US", &c->yield_ns);
 }
 
 static int config_check(const dc_comm_config *k) {
@@ -662,13 +673,49 @@ static int config_check(const dc_comm_config *k) {
   return DC_OK;
 }
 
+/* ---- segments of a communicator, for registered buffers ------------------------------------------------------------- */
+/* One lock for all: segments are freed by whoever drops the last reference, in any thread, before or after their communicator. */
+static pthread_mutex_t segment_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void dc__segments_lock(void) { pthread_mutex_lock(&segment_lock); }
+void dc__segments_unlock(void) { pthread_mutex_unlock(&segment_lock); }
+
+static void segment_register(dc_comm *c, dc_segment *s) {
+  dc__segments_lock();
+  s->id = c->segments++;
+  if (s->id < DC__SEGMENTS) {
+    s->owner = c;
+    c->segment[s->id] = s;
+  }
+  dc__segments_unlock();
+}
+
+static void segment_unregister(dc_segment *s) {
+  dc__segments_lock();
+  if (s->owner) s->owner->segment[s->id] = NULL;
+  s->owner = NULL;
+  dc__segments_unlock();
+}
+
+static void segments_orphan(dc_comm *c) {
+  dc__segments_lock();
+  for (int i = 0; i < DC__SEGMENTS; i++)
+    if (c->segment[i]) c->segment[i]->owner = NULL;
+  dc__segments_unlock();
+}
+
 static void release(dc_comm *c) {
+  dc__p2p_close(c); /* before its area goes */
+  segments_orphan(c);
+  dc__counts_detach(&c->counts);
   bool ours = c->fork_mark == dc__fork_mark();
   if (ours) map_drop(&c->map); /* in a forked child nothing of it is mapped */
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
     if (c->sock[r] >= 0) close(c->sock[r]);
     if (c->pidfd[r] >= 0) close(c->pidfd[r]);
   }
+  free(c->shown);
+  free(c->slot_used);
   free(c);
 }
 
@@ -692,17 +739,26 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
     c->global_rank[r] = k->global_rank && r < k->size ? k->global_rank[r] : r;
   }
   joining j = {.c = c, .k = k, .listener = -1, .memfd = -1, .deadline_ns = dc__now_ns() + c->timeout_ns};
-  int rc = spin_default(c, &c->spin_ns);
+  c->cells = k->slots > DC__CELLS ? k->slots : DC__CELLS;
+  dc__counts_attach(&c->counts);
+  c->fences = true; /* until all ranks have agreed */
+  c->shown = calloc((size_t)c->cells, sizeof *c->shown);
+  c->slot_used = calloc((size_t)k->slots, sizeof *c->slot_used);
+  int rc = c->shown && c->slot_used ? wait_defaults(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);
+  if (!rc) rc = dc__force_algos(c);
   if (!rc) rc = pidfd_self(&c->pidfd[c->rank]);
   if (!rc) rc = c->rank == 0 ? lead(&j) : follow(&j);
   for (int i = 0; i < j.npending; i++) close(j.pending[i]);
   if (j.listener >= 0) close(j.listener);
   if (j.memfd >= 0) close(j.memfd); /* the mapping keeps it */
   if (!rc) rc = dc__p2p_open(c, (char *)c->map.base + stage_end(c));
+  if (!rc && c->size > 1) rc = dc__probe_single_copy(c);
+  c->base = c->begun;
   if (rc) {
     release(c);
     return rc;
   }
+  c->id = dc__flight_id(k->address);
   c->flight_group = dc__flight_group_open(c);
   *out = c;
   return DC_OK;
@@ -711,12 +767,11 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
 int dc_comm_close(dc_comm *c) {
   if (!c) return DC_OK;
   if (c->fork_mark == dc__fork_mark()) {
-    if (atomic_exchange_explicit(&c->busy, 1, memory_order_acquire))
+    if (!dc__go_in(c))
       return DC_FAIL(DC_E_STATE, "group %s is in use by another thread and can't be closed", c->label);
     /* release: peers that see it also see the last steps that we posted */
     atomic_store_explicit(&c->h->seat[c->rank].left, 1, memory_order_release);
     dc__wake_all(c);
-    dc__p2p_close(c);
     dc__flight_group_close(c->flight_group);
   }
   release(c);
@@ -783,6 +838,7 @@ static int segment_build(dc_comm *c, int64_t bytes, dc__map *map) {
   int fd = -1;
   c->seq++;
   c->call = call;
+  const uint64_t flight = dc__flight_begin(c, &call, c->where);
   int rc = agree(c, &call, DC_OK);
   if (!rc) {
     rc = agree(c, &call, c->rank == 0 ? segment_make(c, bytes, &fd, map) : DC_OK);
@@ -791,7 +847,9 @@ static int segment_build(dc_comm *c, int64_t bytes, dc__map *map) {
   if (fd >= 0) close(fd);
   if (rc) map_drop(map);
   /* after a refusal for memory all messages have been read; after anything else they may not */
-  return rc && rc != DC_E_NOMEM ? dc__break(c, rc, "%s", dc_last_error()) : rc;
+  if (rc && rc != DC_E_NOMEM) rc = dc__break(c, rc, "%s", dc_last_error());
+  dc__flight_end(flight, rc);
+  return rc;
 }
 
 int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base) {
@@ -812,6 +870,7 @@ int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base) 
   }
   s->fork_mark = c->fork_mark;
   rc = segment_build(c, round_up(bytes, (int64_t)DC_HUGE_PAGE), &s->map);
+  if (!rc) segment_register(c, s);
 out:
   dc__leave(c);
   if (rc) {
@@ -825,6 +884,7 @@ out:
 
 int dc_segment_free(dc_segment *s) {
   if (!s) return DC_OK;
+  segment_unregister(s);
   map_drop(&s->map); /* a forked child inherited the mapping and drops its own */
   free(s);
   return DC_OK;

@@ -6,13 +6,19 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "comm_impl.h"
+#include "flight.h"
+#include "p2p.h"
 
 enum { WORD_POSTED, WORD_DONE };
 
@@ -38,9 +44,12 @@ static inline void cpu_relax(void) {
 #endif
 }
 
-static dc__word *word_of(const dc_comm *c, int rank, int kind) {
-  dc__seat *s = &c->h->seat[rank];
-  return kind == WORD_POSTED ? &s->posted : &s->done;
+static dc__cell *cell_of(const dc_comm *c, int rank, int64_t step) {
+  return &c->cell[(int64_t)rank * c->cells + step % c->cells];
+}
+
+static dc__word *word_of(const dc_comm *c, int rank, const waiting *w) {
+  return w->kind == WORD_POSTED ? &cell_of(c, rank, w->step)->posted : &c->h->seat[rank].done;
 }
 
 /* True if counter `value` is at or past `target`; both are modulo 2^32 and less than 2^31 apart. */
@@ -49,7 +58,7 @@ static bool at_least(uint32_t value, uint32_t target) { return (int32_t)(value -
 static bool reached(const dc_comm *c, int rank, const waiting *w) {
   /* acquire: pairs with advance(); what the peer wrote before it advanced (slot, fingerprint, its last reads of ours)
    * lies before us. */
-  return at_least(atomic_load_explicit(&word_of(c, rank, w->kind)->value, memory_order_acquire), w->target);
+  return at_least(atomic_load_explicit(&word_of(c, rank, w)->value, memory_order_acquire), w->target);
 }
 
 /* ---- futex ------------------------------------------------------------------------------------------------------- */
@@ -61,26 +70,53 @@ static void futex_sleep(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
 
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-static void advance(dc__word *w, uint32_t value) {
-  /* seq_cst on both, against the seq_cst pair in doze(): either we see the sleeper, or it sees the new value (Dekker).
-   * The store is also the release that publishes what we wrote. */
-  atomic_store_explicit(&w->value, value, memory_order_seq_cst);
-  if (atomic_load_explicit(&w->sleepers, memory_order_seq_cst)) futex_wake(&w->value);
+/* ---- fences that only the slow side pays for ---------------------------------------------------------------------- */
+/* Two pairs of threads here need a store to be seen before the following load is done, each towards the other (Dekker): who posts and
+ * who goes to sleep; who enters a communicator and who takes it over. The frequent side would pay a full fence, which waits for
+ * its stores to reach the other cores (70 to 100 ns a call here). membarrier(2) runs that fence on all cores on behalf of
+ * the rare side instead; the frequent side only must not be reordered by the compiler. */
+enum { MB_GLOBAL_EXPEDITED = 2, MB_REGISTER_GLOBAL = 4, MB_PRIVATE_EXPEDITED = 8, MB_REGISTER_PRIVATE = 16 };
+
+static bool membarrier(int cmd) { return syscall(SYS_membarrier, cmd, 0, 0) == 0; }
+
+bool dc__membarrier_register(void) {
+  const char *e = getenv("DEEPC_MEMBARRIER");
+  return !(e && strcmp(e, "0") == 0) && membarrier(MB_REGISTER_GLOBAL) && membarrier(MB_REGISTER_PRIVATE);
+}
+
+static void advance(const dc_comm *c, dc__word *w, uint32_t value) {
+  /* release: publishes what we wrote. Then the store against the load of sleepers, see doze(): either we see the sleeper, or it
+   * sees the new value. */
+  if (c->fences) {
+    atomic_store_explicit(&w->value, value, memory_order_seq_cst);
+    if (atomic_load_explicit(&w->sleepers, memory_order_seq_cst)) futex_wake(&w->value);
+    return;
+  }
+  atomic_store_explicit(&w->value, value, memory_order_release);
+  atomic_signal_fence(memory_order_seq_cst);
+  if (atomic_load_explicit(&w->sleepers, memory_order_relaxed)) futex_wake(&w->value);
+}
+
+/* Peers may need an answer to their messages before they come to the collective that we wait for. */
+static bool unfinished_messages(void) { return atomic_load_explicit(&dc__p2p_unfinished, memory_order_relaxed) > 0; }
+static void serve_messages(void) {
+  if (unfinished_messages()) dc__p2p_idle();
 }
 
 /* Sleeps until the word changes, somebody wakes us, or it is time to look after the peers. */
-static void doze(dc__word *w, const waiting *wt) {
+static void doze(const dc_comm *c, dc__word *w, const waiting *wt) {
   atomic_fetch_add_explicit(&w->sleepers, 1, memory_order_seq_cst);
+  if (!c->fences) membarrier(MB_GLOBAL_EXPEDITED);
   uint32_t seen = atomic_load_explicit(&w->value, memory_order_seq_cst);
-  if (!at_least(seen, wt->target)) futex_sleep(&w->value, seen, DC__LOOK_NS);
+  if (!at_least(seen, wt->target)) futex_sleep(&w->value, seen, unfinished_messages() ? DC__LOOK_NS / 20 : DC__LOOK_NS);
   /* relaxed: only a hint whether a wake is needed; a stale count costs one syscall */
   atomic_fetch_sub_explicit(&w->sleepers, 1, memory_order_relaxed);
 }
 
 void dc__wake_all(dc_comm *c) {
   for (int r = 0; r < c->size; r++) {
-    futex_wake(&c->h->seat[r].posted.value);
     futex_wake(&c->h->seat[r].done.value);
+    for (int s = 0; s < c->cells; s++) futex_wake(&cell_of(c, r, s)->posted.value);
   }
 }
 
@@ -98,14 +134,6 @@ __attribute__((format(printf, 2, 3))) static void add(text *t, const char *fmt, 
   if (n > 0) t->n += (size_t)n < sizeof t->s - t->n ? (size_t)n : sizeof t->s - t->n - 1;
 }
 
-static const char *op_name(int op) {
-  static const char *const name[] = {"?",         "barrier",    "all_reduce",     "reduce_scatter", "all_gather",
-                                     "broadcast", "all_to_all", "segment_create", "bucket",         "user_exchange",
-                                     "all_to_all", "reduce",    "gather",         "scatter",        "send",
-                                     "recv"};
-  return op >= 1 && op < (int)(sizeof name / sizeof *name) ? name[op] : "?";
-}
-
 static const char *red_name(int op) {
   static const char *const name[] = {"sum", "avg", "min", "max", "prod", "band", "bor", "bxor"};
   return op >= 0 && op < (int)(sizeof name / sizeof *name) ? name[op] : "?";
@@ -117,68 +145,109 @@ static void add_rank(text *t, const dc_comm *c, int rank) {
 }
 
 static void add_call(text *t, const dc_comm *c, const dc_call *k, int64_t seq, const char *where) {
-  add(t, "%s(", op_name(k->op));
+  add(t, "%s(", dc_call_name(k->op));
   if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_SEGMENT) add(t, "%s, ", dc_dtype_name(k->dtype));
   if (k->op == DC_CALL_SEGMENT) add(t, "bytes %lld", (long long)k->count);
   else if (k->op != DC_CALL_BARRIER) add(t, "count %lld", (long long)k->count);
-  if (k->op == DC_CALL_ALL_REDUCE || k->op == DC_CALL_REDUCE_SCATTER) add(t, ", %s", red_name(k->red_op));
-  if (k->op == DC_CALL_BROADCAST) add(t, ", root %d", k->root);
+  if (k->op == DC_CALL_ALL_REDUCE || k->op == DC_CALL_REDUCE_SCATTER || k->op == DC_CALL_REDUCE)
+    add(t, ", %s", red_name(k->red_op));
+  if (k->op == DC_CALL_BROADCAST || k->op == DC_CALL_REDUCE || k->op == DC_CALL_GATHER || k->op == DC_CALL_SCATTER)
+    add(t, ", root %d", k->root);
   if (k->tag) add(t, "%stag %lld", k->op == DC_CALL_BARRIER ? "" : ", ", (long long)k->tag);
   add(t, ") [call %lld%s%s]", (long long)seq, where[0] ? " at " : "", where);
 }
 
 /* ---- fingerprints ------------------------------------------------------------------------------------------------ */
-static dc__fp *fp_of(const dc_comm *c, int rank, int64_t step) {
-  return &c->fp[(int64_t)rank * c->slots + step % c->slots];
+_Static_assert(sizeof(dc__cell) == DC__LINE, "one line to wait for");
+_Static_assert(sizeof(dc__where) == DC__LINE && DC__WHERE_WORDS * 8 == DC__WHERE, "and one for the text");
+
+static void pack(const dc_call *k, uint64_t w[DC__CALL_WORDS]) {
+  w[0] = (uint64_t)(uint16_t)k->op | (uint64_t)(uint8_t)k->dtype << 16 | (uint64_t)(uint8_t)k->red_op << 24 |
+         (uint64_t)(uint32_t)k->root << 32;
+  w[1] = (uint64_t)k->count;
+  w[2] = (uint64_t)k->tag;
 }
 
-/* relaxed throughout: the order comes from the word `posted`; see dc__fp for why these are atomic at all */
-static void fp_write(dc__fp *f, const dc_comm *c, const dc_call *call, int64_t step) {
-  uint64_t w[DC__FP_WORDS] = {0};
-  memcpy(&w[DC__FP_CALL], call, sizeof *call);
-  w[DC__FP_SEQ] = (uint64_t)c->seq;
-  w[DC__FP_STEP] = (uint64_t)step;
-  memcpy(&w[DC__FP_WHERE], c->where, DC__WHERE);
-  for (int i = 0; i < DC__FP_WORDS; i++) atomic_store_explicit(&f->w[i], w[i], memory_order_relaxed);
+static dc_call unpack(const uint64_t w[DC__CALL_WORDS]) {
+  return (dc_call){.op = (uint16_t)w[0], .dtype = (uint8_t)(w[0] >> 16), .red_op = (uint8_t)(w[0] >> 24),
+                   .root = (int32_t)(w[0] >> 32), .count = (int64_t)w[1], .tag = (int64_t)w[2]};
 }
 
-static void fp_read(const dc__fp *f, uint64_t w[DC__FP_WORDS]) {
-  for (int i = 0; i < DC__FP_WORDS; i++) w[i] = atomic_load_explicit(&f->w[i], memory_order_relaxed);
+/* Each step is a bijection of h (odd factors), so two histories that differ in one call never meet again by it. */
+static uint64_t mix(uint64_t h, const uint64_t w[DC__CALL_WORDS]) {
+  for (int i = 0; i < DC__CALL_WORDS; i++) {
+    h = (h ^ w[i]) * 0x9e3779b97f4a7c15u;
+    h ^= h >> 32;
+  }
+  return h;
 }
 
-static bool fp_same(const dc__fp *a, const dc__fp *b) {
+/* relaxed throughout: the order comes from the word `posted`; see dc__cell for why these are atomic at all */
+static void cell_write(dc_comm *c, const dc_call *call, int64_t step) {
+  dc__cell *cell = cell_of(c, c->rank, step);
+  uint64_t w[DC__WHERE_WORDS];
+  pack(call, w);
+  c->hash = mix(c->hash, w);
+  for (int i = 0; i < DC__CALL_WORDS; i++) atomic_store_explicit(&cell->call[i], w[i], memory_order_relaxed);
+  atomic_store_explicit(&cell->hash, c->hash, memory_order_relaxed);
+  atomic_store_explicit(&cell->seq, (uint32_t)c->seq, memory_order_relaxed);
+  atomic_store_explicit(&cell->done, (uint32_t)c->done, memory_order_relaxed);
+  if (c->shown[step % c->cells] == c->where_number) return;
+  c->shown[step % c->cells] = c->where_number;
+  memcpy(w, c->where, DC__WHERE);
+  dc__where *where = &c->wheres[(int64_t)c->rank * c->cells + step % c->cells];
+  for (int i = 0; i < DC__WHERE_WORDS; i++) atomic_store_explicit(&where->w[i], w[i], memory_order_relaxed);
+}
+
+/* The same call, and the same calls before it. */
+static bool same_hash(const dc__cell *a, const dc__cell *b) {
+  return atomic_load_explicit(&a->hash, memory_order_relaxed) == atomic_load_explicit(&b->hash, memory_order_relaxed);
+}
+
+static bool same_call(const dc__cell *a, const dc__cell *b) {
   uint64_t diff = 0;
-  for (int i = DC__FP_CALL; i < DC__FP_SEQ; i++)
-    diff |= atomic_load_explicit(&a->w[i], memory_order_relaxed) ^ atomic_load_explicit(&b->w[i], memory_order_relaxed);
+  for (int i = 0; i < DC__CALL_WORDS; i++)
+    diff |= atomic_load_explicit(&a->call[i], memory_order_relaxed) ^ atomic_load_explicit(&b->call[i], memory_order_relaxed);
   return diff == 0;
 }
-_Static_assert(sizeof(dc_call) == (DC__FP_SEQ - DC__FP_CALL) * sizeof(uint64_t),
-               "a call fills its words of the fingerprint, without padding");
 
-static void add_fp(text *t, const dc_comm *c, const dc__fp *f) {
-  uint64_t w[DC__FP_WORDS];
+static void add_cell(text *t, const dc_comm *c, const dc__cell *cell) {
+  const dc__where *at = &c->wheres[cell - c->cell];
+  uint64_t w[DC__WHERE_WORDS];
   char where[DC__WHERE];
-  dc_call call;
-  fp_read(f, w);
-  memcpy(&call, &w[DC__FP_CALL], sizeof call);
-  memcpy(where, &w[DC__FP_WHERE], sizeof where);
+  for (int i = 0; i < DC__CALL_WORDS; i++) w[i] = atomic_load_explicit(&cell->call[i], memory_order_relaxed);
+  dc_call call = unpack(w);
+  for (int i = 0; i < DC__WHERE_WORDS; i++) w[i] = atomic_load_explicit(&at->w[i], memory_order_relaxed);
+  memcpy(where, w, sizeof where);
   where[DC__WHERE - 1] = 0;
-  add_call(t, c, &call, (int64_t)w[DC__FP_SEQ], where);
+  int64_t seq = c->seq + (int32_t)(atomic_load_explicit(&cell->seq, memory_order_relaxed) - (uint32_t)c->seq);
+  add_call(t, c, &call, seq, where);
+}
+
+/* The cell that `rank` posted last, NULL if it has posted nothing; *posted: its steps, modulo 2^32. */
+static const dc__cell *last_cell(const dc_comm *c, int rank, uint32_t *posted) {
+  const dc__cell *last = NULL;
+  *posted = 0;
+  for (int s = 0; s < c->cells; s++) {
+    const dc__cell *cell = cell_of(c, rank, s);
+    uint32_t v = atomic_load_explicit(&cell->posted.value, memory_order_acquire);
+    if (v == 0 || (last && !at_least(v, *posted))) continue;
+    *posted = v;
+    last = cell;
+  }
+  return last;
 }
 
 /* What `rank` did last, from what it has shown. */
 static void add_position(text *t, const dc_comm *c, int rank) {
-  const dc__seat *s = &c->h->seat[rank];
-  uint32_t posted = atomic_load_explicit(&s->posted.value, memory_order_acquire);
-  uint32_t done = atomic_load_explicit(&s->done.value, memory_order_acquire);
-  if (posted == 0) {
+  uint32_t posted, done = atomic_load_explicit(&c->h->seat[rank].done.value, memory_order_acquire);
+  const dc__cell *cell = last_cell(c, rank, &posted);
+  if (!cell) {
     add(t, "has called nothing yet");
     return;
   }
   add(t, posted == done ? "has finished " : "is in ");
-  /* our own step counters are at most `slots` away: lift the peer's 32 bits to 64 near ours */
-  int64_t step = c->posted + (int32_t)(posted - (uint32_t)c->posted) - 1;
-  add_fp(t, c, fp_of(c, rank, step));
+  add_cell(t, c, cell);
 }
 
 /* ---- shared errors ----------------------------------------------------------------------------------------------- */
@@ -216,11 +285,16 @@ int dc__break(dc_comm *c, int status, const char *fmt, ...) {
   return dc__broken(c);
 }
 
+/* The cell of `rank` still holds (or already holds) just this step. */
+static bool holds(const dc_comm *c, int rank, int64_t step) {
+  return atomic_load_explicit(&cell_of(c, rank, step)->posted.value, memory_order_acquire) == (uint32_t)(step + 1);
+}
+
 /* "rank 0, rank 2" of those that have posted the same call as `f`; returns how many. */
-static int add_callers(text *t, const dc_comm *c, const waiting *w, const dc__fp *f) {
+static int add_callers(text *t, const dc_comm *c, int64_t step, const dc__cell *f) {
   int n = 0;
   for (int r = 0; r < c->size; r++) {
-    if (!reached(c, r, w) || !fp_same(f, fp_of(c, r, w->step))) continue;
+    if (!holds(c, r, step) || !same_call(f, cell_of(c, r, step))) continue;
     if (n++ >= 16) continue;
     add(t, n == 1 ? " " : ", ");
     add_rank(t, c, r);
@@ -229,15 +303,24 @@ static int add_callers(text *t, const dc_comm *c, const waiting *w, const dc__fp
   return n;
 }
 
-static int mismatch(dc_comm *c, const waiting *w, int a, int b) {
+/* The first step at which the calls of a and b differ; -1 if that is too long ago. */
+static int64_t first_difference(const dc_comm *c, int64_t step, int a, int b) {
+  for (int64_t s = step - c->cells + 1 > 0 ? step - c->cells + 1 : 0; s <= step; s++)
+    if (holds(c, a, s) && holds(c, b, s) && !same_call(cell_of(c, a, s), cell_of(c, b, s))) return s;
+  return -1;
+}
+
+static int mismatch(dc_comm *c, int64_t now, int a, int b) {
   text t = {.n = 0};
   int told = 0;
-  add(&t, "ranks called different collectives in group %s (step %lld):", c->label, (long long)w->step);
+  const int64_t found = first_difference(c, now, a, b), step = found < 0 ? now : found;
+  add(&t, "ranks called different collectives in group %s (step %lld%s):", c->label, (long long)(step - c->base),
+      found < 0 ? "; the first difference was earlier, in calls that are not kept any more" : "");
   for (int side = 0; side < 2; side++) {
-    const dc__fp *f = fp_of(c, side ? b : a, w->step);
-    told += add_callers(&t, c, w, f);
+    const dc__cell *f = cell_of(c, side ? b : a, step);
+    told += add_callers(&t, c, step, f);
     add(&t, " called ");
-    add_fp(&t, c, f);
+    add_cell(&t, c, f);
     add(&t, side ? "." : ";");
   }
   if (told < c->size) add(&t, " Others have not arrived or called something else again.");
@@ -247,13 +330,26 @@ static int mismatch(dc_comm *c, const waiting *w, int a, int b) {
 
 /* Compares what has arrived of `step`: everyone with the lowest rank that is there. */
 static int compare(dc_comm *c, int64_t step) {
-  const waiting w = {.kind = WORD_POSTED, .target = (uint32_t)(step + 1), .step = step};
   int first = -1;
   for (int r = 0; r < c->size; r++) {
-    if (!reached(c, r, &w)) continue;
+    if (!holds(c, r, step)) continue;
     if (first < 0) first = r;
-    else if (!fp_same(fp_of(c, first, step), fp_of(c, r, step))) return mismatch(c, &w, first, r);
+    else if (!same_hash(cell_of(c, first, step), cell_of(c, r, step))) return mismatch(c, step, first, r);
   }
+  return DC_OK;
+}
+
+/* All have posted `step`: compares it, and takes from the same lines how far everyone was, which saves begin() a wait. */
+static int learn(dc_comm *c, int64_t step) {
+  const dc__cell *own = cell_of(c, c->rank, step);
+  int64_t least = c->done;
+  for (int r = 0; r < c->size; r++) {
+    const dc__cell *cell = cell_of(c, r, step);
+    if (__builtin_expect(!same_hash(own, cell), 0)) return compare(c, step);
+    int64_t done = c->done + (int32_t)(atomic_load_explicit(&cell->done, memory_order_relaxed) - (uint32_t)c->done);
+    if (done < least) least = done;
+  }
+  if (least > c->all_done) c->all_done = least;
   return DC_OK;
 }
 
@@ -281,8 +377,8 @@ static void add_me(text *t, const dc_comm *c, const waiting *w) {
   add_call(t, c, &c->call, c->seq, c->where);
 }
 
-/* How a process ended, where that can still be read: its zombie's exit status is the last field of /proc/PID/stat. */
-static void add_death(text *t, int pid) {
+/* The wait status of a zombie: the last field of /proc/PID/stat. */
+static bool zombie_status(int pid, int *status) {
   char path[64], buf[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
   FILE *f = fopen(path, "re");
@@ -290,13 +386,31 @@ static void add_death(text *t, int pid) {
   if (f) fclose(f);
   buf[n] = 0;
   const char *comm_end = strrchr(buf, ')'), *last = strrchr(buf, ' ');
-  int code = 0;
-  if (!comm_end || strncmp(comm_end, ") Z", 3) != 0 || !last || sscanf(last, "%d", &code) != 1) {
+  return comm_end && strncmp(comm_end, ") Z", 3) == 0 && last && sscanf(last, "%d", status) == 1;
+}
+
+/* The same of a process that its parent has collected: since Linux 6.15 the pidfd keeps it (PIDFD_GET_INFO). */
+static bool pidfd_status(int pidfd, int *status) {
+  struct {
+    uint64_t mask, cgroup;
+    uint32_t ids[11];
+    int32_t exit_code;
+  } info = {.mask = 1u << 3 /* PIDFD_INFO_EXIT */};
+  if (ioctl(pidfd, _IOWR(0xFF, 11, info), &info) || !(info.mask & 1u << 3)) return false;
+  *status = info.exit_code;
+  return true;
+}
+
+/* How a process ended, where that can still be read. */
+static void add_death(text *t, int pid, int pidfd) {
+  int status = 0;
+  /* the zombie once more: it may have been collected by neither look, between them */
+  if (!zombie_status(pid, &status) && !pidfd_status(pidfd, &status) && !zombie_status(pid, &status)) {
     add(t, " died: it was killed or exited without leaving the group");
-  } else if (code & 0x7f) {
-    add(t, " died: killed by signal %d (%s)", code & 0x7f, strsignal(code & 0x7f));
+  } else if (status & 0x7f) {
+    add(t, " died: killed by signal %d (%s)", status & 0x7f, strsignal(status & 0x7f));
   } else {
-    add(t, " died: it exited with code %d without leaving the group", (code >> 8) & 0xff);
+    add(t, " died: it exited with code %d without leaving the group", (status >> 8) & 0xff);
   }
 }
 
@@ -324,7 +438,7 @@ static int find_missing(dc_comm *c, const waiting *w) {
     add_rank(&t, c, r);
     add(&t, " (pid %d)", c->h->seat[r].pid);
     if (left) add(&t, " left the group");
-    else add_death(&t, c->h->seat[r].pid);
+    else add_death(&t, c->h->seat[r].pid, c->pidfd[r]);
     add(&t, "; ");
     add_me(&t, c, w);
     add(&t, "; ");
@@ -364,24 +478,49 @@ static int look(dc_comm *c, const waiting *w) {
   return c->look_ns - w->start_ns >= c->timeout_ns ? late(c, w) : DC_OK;
 }
 
-static int wait_for(dc_comm *c, int rank, const waiting *w) {
-  dc__word *word = word_of(c, rank, w->kind);
-  int64_t spin_end = dc__now_ns() + c->spin_ns,
-          look_at = spin_end < w->start_ns + DC__LOOK_NS ? spin_end : w->start_ns + DC__LOOK_NS;
-  for (int64_t now = 0; now < spin_end; now = dc__now_ns()) {
-    for (int i = 0; i < 64; i++) {
+/* Spins without a look at the clock: as long as a peer takes that is about to arrive. The first polls do without `pause`,
+ * which would add its own length (40 ns here) to the latency. */
+static bool spin_briefly(const dc_comm *c, int rank, const waiting *w) {
+  for (int i = 0; i < 64; i++)
+    if (reached(c, rank, w)) return true;
+  for (int i = 0; i < 256; i++) {
+    if (reached(c, rank, w)) return true;
+    cpu_relax();
+  }
+  return false;
+}
+
+/* Spins for c->spin_ns, then offers the core to others for c->yield_ns: with more ranks than cores the peer that is
+ * waited for may need this one, and a core that sleeps takes tens of microseconds to wake. */
+static int wait_awake(dc_comm *c, int rank, const waiting *w, bool *there) {
+  int64_t now = dc__now_ns(), spin_end = now + c->spin_ns, end = spin_end + c->yield_ns, look_at = now + DC__LOOK_NS;
+  *there = true;
+  for (; now < end; now = dc__now_ns()) {
+    for (int i = 0; i < (now < spin_end ? 64 : 1); i++) {
       if (reached(c, rank, w)) return DC_OK;
       cpu_relax();
     }
-    if (now > look_at) { /* only with a very long DEEPC_SPIN_US */
-      DC_TRY(look(c, w));
-      look_at = now + DC__LOOK_NS;
-    }
+    if (now >= spin_end) sched_yield();
+    serve_messages();
+    if (now < look_at) continue; /* longer only with a very long DEEPC_SPIN_US */
+    DC_TRY(look(c, w));
+    look_at = now + DC__LOOK_NS;
   }
+  *there = reached(c, rank, w);
+  return DC_OK;
+}
+
+static int wait_for(dc_comm *c, int rank, const waiting *w) {
+  dc__show(c);
+  dc__word *word = word_of(c, rank, w);
+  bool there;
+  DC_TRY(wait_awake(c, rank, w, &there));
+  if (there) return DC_OK;
   while (!reached(c, rank, w)) {
     /* looking costs a syscall, so not at every wake-up */
     DC_TRY(dc__now_ns() - c->look_ns >= DC__LOOK_NS ? look(c, w) : dc__broken(c));
-    doze(word, w);
+    serve_messages();
+    doze(c, word, w);
   }
   return DC_OK;
 }
@@ -390,7 +529,7 @@ static int wait_all(dc_comm *c, waiting *w) {
   w->target = (uint32_t)(w->step + 1);
   w->start_ns = 0;
   for (int r = 0; r < c->size; r++) {
-    if (reached(c, r, w)) continue;
+    if (reached(c, r, w) || (c->spin_ns && spin_briefly(c, r, w))) continue;
     if (!w->start_ns) w->start_ns = dc__now_ns();
     DC_TRY(wait_for(c, r, w));
   }
@@ -413,33 +552,123 @@ static int test_all(dc_comm *c, waiting *w, int *ready) {
 }
 
 /* ---- a call ------------------------------------------------------------------------------------------------------ */
+/* One thread at a time. The thread that was inside last owns the communicator and enters with two plain stores and loads. Another
+ * one takes it over: it names itself owner, makes all cores see that, and then looks whether somebody is inside: the old owner
+ * has either shown itself before, or sees that it is no longer the owner. */
+static bool take_over(dc_comm *c, uintptr_t me) {
+  uint32_t idle = 0;
+  while (!atomic_compare_exchange_weak_explicit(&c->taking, &idle, 1, memory_order_acquire, memory_order_relaxed)) {
+    idle = 0;
+    sched_yield();
+  }
+  const uintptr_t before = atomic_exchange_explicit(&c->owner, me, memory_order_seq_cst);
+  if (!c->fences) membarrier(MB_PRIVATE_EXPEDITED);
+  /* acquire: what the last one inside left */
+  const bool free = atomic_load_explicit(&c->inside, memory_order_seq_cst) == 0;
+  if (free) atomic_store_explicit(&c->inside, 1, memory_order_seq_cst);
+  else atomic_store_explicit(&c->owner, before, memory_order_seq_cst);
+  atomic_store_explicit(&c->taking, 0, memory_order_release);
+  return free;
+}
+
+bool dc__go_in(dc_comm *c) {
+  const uintptr_t me = (uintptr_t)pthread_self();
+  if (c->fences) {
+    uint32_t out = 0;
+    return atomic_compare_exchange_strong_explicit(&c->inside, &out, 1, memory_order_acquire, memory_order_relaxed);
+  }
+  if (atomic_load_explicit(&c->owner, memory_order_relaxed) != me) return take_over(c, me);
+  if (atomic_load_explicit(&c->inside, memory_order_relaxed)) return false; /* from inside, by a callback */
+  atomic_store_explicit(&c->inside, 1, memory_order_relaxed);
+  atomic_signal_fence(memory_order_seq_cst);
+  if (atomic_load_explicit(&c->owner, memory_order_relaxed) == me) return true;
+  atomic_store_explicit(&c->inside, 0, memory_order_release);
+  return take_over(c, me);
+}
+
 int dc__enter(dc_comm *c) {
   if (!c) return DC_FAIL(DC_E_INVALID, "the communicator is NULL");
   if (c->fork_mark != dc__fork_mark())
     return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process; open a new one here",
                    c->label);
-  /* acquire/release around a call: the next thread that enters sees what the last one left */
-  if (atomic_exchange_explicit(&c->busy, 1, memory_order_acquire))
+  if (!dc__go_in(c))
     return DC_FAIL(DC_E_STATE, "group %s is in use by another thread; one call at a time per communicator", c->label);
   int rc = dc__broken(c);
   if (rc) dc__leave(c);
   return rc;
 }
 
-void dc__leave(dc_comm *c) { atomic_store_explicit(&c->busy, 0, memory_order_release); }
+/* release: the next thread that enters sees what this one left */
+void dc__leave(dc_comm *c) { atomic_store_explicit(&c->inside, 0, memory_order_release); }
+
+void dc__show(dc_comm *c) {
+  if (!c->unshown) return;
+  c->unshown = false;
+  c->flight = dc__flight_begin(c, &c->call, c->where);
+}
 
 /* ---- the exchange ------------------------------------------------------------------------------------------------ */
+/* A place may be filled again when all have done the step that used it last, a cell when all have done the step before. */
+static int64_t needed_for_cell(const dc_comm *c) { return c->begun - c->cells + 1; }
+static int64_t needed_for_slot(const dc_comm *c) {
+  const int64_t used = c->slot_used[c->begun % c->slots];
+  return used > needed_for_cell(c) ? used : needed_for_cell(c);
+}
+
+/* Waits until every rank has done `steps` steps. */
+static int await_done(dc_comm *c, int64_t steps) {
+  if (steps <= c->all_done) return DC_OK;
+  waiting w = {.kind = WORD_DONE, .step = steps - 1};
+  DC_TRY(wait_all(c, &w));
+  int64_t least = c->done;
+  for (int r = 0; r < c->size; r++) {
+    const uint32_t done = atomic_load_explicit(&c->h->seat[r].done.value, memory_order_acquire);
+    const int64_t lifted = steps + (int32_t)(done - (uint32_t)steps);
+    if (lifted < least) least = lifted;
+  }
+  c->all_done = least > steps ? least : steps;
+  return DC_OK;
+}
+
+static int check_open(const dc_comm *c) {
+  if (__builtin_expect(c->begun - c->done < c->slots, 1)) return DC_OK;
+  return DC_FAIL(DC_E_STATE, "group %s: all %d slots are open; mark step %lld done first", c->label, c->slots,
+                 (long long)(c->done - c->base));
+}
+
 int dc__begin(dc_comm *c, int64_t *step, void **slot) {
-  if (c->begun - c->done >= c->slots)
-    return DC_FAIL(DC_E_STATE, "group %s: all %d slots are open; mark step %lld done first", c->label, c->slots,
-                   (long long)c->done);
-  if (c->begun - c->slots >= c->all_done) {
-    waiting w = {.kind = WORD_DONE, .step = c->begun - c->slots};
-    DC_TRY(wait_all(c, &w));
-    c->all_done = c->begun - c->slots + 1;
+  DC_TRY(check_open(c));
+  DC_TRY(await_done(c, needed_for_slot(c)));
+  *step = c->begun++;
+  c->slot_used[*step % c->slots] = c->begun;
+  *slot = dc__slot(c, c->rank, *step);
+  return DC_OK;
+}
+
+/* The first small slot that is free, so that few of them go round and stay in cache; else the one that was used longest ago. */
+static uint32_t choose_small(const dc_comm *c) {
+  uint32_t oldest = 0;
+  for (uint32_t i = 0; i < DC__SMALLS; i++) {
+    if (c->small_used[i] <= c->all_done) return i;
+    if (c->small_used[i] < c->small_used[oldest]) oldest = i;
+  }
+  return oldest;
+}
+
+int dc__begin_for(dc_comm *c, int64_t bytes, int64_t *step, void **place) {
+  if (bytes > DC__SMALL) return dc__begin(c, step, place);
+  DC_TRY(check_open(c));
+  DC_TRY(await_done(c, needed_for_cell(c)));
+  dc__cell *cell = cell_of(c, c->rank, c->begun);
+  *place = cell->data;
+  if (bytes > DC__INLINE) {
+    const uint32_t i = choose_small(c);
+    DC_TRY(await_done(c, c->small_used[i]));
+    c->small_used[i] = c->begun + 1;
+    cell->data[0] = i;
+    *place = dc__small(c, c->rank, i);
   }
   *step = c->begun++;
-  *slot = dc__slot(c, c->rank, *step);
   return DC_OK;
 }
 
@@ -447,39 +676,61 @@ int dc__can_begin(dc_comm *c, int *ready) {
   *ready = 0;
   if (c->begun - c->done >= c->slots) return DC_OK;
   *ready = 1;
-  if (c->begun - c->slots < c->all_done) return DC_OK;
-  waiting w = {.kind = WORD_DONE, .step = c->begun - c->slots};
+  const int64_t needed = needed_for_slot(c);
+  if (needed <= c->all_done) return DC_OK;
+  waiting w = {.kind = WORD_DONE, .step = needed - 1};
   return test_all(c, &w, ready);
 }
 
 int dc__post(dc_comm *c, const dc_call *call) {
   if (c->posted >= c->begun) return DC_FAIL(DC_E_STATE, "group %s: post without begin", c->label);
   c->call = *call;
-  fp_write(fp_of(c, c->rank, c->posted), c, call, c->posted);
+  cell_write(c, call, c->posted);
+  dc__word *word = &cell_of(c, c->rank, c->posted)->posted;
   c->posted++;
-  advance(&c->h->seat[c->rank].posted, (uint32_t)c->posted);
+  advance(c, word, (uint32_t)c->posted);
+  dc__show(c);
   return DC_OK;
 }
 
 int dc__wait(dc_comm *c, int64_t step) {
   if (step < c->done || step >= c->posted)
     return DC_FAIL(DC_E_STATE, "group %s: wait for step %lld, but only %lld to %lld are posted and not done", c->label,
-                   (long long)step, (long long)c->done, (long long)c->posted - 1);
+                   (long long)(step - c->base), (long long)(c->done - c->base), (long long)(c->posted - c->base - 1));
   for (; c->arrived <= step; c->arrived++) {
     waiting w = {.kind = WORD_POSTED, .step = c->arrived};
     DC_TRY(wait_all(c, &w));
-    DC_TRY(compare(c, c->arrived));
+    DC_TRY(learn(c, c->arrived));
   }
+  return DC_OK;
+}
+
+int dc__wait_rank(dc_comm *c, int64_t step, int rank) {
+  if (step != c->arrived || step >= c->posted) return dc__wait(c, step);
+  waiting w = {.kind = WORD_POSTED, .step = step, .target = (uint32_t)(step + 1)};
+  if (!reached(c, rank, &w) && !(c->spin_ns && spin_briefly(c, rank, &w))) {
+    w.start_ns = dc__now_ns();
+    DC_TRY(wait_for(c, rank, &w));
+  }
+  if (!same_hash(cell_of(c, c->rank, step), cell_of(c, rank, step))) return compare(c, step);
+  c->arrived++;
+  return DC_OK;
+}
+
+int dc__skip(dc_comm *c, int64_t step) {
+  if (step != c->arrived || step >= c->posted) return dc__wait(c, step);
+  c->arrived++;
   return DC_OK;
 }
 
 int dc__done(dc_comm *c, int64_t step) {
   if (step != c->done || step >= c->arrived)
     return DC_FAIL(DC_E_STATE, "group %s: done for step %lld, but step %lld is next and %lld have been waited for",
-                   c->label, (long long)step, (long long)c->done, (long long)c->arrived);
+                   c->label, (long long)(step - c->base), (long long)(c->done - c->base),
+                   (long long)(c->arrived - c->base));
   c->done++;
-  /* seq_cst store: our reads of the peers' slots stay before it, so they may fill them again */
-  advance(&c->h->seat[c->rank].done, (uint32_t)c->done);
+  /* a release at least: our reads of the peers' slots stay before it, so they may fill them again */
+  advance(c, &c->h->seat[c->rank].done, (uint32_t)c->done);
   return DC_OK;
 }
 
@@ -487,6 +738,8 @@ int dc_exchange_begin(dc_comm *c, int64_t *step, void **slot) {
   if (!step || !slot) return DC_FAIL(DC_E_INVALID, "step or slot is NULL");
   DC_TRY(dc__enter(c));
   int rc = dc__begin(c, step, slot);
+  if (!rc) *step -= c->base;
+  if (rc) dc__flight_end(dc__flight_begin(c, &c->call, c->where), rc); /* nothing shows what it waited for otherwise */
   dc__leave(c);
   return rc;
 }
@@ -504,6 +757,7 @@ int dc_exchange_post(dc_comm *c, const dc_call *call) {
   if (!call) return DC_FAIL(DC_E_INVALID, "call is NULL");
   DC_TRY(dc__enter(c));
   c->seq++;
+  if (c->posted < c->begun) dc__flight_step_begin(c, call, c->posted);
   int rc = dc__post(c, call);
   dc__leave(c);
   return rc;
@@ -511,7 +765,9 @@ int dc_exchange_post(dc_comm *c, const dc_call *call) {
 
 int dc_exchange_wait(dc_comm *c, int64_t step) {
   DC_TRY(dc__enter(c));
+  step += c->base;
   int rc = dc__wait(c, step);
+  if (rc) dc__flight_step_end(c, step, rc);
   dc__leave(c);
   return rc;
 }
@@ -519,28 +775,32 @@ int dc_exchange_wait(dc_comm *c, int64_t step) {
 int dc_exchange_test(dc_comm *c, int64_t step, int *ready) {
   if (!ready) return DC_FAIL(DC_E_INVALID, "ready is NULL");
   DC_TRY(dc__enter(c));
+  step += c->base;
   int yes = step < c->arrived && step >= c->done, rc = DC_OK;
   if (!yes && (step < c->done || step >= c->posted)) {
     rc = DC_FAIL(DC_E_STATE, "group %s: test of step %lld, but only %lld to %lld are posted and not done", c->label,
-                 (long long)step, (long long)c->done, (long long)c->posted - 1);
+                 (long long)(step - c->base), (long long)(c->done - c->base), (long long)(c->posted - c->base - 1));
   } else if (!yes) {
     waiting w = {.kind = WORD_POSTED, .step = step};
     rc = test_all(c, &w, &yes);
     if (!rc && yes) rc = dc__wait(c, step); /* does not block; compares */
   }
-  if (!rc) *ready = yes;
+  if (rc) dc__flight_step_end(c, step, rc);
+  else *ready = yes;
   dc__leave(c);
   return rc;
 }
 
 const void *dc_exchange_peer(const dc_comm *c, int rank, int64_t step) {
   if (!c || rank < 0 || rank >= c->size || step < 0) return NULL;
-  return dc__slot(c, rank, step);
+  return dc__slot(c, rank, step + c->base);
 }
 
 int dc_exchange_done(dc_comm *c, int64_t step) {
   DC_TRY(dc__enter(c));
+  step += c->base;
   int rc = dc__done(c, step);
+  if (!rc) dc__flight_step_end(c, step, DC_OK);
   dc__leave(c);
   return rc;
 }
@@ -570,6 +830,7 @@ int dc_comm_set_caller(dc_comm *c, const char *where) {
   if (!c) return DC_FAIL(DC_E_INVALID, "the communicator is NULL");
   char *end = stpncpy(c->where, where ? where : "", DC__WHERE - 1); /* pads with zeros */
   *end = 0;
+  c->where_number++;
   return DC_OK;
 }
 
@@ -577,4 +838,17 @@ const char *dc_comm_error(const dc_comm *c) {
   if (!c || c->fork_mark != dc__fork_mark()) return "";
   if (atomic_load_explicit(&c->h->broken, memory_order_acquire) != DC__BROKEN) return "";
   return c->h->text;
+}
+
+/* ---- for p2p.c --------------------------------------------------------------------------------------------------- */
+void dc__tell_death(const dc_comm *c, int rank, char *s, size_t room) {
+  text t = {.n = 0};
+  add_death(&t, c->h->seat[rank].pid, c->pidfd[rank]);
+  snprintf(s, room, "%s", t.s);
+}
+
+void dc__tell_position(const dc_comm *c, int rank, char *s, size_t room) {
+  text t = {.n = 0};
+  add_position(&t, c, rank);
+  snprintf(s, room, "%s", t.s);
 }

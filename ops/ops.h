@@ -56,9 +56,45 @@ DC_API int dc_copy(void *dst, const void *src, int64_t bytes);
 enum dc_reduce_op { DC_RED_SUM = 0, DC_RED_AVG = 1, DC_RED_MIN = 2, DC_RED_MAX = 3, DC_RED_PROD = 4, DC_RED_BAND = 5, DC_RED_BOR = 6, DC_RED_BXOR = 7 };
 DC_API int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n);
 
+/* Bodies for layers that have checked their arguments and cut their work themselves: on the calling thread, not counted. */
+int dc__copy_here(void *dst, const void *src, int64_t bytes, int stream);
+int dc__reduce_here(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream);
+
 /* Gradient reduction, one pass: s = sum over src[] in order (fp32); acc[i] = assign ? s : acc[i] + s. If partial != NULL it
  * gets the squared-norm partials of the final acc (as dc_sqnorm), while the block is still in cache. src dtype: fp32, bf16, fp16. acc may equal none of src. */
 DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial);
+
+/* ---- compression ---------------------------------------------------------------------------------------------------
+ * Payloads that travel in place of [n] numbers. A payload is one array of bytes, aligned to 4, that starts with fp32 numbers; its
+ * size is given by the *_bytes function and is a multiple of 4 (bytes after the last code are zero). Payloads are little-endian, and
+ * equal bit for bit on every instruction set. x: any floating dtype. error: fp32 [n] or NULL: error feedback, v = x + error is what is
+ * compressed, and error gets what the payload did not carry, in the same pass (Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847). */
+
+/* Blockwise quantisation. One fp32 scale for each `block` elements (the last block may be shorter), then n codes of `bits`:
+ *   8, 4  symmetric signed integers in [-L, L], L = 127 or 7, of round_to_nearest_even(v * (L / top)), top the block's largest |v|;
+ *         scale = top / L (the next smaller fp32 if L * scale would overflow). Two codes of 4 bits a byte, the even element in the lower half. A block with top < 2^-100: scale 0.
+ *   1     the sign bit of v, element i at bit i % 8 of byte i / 8; scale = mean of |v| (summed in fp64 as dc_sqnorm sums), and the
+ *         number is scale, or -scale where the bit is set.
+ * A block that holds a NaN or an infinity gets the scale NaN, so that all its numbers arrive as NaN, and keeps its error as it was.
+ * block: a multiple of 64 from 64 to 2^20. error' = fmaf(-code, scale, v); |error'| <= scale/2 * (1 + 2^-20) for 8 and 4 bits. */
+DC_API int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes);
+DC_API int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n);
+/* out[i] = round_to(dt, scale * code). */
+DC_API int dc_dequantize(void *out, int dt, const uint8_t *payload, int bits, int64_t block, int64_t n);
+/* acc[i] = fmaf(code, factor * scale, acc[i]). */
+DC_API int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t block, float factor, int64_t n);
+
+/* The k numbers of largest magnitude of each `block` elements (Lin et al., arXiv:1712.01887, with a threshold per block), exactly,
+ * the lower index where magnitudes are equal; NaN is larger than all, one like another. Payload: fp32 values, k of each block (the last block has
+ * min(k, its length)), block after block in the order of their index; then their uint16 indices within the block. error gets the numbers that
+ * were not chosen, and 0 for those that are not finite. 1 <= k <= block <= DC_TOPK_BLOCK_MAX, block a multiple of 64. */
+#define DC_TOPK_BLOCK_MAX 4096
+DC_API int dc_topk_bytes(int64_t block, int64_t k, int64_t n, int64_t *bytes);
+DC_API int dc_topk(uint8_t *payload, int64_t block, int64_t k, const void *x, int dt, float *error, int64_t n);
+/* out[i] = round_to(dt, value), zero where none was chosen. DC_E_INVALID if an index points past its block: nothing is written then. */
+DC_API int dc_topk_spread(void *out, int dt, const uint8_t *payload, int64_t block, int64_t k, int64_t n);
+/* acc[i] = fmaf(value, factor, acc[i]) where chosen. DC_E_INVALID as above. */
+DC_API int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_t k, float factor, int64_t n);
 
 /* Adam and AdamW, one pass over memory (Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101), with the order of operations of
  * torch.optim.AdamW:

@@ -340,6 +340,111 @@ static void step_adamw(dct_value *stack, uint64_t num_args, uint64_t num_outputs
   finish(&c, __LINE__);
 }
 
+/* ---- compression: payloads are uint8 tensors of exactly the size that the core says; an empty error tensor means none ------------ */
+typedef struct packed { view payload, x, error; float *errors; } packed;
+
+/* x: the numbers, read or written; error: 0 for operators without one. */
+static bool look_packed(call *c, dct_tensor payload, dct_tensor x, const char *name, dct_tensor error, packed *p) {
+  memset(p, 0, sizeof *p);
+  if (!look(c, payload, "payload", &p->payload) || !look(c, x, name, &p->x)) return false;
+  if (error && !look(c, error, "error", &p->error)) return false;
+  if (c->cuda) return fail(c, "'%s' is on a CUDA device; compression has CPU kernels only: pass CPU tensors, or use the uncompressed collective", name);
+  if (p->payload.dtype != DC_U8) return fail(c, "'payload' must be uint8, got %s", dc_dtype_name(p->payload.dtype));
+  if (error && p->error.n && p->error.dtype != DC_F32) return fail(c, "'error' must be float32, got %s", dc_dtype_name(p->error.dtype));
+  if (error && p->error.n && !same_numel(c, &p->error, "error", &p->x, name)) return false;
+  p->errors = p->error.n ? p->error.ptr : NULL;
+  return true;
+}
+
+static bool payload_is(call *c, const packed *p, int rc, const int64_t *bytes) {
+  if (!status(c, rc)) return false;
+  if (p->payload.n == *bytes) return true;
+  return fail(c, "'payload' has %" PRId64 " bytes; %" PRId64 " elements take %" PRId64, p->payload.n, p->x.n, *bytes);
+}
+
+static bool must_be_f32(call *c, const view *v, const char *name) {
+  return v->dtype == DC_F32 ? true : fail(c, "'%s' must be float32, got %s", name, dc_dtype_name(v->dtype));
+}
+
+static void delete_tensors(const dct_value *stack, int n) {
+  for (int i = 0; i < n; i++) api.aoti_torch_delete_tensor_object(as_tensor(stack[i]));
+}
+
+static void quantize_blocks(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "quantize_blocks");
+  packed p;
+  const int bits = (int)(int64_t)stack[3];
+  const int64_t block = (int64_t)stack[4];
+  int64_t bytes = 0;
+  if (look_packed(&c, as_tensor(stack[1]), as_tensor(stack[0]), "x", as_tensor(stack[2]), &p) &&
+      payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
+    status(&c, dc_quantize(p.payload.ptr, bits, block, p.x.ptr, p.x.dtype, p.errors, p.x.n));
+  delete_tensors(stack, 3);
+  finish(&c, __LINE__);
+}
+
+static void dequantize_blocks(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "dequantize_blocks");
+  packed p;
+  const int bits = (int)(int64_t)stack[2];
+  const int64_t block = (int64_t)stack[3];
+  int64_t bytes = 0;
+  if (look_packed(&c, as_tensor(stack[0]), as_tensor(stack[1]), "out", NULL, &p) &&
+      payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
+    status(&c, dc_dequantize(p.x.ptr, p.x.dtype, p.payload.ptr, bits, block, p.x.n));
+  delete_tensors(stack, 2);
+  finish(&c, __LINE__);
+}
+
+static void add_dequantized(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "add_dequantized");
+  packed p;
+  const int bits = (int)(int64_t)stack[2];
+  const int64_t block = (int64_t)stack[3];
+  int64_t bytes = 0;
+  if (look_packed(&c, as_tensor(stack[0]), as_tensor(stack[1]), "acc", NULL, &p) && must_be_f32(&c, &p.x, "acc") &&
+      payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
+    status(&c, dc_dequantize_add(p.x.ptr, p.payload.ptr, bits, block, (float)as_double(stack[4]), p.x.n));
+  delete_tensors(stack, 2);
+  finish(&c, __LINE__);
+}
+
+static void select_topk(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "select_topk");
+  packed p;
+  const int64_t block = (int64_t)stack[3], k = (int64_t)stack[4];
+  int64_t bytes = 0;
+  if (look_packed(&c, as_tensor(stack[1]), as_tensor(stack[0]), "x", as_tensor(stack[2]), &p) &&
+      payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
+    status(&c, dc_topk(p.payload.ptr, block, k, p.x.ptr, p.x.dtype, p.errors, p.x.n));
+  delete_tensors(stack, 3);
+  finish(&c, __LINE__);
+}
+
+static void spread_topk(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "spread_topk");
+  packed p;
+  const int64_t block = (int64_t)stack[2], k = (int64_t)stack[3];
+  int64_t bytes = 0;
+  if (look_packed(&c, as_tensor(stack[0]), as_tensor(stack[1]), "out", NULL, &p) &&
+      payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
+    status(&c, dc_topk_spread(p.x.ptr, p.x.dtype, p.payload.ptr, block, k, p.x.n));
+  delete_tensors(stack, 2);
+  finish(&c, __LINE__);
+}
+
+static void add_topk(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "add_topk");
+  packed p;
+  const int64_t block = (int64_t)stack[2], k = (int64_t)stack[3];
+  int64_t bytes = 0;
+  if (look_packed(&c, as_tensor(stack[0]), as_tensor(stack[1]), "acc", NULL, &p) && must_be_f32(&c, &p.x, "acc") &&
+      payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
+    status(&c, dc_topk_add(p.x.ptr, p.payload.ptr, block, k, (float)as_double(stack[4]), p.x.n));
+  delete_tensors(stack, 2);
+  finish(&c, __LINE__);
+}
+
 /* ---- registration ------------------------------------------------------------------------------------------------------------ */
 static const struct { const char *name, *schema; dct_kernel kernel; } operators[] = {
     {"cast_tensor", "cast_tensor(Tensor src, Tensor(a!) dst, float scale) -> ()", cast_tensor},
@@ -354,6 +459,12 @@ static const struct { const char *name, *schema; dct_kernel kernel; } operators[
      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] lowps, float lr, float beta1, float beta2, float eps, "
      "float weight_decay, float grad_scale, int step, bool decoupled) -> ()",
      step_adamw},
+    {"quantize_blocks", "quantize_blocks(Tensor x, Tensor(a!) payload, Tensor(b!) error, int bits, int block) -> ()", quantize_blocks},
+    {"dequantize_blocks", "dequantize_blocks(Tensor payload, Tensor(a!) out, int bits, int block) -> ()", dequantize_blocks},
+    {"add_dequantized", "add_dequantized(Tensor payload, Tensor(a!) acc, int bits, int block, float factor) -> ()", add_dequantized},
+    {"select_topk", "select_topk(Tensor x, Tensor(a!) payload, Tensor(b!) error, int block, int k) -> ()", select_topk},
+    {"spread_topk", "spread_topk(Tensor payload, Tensor(a!) out, int block, int k) -> ()", spread_topk},
+    {"add_topk", "add_topk(Tensor payload, Tensor(a!) acc, int block, int k, float factor) -> ()", add_topk},
 };
 
 /* torch's pool cuts ranges where it likes; ours promises multiples of the grain, so it is handed whole grains. */

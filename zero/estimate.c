@@ -18,7 +18,7 @@ static int check_counts(const dc_zero_bytes_in *in) {
       {"bucket_elems", in->bucket_elems, 0},     {"param_size", in->param_size, 1},
       {"grad_wire_size", in->grad_wire_size, 1}, {"state_size", in->state_size, 0},
       {"nstates", in->nstates, 0},       {"master", in->master, 0},
-      {"resident", in->resident, 0},
+      {"resident", in->resident, 0},     {"exchange", in->exchange, 0},
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
     if (rows[i].value < rows[i].least)
@@ -68,6 +68,7 @@ int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
   add_product(&rank, grads.value, 1);
   add_product(&rank, master.value, 1);
   add_product(&rank, states.value, 1);
+  add_product(&rank, in->exchange, 1);
   add_product(&node, rank.value, in->ranks_per_node);
   add_product(&node, shared.value, 1);
   add_product(&node, staging.value, 1);
@@ -77,6 +78,7 @@ int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
                    (long long)in->world);
   *out = (dc_zero_bytes){.params_private = params.value, .params_shared = shared.value, .grads_private = grads.value,
                          .master_private = master.value, .states_private = states.value,
-                         .staging_shared = staging.value, .rank_total = rank.value, .node_total = node.value};
+                         .staging_shared = staging.value, .rank_total = rank.value, .node_total = node.value,
+                         .exchange_private = in->exchange};
   return DC_OK;
 }

@@ -73,16 +73,18 @@ DC_API int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *ele
  *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
  *   grads:  n * 4 (the fp32 accumulator); master: n * 4 if set; states: n * nstates * state_size
  *   staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
+ *   exchange: as given, private: what a rank keeps for gradients on their way between nodes
  *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
 typedef struct dc_zero_bytes_in {
   int64_t total, shard, frozen; /* elements: flat space, one shard, parameters without gradient (padded) */
   int64_t world, ranks_per_node, slots, bucket_elems;
   /* sizes in bytes; master: 1 if separate fp32 masters exist */
   int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, reserved;
+  int64_t exchange; /* bytes */
 } dc_zero_bytes_in;
 typedef struct dc_zero_bytes {
   int64_t params_private, params_shared, grads_private, master_private, states_private, staging_shared;
-  int64_t rank_total, node_total;
+  int64_t rank_total, node_total, exchange_private;
 } dc_zero_bytes;
 DC_API int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out);
 

@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <stdarg.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -100,12 +101,39 @@ static const char *const counter_names[DC_COUNTER_COUNT] = {
 
 static int is_counter(int counter) { return counter >= 0 && counter < DC_COUNTER_COUNT; }
 
-int64_t dc_counter_get(int counter) {
-  return is_counter(counter) ? atomic_load_explicit(&counters[counter], memory_order_relaxed) : 0;
+static pthread_mutex_t counts_lock = PTHREAD_MUTEX_INITIALIZER;
+static dc__counts *counts_head;
+
+void dc__counts_attach(dc__counts *b) {
+  pthread_mutex_lock(&counts_lock);
+  *b = (dc__counts){.next = counts_head};
+  if (b->next) b->next->prev = b;
+  counts_head = b;
+  pthread_mutex_unlock(&counts_lock);
 }
 
+void dc__counts_detach(dc__counts *b) {
+  pthread_mutex_lock(&counts_lock);
+  if (b->next) b->next->prev = b->prev;
+  if (b->prev) b->prev->next = b->next;
+  else counts_head = b->next;
+  for (int i = 0; i < DC_COUNTER_COUNT; i++) dc__count(i, b->v[i]);
+  pthread_mutex_unlock(&counts_lock);
+}
+
+int64_t dc_counter_get(int counter) {
+  if (!is_counter(counter)) return 0;
+  pthread_mutex_lock(&counts_lock);
+  int64_t n = atomic_load_explicit(&counters[counter], memory_order_relaxed);
+  for (dc__counts *b = counts_head; b; b = b->next) n += __atomic_load_n(&b->v[counter], __ATOMIC_RELAXED);
+  pthread_mutex_unlock(&counts_lock);
+  return n;
+}
+
+/* A block's owner may add at this moment: so its numbers are balanced, not written. */
 void dc_counter_reset(void) {
-  for (int i = 0; i < DC_COUNTER_COUNT; i++) atomic_store_explicit(&counters[i], 0, memory_order_relaxed);
+  for (int i = 0; i < DC_COUNTER_COUNT; i++)
+    atomic_fetch_sub_explicit(&counters[i], dc_counter_get(i), memory_order_relaxed);
 }
 
 const char *dc_counter_name(int counter) { return is_counter(counter) ? counter_names[counter] : NULL; }

@@ -123,6 +123,17 @@ DC_API int64_t dc_counter_get(int counter);
 DC_API void dc_counter_reset(void);
 DC_API const char *dc_counter_name(int counter); /* NULL past the end */
 void dc__count(int counter, int64_t n);
+/* A block of counters that one thread at a time adds to without locked instructions (dc__count_in): a communicator's. Its numbers are part of
+ * dc_counter_get while it is attached, and stay in it after detach. A block lies still while attached. */
+typedef struct dc__counts {
+  struct dc__counts *next, *prev;
+  int64_t v[DC_COUNTER_COUNT]; /* accessed atomically */
+} dc__counts;
+void dc__counts_attach(dc__counts *b);
+void dc__counts_detach(dc__counts *b);
+static inline void dc__count_in(dc__counts *b, int counter, int64_t n) {
+  __atomic_store_n(&b->v[counter], __atomic_load_n(&b->v[counter], __ATOMIC_RELAXED) + n, __ATOMIC_RELAXED);
+}
 /* Row i of env.def; DC_E_INVALID past the end. */
 DC_API int dc_env_at(int i, const char **name, const char **value_or_default, const char **help);
 

@@ -111,6 +111,24 @@ DC_INLINE void v_stream16(void *p, __m256i h) { _mm256_stream_si256(p, h); }
 /* One cache line; dst aligned to it. */
 DC_INLINE void v_stream_line(void *dst, const void *src) { _mm512_stream_si512(dst, _mm512_loadu_si512(src)); }
 
+/* Integers: codes of quantised numbers and magnitudes, which order as the bits of |a| do. */
+typedef __m512i vi;
+DC_INLINE vi vi_set1(int i) { return _mm512_set1_epi32(i); }
+DC_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+DC_INLINE void vi_store(void *p, vi a) { _mm512_storeu_si512(p, a); }
+DC_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
+DC_INLINE uint32_t vi_top(vi a) { return (uint32_t)_mm512_reduce_max_epi32(a); }
+DC_INLINE unsigned vi_ge(vi a, vi b) { return _mm512_cmpge_epi32_mask(a, b); }
+DC_INLINE vf vi_float(vi a) { return _mm512_cvtepi32_ps(a); }
+DC_INLINE vi v_round(vf a) { return _mm512_cvtps_epi32(a); }
+DC_INLINE vi v_magnitude(vf a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
+DC_INLINE __m128i vi_narrow8(vi a) { return _mm512_cvtsepi32_epi8(a); }
+DC_INLINE vi vi_widen8(__m128i b) { return _mm512_cvtepi8_epi32(b); }
+/* Bit j: the sign of element j. */
+DC_INLINE unsigned v_signs(vf a) { return _mm512_movepi32_mask(_mm512_castps_si512(a)); }
+/* a with the signs of the elements turned where the bit is set. */
+DC_INLINE vf v_flip(vf a, unsigned bits) { return _mm512_mask_xor_ps(a, (__mmask16)bits, a, _mm512_set1_ps(-0.0f)); }
+
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
 DC_INLINE __m512d vd_sq8(__m512d acc, __m256 x) {
   const __m512d d = _mm512_cvtps_pd(x);
@@ -123,6 +141,12 @@ DC_INLINE vd vd_add_sq(vd acc, vf a) {
 /* The same of 16 fp32 in memory: halves are loaded apart, which saves the shuffle. */
 DC_INLINE vd vd_add_sq_f32(vd acc, const float *p) {
   return (vd){vd_sq8(acc.lo, _mm256_loadu_ps(p)), vd_sq8(acc.hi, _mm256_loadu_ps(p + 8))};
+}
+/* acc[j] += |(double)a[j]| */
+DC_INLINE vd vd_add_abs(vd acc, vf a) {
+  const vf m = _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a);
+  return (vd){_mm512_add_pd(acc.lo, _mm512_cvtps_pd(_mm512_castps512_ps256(m))),
+              _mm512_add_pd(acc.hi, _mm512_cvtps_pd(_mm512_extractf32x8_ps(m, 1)))};
 }
 DC_INLINE __m256d vd_half(vd acc) { /* the sums of i and i + 8, then of i and i + 4 */
   const __m512d s = _mm512_add_pd(acc.lo, acc.hi);
@@ -220,6 +244,55 @@ DC_INLINE void v_stream_line(void *dst, const void *src) {
   _mm256_stream_si256((__m256i *)dst + 1, hi);
 }
 
+/* Integers: codes of quantised numbers and magnitudes, which order as the bits of |a| do. */
+typedef struct vi {
+  __m256i a, b;
+} vi;
+DC_INLINE vi vi_set1(int i) { return (vi){_mm256_set1_epi32(i), _mm256_set1_epi32(i)}; }
+DC_INLINE vi vi_load(const void *p) {
+  return (vi){_mm256_loadu_si256(p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
+DC_INLINE void vi_store(void *p, vi x) {
+  _mm256_storeu_si256(p, x.a);
+  _mm256_storeu_si256((__m256i *)p + 1, x.b);
+}
+DC_INLINE vi vi_max(vi x, vi y) { return (vi){_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+DC_INLINE uint32_t vi_top(vi x) {
+  const __m256i eight = _mm256_max_epi32(x.a, x.b);
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+  return (uint32_t)_mm_cvtsi128_si32(m);
+}
+DC_INLINE unsigned vi_lt8(__m256i x, __m256i y) {
+  return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(y, x)));
+}
+DC_INLINE unsigned vi_ge(vi x, vi y) { return ~(vi_lt8(x.a, y.a) | vi_lt8(x.b, y.b) << 8) & 0xffffu; }
+DC_INLINE vf vi_float(vi x) { return (vf){_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+DC_INLINE vi v_round(vf x) { return (vi){_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+DC_INLINE vi v_magnitude(vf x) {
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+  return (vi){_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
+}
+DC_INLINE __m128i vi_narrow8(vi x) {
+  const __m256i h = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  return _mm_packs_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+}
+DC_INLINE vi vi_widen8(__m128i b) {
+  return (vi){_mm256_cvtepi8_epi32(b), _mm256_cvtepi8_epi32(_mm_srli_si128(b, 8))};
+}
+/* Bit j: the sign of element j. */
+DC_INLINE unsigned v_signs(vf x) {
+  return (unsigned)_mm256_movemask_ps(x.a) | (unsigned)_mm256_movemask_ps(x.b) << 8;
+}
+DC_INLINE __m256 v_flip8(__m256 x, unsigned bits) {
+  const __m256i one_each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), one_each), one_each);
+  return _mm256_xor_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(set, 31)));
+}
+/* x with the signs of the elements turned where the bit is set. */
+DC_INLINE vf v_flip(vf x, unsigned bits) { return (vf){v_flip8(x.a, bits), v_flip8(x.b, bits >> 8)}; }
+
 DC_INLINE vd vd_zero(void) {
   return (vd){{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}};
 }
@@ -236,6 +309,15 @@ DC_INLINE vd vd_add_sq(vd acc, vf x) {
 }
 DC_INLINE vd vd_add_sq_f32(vd acc, const float *p) {
   for (int k = 0; k < 4; k++) acc.q[k] = vd_sq4(acc.q[k], _mm_loadu_ps(p + 4 * k));
+  return acc;
+}
+/* acc[j] += |(double)x[j]| */
+DC_INLINE vd vd_add_abs(vd acc, vf x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f), a = _mm256_andnot_ps(sign, x.a), b = _mm256_andnot_ps(sign, x.b);
+  acc.q[0] = _mm256_add_pd(acc.q[0], _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
+  acc.q[1] = _mm256_add_pd(acc.q[1], _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
+  acc.q[2] = _mm256_add_pd(acc.q[2], _mm256_cvtps_pd(_mm256_castps256_ps128(b)));
+  acc.q[3] = _mm256_add_pd(acc.q[3], _mm256_cvtps_pd(_mm256_extractf128_ps(b, 1)));
   return acc;
 }
 DC_INLINE __m256d vd_half(vd acc) {
@@ -276,6 +358,38 @@ DC_INLINE void v_put_stream(void *p, int dt, int64_t i, vf a) {
     case DC_BF16: v_stream16((uint16_t *)p + i, v_narrow_bf16(a)); return;
     default: v_stream16((uint16_t *)p + i, v_narrow_f16(a)); return;
   }
+}
+
+/* r bytes, the rest zero. */
+DC_INLINE __m128i v_load8(const void *p, int r) {
+  uint8_t part[LANES] = {0};
+  if (r == LANES) return _mm_loadu_si128(p);
+  memcpy(part, p, (size_t)r);
+  return _mm_loadu_si128((const __m128i *)part);
+}
+DC_INLINE void v_store8(void *p, int r, __m128i b) {
+  uint8_t part[LANES];
+  if (r == LANES) {
+    _mm_storeu_si128(p, b);
+    return;
+  }
+  _mm_storeu_si128((__m128i *)part, b);
+  memcpy(p, part, (size_t)r);
+}
+/* r signed numbers of 4 bits from (r + 1) / 2 bytes, the even one in the lower half, as bytes. */
+DC_INLINE __m128i v_load4(const void *p, int r) {
+  const __m128i low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+  uint64_t packed = 0;
+  memcpy(&packed, p, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
+  const __m128i x = _mm_cvtsi64_si128((int64_t)packed);
+  const __m128i half = _mm_unpacklo_epi8(_mm_and_si128(x, low), _mm_and_si128(_mm_srli_epi16(x, 4), low));
+  return _mm_sub_epi8(_mm_xor_si128(half, eight), eight); /* extends the sign of 4 bits */
+}
+DC_INLINE void v_store4(void *p, int r, __m128i b) {
+  const __m128i even = _mm_and_si128(b, _mm_set1_epi16(0x000f));
+  const __m128i odd = _mm_and_si128(_mm_srli_epi16(b, 4), _mm_set1_epi16(0x00f0));
+  const uint64_t packed = (uint64_t)_mm_cvtsi128_si64(_mm_packus_epi16(_mm_or_si128(even, odd), even));
+  memcpy(p, &packed, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
 }
 
 /* The fixed tree of ops.h over the 16 accumulators. */

@@ -91,6 +91,29 @@ static inline float dc__min_f32(float a, float b) { return a != a || a < b ? a :
 static inline double dc__max_f64(double a, double b) { return a != a || a > b ? a : b; }
 static inline double dc__min_f64(double a, double b) { return a != a || a < b ? a : b; }
 
+/* ---- scales of quantised blocks (ops.h) ------------------------------------------------------------------------- */
+#define DC__INF_F32 0x7f800000u
+/* Below this largest magnitude the reciprocal of a scale would leave fp32's normal range. */
+#define DC__TINY_F32 0x1p-100f
+
+typedef struct dc__levels {
+  float scale, inverse; /* multiplied with a code; with a value, before it is rounded to a code */
+} dc__levels;
+
+/* top: the bits of the largest |v| of the block. */
+static inline dc__levels dc__levels_of(uint32_t top, int bits) {
+  const float most = bits == 8 ? 127.0f : 7.0f, largest = dc__f32_of_bits(top);
+  if (top >= DC__INF_F32) return (dc__levels){dc__f32_of_bits(DC__NAN_F32), 0.0f};
+  if (largest < DC__TINY_F32) return (dc__levels){0.0f, 0.0f};
+  const float scale = largest / most; /* rounded up, the largest fp32 would come back as an infinity */
+  return (dc__levels){most * scale < HUGE_VALF ? scale : dc__f32_of_bits(dc__bits_of_f32(scale) - 1), most / largest};
+}
+
+/* sum: of |v| over the n elements of the block. */
+static inline float dc__sign_scale(double sum, int64_t n) {
+  return sum < HUGE_VAL ? (float)(sum / (double)n) : dc__f32_of_bits(DC__NAN_F32);
+}
+
 /* The 16 accumulators of a block, combined as ops.h says: (0+8), (1+9) .., then +4, +2, +1. Destroys a. */
 static inline double dc__tree16(double *a) {
   for (int width = 8; width > 0; width /= 2)

@@ -33,6 +33,15 @@ class CommConfig(ctypes.Structure):
                 ("timeout_ms", c_int64), ("slot_bytes", c_int64), ("slots", c_int32), ("flags", c_int32)]
 
 
+class Call(ctypes.Structure):
+    _fields_ = [(n, c_int32) for n in ("op", "dtype", "red_op", "root")] + [("count", c_int64), ("tag", c_int64)]
+
+
+class FlightRow(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_uint64)] + [(n, c_int64) for n in ("begin_ns", "end_ns", "count", "tag", "seq")] + [
+        (n, c_int32) for n in ("group", "op", "dtype", "red_op", "root", "status", "ranks", "reserved")] + [("where", ctypes.c_char * 64)]
+
+
 class Layout(ctypes.Structure):
     _fields_ = [("nparams", c_int64), ("world", c_int64), ("total", c_int64), ("bucket_elems", c_int64), ("nbuckets", c_int64),
                 ("shard_elems", c_int64), ("offset", POINTER(c_int64)), ("numel", POINTER(c_int64))]
@@ -48,17 +57,18 @@ class Action(ctypes.Structure):
 
 class BytesIn(ctypes.Structure):
     _fields_ = [(n, c_int64) for n in ("total", "shard", "frozen", "world", "ranks_per_node", "slots", "bucket_elems")] + [
-        (n, c_int32) for n in ("stage", "param_size", "grad_wire_size", "master", "state_size", "nstates", "resident", "reserved")]
+        (n, c_int32) for n in ("stage", "param_size", "grad_wire_size", "master", "state_size", "nstates", "resident", "reserved")] + [
+        ("exchange", c_int64)]
 
 
 class Bytes(ctypes.Structure):
     _fields_ = [(n, c_int64) for n in ("params_private", "params_shared", "grads_private", "master_private", "states_private",
-                                       "staging_shared", "rank_total", "node_total")]
+                                       "staging_shared", "rank_total", "node_total", "exchange_private")]
 
 
 class ReducerConfig(ctypes.Structure):
     _fields_ = [("comm", c_void_p), ("layout", POINTER(Layout)), ("dtype", c_int32), ("own_all", c_int32), ("rank", c_int32),
-                ("reserved", c_int32), ("pre_scale", c_float), ("reserved2", c_float), ("pending_limit_bytes", c_int64),
+                ("ring", c_int32), ("pre_scale", c_float), ("reserved2", c_float), ("pending_limit_bytes", c_int64),
                 ("acc", c_void_p), ("partial", c_void_p)]
 
 
@@ -89,7 +99,7 @@ _PROTOTYPES: dict[str, tuple] = {
     "dc_adamw": (c_int, _P(AdamWArgs), c_int64),
     "dc_comm_open": (c_int, _P(CommConfig), _P(c_void_p)), "dc_comm_close": (c_int, c_void_p), "dc_comm_abort": (c_int, c_void_p, c_char_p),
     "dc_comm_rank": (c_int, c_void_p), "dc_comm_size": (c_int, c_void_p), "dc_comm_set_caller": (c_int, c_void_p, c_char_p),
-    "dc_comm_error": (c_char_p, c_void_p),
+    "dc_comm_error": (c_char_p, c_void_p), "dc_comm_set_timeout": (c_int, c_void_p, c_int64),
     "dc_segment_create": (c_int, c_void_p, c_int64, _P(c_void_p), _P(c_void_p)), "dc_segment_free": (c_int, c_void_p),
     "dc_segment_info": (c_int, c_void_p, _P(c_int64), _P(c_int64)),
     "dc_barrier": (c_int, c_void_p, c_int64),
@@ -98,9 +108,27 @@ _PROTOTYPES: dict[str, tuple] = {
     "dc_all_gather": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int64),
     "dc_broadcast": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
     "dc_all_to_all": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int64),
+    "dc_all_to_allv": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64),
+    "dc_reduce_to": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int, c_int64),
+    "dc_gather": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_scatter": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_isend": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_char_p, _P(c_void_p)),
+    "dc_irecv": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_char_p, _P(c_void_p)),
+    "dc_request_test": (c_int, c_void_p, _P(c_int)), "dc_request_wait": (c_int, c_void_p, c_int64),
+    "dc_request_source": (c_int, c_void_p), "dc_request_free": (c_int, c_void_p),
+    "dc_send": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_recv": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, _P(c_int)),
+    "dc_exchange_begin": (c_int, c_void_p, _P(c_int64), _P(c_void_p)), "dc_exchange_post": (c_int, c_void_p, _P(Call)),
+    "dc_exchange_wait": (c_int, c_void_p, c_int64), "dc_exchange_peer": (c_void_p, c_void_p, c_int, c_int64),
+    "dc_exchange_done": (c_int, c_void_p, c_int64),
+    "dc_flight_read": (c_int, _P(FlightRow), c_int64, _P(c_int64)), "dc_flight_fd": (c_int,),
+    "dc_flight_parse": (c_int, c_int, _P(FlightRow), c_int64, _P(c_int64), c_char_p, c_int64),
+    "dc_flight_log": (c_int, c_int64), "dc_flight_log_take": (c_int, _P(FlightRow), c_int64, _P(c_int64), _P(c_int64)),
+    "dc_call_name": (c_char_p, c_int), "dc_dtype_name": (c_char_p, c_int), "dc_dtype_size": (c_size_t, c_int),
     "dc_reducer_create": (c_int, _P(ReducerConfig), _P(c_void_p)), "dc_reducer_free": (c_int, c_void_p),
     "dc_reducer_begin": (c_int, c_void_p, c_int, c_int), "dc_reducer_add": (c_int, c_void_p, c_int64, c_void_p, c_int),
     "dc_reducer_released": (c_int, c_void_p, _P(c_int64), c_int64, _P(c_int64)), "dc_reducer_finish": (c_int, c_void_p),
+    "dc_reducer_reduced": (c_int, c_void_p, _P(c_int64)), "dc_reducer_give_back": (c_int, c_void_p, c_int64),
     "dc_reducer_in_pass": (c_int, c_void_p), "dc_reducer_gather": (c_int, c_void_p, c_void_p, c_int),
     "dc_zero_layout_make": (c_int, _P(c_int64), c_int64, c_int64, c_int64, _P(_P(Layout))), "dc_zero_layout_free": (None, _P(Layout)),
     "dc_zero_bucket": (c_int, _P(Layout), c_int64, _P(c_int64), _P(c_int64)),

@@ -62,6 +62,36 @@ def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lowps, lr, beta1, b
     return None
 
 
+@torch.library.register_fake("deepc::quantize_blocks")
+def _(x, payload, error, bits, block):
+    return None
+
+
+@torch.library.register_fake("deepc::dequantize_blocks")
+def _(payload, out, bits, block):
+    return None
+
+
+@torch.library.register_fake("deepc::add_dequantized")
+def _(payload, acc, bits, block, factor):
+    return None
+
+
+@torch.library.register_fake("deepc::select_topk")
+def _(x, payload, error, block, k):
+    return None
+
+
+@torch.library.register_fake("deepc::spread_topk")
+def _(payload, out, block, k):
+    return None
+
+
+@torch.library.register_fake("deepc::add_topk")
+def _(payload, acc, block, k, factor):
+    return None
+
+
 @torch.library.register_fake("deepc::norm_squared")
 def _(x):
     return x.new_empty(((x.numel() + BLOCK - 1) // BLOCK,), dtype=torch.float64)

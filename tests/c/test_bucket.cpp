@@ -124,6 +124,7 @@ struct Config {
   double unused = 0.2;  // probability per rank, micro-batch and parameter
   int never = 7;        // this parameter has no gradient on any rank; -1: all have
   unsigned seed = 1;
+  int ring = 0;
 };
 
 struct Free {
@@ -142,7 +143,7 @@ Layout make_layout(const Config &k) {
 }
 
 Comm join(const Config &k, int rank, const std::string &address, int64_t slot_bytes, int64_t timeout_ms = 30000) {
-  if (k.world == 1) return nullptr;
+  if (k.world == 1 && !k.ring) return nullptr;
   dc_comm_config c = {};
   c.rank = rank;
   c.size = k.world;
@@ -221,7 +222,42 @@ struct Rank {
   dc_comm *comm;
   std::vector<float> acc;
   std::vector<double> partial;
+  std::vector<float> slots;  // with a ring: what the reducer writes; take() moves it to acc
+  int64_t taken = 0;
   Reducer reducer;
+
+  int64_t slice() const { return k.own_all ? layout->bucket_elems : layout->bucket_elems / k.world; }
+
+  // With a ring: takes at most `most` buckets that are reduced and not taken yet, as the owner of a ring does.
+  void take(int mb, int64_t most) {
+    int64_t reduced = -1, begin, end, at;
+    WANT_OK(dc_reducer_reduced(reducer.get(), &reduced));
+    WANT(reduced >= taken && reduced - taken <= k.ring && reduced <= layout->nbuckets);
+    for (; taken < reduced && most > 0; taken++, most--) {
+      WANT_OK(dc_zero_bucket(layout.get(), taken, &begin, &end));
+      at = begin;
+      if (!k.own_all) WANT_OK(dc_zero_slice(layout.get(), taken, rank, &begin, &end, &at));
+      float *from = slots.data() + taken % k.ring * slice();
+      for (int64_t i = 0; i < end - begin; i++) {
+        float *to = &acc[(size_t)(at + i)];
+        *to = mb == 0 ? from[i] : *to + from[i];
+        from[i] = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+    WANT_OK(dc_reducer_give_back(reducer.get(), taken));
+  }
+
+  void finish_ring(int mb) {
+    int64_t reduced = 0;
+    for (int calls = 0; dc_reducer_in_pass(reducer.get()); calls++) {
+      WANT(calls <= layout->nbuckets + 1, "finish was called %d times for %lld buckets", calls, (long long)layout->nbuckets);
+      take(mb, 1);  // the slowest owner: as much as finish needs
+      WANT_OK(dc_reducer_finish(reducer.get()));
+    }
+    while (taken < layout->nbuckets) take(mb, 2);
+    WANT_OK(dc_reducer_reduced(reducer.get(), &reduced));
+    WANT(reduced == layout->nbuckets);
+  }
 
   Rank(const Config &config, int r, const std::string &address, dc_comm *borrowed = nullptr)
       : k(config), rank(r), layout(make_layout(k)) {
@@ -229,7 +265,8 @@ struct Rank {
     if (!borrowed) own_comm = join(k, rank, address, (bytes + 4095) / 4096 * 4096);
     comm = borrowed ? borrowed : own_comm.get();
     acc.assign((size_t)(k.own_all ? layout->total : layout->shard_elems), std::numeric_limits<float>::quiet_NaN());
-    partial.assign(acc.size() / DC_BLOCK, -1.0);
+    partial.assign(k.ring ? 0 : acc.size() / DC_BLOCK, -1.0);
+    slots.assign((size_t)(k.ring * slice()), std::numeric_limits<float>::quiet_NaN());
     dc_reducer_config c = {};
     c.comm = comm;
     c.layout = layout.get();
@@ -238,8 +275,9 @@ struct Rank {
     c.rank = rank;
     c.pre_scale = k.pre_scale;
     c.pending_limit_bytes = k.limit;
-    c.acc = acc.data();
-    c.partial = partial.data();
+    c.acc = k.ring ? slots.data() : acc.data();
+    c.partial = k.ring ? nullptr : partial.data();
+    c.ring = k.ring;
     dc_reducer *out = nullptr;
     WANT_OK(dc_reducer_create(&c, &out));
     reducer.reset(out);
@@ -278,14 +316,17 @@ struct Rank {
     if (k.shuffled) std::shuffle(order.begin(), order.end(), rng);
     held.clear();
     held.resize(k.numel.size());
-    WANT_OK(dc_reducer_begin(reducer.get(), mb == 0, norm));
+    taken = 0;
+    WANT_OK(dc_reducer_begin(reducer.get(), mb == 0 || k.ring, norm && !k.ring));
     WANT(dc_reducer_in_pass(reducer.get()) == 1);
     for (int64_t p : order) {
       if (k.sleepy && rng() % 3 == 0) usleep(rng() % 1500);
       WANT_OK(add(mb, p));
       drop_released();
+      if (k.ring && rng() % 2) take(mb, 1 + (int64_t)(rng() % 3));
     }
-    WANT_OK(dc_reducer_finish(reducer.get()));
+    if (k.ring) finish_ring(mb);
+    else WANT_OK(dc_reducer_finish(reducer.get()));
     WANT(dc_reducer_in_pass(reducer.get()) == 0);
     drop_released();
     WANT(held_bytes() == 0, "%lld bytes are held after finish", (long long)held_bytes());
@@ -310,7 +351,7 @@ struct Rank {
            mb, (long long)i, (double)acc[(size_t)at], (double)want[(size_t)i]);
     }
     WANT(seen == (int64_t)acc.size());
-    if (!norm) return;
+    if (!norm || k.ring) return;
     std::vector<double> p(partial.size());
     WANT_OK(dc_sqnorm(acc.data(), DC_F32, (int64_t)acc.size(), p.data()));
     for (size_t b = 0; b < p.size(); b++)
@@ -400,6 +441,77 @@ TEST(Reducer, BucketSizes) {
     k.world = 1;
     check_steps(k, 2);
   }
+}
+
+TEST(Reducer, Rings) {
+  unsigned seed = 200;
+  for (int world : {1, 2, 4})
+    for (int ring : {1, 2, 5})
+      for (int own_all : {0, 1}) {
+        Config k;
+        k.world = world;
+        k.ring = ring;
+        k.own_all = own_all;
+        k.sleepy = world == 2;
+        k.limit = ring == 1 ? 0 : 1 << 20;
+        k.seed = seed++;
+        k.micro_batches = 2;
+        if (own_all == ring % 2) check_steps(k);
+        k.numel = {3000, 10};
+        k.never = -1;
+        check_steps(k);
+      }
+}
+
+TEST(Reducer, MistakesWithARingLeaveItUsable) {
+  Config k;
+  k.ring = 2;
+  k.unused = 0;
+  k.never = -1;
+  k.shuffled = false;
+  const std::string address = fresh_address();
+  run_ranks(k.world, [&](int rank) {
+    Rank r(k, rank, address);
+    dc_reducer *red = r.reducer.get();
+    int64_t n = 0;
+    float x = 0;
+    WANT(dc_reducer_begin(red, 0, 0) == DC_E_INVALID);
+    WANT(dc_reducer_begin(red, 1, 1) == DC_E_INVALID);
+    WANT(dc_reducer_add(red, 6, &x, DC_F32) == DC_E_STATE);  // no pass is begun implicitly
+    WANT(dc_reducer_reduced(red, nullptr) == DC_E_INVALID);
+    r.held.resize(k.numel.size());
+    WANT_OK(dc_reducer_begin(red, 1, 0));
+    for (int64_t p = 0; p < (int64_t)k.numel.size(); p++) WANT_OK(r.add(0, p));
+    WANT_OK(dc_reducer_reduced(red, &n));
+    while (n < k.ring) {
+      WANT_OK(dc_reducer_finish(red));
+      WANT_OK(dc_reducer_reduced(red, &n));
+    }
+    WANT(n == k.ring && r.layout->nbuckets > n);
+    WANT(dc_reducer_finish(red) == DC_E_STATE && strstr(dc_last_error(), "give buckets back"));
+    WANT(dc_reducer_give_back(red, n + 1) == DC_E_INVALID);
+    WANT_OK(dc_reducer_give_back(red, 1));
+    WANT(dc_reducer_give_back(red, 0) == DC_E_INVALID);
+    WANT_OK(dc_reducer_give_back(red, n));
+    WANT_OK(dc_reducer_finish(red));
+    WANT(dc_reducer_in_pass(red) == 1);
+    while (dc_reducer_in_pass(red)) {
+      WANT_OK(dc_reducer_reduced(red, &n));
+      WANT_OK(dc_reducer_give_back(red, n));
+      WANT_OK(dc_reducer_finish(red));
+    }
+    r.drop_released();
+    r.step();
+  });
+  dc_reducer_config c = {};
+  Layout l = make_layout(k);
+  c.layout = l.get();
+  c.ring = 2;
+  float acc[1];
+  c.acc = acc;
+  dc_reducer *out = nullptr;
+  EXPECT_EQ(DC_E_INVALID, dc_reducer_create(&c, &out));  // no comm
+  EXPECT_NE(nullptr, strstr(dc_last_error(), "ring is 2"));
 }
 
 TEST(Reducer, ManySteps) {

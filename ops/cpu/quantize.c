@@ -1,0 +1,194 @@
+/* quantize.c: bodies of dc_quantize, dc_dequantize and dc_dequantize_add. A block is read twice, the second time from
+ * the first-level cache: once for its scale, once for codes and error. */
+#include "cpu/vec.h"
+
+/* x + e, or x, of r elements. */
+DC_INLINE vf value(const void *x, int dt, const float *error, int fed, int64_t i, int r) {
+  const vf v = v_get(x, dt, i, r);
+  return fed ? v_add(v, v_get(error, DC_F32, i, r)) : v;
+}
+
+DC_INLINE void ahead(const void *x, int dt, const float *error, int fed, int64_t i) {
+  v_ahead(x, dt, i, AHEAD);
+  if (fed) v_ahead(error, DC_F32, i, AHEAD);
+}
+
+/* ---- 8 and 4 bits ---------------------------------------------------------------------------------------------- */
+DC_INLINE uint32_t top_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
+  vi top = vi_set1(0);
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) {
+    ahead(x, dt, error, fed, i);
+    top = vi_max(top, v_magnitude(value(x, dt, error, fed, i, LANES)));
+  }
+  if (i < end) top = vi_max(top, v_magnitude(value(x, dt, error, fed, i, (int)(end - i))));
+  return vi_top(top);
+}
+
+DC_INLINE void put_codes(uint8_t *codes, int bits, int64_t i, int r, vi q) {
+  if (bits == 8)
+    v_store8(codes + i, r, vi_narrow8(q));
+  else
+    v_store4(codes + i / 2, r, vi_narrow8(q));
+}
+
+DC_INLINE void levels_step(uint8_t *codes, int bits, vf inverse, vf scale_neg, const void *x, int dt, float *error,
+                           int fed, int64_t i, int r) {
+  const vf v = value(x, dt, error, fed, i, r);
+  const vi q = v_round(v_mul(v, inverse));
+  put_codes(codes, bits, i, r, q);
+  if (fed) v_put_canonical(error, DC_F32, i, r, v_fma(vi_float(q), scale_neg, v));
+}
+
+DC_INLINE void levels_block(uint8_t *codes, float *scale, int bits, const void *x, int dt, float *error, int fed,
+                            int64_t begin, int64_t end) {
+  const uint32_t top = top_of(x, dt, error, fed, begin, end);
+  const dc__levels l = dc__levels_of(top, bits);
+  const vf inverse = v_set1(l.inverse), scale_neg = v_set1(-l.scale);
+  int64_t i = begin;
+  *scale = l.scale;
+  if (DC_UNLIKELY(top >= DC__INF_F32)) {
+    memset(codes + begin * bits / 8, 0, (size_t)((end - begin) * bits + 7) / 8);
+    return;
+  }
+  for (; i + LANES <= end; i += LANES) levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, LANES);
+  if (i < end) levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, (int)(end - i));
+}
+
+/* ---- 1 bit ----------------------------------------------------------------------------------------------------- */
+DC_INLINE double sum_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
+  vd sum = vd_zero();
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) {
+    ahead(x, dt, error, fed, i);
+    sum = vd_add_abs(sum, value(x, dt, error, fed, i, LANES));
+  }
+  if (i < end) sum = vd_add_abs(sum, value(x, dt, error, fed, i, (int)(end - i)));
+  return vd_tree(sum);
+}
+
+DC_INLINE void sign_step(uint8_t *codes, vf scale, const void *x, int dt, float *error, int fed, int64_t i, int r) {
+  const vf v = value(x, dt, error, fed, i, r);
+  const unsigned signs = v_signs(v);
+  codes[i / 8] = (uint8_t)signs;
+  if (r > 8) codes[i / 8 + 1] = (uint8_t)(signs >> 8);
+  if (fed) v_put_canonical(error, DC_F32, i, r, v_sub(v, v_flip(scale, signs)));
+}
+
+DC_INLINE void sign_block(uint8_t *codes, float *scale, const void *x, int dt, float *error, int fed, int64_t begin,
+                          int64_t end) {
+  const float s = dc__sign_scale(sum_of(x, dt, error, fed, begin, end), end - begin);
+  int64_t i = begin;
+  *scale = s;
+  if (DC_UNLIKELY(s != s)) {
+    memset(codes + begin / 8, 0, (size_t)(end - begin + 7) / 8);
+    return;
+  }
+  for (; i + LANES <= end; i += LANES) sign_step(codes, v_set1(s), x, dt, error, fed, i, LANES);
+  if (i < end) sign_step(codes, v_set1(s), x, dt, error, fed, i, (int)(end - i));
+}
+
+/* ---- loops of constants ---------------------------------------------------------------------------------------- */
+DC_INLINE void quantize_blocks(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt,
+                               float *error, int fed, int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += block, scales++) {
+    const int64_t end = n - begin < block ? n : begin + block;
+    if (bits == 1)
+      sign_block(codes, scales, x, dt, error, fed, begin, end);
+    else
+      levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
+  }
+}
+
+DC_INLINE void quantize_fed(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt, float *error,
+                            int64_t n) {
+  if (error)
+    quantize_blocks(codes, scales, bits, block, x, dt, error, 1, n);
+  else
+    quantize_blocks(codes, scales, bits, block, x, dt, error, 0, n);
+}
+
+DC_INLINE void quantize_bits(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt,
+                             float *error, int64_t n) {
+  switch (dt) {
+    case DC_F32: quantize_fed(codes, scales, bits, block, x, DC_F32, error, n); return;
+    case DC_BF16: quantize_fed(codes, scales, bits, block, x, DC_BF16, error, n); return;
+    default: quantize_fed(codes, scales, bits, block, x, DC_F16, error, n); return;
+  }
+}
+
+void DC_BODY(quantize)(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt, float *error,
+                       int64_t n) {
+  switch (bits) {
+    case 8: quantize_bits(codes, scales, 8, block, x, dt, error, n); return;
+    case 4: quantize_bits(codes, scales, 4, block, x, dt, error, n); return;
+    default: quantize_bits(codes, scales, 1, block, x, dt, error, n); return;
+  }
+}
+
+/* ---- back ------------------------------------------------------------------------------------------------------ */
+/* The codes of r elements as numbers. */
+DC_INLINE vf levels(const uint8_t *codes, int bits, int64_t i, int r) {
+  unsigned signs = 0;
+  switch (bits) {
+    case 8: return vi_float(vi_widen8(v_load8(codes + i, r)));
+    case 4: return vi_float(vi_widen8(v_load4(codes + i / 2, r)));
+    default:
+      signs = codes[i / 8];
+      if (r > 8) signs |= (unsigned)codes[i / 8 + 1] << 8;
+      return v_flip(v_set1(1.0f), signs);
+  }
+}
+
+DC_INLINE void dequantize_bits(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
+                               int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += block) {
+    const int64_t end = n - begin < block ? n : begin + block;
+    const vf scale = v_set1(*scales++);
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) v_put(out, dt, i, LANES, v_mul(scale, levels(codes, bits, i, LANES)));
+    if (i < end) v_put(out, dt, i, (int)(end - i), v_mul(scale, levels(codes, bits, i, (int)(end - i))));
+  }
+}
+
+DC_INLINE void dequantize_to(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
+                             int64_t n) {
+  switch (dt) {
+    case DC_F32: dequantize_bits(out, DC_F32, codes, scales, bits, block, n); return;
+    case DC_BF16: dequantize_bits(out, DC_BF16, codes, scales, bits, block, n); return;
+    default: dequantize_bits(out, DC_F16, codes, scales, bits, block, n); return;
+  }
+}
+
+void DC_BODY(dequantize)(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
+                         int64_t n) {
+  switch (bits) {
+    case 8: dequantize_to(out, dt, codes, scales, 8, block, n); return;
+    case 4: dequantize_to(out, dt, codes, scales, 4, block, n); return;
+    default: dequantize_to(out, dt, codes, scales, 1, block, n); return;
+  }
+}
+
+DC_INLINE void add_step(float *acc, const uint8_t *codes, vf factor, int bits, int64_t i, int r) {
+  v_put(acc, DC_F32, i, r, v_fma(levels(codes, bits, i, r), factor, v_get(acc, DC_F32, i, r)));
+}
+
+DC_INLINE void add_bits(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block, float factor,
+                        int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += block) {
+    const int64_t end = n - begin < block ? n : begin + block;
+    const vf f = v_set1(factor * *scales++);
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) add_step(acc, codes, f, bits, i, LANES);
+    if (i < end) add_step(acc, codes, f, bits, i, (int)(end - i));
+  }
+}
+
+void DC_BODY(dequantize_add)(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block,
+                             float factor, int64_t n) {
+  switch (bits) {
+    case 8: add_bits(acc, codes, scales, 8, block, factor, n); return;
+    case 4: add_bits(acc, codes, scales, 4, block, factor, n); return;
+    default: add_bits(acc, codes, scales, 1, block, factor, n); return;
+  }
+}
