@@ -25,9 +25,13 @@ EXTENSIONS = HERE / ".extensions"  # what peers compile, and our own helpers; gi
 # ---- results ----------------------------------------------------------------------------------------------------------------
 def emit(bench: str, figure: str, what: str, unit: str, values: Sequence[float], *, ratio: float | None = None, peer: str | None = None, **more) -> None:
     """Prints one JSON line. ratio: > 1 means better than `peer` (for a limit: the fraction of it that is reached)."""
-    row = {"bench": bench, "figure": figure, "what": what, "unit": unit, "median": _short(statistics.median(values)), "min": _short(min(values)),
-           "max": _short(max(values)), "n": len(values), "ratio": None if ratio is None else round(ratio, 3), "peer": peer, **more}
-    print(json.dumps(row), flush=True)
+    print(json.dumps(row(bench, figure, what, unit, values, ratio=ratio, peer=peer, **more)), flush=True)
+
+
+def row(bench: str, figure: str, what: str, unit: str, values: Sequence[float], *, ratio: float | None = None, peer: str | None = None, **more) -> dict:
+    """The JSON line of `emit`, not printed."""
+    return {"bench": bench, "figure": figure, "what": what, "unit": unit, "median": _short(statistics.median(values)), "min": _short(min(values)),
+           "max": _short(max(values)), "n": len(values), "ratio": None if ratio is None else float(f"{ratio:.4g}"), "peer": peer, **more}
 
 
 def _short(x: float) -> float:
@@ -126,6 +130,12 @@ def machine() -> dict[str, str]:
 
 def load_average() -> float:
     return os.getloadavg()[0]
+
+
+def die_with_parent() -> None:
+    """Linux: this process is killed when its parent ends, however that happens. A rank may spin in a peer's library, and
+    nobody is left to measure for."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 # ---- helpers in C -----------------------------------------------------------------------------------------------------------

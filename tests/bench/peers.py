@@ -12,7 +12,7 @@ import tempfile
 
 from common import EXTENSIONS, version
 
-REQUIREMENTS = ("deepspeed==0.19.8", "transformers", "ninja", "setuptools")
+REQUIREMENTS = ("deepspeed==0.19.8", "transformers", "mpi4py", "ninja", "setuptools")
 BUILD_LIMIT_S = 900
 
 
@@ -42,8 +42,20 @@ def deepspeed_ops() -> str:
     """"" if DeepSpeed's CPU Adam and fused Adam can be loaded (they are built if need be), else why not."""
     if version("deepspeed") is None:
         return "deepspeed is not installed (run.py --install-peers)"
-    code = ("from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
-            "CPUAdamBuilder().load(verbose=False)\nFusedAdamBuilder().load(verbose=False)\n")
+    return _build("from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
+                  "CPUAdamBuilder().load(verbose=False)\nFusedAdamBuilder().load(verbose=False)\n")
+
+
+def deepspeed_shm() -> str:
+    """"" if DeepSpeed's shared-memory all-reduce is built (it is if need be), else why not."""
+    if version("deepspeed") is None:
+        return "deepspeed is not installed (run.py --install-peers)"
+    if (EXTENSIONS / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").exists():
+        return ""
+    return _build("from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder\nShareMemCommBuilder().load(verbose=False)\n")
+
+
+def _build(code: str) -> str:
     EXTENSIONS.mkdir(exist_ok=True)
     try:
         done = subprocess.run([sys.executable, "-c", code], env=environment(2), capture_output=True, text=True, timeout=BUILD_LIMIT_S)

@@ -4,7 +4,7 @@
     python tests/bench/run.py --full             everything, about an hour (make bench-full)
     python tests/bench/run.py --smoke            toy sizes: does everything still run? writes nothing
     python tests/bench/run.py --quick --only train --no-write
-    python tests/bench/run.py --install-peers    installs DeepSpeed and transformers into this environment; torch stays as it is
+    python tests/bench/run.py --install-peers    installs DeepSpeed, transformers and mpi4py into this environment; torch stays as it is
 
 Peers that are not installed are named as skipped. Run it on a quiet machine: every figure is the median of interleaved rounds, every ratio the median
 of the rounds' own ratios, but a load average above the number of cores makes the absolute numbers worthless (the report says so)."""
@@ -20,8 +20,9 @@ import sys
 import time
 from pathlib import Path
 
+import collectives
 import peers
-from common import EXTENSIONS, HERE, REPO, load_average, machine
+from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine
 
 BENCHES = ("ops", "adamw", "update", "collectives", "train")
 LIMIT_S = 3600  # of one bench process: a hang ends
@@ -29,18 +30,17 @@ LIMIT_S = 3600  # of one bench process: a hang ends
 
 def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]]]:
     """Per bench its processes: (threads, command line)."""
-    k, m = 1 << 10, 1 << 20
+    k = 1 << 10
     if mode == "smoke":
         train = [["--tiny", "--tokens", "32", "--rounds", "2", "--precision", p] for p in ("fp32", "bf16")]
         return {
             "adamw": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3", "--foreach"])],
             "update": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3"])],
-            "collectives": [(1, ["--ranks", "2", "--rounds", "2", "--bytes", str(4 * k), str(256 * k)])],
+            "collectives": [(1, ["--ranks", "2", "--quick", "--rounds", "2", "--target-ms", "1", "--bytes", str(4 * k), str(256 * k)])],
             "train": [(1, a + ["--contenders", *c]) for a in train for c in _batches(has_deepspeed)]}
     quick = mode == "quick"
     rounds = "5" if quick else "9"
     adamw = [("64M", 2, True), ("64M", 1, False), ("256M", 2, not quick), ("GPT-2", 2, True), *([] if quick else [("256M", 1, False), ("GPT-2", 1, False)])]
-    collectives = [(2, [4 * k, 64 * k, m, 16 * m, 256 * m]), *([] if quick else [(4, [4 * k, 64 * k, m, 16 * m, 256 * m])])]
     # Bursts of about 2 s; bf16 steps are shorter.
     train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
     few = {"fp32": ["single", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-2", "deepc-3"],
@@ -48,7 +48,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     return {
         "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
-        "collectives": [(1, ["--ranks", str(n), "--rounds", rounds, "--bytes", *map(str, sizes)]) for n, sizes in collectives],
+        "collectives": [(1, ["--ranks", "2", "--quick"])] if quick else [(1, ["--ranks", str(n)]) for n in (2, 4)],
         "train": [(1, a + ["--contenders", *c]) for a in train for c in ([few[a[1]]] if quick else _batches(True))]}
 
 
@@ -62,7 +62,7 @@ def _batches(has_deepspeed: bool) -> list[list[str]]:
 def stream(command: list[str], threads: int) -> tuple[list[dict], int]:
     """Runs one bench process in a session of its own; passes its JSON lines on and returns them with its exit status."""
     process = subprocess.Popen(command, env=peers.environment(threads) | {"PYTHONWARNINGS": "ignore"}, stdout=subprocess.PIPE, text=True, start_new_session=True,
-                               cwd=REPO)
+                               cwd=REPO, preexec_fn=die_with_parent)
     rows, end = [], time.monotonic() + LIMIT_S
     try:
         for line in process.stdout:
@@ -135,8 +135,11 @@ HEADS = {
              "everyone. The engine steps on such memory. The limit is a loop of 4 reads and 3 writes in place per element, on the engine's memory, in the same rounds.",
     "update": "Unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back, on GPT-2's 148 tensors. \"Norm from the reduction\": as in the engine, where the "
               "gradients' reduction has made the squared sums already.",
-    "collectives": "Microseconds of the slowest rank, one thread a rank, fp32; bytes of the larger tensor of the call. \"Copy\": every rank copies those bytes once. "
-                   "Ratio: Gloo's time over that of `deepc` as a torch.distributed backend.",
+    "collectives": "Microseconds of the slowest rank, one thread a rank; bytes of the larger tensor of the call. \"C core\": called from a loop in C, as MPI and, in TorchScript, "
+                   "DeepSpeed; \"torch\": backend deepc through torch.distributed, beside Gloo, mpi4py and DeepSpeed called from Python. Ordinary: torch's memory; registered: each "
+                   "rank's own memory in a dc_segment (the peers are measured on it too). × is the time of the best peer, named behind it, over ours. \"Of the limit\": the bytes that "
+                   "must move, each read once and written once by equal shares of all ranks, at the rate of a plain copy by all ranks at once of their own memory (in brackets: of "
+                   "memory that a peer has just written), over our time. \"Root in turns\": call i has root i modulo ranks, so that no root can run ahead.",
     "train": "A 25 M-parameter GPT-2 (320 wide, 7 layers, vocabulary 50257), micro-batch 2 x 256 tokens, AdamW, clipping at 1.0, one thread and one core a rank. Everyone "
              "started from the same weights, and the losses after the same steps agree. Memory: highest sum of the ranks' PSS.",
 }
@@ -153,7 +156,7 @@ def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
     for bench in BENCHES:
         mine = [r for r in rows if r["bench"] == bench and "skipped" not in r]
         if mine:
-            lines += [f"## {bench}", "", HEADS[bench], ""] + {"ops": ops_table, "collectives": wide_table}.get(bench, tables)(mine) + [""]
+            lines += [f"## {bench}", "", HEADS[bench], ""] + {"ops": ops_table, "collectives": collectives_table}.get(bench, tables)(mine) + [""]
     skipped = list(dict.fromkeys(f"- {r['bench']}: {r['skipped']} ({r['why']})" for r in rows if "skipped" in r))
     return "\n".join(lines + (["## Skipped", "", *skipped, ""] if skipped else []))
 
@@ -171,15 +174,19 @@ def ops_table(rows: list[dict]) -> list[str]:
         f"| {r['figure']} | {_value(r)} | {r['gb_per_s']:.1f} | {r['ratio']:.2f} |" for r in rows]
 
 
-def wide_table(rows: list[dict]) -> list[str]:
-    """One row per figure, one column per contender."""
-    names = list(dict.fromkeys(r["what"] for r in rows))
-    out = [f"| | {' | '.join(names)} | Gloo / deepc |", "|---" * (len(names) + 2) + "|"]
+def collectives_table(rows: list[dict]) -> list[str]:
+    """One row per figure: deepc three ways with the best peer of each; then the summary."""
+    out = ["| | C core, ordinary | × | C core, registered | × | of the limit | torch | × |", "|---" * 8 + "|"]
     for figure in dict.fromkeys(r["figure"] for r in rows):
-        cells = {r["what"]: r for r in rows if r["figure"] == figure}
-        ratio = cells.get("deepc", {}).get("ratio")
-        out.append(f"| {figure} | " + " | ".join(_number(cells[n]["median"]) if n in cells else "" for n in names) + f" | {f'{ratio:.2f}' if ratio else ''} |")
-    return out
+        here = {r["what"]: r for r in rows if r["figure"] == figure}
+        cells = []
+        for what in ("deepc C core", "deepc C core, registered", "deepc"):
+            r = here.get(what)
+            cells += [_number(r["median"]), f"{r['ratio']:.2f} {r['peer']} {_number(here[r['peer']]['median'])}" if r["peer"] else ""] if r else ["", ""]
+            if what.endswith("registered"):
+                cells.append(f"{r['of_limit']:.2f} ({r['of_peer_limit']:.2f})" if r and r["bytes"] >= 1 << 20 and "of_peer_limit" in r else "")
+        out.append(f"| {figure} | " + " | ".join(cells) + " |")
+    return [*out, "", "```", *collectives.summary(rows), "```"]
 
 
 def tables(rows: list[dict]) -> list[str]:
@@ -210,7 +217,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=None, help="write docs/bench.md (default: when all benches ran, not for --smoke)")
     parser.add_argument("--rows", type=Path, help="also keep the JSON lines in this file")
-    parser.add_argument("--install-peers", action="store_true", help="install DeepSpeed and transformers, build DeepSpeed's ops, and stop")
+    parser.add_argument("--install-peers", action="store_true", help="install DeepSpeed, transformers and mpi4py, build DeepSpeed's ops, and stop")
     args = parser.parse_args()
     if args.install_peers:
         peers.install()
