@@ -3,10 +3,10 @@
  * Results have equal bits on all ranks and in every way: whoever reduces an element does so over all ranks' elements in
  * rank order (dc_reduce).
  *
- * Small calls go through the slots. From DIRECT_BYTES on the ranks first meet and show where their buffers lie: registered ones are
- * used where they are; for others staging and single copy are both tried on the first calls of each kind and size, and
- * rank 0's clock decides for all (single copy costs system calls and page tables, staging a second copy in cache:
- * which is less differs between machines). DEEPC_ALGO forces rows of the table. */
+ * Small calls go through the slots. From the smallest size at which thresholds.def names `direct` the ranks first meet and show where
+ * their buffers lie: registered ones are used where they are; for others staging and single copy are both tried on the
+ * first calls of each kind and size, and rank 0's clock decides for all (single copy costs system calls and page tables,
+ * staging a second copy in cache: which is less differs between machines). DEEPC_ALGO forces rows of the table. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,47 +14,89 @@
 #include "coll_impl.h"
 #include "flight.h"
 
-#define DIRECT_BYTES ((int64_t)64 << 10)
 #define TRIALS 6 /* calls of a kind and size that take turns, now and then */
 
-static bool always(const dc__job *j) { return true; }
-static bool fits_direct(const dc__job *j) { return j->c->size <= 2 || j->count * j->esz <= 32 << 10; }
 
-/* The rows of an op in the order in which they are asked whether they fit; row numbers count per op. NULL: direct, after
- * a meeting. */
+/* run NULL: direct, after a meeting. */
 static const dc__algo algos[] = {
-    {DC_CALL_BARRIER, "staged", "an empty step", always, dc__staged},
-    {DC_CALL_ALL_REDUCE, "staged", "every rank reduces everything from all slots: one synchronisation", fits_direct,
-     dc__staged},
+    {DC_CALL_BARRIER, "staged", "an empty step", dc__staged},
+    {DC_CALL_ALL_REDUCE, "staged", "every rank reduces everything from all slots: one synchronisation", dc__staged},
     {DC_CALL_ALL_REDUCE, "two_phase",
-     "every rank reduces one slice and gathers the others: reads 2 n instead of ranks * n elements", always, dc__two_phase},
-    {DC_CALL_ALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to all", always, NULL},
-    {DC_CALL_REDUCE, "staged", "root reduces everything from all slots", fits_direct, dc__staged},
-    {DC_CALL_REDUCE, "two_phase", "every rank reduces one slice, root gathers them", always, dc__two_phase},
-    {DC_CALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to root", always, NULL},
-    {DC_CALL_REDUCE_SCATTER, "staged", "parts for the others into the slot; every rank reduces its part from all slots",
-     always, dc__staged},
-    {DC_CALL_REDUCE_SCATTER, "direct", "every rank reduces its part where it lies", always, NULL},
-    {DC_CALL_ALL_GATHER, "staged", "every rank copies all slots", always, dc__staged},
-    {DC_CALL_ALL_GATHER, "direct", "every rank copies from where the parts lie", always, NULL},
-    {DC_CALL_GATHER, "staged", "root copies all slots", always, dc__staged},
-    {DC_CALL_GATHER, "direct", "root copies from where the parts lie", always, NULL},
-    {DC_CALL_SCATTER, "staged", "parts into the root's slot", always, dc__staged},
-    {DC_CALL_SCATTER, "direct", "every rank copies its part from where it lies", always, NULL},
-    {DC_CALL_BROADCAST, "staged", "all copy the root's slot", always, dc__staged},
-    {DC_CALL_BROADCAST, "direct", "all copy from where it lies", always, NULL},
-    {DC_CALL_ALL_TO_ALL, "staged", "parts for the others into the slot; every rank copies its part from all slots", always,
-     dc__staged},
-    {DC_CALL_ALL_TO_ALL, "direct", "every rank copies its parts from where they lie", always, NULL},
-    {DC_CALL_ALL_TO_ALLV, "staged", "as all_to_all", always, dc__staged},
-    {DC_CALL_ALL_TO_ALLV, "direct", "as all_to_all", always, NULL},
+     "every rank reduces one slice and gathers the others: reads 2 n instead of ranks * n elements", dc__two_phase},
+    {DC_CALL_ALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to all", NULL},
+    {DC_CALL_REDUCE, "staged", "root reduces everything from all slots", dc__staged},
+    {DC_CALL_REDUCE, "two_phase", "every rank reduces one slice, root gathers them", dc__two_phase},
+    {DC_CALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to root", NULL},
+    {DC_CALL_REDUCE_SCATTER, "staged", "parts for the others into the slot; every rank reduces its part from all slots", dc__staged},
+    {DC_CALL_REDUCE_SCATTER, "direct", "every rank reduces its part where it lies", NULL},
+    {DC_CALL_ALL_GATHER, "staged", "every rank copies all slots", dc__staged},
+    {DC_CALL_ALL_GATHER, "direct", "every rank copies from where the parts lie", NULL},
+    {DC_CALL_GATHER, "staged", "root copies all slots", dc__staged},
+    {DC_CALL_GATHER, "direct", "root copies from where the parts lie", NULL},
+    {DC_CALL_SCATTER, "staged", "parts into the root's slot", dc__staged},
+    {DC_CALL_SCATTER, "direct", "every rank copies its part from where it lies", NULL},
+    {DC_CALL_BROADCAST, "staged", "all copy the root's slot", dc__staged},
+    {DC_CALL_BROADCAST, "direct", "all copy from where it lies", NULL},
+    {DC_CALL_ALL_TO_ALL, "staged", "parts for the others into the slot; every rank copies its part from all slots", dc__staged},
+    {DC_CALL_ALL_TO_ALL, "direct", "every rank copies its parts from where they lie", NULL},
+    {DC_CALL_ALL_TO_ALLV, "staged", "as all_to_all", dc__staged},
+    {DC_CALL_ALL_TO_ALLV, "direct", "as all_to_all", NULL},
 };
 enum { ROWS = sizeof algos / sizeof *algos };
 
-static const dc__algo *fitting(const dc__job *j) {
-  const dc__algo *a = algos;
-  while (a->op != j->call.op || !a->fits(j)) a++; /* every op has a row with `run` that always fits */
-  return a;
+typedef struct threshold {
+  int op, ranks, registered;
+  int64_t bytes;
+  const char *row;
+} threshold;
+
+static const threshold thresholds[] = {
+#define DC_THRESHOLD(op, ranks, registered, bytes, row) {DC_CALL_##op, ranks, registered, bytes, #row},
+#include "thresholds.def"
+#undef DC_THRESHOLD
+};
+enum { THRESHOLDS = sizeof thresholds / sizeof *thresholds };
+
+static const dc__algo *row_named(int op, const char *name) {
+  for (int i = 0; i < ROWS; i++)
+    if (algos[i].op == op && strcmp(algos[i].name, name) == 0) return &algos[i];
+  return NULL;
+}
+
+/* The numbers of ranks of thresholds.def: the smallest one that holds `size`, else the largest there is. */
+static int ranks_for(int op, int size) {
+  int best = 0;
+  for (int i = 0; i < THRESHOLDS; i++) {
+    const int n = thresholds[i].ranks;
+    if (thresholds[i].op != op) continue;
+    if (best == 0 || (best < size ? n > best : n >= size && n < best)) best = n;
+  }
+  return best;
+}
+
+/* Looked up once per op and communicator: from which sizes on which rows run. */
+static void choice_make(dc__choice *k, int op, int size) {
+  const int ranks = ranks_for(op, size);
+  *k = (dc__choice){.rows = 1, .meet = INT64_MAX, .row[0].algo = row_named(op, "staged")}; /* every op has that one */
+  for (int i = 0; i < THRESHOLDS; i++) {
+    const threshold *t = &thresholds[i];
+    const dc__algo *row = row_named(t->op, t->row);
+    if (t->op != op || t->ranks != ranks || !row) continue;
+    if (!row->run) k->meet = dc__min64(k->meet, t->bytes);
+    else if (!t->registered && k->rows < DC__CHOICES) k->row[k->rows].bytes = t->bytes, k->row[k->rows++].algo = row;
+  }
+}
+
+void dc__choices_make(dc_comm *c) {
+  for (int op = 0; op < DC__CALL_OPS; op++) choice_make(&c->choice[op], op, c->size);
+}
+
+/* The row with `run` for a call of so many bytes. */
+static const dc__algo *fitting(const dc__job *j, int64_t bytes) {
+  const dc__choice *k = &j->c->choice[j->call.op];
+  const dc__algo *best = k->row[0].algo;
+  for (int i = 1; i < k->rows && k->row[i].bytes <= bytes; i++) best = k->row[i].algo;
+  return best;
 }
 
 /* ---- DEEPC_ALGO ----------------------------------------------------------------------------------------------------- */
@@ -86,10 +128,10 @@ int dc__force_algos(dc_comm *c) {
 }
 
 /* ---- staging or single copy, by measurement --------------------------------------------------------------------------- */
-/* 64 KiB to below 256 KiB, 1 MiB, 4 MiB, 16 MiB, and above. */
+/* Below 256 KiB, 1 MiB, 4 MiB, 16 MiB, and above. */
 static int class_of(int64_t bytes) {
   int class = 0;
-  for (int64_t end = DIRECT_BYTES * 4; class < DC__CLASSES - 1 && bytes >= end; end *= 4) class ++;
+  for (int64_t end = 256 << 10; class < DC__CLASSES - 1 && bytes >= end; end *= 4) class ++;
   return class;
 }
 
@@ -150,11 +192,12 @@ static int run_large(const dc__job *j, const dc__algo *staged, bool forced) {
 static int run_ranks(dc__job *j) {
   dc_comm *c = j->c;
   const int op = j->call.op, row = c->forced[op];
-  const dc__algo *a = row ? &algos[row - 1] : fitting(j);
+  const int64_t bytes = larger_bytes(j);
+  const dc__algo *a = row ? &algos[row - 1] : fitting(j, bytes);
   j->call.op += row * DC__ALGO;
   if (!a->run) return run_large(j, a, true);
-  const bool large = larger_bytes(j) >= DIRECT_BYTES && (c->single_copy || c->segments);
-  return large && !row && op != DC_CALL_BARRIER ? run_large(j, a, false) : a->run(j);
+  const bool large = bytes >= c->choice[op].meet && (c->single_copy || c->segments);
+  return large && !row ? run_large(j, a, false) : a->run(j);
 }
 
 static int run_alone(const dc__job *j) {

@@ -22,7 +22,6 @@ typedef struct dc__job {
 typedef struct dc__algo {
   int op; /* dc_call_op */
   const char *name, *what;
-  bool (*fits)(const dc__job *); /* looks only at what is equal on all ranks */
   int (*run)(const dc__job *);
 } dc__algo;
 

@@ -66,6 +66,16 @@ typedef struct dc__trial {
   bool direct;        /* the choice before the last window */
 } dc__trial;
 
+enum { DC__CHOICES = 8 };
+typedef struct dc__choice { /* of one op: its rows by size, and from where on ranks meet to use buffers where they lie */
+  int rows;
+  int64_t meet;
+  struct {
+    int64_t bytes;
+    const struct dc__algo *algo;
+  } row[DC__CHOICES];
+} dc__choice;
+
 enum { DC__SOUND = 0, DC__BREAKING = 1, DC__BROKEN = 2 };
 typedef struct dc__header {
   uint64_t magic;
@@ -127,6 +137,7 @@ struct dc_comm {
   int segments;                      /* made so far: the same on all ranks */
   bool single_copy;                  /* all ranks may read and write each other's memory through the kernel */
   uint8_t forced[DC__CALL_OPS];      /* row + 1 of the algorithm table that DEEPC_ALGO forces */
+  dc__choice choice[DC__CALL_OPS];
   dc__trial trial[DC__CALL_OPS][DC__CLASSES];
 };
 
@@ -146,6 +157,7 @@ void dc__segments_lock(void);
 void dc__segments_unlock(void);
 
 /* ---- coll.c, coll_direct.c ---- */
+void dc__choices_make(dc_comm *c);
 int dc__force_algos(dc_comm *c);
 /* Asks every peer's memory for a word that it shows; all ranks agree on the answer. Called once by dc_comm_open. */
 int dc__probe_single_copy(dc_comm *c);

@@ -746,6 +746,7 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
   c->slot_used = calloc((size_t)k->slots, sizeof *c->slot_used);
   int rc = c->shown && c->slot_used ? wait_defaults(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);
   if (!rc) rc = dc__force_algos(c);
+  if (!rc) dc__choices_make(c);
   if (!rc) rc = pidfd_self(&c->pidfd[c->rank]);
   if (!rc) rc = c->rank == 0 ? lead(&j) : follow(&j);
   for (int i = 0; i < j.npending; i++) close(j.pending[i]);
