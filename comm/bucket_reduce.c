@@ -22,8 +22,8 @@
  * what A had when it blocked, a peer that came to the same place has as well, and posted. With different orders and
  * collectives inside backward it can, once gradients above the limit are pending; then the communicator's time-out
  * tells where every rank is. A rank that died or failed breaks the communicator, and that ends every wait.
- * With a ring nothing new blocks here: a full ring only stops reducing, and the caller, who waits for its peers on other
- * nodes bucket by bucket, in index order, prolongs the chain by links whose bucket falls as well.
+ * With a ring nothing new blocks here: a full ring only stops reducing, and the caller, who waits for its peers on
+ * other nodes bucket by bucket, in index order, prolongs the chain by links whose bucket falls as well.
  *
  * Copies into slots are dc_copy's, with streaming stores above its threshold (4 MiB a piece), although the slots are
  * read again soon. Tried on 2 ranks, 24 to 29 M fp32 gradients, on a loaded machine: with buckets of 16 and 64 MiB
@@ -330,7 +330,8 @@ static int begin_pass(dc_reducer *r, int assign, int norm) {
   if (norm && !r->k.partial && l->total > 0)
     return DC_FAIL(DC_E_INVALID, "norm is asked for, but the reducer was created with partial == NULL");
   if (r->k.ring && (!assign || norm))
-    return DC_FAIL(DC_E_INVALID, "a reducer with a ring assigns and makes no norm, got assign %d, norm %d", assign, norm);
+    return DC_FAIL(DC_E_INVALID, "a reducer with a ring assigns and makes no norm, got assign %d, norm %d", assign,
+                   norm);
   for (int64_t p = 0; p < l->nparams; p++) r->param[p] = (param){.left = l->numel[p]};
   for (int64_t b = 0; b < l->nbuckets; b++) r->bucket[b].state = BUCKET_IDLE;
   if (r->fused) memset(r->fused, 0, (size_t)(l->total / DC_BLOCK));
@@ -634,8 +635,8 @@ static int finish_checked(dc_reducer *r) {
   if (r->state == PASS_FAILED) return failed(r);
   if (r->state == PASS_CLOSED) return DC_FAIL(DC_E_STATE, "no pass is open; call dc_reducer_begin first");
   if (r->k.ring && r->reduced < r->k.layout->nbuckets && !has_room(r)) /* the caller's mistake: nothing is lost by it */
-    return DC_FAIL(DC_E_STATE, "the ring of %d buckets is full at bucket %lld; give buckets back before finish", r->k.ring,
-                   (long long)r->reduced);
+    return DC_FAIL(DC_E_STATE, "the ring of %d buckets is full at bucket %lld; give buckets back before finish",
+                   r->k.ring, (long long)r->reduced);
   int done, rc = finish_pass(r, &done);
   if (rc != DC_OK) return fail(r, rc);
   if (done) r->state = PASS_CLOSED;

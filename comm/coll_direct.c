@@ -467,6 +467,6 @@ int dc__probe_single_copy(dc_comm *c) {
   uint64_t all;
   DC_TRY(agree_on(c, &call, fine | (uint64_t)dc__membarrier_register() << 1, &all)); /* `word` lives until all have read it */
   c->single_copy = all & 1;
-  c->fences = !(all & 2);
+  dc__use_membarrier(c, all & 2);
   return DC_OK;
 }

@@ -59,6 +59,7 @@ typedef struct dc__where {
 } dc__where;
 
 enum { DC__SEGMENTS = 64 }; /* registered per communicator */
+enum { DC__BIASES = 16 };   /* times that the fast way into a communicator may change its thread */
 enum { DC__CLASSES = 5 }; /* of sizes, in which single copy and staging are timed */
 typedef struct dc__trial {
   int64_t calls;
@@ -104,9 +105,11 @@ struct dc_comm {
   uint32_t *shown;       /* [cells] number of the text that each of our cells holds */
   uint64_t hash;         /* of all calls posted */
   uint64_t fork_mark;    /* dc__fork_mark() of the process that opened */
-  /* who is inside, see dc__enter() */
-  _Atomic uintptr_t owner;
-  _Atomic uint32_t inside, taking;
+  /* who is inside, see dc__go_in() */
+  _Atomic uint32_t bias, taking;
+  _Atomic uintptr_t holder[DC__BIASES];
+  _Atomic uint32_t inside[DC__BIASES + 1];
+  uint32_t entered; /* the bias by which the thread inside came in */
   bool fences;       /* without membarrier(2): every post and done is a full fence, every entry an exchange */
   dc__counts counts; /* of the thread inside */
   dc__map map;
@@ -172,6 +175,8 @@ void dc__leave(dc_comm *c);
 bool dc__go_in(dc_comm *c);
 /* Registers this process for membarrier(2); false where there is none. */
 bool dc__membarrier_register(void);
+/* What all ranks have agreed on: membarrier for the rare side, or fences for all. Before that: dc__use_membarrier(c, false). */
+void dc__use_membarrier(dc_comm *c, bool yes);
 /* The error that broke c (as this thread's failure), or DC_OK. */
 int dc__broken(dc_comm *c);
 /* Breaks c on all ranks with this error; the first one wins. Returns the status of the winner. */

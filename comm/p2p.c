@@ -1,25 +1,27 @@
 /* p2p.c: messages between two ranks (p2p.h): matching, the pairs' rings, rendezvous, and waiting for all of it.
  *
  * Owns the area at the end of the communicator's shared map. Per rank it holds a seat: a bell (futex word) that peers
- * ring when the rank sleeps, what it called last, and a table of caller texts. Per ordered pair of ranks it holds a ring
- * of cells of one cache line and a ring of payload bytes. Only the source writes cells and payload; only the destination
- * advances `head`.
- * A cell is valid when its flag is its position + 1, so that a message of up to 32 bytes moves one cache line.
+ * ring when the rank sleeps, what it called last, and a table of caller texts. Per ordered pair of ranks it holds a
+ * ring of cells of one cache line and a ring of payload bytes. Only the source writes cells and payload; only the
+ * destination advances `head`. A cell is valid when its flag is its position + 1, so that a message of up to 32 bytes
+ * moves one cache line.
  *
- * Everything a pair has to say goes through its cells: EAGER (data inline or in the payload), RTS (a large send, with the
- * buffer's address), and, backwards, ACK (it was copied) or CTS (send it through the ring), then DATA. Who progresses
- * always empties its incoming rings: what no receive wants yet goes to private memory. So a full ring empties whenever
- * its reader is inside any of these functions, and cells that wait for room never wait for a matching receive.
- * A receive is complete only when its ACK lies in the ring, a send only when its cell does: closing loses nothing.
+ * Everything a pair has to say goes through its cells: EAGER (data inline or in the payload), RTS (a large send, with
+ * the buffer's address), and, backwards, ACK (it was copied) or CTS (send it through the ring), then DATA. Who
+ * progresses always empties its incoming rings: what no receive wants yet goes to private memory. So a full ring
+ * empties whenever its reader is inside any of these functions, and cells that wait for room never wait for a matching
+ * receive. A receive is complete only when its ACK lies in the ring, a send only when its cell does: closing loses
+ * nothing.
  *
- * Threads: `lock` guards all private state; it is never held while waiting or while copying from another process. Cells and
- * words in shared memory are published by seq_cst stores; the sleeper's and the waker's side are Dekker's pair (doze(),
- * ring()).
+ * Threads: `lock` guards all private state; it is never held while waiting or while copying from another process. Cells
+ * and words in shared memory are published by seq_cst stores; the sleeper's and the waker's side are Dekker's pair
+ * (doze(), ring()).
  *
- * Measured one way between two cores of a Xeon guest: 8 B 0.25 us, 512 B 0.5, 4 KiB 1.1, 16 KiB 1.6, 256 KiB 10 (26 GB/s);
- * through the rings alone 16 KiB 3.3, 256 KiB 26 (10 GB/s). Single copy begins to win at 6 KiB (eager: 8 KiB 1.7 us, 16 KiB
- * 3.0); the limit of 8 KiB leaves a sender of small messages free. A flag in the cell instead of a counter in a line of its
- * own saves a line per message, and 32 bytes in the cell another (64 B: 0.34 against 0.25 us). */
+ * Measured one way between two cores of a Xeon guest: 8 B 0.25 us, 512 B 0.5, 4 KiB 1.1, 16 KiB 1.6, 256 KiB 10 (26
+ * GB/s); through the rings alone 16 KiB 3.3, 256 KiB 26 (10 GB/s). The limit of eager messages: 4 KiB take 1.1 us eager
+ * and 1.3 by single copy, 8 KiB 1.7 and 1.4 (in a stream 1.05 and 1.26), 16 KiB 3.0 and 1.6; 8 KiB also leaves the
+ * sender free. A flag in the cell instead of a counter in a line of its own saves a line per message, and 32 bytes in
+ * the cell another (64 B: 0.34 against 0.25 us). */
 #include "p2p.h"
 
 #include <errno.h>
@@ -64,7 +66,7 @@ typedef struct cell {
 _Static_assert(sizeof(cell) == DC__LINE, "a cell is a cache line");
 
 typedef struct pair {
-  _Alignas(DC__LINE) _Atomic uint32_t head; /* cells that the destination has consumed; their payload is free with them */
+  _Alignas(DC__LINE) _Atomic uint32_t head; /* cells that the destination has taken, with their payload */
   cell cells[];                             /* then the payload */
 } pair;
 
@@ -377,7 +379,8 @@ static void finish(p2p *p, dc_request *r, int state, int status) {
   p->completed = true;
 }
 
-/* With the lock, which it gives back; in a forked child without: there it may be held by a thread that does not exist. */
+/* With the lock, which it gives back; in a forked child without: there it may be held by a thread that does not
+ * exist. */
 static void drop_ref(p2p *p, bool child) {
   bool last = --p->refs == 0;
   if (!child) pthread_mutex_unlock(&p->lock);
@@ -507,7 +510,7 @@ static int send_answer(p2p *p, int dst, int kind, uint32_t id, dc_request *done)
 
 /* ---- single copies ----------------------------------------------------------------------------------------------- */
 static int64_t read_from(const p2p *p, int src, void *to, uint64_t from, int64_t bytes) {
-  struct iovec here = {to, (size_t)bytes}, there = {(void *)(uintptr_t)from, (size_t)bytes}; /* NOLINT: another's address */
+  struct iovec here = {to, (size_t)bytes}, there = {(void *)(uintptr_t)from, (size_t)bytes};
   return process_vm_readv(p->c->h->seat[src].pid, &here, 1, &there, 1, 0);
 }
 
@@ -760,9 +763,9 @@ static int locked_progress(p2p *p) {
   return rc;
 }
 
-/* ---- progress for others -------------------------------------------------------------------------------------------- */
-/* All open p2p of this process. Held while one of them is progressed for others, so that it can't be closed meanwhile; taken
- * before p2p.lock. */
+/* ---- progress for others ----------------------------------------------------------------------------------------- */
+/* All open p2p of this process. Held while one of them is progressed for others, so that it can't be closed meanwhile;
+ * taken before p2p.lock. */
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
 static p2p *registry;
@@ -863,8 +866,8 @@ static int late(p2p *p, const dc_request *r, int64_t timeout_ns) {
   return break_all(p, DC_E_TIMEOUT, &t);
 }
 
-/* The peer whose end makes r impossible, or -1. Anybody may be the one that a receive from any source waits for: a death
- * ends it at once, a leaving when nobody is left. */
+/* The peer whose end makes r impossible, or -1. Anybody may be the one that a receive from any source waits for: a
+ * death ends it at once, a leaving when nobody is left. */
 static int missing(p2p *p, const dc_request *r) {
   int peer = r->source >= 0 ? r->source : r->peer, one = -1, left = 0;
   if (peer >= 0) return p->in[peer].dead || has_left(p, peer) ? peer : -1;
@@ -1254,8 +1257,8 @@ static void turn_out(p2p *p) {
     withdraw(p, ITEM(dc_request, p->live.next, all), DC_E_STATE, "the communicator of this request was closed");
 }
 
-/* Threads that still wait leave with DC_E_STATE; requests that their owners still have say the same. In a forked child only
- * memory is freed. */
+/* Threads that still wait leave with DC_E_STATE; requests that their owners still have say the same. In a forked child
+ * only memory is freed. */
 void dc__p2p_close(dc_comm *c) {
   p2p *p = c->p2p;
   if (!p) return;

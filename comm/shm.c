@@ -741,7 +741,7 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
   joining j = {.c = c, .k = k, .listener = -1, .memfd = -1, .deadline_ns = dc__now_ns() + c->timeout_ns};
   c->cells = k->slots > DC__CELLS ? k->slots : DC__CELLS;
   dc__counts_attach(&c->counts);
-  c->fences = true; /* until all ranks have agreed */
+  dc__use_membarrier(c, false); /* until all ranks have agreed */
   c->shown = calloc((size_t)c->cells, sizeof *c->shown);
   c->slot_used = calloc((size_t)k->slots, sizeof *c->slot_used);
   int rc = c->shown && c->slot_used ? wait_defaults(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);
@@ -770,6 +770,7 @@ int dc_comm_close(dc_comm *c) {
   if (c->fork_mark == dc__fork_mark()) {
     if (!dc__go_in(c))
       return DC_FAIL(DC_E_STATE, "group %s is in use by another thread and can't be closed", c->label);
+    dc__p2p_close(c); /* first: its waits here end because of this call, not because a peer saw us leave */
     /* release: peers that see it also see the last steps that we posted */
     atomic_store_explicit(&c->h->seat[c->rank].left, 1, memory_order_release);
     dc__wake_all(c);

@@ -552,38 +552,84 @@ static int test_all(dc_comm *c, waiting *w, int *ready) {
 }
 
 /* ---- a call ------------------------------------------------------------------------------------------------------ */
-/* One thread at a time. The thread that was inside last owns the communicator and enters with two plain stores and loads. Another
- * one takes it over: it names itself owner, makes all cores see that, and then looks whether somebody is inside: the old owner
- * has either shown itself before, or sees that it is no longer the owner. */
-static bool take_over(dc_comm *c, uintptr_t me) {
+/* One thread at a time. The holder of the current bias has a word of its own and enters with two plain stores and loads. Another thread
+ * takes over: it makes the next bias current, makes all cores see that, and then looks at the holder's word: the holder
+ * has either shown itself there before, or sees that its bias is not the current one any more. No word ever gets a second holder,
+ * because one that was taken over between its look and its store still sets and clears its word later. Behind the last bias all
+ * threads share a word by compare and exchange, which is cheaper than taking over once threads keep taking turns.
+ * tests/model/entry.pml checks this. */
+typedef enum { IN, REFUSED, AGAIN } entry;
+
+static bool exchange_in(dc_comm *c, uint32_t bias) {
+  uint32_t out = 0;
+  return atomic_compare_exchange_strong_explicit(&c->inside[bias], &out, 1, memory_order_seq_cst, memory_order_relaxed);
+}
+
+static uint32_t current(const dc_comm *c) { return atomic_load_explicit(&c->bias, memory_order_seq_cst); }
+
+static void clear(dc_comm *c, uint32_t bias) { atomic_store_explicit(&c->inside[bias], 0, memory_order_release); }
+
+static entry go_in_held(dc_comm *c, uint32_t bias) {
+  if (atomic_load_explicit(&c->inside[bias], memory_order_relaxed)) return REFUSED; /* from inside, by a callback */
+  atomic_store_explicit(&c->inside[bias], 1, memory_order_relaxed);
+  atomic_signal_fence(memory_order_seq_cst);
+  if (__builtin_expect(atomic_load_explicit(&c->bias, memory_order_relaxed) == bias, 1)) return IN;
+  clear(c, bias);
+  return AGAIN;
+}
+
+static entry go_in_shared(dc_comm *c) {
+  if (!exchange_in(c, DC__BIASES)) return REFUSED;
+  if (current(c) == DC__BIASES) return IN;
+  clear(c, DC__BIASES); /* making it everybody's was tried and given up */
+  return AGAIN;
+}
+
+/* With c->taking. The acquire in the last load: what the last one inside left. */
+static entry next_bias(dc_comm *c, uint32_t bias, uintptr_t me) {
+  if (!exchange_in(c, bias + 1)) return REFUSED;
+  if (bias + 1 < DC__BIASES) atomic_store_explicit(&c->holder[bias + 1], me, memory_order_relaxed);
+  atomic_store_explicit(&c->bias, bias + 1, memory_order_seq_cst);
+  membarrier(MB_PRIVATE_EXPEDITED);
+  if (atomic_load_explicit(&c->inside[bias], memory_order_seq_cst) == 0) return IN;
+  atomic_store_explicit(&c->bias, bias, memory_order_seq_cst);
+  clear(c, bias + 1);
+  return REFUSED;
+}
+
+static entry take_over(dc_comm *c, uint32_t bias, uintptr_t me) {
   uint32_t idle = 0;
   while (!atomic_compare_exchange_weak_explicit(&c->taking, &idle, 1, memory_order_acquire, memory_order_relaxed)) {
     idle = 0;
     sched_yield();
   }
-  const uintptr_t before = atomic_exchange_explicit(&c->owner, me, memory_order_seq_cst);
-  if (!c->fences) membarrier(MB_PRIVATE_EXPEDITED);
-  /* acquire: what the last one inside left */
-  const bool free = atomic_load_explicit(&c->inside, memory_order_seq_cst) == 0;
-  if (free) atomic_store_explicit(&c->inside, 1, memory_order_seq_cst);
-  else atomic_store_explicit(&c->owner, before, memory_order_seq_cst);
+  const entry got = current(c) == bias ? next_bias(c, bias, me) : AGAIN;
   atomic_store_explicit(&c->taking, 0, memory_order_release);
-  return free;
+  return got;
 }
 
 bool dc__go_in(dc_comm *c) {
   const uintptr_t me = (uintptr_t)pthread_self();
-  if (c->fences) {
-    uint32_t out = 0;
-    return atomic_compare_exchange_strong_explicit(&c->inside, &out, 1, memory_order_acquire, memory_order_relaxed);
+  for (;;) {
+    uint32_t bias = atomic_load_explicit(&c->bias, memory_order_acquire);
+    const bool shared = bias == DC__BIASES;
+    const bool held = !shared && atomic_load_explicit(&c->holder[bias], memory_order_relaxed) == me;
+    entry got = held ? go_in_held(c, bias) : shared ? go_in_shared(c) : AGAIN;
+    if (got == AGAIN && !shared) {
+      got = take_over(c, bias, me);
+      bias++;
+    }
+    if (got == AGAIN) continue;
+    if (got == IN) c->entered = bias;
+    return got == IN;
   }
-  if (atomic_load_explicit(&c->owner, memory_order_relaxed) != me) return take_over(c, me);
-  if (atomic_load_explicit(&c->inside, memory_order_relaxed)) return false; /* from inside, by a callback */
-  atomic_store_explicit(&c->inside, 1, memory_order_relaxed);
-  atomic_signal_fence(memory_order_seq_cst);
-  if (atomic_load_explicit(&c->owner, memory_order_relaxed) == me) return true;
-  atomic_store_explicit(&c->inside, 0, memory_order_release);
-  return take_over(c, me);
+}
+
+/* By the thread that opens. */
+void dc__use_membarrier(dc_comm *c, bool yes) {
+  c->fences = !yes;
+  atomic_store_explicit(&c->holder[0], (uintptr_t)pthread_self(), memory_order_relaxed);
+  atomic_store_explicit(&c->bias, yes ? 0 : DC__BIASES, memory_order_release);
 }
 
 int dc__enter(dc_comm *c) {
@@ -599,7 +645,7 @@ int dc__enter(dc_comm *c) {
 }
 
 /* release: the next thread that enters sees what this one left */
-void dc__leave(dc_comm *c) { atomic_store_explicit(&c->inside, 0, memory_order_release); }
+void dc__leave(dc_comm *c) { clear(c, c->entered); }
 
 void dc__show(dc_comm *c) {
   if (!c->unshown) return;

@@ -1,5 +1,6 @@
 /* compress.c: the public wrappers of the compression ops (ops.h): sizes of payloads, checks, the split into ranges of
- * whole blocks, and the way back from top-k, which touches so few elements that it has no bodies per instruction set. */
+ * whole blocks, and the way back from top-k, which touches so few elements that it has no bodies per instruction set.
+ */
 #include "call.h"
 
 #include "ref/scalar.h"
@@ -28,7 +29,8 @@ static int check_payload(const void *payload, int64_t bytes, const void *x, int 
   DC_TRY(check_low(dt, what));
   DC_TRY(check_array(payload, sizeof(float), n, "payload"));
   DC_TRY(check_array(x, dc_dtype_size(dt), n, what));
-  if (n > 0 && overlap(payload, bytes, x, bytes_of(dt, n))) return DC_FAIL(DC_E_INVALID, "payload and %s overlap", what);
+  if (n > 0 && overlap(payload, bytes, x, bytes_of(dt, n)))
+    return DC_FAIL(DC_E_INVALID, "payload and %s overlap", what);
   return DC_OK;
 }
 
@@ -195,9 +197,11 @@ static int check_indices(const topk_job *j) {
     int64_t most = 0;
     for (int64_t i = 0; i < take; i++) most = index[i] > most ? index[i] : most;
     if (most >= len)
-      return DC_FAIL(DC_E_INVALID, "payload: index %lld in the block at element %lld, which has %lld elements: it is not "
-                     "a payload of dc_topk with block = %lld, k = %lld, n = %lld", (long long)most, (long long)begin,
-                     (long long)len, (long long)j->block, (long long)j->k, (long long)j->n);
+      return DC_FAIL(DC_E_INVALID,
+                     "payload: index %lld in the block at element %lld, which has %lld elements: it is no payload of "
+                     "dc_topk with block = %lld, k = %lld, n = %lld",
+                     (long long)most, (long long)begin, (long long)len, (long long)j->block, (long long)j->k,
+                     (long long)j->n);
   }
   return DC_OK;
 }

@@ -1,5 +1,10 @@
 /* quantize.c: bodies of dc_quantize, dc_dequantize and dc_dequantize_add. A block is read twice, the second time from
- * the first-level cache: once for its scale, once for codes and error. */
+ * the first-level cache: once for its scale, once for codes and error.
+ *
+ * Measured (8 blocks of 4096 in the cache, least of 300, cycles of the time-stamp counter an element, AVX-512; AVX2):
+ * with error feedback 1 bit 0.54; 0.69, 8 bits 0.47; 0.49, 4 bits 0.53; 0.58; decode 8 bits 0.24; 0.25, decode and add
+ * 4 bits 0.28; 0.39. So all of them wait for memory once the arrays are larger than the cache:
+ * tests/bench/compress.py. */
 #include "cpu/vec.h"
 
 /* x + e, or x, of r elements. */

@@ -1,4 +1,5 @@
-/* topk.c: scalar reference of dc_topk. The threshold is found bit by bit: the largest key that at least k elements reach. */
+/* topk.c: scalar reference of dc_topk. The threshold is found bit by bit: the largest key that at least k elements
+ * reach. */
 #include "ref/scalar.h"
 
 static uint32_t key(float v) { return dc__bits_of_f32(v) & 0x7fffffffu; }

@@ -42,6 +42,18 @@ def _run(args: argparse.Namespace) -> int:
     return run(plan(args))
 
 
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    from .doctor import add_arguments
+
+    add_arguments(parser)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import run
+
+    return run(args)
+
+
 # name: (help, description, adds its arguments, runs and returns the exit code)
 _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "run": ("start a training script on several ranks of this machine",
@@ -49,6 +61,11 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], 
             "exit code is its own, and no process is left. The script finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
             "environment, as under torchrun. Example: deepc run --num_gpus 2 train.py --deepspeed_config ds_config.json",
             _run_arguments, _run),
+    "doctor": ("check this machine, or tell where the ranks of a run hang",
+               "Without an argument: build, machine and limits, and a self-test of two ranks, with the fix for each thing that is wrong. With the pid of one "
+               "rank, --all, or dumps: where every rank of the run is, which one is behind, and which call differs. Exit code: 0 all is well, 1 something is "
+               "wrong, 2 the question can't be answered.",
+               _doctor_arguments, _doctor),
 }
 
 

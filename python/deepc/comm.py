@@ -37,6 +37,60 @@ def init_distributed(dist_backend: str | None = None, *, timeout: datetime.timed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def empty_registered(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """A CPU tensor of this rank's own, in memory that the ranks of `group` (default: all) share: the group's large collectives read and write it
+    where it lies, which saves a copy of every byte. Zeroed. Collective: every rank of the group asks for the same size and dtype.
+
+    Raises UnsupportedError if the group is not of the backend "deepc", or spans nodes. The memory goes when the last tensor on it does."""
+    from .errors import UnsupportedError
+
+    group = dist.group.WORLD if group is None else group
+    comm = getattr(group, "node_comm", None)
+    if comm is None:
+        raise UnsupportedError(f"registered buffers need a group of the backend 'deepc' whose ranks are all on one node; this one is {type(group).__name__}"
+                               " or spans nodes")
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0])
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return comm.registered(torch.Size(size).numel(), dtype).view(size)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False):
+    """Prints, on rank 0, what the comms logger has seen there: per operation and message size the calls, latency and bandwidth, in DeepSpeed's form
+    (comms_logger.py has the units). Logging is on with the config section comms_logger {enabled: true}, or configure(). show_straggler: also how
+    long the rank waited for the slowest one. return_dict: every rank gets its own tables. Collective over all ranks."""
+    from .comms_logger import logger
+
+    if dist.is_initialized():
+        dist.barrier()
+    out = logger.log_all(not dist.is_initialized() or dist.get_rank() == 0, show_straggler, return_dict)
+    if dist.is_initialized():
+        dist.barrier()
+    return out
+
+
+def reset_log() -> None:
+    """Forgets what the comms logger of this rank has seen, for figures of one epoch or interval."""
+    from .comms_logger import logger
+
+    logger.reset()
+
+
+def configure(deepspeed_config=None, *, enabled: bool | None = None, prof_all: bool = True, prof_ops=None, verbose: bool = False,
+              debug: bool = False) -> None:
+    """Starts or stops the comms logger without an engine. deepspeed_config: a configuration (path, JSON text or dict), whose section comms_logger
+    is taken; the other arguments are that section's keys."""
+    from .comms_logger import logger
+
+    if deepspeed_config is not None:
+        from .config import Config
+
+        log = Config.load(deepspeed_config, world_size=dist.get_world_size() if dist.is_initialized() else 1, allow_auto=True).comms_logger
+        logger.configure(log.enabled, log.prof_all, log.prof_ops, log.verbose, log.debug)
+    else:
+        logger.configure(logger.enabled if enabled is None else enabled, prof_all, prof_ops, verbose, debug)
+
+
 def default_device() -> torch.device:
     """This rank's device: the GPU of its local rank if there are GPUs, else the CPU."""
     if torch.cuda.is_available():

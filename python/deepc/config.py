@@ -106,6 +106,9 @@ class ZeroConfig:
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int
     stage3_gather_16bit_weights_on_model_save: bool
+    zero_quantized_weights: bool
+    zero_quantized_gradients: bool
+    zero_hpz_partition_size: int
     offload_optimizer: OffloadOptimizerConfig
     offload_param: OffloadParamConfig
 
@@ -146,6 +149,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class CommsLoggerConfig:
+    """Section comms_logger."""
+
+    enabled: bool
+    verbose: bool
+    prof_all: bool
+    prof_ops: tuple[str, ...] | None
+    debug: bool
+
+
+@dataclass(frozen=True)
 class DeepcConfig:
     """Section deepc: our own keys."""
 
@@ -177,6 +191,7 @@ class Config:
     zero: ZeroConfig
     data_types: DataTypesConfig
     checkpoint: CheckpointConfig
+    comms_logger: CommsLoggerConfig
     deepc: DeepcConfig
     world_size: int
     device_type: str
@@ -462,6 +477,7 @@ class _Loader:
         optimizer, scheduler = self._optimizer(), self._scheduler()
         self._precision_rules()
         self._offload_rules()
+        self._zeropp_rules()
         self._triangle()
         if self.auto and not self.allow_auto:
             self.errors.append(_auto_message(self.name, self.auto))
@@ -587,6 +603,22 @@ class _Loader:
         pin = "zero_optimization.offload_optimizer.pin_memory"
         if pin in self.values and self.device == "cpu":
             self.inert.append(InertKey(pin, self.values[pin], "page-locked memory serves copies to a GPU"))
+
+    def _zeropp_rules(self) -> None:
+        """ZeRO++ acts on what crosses between CPU nodes; how many there are the engine knows."""
+        stage = self.get("zero_optimization.stage")
+        for leaf, needs, why in (("zero_quantized_gradients", 0, ""), ("zero_quantized_weights", 1, "stage 0 sends no parameters"),
+                                 ("zero_hpz_partition_size", 3, "parameters are partitioned at stage 3 only")):
+            path = f"zero_optimization.{leaf}"
+            value = self.get(path)
+            if value <= (leaf == "zero_hpz_partition_size"):  # 0, 1 or false: not asked for
+                continue
+            if stage < needs:
+                self.inert.append(InertKey(path, value, why))
+            elif self.device == "cuda":
+                self.fail(path, value, "asks for ZeRO++ on GPUs, which deepc does not have yet (CPU nodes have it). Remove the key.")
+            elif leaf == "zero_hpz_partition_size" and self.world % value:
+                self.fail(path, value, f"does not divide the {self.world} rank(s). Set it to the number of ranks of a node, or to 1.")
 
     def _triangle(self) -> None:
         if any(f"{k}" in self.auto for k in _TRIANGLE):
@@ -735,6 +767,7 @@ class _Loader:
                             offload_optimizer=self._fill(OffloadOptimizerConfig, f"{zero}.offload_optimizer"),
                             offload_param=self._fill(OffloadParamConfig, f"{zero}.offload_param")),
             data_types=DataTypesConfig("fp32"), checkpoint=self._fill(CheckpointConfig, "checkpoint"),
+            comms_logger=self._fill(CommsLoggerConfig, "comms_logger"),
             deepc=self._fill(DeepcConfig, "deepc"), world_size=self.world, device_type=self.device, source=self.name, raw=self.raw,
             inert=tuple(self.inert), auto=tuple(self.auto), given=frozenset(self.values))
 

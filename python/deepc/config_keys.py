@@ -84,9 +84,7 @@ _NVME = "offload to disk (NVMe)"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _MONITOR = "experiment monitors (tensorboard, wandb, comet, csv)"
 _FLOPS = "the flops profiler"
-_COMMS_LOGGER = "the communication logger"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
-_ZEROPP = "ZeRO++ (quantized and hierarchical collectives)"
 _TP = "tensor parallelism"
 _PIPE = "pipeline parallelism"
 _COMPILE = "DeepCompile (torch.compile on the module works)"
@@ -236,10 +234,14 @@ KEYS: tuple[Key, ...] = (
     _active("zero_optimization.cpu_offload_param", "bool", None, "Old form of offload_param {device: cpu}."),
     _inert("zero_optimization.cpu_offload_use_pin_memory", "bool", None, "Old form of pin_memory.", "use offload_optimizer.pin_memory"),
     _later("zero_optimization.zenflow", "object", None, "ZenFlow"),
-    _later("zero_optimization.zero_hpz_partition_size", "int", 1, _ZEROPP, ok=(0, 1), ge=0),
-    _later("zero_optimization.zero_quantized_weights", "bool", False, _ZEROPP),
-    _later("zero_optimization.zero_quantized_nontrainable_weights", "bool", False, _ZEROPP),
-    _later("zero_optimization.zero_quantized_gradients", "bool", False, _ZEROPP),
+    _active("zero_optimization.zero_hpz_partition_size", "int", 1,
+            "Ranks of ZeRO++'s secondary partition: 1, or a divisor of the ranks of a node. The node always is it: it holds the parameters once.", ge=0),
+    _active("zero_optimization.zero_quantized_weights", "bool", False,
+            "ZeRO++'s qwZ: updated parameters cross between nodes as 8-bit blocks (stages 1 to 3)."),
+    _inert("zero_optimization.zero_quantized_nontrainable_weights", "bool", False, "Frozen parameters quantised.",
+           "frozen parameters lie in every node's memory from the start: they never travel"),
+    _active("zero_optimization.zero_quantized_gradients", "bool", False,
+            "ZeRO++'s qgZ: gradients, reduced inside the node, cross between nodes as 4-bit blocks."),
     _removed("zero_optimization.mics_shard_size", "int", "use ZeRO-3", ok=(None, -1)),
     _removed("zero_optimization.mics_hierarchical_params_gather", "bool", "use ZeRO-3", ok=(None, False)),
     _removed("zero_optimization.zeropp_loco_param", "object", "use ZeRO-3"),
@@ -293,11 +295,11 @@ KEYS: tuple[Key, ...] = (
     _later("flops_profiler.top_modules", "int", 1, _FLOPS, ok=ANY),
     _later("flops_profiler.detailed", "bool", True, _FLOPS, ok=ANY),
     _later("flops_profiler.output_file", "str", None, _FLOPS, ok=ANY),
-    _later("comms_logger.enabled", "bool", False, _COMMS_LOGGER),
-    _later("comms_logger.verbose", "bool", False, _COMMS_LOGGER, ok=ANY),
-    _later("comms_logger.prof_all", "bool", True, _COMMS_LOGGER, ok=ANY),
-    _later("comms_logger.debug", "bool", False, _COMMS_LOGGER, ok=ANY),
-    _later("comms_logger.prof_ops", "strings", None, _COMMS_LOGGER, ok=ANY),
+    _active("comms_logger.enabled", "bool", False, "Log every collective's size, latency and bandwidth; print them with deepc.comm.log_summary()."),
+    _active("comms_logger.verbose", "bool", False, "A line per call."),
+    _active("comms_logger.prof_all", "bool", True, "All operations; false: those of prof_ops."),
+    _active("comms_logger.debug", "bool", False, "The caller's line becomes part of an operation's name."),
+    _active("comms_logger.prof_ops", "strings", None, "Operations to log: all_reduce, reduce_scatter, all_gather, broadcast, ..."),
     _later("autotuning", "gated", None, "autotuning"),
     _later("pipeline.stages", "any", "auto", _PIPE, ok=ANY),
     _later("pipeline.partition", "str", "best", _PIPE, ok=ANY),

@@ -14,13 +14,14 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
-from . import comm, memory, ops, precision, zero  # noqa: F401  (ops registers torch.ops.deepc)
+from . import comm, comms_logger, memory, ops, precision, zero  # noqa: F401  (ops registers torch.ops.deepc)
 from ._lib import C, call
 from .config import Config, OptimizerConfig, default_optimizer
 from .dtypes import code
 from .errors import ArgumentError, ConfigError, DeepcError, StrayWriteError, UnsupportedError
 from .group import open_group
 from .hooks import GradientHooks
+from .nodes import NodesReducer
 from .optim import Adam, AdamW
 from .optim.sharded import ShardedOptimizer
 from .param import unshare
@@ -49,6 +50,9 @@ class Engine(torch.nn.Module):
         self.module = model
         self._config = config
         self.device = device or comm.default_device()
+        log = config.comms_logger
+        if log.enabled:
+            comms_logger.logger.configure(True, log.prof_all, log.prof_ops, log.verbose, log.debug)
         self.group = open_group(self.device, comm.DEFAULT_TIMEOUT)
         self.world_size, self.global_rank = self.group.world, self.group.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
@@ -67,12 +71,14 @@ class Engine(torch.nn.Module):
         group_of = self._groups(self.optimizer.param_groups)
         named = list(model.named_parameters())
         self._check_model(named, group_of)
-        if stage == 3 and self.group.transport == "c10d" and self.world_size > 1:
-            raise UnsupportedError("zero_optimization.stage 3 over several GPUs or nodes needs the streamed mode, which does not exist yet (docs/status.md); "
-                                   "use stage 2, or one CPU node")
+        self._check_nodes()
+        gradients_as, parameters_as = self._compression()
+        asked = config.communication_data_type
         self.plan: Plan = make_plan(
             named, group_of, stage=stage, world=self.world_size, rank=self.global_rank, ranks_per_node=self.group.ranks_per_node, device=self.device,
-            dtype=self.dtype, transport=self.group.transport, bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size, moments=self.optimizer.moments)
+            dtype=self.dtype, transport=self.group.transport, bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size,
+            moments=self.optimizer.moments, nodes=self.group.nodes, part=self.group.part_of(self.global_rank),
+            wire=precision.torch_dtype(asked) if asked else self.dtype, gradients_as=gradients_as, parameters_as=parameters_as)
         refuse_if_too_big(self.plan)
         self._cast_buffers()
         self._choose_matmul()
@@ -81,6 +87,8 @@ class Engine(torch.nn.Module):
         self.optimizer.attach(self.state, [group_of[id(p)] for p in self.state.trained])
         self.reducer = self._make_reducer()
         self.hooks = GradientHooks(self.state, self.reducer)
+        if self.plan.parameters_as:
+            self._publish()  # from the start on the parameters are what other nodes get of the masters
         self.scaler = precision.make_scaler(config)
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self.training_dataloader = self._make_loader(training_data, collate_fn)
@@ -134,6 +142,37 @@ class Engine(torch.nn.Module):
             if id(p) in group_of and not p.is_floating_point():
                 raise ConfigError(f"parameter '{name}' is {p.dtype}; only floating-point parameters can be trained")
 
+    def _check_nodes(self) -> None:
+        """What the ranks' places rule out, known only now."""
+        group, zero_config = self.group, self._config.zero
+        torch_path = group.transport == "c10d" and self.world_size > 1
+        uneven = f"nodes with different numbers of ranks ({group.uneven})"
+        if torch_path and zero_config.stage == 3:
+            what, fix = (uneven, "start equally many ranks on each node") if group.uneven else ("several GPUs", "use CPU nodes")
+            raise UnsupportedError(f"zero_optimization.stage 3 over {what} needs the streamed mode, which does not exist yet (docs/status.md); "
+                                   f"{fix}, or use stage 2")
+        asked = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(zero_config, k)]
+        if torch_path and asked:
+            raise UnsupportedError(f"zero_optimization.{asked[0]} over {uneven if group.uneven else 'several GPUs'} does not exist; "
+                                   f"{'start equally many ranks on each node' if group.uneven else 'use CPU nodes'}, or remove the key")
+        size, ranks = zero_config.zero_hpz_partition_size, group.ranks_per_node
+        if size > 1 and zero_config.stage == 3 and ranks % size:
+            raise ConfigError(f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {ranks} rank{'s' * (ranks > 1)} of a node. The "
+                              "secondary partition is always the node here (its memory holds the parameters once, whichever rank reads them); a "
+                              f"partition over several nodes would bring back the traffic that hpZ is there to avoid. Set it to {ranks}, or to 1.")
+
+    def _compression(self) -> tuple[str, str]:
+        """(gradients_as, parameters_as) of the plan: ZeRO++ acts on what crosses between nodes."""
+        zero_config = self._config.zero
+        if self.group.nodes == 1:
+            for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+                if getattr(zero_config, key):
+                    self._say(f"config: zero_optimization.{key} has no effect here: there is one node, and inside it gradients are reduced where "
+                              "they lie and parameters are shared, uncompressed")
+            return "", ""
+        weights = zero_config.zero_quantized_weights and zero_config.stage > 0
+        return "int4" if zero_config.zero_quantized_gradients else "", "int8" if weights else ""
+
     @torch.no_grad()
     def _cast_buffers(self) -> None:
         for module in self.module.modules():
@@ -160,11 +199,11 @@ class Engine(torch.nn.Module):
             self._say(f"this CPU has no {str(self.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are computed in fp32 and rounded")
 
     def _make_reducer(self):
-        asked = self._config.communication_data_type
-        wire = precision.torch_dtype(asked) if asked else self.dtype
-        pre = self._config.pre_scale
+        wire, pre = self.plan.wire, self._config.pre_scale
         self._pre_scale = pre
         st = self.state
+        if self.group.transport == "nodes":
+            return NodesReducer(self.plan, self.group, st.acc, st.partial, wire, pre)
         if self.device.type == "cpu" and self.group.transport in ("local", "node"):
             bucket_comm = None
             if self.group.transport == "node":
@@ -266,6 +305,7 @@ class Engine(torch.nn.Module):
         self._end_micro_step()
         self._last = result
         self._time("step", started)
+        comms_logger.logger.drain()
         self._print_step()
         return result
 
@@ -308,6 +348,7 @@ class Engine(torch.nn.Module):
         also the fence after which nobody reads the old parameters."""
         st, plan = self.state, self.plan
         if not self.hooks.norm_ready:
+            self.reducer.settle()
             st.partial.copy_(torch.ops.deepc.norm_squared(st.acc))
         partial = st.partial
         if not plan.own_all and self.world_size > 1:
@@ -315,7 +356,8 @@ class Engine(torch.nn.Module):
             message = torch.cat([partial, torch.tensor([float(stray)], dtype=torch.float64, device=partial.device)])
             gathered = self.group.gather_all(message)
             self._raise_if_stray(gathered[:, -1].tolist())
-            partial = norm_order(plan, gathered[:, :-1])
+            by_part = sorted(range(self.world_size), key=self.group.part_of)
+            partial = norm_order(plan, gathered[by_part, :-1])
         elif plan.stage == 3:
             self._raise_if_stray([float(st.stray_write())])
         self._verify_checksums()
@@ -347,11 +389,14 @@ class Engine(torch.nn.Module):
         return st.names[found] if found >= 0 else "unknown"
 
     def _publish(self) -> None:
-        """Makes the new parameters every rank's: at stage 3 they already are (a fence), at stages 1 and 2 replicas are completed."""
+        """Makes the new parameters every rank's: at stage 3 they already are on their node (a fence), at stages 1 and 2 replicas are completed;
+        between nodes the owners' shards travel first."""
         plan = self.plan
+        if plan.nodes > 1 and plan.stage > 0:
+            self.reducer.publish(self.state.flat, self.state.master, plan.stage == 3)
         if plan.stage == 3 and self.world_size > 1:
-            self.group.barrier()
-        elif plan.stage in (1, 2) and self.world_size > 1:
+            self.group.node_barrier()
+        elif plan.stage in (1, 2) and self.world_size > 1 and plan.nodes == 1:
             self.reducer.gather(self.state.flat)
         self.state.bump_versions()
         self._remember_checksums()
@@ -370,7 +415,7 @@ class Engine(torch.nn.Module):
             self._raise_if_stray([float(self.state.stray_write())])
 
     def _my_params(self) -> range:
-        return range(self.global_rank, len(self.state.trained), self.world_size)
+        return range(self.group.local_rank, len(self.state.trained), self.group.ranks_per_node)
 
     def _checksum(self, i: int) -> int:
         offset, n = self.plan.layout.offsets[i], self.plan.layout.numels[i]
@@ -394,6 +439,9 @@ class Engine(torch.nn.Module):
         indices = {id(p): i for i, p in enumerate(self.state.trained)}
         self.state.master_from_params([indices[id(p)] for p in params if id(p) in indices])
         self.group.barrier()
+        if self.plan.parameters_as:
+            self._publish()
+            return
         self.state.bump_versions()
         self._remember_checksums()
 
@@ -468,6 +516,13 @@ class Engine(torch.nn.Module):
         """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph."""
         self.module.compile(*args, **kwargs)
 
+    @property
+    def comm_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has sent to other nodes so far: "gradients", "parameters", "control" (norms, broadcasts) and "total".
+        Payload: without the headers of the network. All 0 on one node."""
+        sent = {"gradients": 0, "parameters": 0, "control": 0, **self.group.sent_bytes}
+        return {**sent, "total": sum(sent.values())}
+
     def memory_summary(self) -> dict[str, int]:
         """Bytes of this process now (rss, pss, peak) and of the plan."""
         return {**memory.process_bytes(), **{f"plan_{k}": v for k, v in self.plan.bytes.items()}}
@@ -505,6 +560,7 @@ class Engine(torch.nn.Module):
         """Average gradient of `p`, unscaled and before clipping, fp32, on every rank; None before a backward. Collective."""
         if not self.hooks.accumulated:
             return None
+        self.reducer.settle()
         return self._whole(self.state.acc, self._index(p)) * self._unit()
 
     def full_fp32_param(self, p: torch.nn.Parameter) -> torch.Tensor:

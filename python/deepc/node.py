@@ -166,7 +166,8 @@ def reduction(dtype: torch.dtype, op: str) -> tuple[int, int]:
         if op not in REDUCE_OPS:
             raise ArgumentError(f"unknown reduction '{op}'; expected one of {', '.join(REDUCE_OPS)}")
         possible = ", ".join(o for o in REDUCE_OPS if (dtype, o) in REDUCTIONS)
-        raise ArgumentError(f"there is no {op} of {dtype}; " + (f"possible are {possible}" if possible else "convert to a dtype that can be reduced"))
+        fix = f"possible are {possible}" if possible else "convert to a dtype that can be reduced"
+        raise ArgumentError(f"there is no {op} of {dtype}; {fix}")
     return found
 
 
@@ -232,6 +233,9 @@ class Request:
         handle, self._handle = getattr(self, "_handle", None), None
         if handle:
             C.dc_request_free(handle)
+
+
+_STAGGER = 68 * 64  # between the ranks' parts of a segment: arrays congruent modulo 2 MiB evict each other
 
 
 class Comm:
@@ -309,7 +313,8 @@ class Comm:
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
             self.caller.tell(self.handle)
-            check(C.dc_gather(self._handle, tensor.data_ptr(), None if out is None else out.data_ptr(), tensor.numel() * per, dtype, root, tag))
+            into = None if out is None else out.data_ptr()
+            check(C.dc_gather(self._handle, tensor.data_ptr(), into, tensor.numel() * per, dtype, root, tag))
 
     def scatter(self, out: torch.Tensor, tensor: torch.Tensor | None, root: int) -> None:
         """out[n] = part `rank` of the tensor[size * n] of group rank `root`; elsewhere `tensor` is None."""
@@ -320,7 +325,8 @@ class Comm:
         dtype, per, tag = copy_code(out.dtype)
         with self.lock:
             self.caller.tell(self.handle)
-            check(C.dc_scatter(self._handle, None if tensor is None else tensor.data_ptr(), out.data_ptr(), out.numel() * per, dtype, root, tag))
+            source = None if tensor is None else tensor.data_ptr()
+            check(C.dc_scatter(self._handle, source, out.data_ptr(), out.numel() * per, dtype, root, tag))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """tensor of group rank `root` to all."""
@@ -343,8 +349,8 @@ class Comm:
             check(C.dc_all_to_all(self._handle, tensor.data_ptr(), out.data_ptr(), tensor.numel() // self.size * per, dtype, tag))
 
     def all_to_allv(self, out: torch.Tensor, out_counts: Sequence[int], tensor: torch.Tensor, in_counts: Sequence[int]) -> None:
-        """As all_to_all with blocks of any sizes: in_counts[j] elements of `tensor` go to rank j, out_counts[j] of `out` come from rank j, in
-        rank order. MismatchError on all ranks where the counts of two ranks disagree."""
+        """As all_to_all with blocks of any sizes: in_counts[j] elements of `tensor` go to rank j, out_counts[j] of `out` come from rank j,
+        in rank order. MismatchError on all ranks where the counts of two ranks disagree."""
         _require(tensor, "tensor")
         _require(out, "out")
         if out.dtype != tensor.dtype:
@@ -360,13 +366,13 @@ class Comm:
             check(C.dc_all_to_allv(self._handle, tensor.data_ptr(), sent, out.data_ptr(), got, dtype, tag))
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Request:
-        """Starts a message to group rank `dst`. May run beside collectives in other threads. The request keeps `tensor` alive; don't write it
-        before the request is complete."""
+        """Starts a message to group rank `dst`. May run beside collectives in other threads. The request keeps `tensor` alive; don't write
+        it before the request is complete."""
         return self._message(C.dc_isend, tensor, dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Request:
-        """Starts a receive of exactly tensor.numel() elements from group rank `src` (None: anyone). Don't read `tensor` before the request is
-        complete."""
+        """Starts a receive of exactly tensor.numel() elements from group rank `src` (None: anyone). Don't read `tensor` before the request
+        is complete."""
         return self._message(C.dc_irecv, tensor, ANY_SOURCE if src is None else src, tag)
 
     def _message(self, start, tensor: torch.Tensor, peer: int, tag: int) -> Request:
@@ -389,6 +395,14 @@ class Comm:
             self.caller.tell(self.handle)
             check(C.dc_segment_create(self._handle, nbytes, ctypes.byref(handle), ctypes.byref(base)))
         return Segment(handle.value, base.value, (nbytes + (2 << 20) - 1) >> 21 << 21)
+
+    def registered(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D tensor of this rank's own that lies in shared memory: large collectives of this communicator read and write it where it
+        is, instead of staging or copying it. Collective: the same numel and dtype on all ranks. A communicator has 64 such segments; tensors beyond
+        work like any other. OutOfMemoryError on all ranks before anything is allocated if it does not fit."""
+        line = 64
+        stride = (numel * dtype.itemsize + line - 1) // line * line + _STAGGER
+        return self.segment(max(1, self.size * stride)).tensor(dtype, self.rank * stride, numel)
 
     def abort(self, reason: str) -> None:
         """Breaks the communicator on every rank; may be called from any thread."""

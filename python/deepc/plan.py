@@ -15,6 +15,7 @@ from .partition import Layout, Segment, Slice
 
 MAX_BUCKET_ELEMS = 1 << 20  # larger buckets win nothing in shared memory and cost staging; reduce_bucket_size lowers it
 SLOTS = 2  # staging slots per rank
+RING = 4  # buckets of a rank that may be on their way to other nodes
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Plan:
     ranks_per_node: int
     device: str
     dtype: torch.dtype  # of the parameters that the model computes with
-    transport: str  # "local" (one rank), "node" (shared memory) or "c10d" (torch.distributed: GPUs, several nodes)
+    transport: str  # "local" (one rank), "node" (shared memory), "nodes" (CPU nodes) or "c10d" (torch.distributed: GPUs, uneven nodes)
     mode: str  # "private" (a replica per rank) or "resident" (one copy per node)
     params: tuple[ParamInfo, ...]
     frozen_elems: int
@@ -46,6 +47,12 @@ class Plan:
     segments: tuple[Segment, ...]  # this rank's, in shard order
     slices: tuple[Slice, ...]  # this rank's, in bucket order
     bytes: dict[str, int]
+    nodes: int = 1
+    part: int = 0  # this rank's place in the layout, see group.py
+    node_layout: Layout | None = None  # over several nodes: the same flat space and buckets, cut for the ranks of a node
+    gradients_as: str = ""  # between nodes: "int4" (ZeRO++'s qgZ), or "" for the wire dtype
+    parameters_as: str = ""  # between nodes: "int8" (ZeRO++'s qwZ), or "" for the parameters' dtype
+    wire: torch.dtype | None = None  # of gradients
 
     @property
     def own_all(self) -> bool:
@@ -58,8 +65,19 @@ class Plan:
 
     @property
     def has_master(self) -> bool:
-        """True if separate fp32 master weights exist (16-bit parameters)."""
-        return self.dtype != torch.float32
+        """True if separate fp32 master weights exist (16-bit parameters, or parameters that reach other nodes quantised)."""
+        return self.dtype != torch.float32 or bool(self.parameters_as)
+
+    def crossing(self) -> dict[str, int]:
+        """Bytes that one node sends to the others: "gradients" per backward (stage 0: and "sums" per step), "parameters" per step."""
+        from .nodes import codec_for
+
+        elems, others = self.layout.total // self.nodes, self.nodes - 1  # in slices, which are multiples of a codec's block
+        return {
+            "gradients": others * codec_for(self.gradients_as, self.wire).nbytes(elems),
+            "sums": others * elems * 4 if self.own_all else 0,
+            "parameters": 0 if self.own_all else others * codec_for(self.parameters_as, self.dtype).nbytes(elems),
+        }
 
     def describe(self) -> str:
         """A table of where each byte lies."""
@@ -78,12 +96,29 @@ class Plan:
             ("gradients (fp32)", b["grads_private"], 0),
             ("optimizer states", b["states_private"], 0),
             ("gradient buckets", 0, b["staging_shared"]),
+            ("on the way between nodes", b["exchange_private"], 0),
         ]
         for name, private, shared in rows:
             if private or shared:
                 lines.append(f"  {name:<26}{private / mib:>12.1f}{shared / mib:>22.1f}")
         lines.append(f"  {'model states of this node':<26}{b['node_total'] / mib:>12.1f}  ({self.ranks_per_node} ranks; activations not included)")
+        if self.nodes > 1:
+            lines.extend(self._describe_crossing())
         return "\n".join(lines)
+
+    def _describe_crossing(self) -> list[str]:
+        sent, mib = self.crossing(), 2.0**20
+        lines = [f"  between {self.nodes} nodes, MiB that each sends: gradients {sent['gradients'] / mib:.2f} a backward "
+                 f"({self.gradients_as or str(self.wire).removeprefix('torch.')}{' blocks, qgZ' if self.gradients_as else ''})"]
+        if self.own_all:
+            lines[0] += f", their sums {sent['sums'] / mib:.2f} a step (float32)"
+        else:
+            lines[0] += (f", updated parameters {sent['parameters'] / mib:.2f} a step "
+                         f"({self.parameters_as or str(self.dtype).removeprefix('torch.')}{' blocks, qwZ' if self.parameters_as else ''})")
+        if self.stage == 3:
+            lines.append(f"  secondary partition (hpZ): the node, {self.ranks_per_node} rank{'s' * (self.ranks_per_node > 1)}: it holds one copy of "
+                         "all parameters in shared memory, so that forward and backward gather 0 bytes")
+        return lines
 
 
 def make_plan(
@@ -99,6 +134,11 @@ def make_plan(
     transport: str,
     bucket_elems: int,
     moments: int,
+    nodes: int = 1,
+    part: int | None = None,
+    wire: torch.dtype | None = None,
+    gradients_as: str = "",
+    parameters_as: str = "",
 ) -> Plan:
     """Plans `named` parameters (id(parameter) -> optimizer group in `group_of`; absent: not trained) for this rank.
 
@@ -108,19 +148,44 @@ def make_plan(
     infos = tuple(ParamInfo(n, tuple(p.shape), p.numel(), group_of.get(id(p)), index.get(id(p))) for n, p in named)
     layout = Layout([p.numel() for _, p in trained], world, max(1, min(bucket_elems, MAX_BUCKET_ELEMS)))
     frozen = sum((p.numel + 63) // 64 * 64 for p in infos if p.index is None)
-    resident = stage == 3
+    resident, part, wire = stage == 3, rank if part is None else part, wire or dtype
+    node_layout = _cut_for_node(layout, ranks_per_node) if nodes > 1 else None
     raw = _lib.BytesIn(
         total=layout.total, shard=layout.shard_elems, frozen=frozen, world=world, ranks_per_node=ranks_per_node,
-        slots=SLOTS if transport == "node" else 0, bucket_elems=layout.bucket_elems, stage=stage, param_size=dtype.itemsize,
-        grad_wire_size=dtype.itemsize, master=int(dtype != torch.float32), state_size=4, nstates=moments, resident=int(resident))
+        slots=SLOTS if transport in ("node", "nodes") else 0, bucket_elems=layout.bucket_elems, stage=stage, param_size=dtype.itemsize,
+        grad_wire_size=wire.itemsize, master=int(dtype != torch.float32 or bool(parameters_as)), state_size=4, nstates=moments,
+        resident=int(resident), exchange=_exchange_bytes(layout, nodes, wire, gradients_as))
     out = _lib.Bytes()
     _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
     return Plan(
         stage=stage, world=world, rank=rank, ranks_per_node=ranks_per_node, device=str(device), dtype=dtype, transport=transport,
         mode="resident" if resident else "private", params=infos, frozen_elems=frozen, layout=layout,
-        segments=tuple(layout.whole_segments() if stage == 0 else layout.segments(rank)),
-        slices=tuple([Slice(0, 0, layout.total)] if stage == 0 else layout.slices(rank)),
-        bytes={n: getattr(out, n) for n, _ in _lib.Bytes._fields_})
+        segments=tuple(layout.whole_segments() if stage == 0 else layout.segments(part)),
+        slices=tuple([Slice(0, 0, layout.total)] if stage == 0 else layout.slices(part)),
+        bytes={n: getattr(out, n) for n, _ in _lib.Bytes._fields_},
+        nodes=nodes, part=part, node_layout=node_layout, gradients_as=gradients_as, parameters_as=parameters_as, wire=wire)
+
+
+def _cut_for_node(layout: Layout, ranks: int) -> Layout:
+    """The same flat space, in the same buckets, for the ranks of a node. A parameter that no one has stands for the padding, which is longer
+    than a layout of fewer ranks would make it."""
+    numels = list(layout.numels)
+    end = (layout.offsets[-1] + numels[-1] + 63) // 64 * 64 if numels else 0
+    cut = Layout([*numels, layout.total - end], ranks, layout.bucket_elems)
+    assert (cut.total, cut.bucket_elems) == (layout.total, layout.bucket_elems)
+    return cut
+
+
+def _exchange_bytes(layout: Layout, nodes: int, wire: torch.dtype, gradients_as: str) -> int:
+    """Bytes of a rank's buffers for what is on its way between nodes: the reduced slices, and what is sent and received for them."""
+    if nodes == 1:
+        return 0
+    from .nodes import Plain, codec_for
+
+    codec, ranks = codec_for(gradients_as, wire), layout.world // nodes
+    payload = nodes * codec.nbytes(layout.bucket_elems // layout.world)
+    straight = isinstance(codec, Plain) and wire == torch.float32
+    return RING * (layout.bucket_elems // ranks * 4 + payload * (1 if straight else 2))
 
 
 def refuse_if_too_big(plan: Plan) -> None:

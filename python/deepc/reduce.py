@@ -1,7 +1,8 @@
 """Gradients into the owner's accumulator, one parameter at a time, from autograd's hooks.
 
-Two reducers with one interface: C's (comm/bucket.h: shared memory, or one rank) and torch.distributed's (GPUs, several nodes).
-Interface: begin(assign, norm), add(index, grad), released() -> indices, finish(), gather(flat)."""
+Three reducers with one interface: C's (comm/bucket.h: shared memory, or one rank), C's inside each of several CPU nodes (nodes.py), and
+torch.distributed's (GPUs, nodes with different numbers of ranks).
+Interface: begin(assign, norm), add(index, grad), released() -> indices, finish(), settle(), gather(flat)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ class CoreReducer:
         bucket_bytes = plan.layout.bucket_elems * wire.itemsize
         config = _lib.ReducerConfig(
             comm=comm.handle if comm is not None else None, layout=plan.layout.handle, dtype=code(wire), own_all=int(plan.own_all),
-            rank=plan.rank, pre_scale=pre_scale, pending_limit_bytes=2 * bucket_bytes, acc=acc.data_ptr(), partial=partial.data_ptr())
+            rank=plan.part, pre_scale=pre_scale, pending_limit_bytes=2 * bucket_bytes, acc=acc.data_ptr(), partial=partial.data_ptr())
+        self._make(config)
+
+    def _make(self, config: "_lib.ReducerConfig") -> None:
         handle = ctypes.c_void_p()
         call("dc_reducer_create", ctypes.byref(config), ctypes.byref(handle))
         self.handle = handle.value
@@ -50,12 +54,15 @@ class CoreReducer:
     def finish(self) -> None:
         check(C.dc_reducer_finish(self.handle))
 
+    def settle(self) -> None:
+        """Before accumulators are read that `finish` made without the norm. Collective."""
+
     def gather(self, flat: torch.Tensor) -> None:
         """Completes every rank's replica `flat` from the owners' slices."""
         check(C.dc_reducer_gather(self.handle, flat.data_ptr(), code(flat.dtype)))
 
     def close(self) -> None:
-        if self.handle:
+        if getattr(self, "handle", None):
             C.dc_reducer_free(self.handle)
             self.handle = None
 
@@ -116,6 +123,9 @@ class TorchReducer:
         self._released.extend(self._grads)
         self._grads.clear()
 
+    def settle(self) -> None:
+        pass
+
     def _reduce_bucket(self, b: int) -> None:
         plan, layout = self._plan, self._plan.layout
         begin, end = layout.bucket(b)
@@ -141,8 +151,8 @@ class TorchReducer:
 
 
 def norm_order(plan: Plan, gathered: torch.Tensor) -> torch.Tensor:
-    """Partial sums of all ranks [world, blocks of a shard] -> the order of the flat space, so that their sum does not depend on
-    the partition."""
+    """Partial sums of all ranks [world, blocks of a shard], in the order of parts -> the order of the flat space, so that their sum does not
+    depend on the partition."""
     layout, world = plan.layout, plan.world
     full = layout.total // layout.bucket_elems
     per_slice = layout.bucket_elems // world // BLOCK

@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from . import memory
 from .errors import ConfigError
+from .nodes import published
 from .param import share
 from .partition import BLOCK
 from .plan import Plan
@@ -49,7 +50,7 @@ class ModelState:
         plan = self.plan
         frozen_bytes = plan.frozen_elems * plan.dtype.itemsize
         self.frozen_flat = None
-        if plan.mode == "resident" and plan.transport == "node":
+        if plan.mode == "resident" and plan.transport in ("node", "nodes"):
             self.segment = self.group.segment(plan.layout.total * plan.dtype.itemsize + frozen_bytes)
             self.flat = self.segment.tensor(plan.dtype, 0, plan.layout.total)
             if plan.frozen_elems:
@@ -64,9 +65,10 @@ class ModelState:
     @torch.no_grad()
     def _bind(self) -> None:
         """Moves the parameters' values (rank 0's) into the flat space and makes each parameter a view of it, one at a time, so
-        that at no time two whole copies exist in this process."""
+        that at no time two whole copies exist in this process. Node-shared memory is written by each node's leader; at last rank 0's goes
+        to all nodes."""
         plan, seen = self.plan, {}
-        writer = plan.rank == 0 or self.segment is None
+        writer = self.group.leader or self.segment is None
         for i, p in enumerate(self.trained):
             key = (p.data_ptr(), p.device) if p.numel() else (id(p), None)
             if key in seen and not p.is_meta:
@@ -78,12 +80,12 @@ class ModelState:
             offset, n = plan.layout.offsets[i], plan.layout.numels[i]
             value = p.data.reshape(-1)
             view = self.flat[offset: offset + n]
+            if self.master is not None and plan.world > 1:  # every rank starts from rank 0's values, unrounded
+                value = value.to(device=self.device, dtype=torch.float32, copy=True)
+                self.group.broadcast(value, 0)
             if writer:
                 view.copy_(value)
             if self.master is not None:
-                if plan.world > 1:  # every rank starts from rank 0's values, unrounded
-                    value = value.to(device=self.device, dtype=torch.float32, copy=True)
-                    self.group.broadcast(value, 0)
                 for s in pieces[i]:
                     self.master[s.shard_begin: s.shard_begin + s.length].copy_(value[s.param_begin: s.param_begin + s.length])
             p.data = view.view(p.shape)
@@ -103,6 +105,10 @@ class ModelState:
             for p in self.trained:
                 share(p)
         if self.segment is not None:
+            if self.group.leader:
+                for shared in (self.flat if self.master is None else None, self.frozen_flat):
+                    if shared is not None:
+                        self.group.spread(shared)
             self.group.barrier()  # rank 0's values are visible to all
         elif plan.world > 1:
             self.group.broadcast(self.flat, 0)
@@ -157,11 +163,13 @@ class ModelState:
     @torch.no_grad()
     def master_from_params(self, indices: Sequence[int]) -> None:
         """fp32 masters of these parameters follow their 16-bit values where a user changed them; elsewhere they keep their precision."""
-        if self.master is None:
+        if self.master is None or not indices:
             return
         chosen = set(indices)
+        rounded = published(self.plan, self.master, self.plan.dtype) if self.plan.parameters_as else None
         for s in self.plan.segments:
             if s.param in chosen:
                 master = self.master[s.shard_begin: s.shard_begin + s.length]
                 now = self.flat[s.flat_begin: s.flat_begin + s.length].to(master.device)
-                master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+                was = master.to(now.dtype) if rounded is None else rounded[s.shard_begin: s.shard_begin + s.length]
+                master.copy_(torch.where(was == now, master, now.float()))

@@ -1,7 +1,7 @@
 """ZeRO-3's user interface: build models straight into node-shared memory (`Init`), read and write partitioned parameters
 (`GatheredParameters`).
 
-In resident mode (one CPU node) parameters are pages that all ranks of the node map: they are always readable, and writing is for one rank."""
+In resident mode (CPU nodes) parameters are pages that all ranks of a node map: they are always readable, and writing is for one rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class _Arena:
 
 class Init:
     """Context in which every nn.Module that is built puts its parameters into node-shared memory as soon as its __init__ ends,
-    so that no rank ever holds the model: one copy per node, rank 0's values. With one rank it only sets the dtype.
+    so that no rank ever holds the model: one copy per node. With one rank it only sets the dtype. The values are rank 0's; on other nodes they are
+    so when the context ends.
 
     config_dict_or_path: a DeepSpeed JSON (its fp16/bf16 section sets the dtype); dtype overrides it. `enabled=False`: does nothing. `module`:
     converts an existing module instead. Other arguments of deepspeed.zero.Init are accepted and have no meaning here."""
@@ -76,20 +77,21 @@ class Init:
     def _open(self) -> None:
         import datetime
 
-        from .group import NodeGroup, open_group
+        from .group import MultiNodeGroup, NodeGroup, open_group
         from .comm import init_distributed
 
         init_distributed()
         group = open_group(torch.device("cpu"), datetime.timedelta(minutes=10), "init")
-        if group.world > 1 and not isinstance(group, NodeGroup):
-            raise UnsupportedError("zero.Init over several nodes needs ZeRO-3's streamed mode, which does not exist yet; build the model without it")
-        if isinstance(group, NodeGroup):
-            self._group, self._arena = group, _Arena(group)
+        if group.world > 1 and not isinstance(group, (NodeGroup, MultiNodeGroup)):
+            raise UnsupportedError("zero.Init over nodes with different numbers of ranks needs ZeRO-3's streamed mode, which does not exist yet "
+                                   f"({group.uneven}); start equally many ranks on each node, or build the model without it")
+        if isinstance(group, (NodeGroup, MultiNodeGroup)):
+            self._group, self._arena, self._taken = group, _Arena(group), []
 
     def __enter__(self) -> "Init":
         if self.enabled:
             _patch_all(self)
-            self._mode = _OwnerWrites(self._arena) if self._arena is not None and self._group.rank != 0 else None
+            self._mode = _OwnerWrites(self._arena) if self._arena is not None and not self._group.leader else None
             if self._mode is not None:
                 self._mode.__enter__()
         return self
@@ -104,6 +106,10 @@ class Init:
 
     def _done(self) -> None:
         if self._group is not None:
+            if self._group.leader:
+                for shared in self._taken:
+                    self._group.spread(shared)
+            self._taken = []
             self._group.barrier()
             self._group.close()
 
@@ -115,8 +121,9 @@ class Init:
             dtype = self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype
             if self._arena is not None:
                 shared = self._arena.take(p.numel(), dtype)
-                if self._group.rank == 0:
+                if self._group.leader:
                     shared.copy_(p.data.reshape(-1))
+                    self._taken.append(shared)
                 p.data = shared.view(p.shape)
                 p._deepc_init = True
             elif dtype != p.dtype:
@@ -124,8 +131,8 @@ class Init:
 
 
 class _OwnerWrites(torch.overrides.TorchFunctionMode):
-    """On ranks other than 0, in-place writes to parameters under construction (`init.normal_`, `p.data.copy_`, a parent's
-    weight init) are left out: the memory is shared and rank 0 writes it."""
+    """On ranks other than the first of their node, in-place writes to parameters under construction (`init.normal_`, `p.data.copy_`, a parent's
+    weight init) are left out: the memory is shared and the first one writes it."""
 
     def __init__(self, arena: _Arena) -> None:
         super().__init__()
@@ -259,5 +266,9 @@ class GatheredParameters:
         if self._views is not None:
             for p, view in zip(self._params, self._views):
                 p.data = view
-        self._group.barrier()  # the modifier's values are visible
+        self._group.barrier()  # the modifier's values are visible on its node
+        if self._group.nodes > 1:
+            for p in self._params:
+                self._group.spread(p.data.view(-1), self._modifier)
+            self._group.barrier()
         self._engine._parameters_modified(self._params)

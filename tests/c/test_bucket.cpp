@@ -250,7 +250,7 @@ struct Rank {
   void finish_ring(int mb) {
     int64_t reduced = 0;
     for (int calls = 0; dc_reducer_in_pass(reducer.get()); calls++) {
-      WANT(calls <= layout->nbuckets + 1, "finish was called %d times for %lld buckets", calls, (long long)layout->nbuckets);
+      WANT(calls <= layout->nbuckets + 1, "finish was called %d times", calls);
       take(mb, 1);  // the slowest owner: as much as finish needs
       WANT_OK(dc_reducer_finish(reducer.get()));
     }

@@ -26,6 +26,8 @@ extern "C" int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
 
 namespace {
 
+enum { SET_ASIDE = 8 }; // rows that a group may have claimed for its next calls
+
 using Body = std::function<std::string(int rank)>;
 
 #define FINE(expr)                                                                                              \
@@ -193,8 +195,8 @@ TEST(Flight, TheNewestStayOldestFirst) {
     FINE(open_group(fresh_address(), 0, 1, &c));
     for (int i = 0; i < 3000; i++) FINE(dc_all_reduce(c, &x, &x, 1, DC_F32, DC_RED_SUM, i));
     Record r = own();
-    WANT(r.rows.size() == DC_FLIGHT_CALLS);
-    for (size_t i = 0; i < r.rows.size(); i++) WANT(r.rows[i].tag == 3000 - DC_FLIGHT_CALLS + (int64_t)i);
+    WANT(r.rows.size() >= DC_FLIGHT_CALLS - SET_ASIDE && r.rows.size() <= DC_FLIGHT_CALLS);
+    for (size_t i = 0; i < r.rows.size(); i++) WANT(r.rows[i].tag == 3000 - (int64_t)(r.rows.size() - i));
     dc_flight_row few[10];
     int64_t n = 0;
     FINE(dc_flight_read(few, 10, &n));
@@ -287,7 +289,7 @@ TEST(Flight, ManyThreadsWriteWhileOthersRead) {
     }
     for (auto &t : threads) t.join();
     WANT(bad == 0);
-    WANT(own().rows.size() == DC_FLIGHT_CALLS);
+    WANT(own().rows.size() >= DC_FLIGHT_CALLS - THREADS * SET_ASIDE);
     for (auto *g : c) FINE(dc_comm_close(g));
     return "";
   });

@@ -578,6 +578,7 @@ void expect_bytes(const dc_zero_bytes_in &in, const dc_zero_bytes &want) {
   EXPECT_EQ(want.staging_shared, got.staging_shared);
   EXPECT_EQ(want.rank_total, got.rank_total);
   EXPECT_EQ(want.node_total, got.node_total);
+  EXPECT_EQ(in.exchange, got.exchange_private);
 }
 
 TEST(ZeroEstimate, ByHand) {
@@ -597,6 +598,9 @@ TEST(ZeroEstimate, ByHand) {
   in.param_size = in.grad_wire_size = 4;
   in.ranks_per_node = 2;
   expect_bytes(in, {65699844, 0, 16384000, 0, 32768000, 1572864, 114851844, 231276552});
+  // 1,000 bytes a rank on their way to the other node
+  in.exchange = 1000;
+  expect_bytes(in, {65699844, 0, 16384000, 0, 32768000, 1572864, 114852844, 231278552});
   // alone: no staging, whatever the slots
   in = sizes(0);
   in.world = in.ranks_per_node = 1;
@@ -621,6 +625,8 @@ TEST(ZeroEstimate, WrongArgumentsAndOverflow) {
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.ranks_per_node = 5; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.param_size = 0; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.nstates = -1; }));
+  EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.exchange = -1; }));
+  EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.exchange = INT64_MAX; }));
   EXPECT_EQ(DC_E_INVALID, dc_zero_estimate(nullptr, &out));
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.total = INT64_MAX; }));
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.total = in.shard = INT64_MAX / 4; }));

@@ -249,17 +249,18 @@ static const char *fuzz_estimate(fuzz_input *in) {
       b.grad_wire_size = (int32_t)fuzz_take(in, 1);
   b.master = (int32_t)(fuzz_take(in, 1) & 1), b.state_size = (int32_t)fuzz_take(in, 4),
       b.nstates = (int32_t)fuzz_take(in, 4);
-  b.resident = (int32_t)(fuzz_take(in, 1) & 1);
+  b.resident = (int32_t)(fuzz_take(in, 1) & 1), b.exchange = fuzz_number(in, 10000);
   int rc = dc_zero_estimate(&b, &out);
   if (rc != DC_OK) {
     RULE(rc == DC_E_INVALID || rc == DC_E_OVERFLOW);
     return NULL;
   }
   RULE(out.params_private >= 0 && out.params_shared >= 0 && out.grads_private >= 0 && out.master_private >= 0 &&
-       out.states_private >= 0 && out.staging_shared >= 0);
+       out.states_private >= 0 && out.staging_shared >= 0 && out.exchange_private == b.exchange);
   RULE((out.params_private == 0) == (b.stage == 3 && (b.resident || (b.shard == 0 && b.frozen == 0))) ||
       b.total + b.frozen == 0);
-  RULE(out.rank_total == out.params_private + out.grads_private + out.master_private + out.states_private);
+  RULE(out.rank_total == out.params_private + out.grads_private + out.master_private + out.states_private +
+                            out.exchange_private);
   RULE(out.node_total == b.ranks_per_node * out.rank_total + out.params_shared + out.staging_shared);
   return NULL;
 }

@@ -75,8 +75,9 @@ class counted:
 
         if exc[0] is None:
             after = deepc.counters()
-            names = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
-            got = {n: after[f"coll_{n}"] - self.before[f"coll_{n}"] for n in names}
+            names = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "gather", "scatter")
+            names = {n: f"coll_{n}" for n in names} | {"sends": "p2p_sends", "recvs": "p2p_recvs"}
+            got = {n: after[row] - self.before[row] for n, row in names.items()}
             assert got == {n: self.want.get(n, 0) for n in names}, f"the C core did {got}, expected {self.want}"
 
 
@@ -169,7 +170,7 @@ def test_movements_of_every_type_and_shape():
 
 
 def forms(rank, world):
-    """Non-contiguous tensors, asynchronous calls, coalescing, functional collectives, the calls that Gloo carries."""
+    """Non-contiguous tensors, asynchronous calls, coalescing, functional collectives, calls with a root, messages, objects."""
     import torch.distributed._functional_collectives as fc
 
     base = [make(r, (6, 8), torch.float32) for r in range(world)]
@@ -237,26 +238,24 @@ def forms(rank, world):
     with counted(all_reduce=1):
         same(compiled(mine), make(0, (4,), torch.float32) * 2 + make(1, (4,), torch.float32) * 2 + 1, "compiled all_reduce")
 
-    # Gloo's: a fence of the core, then Gloo
-    with counted(barrier=1):
+    with counted(reduce=1):
         y = mine.clone()
         dist.reduce(y, 0)
-    if rank == 0:
-        same(y, total, "reduce")
-    with counted(barrier=1):
+    same(y, total if rank == 0 else mine, "reduce")
+    with counted(gather=1):
         got = [torch.empty(4) for _ in range(2)] if rank == 1 else None
         dist.gather(mine, got, dst=1)
     if rank == 1:
         same(torch.cat(got), torch.cat([make(r, (4,), torch.float32) for r in range(2)]), "gather")
-    with counted(barrier=1):
+    with counted(scatter=1):
         y = torch.empty(2)
         dist.scatter(y, [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])] if rank == 0 else None, src=0)
     assert y.tolist() == [[1, 2], [3, 4]][rank]
-    with counted(barrier=1):
+    with counted(all_to_all=1):
         y = torch.empty(3 if rank == 0 else 3)
         dist.all_to_all_single(y, torch.arange(3.0) + 10 * rank, [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1])
     assert y.tolist() == ([0, 10, 11] if rank == 0 else [1, 2, 12])
-    with counted():
+    with counted(sends=1 - rank, recvs=rank):
         y = torch.tensor([float(rank)])
         dist.send(y, 1) if rank == 0 else dist.recv(y, 0)
     assert y.item() == 0
@@ -333,21 +332,366 @@ def test_one_rank():
 def two_nodes(rank, world):
     os.environ["DEEPC_NODE_ID"] = f"node{rank}"
     try:
+        group = dist.new_group()
         x = torch.ones(3) + rank
-        with counted():
-            dist.all_reduce(x)
-            dist.barrier()
+        with counted(barrier=8):  # of the ranks inside a node: the hierarchy carries all four
+            dist.all_reduce(x, group=group)
+            dist.barrier(group)
             out = torch.empty(6)
-            dist.all_gather_into_tensor(out, torch.full((3,), float(rank)))
+            dist.all_gather_into_tensor(out, torch.full((3,), float(rank)), group=group)
             part = torch.empty(1)
-            dist.reduce_scatter_tensor(part, torch.ones(2))
+            dist.reduce_scatter_tensor(part, torch.ones(2), group=group)
+        with counted():  # messages between nodes are Gloo's
+            y = torch.tensor([float(rank)])
+            dist.send(y, 1, group=group) if rank == 0 else dist.recv(y, 0, group=group)
     finally:
         del os.environ["DEEPC_NODE_ID"]
-    assert x.tolist() == [3, 3, 3] and out.tolist() == [0, 0, 0, 1, 1, 1] and part.item() == 2
+    assert x.tolist() == [3, 3, 3] and out.tolist() == [0, 0, 0, 1, 1, 1] and part.item() == 2 and y.item() == 0
 
 
-def test_groups_that_span_nodes_run_on_gloo():
+def test_groups_that_span_nodes():
     run_ranks(two_nodes, 2)
+
+
+# ---- what c10d has besides ------------------------------------------------------------------------------------------------------------
+def layouts(rank, world):
+    """Outputs and inputs that are not contiguous, expanded, empty, views, of other classes."""
+    base = [make(r, (6, 8), torch.float32, 3) for r in range(world)]
+    total = base[0] + base[1]
+
+    def hole(t: torch.Tensor) -> torch.Tensor:
+        """The same values in every other column of a larger tensor."""
+        out = torch.full((t.shape[0], 2 * t.shape[1]), -7.0)[:, ::2]
+        out.copy_(t)
+        return out
+
+    mine = hole(base[rank])
+    x = hole(base[rank])
+    dist.all_reduce(x)
+    same(x, total, "all_reduce")
+    assert x._base[:, 1].eq(-7).all(), "wrote between the columns"
+    x = hole(base[rank])
+    dist.reduce(x, 1)
+    same(x, total if rank == 1 else base[rank], "reduce")
+    outs = [hole(torch.zeros(6, 8)) for _ in range(world)]
+    dist.all_gather(outs, mine)
+    same(torch.stack(outs), torch.stack(base), "all_gather")
+    outs = [hole(torch.zeros(6, 8)) for _ in range(world)] if rank == 1 else None
+    dist.gather(mine, outs, 1)
+    assert rank != 1 or torch.equal(torch.stack(outs), torch.stack(base))
+    x = hole(torch.zeros(6, 8))
+    dist.scatter(x, [hole(b) for b in base] if rank == 0 else None, 0)
+    same(x, base[rank], "scatter")
+    x = hole(torch.zeros(3, 8))
+    dist.reduce_scatter(x, [hole(t) for t in base[rank].chunk(2)])
+    same(x, total.chunk(2)[rank], "reduce_scatter")
+    outs = [hole(torch.zeros(3, 8)) for _ in range(world)]
+    dist.all_to_all(outs, [hole(t) for t in base[rank].chunk(2)])
+    same(torch.stack(outs), torch.stack([b.chunk(2)[rank] for b in base]), "all_to_all")
+    x = hole(torch.zeros(6, 8))
+    with counted(sends=1 - rank, recvs=rank):
+        dist.send(mine, 1) if rank == 0 else dist.recv(x, 0)
+    same(x, base[0] if rank == 1 else torch.zeros(6, 8), "recv")
+    x = torch.full((1,), rank + 1.0).expand(4)
+    dist.all_reduce(x)
+    assert x.tolist() == [3.0] * 4
+    x = torch.zeros(2, 3, dtype=torch.complex64).conj()
+    x += torch.complex(torch.ones(2, 3), torch.full((2, 3), rank + 1.0))
+    dist.group.WORLD.allreduce([x]).wait()
+    assert x.tolist() == [[2 + 3j] * 3] * 2, "conj view"
+    with torch.inference_mode():
+        frozen = hole(base[rank])
+    dist.all_reduce(frozen)
+    same(frozen, total, "inference tensor")
+    leaf = base[rank].clone().requires_grad_()
+    dist.all_reduce(leaf)
+    same(leaf.detach(), total, "leaf")
+    leaf = torch.nn.Parameter(base[rank].clone())
+    dist.broadcast(leaf, 1)
+    same(leaf.detach(), base[1], "parameter")
+
+    # empty tensors, scalars
+    empty = torch.empty(0, 3)
+    dist.all_reduce(empty)
+    dist.broadcast(empty, 1)
+    dist.reduce(empty, 0)
+    dist.all_gather([torch.empty(0, 3)] * 2, empty)
+    dist.all_gather_into_tensor(torch.empty(0, 3), empty)
+    dist.reduce_scatter_tensor(torch.empty(0, 3), empty)
+    dist.reduce_scatter(torch.empty(0, 3), [empty, empty])
+    dist.all_to_all_single(torch.empty(0, 3), empty)
+    dist.all_to_all_single(torch.empty(0, 3), empty, [0, 0], [0, 0])
+    dist.all_to_all([torch.empty(0)] * 2, [torch.empty(0)] * 2)
+    dist.gather(empty, [torch.empty(0, 3)] * 2 if rank == 0 else None, 0)
+    dist.scatter(torch.empty(0, 3), [empty, empty] if rank == 0 else None, 0)
+    dist.send(empty, 1) if rank == 0 else dist.recv(empty, 0)
+    two = torch.zeros(2)
+    dist.all_gather_into_tensor(two, torch.tensor(rank + 1.0))
+    assert two.tolist() == [1, 2]
+    one = torch.tensor(0.0)
+    dist.reduce_scatter_tensor(one, two)
+    assert one.item() == [2, 4][rank]
+
+    # split sizes on one rank only, zeros among them, rows of more than one element
+    out = torch.zeros(2)
+    dist.all_to_all_single(out, torch.arange(2.0) + 5 * rank, [1, 1] if rank else None, None)
+    assert out.tolist() == [rank, 5.0 + rank]
+    rows = [[2, 0], [3, 1]][rank]
+    got = [[2, 3], [0, 1]][rank]
+    out = torch.zeros(sum(got), 3)
+    dist.all_to_all_single(out, torch.arange(3.0 * sum(rows)).view(-1, 3) + 100 * rank, got, rows)
+    theirs = torch.arange(12.0).view(-1, 3) + 100
+    same(out, torch.cat([torch.arange(6.0).view(-1, 3), theirs[:3]]) if rank == 0 else theirs[3:], "all_to_all_single of rows")
+    outs = [torch.zeros(n) for n in got]
+    dist.all_to_all(outs, [torch.full((n,), 10.0 * rank + j) for j, n in enumerate(rows)])
+    assert [t.tolist() for t in outs] == [[10.0 * r + rank] * n for r, n in enumerate(got)]
+
+    lists = [[torch.zeros(2), torch.zeros(2, 3)] for _ in range(world)]
+    dist.all_gather_coalesced(lists, [torch.full((2,), float(rank)), torch.full((2, 3), rank + 5.0)])
+    assert [t.unique().tolist() for outs in lists for t in outs] == [[0.0], [5.0], [1.0], [6.0]]
+
+    # an AsyncCollectiveTensor is waited for; tensors without values pass
+    import torch.distributed._functional_collectives as fc
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    pending = fc.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    dist.all_reduce(pending)
+    assert pending.tolist() == [4, 4, 4]
+    with FakeTensorMode():
+        fake = torch.ones(3)
+        with counted():
+            dist.all_reduce(fake)
+
+
+def test_layouts():
+    run_ranks(layouts, 2)
+
+
+def reductions_more(rank, world):
+    """Truth values, complex numbers, premultiplied sums, several tensors at once."""
+    bits = torch.tensor([[True, True, False, False], [True, False, True, False]])
+    for op, want in {"SUM": [1, 1, 1, 0], "MAX": [1, 1, 1, 0], "BOR": [1, 1, 1, 0], "PRODUCT": [1, 0, 0, 0], "MIN": [1, 0, 0, 0],
+                     "BAND": [1, 0, 0, 0], "BXOR": [0, 1, 1, 0]}.items():
+        x = bits[rank].clone()
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        assert x.view(torch.uint8).tolist() == want, f"{op}: {x.view(torch.uint8).tolist()}"
+    x = torch.complex(torch.ones(3), torch.full((3,), float(rank)))
+    dist.all_reduce(x)
+    assert x.tolist() == [2 + 1j] * 3
+    part = torch.zeros(2, dtype=torch.complex64)
+    dist.group.WORLD._reduce_scatter_base(part, torch.arange(4) + 1j * torch.ones(4)).wait()
+    assert part.tolist() == [[2j, 2 + 2j], [4 + 2j, 6 + 2j]][rank]
+    half = dist._make_nccl_premul_sum(0.5)
+    own = dist._make_nccl_premul_sum(torch.tensor([rank + 1.0]))
+    for op, want in ((half, 1.5), (own, 5.0)):
+        x = torch.full((4,), rank + 1.0)
+        with counted(all_reduce=1):
+            dist.all_reduce(x, op)
+        assert x.tolist() == [want] * 4
+        out = torch.zeros(2)
+        dist.reduce_scatter_tensor(out, torch.full((4,), rank + 1.0), op)
+        assert out.tolist() == [want] * 2
+        x = torch.full((4,), rank + 1.0)
+        dist.reduce(x, 1, op)
+        assert x.tolist() == [want if rank == 1 else 1.0] * 4
+    several = [torch.ones(3), torch.ones(4, 2).t(), torch.ones((), dtype=torch.float64)]
+    with counted(all_reduce=3):
+        dist.group.WORLD.allreduce_coalesced(several).wait()
+    assert [t.unique().tolist() for t in several] == [[2.0]] * 3
+    for wrong, text in ((lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), half), "premultiplied"),
+                        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "there is no band of torch.float32; possible are sum"),
+                        (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "there is no sum of torch.float8_e5m2"),
+                        (lambda: dist.all_reduce(torch.ones(2).bool(), dist.ReduceOp.AVG), "no avg of torch.bool"),
+                        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], None), "split sizes [1, 1]"),
+                        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), None, [5, -1]), "split sizes [5, -1]"),
+                        (lambda: dist.group.WORLD.gather([[torch.ones(1)]], [torch.ones(1)], _root(1 - rank)), "expected none"),
+                        (lambda: dist.group.WORLD.gather([[torch.ones(1)]], [torch.ones(1)], _root(rank)), "expected 2 tensors"),
+                        (lambda: dist.all_to_all([torch.ones(1)], [torch.ones(1)]), "expected 2 inputs and outputs")):
+        with pytest.raises(Exception) as caught:
+            wrong()
+        from deepc.errors import ArgumentError
+
+        assert isinstance(caught.value, ArgumentError) and text in str(caught.value), repr(caught.value)
+    dist.barrier()  # nothing was broken
+
+
+def _root(rank: int):
+    opts = torch._C._distributed_c10d.GatherOptions()
+    opts.rootRank = rank
+    return opts
+
+
+def test_more_reductions_and_wrong_arguments():
+    run_ranks(reductions_more, 2)
+
+
+def messages(rank, world):
+    """isend, irecv, any source, tags, batches, sub-groups, the coalescing manager with a device, objects."""
+    right, left = (rank + 1) % world, (rank - 1) % world
+    x, y = torch.full((3,), float(rank)), torch.zeros(3)
+    with counted(sends=1, recvs=1):
+        works = [dist.isend(x, right), dist.irecv(y, left)]
+        for w in works:
+            w.wait()
+            assert w.is_completed() and w.is_success() and w.exception() is None
+    assert y.tolist() == [left] * 3 and works[1].result()[0] is y and works[1].source_rank() == left
+    with counted(sends=2, recvs=2):
+        a, b = torch.zeros(3), torch.zeros(50_000, dtype=torch.bfloat16)
+        big = torch.full((50_000,), rank + 1.0, dtype=torch.bfloat16)
+        ops = [dist.P2POp(dist.isend, x, right, tag=1), dist.P2POp(dist.irecv, a, left, tag=1), dist.P2POp(dist.isend, big, left, tag=2),
+               dist.P2POp(dist.irecv, b, right, tag=2)]
+        for w in dist.batch_isend_irecv(ops):
+            w.wait()
+    assert a.tolist() == [left] * 3 and b.eq(right + 1.0).all()
+    # tags in another order than they were sent
+    if rank == 0:
+        sent = [dist.isend(torch.full((2,), float(tag)), 1, tag=tag) for tag in (5, 6)]
+        for w in sent:
+            w.wait()
+    elif rank == 1:
+        got = {tag: torch.zeros(2) for tag in (6, 5)}
+        for tag, t in got.items():
+            dist.recv(t, 0, tag=tag)
+            assert t.tolist() == [tag] * 2
+    # from anyone
+    if rank == 0:
+        seen = set()
+        for _ in range(world - 1):
+            t = torch.zeros(1)
+            who = dist.recv(t)
+            assert t.item() == who
+            seen.add(who)
+        assert seen == set(range(1, world))
+    else:
+        dist.send(torch.tensor([float(rank)]), 0)
+    # futures, types that are only moved
+    for dtype in (torch.float8_e4m3fn, torch.bool, torch.uint16, torch.complex128, torch.int64):
+        t = torch.ones(4).to(dtype)
+        if rank == 0:
+            dist.send(t, 1)
+        elif rank == 1:
+            t = torch.zeros(4).to(dtype)
+            future = dist.irecv(t, 0).get_future()
+            assert future.wait()[0] is not None and t.to(torch.complex128).eq(1).all()
+    # a sub-group names global ranks
+    pair = dist.new_group([1, 2])
+    if rank == 1:
+        dist.send(torch.ones(2), 2, group=pair)
+    elif rank == 2:
+        t = torch.zeros(2)
+        assert dist.recv(t, 1, group=pair) == 1 and t.tolist() == [1, 1]
+        w = dist.irecv(t, group=pair)
+        dist.barrier(pair)
+        w.wait()
+        assert t.tolist() == [7, 7]
+    if rank == 1:
+        dist.barrier(pair)
+        dist.send(torch.full((2,), 7.0), 2, group=pair)
+    # torch's coalescing manager with a device
+    t = torch.zeros(3)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.isend(x, right)
+        dist.irecv(t, left)
+    manager.wait()
+    assert t.tolist() == [left] * 3
+    objects = [None]
+    dist.scatter_object_list(objects, [{"for": r} for r in range(world)] if rank == 0 else None, src=0)
+    assert objects == [{"for": rank}]
+    gathered = [None] * world if rank == 1 else None
+    dist.gather_object(("rank", rank), gathered, dst=1)
+    assert rank != 1 or gathered == [("rank", r) for r in range(world)]
+    if rank == 0:
+        dist.send_object_list([1, "two"], dst=1)
+    elif rank == 1:
+        received = [None, None]
+        assert dist.recv_object_list(received, src=0) == 0 and received == [1, "two"]
+    dist.barrier()
+
+
+def test_messages():
+    run_ranks(messages, 3)
+
+
+def first_message(rank, world):
+    """A first call between two ranks does not wait for the third; a sender that forgets its Work loses nothing."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        assert store.get("received") == b"yes"
+    elif rank == 0:
+        dist.isend(torch.ones(100_000), 1)
+    else:
+        t = torch.zeros(100_000)
+        dist.recv(t, 0)
+        assert t.eq(1).all()
+        store.set("received", "yes")
+    dist.barrier()
+
+
+def test_first_message_waits_for_its_two_ranks_only():
+    run_ranks(first_message, 3)
+
+
+def message_errors(rank, world, folder):
+    from deepc.errors import ArgumentError, MismatchError
+
+    line = sys._getframe().f_lineno + 2
+    try:
+        dist.send(torch.ones(4), 1) if rank == 0 else dist.recv(torch.ones(2, 3), 0)
+        dist.barrier()
+    except MismatchError as exc:
+        for part in ("count 4", "count 6", f"test_backend.py:{line}"):
+            assert part in str(exc), (part, str(exc))
+    else:
+        raise AssertionError("no error")
+    _again(rank, folder + "/store1")
+    with pytest.raises(ArgumentError):
+        dist.group.WORLD.send([torch.ones(1)], rank, 0)
+    with pytest.raises(ArgumentError, match="expected one tensor, got 2"):
+        dist.group.WORLD.send([torch.ones(1)] * 2, 1 - rank, 0)
+    dist.barrier()
+
+
+def test_errors_of_messages(tmp_path):
+    run_ranks(message_errors, 2, args=(str(tmp_path),), timeout_s=30)
+
+
+def groups(rank, world):
+    """split_group, monitored_barrier: torch's own words where torch refuses, else ours; limits of single calls."""
+    import datetime
+
+    from deepc.errors import CommError, CommTimeoutError
+
+    with pytest.raises(RuntimeError, match="No device associated|does not support splitting|No backend"):
+        dist.split_group(split_ranks=[[0, 1], [2]])
+    with pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
+    world_group = dist.group.WORLD
+    part = world_group.split_group([0, 2], group_name="halves")
+    assert (part is None) == (rank == 1)
+    if part is not None:
+        x = torch.ones(3)
+        with counted(all_reduce=1):
+            part.allreduce([x]).wait()
+        assert x.tolist() == [2, 2, 2] and part.size() == 2 and part.group_name == "halves"
+        part.shutdown()
+        with pytest.raises(CommError, match="has been destroyed"):
+            part.allreduce([x])
+    with counted(barrier=1):
+        world_group.monitored_barrier(datetime.timedelta(seconds=20))
+    with counted(barrier=1):
+        dist.barrier(timeout=datetime.timedelta(seconds=20))
+    dist.barrier()
+    if rank == 0:
+        time.sleep(2)  # does not come in time
+        return
+    began = time.monotonic()
+    with pytest.raises(CommTimeoutError, match="rank 0 did not arrive"):
+        dist.barrier(timeout=datetime.timedelta(milliseconds=300))
+    assert time.monotonic() - began < 30
+
+
+def test_splitting_and_limits_of_calls():
+    run_ranks(groups, 3, fresh=True)
 
 
 # ---- stock trainers -------------------------------------------------------------------------------------------------------------------
@@ -448,11 +792,14 @@ def mismatches(rank, world, folder):
     _again(rank, folder + "/store2")
     raises(MismatchError, lambda: dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][rank])), "fp32", "int32")
     _again(rank, folder + "/store3")
-    raises(MismatchError, lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(4)) if rank == 0 else dist.reduce(torch.ones(4), 0),
-           "all_gather", "rank 1 called barrier(tag", "(reduce, on Gloo)")
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (4,))
+    line = sys._getframe().f_lineno
+    raises(MismatchError, lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(4)) if rank == 0 else dist.all_reduce(sparse),
+           f"rank 0 called all_gather(fp32, count 4) [call 2 at python/test_backend.py:{line + 1}]", "rank 1 called barrier(tag",
+           "(all_reduce, on Gloo)")
     _again(rank, folder + "/store4")
     narrow = torch.zeros(4, dtype=[torch.float8_e4m3fn, torch.float8_e5m2][rank])
-    raises(MismatchError, lambda: dist.broadcast(narrow, 0), "broadcast", "tag")
+    raises(MismatchError, lambda: (dist.broadcast(narrow, 0), dist.barrier()), "broadcast", "tag")  # the root need not wait for the others
     _again(rank, folder + "/store5")
     # arguments that are wrong on every rank: refused before anything is shared, the group stays sound
     raises(ArgumentError, lambda: dist.all_gather_into_tensor(torch.ones(5), torch.ones(4)), "5 elements", "4")

@@ -329,15 +329,12 @@ def test_bad_values_name_key_value_file_and_fix(path, value, text, tmp_path):
 
 LATER = [
     ("torch_autocast.enabled", True, "torch.autocast"),
-    ("zero_optimization.zero_quantized_gradients", True, "ZeRO++"),
-    ("zero_optimization.zero_hpz_partition_size", 8, "ZeRO++"),
     ("zero_optimization.offload_param.device", "nvme", "NVMe"),
     ("zero_optimization.offload_optimizer.device", "nvme", "NVMe"),
     ("zero_optimization.offload_optimizer.ratio", 0.5, "a part of the optimizer states"),
     ("flops_profiler.enabled", True, "flops profiler"),
     ("tensorboard.enabled", True, "monitors"),
     ("wandb.enabled", True, "monitors"),
-    ("comms_logger.enabled", True, "communication logger"),
     ("elasticity.enabled", True, "elastic"),
     ("autotuning.enabled", True, "autotuning"),
     ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
@@ -555,6 +552,24 @@ def test_offload():
     param = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert load(param).zero.offload_param.device == "cpu"
     assert "does not have yet" in refused(param, device_type="cuda")
+
+
+def test_zeropp_keys():
+    def zero(stage, world=4, device="cpu", **keys):
+        return Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **keys}}, world_size=world, device_type=device)
+
+    every = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+    cfg = zero(3, **every)
+    assert (cfg.zero.zero_quantized_weights, cfg.zero.zero_quantized_gradients, cfg.zero.zero_hpz_partition_size, cfg.inert) == (True, True, 2, ())
+    assert zero(3).zero.zero_hpz_partition_size == 1 and zero(3, zero_hpz_partition_size=0).inert == ()
+    assert [i.key.split(".")[1] for i in zero(2, **every).inert] == ["zero_hpz_partition_size"]
+    assert [i.key.split(".")[1] for i in zero(0, **every).inert] == ["zero_quantized_weights", "zero_hpz_partition_size"]
+    assert [i.key.split(".")[1] for i in zero(3, zero_quantized_nontrainable_weights=True).inert] == ["zero_quantized_nontrainable_weights"]
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size = 3 does not divide the 4 rank"):
+        zero(3, zero_hpz_partition_size=3)
+    for key, value in every.items():
+        with pytest.raises(ConfigError, match=f"{key}.*ZeRO\\+\\+ on GPUs.*does not have yet"):
+            zero(3, device="cuda", **{key: value})
 
 
 def test_hints_are_reported_as_inert_with_the_reason():

@@ -98,6 +98,12 @@ def test_accumulate_and_norm_in_one_pass(dtype):
     assert torch.equal(acc, srcs[0].float())
 
 
+def packed_bytes(n: int, block: int = 128) -> torch.Tensor:
+    payload = torch.zeros(4 * ((n + block - 1) // block) + n, dtype=torch.uint8)
+    torch.ops.deepc.quantize_blocks(make(n, torch.float32), payload, torch.empty(0), 8, block)
+    return payload
+
+
 OPCHECKS = {
     "cast_tensor": lambda: (make(100, torch.float32), torch.empty(100, dtype=torch.bfloat16), 2.0),
     "scale_tensor": lambda: (make(100, torch.float32), 2.0),
@@ -108,6 +114,12 @@ OPCHECKS = {
     "accumulate_tensors": lambda: (make(100, torch.float32), [make(100, torch.float16)], False, torch.empty(1, dtype=torch.float64)),
     "step_adamw": lambda: (*adam_lists(100, torch.float32), [], [torch.empty(100, dtype=torch.bfloat16) for _ in range(2)],
                            1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 1, True),
+    "quantize_blocks": lambda: (make(200, torch.bfloat16), torch.zeros(4 * 4 + 100, dtype=torch.uint8), make(200, torch.float32, 1), 4, 64),
+    "dequantize_blocks": lambda: (packed_bytes(200), torch.empty(200), 8, 128),
+    "add_dequantized": lambda: (packed_bytes(200), make(200, torch.float32), 8, 128, 0.5),
+    "select_topk": lambda: (make(200, torch.float16), torch.zeros(60, dtype=torch.uint8), make(200, torch.float32, 1), 128, 5),
+    "spread_topk": lambda: (torch.zeros(60, dtype=torch.uint8), torch.empty(200), 128, 5),
+    "add_topk": lambda: (torch.zeros(60, dtype=torch.uint8), make(200, torch.float32), 128, 5, 2.0),
 }
 
 
@@ -123,6 +135,7 @@ def test_opcheck_covers_every_operator():
 
 @pytest.mark.parametrize("name", OPCHECKS)
 def test_compile_fullgraph(name):
+    torch._dynamo.reset()  # all operators go through one code object, which may be compiled 8 times
     op = getattr(torch.ops.deepc, name)
 
     def run(*args):

@@ -196,7 +196,7 @@ def _load_parameters(engine, reader: CheckpointReader) -> None:
             flat.copy_(master)
         if st.flat_host is not None:
             st.flat_host[s.flat_begin: s.flat_begin + s.length].copy_(flat)
-    writes = st.segment is None or engine.global_rank == 0  # node-shared frozen parameters have one writer
+    writes = st.segment is None or engine.group.leader  # node-shared frozen parameters have one writer on each node
     for name, p in st.frozen:
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
         if source in reader.tensors and writes:

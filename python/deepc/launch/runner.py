@@ -10,8 +10,10 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from .reaper import become_subreaper, kill_descendants
 # Raised on the survivors because a peer failed: never the first cause if there is another.
 _CONSEQUENCES = {"RankDiedError", "AbortedError", "CommTimeoutError", "DistNetworkError", "DistBackendError"}
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LINGER_S = 0.25  # ranks look after their peers every 20 ms
 _SHUTDOWN_SECONDS = "10"  # from SIGTERM to SIGKILL of ranks that don't end by themselves
 
 
@@ -56,6 +59,29 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         return self.is_ours or self.type in _CONSEQUENCES or (self.type == "RuntimeError" and "Connection closed by peer" in self.traceback)
+
+
+class _LingeringPopen(subprocess.Popen):
+    """A rank that failed stays a zombie for a moment before it is collected: from the zombie the other ranks read how it ended (its signal or exit
+    code; before Linux 6.15 there is no other place), and they get the time to say so before they are stopped as well."""
+
+    _seen: float | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._is_fresh():
+            return None
+        return super().poll()
+
+    def _is_fresh(self) -> bool:
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
+            return False
+        now = time.monotonic()
+        self._seen = self._seen or now
+        return now - self._seen < _LINGER_S
 
 
 class _Stopped(Exception):
@@ -150,12 +176,14 @@ def _elastic(launch: Launch, logs: str) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own; the report below says it once
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    subprocess_handler.Popen = _LingeringPopen  # elastic has no other way to say how its ranks are waited for
     try:
         elastic_launch(_elastic_config(launch, logs), sys.executable)(*_command(launch))
         return 0

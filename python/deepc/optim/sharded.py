@@ -78,12 +78,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._args = (AdamWArgs * max(1, len(self._runs)))()
         for a, (g, flat, own, n) in zip(self._args, self._runs):
             lowp = st.master is not None
+            direct = not st.plan.parameters_as  # else the engine makes the parameters from the masters when it publishes them
             a.param = st.master.data_ptr() + 4 * own if lowp else target.data_ptr() + 4 * flat
             a.grad = st.acc.data_ptr() + 4 * own
             a.exp_avg, a.exp_avg_sq = (self.states[k].data_ptr() + 4 * own for k in names[:2])
             if self.param_groups[g].get("amsgrad"):
                 a.max_exp_avg_sq = self.states["max_exp_avg_sq"].data_ptr() + 4 * own
-            if lowp:
+            if lowp and direct:
                 a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * flat, code(target.dtype)
             a.n = n
             a.param_dtype = a.grad_dtype = a.state_dtype = code(torch.float32)
@@ -152,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for mine, twin in zip(self.param_groups, self._twin.param_groups):
             twin.update({k: v for k, v in mine.items() if k != "params"})
         self._twin.step()
-        if st.master is not None:
+        if st.master is not None and not st.plan.parameters_as:
             for s, shard in self._shards:
                 st.flat[s.flat_begin: s.flat_begin + s.length].copy_(shard.data.view(-1))
 
