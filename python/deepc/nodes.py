@@ -13,7 +13,6 @@ parameter in the flat space: no block mixes a norm's weights with a matrix's."""
 from __future__ import annotations
 
 import collections
-import ctypes
 
 import torch
 

@@ -6,7 +6,8 @@
         results = hosts.run(work, [0, 0, 1, 1], args=(3,))   # rank r on host placement[r]
         crossed = [b - a for a, b in zip(before, hosts.sent())]
 
-    pytestmark = needs_hosts                             # skips, with the reason, where namespaces can't be made
+    @needs_hosts                                         # skips, with the reason, where namespaces can't be made
+    def test_it() -> None: ...
 
 The namespaces have no names: each belongs to a process that ends when this one does, however it ends, and the links go with it. Tests
 in parallel don't meet, because every host has a network of its own. Needs root, ip and tc (iproute2), nsenter, unshare (util-linux).
@@ -50,8 +51,7 @@ def why_not() -> str:
 
 
 def needs_hosts(test):
-    """Decorator (or use needs_hosts_mark): skips a test where hosts can't be made. Looked up when the test runs, not when it is
-    collected."""
+    """Decorator: skips a test where hosts can't be made. Looked up when the test runs, not when it is collected."""
     import functools
 
     import pytest

@@ -472,7 +472,7 @@ def test_the_store_host_is_killed(two: Hosts) -> None:
 def test_a_leader_that_waits_for_a_late_host_sees_its_own_node(two: Hosts) -> None:
     """Rank 2 dies on host 0 while rank 0 waits for host 1, which has not joined the call."""
     out = _killed(two, [0, 0, 0, 1], 2, 1 << 20, late=3)
-    assert out[0][2] < 60 and "rank 2" in out[3][1]
+    assert "rank 2" in out[3][1]
 
 
 def mismatched(rank: int, world: int, odd: list[int], kind: str) -> tuple[str, str]:
