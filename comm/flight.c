@@ -144,6 +144,11 @@ static void in_child(void) {
   atomic_store(&log_rows, NULL);
   if (record_fd >= 0) close(record_fd);
   record_fd = -1;
+  for (int g = 0; g < DC_FLIGHT_GROUPS; g++) { /* the parent's groups can't be used here */
+    free(step_row[g]);
+    step_row[g] = NULL;
+  }
+  memset(batches, 0, sizeof batches);
 }
 
 static void at_first(void) { pthread_atfork(NULL, NULL, in_child); }

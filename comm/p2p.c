@@ -41,6 +41,7 @@
 
 #include "comm_impl.h"
 #include "flight.h"
+#include "text.h"
 
 #define INLINE 32              /* bytes of a message that fit its cell */
 #define EAGER_MAX 8192         /* larger messages are a rendezvous: measured, see the head */
@@ -273,24 +274,6 @@ static void where_read(const p2p *p, int rank, uint16_t row, char text[DC__WHERE
 }
 
 /* ---- text -------------------------------------------------------------------------------------------------------- */
-typedef struct text {
-  char s[DC__TEXT];
-  size_t n;
-} text;
-
-__attribute__((format(printf, 2, 3))) static void add(text *t, const char *fmt, ...) {
-  va_list ap;
-  va_start(ap, fmt);
-  int n = vsnprintf(t->s + t->n, sizeof t->s - t->n, fmt, ap);
-  va_end(ap);
-  if (n > 0) t->n += (size_t)n < sizeof t->s - t->n ? (size_t)n : sizeof t->s - t->n - 1;
-}
-
-static void add_rank(text *t, const dc_comm *c, int rank) {
-  add(t, "rank %d", c->global_rank[rank]);
-  if (c->global_rank[rank] != rank) add(t, " (%d in the group)", rank);
-}
-
 static void add_call(text *t, const dc_comm *c, const dc_call *k, uint64_t seq, const char *where) {
   add(t, "%s(%s, count %lld, tag %lld, %s ", k->op == DC_CALL_SEND ? "send" : "recv", dc_dtype_name(k->dtype),
       (long long)k->count, (long long)k->tag, k->op == DC_CALL_SEND ? "to" : "from");

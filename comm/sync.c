@@ -19,6 +19,7 @@
 #include "comm_impl.h"
 #include "flight.h"
 #include "p2p.h"
+#include "text.h"
 
 enum { WORD_POSTED, WORD_DONE };
 
@@ -121,27 +122,9 @@ void dc__wake_all(dc_comm *c) {
 }
 
 /* ---- text -------------------------------------------------------------------------------------------------------- */
-typedef struct text {
-  char s[DC__TEXT];
-  size_t n;
-} text;
-
-__attribute__((format(printf, 2, 3))) static void add(text *t, const char *fmt, ...) {
-  va_list ap;
-  va_start(ap, fmt);
-  int n = vsnprintf(t->s + t->n, sizeof t->s - t->n, fmt, ap);
-  va_end(ap);
-  if (n > 0) t->n += (size_t)n < sizeof t->s - t->n ? (size_t)n : sizeof t->s - t->n - 1;
-}
-
 static const char *red_name(int op) {
   static const char *const name[] = {"sum", "avg", "min", "max", "prod", "band", "bor", "bxor"};
   return op >= 0 && op < (int)(sizeof name / sizeof *name) ? name[op] : "?";
-}
-
-static void add_rank(text *t, const dc_comm *c, int rank) {
-  add(t, "rank %d", c->global_rank[rank]);
-  if (c->global_rank[rank] != rank) add(t, " (%d in the group)", rank);
 }
 
 static void add_call(text *t, const dc_comm *c, const dc_call *k, int64_t seq, const char *where) {
