@@ -212,7 +212,7 @@ static int run_alone(const dc__job *j) {
 /* Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks the group. */
 static int settle(dc_comm *c, int rc) {
   if (!rc || dc__broken(c)) return rc;
-  char why[512];
+  char why[1024];
   snprintf(why, sizeof why, "%s", dc_last_error());
   return dc__break(c, rc, "group %s: %s", c->label, why);
 }
@@ -387,8 +387,18 @@ static int check_counts(const dc__job *j, blocks *b) {
   return DC_OK;
 }
 
+static int counts_differ(const dc__job *j, int64_t step, int r, int k, int64_t given, int64_t taken) {
+  const dc_comm *c = j->c;
+  char giver[256], taker[256];
+  dc__tell_call(c, r, step, giver, sizeof giver);
+  dc__tell_call(c, k, step, taker, sizeof taker);
+  return DC_FAIL(DC_E_MISMATCH, "all_to_all(%s) [call %lld%s%s]: rank %d sends %lld elements to rank %d, which expects %lld: %s; %s",
+                 dc_dtype_name(j->call.dtype), (long long)c->seq, c->where[0] ? " at " : "", c->where, c->global_rank[r],
+                 (long long)given, c->global_rank[k], (long long)taken, giver, taker);
+}
+
 /* What rank r gives must be what rank k takes, for every pair: all ranks check all pairs, so all see the same mistake. */
-static int compare_counts(const dc__job *j, int64_t *all, int64_t *longest) {
+static int compare_counts(const dc__job *j, int64_t step, int64_t *all, int64_t *longest) {
   const dc_comm *c = j->c;
   const int n = c->size;
   *longest = 0;
@@ -396,11 +406,7 @@ static int compare_counts(const dc__job *j, int64_t *all, int64_t *longest) {
     for (int k = 0; k < n; k++) {
       const int64_t given = all[r * 2 * n + k], taken = all[k * 2 * n + n + r];
       if (given > *longest) *longest = given;
-      if (given != taken)
-        return DC_FAIL(DC_E_MISMATCH,
-                       "all_to_all(%s) [call %lld%s%s]: rank %d sends %lld elements to rank %d, which expects %lld",
-                       dc_dtype_name(j->call.dtype), (long long)c->seq, c->where[0] ? " at " : "", c->where,
-                       c->global_rank[r], (long long)given, c->global_rank[k], (long long)taken);
+      if (given != taken) return counts_differ(j, step, r, k, given, taken);
     }
   }
   return DC_OK;
@@ -418,7 +424,7 @@ static int exchange_counts(dc__job *j, int64_t *all) {
   DC_TRY(dc__wait(c, step));
   for (int r = 0; r < c->size; r++) memcpy(&all[r * 2 * c->size], dc__place(c, r, step, 2 * (int64_t)row), 2 * row);
   DC_TRY(dc__done(c, step));
-  return compare_counts(j, all, &j->longest);
+  return compare_counts(j, step, all, &j->longest);
 }
 
 static int run_blocks(dc__job *j, blocks *b) {

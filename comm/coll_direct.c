@@ -145,7 +145,7 @@ static void find_peers(direct *d) {
   dc__segments_unlock();
 }
 
-/* A peer's memory that can't be reached is most often a peer that died: the next wait says so in better words. */
+/* A peer's memory that can't be reached is most often a peer that died: dc__unreachable says so in better words. */
 static int vm_fail(const direct *d, int r, const char *what) {
   return DC_FAIL(DC_E_PEER, "%s the memory of rank %d (pid %d): %s; it died or freed the buffer during the call", what,
                  d->j->c->global_rank[r], d->j->c->h->seat[r].pid, strerror(errno));
@@ -410,15 +410,10 @@ int dc__direct(const dc__job *j, const dc__view *v) {
   find_peers(&d);
   span_of(&d);
   int rc = work(&d);
-  if (rc == DC_E_PEER) { /* give the peer's death the time to be seen: the wait for it tells rank, signal and call */
+  if (rc == DC_E_PEER) { /* no step is posted: where the dead rank posted its own, others would take their results for complete */
     char why[512];
     snprintf(why, sizeof why, "%s", dc_last_error());
-    int64_t step;
-    void *slot;
-    DC_TRY(dc__begin_for(j->c, 0, &step, &slot));
-    DC_TRY(dc__post(j->c, &j->call));
-    rc = dc__wait(j->c, step);
-    return rc ? rc : DC_FAIL(DC_E_PEER, "%s", why);
+    return dc__unreachable(j->c, why);
   }
   return rc ? rc : part(j);
 }

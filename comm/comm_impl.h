@@ -182,9 +182,13 @@ int dc__broken(dc_comm *c);
 /* Breaks c on all ranks with this error; the first one wins. Returns the status of the winner. */
 int dc__break(dc_comm *c, int status, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 void dc__wake_all(dc_comm *c);
+/* A peer's memory could not be reached: breaks c, with the peer's death as soon as that shows, else with `why`. */
+int dc__unreachable(dc_comm *c, const char *why);
 /* " died: ..." and "is in all_reduce(...) ...": how a rank ended, and what it did last in collectives. */
 void dc__tell_death(const dc_comm *c, int rank, char *s, size_t room);
 void dc__tell_position(const dc_comm *c, int rank, char *s, size_t room);
+/* "rank 1 called all_reduce(...)": what it posted as `step`, while no rank can be DC__CELLS steps further. */
+void dc__tell_call(const dc_comm *c, int rank, int64_t step, char *s, size_t room);
 /* Puts the call in progress into the flight record. Done behind its first post, where there is time while the post travels, and
  * before any longer wait. */
 void dc__show(dc_comm *c);

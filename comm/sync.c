@@ -22,6 +22,7 @@
 #include "text.h"
 
 enum { WORD_POSTED, WORD_DONE };
+enum { UNREACHABLE_MS = 1000 }; /* a dying process loses its memory some time before its pidfd says that it is dead */
 
 /* One wait for all ranks to bring `kind` to `target`. */
 typedef struct waiting {
@@ -129,9 +130,9 @@ static const char *red_name(int op) {
 
 static void add_call(text *t, const dc_comm *c, const dc_call *k, int64_t seq, const char *where) {
   add(t, "%s(", dc_call_name(k->op));
-  if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_SEGMENT) add(t, "%s, ", dc_dtype_name(k->dtype));
+  if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_SEGMENT) add(t, "%s", dc_dtype_name(k->dtype));
   if (k->op == DC_CALL_SEGMENT) add(t, "bytes %lld", (long long)k->count);
-  else if (k->op != DC_CALL_BARRIER) add(t, "count %lld", (long long)k->count);
+  else if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_ALL_TO_ALLV) add(t, ", count %lld", (long long)k->count); /* that has many */
   if (k->op == DC_CALL_ALL_REDUCE || k->op == DC_CALL_REDUCE_SCATTER || k->op == DC_CALL_REDUCE)
     add(t, ", %s", red_name(k->red_op));
   if (k->op == DC_CALL_BROADCAST || k->op == DC_CALL_REDUCE || k->op == DC_CALL_GATHER || k->op == DC_CALL_SCATTER)
@@ -354,7 +355,7 @@ static void add_everyone(text *t, const dc_comm *c, const waiting *w) {
   }
 }
 
-static void add_me(text *t, const dc_comm *c, const waiting *w) {
+static void add_me(text *t, const dc_comm *c) {
   add_rank(t, c, c->rank);
   add(t, " waits for it in ");
   add_call(t, c, &c->call, c->seq, c->where);
@@ -410,25 +411,39 @@ static void look_at_pidfds(dc_comm *c) {
     if (p[i].revents) c->dead[who[i]] = 1; /* readable once the process is a zombie */
 }
 
+static int gone(dc_comm *c, int r, bool left) {
+  text t = {.n = 0};
+  add(&t, "group %s: ", c->label);
+  add_rank(&t, c, r);
+  add(&t, " (pid %d)", c->h->seat[r].pid);
+  if (left) add(&t, " left the group");
+  else add_death(&t, c->h->seat[r].pid, c->pidfd[r]);
+  add(&t, "; ");
+  add_me(&t, c);
+  add(&t, "; ");
+  add_rank(&t, c, r);
+  add(&t, " ");
+  add_position(&t, c, r);
+  return dc__break(c, DC_E_PEER_DIED, "%s", t.s);
+}
+
+int dc__unreachable(dc_comm *c, const char *why) {
+  struct pollfd p[DC_COMM_MAX_RANKS];
+  for (int r = 0; r < c->size; r++) p[r] = (struct pollfd){.fd = r == c->rank ? -1 : c->pidfd[r], .events = POLLIN};
+  while (poll(p, (nfds_t)c->size, UNREACHABLE_MS) < 0 && errno == EINTR) continue;
+  look_at_pidfds(c);
+  for (int r = 0; r < c->size; r++)
+    if (c->dead[r]) return gone(c, r, false);
+  return dc__break(c, DC_E_PEER, "group %s: %s", c->label, why);
+}
+
 /* A rank that died or left matters only if it had not yet given what we wait for: what it gave stays valid. */
 static int find_missing(dc_comm *c, const waiting *w) {
   look_at_pidfds(c);
   for (int r = 0; r < c->size; r++) {
     bool left = atomic_load_explicit(&c->h->seat[r].left, memory_order_acquire);
     if ((!c->dead[r] && !left) || reached(c, r, w)) continue; /* reached() after left/dead: its last words count */
-    text t = {.n = 0};
-    add(&t, "group %s: ", c->label);
-    add_rank(&t, c, r);
-    add(&t, " (pid %d)", c->h->seat[r].pid);
-    if (left) add(&t, " left the group");
-    else add_death(&t, c->h->seat[r].pid, c->pidfd[r]);
-    add(&t, "; ");
-    add_me(&t, c, w);
-    add(&t, "; ");
-    add_rank(&t, c, r);
-    add(&t, " ");
-    add_position(&t, c, r);
-    return dc__break(c, DC_E_PEER_DIED, "%s", t.s);
+    return gone(c, r, left);
   }
   return DC_OK;
 }
@@ -445,7 +460,7 @@ static int late(dc_comm *c, const waiting *w) {
     shown++;
   }
   add(&t, " did not arrive; ");
-  add_me(&t, c, w);
+  add_me(&t, c);
   add(&t, ".");
   add_everyone(&t, c, w);
   return dc__break(c, DC_E_TIMEOUT, "%s", t.s);
@@ -873,6 +888,14 @@ const char *dc_comm_error(const dc_comm *c) {
 void dc__tell_death(const dc_comm *c, int rank, char *s, size_t room) {
   text t = {.n = 0};
   add_death(&t, c->h->seat[rank].pid, c->pidfd[rank]);
+  snprintf(s, room, "%s", t.s);
+}
+
+void dc__tell_call(const dc_comm *c, int rank, int64_t step, char *s, size_t room) {
+  text t = {.n = 0};
+  add_rank(&t, c, rank);
+  add(&t, " called ");
+  add_cell(&t, c, cell_of(c, rank, step));
   snprintf(s, room, "%s", t.s);
 }
 

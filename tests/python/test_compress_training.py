@@ -93,9 +93,10 @@ def ddp_losses(rank, world):
         assert state.sent_bytes < dense * {Int8Blocks: 0.27, Int4Blocks: 0.14, OneBit: 0.05, TopK: 0.17}[type(codec)]
 
 
+@pytest.mark.full  # trains eight times
 @pytest.mark.parametrize("backend", ["gloo", "deepc"])
 def test_ddp_reaches_the_uncompressed_loss(backend):
-    run_ranks(ddp_losses, 2, backend=backend)
+    run_ranks(ddp_losses, 2, backend=backend, limit_s=600)
 
 
 def fsdp_losses(rank, world):
@@ -114,9 +115,10 @@ def fsdp_losses(rank, world):
             assert comms.all_gathers[name].sent_bytes == gathers * (world - 1) * Int8Blocks(256).nbytes(n), name
 
 
+@pytest.mark.full  # trains eight times
 @pytest.mark.parametrize("backend", ["gloo", "deepc"])
 def test_fsdp_reaches_the_uncompressed_loss(backend):
-    run_ranks(fsdp_losses, 2, backend=backend)
+    run_ranks(fsdp_losses, 2, backend=backend, limit_s=600)
 
 
 # ---- DDP: buckets ----------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+/* sleep.pml: no wake-up is lost (comm/sync.c: advance, doze; linux futex).
+ *
+ * Rank 0 advances a word STEPS times; the others wait for each value. Who advances stores the value and then reads the number of
+ * sleepers; who goes to sleep counts itself and then reads the value. A store may lie in the poster's store buffer (a queue, let
+ * out by `memory` at any time) while its next load is already done: so one of the two sides must make the store visible, and here the
+ * sleeper does, by membarrier(2), which empties the buffers of all. -DFENCES: without membarrier every store is a full fence.
+ * The word goes on while some still sleep for an older value; the periodic look (20 ms) is left out: a lost wake-up is a deadlock here.
+ * A rank waits on two words of its poster in turns, as it does on the cells of a ring.
+ *
+ * RANKS, STEPS. Known bugs, each of which must be found:
+ * -DBUG_NO_FENCE     nobody makes the store visible
+ * -DBUG_EARLY_FENCE  the sleeper's fence comes before it counts itself
+ * -DBUG_NO_COMPARE   the sleep does not compare the value once more
+ * -DBUG_WAKE_ONE     the poster wakes one sleeper of a word only */
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef STEPS
+#define STEPS 3
+#endif
+#define ROOM 2
+#define WORDS 2
+#define W(step) ((step) % WORDS)
+#define NOBODY 255
+
+byte value[WORDS], sleepers[WORDS]; /* as the others see them */
+bool asleep[RANKS]; /* in futex_wait */
+byte on[RANKS];     /* of which word */
+byte buffered, first, second; /* the poster's buffer: steps whose values are on their way */
+
+#define FLUSH value[W(first)] = first; first = second; second = 0; buffered--
+#define DRAIN if :: buffered > 0 -> FLUSH :: else fi; if :: buffered > 0 -> FLUSH :: else fi
+
+active proctype memory() {
+end:
+  do
+  :: d_step { buffered > 0 -> FLUSH }
+  od
+}
+
+active proctype poster() {
+  byte step = 1, r;
+  bool woken;
+  do
+  :: step <= STEPS ->
+#ifdef FENCES
+    d_step { DRAIN; value[W(step)] = step };
+#else
+    d_step { buffered < ROOM -> if :: buffered == 0 -> first = step :: else -> second = step fi; buffered++ };
+#endif
+    if
+    :: sleepers[W(step)] > 0 ->
+      d_step { /* the kernel: a fence, then under the lock of the word */
+        DRAIN;
+        r = 1;
+        woken = false;
+        do
+        :: r < RANKS ->
+#ifdef BUG_WAKE_ONE
+          if :: !woken && asleep[r] && on[r] == W(step) -> asleep[r] = false; woken = true :: else fi;
+#else
+          if :: asleep[r] && on[r] == W(step) -> asleep[r] = false :: else fi;
+#endif
+          r++
+        :: else -> break
+        od;
+        r = 0;
+        woken = false
+      }
+    :: else
+    fi;
+    step++
+  :: else -> break
+  od
+}
+
+#ifdef FENCES
+#define MEMBARRIER skip
+#else
+#define MEMBARRIER d_step { DRAIN; skip }
+#endif
+
+proctype waiter(byte me) {
+  byte step = 1, seen;
+  do
+  :: step <= STEPS ->
+    do
+    :: value[W(step)] >= step -> break
+    :: else ->
+#ifdef BUG_EARLY_FENCE
+      MEMBARRIER;
+#endif
+      sleepers[W(step)]++;
+#ifndef BUG_NO_FENCE
+#ifndef BUG_EARLY_FENCE
+      MEMBARRIER;
+#endif
+#endif
+      seen = value[W(step)];
+      if
+      :: seen < step ->
+#ifdef BUG_NO_COMPARE
+        d_step { asleep[me] = true; on[me] = W(step) };
+#else
+        d_step { /* the kernel, under the lock of the word */
+          if
+          :: value[W(step)] == seen -> asleep[me] = true; on[me] = W(step)
+          :: else
+          fi
+        };
+#endif
+        !asleep[me]
+      :: else
+      fi;
+      seen = 0;
+      sleepers[W(step)]--
+    od;
+    step++
+  :: else -> break
+  od
+}
+
+init {
+  byte r = 1;
+  atomic {
+    do
+    :: r < RANKS -> run waiter(r); r++
+    :: else -> break
+    od
+  }
+}
