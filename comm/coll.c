@@ -77,13 +77,14 @@ static int ranks_for(int op, int size) {
 /* Looked up once per op and communicator: from which sizes on which rows run. */
 static void choice_make(dc__choice *k, int op, int size) {
   const int ranks = ranks_for(op, size);
-  *k = (dc__choice){.rows = 1, .meet = INT64_MAX, .row[0].algo = row_named(op, "staged")}; /* every op has that one */
+  *k = (dc__choice){.rows = 1, .meet = {INT64_MAX, INT64_MAX}, .row[0].algo = row_named(op, "staged")}; /* every op has that one */
   for (int i = 0; i < THRESHOLDS; i++) {
     const threshold *t = &thresholds[i];
     const dc__algo *row = row_named(t->op, t->row);
     if (t->op != op || t->ranks != ranks || !row) continue;
-    if (!row->run) k->meet = dc__min64(k->meet, t->bytes);
-    else if (!t->registered && k->rows < DC__CHOICES) k->row[k->rows].bytes = t->bytes, k->row[k->rows++].algo = row;
+    if (!row->run && !t->registered) k->meet[0] = dc__min64(k->meet[0], t->bytes);
+    if (!row->run) k->meet[1] = dc__min64(k->meet[1], t->bytes);
+    if (row->run && !t->registered && k->rows < DC__CHOICES) k->row[k->rows].bytes = t->bytes, k->row[k->rows++].algo = row;
   }
 }
 
@@ -196,7 +197,7 @@ static int run_ranks(dc__job *j) {
   const dc__algo *a = row ? &algos[row - 1] : fitting(j, bytes);
   j->call.op += row * DC__ALGO;
   if (!a->run) return run_large(j, a, true);
-  const bool large = bytes >= c->choice[op].meet && (c->single_copy || c->segments);
+  const bool large = bytes >= c->choice[op].meet[c->segments > 0] && (c->single_copy || c->segments);
   return large && !row ? run_large(j, a, false) : a->run(j);
 }
 

@@ -70,7 +70,7 @@ typedef struct dc__trial {
 enum { DC__CHOICES = 8 };
 typedef struct dc__choice { /* of one op: its rows by size, and from where on ranks meet to use buffers where they lie */
   int rows;
-  int64_t meet;
+  int64_t meet[2]; /* of ordinary memory, and where buffers may be registered */
   struct {
     int64_t bytes;
     const struct dc__algo *algo;

@@ -290,7 +290,9 @@ static int add_callers(text *t, const dc_comm *c, int64_t step, const dc__cell *
 /* The first step at which the calls of a and b differ; -1 if that is too long ago. */
 static int64_t first_difference(const dc_comm *c, int64_t step, int a, int b) {
   for (int64_t s = step - c->cells + 1 > 0 ? step - c->cells + 1 : 0; s <= step; s++)
-    if (holds(c, a, s) && holds(c, b, s) && !same_call(cell_of(c, a, s), cell_of(c, b, s))) return s;
+    /* held before and after the look: a rank that runs ahead may fill the cell meanwhile */
+    if (holds(c, a, s) && holds(c, b, s) && !same_call(cell_of(c, a, s), cell_of(c, b, s)) && holds(c, a, s) && holds(c, b, s))
+      return s;
   return -1;
 }
 

@@ -1,17 +1,20 @@
 /* entry.pml: who is inside a communicator (comm/sync.c: dc__go_in, take_over, dc__leave).
  *
- * Threads of one process enter and leave, with nothing between them but that lock. The frequent side enters with plain stores
- * and loads; so every thread has a store buffer here (stores that the others do not see yet; `memory` lets them out one by one at
- * any time), and membarrier(2) empties all of them. A bias is a word that one thread, its holder, uses; taking over means the next
- * bias, and behind the last one all threads share a word by compare and exchange.
+ * Threads of one process enter and leave, with nothing between them but that lock. The frequent side enters with
+ * plain stores and loads; so every thread has a store buffer here (stores that the others do not see yet; `memory`
+ * lets them out one by one at any time), and membarrier(2) empties all of them. A bias is a word that one thread,
+ * its holder, uses; taking over means the next bias, and behind the last one all threads share a word by compare
+ * and exchange.
  *
- * Checked: never two inside; what one did inside is seen by the next (a plain counter, behind the same buffers); nobody is
- * refused (DC_E_STATE) while nobody else is inside or about to be, when callers take turns (-DPOLITE); nobody waits for ever.
+ * Checked: never two inside; what one did inside is seen by the next (a plain counter, behind the same buffers);
+ * nobody is refused (DC_E_STATE) while nobody else is inside or about to be, when callers take turns (-DPOLITE);
+ * nobody waits for ever.
  *
  * THREADS, ROUNDS, BIASES. Known bugs, each of which must be found:
- * -DBUG_NO_MEMBARRIER    who takes over does not make the holder's stores visible
- * -DBUG_ONE_WORD         all holders share one word (so it was once): who was taken over clears the mark of the next holder
- * -DBUG_NO_SECOND_LOOK   a holder does not look again after it has shown itself */
+ * -DBUG_NO_MEMBARRIER: who takes over does not make the holder's stores visible
+ * -DBUG_ONE_WORD: all holders share one word (so it was once): who was taken over clears the mark of the next
+ *   holder
+ * -DBUG_NO_SECOND_LOOK: a holder does not look again after it has shown itself */
 #ifndef THREADS
 #define THREADS 2
 #endif
@@ -29,7 +32,6 @@
 #define WORD(e) (e)
 #endif
 #define ROOM 3
-#define NOBODY 255
 
 byte mem[COUNT + 1]; /* the words, and the plain counter */
 byte bias;
@@ -70,7 +72,7 @@ end:
   od
 }
 
-#define STORE(where, x)                                                                                                  \
+#define STORE(where, x) \
   d_step { buf[me].n < ROOM -> buf[me].at[buf[me].n] = where; buf[me].value[buf[me].n] = x; buf[me].n++ }
 /* A thread sees its own stores at once. */
 #define LOAD(where, x)                                                                      \

@@ -1,23 +1,27 @@
-/* exchange.pml: the exchange between ranks (comm/sync.c: begin, post, wait, wait_rank, skip, done; comm/coll_staged.c: the
- * order in which collectives call them; comm/shm.c: leaving).
+/* exchange.pml: the exchange between ranks (comm/sync.c: begin, post, wait, wait_rank, skip, done;
+ * comm/coll_staged.c: the order in which collectives call them; comm/shm.c: leaving).
  *
- * Every rank has rings of CELLS cells and of SLOTS slots, and SMALLS small slots, and makes CALLS calls. Which ones is chosen freely when
- * the first rank comes to each: all wait for all (whole, in two chunks with the second one begun early, or in two phases), the root gives to the
- * others and waits for nobody, the others give to the root and don't wait. Data goes through the cell, a small slot, or a slot, and
- * is the number of its step; so a place that is filled before all have read it, or read before it is filled, gives a wrong number.
- * Posted words and done counters are released and acquired, so that interleavings are all that there is (for sleeping see sleep.pml).
- * A wait ends when what it waits for is there, or when the periodic look finds something: that look is a guard here.
+ * Every rank has rings of CELLS cells and of SLOTS slots, and SMALLS small slots, and makes CALLS calls. Which
+ * ones is chosen freely when the first rank comes to each: all wait for all (whole, in two chunks with the second
+ * one begun early, or in two phases), the root gives to the others and waits for nobody, the others give to the
+ * root and don't wait. Data goes through the cell, a small slot, or a slot, and is the number of its step; so a
+ * place that is filled before all have read it, or read before it is filled, gives a wrong number. Posted words
+ * and done counters are released and acquired, so that interleavings are all that there is (for sleeping see
+ * sleep.pml). A wait ends when what it waits for is there, or when the periodic look finds something: that look is
+ * a guard here.
  *
- * Checked: nobody waits for ever, no place is filled while another still needs it, and what is read is of the right step.
- * -DDIE    a rank may die at any point, also between the two halves of breaking the group. Nobody waits for ever, and
- *          nobody gets an error unless somebody died.
- * -DODD    one rank makes another call once, or leaves one out. Whoever waits gets past a step only if all (or the root) that it
- *          waited for made the same calls as itself until there, and data is read only then.
+ * Checked: nobody waits for ever, no place is filled while another still needs it, and what is read is of the
+ * right step.
+ * -DDIE: a rank may die at any point, also between the two halves of breaking the group. Nobody waits for ever, and
+ *   nobody gets an error unless somebody died.
+ * -DODD: one rank makes another call once, or leaves one out. Whoever waits gets past a step only if all (or the
+ *   root) that it waited for made the same calls as itself until there, and data is read only then.
  *
- * RANKS (2 to 4), CALLS, CELLS, SLOTS; WAYS and PLACES: which calls there are (see ANY_WAY, ANY_PLACE). Known bugs, each of which
- * must be found, by -DBUG_...: CELL_EARLY, SLOT_EARLY, SMALL_EARLY (a place is filled one step too early, or without asking), DONE_FIRST
- * (done before the read), LEARN_MOST (the furthest rank's counter stands for all), NO_LOOK (a wait without the look),
- * CALL_ONLY (a fingerprint of the call instead of all calls so far), NO_COMPARE (a wait for the root does not compare). */
+ * RANKS (2 to 4), CALLS, CELLS, SLOTS; WAYS and PLACES: which calls there are (see ANY_WAY, ANY_PLACE). Known
+ * bugs, each of which must be found, by -DBUG_...: CELL_EARLY, SLOT_EARLY, SMALL_EARLY (a place is filled one step
+ * too early, or without asking), DONE_FIRST (done before the read), LEARN_MOST (the furthest rank's counter stands
+ * for all), NO_LOOK (a wait without the look), CALL_ONLY (a fingerprint of the call instead of all calls so far),
+ * NO_COMPARE (a wait for the root does not compare). */
 #ifndef RANKS
 #define RANKS 2
 #endif
@@ -66,7 +70,7 @@ bool died;
 #define DEAD(r) false
 #endif
 #ifdef ODD
-/* One rank differs from the others, once. So the hash of all calls so far is one of two: that of the others, or another one. */
+/* One rank differs from the others, once. So the hash of all calls so far is that of the others, or one other. */
 #define STEPS (2 * CALLS)
 byte hash[RANKS * CELLS];
 bool history[RANKS * STEPS]; /* what the hashes stand for; for the assertions only */
@@ -198,7 +202,8 @@ bool is_odd;                 /* somebody was */
 #define SHOW shown_done[AT(me, CELLS, begun)] = done[me]
 #endif
 
-/* Waits for all to post step s, compares, and learns how far all are; in one instant, as nobody may change the cells meanwhile. */
+/* Waits for all to post step s, compares, and learns how far all are; in one instant, as nobody may change the cells
+ * meanwhile. */
 #define WAIT_ALL(s)                                                                                                    \
   if                                                                                                                   \
   :: d_step { EVERY(HAS_POSTED, s) && EVERY(SAME_AS, s) -> LEARN(s) }                                                  \
@@ -213,7 +218,9 @@ bool is_odd;                 /* somebody was */
 #define LEARN(s)                                                                                                       \
   r = 0; least = done[me];                                                                                             \
   do                                                                                                                   \
-  :: r < RANKS -> least = (shown_done[AT(r, CELLS, s)] BETTER least -> shown_done[AT(r, CELLS, s)] : least); r++        \
+  :: r < RANKS ->                                                                                                      \
+    least = (shown_done[AT(r, CELLS, s)] BETTER least -> shown_done[AT(r, CELLS, s)] : least);                         \
+    r++                                                                                                                \
   :: else -> break                                                                                                     \
   od;                                                                                                                  \
   all_done = MORE(all_done, least); r = 0; least = 0
@@ -281,6 +288,12 @@ bool is_odd;                 /* somebody was */
   :: else -> if ANY_PLACE fi                              \
   fi
 
+#if WAYS == 0 /* one program only; who is odd still has its choice */
+#define PLAN way = (k % 2 == 0 -> FROM : TO + 1); if ANY_PLACE fi
+#else
+#define PLAN CHOOSE
+#endif
+
 active[RANKS] proctype rank() {
   byte me = _pid, k, begun, all_done, way, place, root, s, use, r, least, given, taken, steps;
   byte slot_used[SLOTS], small_used[SMALLS];
@@ -297,7 +310,7 @@ next:
   fi;
   atomic {
     if
-    :: call[k] == 0 -> CHOOSE; call[k] = CALL(way, place)
+    :: call[k] == 0 -> PLAN; call[k] = CALL(way, place)
     :: else -> way = WAY(call[k]); place = PLACE(call[k])
     fi;
     takers[k]++;
@@ -331,7 +344,8 @@ again:
   if
   :: taken == steps -> given = 0; taken = 0; way = 0; place = 0; root = 0; s = 0; steps = 0; goto next
   :: taken < steps && given == taken -> goto give
-  :: given > taken && given < steps && way == CHUNKS && EVERY(HAS_DONE, FOR_SLOT) && begun - done[me] < SLOTS -> goto give
+  :: given > taken && given < steps && way == CHUNKS && EVERY(HAS_DONE, FOR_SLOT) && begun - done[me] < SLOTS ->
+    goto give
   :: given > taken
   fi;
   MAY_DIE;

@@ -1,17 +1,18 @@
 /* sleep.pml: no wake-up is lost (comm/sync.c: advance, doze; linux futex).
  *
- * Rank 0 advances a word STEPS times; the others wait for each value. Who advances stores the value and then reads the number of
- * sleepers; who goes to sleep counts itself and then reads the value. A store may lie in the poster's store buffer (a queue, let
- * out by `memory` at any time) while its next load is already done: so one of the two sides must make the store visible, and here the
- * sleeper does, by membarrier(2), which empties the buffers of all. -DFENCES: without membarrier every store is a full fence.
- * The word goes on while some still sleep for an older value; the periodic look (20 ms) is left out: a lost wake-up is a deadlock here.
- * A rank waits on two words of its poster in turns, as it does on the cells of a ring.
+ * Rank 0 advances a word STEPS times; the others wait for each value. Who advances stores the value and then reads
+ * the number of sleepers; who goes to sleep counts itself and then reads the value. A store may lie in the
+ * poster's store buffer (a queue, let out by `memory` at any time) while its next load is already done: so one of
+ * the two sides must make the store visible, and here the sleeper does, by membarrier(2), which empties the
+ * buffers of all. -DFENCES: without membarrier every store is a full fence. The word goes on while some still
+ * sleep for an older value; the periodic look (20 ms) is left out: a lost wake-up is a deadlock here. A rank waits
+ * on two words of its poster in turns, as it does on the cells of a ring.
  *
  * RANKS, STEPS. Known bugs, each of which must be found:
- * -DBUG_NO_FENCE     nobody makes the store visible
- * -DBUG_EARLY_FENCE  the sleeper's fence comes before it counts itself
- * -DBUG_NO_COMPARE   the sleep does not compare the value once more
- * -DBUG_WAKE_ONE     the poster wakes one sleeper of a word only */
+ * -DBUG_NO_FENCE: nobody makes the store visible
+ * -DBUG_EARLY_FENCE: the sleeper's fence comes before it counts itself
+ * -DBUG_NO_COMPARE: the sleep does not compare the value once more
+ * -DBUG_WAKE_ONE: the poster wakes one sleeper of a word only */
 #ifndef RANKS
 #define RANKS 2
 #endif
@@ -21,7 +22,6 @@
 #define ROOM 2
 #define WORDS 2
 #define W(step) ((step) % WORDS)
-#define NOBODY 255
 
 byte value[WORDS], sleepers[WORDS]; /* as the others see them */
 bool asleep[RANKS]; /* in futex_wait */
