@@ -312,17 +312,20 @@ def test_what_has_no_answer(tmp_path, capsys):
 
     (tmp_path / "noise.bin").write_bytes(b"x" * 200_000)
     (tmp_path / "short").write_bytes(b"")
+    other = subprocess.Popen(["sleep", "60"])  # this process itself may have a record, from another test
     for arguments, text in (
         ((str(tmp_path / "noise.bin"),), "noise.bin: this is no flight record"),
         ((str(tmp_path / "short"),), "is cut: it has 0 bytes"),
         ((str(tmp_path / "none"),), "No such file"),
         ((str(tmp_path),), "no deepc-flight-\\*.bin in this folder"),
-        ((str(os.getpid()),), "has no flight record"),
+        ((str(other.pid),), "has no flight record"),
         ((str(2**22 + 5),), "there is no process"),
         ((str(os.getpid()), str(tmp_path)), "not both"),
     ):
         assert main(["doctor", *arguments]) == 2
         assert re.search(text, capsys.readouterr().err)
+    other.kill()
+    other.wait()
     with pytest.raises(ArgumentError, match="there is no process"):
         flight.read_process(2**22 + 5)
 
