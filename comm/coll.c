@@ -203,7 +203,7 @@ static int run_ranks(dc__job *j) {
 
 static int run_alone(const dc__job *j) {
   const int64_t count = j->in_counts ? j->in_counts[0] : j->count, bytes = count * j->esz;
-  if (j->call.op == DC_CALL_ALL_REDUCE || j->call.op == DC_CALL_REDUCE_SCATTER || j->call.op == DC_CALL_REDUCE) {
+  if (dc__reduces(j->call.op)) {
     const void *src = j->in;
     return dc_reduce(j->out, &src, 1, j->call.dtype, j->call.red_op, j->count);
   }
@@ -283,12 +283,10 @@ static int prepare(dc__job *j, const buffers *b, int64_t count) {
   return DC_OK;
 }
 
-static bool reduces(int op) { return op == DC_CALL_ALL_REDUCE || op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_REDUCE; }
-
 static int collective(dc_comm *c, dc_call call, const buffers *b, int64_t count, int counter) {
   dc__job j = {.c = c, .call = call};
   int rc = prepare(&j, b, count);
-  if (!rc && reduces(call.op)) rc = check_reduction(call.dtype, call.red_op);
+  if (!rc && dc__reduces(call.op)) rc = check_reduction(call.dtype, call.red_op);
   if (!rc) rc = run(&j);
   if (!rc) dc__count_in(&c->counts, counter, 1);
   dc__leave(c);
@@ -415,17 +413,12 @@ static int compare_counts(const dc__job *j, int64_t step, int64_t *all, int64_t 
 
 static int exchange_counts(dc__job *j, int64_t *all) {
   dc_comm *c = j->c;
+  int64_t mine[2 * DC_COMM_MAX_RANKS];
   const size_t row = sizeof(int64_t) * (size_t)c->size;
-  int64_t step;
-  void *slot;
-  DC_TRY(dc__begin_for(c, 2 * (int64_t)row, &step, &slot));
-  memcpy(slot, j->in_counts, row);
-  memcpy((char *)slot + row, j->out_counts, row);
-  DC_TRY(dc__post(c, &j->call));
-  DC_TRY(dc__wait(c, step));
-  for (int r = 0; r < c->size; r++) memcpy(&all[r * 2 * c->size], dc__place(c, r, step, 2 * (int64_t)row), 2 * row);
-  DC_TRY(dc__done(c, step));
-  return compare_counts(j, step, all, &j->longest);
+  memcpy(mine, j->in_counts, row);
+  memcpy(mine + c->size, j->out_counts, row);
+  DC_TRY(dc__share(c, &j->call, mine, 2 * (int64_t)row, all));
+  return compare_counts(j, c->done - 1, all, &j->longest);
 }
 
 static int run_blocks(dc__job *j, blocks *b) {

@@ -80,16 +80,8 @@ static dc__info info_of(const dc__job *j) {
 }
 
 int dc__meet(const dc__job *j, dc__view *v) {
-  dc_comm *c = j->c;
-  int64_t step;
-  void *slot;
-  dc__info mine = info_of(j);
-  DC_TRY(dc__begin_for(c, sizeof mine, &step, &slot));
-  memcpy(slot, &mine, sizeof mine);
-  DC_TRY(dc__post(c, &j->call));
-  DC_TRY(dc__wait(c, step));
-  for (int r = 0; r < c->size; r++) memcpy(&v->of[r], dc__place(c, r, step, sizeof mine), sizeof mine);
-  return dc__done(c, step);
+  const dc__info mine = info_of(j);
+  return dc__share(j->c, &j->call, &mine, sizeof mine, v->of);
 }
 
 /* From here on only what all ranks have seen of each other is used, so that they decide alike. */
@@ -382,27 +374,16 @@ static void work_range(int64_t begin, int64_t end, void *ctx) {
 
 static int work(direct *d) {
   const dc__job *j = d->j;
-  const bool reduces = piece_of(j->call.op) == reduce_piece || piece_of(j->call.op) == reduce_scatter_piece;
   if (j->in_counts) return blocks(d);
   bool mapped = true;
   for (int r = 0; r < j->c->size; r++) mapped = mapped && d->in[r];
   int64_t bytes = mapped ? MAPPED_CHUNK : VM_CHUNK;
-  if (reduces) bytes = dc__min64(bytes, SCRATCH_BYTES / j->c->size / DC__LINE * DC__LINE);
+  if (dc__reduces(j->call.op)) bytes = dc__min64(bytes, SCRATCH_BYTES / j->c->size / DC__LINE * DC__LINE);
   else if (mapped) bytes = (int64_t)1 << 20;
   d->chunk = bytes / j->esz;
   DC_TRY(own_part(d));
   dc_parallel_for(d->end - d->begin, d->chunk * 4, work_range, d);
   return d->status ? DC_FAIL(d->status, "%s", d->text) : DC_OK;
-}
-
-/* All have finished reading and writing: buffers belong to their owners again. */
-static int part(const dc__job *j) {
-  int64_t step;
-  void *slot;
-  DC_TRY(dc__begin_for(j->c, 0, &step, &slot));
-  DC_TRY(dc__post(j->c, &j->call));
-  DC_TRY(dc__wait(j->c, step));
-  return dc__done(j->c, step);
 }
 
 int dc__direct(const dc__job *j, const dc__view *v) {
@@ -415,7 +396,8 @@ int dc__direct(const dc__job *j, const dc__view *v) {
     snprintf(why, sizeof why, "%s", dc_last_error());
     return dc__unreachable(j->c, why);
   }
-  return rc ? rc : part(j);
+  /* all have finished reading and writing: buffers belong to their owners again */
+  return rc ? rc : dc__share(j->c, &j->call, NULL, 0, NULL);
 }
 
 /* ---- what may we? -------------------------------------------------------------------------------------------------------------- */
@@ -425,42 +407,23 @@ static bool can_read(const dc_comm *c, int r, uint64_t address, uint64_t word) {
   return process_vm_readv(c->h->seat[r].pid, &here, 1, &there, 1, 0) == (ssize_t)sizeof got && got == word;
 }
 
-/* *all: the bits that every rank has in `mine`. */
-static int agree_on(dc_comm *c, const dc_call *call, uint64_t mine, uint64_t *all) {
-  int64_t step;
-  void *slot;
-  DC_TRY(dc__begin(c, &step, &slot));
-  *(uint64_t *)slot = mine;
-  DC_TRY(dc__post(c, call));
-  DC_TRY(dc__wait(c, step));
-  *all = ~(uint64_t)0;
-  for (int r = 0; r < c->size; r++) *all &= *(const uint64_t *)dc__slot(c, r, step);
-  return dc__done(c, step);
-}
-
 /* Containers may forbid process_vm_readv, and another pid namespace makes pids mean something else: so each rank reads a
  * random word out of every peer's private memory, and all must succeed. */
 int dc__probe_single_copy(dc_comm *c) {
   const dc_call call = {.op = DC_CALL_BARRIER, .tag = -1};
-  const char *e = getenv("DEEPC_CMA");
   uint64_t word = (uint64_t)dc__now_ns() * 0x9e3779b97f4a7c15u ^ (uint64_t)getpid();
-  uint64_t shown[2] = {(uint64_t)(uintptr_t)&word, word};
-  bool fine = !(e && strcmp(e, "0") == 0);
-  int64_t step;
-  void *slot;
+  uint64_t shown[2] = {(uint64_t)(uintptr_t)&word, word}, theirs[DC_COMM_MAX_RANKS][2], bits[DC_COMM_MAX_RANKS];
+  bool fine, asymmetric;
   c->call = call;
-  DC_TRY(dc__begin(c, &step, &slot));
-  memcpy(slot, shown, sizeof shown);
-  DC_TRY(dc__post(c, &call));
-  DC_TRY(dc__wait(c, step));
-  for (int r = 0; r < c->size && fine; r++) {
-    uint64_t theirs[2];
-    memcpy(theirs, dc__slot(c, r, step), sizeof theirs);
-    fine = r == c->rank || can_read(c, r, theirs[0], theirs[1]);
-  }
-  DC_TRY(dc__done(c, step));
-  uint64_t all;
-  DC_TRY(agree_on(c, &call, fine | (uint64_t)dc__membarrier_register() << 1, &all)); /* `word` lives until all have read it */
+  DC_TRY(dc__env_switch("DEEPC_CMA", true, &fine));
+  DC_TRY(dc__env_switch("DEEPC_MEMBARRIER", true, &asymmetric));
+  DC_TRY(dc__share(c, &call, shown, sizeof shown, theirs));
+  for (int r = 0; r < c->size && fine; r++) fine = r == c->rank || can_read(c, r, theirs[r][0], theirs[r][1]);
+  asymmetric = asymmetric && dc__membarrier_register();
+  const uint64_t mine = fine | (uint64_t)asymmetric << 1;
+  uint64_t all = mine;
+  DC_TRY(dc__share(c, &call, &mine, sizeof mine, bits)); /* `word` lives until all have read it */
+  for (int r = 0; r < c->size; r++) all &= bits[r];
   c->single_copy = all & 1;
   dc__use_membarrier(c, all & 2);
   return DC_OK;

@@ -13,7 +13,7 @@ typedef struct dc__job {
   int in_parts, out_parts;     /* parts of the larger ranks' in and out: 1 or size */
   const int64_t *in_counts;    /* all_to_allv: [size]; NULL otherwise */
   const int64_t *out_counts;
-  const int64_t **theirs; /* all_to_allv: theirs[r] = in_counts of rank r (in its slot's copy); NULL before */
+  const int64_t **theirs;      /* all_to_allv: theirs[r] = in_counts of rank r; NULL before they are exchanged */
   int64_t longest;             /* all_to_allv: elements of the longest block of any pair */
   dc_call call;
 } dc__job;
@@ -40,16 +40,20 @@ typedef struct dc__info {
 
 typedef struct dc__view {
   dc__info of[DC_COMM_MAX_RANKS];
-  bool in_mapped, out_mapped; /* all that the call needs of the peers' in (out) lies in segments that all ranks have mapped */
 } dc__view;
 
-/* One exchange step in which every rank shows its buffers. `want`: bits of what peers will touch. */
+/* One exchange step in which every rank shows its buffers. */
 int dc__meet(const dc__job *j, dc__view *v);
 /* True if the call can run directly: everything it needs is mapped, or the kernel lets us read and write peers' memory. */
 bool dc__reachable(const dc__job *j, const dc__view *v);
+/* True if it needs no help of the kernel: what peers reach lies in segments that all ranks have mapped. */
 bool dc__all_mapped(const dc__job *j, const dc__view *v);
 int dc__direct(const dc__job *j, const dc__view *v);
 
+static inline bool dc__reduces(int op) {
+  op %= DC__ALGO;
+  return op == DC_CALL_ALL_REDUCE || op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_REDUCE;
+}
 static inline int64_t dc__min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #endif

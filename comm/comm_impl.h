@@ -204,6 +204,9 @@ int dc__wait_rank(dc_comm *c, int64_t step, int rank);
 /* Instead of wait, by a rank that reads nothing of the posted step: it may be done before the others post. */
 int dc__skip(dc_comm *c, int64_t step);
 int dc__done(dc_comm *c, int64_t step);
+/* One whole step: every rank shows `bytes` <= slot_bytes of `mine`; all[size * bytes] is everyone's, in rank order. With 0 bytes a
+ * meeting; the pointers may be NULL then. */
+int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, void *all);
 static inline char *dc__slot(const dc_comm *c, int rank, int64_t step) {
   return c->stage + ((int64_t)rank * c->slots + step % c->slots) * c->slot_stride;
 }

@@ -1159,14 +1159,6 @@ int dc_recv(dc_comm *c, void *buf, int64_t count, int dtype, int src, int64_t ta
 }
 
 /* ---- open, close ------------------------------------------------------------------------------------------------- */
-static int cma_wanted(bool *yes) {
-  const char *e = getenv("DEEPC_CMA");
-  if (e && *e && strcmp(e, "0") != 0 && strcmp(e, "1") != 0)
-    return DC_FAIL(DC_E_ENV, "DEEPC_CMA=%s: expected 0 or 1", e);
-  *yes = !(e && strcmp(e, "0") == 0);
-  return DC_OK;
-}
-
 static void open_pair(p2p *p, char *pairs, uint64_t *pay_end, int peer) {
   out *o = &p->out[peer];
   in *x = &p->in[peer];
@@ -1181,7 +1173,7 @@ static void open_pair(p2p *p, char *pairs, uint64_t *pay_end, int peer) {
 
 int dc__p2p_open(dc_comm *c, void *area) {
   bool cma = false;
-  DC_TRY(cma_wanted(&cma));
+  DC_TRY(dc__env_switch("DEEPC_CMA", true, &cma));
   shape s = shape_of(c->size);
   size_t n = (size_t)c->size;
   /* one block: p2p, in, out, pay_end */

@@ -81,10 +81,7 @@ enum { MB_GLOBAL_EXPEDITED = 2, MB_REGISTER_GLOBAL = 4, MB_PRIVATE_EXPEDITED = 8
 
 static bool membarrier(int cmd) { return syscall(SYS_membarrier, cmd, 0, 0) == 0; }
 
-bool dc__membarrier_register(void) {
-  const char *e = getenv("DEEPC_MEMBARRIER");
-  return !(e && strcmp(e, "0") == 0) && membarrier(MB_REGISTER_GLOBAL) && membarrier(MB_REGISTER_PRIVATE);
-}
+bool dc__membarrier_register(void) { return membarrier(MB_REGISTER_GLOBAL) && membarrier(MB_REGISTER_PRIVATE); }
 
 static void advance(const dc_comm *c, dc__word *w, uint32_t value) {
   /* release: publishes what we wrote. Then the store against the load of sleepers, see doze(): either we see the sleeper, or it
@@ -767,6 +764,17 @@ int dc__skip(dc_comm *c, int64_t step) {
   if (step != c->arrived || step >= c->posted) return dc__wait(c, step);
   c->arrived++;
   return DC_OK;
+}
+
+int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, void *all) {
+  int64_t step;
+  void *place;
+  DC_TRY(dc__begin_for(c, bytes, &step, &place));
+  if (bytes) memcpy(place, mine, (size_t)bytes);
+  DC_TRY(dc__post(c, call));
+  DC_TRY(dc__wait(c, step));
+  for (int r = 0; r < c->size && bytes; r++) memcpy((char *)all + r * bytes, dc__place(c, r, step, bytes), (size_t)bytes);
+  return dc__done(c, step);
 }
 
 int dc__done(dc_comm *c, int64_t step) {

@@ -142,6 +142,14 @@ void dc__count(int counter, int64_t n) {
   if (is_counter(counter)) atomic_fetch_add_explicit(&counters[counter], n, memory_order_relaxed);
 }
 
+int dc__env_switch(const char *name, bool fallback, bool *on) {
+  const char *text = getenv(name);
+  if (text && *text && strcmp(text, "0") && strcmp(text, "1"))
+    return DC_FAIL(DC_E_ENV, "%s='%s' is not understood; set it to 0 or 1, or unset it", name, text);
+  *on = text && *text ? *text == '1' : fallback;
+  return DC_OK;
+}
+
 /* ---- environment rows -------------------------------------------------------------------------------------------- */
 static const struct {
   const char *name, *fallback, *help;

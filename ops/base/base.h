@@ -9,6 +9,7 @@
 #ifndef DEEPC_BASE_H
 #define DEEPC_BASE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -134,6 +135,8 @@ void dc__counts_detach(dc__counts *b);
 static inline void dc__count_in(dc__counts *b, int counter, int64_t n) {
   __atomic_store_n(&b->v[counter], __atomic_load_n(&b->v[counter], __ATOMIC_RELAXED) + n, __ATOMIC_RELAXED);
 }
+/* *on: whether the variable `name` is 1, or unset (then `fallback`). DC_E_ENV if it is neither 0 nor 1. */
+int dc__env_switch(const char *name, bool fallback, bool *on);
 /* Row i of env.def; DC_E_INVALID past the end. */
 DC_API int dc_env_at(int i, const char **name, const char **value_or_default, const char **help);
 

@@ -108,14 +108,6 @@ static bool forget(const void *ptr, struct block *block) {
 }
 
 /* ---- allocation -------------------------------------------------------------------------------------------------- */
-static int huge_pages_wanted(bool *wanted) {
-  const char *text = getenv("DEEPC_HUGEPAGES");
-  if (text && *text && strcmp(text, "0") && strcmp(text, "1"))
-    return DC_FAIL(DC_E_ENV, "DEEPC_HUGEPAGES='%s' is not understood; set it to 0 or 1, or unset it", text);
-  *wanted = !(text && *text == '0');
-  return DC_OK;
-}
-
 /* A mapping of `length` bytes (a multiple of DC_HUGE_PAGE) that starts on a huge page boundary: maps one huge page more
  * and trims. NULL with errno on failure. */
 static void *map_aligned(size_t length) {
@@ -166,7 +158,7 @@ static int check_available(size_t bytes, size_t length) {
 
 static int alloc_large(size_t bytes, size_t offset, void **ptr) {
   bool huge = true;
-  DC_TRY(huge_pages_wanted(&huge));
+  DC_TRY(dc__env_switch("DEEPC_HUGEPAGES", true, &huge));
   if (bytes > (size_t)PTRDIFF_MAX - 4 * DC_HUGE_PAGE)
     return DC_FAIL(DC_E_NOMEM, "asked for %zu bytes, more than an address space holds; check the size for an overflow",
                    bytes);

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/comm.h"
@@ -110,8 +111,20 @@ inline void expect_all_fine(const std::vector<Outcome> &out) {
   }
 }
 
+// body(rank) in threads of this process; all their reports.
+inline std::string run_threads(int size, const Body &body) {
+  std::vector<std::string> said(size);
+  std::vector<std::thread> t;
+  for (int rank = 0; rank < size; rank++) t.emplace_back([&, rank] { said[rank] = body(rank); });
+  for (auto &x : t) x.join();
+  std::string all;
+  for (auto &s : said) all += s;
+  return all;
+}
+
 // The address is borrowed.
-inline dc_comm_config config_of(const char *address, int rank, int size, int timeout_ms = 60000) {
+inline dc_comm_config config_of(const char *address, int rank, int size, int slots = 2, int64_t slot_bytes = 4096,
+                                int timeout_ms = 60000) {
   dc_comm_config k;
   memset(&k, 0, sizeof k);
   k.rank = rank;
@@ -119,8 +132,8 @@ inline dc_comm_config config_of(const char *address, int rank, int size, int tim
   k.address = address;
   k.label = "test_pg";
   k.timeout_ms = timeout_ms;
-  k.slot_bytes = 4096;
-  k.slots = 2;
+  k.slot_bytes = slot_bytes;
+  k.slots = slots;
   return k;
 }
 
@@ -134,7 +147,7 @@ inline dc_comm_config config_of(const char *address, int rank, int size, int tim
   } while (0)
 #define WANT(cond, ...)                                                                                                \
   do {                                                                                                                 \
-    if (!(cond)) return ranks::fmt("line %d: not (%s): ", __LINE__, #cond) + ranks::fmt(__VA_ARGS__);                  \
+    if (!(cond)) return ranks::fmt("line %d: not (%s): ", __LINE__, #cond) + ranks::fmt(" " __VA_ARGS__);                  \
   } while (0)
 #define WANT_STATUS(want, expr)                                                                                        \
   do {                                                                                                                 \

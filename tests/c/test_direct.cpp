@@ -19,9 +19,7 @@ using Comm = std::unique_ptr<dc_comm, Closer>;
 std::string open_comm(const std::string &address, int rank, int size, const char *algo, const char *cma, Comm *out) {
   setenv("DEEPC_ALGO", algo, 1);
   setenv("DEEPC_CMA", cma, 1);
-  dc_comm_config k = config_of(address.c_str(), rank, size);
-  k.slots = 3;
-  k.slot_bytes = 64 << 10;
+  dc_comm_config k = config_of(address.c_str(), rank, size, 3, 64 << 10);
   dc_comm *c = nullptr;
   FINE(dc_comm_open(&k, &c));
   out->reset(c);

@@ -14,81 +14,27 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "comm/flight.h"
+#include "ranks.h"
 
-extern "C" int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
+using namespace ranks;
 
 namespace {
 
 enum { SET_ASIDE = 8 }; // rows that a group may have claimed for its next calls
 
-using Body = std::function<std::string(int rank)>;
-
-#define FINE(expr)                                                                                              \
-  do {                                                                                                          \
-    int rc_ = (expr);                                                                                           \
-    if (rc_ != DC_OK) return std::to_string(__LINE__) + ": " #expr ": " + dc_status_name(rc_) + ": " + dc_last_error(); \
-  } while (0)
-#define WANT(cond)                                                           \
-  do {                                                                       \
-    if (!(cond)) return std::to_string(__LINE__) + ": " #cond;               \
-  } while (0)
-
-// Runs body(rank) in `size` processes and wants each to report nothing.
-void run_ranks(int size, const Body &body) {
-  std::vector<pid_t> pid(size);
-  std::vector<int> fd(size);
-  for (int r = 0; r < size; r++) {
-    int p[2];
-    ASSERT_EQ(pipe(p), 0);
-    pid[r] = fork();
-    if (pid[r] == 0) {
-      close(p[0]);
-      for (int i = 0; i < r; i++) close(fd[i]);
-      alarm(100);
-      dc_set_num_threads(1);
-      std::string s = body(r);
-      if (s.empty() && __lsan_do_recoverable_leak_check && __lsan_do_recoverable_leak_check()) s = "leak";
-      if (write(p[1], s.data(), s.size()) != (ssize_t)s.size()) _exit(9);
-      _exit(0);
-    }
-    close(p[1]);
-    fd[r] = p[0];
-  }
-  for (int r = 0; r < size; r++) {
-    std::string said;
-    char buf[4096];
-    for (ssize_t n; (n = read(fd[r], buf, sizeof buf)) > 0;) said.append(buf, (size_t)n);
-    close(fd[r]);
-    int status = 0;
-    waitpid(pid[r], &status, 0);
-    EXPECT_EQ(said, "") << "rank " << r;
-    EXPECT_EQ(status, 0) << "rank " << r;
-  }
-}
-
-std::string fresh_address() {
-  static int count = 0;
-  return "deepc-flight-" + std::to_string(getpid()) + "-" + std::to_string(count++);
-}
+// Wants every rank to report nothing.
+void all_fine(int size, const Body &body) { expect_all_fine(run_ranks(size, body, 100)); }
 
 int open_group(const std::string &address, int rank, int size, dc_comm **c, const char *label = "test_pg", int timeout_ms = 60000,
                const int32_t *names = nullptr) {
-  dc_comm_config k;
-  memset(&k, 0, sizeof k);
-  k.rank = rank;
-  k.size = size;
-  k.address = address.c_str();
+  dc_comm_config k = config_of(address.c_str(), rank, size, 2, 4096, timeout_ms);
   k.label = label;
-  k.timeout_ms = timeout_ms;
-  k.slot_bytes = 4096;
-  k.slots = 2;
   k.global_rank = names;
   return dc_comm_open(&k, c);
 }
@@ -147,7 +93,7 @@ std::string use(dc_comm *c, int calls) {
 
 TEST(Flight, EveryCallIsThere) {
   std::string address = fresh_address();
-  run_ranks(2, [&](int rank) -> std::string {
+  all_fine(2, [&](int rank) -> std::string {
     dc_comm *c;
     const int32_t names[] = {4, 7};
     WANT(own().rows.empty() && dc_flight_fd() == -1);
@@ -189,7 +135,7 @@ TEST(Flight, EveryCallIsThere) {
 }
 
 TEST(Flight, TheNewestStayOldestFirst) {
-  run_ranks(1, [&](int) -> std::string {
+  all_fine(1, [&](int) -> std::string {
     dc_comm *c;
     float x = 1;
     FINE(open_group(fresh_address(), 0, 1, &c));
@@ -212,7 +158,7 @@ TEST(Flight, TheNewestStayOldestFirst) {
 // A rank that waits is seen from outside, with what it waits for, while its other group goes on a thousand times.
 TEST(Flight, AnotherProcessReadsAHungOne) {
   std::string a = fresh_address(), b = fresh_address();
-  run_ranks(3, [&](int rank) -> std::string {
+  all_fine(3, [&](int rank) -> std::string {
     dc_comm *c, *d = nullptr;
     float x = 1;
     FINE(open_group(a, rank, 3, &c, "all"));
@@ -266,7 +212,7 @@ TEST(Flight, AnotherProcessReadsAHungOne) {
 
 TEST(Flight, ManyThreadsWriteWhileOthersRead) {
   enum { THREADS = 4, CALLS = 800 };
-  run_ranks(1, [&](int) -> std::string {
+  all_fine(1, [&](int) -> std::string {
     dc_comm *c[THREADS];
     for (auto &g : c) FINE(open_group(fresh_address(), 0, 1, &g));
     std::atomic<int> left{THREADS};
@@ -296,7 +242,7 @@ TEST(Flight, ManyThreadsWriteWhileOthersRead) {
 }
 
 TEST(Flight, GroupsComeAndGoMoreOftenThanThereAreEntries) {
-  run_ranks(1, [&](int) -> std::string {
+  all_fine(1, [&](int) -> std::string {
     dc_comm *kept, *c;
     float x = 1;
     FINE(open_group(fresh_address(), 0, 1, &kept, "kept"));
@@ -319,7 +265,7 @@ TEST(Flight, GroupsComeAndGoMoreOftenThanThereAreEntries) {
 
 TEST(Flight, AForkedChildHasNoneOfItsParents) {
   std::string address = fresh_address();
-  run_ranks(2, [&](int rank) -> std::string {
+  all_fine(2, [&](int rank) -> std::string {
     dc_comm *c;
     FINE(open_group(address, rank, 2, &c));
     std::string s = use(c, 3);
@@ -366,7 +312,7 @@ struct Folder {
 TEST(Flight, AnErrorThatBreaksWritesADump) {
   Folder folder;
   std::string address = fresh_address();
-  run_ranks(2, [&](int rank) -> std::string {
+  all_fine(2, [&](int rank) -> std::string {
     setenv("DEEPC_FLIGHT_DIR", folder.path, 1);
     dc_comm *c;
     float x[8] = {0};
@@ -395,7 +341,7 @@ TEST(Flight, AnErrorThatBreaksWritesADump) {
 
 TEST(Flight, AFolderThatCannotBeWrittenChangesNoError) {
   std::string address = fresh_address();
-  run_ranks(2, [&](int rank) -> std::string {
+  all_fine(2, [&](int rank) -> std::string {
     setenv("DEEPC_FLIGHT_DIR", "/proc/none/such", 1);
     dc_comm *c;
     float x[8] = {0};
@@ -414,7 +360,7 @@ TEST(Flight, AFolderThatCannotBeWrittenChangesNoError) {
 
 TEST(Flight, StepsOfTheExchangeAreRows) {
   std::string address = fresh_address();
-  run_ranks(2, [&](int rank) -> std::string {
+  all_fine(2, [&](int rank) -> std::string {
     dc_comm *c;
     FINE(open_group(address, rank, 2, &c));
     size_t before = own().rows.size();
@@ -438,7 +384,7 @@ TEST(Flight, StepsOfTheExchangeAreRows) {
 }
 
 TEST(Flight, TheLogHoldsWhatTheRecordHasForgotten) {
-  run_ranks(1, [&](int) -> std::string {
+  all_fine(1, [&](int) -> std::string {
     dc_comm *c;
     float x = 1;
     int64_t n = -1, lost = -1;
