@@ -16,6 +16,7 @@ number."""
 
 from __future__ import annotations
 
+import abc
 import threading
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -30,25 +31,25 @@ _NO_ERROR = torch.empty(0)
 
 
 # ---- codecs -------------------------------------------------------------------------------------------------------------------
-class Codec:
+class Codec(abc.ABC):
     """What a payload looks like. Immutable, comparable, and without state: the same object serves any number of tensors and threads."""
 
+    @abc.abstractmethod
     def nbytes(self, n: int) -> int:
         """Bytes of the payload of n elements; a multiple of 4."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
         """x [n] (fp32, bf16, fp16) into payload, uint8 [nbytes(n)], 4-aligned. error: fp32 [n], read and rewritten (error feedback), or
         None. All contiguous, on the CPU. Raises RuntimeError naming the argument that does not fit."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         """payload into out [n] (fp32, bf16, fp16)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode_add(self, acc: torch.Tensor, payload: torch.Tensor, scale: float = 1.0) -> None:
         """acc [n], fp32, += scale * what payload holds; one rounding per element (fused multiply-add)."""
-        raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
