@@ -20,6 +20,7 @@
 #include "coll_impl.h"
 
 #define SCRATCH_BYTES ((int64_t)256 << 10) /* on the stack of every thread that works: stays in the second-level cache */
+#define MOVE_CHUNK ((int64_t)1 << 20) /* without arithmetic: 1 MiB in place all_gather 14.9 us, in pieces of 128 KiB 17.6; 32 MiB the same */
 #define VM_CHUNK ((int64_t)128 << 10)      /* 16 KiB: 5 GB/s, 64 KiB 6.6, 256 KiB 7.0 where memcpy reaches 6.6 */
 #define MAPPED_CHUNK ((int64_t)32 << 10)
 #define STREAM_BYTES ((int64_t)4 << 20) /* outputs from here on are stored past the caches */
@@ -324,6 +325,11 @@ static int64_t slice(const dc__job *j, int rank) {
   return dc__min64(lines * rank / j->c->size * per_line, j->count);
 }
 
+/* Root in turns, 64 KiB, 2 ranks: a scatter whose root writes half takes 5.9 us, one whose root only copies its own part 3.4. */
+static bool worth_sharing(const dc__job *j) {
+  return j->call.op % DC__ALGO == DC_CALL_BROADCAST || parts_bytes(j, NULL, j->in_parts) >= ((int64_t)256 << 10);
+}
+
 static void span_of(direct *d) {
   const dc__job *j = d->j;
   const int me = j->c->rank;
@@ -340,7 +346,7 @@ static void span_of(direct *d) {
     case DC_CALL_ALL_TO_ALL: d->end = j->count * j->c->size; return;
     case DC_CALL_BROADCAST:
     case DC_CALL_SCATTER:
-      d->roots = can_fill(j, d->v) ? share : 0;
+      d->roots = can_fill(j, d->v) && worth_sharing(j) ? share : 0;
       d->end = root ? d->roots : j->count - d->roots;
       return;
     case DC_CALL_GATHER:
@@ -379,7 +385,7 @@ static int work(direct *d) {
   for (int r = 0; r < j->c->size; r++) mapped = mapped && d->in[r];
   int64_t bytes = mapped ? MAPPED_CHUNK : VM_CHUNK;
   if (dc__reduces(j->call.op)) bytes = dc__min64(bytes, SCRATCH_BYTES / j->c->size / DC__LINE * DC__LINE);
-  else if (mapped) bytes = (int64_t)1 << 20;
+  else bytes = MOVE_CHUNK;
   d->chunk = bytes / j->esz;
   DC_TRY(own_part(d));
   dc_parallel_for(d->end - d->begin, d->chunk * 4, work_range, d);

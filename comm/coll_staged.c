@@ -13,6 +13,8 @@
 #define CHUNK_BYTES ((int64_t)512 << 10)
 #define HERE_BYTES ((int64_t)64 << 10) /* up to here a copy or reduction is not worth asking for threads */
 
+#define AHEAD_BYTES ((int64_t)1024)
+
 typedef struct staged {
   const dc__job *j;
   int64_t per;    /* elements of one part in one chunk */
@@ -43,9 +45,16 @@ static int copy(void *dst, const void *src, int64_t bytes) {
   return DC_OK;
 }
 
+/* A slot's lines are in the readers' caches. Stores would bring them back nearly one by one; asked for ahead, they come ten at a time. */
 static int copy_in(dc_comm *c, void *dst, const void *src, int64_t bytes) {
   dc__count_in(&c->counts, DC_COUNTER_coll_bytes_in, bytes);
-  return copy(dst, src, bytes);
+  if (bytes <= 2 * DC__LINE || bytes > HERE_BYTES) return copy(dst, src, bytes);
+  for (int64_t at = 0, ahead = 0; at < bytes; at += AHEAD_BYTES) {
+    const int64_t end = dc__min64(at + 2 * AHEAD_BYTES, bytes);
+    for (; ahead < end; ahead += DC__LINE) dc__prefetch_write((char *)dst + ahead);
+    memcpy((char *)dst + at, (const char *)src + at, (size_t)dc__min64(AHEAD_BYTES, bytes - at));
+  }
+  return DC_OK;
 }
 
 static int copy_out(dc_comm *c, void *dst, const void *src, int64_t bytes) {
@@ -114,7 +123,8 @@ static int read_all_gather(const staged *s, int64_t k, int64_t step) {
   return DC_OK;
 }
 
-static int fill_gather(const staged *s, int64_t k, char *slot) {
+/* The root reads its own elements where they are. */
+static int fill_of_others(const staged *s, int64_t k, char *slot) {
   return s->j->c->rank == s->j->call.root ? DC_OK : fill_chunk(s, k, slot);
 }
 
@@ -184,10 +194,10 @@ static int read_blocks(const staged *s, int64_t k, int64_t step) {
 static const way ways[] = {
     {DC_CALL_BARRIER, 0, ALL, ALL, fill_nothing, read_nothing},
     {DC_CALL_ALL_REDUCE, 0, ALL, ALL, fill_chunk, read_all_reduce},
-    {DC_CALL_REDUCE, 0, ALL, NOBODY, fill_chunk, read_reduce},
+    {DC_CALL_REDUCE, 0, ALL, NOBODY, fill_of_others, read_reduce},
     {DC_CALL_REDUCE_SCATTER, 1, ALL, ALL, fill_parts, read_reduce_scatter},
     {DC_CALL_ALL_GATHER, 0, ALL, ALL, fill_chunk, read_all_gather},
-    {DC_CALL_GATHER, 0, ALL, NOBODY, fill_gather, read_gather},
+    {DC_CALL_GATHER, 0, ALL, NOBODY, fill_of_others, read_gather},
     {DC_CALL_SCATTER, 1, NOBODY, ROOT, fill_parts_of_root, read_scatter},
     {DC_CALL_BROADCAST, 0, NOBODY, ROOT, fill_root, read_root},
     {DC_CALL_ALL_TO_ALL, 1, ALL, ALL, fill_parts, read_all_to_all},
@@ -199,7 +209,7 @@ static int await(const staged *s, const way *w, int64_t step) {
   switch (c->rank == s->j->call.root ? w->root_waits : w->others_wait) {
     case NOBODY: return dc__skip(c, step);
     case ROOT: return dc__wait_rank(c, step, s->j->call.root);
-    default: return dc__wait(c, step);
+    default: dc__warm(c, step, s->bytes); return dc__wait(c, step);
   }
 }
 
@@ -238,8 +248,9 @@ static int run_chunks(const staged *s, const way *w) {
 }
 
 static staged cut(const dc__job *j, int parts) {
-  staged s = {.j = j};
   const int64_t count = j->in_counts ? j->longest : j->count, slot = j->c->slot_bytes;
+  staged s = {.j = j, .per = count, .chunks = 1, .bytes = count * parts * j->esz};
+  if (s.bytes <= DC__SMALL) return s; /* the divisions below take longer than such a call may */
   int64_t room = dc__min64(slot, CHUNK_BYTES) / parts;
   if (room < j->esz) room = slot / parts;
   if (room >= DC__LINE) room -= room % DC__LINE;

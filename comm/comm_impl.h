@@ -14,7 +14,7 @@
 #include "comm.h"
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
-#define DC__COMM_VERSION 3
+#define DC__COMM_VERSION 4
 #define DC__ALGO 256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
 #define DC__TEXT 2048 /* bytes of the shared error text */
@@ -23,16 +23,14 @@
 #define DC__LOOK_NS (20 * 1000 * 1000ll) /* look after the peers at least this often while waiting */
 #define DC__LINE 64
 
-/* A counter that peers wait on. Both fields lie in one cache line: who advances the value reads `sleepers` next. */
-typedef struct dc__word {
-  _Atomic uint32_t value;
-  _Atomic uint32_t sleepers;
-} dc__word;
-
-/* What one rank shows to the others. */
+/* What one rank shows to the others. Peers wait on `done` and on the cells' `posted`. The numbers of those who sleep there have a line
+ * of their own, which all caches can keep: the owner reads it behind every store of such a word, and beside the word it
+ * would wait each time until the store has the line back from the peers (60 ns a call). */
+enum { DC__POSTED, DC__DONE };
 typedef struct dc__seat {
-  _Alignas(DC__LINE) dc__word done;         /* steps marked done, modulo 2^32 */
-  _Alignas(DC__LINE) _Atomic uint32_t left; /* 1 after a normal close */
+  _Alignas(DC__LINE) _Atomic uint32_t done;        /* steps marked done, modulo 2^32 */
+  _Alignas(DC__LINE) _Atomic uint32_t sleepers[2]; /* for some posted, for done */
+  _Alignas(DC__LINE) _Atomic uint32_t left;        /* 1 after a normal close */
   int32_t pid;
 } dc__seat;
 
@@ -43,12 +41,13 @@ typedef struct dc__seat {
  * `hash` is over all calls of this rank so far: comparing it finds a difference also in calls that did not wait for each
  * other. Atomic words, because a diagnosis may read them while their owner writes the next ones: then the text may be
  * mixed, but nothing is undefined. `data` is read only between wait and done. */
-enum { DC__CALL_WORDS = 3, DC__WHERE_WORDS = 8, DC__CELLS = 64, DC__SMALLS = 8 };
+enum { DC__CALL_WORDS = 3, DC__WHERE_WORDS = 8, DC__CELLS = 64, DC__SMALLS = 16, DC__SMALLS_ROUND = 3 };
 #define DC__INLINE ((int64_t)16)     /* bytes of a call's data that fit into its cell */
-#define DC__SMALL ((int64_t)4096)    /* and into a small slot */
+#define DC__SMALL ((int64_t)16384)   /* and into a small slot */
 #define DC__SMALL_STRIDE (DC__SMALL + 3 * DC__LINE) /* not congruent, see SLOT_COLOR */
 typedef struct dc__cell {
-  _Alignas(DC__LINE) dc__word posted;    /* number of the step + 1, modulo 2^32 */
+  _Alignas(DC__LINE) _Atomic uint32_t posted; /* number of the step + 1, modulo 2^32 */
+  uint32_t reserved;
   _Atomic uint64_t call[DC__CALL_WORDS]; /* the fingerprint: a dc_call, packed */
   _Atomic uint64_t hash;
   _Atomic uint32_t seq, done; /* calls so far; steps that the owner had done when it posted; modulo 2^32 */
@@ -60,7 +59,7 @@ typedef struct dc__where {
 
 enum { DC__SEGMENTS = 64 }; /* registered per communicator */
 enum { DC__BIASES = 16 };   /* times that the fast way into a communicator may change its thread */
-enum { DC__CLASSES = 5 }; /* of sizes, in which single copy and staging are timed */
+enum { DC__CLASSES = 6 }; /* of sizes, in which single copy and staging are timed */
 typedef struct dc__trial {
   int64_t calls;
   int64_t best_ns[2]; /* staged, direct */
@@ -121,6 +120,7 @@ struct dc_comm {
   char *small;   /* [size][DC__SMALLS] small slots, DC__SMALL_STRIDE apart */
   int64_t *slot_used;             /* [slots] the last step + 1 that used each of our slots */
   int64_t small_used[DC__SMALLS];
+  uint32_t small_last; /* the one that was begun last */
   int pidfd[DC_COMM_MAX_RANKS];
   int sock[DC_COMM_MAX_RANKS]; /* rank 0: to every rank; others: sock[0] */
   uint8_t dead[DC_COMM_MAX_RANKS];
@@ -151,6 +151,15 @@ struct dc_segment {
   dc_comm *owner; /* NULL when it was closed, or when there were more than DC__SEGMENTS */
   int id;
 };
+
+/* Asks for the line at p to be written here. (GCC's builtin for that reads without -mprfchw.) */
+static inline void dc__prefetch_write(const void *p) {
+#if defined(__x86_64__)
+  __asm__ __volatile__("prefetchw %0" : : "m"(*(const char *)p));
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
 
 /* ---- shm.c ---- */
 /* A number that differs between a process and its forked children. */
@@ -198,6 +207,9 @@ int dc__begin(dc_comm *c, int64_t *step, void **slot);
 int dc__begin_for(dc_comm *c, int64_t bytes, int64_t *step, void **place);
 int dc__can_begin(dc_comm *c, int *ready);
 int dc__post(dc_comm *c, const dc_call *call);
+/* Between post and wait of `step`, whose place took `bytes`: while peers have not posted it, asks for the lines of our next place, which
+ * are in the caches of those who read it. */
+void dc__warm(dc_comm *c, int64_t step, int64_t bytes);
 int dc__wait(dc_comm *c, int64_t step);
 /* Waits for `rank` only, and compares with it. */
 int dc__wait_rank(dc_comm *c, int64_t step, int rank);

@@ -270,16 +270,22 @@ void dc__flight_group_close(int group) {
 }
 
 /* ---- a call ------------------------------------------------------------------------------------------------------ */
-/* A row that is empty or finished, claimed; *number is the new call's. NULL if there is none nearby. */
+/* Row of call n, if it is empty or finished, claimed. */
+static word *claim_row(header *h, uint64_t n) {
+  word *row = rows_of(h) + (n - 1) % DC_FLIGHT_CALLS * ROW_WORDS;
+  uint64_t old = get(&row[ROW_NUMBER]);
+  if (old == CLAIMED || (old && !get(&row[ROW_END]))) return NULL;
+  return atomic_compare_exchange_strong_explicit(&row[ROW_NUMBER], &old, CLAIMED, memory_order_acq_rel, memory_order_relaxed)
+             ? row
+             : NULL;
+}
+
+/* A claimed row; *number is the new call's. NULL if there is none nearby. */
 static word *claim(header *h, uint64_t *number) {
   for (int i = 0; i < CLAIM_TRIES; i++) {
-    uint64_t n = atomic_fetch_add_explicit(&h->last, 1, memory_order_relaxed) + 1;
-    word *row = rows_of(h) + (n - 1) % DC_FLIGHT_CALLS * ROW_WORDS;
-    uint64_t old = get(&row[ROW_NUMBER]);
-    if (old == CLAIMED || (old && !get(&row[ROW_END]))) continue;
-    if (!atomic_compare_exchange_strong_explicit(&row[ROW_NUMBER], &old, CLAIMED, memory_order_acq_rel,
-                                                 memory_order_relaxed))
-      continue;
+    const uint64_t n = atomic_fetch_add_explicit(&h->last, 1, memory_order_relaxed) + 1;
+    word *row = claim_row(h, n);
+    if (!row) continue;
     *number = n;
     return row;
   }
@@ -330,17 +336,11 @@ uint64_t dc__flight_begin_as(const dc_comm *c, const dc_call *call, const char *
 /* A claimed row of the group's batch; claims new ones when it is used up, or so old that newer rows have gone round. */
 static word *batch_next(header *h, struct batch *b, uint64_t *number) {
   if (b->have && get(&h->last) - b->number[b->have - 1] > DC_FLIGHT_CALLS / 2) give_back(h, b);
-  if (!b->have) {
-    for (int i = BATCH - 1; i >= 0; i--) {
-      uint64_t n;
-      if (!claim(h, &n)) break;
-      b->number[b->have++] = n;
-    }
-    for (int i = 0; i < b->have / 2; i++) { /* used from the end: the oldest number there */
-      uint64_t t = b->number[i];
-      b->number[i] = b->number[b->have - 1 - i];
-      b->number[b->have - 1 - i] = t;
-    }
+  if (!b->have) { /* used from the end: the oldest number there */
+    const uint64_t last = atomic_fetch_add_explicit(&h->last, BATCH, memory_order_relaxed) + BATCH;
+    for (uint64_t n = last; n > last - BATCH; n--)
+      if (claim_row(h, n)) b->number[b->have++] = n;
+    if (!b->have && claim(h, &b->number[0])) b->have = 1;
     if (!b->have) return NULL;
   }
   *number = b->number[--b->have];

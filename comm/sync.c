@@ -21,7 +21,6 @@
 #include "p2p.h"
 #include "text.h"
 
-enum { WORD_POSTED, WORD_DONE };
 enum { UNREACHABLE_MS = 1000 }; /* a dying process loses its memory some time before its pidfd says that it is dead */
 
 /* One wait for all ranks to bring `kind` to `target`. */
@@ -50,8 +49,8 @@ static dc__cell *cell_of(const dc_comm *c, int rank, int64_t step) {
   return &c->cell[(int64_t)rank * c->cells + step % c->cells];
 }
 
-static dc__word *word_of(const dc_comm *c, int rank, const waiting *w) {
-  return w->kind == WORD_POSTED ? &cell_of(c, rank, w->step)->posted : &c->h->seat[rank].done;
+static _Atomic uint32_t *word_of(const dc_comm *c, int rank, const waiting *w) {
+  return w->kind == DC__POSTED ? &cell_of(c, rank, w->step)->posted : &c->h->seat[rank].done;
 }
 
 /* True if counter `value` is at or past `target`; both are modulo 2^32 and less than 2^31 apart. */
@@ -60,7 +59,7 @@ static bool at_least(uint32_t value, uint32_t target) { return (int32_t)(value -
 static bool reached(const dc_comm *c, int rank, const waiting *w) {
   /* acquire: pairs with advance(); what the peer wrote before it advanced (slot, fingerprint, its last reads of ours)
    * lies before us. */
-  return at_least(atomic_load_explicit(&word_of(c, rank, w)->value, memory_order_acquire), w->target);
+  return at_least(atomic_load_explicit(word_of(c, rank, w), memory_order_acquire), w->target);
 }
 
 /* ---- futex ------------------------------------------------------------------------------------------------------- */
@@ -83,17 +82,19 @@ static bool membarrier(int cmd) { return syscall(SYS_membarrier, cmd, 0, 0) == 0
 
 bool dc__membarrier_register(void) { return membarrier(MB_REGISTER_GLOBAL) && membarrier(MB_REGISTER_PRIVATE); }
 
-static void advance(const dc_comm *c, dc__word *w, uint32_t value) {
+/* Only this rank stores its words. */
+static void advance(const dc_comm *c, int kind, _Atomic uint32_t *word, uint32_t value) {
   /* release: publishes what we wrote. Then the store against the load of sleepers, see doze(): either we see the sleeper, or it
    * sees the new value. */
+  const _Atomic uint32_t *sleepers = &c->h->seat[c->rank].sleepers[kind];
   if (c->fences) {
-    atomic_store_explicit(&w->value, value, memory_order_seq_cst);
-    if (atomic_load_explicit(&w->sleepers, memory_order_seq_cst)) futex_wake(&w->value);
+    atomic_store_explicit(word, value, memory_order_seq_cst);
+    if (atomic_load_explicit(sleepers, memory_order_seq_cst)) futex_wake(word);
     return;
   }
-  atomic_store_explicit(&w->value, value, memory_order_release);
+  atomic_store_explicit(word, value, memory_order_release);
   atomic_signal_fence(memory_order_seq_cst);
-  if (atomic_load_explicit(&w->sleepers, memory_order_relaxed)) futex_wake(&w->value);
+  if (__builtin_expect(atomic_load_explicit(sleepers, memory_order_relaxed) != 0, 0)) futex_wake(word);
 }
 
 /* Peers may need an answer to their messages before they come to the collective that we wait for. */
@@ -102,20 +103,21 @@ static void serve_messages(void) {
   if (unfinished_messages()) dc__p2p_idle();
 }
 
-/* Sleeps until the word changes, somebody wakes us, or it is time to look after the peers. */
-static void doze(const dc_comm *c, dc__word *w, const waiting *wt) {
-  atomic_fetch_add_explicit(&w->sleepers, 1, memory_order_seq_cst);
+/* Sleeps until rank's word changes, somebody wakes us, or it is time to look after the peers. */
+static void doze(const dc_comm *c, int rank, const waiting *w) {
+  _Atomic uint32_t *word = word_of(c, rank, w), *sleepers = &c->h->seat[rank].sleepers[w->kind];
+  atomic_fetch_add_explicit(sleepers, 1, memory_order_seq_cst);
   if (!c->fences) membarrier(MB_GLOBAL_EXPEDITED);
-  uint32_t seen = atomic_load_explicit(&w->value, memory_order_seq_cst);
-  if (!at_least(seen, wt->target)) futex_sleep(&w->value, seen, unfinished_messages() ? DC__LOOK_NS / 20 : DC__LOOK_NS);
+  uint32_t seen = atomic_load_explicit(word, memory_order_seq_cst);
+  if (!at_least(seen, w->target)) futex_sleep(word, seen, unfinished_messages() ? DC__LOOK_NS / 20 : DC__LOOK_NS);
   /* relaxed: only a hint whether a wake is needed; a stale count costs one syscall */
-  atomic_fetch_sub_explicit(&w->sleepers, 1, memory_order_relaxed);
+  atomic_fetch_sub_explicit(sleepers, 1, memory_order_relaxed);
 }
 
 void dc__wake_all(dc_comm *c) {
   for (int r = 0; r < c->size; r++) {
-    futex_wake(&c->h->seat[r].done.value);
-    for (int s = 0; s < c->cells; s++) futex_wake(&cell_of(c, r, s)->posted.value);
+    futex_wake(&c->h->seat[r].done);
+    for (int s = 0; s < c->cells; s++) futex_wake(&cell_of(c, r, s)->posted);
   }
 }
 
@@ -211,7 +213,7 @@ static const dc__cell *last_cell(const dc_comm *c, int rank, uint32_t *posted) {
   *posted = 0;
   for (int s = 0; s < c->cells; s++) {
     const dc__cell *cell = cell_of(c, rank, s);
-    uint32_t v = atomic_load_explicit(&cell->posted.value, memory_order_acquire);
+    uint32_t v = atomic_load_explicit(&cell->posted, memory_order_acquire);
     if (v == 0 || (last && !at_least(v, *posted))) continue;
     *posted = v;
     last = cell;
@@ -221,7 +223,7 @@ static const dc__cell *last_cell(const dc_comm *c, int rank, uint32_t *posted) {
 
 /* What `rank` did last, from what it has shown. */
 static void add_position(text *t, const dc_comm *c, int rank) {
-  uint32_t posted, done = atomic_load_explicit(&c->h->seat[rank].done.value, memory_order_acquire);
+  uint32_t posted, done = atomic_load_explicit(&c->h->seat[rank].done, memory_order_acquire);
   const dc__cell *cell = last_cell(c, rank, &posted);
   if (!cell) {
     add(t, "has called nothing yet");
@@ -268,7 +270,7 @@ int dc__break(dc_comm *c, int status, const char *fmt, ...) {
 
 /* The cell of `rank` still holds (or already holds) just this step. */
 static bool holds(const dc_comm *c, int rank, int64_t step) {
-  return atomic_load_explicit(&cell_of(c, rank, step)->posted.value, memory_order_acquire) == (uint32_t)(step + 1);
+  return atomic_load_explicit(&cell_of(c, rank, step)->posted, memory_order_acquire) == (uint32_t)(step + 1);
 }
 
 /* "rank 0, rank 2" of those that have posted the same call as `f`; returns how many. */
@@ -469,7 +471,7 @@ static int late(dc_comm *c, const waiting *w) {
 static int look(dc_comm *c, const waiting *w) {
   c->look_ns = dc__now_ns();
   DC_TRY(dc__broken(c));
-  if (w->kind == WORD_POSTED)
+  if (w->kind == DC__POSTED)
     DC_TRY(compare(c, w->step)); /* a mismatch is told at once, even if some rank never arrives */
   DC_TRY(find_missing(c, w));
   return c->look_ns - w->start_ns >= c->timeout_ns ? late(c, w) : DC_OK;
@@ -509,7 +511,6 @@ static int wait_awake(dc_comm *c, int rank, const waiting *w, bool *there) {
 
 static int wait_for(dc_comm *c, int rank, const waiting *w) {
   dc__show(c);
-  dc__word *word = word_of(c, rank, w);
   bool there;
   DC_TRY(wait_awake(c, rank, w, &there));
   if (there) return DC_OK;
@@ -517,7 +518,7 @@ static int wait_for(dc_comm *c, int rank, const waiting *w) {
     /* looking costs a syscall, so not at every wake-up */
     DC_TRY(dc__now_ns() - c->look_ns >= DC__LOOK_NS ? look(c, w) : dc__broken(c));
     serve_messages();
-    doze(c, word, w);
+    doze(c, rank, w);
   }
   return DC_OK;
 }
@@ -658,18 +659,28 @@ static int64_t needed_for_slot(const dc_comm *c) {
   return used > needed_for_cell(c) ? used : needed_for_cell(c);
 }
 
-/* Waits until every rank has done `steps` steps. */
-static int await_done(dc_comm *c, int64_t steps) {
-  if (steps <= c->all_done) return DC_OK;
-  waiting w = {.kind = WORD_DONE, .step = steps - 1};
-  DC_TRY(wait_all(c, &w));
+/* What all have done, as far as it can be seen now. */
+static void refresh_done(dc_comm *c, int64_t steps) {
   int64_t least = c->done;
   for (int r = 0; r < c->size; r++) {
-    const uint32_t done = atomic_load_explicit(&c->h->seat[r].done.value, memory_order_acquire);
+    const uint32_t done = atomic_load_explicit(&c->h->seat[r].done, memory_order_acquire);
     const int64_t lifted = steps + (int32_t)(done - (uint32_t)steps);
     if (lifted < least) least = lifted;
   }
-  c->all_done = least > steps ? least : steps;
+  if (least > c->all_done) c->all_done = least;
+}
+
+/* Waits until every rank has done `steps` steps. Who has to wait because it ran ahead waits for up to `more` further ones as well:
+ * otherwise it would follow its peers step by step, and take the line of their counter away from them every time. Steps
+ * that we have posted get done without us, so this can't be for ever. */
+static int await_done(dc_comm *c, int64_t steps, int64_t more) {
+  if (steps <= c->all_done) return DC_OK;
+  refresh_done(c, steps);
+  if (steps <= c->all_done) return DC_OK;
+  const int64_t target = steps + more <= c->done ? steps + more : steps > c->done ? steps : c->done;
+  waiting w = {.kind = DC__DONE, .step = target - 1};
+  DC_TRY(wait_all(c, &w));
+  refresh_done(c, target);
   return DC_OK;
 }
 
@@ -681,15 +692,18 @@ static int check_open(const dc_comm *c) {
 
 int dc__begin(dc_comm *c, int64_t *step, void **slot) {
   DC_TRY(check_open(c));
-  DC_TRY(await_done(c, needed_for_slot(c)));
+  DC_TRY(await_done(c, needed_for_slot(c), 0));
   *step = c->begun++;
   c->slot_used[*step % c->slots] = c->begun;
   *slot = dc__slot(c, c->rank, *step);
   return DC_OK;
 }
 
-/* The first small slot that is free, so that few of them go round and stay in cache; else the one that was used longest ago. */
+/* The small slot for the next call: a few go round, so that the next one can be asked for while peers still read the last (dc__warm) and
+ * all stay in cache; if it is not free, the first one that is, else the one that was used longest ago. */
 static uint32_t choose_small(const dc_comm *c) {
+  const uint32_t next = (c->small_last + 1) % DC__SMALLS_ROUND;
+  if (c->small_used[next] <= c->all_done) return next;
   uint32_t oldest = 0;
   for (uint32_t i = 0; i < DC__SMALLS; i++) {
     if (c->small_used[i] <= c->all_done) return i;
@@ -698,16 +712,30 @@ static uint32_t choose_small(const dc_comm *c) {
   return oldest;
 }
 
+void dc__warm(dc_comm *c, int64_t step, int64_t bytes) {
+  if (bytes <= DC__INLINE || c->spin_ns == 0) return;
+  const waiting w = {.kind = DC__POSTED, .step = step, .target = (uint32_t)(step + 1)};
+  const char *next = bytes <= DC__SMALL ? dc__small(c, c->rank, (c->small_last + 1) % DC__SMALLS_ROUND) : dc__slot(c, c->rank, c->begun);
+  if (bytes > c->slot_bytes) bytes = c->slot_bytes;
+  for (int64_t at = 0; at < bytes; at += 4 * DC__LINE) {
+    bool here = true;
+    for (int r = 0; r < c->size && here; r++) here = reached(c, r, &w);
+    if (here) return;
+    for (int i = 0; i < 4; i++) dc__prefetch_write(next + at + i * DC__LINE);
+  }
+}
+
 int dc__begin_for(dc_comm *c, int64_t bytes, int64_t *step, void **place) {
   if (bytes > DC__SMALL) return dc__begin(c, step, place);
   DC_TRY(check_open(c));
-  DC_TRY(await_done(c, needed_for_cell(c)));
+  DC_TRY(await_done(c, needed_for_cell(c), c->cells / 2));
   dc__cell *cell = cell_of(c, c->rank, c->begun);
   *place = cell->data;
   if (bytes > DC__INLINE) {
     const uint32_t i = choose_small(c);
-    DC_TRY(await_done(c, c->small_used[i]));
+    DC_TRY(await_done(c, c->small_used[i], DC__SMALLS / 2));
     c->small_used[i] = c->begun + 1;
+    c->small_last = i;
     cell->data[0] = i;
     *place = dc__small(c, c->rank, i);
   }
@@ -721,17 +749,17 @@ int dc__can_begin(dc_comm *c, int *ready) {
   *ready = 1;
   const int64_t needed = needed_for_slot(c);
   if (needed <= c->all_done) return DC_OK;
-  waiting w = {.kind = WORD_DONE, .step = needed - 1};
+  waiting w = {.kind = DC__DONE, .step = needed - 1};
   return test_all(c, &w, ready);
 }
 
 int dc__post(dc_comm *c, const dc_call *call) {
   if (c->posted >= c->begun) return DC_FAIL(DC_E_STATE, "group %s: post without begin", c->label);
-  c->call = *call;
   cell_write(c, call, c->posted);
-  dc__word *word = &cell_of(c, c->rank, c->posted)->posted;
+  _Atomic uint32_t *word = &cell_of(c, c->rank, c->posted)->posted;
   c->posted++;
-  advance(c, word, (uint32_t)c->posted);
+  advance(c, DC__POSTED, word, (uint32_t)c->posted);
+  dc__prefetch_write(cell_of(c, c->rank, c->posted + 1));
   dc__show(c);
   return DC_OK;
 }
@@ -741,7 +769,7 @@ int dc__wait(dc_comm *c, int64_t step) {
     return DC_FAIL(DC_E_STATE, "group %s: wait for step %lld, but only %lld to %lld are posted and not done", c->label,
                    (long long)(step - c->base), (long long)(c->done - c->base), (long long)(c->posted - c->base - 1));
   for (; c->arrived <= step; c->arrived++) {
-    waiting w = {.kind = WORD_POSTED, .step = c->arrived};
+    waiting w = {.kind = DC__POSTED, .step = c->arrived};
     DC_TRY(wait_all(c, &w));
     DC_TRY(learn(c, c->arrived));
   }
@@ -750,7 +778,7 @@ int dc__wait(dc_comm *c, int64_t step) {
 
 int dc__wait_rank(dc_comm *c, int64_t step, int rank) {
   if (step != c->arrived || step >= c->posted) return dc__wait(c, step);
-  waiting w = {.kind = WORD_POSTED, .step = step, .target = (uint32_t)(step + 1)};
+  waiting w = {.kind = DC__POSTED, .step = step, .target = (uint32_t)(step + 1)};
   if (!reached(c, rank, &w) && !(c->spin_ns && spin_briefly(c, rank, &w))) {
     w.start_ns = dc__now_ns();
     DC_TRY(wait_for(c, rank, &w));
@@ -784,7 +812,7 @@ int dc__done(dc_comm *c, int64_t step) {
                    (long long)(c->arrived - c->base));
   c->done++;
   /* a release at least: our reads of the peers' slots stay before it, so they may fill them again */
-  advance(c, &c->h->seat[c->rank].done, (uint32_t)c->done);
+  advance(c, DC__DONE, &c->h->seat[c->rank].done, (uint32_t)c->done);
   return DC_OK;
 }
 
@@ -812,6 +840,7 @@ int dc_exchange_post(dc_comm *c, const dc_call *call) {
   DC_TRY(dc__enter(c));
   c->seq++;
   if (c->posted < c->begun) dc__flight_step_begin(c, call, c->posted);
+  c->call = *call;
   int rc = dc__post(c, call);
   dc__leave(c);
   return rc;
@@ -835,7 +864,7 @@ int dc_exchange_test(dc_comm *c, int64_t step, int *ready) {
     rc = DC_FAIL(DC_E_STATE, "group %s: test of step %lld, but only %lld to %lld are posted and not done", c->label,
                  (long long)(step - c->base), (long long)(c->done - c->base), (long long)(c->posted - c->base - 1));
   } else if (!yes) {
-    waiting w = {.kind = WORD_POSTED, .step = step};
+    waiting w = {.kind = DC__POSTED, .step = step};
     rc = test_all(c, &w, &yes);
     if (!rc && yes) rc = dc__wait(c, step); /* does not block; compares */
   }

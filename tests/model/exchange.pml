@@ -17,7 +17,7 @@
  * -DODD: one rank makes another call once, or leaves one out. Whoever waits gets past a step only if all (or the
  *   root) that it waited for made the same calls as itself until there, and data is read only then.
  *
- * RANKS (2 to 4), CALLS, CELLS, SLOTS; WAYS and PLACES: which calls there are (see ANY_WAY, ANY_PLACE). Known
+ * RANKS (2 to 4), CALLS, CELLS, SLOTS, AHEAD; WAYS and PLACES: which calls there are (see ANY_WAY, ANY_PLACE). Known
  * bugs, each of which must be found, by -DBUG_...: CELL_EARLY, SLOT_EARLY, SMALL_EARLY (a place is filled one step
  * too early, or without asking), DONE_FIRST (done before the read), LEARN_MOST (the furthest rank's counter stands
  * for all), NO_LOOK (a wait without the look), CALL_ONLY (a fingerprint of the call instead of all calls so far),
@@ -33,6 +33,9 @@
 #endif
 #ifndef SLOTS
 #define SLOTS 2
+#endif
+#ifndef AHEAD
+#define AHEAD 1
 #endif
 #define SMALLS 2 /* GIVE chooses between two */
 #ifndef WAYS
@@ -124,13 +127,19 @@ bool is_odd;                 /* somebody was */
 #define ENDED(f, x) (broken > 0 || LACKS(f, x))
 #endif
 
+/* Who has to wait here waits for up to AHEAD further steps, of those that it has done itself. */
+#define WANTED(n) ((n) + AHEAD <= done[me] -> (n) + AHEAD : MORE(n, done[me]))
 #define AWAIT_DONE(n)                                               \
   if                                                                \
   :: (n) <= all_done                                                \
   :: else ->                                                        \
     if                                                              \
     :: d_step { EVERY(HAS_DONE, n) -> TAKE_LEAST }                  \
-    :: ENDED(HAS_DONE, n) -> goto failed                            \
+    :: else ->                                                      \
+      if                                                            \
+      :: d_step { EVERY(HAS_DONE, WANTED(n)) -> TAKE_LEAST }        \
+      :: ENDED(HAS_DONE, WANTED(n)) -> goto failed                  \
+      fi                                                            \
     fi                                                              \
   fi
 #define TAKE_LEAST                                                  \

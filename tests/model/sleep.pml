@@ -23,7 +23,7 @@
 #define WORDS 2
 #define W(step) ((step) % WORDS)
 
-byte value[WORDS], sleepers[WORDS]; /* as the others see them */
+byte value[WORDS], sleepers; /* as the others see them; one number for all words of the poster */
 bool asleep[RANKS]; /* in futex_wait */
 byte on[RANKS];     /* of which word */
 byte buffered, first, second; /* the poster's buffer: steps whose values are on their way */
@@ -49,7 +49,7 @@ active proctype poster() {
     d_step { buffered < ROOM -> if :: buffered == 0 -> first = step :: else -> second = step fi; buffered++ };
 #endif
     if
-    :: sleepers[W(step)] > 0 ->
+    :: sleepers > 0 ->
       d_step { /* the kernel: a fence, then under the lock of the word */
         DRAIN;
         r = 1;
@@ -90,7 +90,7 @@ proctype waiter(byte me) {
 #ifdef BUG_EARLY_FENCE
       MEMBARRIER;
 #endif
-      sleepers[W(step)]++;
+      sleepers++;
 #ifndef BUG_NO_FENCE
 #ifndef BUG_EARLY_FENCE
       MEMBARRIER;
@@ -113,7 +113,7 @@ proctype waiter(byte me) {
       :: else
       fi;
       seen = 0;
-      sleepers[W(step)]--
+      sleepers--
     od;
     step++
   :: else -> break
