@@ -28,6 +28,7 @@ reduce_scatter_tensor cost 1.9 more since torch 2.13 calls them deprecated: its 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import logging
 import types
@@ -72,7 +73,11 @@ _DONE = Done(())
 _AllreduceOptions, _BroadcastOptions, _BarrierOptions = _c10d.AllreduceOptions, _c10d.BroadcastOptions, _c10d.BarrierOptions
 _AllgatherOptions, _ReduceScatterOptions = _c10d.AllgatherOptions, _c10d.ReduceScatterOptions
 _all_reduce, _broadcast, _all_gather = C.dc_all_reduce, C.dc_broadcast, C.dc_all_gather
-_reduce_scatter, _barrier = C.dc_reduce_scatter, C.dc_barrier
+_reduce_scatter, _barrier, _reduce_to = C.dc_reduce_scatter, C.dc_barrier, C.dc_reduce_to
+_gather, _scatter, _all_to_allv = C.dc_gather, C.dc_scatter, C.dc_all_to_allv
+_ReduceOptions, _GatherOptions, _ScatterOptions = _c10d.ReduceOptions, _c10d.GatherOptions, _c10d.ScatterOptions
+_AllToAllOptions = _c10d.AllToAllOptions
+_LISTS_BYTES = 64 << 10  # up to here a fast path copies a list's tensors through one buffer
 
 _groups: "weakref.WeakSet[DeepcProcessGroup]" = weakref.WeakSet()
 
@@ -114,6 +119,11 @@ def _store(t: torch.Tensor, dense: torch.Tensor) -> None:
             if stride == 0 and t.shape[d] > 1:  # an expanded tensor: one element of memory
                 t, dense = t.narrow(d, 0, 1), dense.narrow(d, 0, 1)
         t.copy_(dense)
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    """What the fast paths take."""
+    return t.__class__ in _PLAIN and t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()
 
 
 def _as_real(t: torch.Tensor, op: str) -> torch.Tensor:
@@ -235,6 +245,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
         self._progress: Progress | None = None
         self._batch: list[dist.Work] | None = None
         self._spare: list[torch.Tensor] = []
+        self._small: Any = None  # see _lists_buffer()
+        self._even: dict[int, Any] = {}  # counts of even all_to_alls, by elements
         self._messages = Messages()
         self.closed, self.has_nccl = False, False
         self._register_inner(options, backend_options)
@@ -514,6 +526,94 @@ class DeepcProcessGroup(dist.ProcessGroup):
             self._failed(status, "reduce_scatter_tensor", (t,))
         return True
 
+    def _quick_reduce(self, core: node.Comm, tensors, opts) -> bool:
+        t, reduce_op = tensors[0], opts.reduceOp
+        found = _SUMS.get(t.dtype) if reduce_op == _SUM else node.REDUCTIONS.get((t.dtype, _OPS.get(reduce_op.op)))
+        if found is None or not _is_plain(t) or opts.timeout.days >= 0:
+            return False
+        pointer = t.data_ptr()
+        with core.lock:
+            core.caller.tell(core._handle)
+            status = _reduce_to(core._handle, pointer, pointer, t.numel(), found[0], found[1], opts.rootRank, 0)
+        if status:
+            self._failed(status, "reduce", tensors)
+        return True
+
+    def _pointers(self, parts, t, nbytes: int) -> list[int] | None:
+        """Where the tensors of a list lie that has one for each rank, each as t; None if a fast path can't take them."""
+        if len(parts) != self._size or nbytes * self._size > _LISTS_BYTES:
+            return None
+        for part in parts:
+            if not _is_plain(part) or part.dtype is not t.dtype or part.nbytes != nbytes:
+                return None
+        return [part.data_ptr() for part in parts]
+
+    def _lists_buffer(self) -> int:
+        """Address of the buffer through which the fast paths of lists copy. With the lock of the communicator."""
+        if self._small is None:
+            self._small = ctypes.create_string_buffer(_LISTS_BYTES)
+        return ctypes.addressof(self._small)
+
+    def _quick_gather(self, core: node.Comm, outputs, tensors, opts) -> bool:
+        t, root = tensors[0], opts.rootRank
+        found = _MOVES.get(t.dtype)
+        if found is None or not _is_plain(t) or opts.timeout.days >= 0 or bool(outputs) != (self._rank == root):
+            return False
+        nbytes, to = t.nbytes, None
+        if outputs:
+            to = self._pointers(outputs[0], t, nbytes)
+            if to is None:
+                return False
+        with core.lock:
+            core.caller.tell(core._handle)
+            room = self._lists_buffer() if to else None
+            status = _gather(core._handle, t.data_ptr(), room, t.numel(), found[0], root, found[2])
+            if to and not status:
+                for i, pointer in enumerate(to):
+                    ctypes.memmove(pointer, room + i * nbytes, nbytes)
+        if status:
+            self._failed(status, "gather", tensors)
+        return True
+
+    def _quick_scatter(self, core: node.Comm, tensors, inputs, opts) -> bool:
+        t, root = tensors[0], opts.rootRank
+        found = _MOVES.get(t.dtype)
+        if found is None or not _is_plain(t) or opts.timeout.days >= 0 or bool(inputs) != (self._rank == root):
+            return False
+        nbytes, given = t.nbytes, None
+        if inputs:
+            given = self._pointers(inputs[0], t, nbytes)
+            if given is None:
+                return False
+        with core.lock:
+            core.caller.tell(core._handle)
+            room = self._lists_buffer() if given else None
+            for i, pointer in enumerate(given or ()):
+                ctypes.memmove(room + i * nbytes, pointer, nbytes)
+            status = _scatter(core._handle, room, t.data_ptr(), t.numel(), found[0], root, found[2])
+        if status:
+            self._failed(status, "scatter", tensors)
+        return True
+
+    def _quick_all_to_all(self, core: node.Comm, out, t, opts) -> bool:
+        """Without split sizes."""
+        found, n = _MOVES.get(t.dtype), t.numel()
+        if found is None or not _is_plain(t) or not _is_plain(out) or out.dtype is not t.dtype or out.numel() != n or opts.timeout.days >= 0:
+            return False
+        if not t.dim() or not out.dim() or t.shape[0] % self._size or out.shape[0] % self._size:
+            return False
+        counts = self._even.get(n)
+        if counts is None:
+            if len(self._even) > 64:
+                self._even.clear()
+            counts = self._even[n] = (ctypes.c_int64 * self._size)(*([n // self._size] * self._size))
+        with core.lock:
+            core.caller.tell(core._handle)
+            status = _all_to_allv(core._handle, t.data_ptr(), counts, out.data_ptr(), counts, found[0], found[2])
+        if status:
+            self._failed(status, "all_to_all_single", (t,))
+        return True
+
     def _idle(self) -> node.Comm | None:
         """The communicator if a synchronous call may enter it at once."""
         progress = self._progress
@@ -576,6 +676,10 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors, opts=None, op=None, timeout=None, root=None):
         """The result lies on the root alone; other ranks' tensors keep their values."""
+        if opts.__class__ is _ReduceOptions and not getattr(opts, "asyncOp", True) and len(tensors) == 1:
+            core = self._idle()
+            if core is not None and self._quick_reduce(core, tensors, opts):
+                return _DONE
         if isinstance(tensors, torch.Tensor):  # reduce(tensor, root, op)
             tensors = [tensors]
             if isinstance(opts, int):
@@ -786,6 +890,10 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     def gather(self, output_tensors, input_tensors, opts=None, timeout=None, root=None):
         """output_tensors: on the root one list with a tensor per rank, elsewhere empty."""
+        if opts.__class__ is _GatherOptions and not getattr(opts, "asyncOp", True) and len(input_tensors) == 1:
+            core = self._idle()
+            if core is not None and self._quick_gather(core, output_tensors, input_tensors, opts):
+                return _DONE
         if isinstance(input_tensors, torch.Tensor):  # gather(list, tensor, root)
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
             if isinstance(opts, int):
@@ -818,6 +926,10 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     def scatter(self, output_tensors, input_tensors, opts=None, timeout=None, root=None):
         """input_tensors: on the root one list with a tensor per rank, elsewhere empty."""
+        if opts.__class__ is _ScatterOptions and not getattr(opts, "asyncOp", True) and len(output_tensors) == 1:
+            core = self._idle()
+            if core is not None and self._quick_scatter(core, output_tensors, input_tensors, opts):
+                return _DONE
         if isinstance(output_tensors, torch.Tensor):  # scatter(tensor, list, root)
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
             if isinstance(opts, int):
@@ -844,6 +956,10 @@ class DeepcProcessGroup(dist.ProcessGroup):
     # ---- all_to_all ------------------------------------------------------------------------------------------------------------
     def alltoall_base(self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None):  # noqa: A002
         """Always with counts, which ranks exchange first: one rank may leave out split sizes that another one gives."""
+        if opts.__class__ is _AllToAllOptions and not getattr(opts, "asyncOp", True) and not output_split_sizes and not input_split_sizes:
+            core = self._idle()
+            if core is not None and self._quick_all_to_all(core, output, input, opts):
+                return _DONE
         opts = _options(opts, _c10d.AllToAllOptions, timeout=timeout)
         core = self._core((output, input))
         if core is None:
