@@ -34,11 +34,13 @@ typedef struct dc_reducer_config {
   int32_t rank;
   int32_t ring;                 /* 0: acc is whole. k > 0: acc holds k buckets' slices, see dc_reducer_give_back */
   float pre_scale;              /* factor on each gradient as it is written to its slot (1: none; prescale_gradients) */
-  float reserved2;
+  int32_t tree;                 /* 0: see dc_reducer_begin. k > 0: gradients are added along the tree of micro-batches,
+                                 * with k buffers: acc and the k - 1 in tree_acc */
   int64_t pending_limit_bytes;
   float *acc;                   /* borrowed, fp32: [shard elements] (own_all: [total elements]); ring: [ring * slice] */
   double *partial;              /* borrowed: squared-norm partials of acc, one per DC_BLOCK elements of acc; not with a
                                  * ring */
+  float *tree_acc;              /* borrowed: [tree - 1][elements of acc]; NULL with tree 0 and 1 */
 } dc_reducer_config;
 
 DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);
@@ -48,6 +50,16 @@ DC_API int dc_reducer_free(dc_reducer *r);
  * `partial`. A pass may be begun implicitly by the first add; that one assigns, and fills `partial` if there is one.
  * DC_E_STATE if one is open. The communicator is not touched before the first add. */
 DC_API int dc_reducer_begin(dc_reducer *r, int assign, int norm);
+/* The tree: one order of additions for every layout. Pass j of a step (the one that assigns is 0) holds micro-batches
+ * j * world + rank, and the sum over all micro-batches of the step depends on nothing but their indices and number
+ * (comm/bucket_tree.h): any world, any number of passes and both values of own_all give equal bits. Gradients are
+ * rounded to the wire dtype also without peers, and added in fp32. With a tree
+ *   - norm = 1 says that the pass is the last of its step: acc then holds the whole sum and `partial`, if there is one,
+ *     its norm, and the next pass assigns (else DC_E_STATE). Until then acc and tree_acc hold one node for every bit
+ *     that is set in the number of micro-batches so far, in falling order;
+ *   - so many nodes must fit after every pass but the last (1 buffer with one pass, about log2(passes) with more);
+ *     DC_E_STATE at begin otherwise;
+ *   - a pass that is begun implicitly is a whole step; with a ring every pass is (tree 1). */
 /* Hands over the gradient of parameter `param` (index in the layout): contiguous, layout numel, `dtype` fp32, bf16
  * or fp16 (cast to the wire dtype if it differs). Borrowed until it is listed as released. Adds for one parameter
  * twice in a pass: DC_E_STATE naming it. Wrong arguments (DC_E_INVALID, DC_E_DTYPE, that DC_E_STATE) leave the pass

@@ -35,6 +35,7 @@
 #include <string.h>
 
 #include "bucket.h"
+#include "bucket_tree.h"
 #include "comm_impl.h"
 
 /* A gather's chunk: what one rank wrote should still be in the caches when the others read it. */
@@ -76,6 +77,9 @@ struct dc_reducer {
   bucket *bucket;        /* [nbuckets] */
   param *param;          /* [nparams] */
   uint8_t *fused;        /* alone: [total / DC_BLOCK] 1: its partial was computed with the accumulation */
+  int64_t leaves;        /* of the tree: micro-batches before this pass */
+  int closed;            /* the tree's last pass is over */
+  char *leaf;            /* alone with a tree: [bucket_elems] of the wire dtype, a leaf that had to be made */
   int error;
   char text[DC__TEXT];
 };
@@ -146,15 +150,39 @@ static int write_slot(dc_reducer *r, bucket *b, const param *x, int64_t from, in
   return dc_cast(to, r->k.dtype, grad, x->dtype, r->k.pre_scale, n);
 }
 
+/* Pushes the next leaves of elements [at, at + n) of acc. */
+static int push_leaves(dc_reducer *r, const void *const *src, int nsrc, int64_t at, int64_t n, double *partial) {
+  float *entry[DC__TREE_DEPTH];
+  const int64_t elems = r->k.own_all || r->k.ring ? r->k.layout->total : r->k.layout->shard_elems;
+  for (int i = 0; i < r->k.tree; i++) entry[i] = (i ? r->k.tree_acc + (i - 1) * elems : r->k.acc) + at;
+  const dc__tree_job job = {.entry = entry, .entries = r->k.tree, .leaves = r->leaves, .src = src, .nsrc = nsrc,
+                            .dt = r->k.dtype, .last = r->norm || r->k.ring, .partial = partial};
+  return dc__tree_push(&job, n);
+}
+
+/* Alone with a tree: the gradient as it would lie in a slot is the leaf. */
+static int push_alone(dc_reducer *r, const param *x, const char *grad, int64_t at, int64_t n) {
+  const void *leaf = grad;
+  if (x->state == PARAM_ABSENT) {
+    memset(r->leaf, 0, (size_t)(n * r->elem));
+    leaf = r->leaf;
+  } else if (x->dtype != r->k.dtype || r->k.pre_scale != 1.0f) {
+    DC_TRY(dc_cast(r->leaf, r->k.dtype, grad, x->dtype, r->k.pre_scale, n));
+    leaf = r->leaf;
+  }
+  return push_leaves(r, &leaf, 1, at, n, NULL);
+}
+
 /* Alone: acc[at, at + n) from the gradient. Blocks that lie inside get their partial on the way, the others when the
  * bucket is complete. */
 static int write_acc(dc_reducer *r, const param *x, int64_t from, int64_t at, int64_t n) {
   float *acc = r->k.acc + at;
+  int64_t size = (int64_t)dc_dtype_size(x->dtype);
+  if (r->k.tree) return push_alone(r, x, x->grad ? x->grad + from * size : NULL, at, n);
   if (x->state == PARAM_ABSENT) {
     if (r->assign) memset(acc, 0, (size_t)n * sizeof *acc);
     return DC_OK;
   }
-  int64_t size = (int64_t)dc_dtype_size(x->dtype);
   const char *grad = x->grad + from * size;
   if (r->k.pre_scale != 1.0f)
     return r->assign ? dc_cast(acc, DC_F32, grad, x->dtype, r->k.pre_scale, n)
@@ -195,7 +223,8 @@ static void zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
   if (r->k.comm)
     memset(b->slot + (at - b->begin) * r->elem, 0, (size_t)(n * r->elem));
   else if (r->assign)
-    memset(r->k.acc + at, 0, (size_t)n * sizeof *r->k.acc);
+    for (int64_t i = 0; i < (r->k.tree ? r->k.tree : 1); i++)
+      memset((i ? r->k.tree_acc + (i - 1) * r->k.layout->total : r->k.acc) + at, 0, (size_t)n * sizeof *r->k.acc);
 }
 
 /* What is in no parameter is zero and counts as zero in the norm. */
@@ -257,8 +286,11 @@ static int reduce_next(dc_reducer *r) {
   const void *src[DC_COMM_MAX_RANKS];
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
-  double *partial = r->norm ? r->k.partial + at / DC_BLOCK : NULL;
-  DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
+  double *partial = r->norm && r->k.partial ? r->k.partial + at / DC_BLOCK : NULL;
+  if (r->k.tree)
+    DC_TRY(push_leaves(r, src, (int)l->world, at, end - begin, partial));
+  else
+    DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
   DC_TRY(move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
   DC_TRY(dc_exchange_done(r->k.comm, b->step));
   DC_TRY(move(r, b, BUCKET_REDUCED, BUCKET_IDLE));
@@ -310,7 +342,7 @@ static int wait_once(dc_reducer *r, int *possible) {
 static int close_alone(dc_reducer *r, bucket *b) {
   DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
   int64_t last = b->end / DC_BLOCK;
-  for (int64_t k = b->begin / DC_BLOCK, run; r->norm && k < last; k += run) {
+  for (int64_t k = b->begin / DC_BLOCK, run; r->norm && r->k.partial && k < last; k += run) {
     for (run = 0; k + run < last && !r->fused[k + run];) run++;
     if (run) DC_TRY(dc_sqnorm(r->k.acc + k * DC_BLOCK, DC_F32, run * DC_BLOCK, r->k.partial + k));
     while (k + run < last && r->fused[k + run]) run++;
@@ -323,15 +355,34 @@ static int close_alone(dc_reducer *r, bucket *b) {
 
 /* ---- a pass
  * ----------------------------------------------------------------------------------------------------------- */
+/* Whether the pass fits the tree. */
+static int check_leaves(const dc_reducer *r, int assign, int norm) {
+  if (!assign && r->closed)
+    return DC_FAIL(DC_E_STATE,
+                   "the step's last micro-batches were added (norm was asked for); the next pass must assign");
+  int64_t leaves = (assign ? 0 : r->leaves) + r->k.layout->world;
+  if (leaves < 0 || leaves >= (int64_t)1 << 31)
+    return DC_FAIL(DC_E_OVERFLOW, "%lld micro-batches in one step are too many", (long long)leaves);
+  if (!norm && dc__tree_nodes(leaves) > r->k.tree)
+    return DC_FAIL(DC_E_STATE,
+                   "after %lld micro-batches the tree has %d nodes, but the reducer was created with tree = %d; "
+                   "create it for the number of passes that a step has", (long long)leaves, dc__tree_nodes(leaves),
+                   r->k.tree);
+  return DC_OK;
+}
+
 static int begin_pass(dc_reducer *r, int assign, int norm) {
   const dc_zero_layout *l = r->k.layout;
   if (r->state == PASS_FAILED) return failed(r);
   if (r->state == PASS_OPEN) return DC_FAIL(DC_E_STATE, "a pass is open; call dc_reducer_finish before the next one");
-  if (norm && !r->k.partial && l->total > 0)
+  if (norm && !r->k.partial && !r->k.tree && l->total > 0)
     return DC_FAIL(DC_E_INVALID, "norm is asked for, but the reducer was created with partial == NULL");
   if (r->k.ring && (!assign || norm))
     return DC_FAIL(DC_E_INVALID, "a reducer with a ring assigns and makes no norm, got assign %d, norm %d", assign,
                    norm);
+  if (r->k.tree && !r->k.ring) DC_TRY(check_leaves(r, assign, norm));
+  if (assign) r->leaves = 0;
+  r->closed = 0;
   for (int64_t p = 0; p < l->nparams; p++) r->param[p] = (param){.left = l->numel[p]};
   for (int64_t b = 0; b < l->nbuckets; b++) r->bucket[b].state = BUCKET_IDLE;
   if (r->fused) memset(r->fused, 0, (size_t)(l->total / DC_BLOCK));
@@ -537,6 +588,9 @@ static int check_config(const dc_reducer_config *k) {
   if (k->pending_limit_bytes < 0)
     return DC_FAIL(DC_E_INVALID, "pending_limit_bytes is %lld; it must be >= 0", (long long)k->pending_limit_bytes);
   if (!k->acc && l->total > 0) return DC_FAIL(DC_E_INVALID, "acc is NULL");
+  if (k->tree < 0 || k->tree > DC__TREE_DEPTH || (k->tree > 1 && (!k->tree_acc || k->ring)))
+    return DC_FAIL(DC_E_INVALID, "tree is %d; expected 0 to %d, with tree_acc if > 1, and 0 or 1 with a ring", k->tree,
+                   DC__TREE_DEPTH);
   if (k->ring < 0 || (k->ring && (!k->comm || k->partial)))
     return DC_FAIL(DC_E_INVALID, "ring is %d; expected 0, or a number > 0 with a comm and without partial", k->ring);
   return check_comm(k);
@@ -555,6 +609,7 @@ static int index_buckets(dc_reducer *r) {
 }
 
 static void destroy(dc_reducer *r) {
+  free(r->leaf);
   free(r->fused);
   free(r->freed);
   free(r->param);
@@ -575,8 +630,10 @@ int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out) {
   r->param = calloc((size_t)l->nparams + 1, sizeof *r->param);
   r->freed = calloc((size_t)l->nparams + 1, sizeof *r->freed);
   if (!config->comm) r->fused = calloc((size_t)(l->total / DC_BLOCK) + 1, 1);
+  if (!config->comm && config->tree) r->leaf = calloc((size_t)l->bucket_elems, (size_t)r->elem);
   int rc = DC_OK;
-  if (!r->bucket || !r->param || !r->freed || (!config->comm && !r->fused))
+  if (!r->bucket || !r->param || !r->freed || (!config->comm && !r->fused) ||
+      (!config->comm && config->tree && !r->leaf))
     rc = DC_FAIL(DC_E_NOMEM, "no memory for a reducer of %lld parameters in %lld buckets", (long long)l->nparams,
                  (long long)l->nbuckets);
   if (rc == DC_OK) rc = index_buckets(r);
@@ -609,7 +666,7 @@ static int add_checked(dc_reducer *r, int64_t param, const void *grad, int dtype
   if (r->state == PASS_FAILED) return failed(r);
   DC_TRY(check_gradient(r, param, grad, dtype));
   if (r->state == PASS_CLOSED && r->k.ring) return DC_FAIL(DC_E_STATE, "no pass is open; with a ring begin it first");
-  if (r->state == PASS_CLOSED) DC_TRY(begin_pass(r, 1, r->k.partial != NULL));
+  if (r->state == PASS_CLOSED) DC_TRY(begin_pass(r, 1, r->k.partial != NULL || r->k.tree));
   int rc = add_gradient(r, param, grad, dtype);
   return rc == DC_OK ? rc : fail(r, rc);
 }
@@ -639,7 +696,10 @@ static int finish_checked(dc_reducer *r) {
                    r->k.ring, (long long)r->reduced);
   int done, rc = finish_pass(r, &done);
   if (rc != DC_OK) return fail(r, rc);
-  if (done) r->state = PASS_CLOSED;
+  if (!done) return DC_OK;
+  r->state = PASS_CLOSED;
+  r->closed = r->norm;
+  if (r->k.tree && !r->k.ring) r->leaves += r->k.layout->world;
   return DC_OK;
 }
 

@@ -1,5 +1,5 @@
 /* call.h: what the public wrappers of the ops share: the floating-point environment that the contract promises, checks
- * of arguments, and the sizes of a thread's share. Included by dispatch.c and compress.c only. */
+ * of arguments, and the sizes of a thread's share. Included by dispatch.c, compress.c, xent.c and fused.c. */
 #ifndef DEEPC_OPS_CALL_H
 #define DEEPC_OPS_CALL_H
 

@@ -374,6 +374,13 @@ int dc__reduce_here(void *dst, const void *const *src, int nsrc, int dt, int op,
   return DC_OK;
 }
 
+int dc__reduce_acc_here(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
+  reduce_job j = {.dst = (char *)acc, .src = src, .nsrc = nsrc, .dt = dt, .assign = assign, .partial = partial};
+  DC_TRY(get_table(&j.ops));
+  if (n > 0) reduce_acc_range(0, n, &j);
+  return DC_OK;
+}
+
 int dc__copy_here(void *dst, const void *src, int64_t bytes, int stream) {
   const dc__ops *ops;
   DC_TRY(get_table(&ops));

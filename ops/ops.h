@@ -16,6 +16,7 @@
 #define DEEPC_OPS_H
 
 #include "base/base.h"
+#include "fused.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -59,6 +60,7 @@ DC_API int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op
 /* Bodies for layers that have checked their arguments and cut their work themselves: on the calling thread, not counted. */
 int dc__copy_here(void *dst, const void *src, int64_t bytes, int stream);
 int dc__reduce_here(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream);
+int dc__reduce_acc_here(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial);
 
 /* Gradient reduction, one pass: s = sum over src[] in order (fp32); acc[i] = assign ? s : acc[i] + s. If partial != NULL it
  * gets the squared-norm partials of the final acc (as dc_sqnorm), while the block is still in cache. src dtype: fp32, bf16, fp16. acc may equal none of src. */
@@ -125,6 +127,24 @@ typedef struct dc_adamw_args {
  * write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, weight_decay or
  * grad_scale not finite, unknown flags, NULL or misaligned pointer with n > 0. */
 DC_API int dc_adamw(const dc_adamw_args *tensors, int64_t count);
+
+/* Softmax cross-entropy of rows and its gradient, written over the logits, so that rows x classes exist once. Of row r, x = logits + r * stride,
+ * y = labels[r], e = label_smoothing:
+ *   lse = log(sum_j e^x_j);  loss[r] = lse - (1 - e) x_y - e / classes * sum_j x_j
+ *   if gradient: x_j = round_to(dtype, g * (e^(x_j - lse) - (j == y ? 1 - e : 0) - e / classes)), g = scale * (row_scale ? row_scale[r] : 1)
+ * A row whose label is ignore_index has loss 0 and gradient 0. Arithmetic per element is fp32 with the e^x of ref/exp.h; sums run over blocks of DC_BLOCK with 16
+ * accumulators in fp32, combined over blocks in fp64. A NaN or +inf among a row's logits makes its loss NaN.
+ * DC_E_INVALID: a label outside [0, classes) that is not ignore_index (nothing is written then), classes < 1, stride < classes, label_smoothing outside [0, 1]. */
+typedef struct dc_xent_args {
+  void *logits;          /* [rows, stride], the first `classes` of each row; fp32, bf16 or fp16; in and out */
+  const int64_t *labels; /* [rows] */
+  const float *row_scale; /* [rows], or NULL */
+  float *loss;           /* [rows], or NULL */
+  int64_t rows, classes, stride, ignore_index;
+  float scale, label_smoothing;
+  int32_t dtype, gradient;
+} dc_xent_args;
+DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
 
 /* ---- for files of the core: the table ----------------------------------------------------------------------------- */
 /* fp32 scalars of one tensor's step, made once in dispatch.c so that every body uses the same bits. */

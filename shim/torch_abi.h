@@ -29,6 +29,9 @@ typedef void (*dct_kernel)(dct_value *stack, uint64_t num_args, uint64_t num_out
   DCT_SYMBOL(int32_t, aoti_torch_get_dtype, (dct_tensor, int32_t *))                                                   \
   DCT_SYMBOL(int32_t, aoti_torch_get_device_type, (dct_tensor, int32_t *))                                             \
   DCT_SYMBOL(int32_t, aoti_torch_get_device_index, (dct_tensor, int32_t *))                                            \
+  DCT_SYMBOL(int32_t, aoti_torch_get_dim, (dct_tensor, int64_t *))                                                     \
+  DCT_SYMBOL(int32_t, aoti_torch_get_sizes, (dct_tensor, int64_t **))                                                  \
+  DCT_SYMBOL(int32_t, aoti_torch_get_strides, (dct_tensor, int64_t **))                                                \
   DCT_SYMBOL(int32_t, aoti_torch_is_contiguous, (dct_tensor, bool *))                                                  \
   DCT_SYMBOL(int32_t, aoti_torch_empty_strided,                                                                        \
              (int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, dct_tensor *))                     \

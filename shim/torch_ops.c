@@ -4,176 +4,7 @@
  *
  * Rules of the ABI that this file follows: a boxed kernel owns its inputs (each tensor and list handle is deleted on every path);
  * raising is a C++ exception through our frame (-fexceptions), done last, after everything is freed. */
-#include "base/base.h"
-#include "ops.h"
-#include "torch_abi.h"
-
-#include <dlfcn.h>
-#include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-static dct_api api;
-
-/* ---- CUDA launchers: libdeepc_cuda.so beside this library, opened at the first CUDA call ---------------------------------- */
-typedef struct cuda_ops {
-  int (*cast)(void *, int, const void *, int, float, int64_t, void *stream);
-  int (*scale)(void *, int, float, int64_t, void *stream);
-  int (*axpy)(float *, float, const void *, int, int64_t, void *stream);
-  int (*sqnorm)(const void *, int, int64_t, double *, void *stream);
-  int (*copy)(void *, const void *, int64_t, void *stream);
-  int (*reduce)(void *, const void *const *, int, int, int, int64_t, void *stream);
-  int (*reduce_acc)(float *, const void *const *, int, int, int64_t, int, double *, void *stream);
-  int (*adamw)(const dc_adamw_args *, int64_t, void *stream);
-  const char *(*last_error)(void);
-} cuda_ops;
-
-static const cuda_ops *cuda_get(char *why, size_t size) {
-  static cuda_ops table;
-  static int state; /* 0: not tried, 1: loaded; torch serialises nothing here, but loading twice is harmless */
-  if (state == 1) return &table;
-  Dl_info info;
-  char path[4096];
-  if (!dladdr((void *)(uintptr_t)cuda_get, &info) || !info.dli_fname) return snprintf(why, size, "dladdr failed"), NULL;
-  snprintf(path, sizeof path, "%s", info.dli_fname);
-  char *slash = strrchr(path, '/');
-  snprintf(slash ? slash + 1 : path, sizeof path - (size_t)(slash ? slash + 1 - path : 0), "libdeepc_cuda.so");
-  void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!lib) return snprintf(why, size, "this build of deepc has no CUDA kernels (%s); build it where nvcc is installed", dlerror()), NULL;
-  cuda_ops t;
-  struct { const char *name; void **slot; } rows[] = {
-      {"dc_cuda_cast", (void **)&t.cast},     {"dc_cuda_scale", (void **)&t.scale},
-      {"dc_cuda_axpy", (void **)&t.axpy},     {"dc_cuda_sqnorm", (void **)&t.sqnorm},
-      {"dc_cuda_copy", (void **)&t.copy},     {"dc_cuda_reduce", (void **)&t.reduce},
-      {"dc_cuda_reduce_acc", (void **)&t.reduce_acc}, {"dc_cuda_adamw", (void **)&t.adamw},
-      {"dc_cuda_last_error", (void **)&t.last_error}};
-  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-    *rows[i].slot = dlsym(lib, rows[i].name);
-    if (!*rows[i].slot) return snprintf(why, size, "%s lacks %s: it is not of this version", path, rows[i].name), NULL;
-  }
-  table = t;
-  state = 1;
-  return &table;
-}
-
-/* ---- one call ------------------------------------------------------------------------------------------------------------ */
-#define MAX_NAME 32
-typedef struct call {
-  char op[MAX_NAME];
-  char error[640]; /* "" while all is well */
-  int device;      /* device type of the first tensor; all must agree */
-  int index;
-  bool have_device;
-  void *stream;
-  const cuda_ops *cuda; /* NULL on CPU */
-} call;
-
-static bool fail(call *c, const char *fmt, ...) {
-  if (c->error[0]) return false;
-  va_list ap;
-  va_start(ap, fmt);
-  int n = snprintf(c->error, sizeof c->error, "deepc::%s: ", c->op);
-  vsnprintf(c->error + n, sizeof c->error - (size_t)n, fmt, ap);
-  va_end(ap);
-  return false;
-}
-
-static void begin(call *c, const char *op) {
-  memset(c, 0, sizeof *c);
-  snprintf(c->op, sizeof c->op, "%s", op);
-}
-
-/* Call last. Raises RuntimeError in the caller if the call failed. */
-static void finish(const call *c, int line) {
-  if (c->error[0]) {
-    char text[sizeof c->error];
-    memcpy(text, c->error, sizeof text);
-    api.aoti_torch_check(false, c->op, "torch_ops.c", (uint32_t)line, text);
-  }
-}
-
-static int dtype_of(int32_t torch_dtype) {
-  if (torch_dtype == api.aoti_torch_dtype_float32()) return DC_F32;
-  if (torch_dtype == api.aoti_torch_dtype_bfloat16()) return DC_BF16;
-  if (torch_dtype == api.aoti_torch_dtype_float16()) return DC_F16;
-  if (torch_dtype == api.aoti_torch_dtype_float64()) return DC_F64;
-  if (torch_dtype == api.aoti_torch_dtype_int8()) return DC_I8;
-  if (torch_dtype == api.aoti_torch_dtype_uint8() || torch_dtype == api.aoti_torch_dtype_bool()) return DC_U8;
-  if (torch_dtype == api.aoti_torch_dtype_int16()) return DC_I16;
-  if (torch_dtype == api.aoti_torch_dtype_int32()) return DC_I32;
-  if (torch_dtype == api.aoti_torch_dtype_int64()) return DC_I64;
-  return -1;
-}
-
-typedef struct view { void *ptr; int64_t n; int dtype; } view;
-
-static bool look(call *c, dct_tensor t, const char *name, view *v) {
-  int32_t dtype = -1, device = -1, index = 0;
-  bool contiguous = false;
-  memset(v, 0, sizeof *v);
-  if (api.aoti_torch_get_numel(t, &v->n) || api.aoti_torch_get_dtype(t, &dtype) || api.aoti_torch_get_device_type(t, &device) ||
-      api.aoti_torch_get_device_index(t, &index) || api.aoti_torch_is_contiguous(t, &contiguous))
-    return fail(c, "argument '%s' can't be read: it is no plain dense tensor", name);
-  if (!contiguous) return fail(c, "argument '%s' is not contiguous; pass %s.contiguous()", name, name);
-  v->dtype = dtype_of(dtype);
-  if (v->dtype < 0) return fail(c, "argument '%s' has a dtype that deepc's operators don't take", name);
-  if (v->n && api.aoti_torch_get_data_ptr(t, &v->ptr)) return fail(c, "argument '%s' has no storage", name);
-  if (!c->have_device) {
-    c->have_device = true, c->device = device, c->index = index;
-    if (device == api.aoti_torch_device_type_cuda()) {
-      char why[512] = "";
-      c->cuda = cuda_get(why, sizeof why);
-      if (!c->cuda) return fail(c, "%s", why);
-      if (!api.aoti_torch_get_current_cuda_stream || api.aoti_torch_get_current_cuda_stream(index, &c->stream))
-        return fail(c, "torch has no current CUDA stream for device %d", index);
-    } else if (device != api.aoti_torch_device_type_cpu()) {
-      return fail(c, "argument '%s' is on a device that is neither cpu nor cuda", name);
-    }
-  } else if (device != c->device || index != c->index) {
-    return fail(c, "argument '%s' is on another device than the arguments before it", name);
-  }
-  return true;
-}
-
-static bool status(call *c, int rc) {
-  if (rc == DC_OK) return true;
-  return fail(c, "%s", c->cuda ? c->cuda->last_error() : dc_last_error());
-}
-
-static bool same_numel(call *c, const view *a, const char *an, const view *b, const char *bn) {
-  if (a->n == b->n) return true;
-  return fail(c, "'%s' has %" PRId64 " elements and '%s' has %" PRId64 "; they must agree", an, a->n, bn, b->n);
-}
-
-/* A tensor list: handles are held (and owned) until list_free. */
-typedef struct list { dct_list handle; dct_tensor *item; size_t n; } list;
-
-static bool list_open(call *c, dct_value value, const char *name, list *l) {
-  l->handle = (dct_list)(uintptr_t)value, l->item = NULL, l->n = 0;
-  size_t n = 0;
-  if (api.torch_list_size(l->handle, &n)) return fail(c, "argument '%s' can't be read as a list", name);
-  l->item = calloc(n ? n : 1, sizeof *l->item);
-  if (!l->item) return fail(c, "out of memory for a list of %zu tensors", n);
-  for (size_t i = 0; i < n; i++) {
-    dct_value element = 0;
-    if (api.torch_list_get_item(l->handle, i, &element)) return fail(c, "item %zu of '%s' can't be read", i, name);
-    l->item[i] = (dct_tensor)(uintptr_t)element;
-    l->n = i + 1;
-  }
-  return true;
-}
-
-static void list_free(list *l) {
-  for (size_t i = 0; i < l->n; i++) api.aoti_torch_delete_tensor_object(l->item[i]);
-  free(l->item);
-  if (l->handle) api.torch_delete_list(l->handle);
-}
-
-static double as_double(dct_value v) { double d; memcpy(&d, &v, sizeof d); return d; }
-static bool as_bool(dct_value v) { bool b; memcpy(&b, &v, sizeof b); return b; }
-static dct_tensor as_tensor(dct_value v) { return (dct_tensor)(uintptr_t)v; }
+#include "torch_call.h"
 
 /* ---- operators ------------------------------------------------------------------------------------------------------------- */
 static void cast_tensor(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
@@ -362,14 +193,6 @@ static bool payload_is(call *c, const packed *p, int rc, const int64_t *bytes) {
   return fail(c, "'payload' has %" PRId64 " bytes; %" PRId64 " elements take %" PRId64, p->payload.n, p->x.n, *bytes);
 }
 
-static bool must_be_f32(call *c, const view *v, const char *name) {
-  return v->dtype == DC_F32 ? true : fail(c, "'%s' must be float32, got %s", name, dc_dtype_name(v->dtype));
-}
-
-static void delete_tensors(const dct_value *stack, int n) {
-  for (int i = 0; i < n; i++) api.aoti_torch_delete_tensor_object(as_tensor(stack[i]));
-}
-
 static void quantize_blocks(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
   call c; begin(&c, "quantize_blocks");
   packed p;
@@ -445,8 +268,35 @@ static void add_topk(dct_value *stack, uint64_t num_args, uint64_t num_outputs) 
   finish(&c, __LINE__);
 }
 
+/* ---- cross-entropy: logits [rows, stride] with the first `classes` of each row in use; empty row_scale and loss mean none ---------- */
+static bool xent_shapes(call *c, const view *logits, const view *labels, const view *row_scale, const view *loss, int64_t classes) {
+  if (labels->dtype != DC_I64) return fail(c, "'labels' must be int64, got %s", dc_dtype_name(labels->dtype));
+  if (row_scale->n && (!must_be_f32(c, row_scale, "row_scale") || !same_numel(c, row_scale, "row_scale", labels, "labels"))) return false;
+  if (loss->n && (!must_be_f32(c, loss, "loss") || !same_numel(c, loss, "loss", labels, "labels"))) return false;
+  if (labels->n ? logits->n % labels->n == 0 && logits->n / labels->n >= classes : logits->n == 0) return true;
+  return fail(c, "'logits' has %" PRId64 " elements, which are not %" PRId64 " rows of at least %" PRId64 " classes", logits->n, labels->n, classes);
+}
+
+static void cross_entropy_rows(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  call c; begin(&c, "cross_entropy_rows");
+  view logits, labels, row_scale, loss;
+  const int64_t classes = (int64_t)stack[4];
+  if (look(&c, as_tensor(stack[0]), "logits", &logits) && look(&c, as_tensor(stack[1]), "labels", &labels) &&
+      look(&c, as_tensor(stack[2]), "row_scale", &row_scale) && look(&c, as_tensor(stack[3]), "loss", &loss) &&
+      xent_shapes(&c, &logits, &labels, &row_scale, &loss, classes)) {
+    const dc_xent_args args = {.logits = logits.ptr, .labels = labels.ptr, .row_scale = row_scale.n ? row_scale.ptr : NULL,
+                               .loss = loss.n ? loss.ptr : NULL, .rows = labels.n, .classes = classes,
+                               .stride = labels.n ? logits.n / labels.n : classes, .ignore_index = (int64_t)stack[7],
+                               .scale = (float)as_double(stack[5]), .label_smoothing = (float)as_double(stack[6]),
+                               .dtype = logits.dtype, .gradient = as_bool(stack[8])};
+    status(&c, c.cuda ? c.cuda->xent(&args, c.stream) : dc_cross_entropy_rows(&args));
+  }
+  delete_tensors(stack, 4);
+  finish(&c, __LINE__);
+}
+
 /* ---- registration ------------------------------------------------------------------------------------------------------------ */
-static const struct { const char *name, *schema; dct_kernel kernel; } operators[] = {
+static const dct_operator operators[] = {
     {"cast_tensor", "cast_tensor(Tensor src, Tensor(a!) dst, float scale) -> ()", cast_tensor},
     {"scale_tensor", "scale_tensor(Tensor(a!) x, float a) -> ()", scale_tensor},
     {"add_scaled", "add_scaled(Tensor(a!) y, Tensor x, float a) -> ()", add_scaled},
@@ -465,6 +315,10 @@ static const struct { const char *name, *schema; dct_kernel kernel; } operators[
     {"select_topk", "select_topk(Tensor x, Tensor(a!) payload, Tensor(b!) error, int block, int k) -> ()", select_topk},
     {"spread_topk", "spread_topk(Tensor payload, Tensor(a!) out, int block, int k) -> ()", spread_topk},
     {"add_topk", "add_topk(Tensor payload, Tensor(a!) acc, int block, int k, float factor) -> ()", add_topk},
+    {"cross_entropy_rows",
+     "cross_entropy_rows(Tensor(a!) logits, Tensor labels, Tensor row_scale, Tensor(b!) loss, int classes, float scale, "
+     "float label_smoothing, int ignore_index, bool gradient) -> ()",
+     cross_entropy_rows},
 };
 
 /* torch's pool cuts ranges where it likes; ours promises multiples of the grain, so it is handed whole grains. */
@@ -484,6 +338,16 @@ static int torch_threads(void) {
   return api.torch_get_num_threads(&n) ? 1 : (int)n;
 }
 
+/* NULL, or what failed. */
+static const char *register_all(dct_library def, dct_library cpu, dct_library cuda, const dct_operator *op, size_t count) {
+  static char why[128];
+  for (size_t i = 0; i < count; i++)
+    if (api.aoti_torch_library_def(def, op[i].schema) || api.torch_library_impl(cpu, op[i].name, op[i].kernel, DCT_BUILD_VERSION) ||
+        api.torch_library_impl(cuda, op[i].name, op[i].kernel, DCT_BUILD_VERSION))
+      return snprintf(why, sizeof why, "torch refused the operator deepc::%s", op[i].name), why;
+  return NULL;
+}
+
 /* Registers everything, once per process. "" on success, else what failed. Called by python/deepc/ops.py after torch is imported. */
 DC_API const char *dct_register(void) {
   static int done;
@@ -498,12 +362,12 @@ DC_API const char *dct_register(void) {
       api.aoti_torch_library_init_impl("deepc", "CPU", __FILE__, __LINE__, &cpu) ||
       api.aoti_torch_library_init_impl("deepc", "CUDA", __FILE__, __LINE__, &cuda))
     return snprintf(error, sizeof error, "torch refused the operator library 'deepc'"), error;
-  for (size_t i = 0; i < sizeof operators / sizeof *operators; i++) {
-    if (api.aoti_torch_library_def(def, operators[i].schema) ||
-        api.torch_library_impl(cpu, operators[i].name, operators[i].kernel, DCT_BUILD_VERSION) ||
-        api.torch_library_impl(cuda, operators[i].name, operators[i].kernel, DCT_BUILD_VERSION))
-      return snprintf(error, sizeof error, "torch refused the operator deepc::%s", operators[i].name), error;
-  }
+  const dct_operator *fused;
+  size_t fused_count;
+  const char *why = dct__fused(&fused, &fused_count);
+  if (!why) why = register_all(def, cpu, cuda, operators, sizeof operators / sizeof *operators);
+  if (!why) why = register_all(def, cpu, cuda, fused, fused_count);
+  if (why) return snprintf(error, sizeof error, "%s", why), error;
   dc_set_parallel_hook(torch_pool, torch_threads);
   return error;
 }

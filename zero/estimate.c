@@ -19,6 +19,7 @@ static int check_counts(const dc_zero_bytes_in *in) {
       {"grad_wire_size", in->grad_wire_size, 1}, {"state_size", in->state_size, 0},
       {"nstates", in->nstates, 0},       {"master", in->master, 0},
       {"resident", in->resident, 0},     {"exchange", in->exchange, 0},
+      {"grad_buffers", in->grad_buffers, 0},
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
     if (rows[i].value < rows[i].least)
@@ -52,7 +53,9 @@ int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
     add_product(&params, in->shard, in->param_size);
     add_product(&params, frozen_shard, in->param_size);
   }
-  add_product(&grads, optimized, fp32);
+  sum buffers = {0};
+  add_product(&buffers, fp32, in->grad_buffers > 1 ? in->grad_buffers : 1);
+  add_product(&grads, optimized, buffers.value);
   if (in->master) add_product(&master, optimized, fp32);
   sum per_element = {0};
   add_product(&per_element, in->nstates, in->state_size);

@@ -67,11 +67,14 @@ DC_API int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *ele
                             int64_t max_live_elems, int64_t max_reuse_elems, dc_zero_action *actions, int64_t capacity,
                                 int64_t *count);
 
+/* Copies `bytes` bytes of gathered parameters and counts them (counter gather_bytes). Like dc_copy: any alignment, no overlap. */
+DC_API int dc_zero_gather(void *dst, const void *src, int64_t bytes);
+
 /* Bytes of model states. Private is per rank, shared is once per node. Staging: slots of all ranks (shared).
  *   n = stage 0 ? total : shard
  *   params: stage 0-2 private (total + frozen) * param_size; stage 3 resident: the same, shared; stage 3 streamed:
  *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
- *   grads:  n * 4 (the fp32 accumulator); master: n * 4 if set; states: n * nstates * state_size
+ *   grads:  n * 4 (the fp32 accumulator), times grad_buffers if > 1 (the tree of micro-batches); master: n * 4 if set; states: n * nstates * state_size
  *   staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
  *   exchange: as given, private: what a rank keeps for gradients on their way between nodes
  *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
@@ -79,7 +82,7 @@ typedef struct dc_zero_bytes_in {
   int64_t total, shard, frozen; /* elements: flat space, one shard, parameters without gradient (padded) */
   int64_t world, ranks_per_node, slots, bucket_elems;
   /* sizes in bytes; master: 1 if separate fp32 masters exist */
-  int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, reserved;
+  int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, grad_buffers;
   int64_t exchange; /* bytes */
 } dc_zero_bytes_in;
 typedef struct dc_zero_bytes {

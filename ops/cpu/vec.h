@@ -70,6 +70,23 @@ DC_INLINE vf v_canonical(vf a) {
   return _mm512_mask_mov_ps(a, v_nan(a), _mm512_castsi512_ps(_mm512_set1_epi32(DC__NAN_F32)));
 }
 
+DC_INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
+/* The lanes of minus where the sign of x is set, else of plus. */
+DC_INLINE vf v_by_sign(vf x, vf minus, vf plus) {
+  return _mm512_mask_mov_ps(plus, _mm512_movepi32_mask(_mm512_castps_si512(x)), minus);
+}
+/* Zero in the lanes from r on. */
+DC_INLINE vf v_keep(vf a, int r) { return r == LANES ? a : _mm512_maskz_mov_ps(v_mask(r), a); }
+DC_INLINE __m256 v_halves(vf a) { /* the sums of i and i + 8 */
+  return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+}
+/* a * 2^n of integers n in fp32, where the result is a normal number. */
+DC_INLINE vf v_ldexp(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+/* 0 where x < limit, else a. */
+DC_INLINE vf v_zero_below(vf a, vf x, vf limit) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
+}
+
 DC_INLINE vf v_widen_bf16(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
 
 DC_INLINE __m256i v_narrow_bf16_int(vf a) {
@@ -119,6 +136,8 @@ DC_INLINE void vi_store(void *p, vi a) { _mm512_storeu_si512(p, a); }
 DC_INLINE vi vi_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
 DC_INLINE uint32_t vi_top(vi a) { return (uint32_t)_mm512_reduce_max_epi32(a); }
 DC_INLINE unsigned vi_ge(vi a, vi b) { return _mm512_cmpge_epi32_mask(a, b); }
+/* t[i % 16] */
+DC_INLINE vf v_lookup(const float *t, vi i) { return _mm512_permutexvar_ps(i, _mm512_loadu_ps(t)); }
 DC_INLINE vf vi_float(vi a) { return _mm512_cvtepi32_ps(a); }
 DC_INLINE vi v_round(vf a) { return _mm512_cvtps_epi32(a); }
 DC_INLINE vi v_magnitude(vf a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
@@ -181,6 +200,34 @@ DC_INLINE __m256 v_canonical8(__m256 x) {
   return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(DC__NAN_F32)), v_nan8(x));
 }
 DC_INLINE vf v_canonical(vf x) { return (vf){v_canonical8(x.a), v_canonical8(x.b)}; }
+
+DC_INLINE vf v_abs(vf x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return (vf){_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+/* The lanes of minus where the sign of x is set, else of plus. */
+DC_INLINE vf v_by_sign(vf x, vf minus, vf plus) {
+  return (vf){_mm256_blendv_ps(plus.a, minus.a, x.a), _mm256_blendv_ps(plus.b, minus.b, x.b)};
+}
+/* Zero in the lanes from r on. */
+DC_INLINE vf v_keep(vf x, int r) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  if (r == LANES) return x;
+  return (vf){_mm256_and_ps(x.a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(r), lane))),
+              _mm256_and_ps(x.b, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(r - 8), lane)))};
+}
+DC_INLINE __m256 v_halves(vf x) { return _mm256_add_ps(x.a, x.b); } /* the sums of i and i + 8 */
+DC_INLINE __m256 v_ldexp8(__m256 x, __m256 n) { /* n moves into the exponent of 1.0 */
+  const __m256i power = _mm256_add_epi32(_mm256_slli_epi32(_mm256_cvtps_epi32(n), 23), _mm256_set1_epi32(0x3f800000));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(power));
+}
+/* x * 2^n of integers n in fp32, where the result is a normal number. */
+DC_INLINE vf v_ldexp(vf x, vf n) { return DC__PAIR(v_ldexp8, x, n); }
+/* 0 where x < limit, else a. */
+DC_INLINE vf v_zero_below(vf a, vf x, vf limit) {
+  return (vf){_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), a.a),
+              _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), a.b)};
+}
 
 DC_INLINE __m256 v_widen_bf16_8(__m128i h) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
@@ -268,6 +315,13 @@ DC_INLINE unsigned vi_lt8(__m256i x, __m256i y) {
   return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(y, x)));
 }
 DC_INLINE unsigned vi_ge(vi x, vi y) { return ~(vi_lt8(x.a, y.a) | vi_lt8(x.b, y.b) << 8) & 0xffffu; }
+DC_INLINE __m256 v_lookup8(const float *t, __m256i i) { /* bit 3 chooses the half */
+  const __m256 lo = _mm256_permutevar8x32_ps(_mm256_loadu_ps(t), i);
+  const __m256 hi = _mm256_permutevar8x32_ps(_mm256_loadu_ps(t + 8), i);
+  return _mm256_blendv_ps(lo, hi, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+}
+/* t[i % 16] */
+DC_INLINE vf v_lookup(const float *t, vi i) { return (vf){v_lookup8(t, i.a), v_lookup8(t, i.b)}; }
 DC_INLINE vf vi_float(vi x) { return (vf){_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 DC_INLINE vi v_round(vf x) { return (vi){_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 DC_INLINE vi v_magnitude(vf x) {
@@ -392,7 +446,15 @@ DC_INLINE void v_store4(void *p, int r, __m128i b) {
   memcpy(p, &packed, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
 }
 
-/* The fixed tree of ops.h over the 16 accumulators. */
+/* The fixed tree of ops.h over 16 fp32 sums. */
+DC_INLINE float v_tree(vf a) {
+  const __m256 eight = v_halves(a);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_movehdup_ps(two));
+}
+
+/* The same over 16 fp64 accumulators. */
 DC_INLINE double vd_tree(vd acc) {
   const __m256d four = vd_half(acc);
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));

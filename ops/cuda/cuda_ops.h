@@ -4,7 +4,7 @@
  * void * (NULL: the default stream), and enqueues its work: DC_OK means "launched"; what fails later shows at the next
  * synchronisation. Arrays are in device memory of one device, or pinned or managed memory that it can reach; tables of
  * pointers and of arguments are in host memory and may be freed when the call returns. The calling thread's current
- * device does not matter and is put back. Results equal the CPU's bit for bit.
+ * device does not matter and is put back. Results equal the CPU's bit for bit, unless said otherwise below.
  *
  * Statuses: those of the CPU (DC_E_INVALID, DC_E_DTYPE, DC_E_OVERFLOW), and DC_E_CUDA: no driver, no device, no kernel
  * image for it, or an error of CUDA; the text is dc_cuda_last_error(). */
@@ -32,6 +32,17 @@ DC_API int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, i
 DC_API int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign,
                               double *partial, void *stream);
 DC_API int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream);
+/* Loss and gradient equal the CPU's up to rounding (the sums are in another order). A label outside [0, classes) that is not ignore_index gives its row loss
+ * NaN and gradient 0: the host can't see it. */
+DC_API int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream);
+/* The ops of fused.h; workspaces are device memory. */
+DC_API int dc_cuda_norm(const dc_norm_args *args, void *stream);
+DC_API int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream);
+DC_API int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream);
+DC_API int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream);
+DC_API int dc_cuda_gelu(const dc_gelu_args *args, void *stream);
+DC_API int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream);
+DC_API int dc_cuda_rotary(const dc_rotary_args *args, void *stream);
 
 #ifdef __cplusplus
 }

@@ -57,7 +57,7 @@ class Action(ctypes.Structure):
 
 class BytesIn(ctypes.Structure):
     _fields_ = [(n, c_int64) for n in ("total", "shard", "frozen", "world", "ranks_per_node", "slots", "bucket_elems")] + [
-        (n, c_int32) for n in ("stage", "param_size", "grad_wire_size", "master", "state_size", "nstates", "resident", "reserved")] + [
+        (n, c_int32) for n in ("stage", "param_size", "grad_wire_size", "master", "state_size", "nstates", "resident", "grad_buffers")] + [
         ("exchange", c_int64)]
 
 
@@ -68,8 +68,8 @@ class Bytes(ctypes.Structure):
 
 class ReducerConfig(ctypes.Structure):
     _fields_ = [("comm", c_void_p), ("layout", POINTER(Layout)), ("dtype", c_int32), ("own_all", c_int32), ("rank", c_int32),
-                ("ring", c_int32), ("pre_scale", c_float), ("reserved2", c_float), ("pending_limit_bytes", c_int64),
-                ("acc", c_void_p), ("partial", c_void_p)]
+                ("ring", c_int32), ("pre_scale", c_float), ("tree", c_int32), ("pending_limit_bytes", c_int64),
+                ("acc", c_void_p), ("partial", c_void_p), ("tree_acc", c_void_p)]
 
 
 class AdamWArgs(ctypes.Structure):
@@ -136,6 +136,7 @@ _PROTOTYPES: dict[str, tuple] = {
     "dc_zero_locate": (c_int, _P(Layout), c_int64, _P(c_int64), _P(c_int64)),
     "dc_zero_segments": (c_int, _P(Layout), c_int64, _P(Segment), c_int64, _P(c_int64)),
     "dc_zero_prefetch": (c_int, _P(c_int64), c_int64, _P(c_int64), c_int64, c_int64, c_int64, c_int64, _P(Action), c_int64, _P(c_int64)),
+    "dc_zero_gather": (c_int, c_void_p, c_void_p, c_int64),
     "dc_zero_estimate": (c_int, _P(BytesIn), _P(Bytes)),
 }
 for _name, (_res, *_args) in _PROTOTYPES.items():

@@ -125,6 +125,7 @@ struct Config {
   int never = 7;        // this parameter has no gradient on any rank; -1: all have
   unsigned seed = 1;
   int ring = 0;
+  int tree = 0;
 };
 
 struct Free {
@@ -185,6 +186,34 @@ std::vector<float> back(const Bytes &x, int dtype, float scale = 1) {
   return out;
 }
 
+// The sum of micro-batches [first, first + n) of one element: the left half is the largest power of two below n.
+float tree_sum(const std::vector<float> &leaf, size_t first, size_t n) {
+  if (n == 1) return leaf[first];
+  size_t left = 1;
+  while (2 * left < n) left *= 2;
+  return tree_sum(leaf, first, left) + tree_sum(leaf, first + left, n - left);
+}
+
+// The same with the tree, after passes [0, n).
+std::vector<float> expected_tree(const Config &k, const dc_zero_layout &l, int n) {
+  std::vector<float> acc((size_t)l.total, 0.0f);
+  for (int64_t p = 0; p < l.nparams; p++) {
+    std::vector<std::vector<float>> g;
+    for (int m = 0; m < n * k.world; m++) {
+      g.emplace_back(k.numel[(size_t)p], 0.0f);
+      if (!is_used(k, m % k.world, m / k.world, p)) continue;
+      const Bytes grad = as(raw_gradient(k, m % k.world, m / k.world, p), k.grad);
+      g.back() = back(as(back(grad, k.grad), k.wire, k.pre_scale), k.wire);
+    }
+    std::vector<float> leaf(g.size());
+    for (size_t i = 0; i < (size_t)k.numel[(size_t)p]; i++) {
+      for (size_t m = 0; m < g.size(); m++) leaf[m] = g[m][i];
+      acc[(size_t)l.offset[p] + i] = tree_sum(leaf, 0, leaf.size());
+    }
+  }
+  return acc;
+}
+
 // What the accumulator must hold over the whole flat space after micro-batches [0, n): sums in rank order in fp32.
 std::vector<float> expected(const Config &k, const dc_zero_layout &l, int n) {
   std::vector<float> acc((size_t)l.total, 0.0f);
@@ -222,6 +251,7 @@ struct Rank {
   dc_comm *comm;
   std::vector<float> acc;
   std::vector<double> partial;
+  std::vector<float> tree;
   std::vector<float> slots;  // with a ring: what the reducer writes; take() moves it to acc
   int64_t taken = 0;
   Reducer reducer;
@@ -278,6 +308,9 @@ struct Rank {
     c.acc = k.ring ? slots.data() : acc.data();
     c.partial = k.ring ? nullptr : partial.data();
     c.ring = k.ring;
+    tree.assign(k.tree > 1 ? acc.size() * (size_t)(k.tree - 1) : 0, std::numeric_limits<float>::quiet_NaN());
+    c.tree = k.tree;
+    c.tree_acc = k.tree > 1 ? tree.data() : nullptr;
     dc_reducer *out = nullptr;
     WANT_OK(dc_reducer_create(&c, &out));
     reducer.reset(out);
@@ -341,7 +374,9 @@ struct Rank {
   }
 
   void check(int mb, bool norm) {
-    const std::vector<float> want = expected(k, *layout, mb + 1);
+    if (k.tree && !norm) return;  // nodes lie in several buffers
+    const bool along_tree = k.tree && !k.ring;
+    const std::vector<float> want = along_tree ? expected_tree(k, *layout, mb + 1) : expected(k, *layout, mb + 1);
     int64_t at, seen = 0;
     for (int64_t i = 0; i < layout->total; i++) {
       if (!mine(i, &at)) continue;
@@ -461,6 +496,152 @@ TEST(Reducer, Rings) {
         k.never = -1;
         check_steps(k);
       }
+}
+
+int tree_buffers(int world, int passes) {
+  int most = 1;
+  for (int p = 1; p < passes; p++) most = std::max(most, __builtin_popcount((unsigned)(world * p)));
+  return most;
+}
+
+TEST(Tree, AddsAlongTheIndexOfMicroBatches) {
+  unsigned seed = 300;
+  for (int wire : {DC_F32, DC_BF16, DC_F16})
+    for (int world : {1, 2, 3, 4})
+      for (int passes : {1, 2, 3, 7}) {
+        Config k;
+        k.world = world;
+        k.wire = wire;
+        k.grad = seed % 3 ? DC_F32 : wire;
+        k.own_all = seed % 2;
+        k.micro_batches = passes;
+        k.tree = tree_buffers(world, passes);
+        k.pre_scale = seed % 5 ? 1.0f : 0.5f;
+        k.numel = {5000, 0, 3, 9000, 64, 4096, 1, 4500};
+        k.seed = seed++;
+        check_steps(k, seed % 4 ? 1 : 2);
+      }
+}
+
+TEST(Tree, EveryInstructionSetAndThreads) {
+  for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
+    if (!dc_isa_available(isa)) continue;
+    int before;
+    ASSERT_EQ(DC_OK, dc_isa_current(&before));
+    for (int world : {1, 3}) {
+      Config k;
+      k.world = world;
+      k.wire = DC_BF16;
+      k.grad = DC_BF16;
+      k.bucket = 1 << 18;
+      k.numel = {1 << 18, 100000, 77777};
+      k.micro_batches = 3;
+      k.tree = tree_buffers(world, 3);
+      k.seed = 400u + (unsigned)isa;
+      const std::string address = fresh_address();
+      run_ranks(world, [&](int rank) {
+        WANT_OK(dc_isa_force(isa));
+        WANT_OK(dc_set_num_threads(2));
+        Rank r(k, rank, address);
+        r.step();
+      });
+    }
+  }
+}
+
+// Eight micro-batches with equal gradients, dealt to 1, 2, 4 and 8 ranks; and six, to 1, 2, 3 and 6.
+TEST(Tree, SameBitsInEveryLayout) {
+  for (int total : {8, 6}) {
+    std::vector<float> first;
+    for (int world = 1; world <= total; world++) {
+      if (total % world) continue;
+      for (int own_all : {0, 1}) {
+        Config k;
+        k.world = world;
+        k.own_all = own_all;
+        k.numel = {5000, 4096, 17, 9000};
+        k.tree = tree_buffers(world, total / world);
+        k.unused = 0;
+        k.never = -1;
+        Layout l = make_layout(k);
+        const size_t bytes = (size_t)l->total * sizeof(float);
+        float *whole = (float *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        const std::string address = fresh_address();
+        run_ranks(world, [&](int rank) {
+          Rank r(k, rank, address);
+          for (int pass = 0; pass < total / world; pass++) {
+            WANT_OK(dc_reducer_begin(r.reducer.get(), pass == 0, pass == total / world - 1));
+            std::vector<std::vector<float>> held;
+            for (int64_t p = 0; p < l->nparams; p++) {
+              held.push_back(raw_gradient(k, 0, pass * world + rank, p));  // of the micro-batch, not of the rank
+              WANT_OK(dc_reducer_add(r.reducer.get(), p, held.back().data(), DC_F32));
+            }
+            WANT_OK(dc_reducer_finish(r.reducer.get()));
+          }
+          int64_t at;
+          for (int64_t i = 0; i < l->total; i++)
+            if (r.mine(i, &at) && (!own_all || rank == 0)) whole[i] = r.acc[(size_t)at];
+        });
+        const size_t same = 4096 * 4;  // the flat space of one rank is the shortest
+        if (first.empty()) first.assign(whole, whole + same);
+        EXPECT_EQ(0, memcmp(first.data(), whole, same * sizeof(float)))
+            << total << " on " << world << ", own_all " << own_all;
+        munmap(whole, bytes);
+      }
+    }
+  }
+}
+
+TEST(Tree, MistakesLeaveItUsable) {
+  Config k;
+  k.world = 1;
+  k.tree = 1;
+  k.micro_batches = 2;
+  run_ranks(1, [&](int) {
+    Rank r(k, 0, "");
+    dc_reducer *p = r.reducer.get();
+    WANT_OK(dc_reducer_begin(p, 1, 0));
+    WANT_OK(dc_reducer_finish(p));
+    WANT_OK(dc_reducer_begin(p, 0, 0));  // two leaves: one node
+    WANT_OK(dc_reducer_finish(p));
+    WANT(dc_reducer_begin(p, 0, 0) == DC_E_STATE);
+    WANT(strstr(dc_last_error(), "after 3 micro-batches the tree has 2 nodes"), "%s", dc_last_error());
+    WANT_OK(dc_reducer_begin(p, 0, 1));  // the last one needs no place
+    WANT_OK(dc_reducer_finish(p));
+    WANT(dc_reducer_begin(p, 0, 0) == DC_E_STATE);
+    WANT(strstr(dc_last_error(), "must assign"), "%s", dc_last_error());
+    r.step();
+    dc_reducer_config c = {};
+    c.layout = r.layout.get();
+    c.pre_scale = 1;
+    c.acc = r.acc.data();
+    dc_reducer *out = nullptr;
+    for (int tree : {-1, 2, 33}) {
+      c.tree = tree;
+      WANT(dc_reducer_create(&c, &out) == DC_E_INVALID, "tree %d", tree);
+    }
+  });
+}
+
+TEST(Tree, ARingTakesTheSumOfItsRanks) {
+  for (int world : {1, 2, 4}) {
+    Config k;
+    k.world = world;
+    k.ring = 2;
+    k.tree = 1;
+    k.micro_batches = 1;
+    k.seed = 500u + (unsigned)world;
+    const std::string address = fresh_address();
+    run_ranks(world, [&](int rank) {
+      Rank r(k, rank, address);
+      r.pass(0, true);
+      const std::vector<float> want = expected_tree(k, *r.layout, 1);
+      int64_t at;
+      for (int64_t i = 0; i < r.layout->total; i++)
+        if (r.mine(i, &at))
+          WANT(memcmp(&want[(size_t)i], &r.acc[(size_t)at], sizeof(float)) == 0, "flat %lld", (long long)i);
+    });
+  }
 }
 
 TEST(Reducer, MistakesWithARingLeaveItUsable) {

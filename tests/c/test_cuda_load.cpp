@@ -158,4 +158,55 @@ TEST_F(CudaLoad, ArgumentsAreCheckedAsOnTheCpu) {
   refused([](dc_adamw_args &a) { a.lowp = a.param, a.lowp_dtype = DC_F64; }, DC_E_DTYPE);
 }
 
+// The ops of fused.h: looked up, refuse what is wrong, and reach the device with what is right.
+TEST_F(CudaLoad, FusedOps) {
+  decltype(&dc_cuda_norm) norm = nullptr;
+  decltype(&dc_cuda_norm_grad) norm_grad = nullptr;
+  decltype(&dc_cuda_swiglu) swiglu = nullptr;
+  decltype(&dc_cuda_swiglu_grad) swiglu_grad = nullptr;
+  decltype(&dc_cuda_gelu) gelu = nullptr;
+  decltype(&dc_cuda_gelu_grad) gelu_grad = nullptr;
+  decltype(&dc_cuda_rotary) rotary = nullptr;
+  get(norm, "dc_cuda_norm");
+  get(norm_grad, "dc_cuda_norm_grad");
+  get(swiglu, "dc_cuda_swiglu");
+  get(swiglu_grad, "dc_cuda_swiglu_grad");
+  get(gelu, "dc_cuda_gelu");
+  get(gelu_grad, "dc_cuda_gelu_grad");
+  get(rotary, "dc_cuda_rotary");
+  if (HasFatalFailure()) return;
+  dc_norm_args n = {};
+  n.x = x_, n.y = y_, n.rstd = m_, n.rows = 4, n.cols = 16, n.x_stride = 16, n.eps = 1e-5f;
+  expect_cannot_launch(norm(&n, nullptr));
+  n.x_stride = 15;
+  EXPECT_EQ(norm(&n, nullptr), DC_E_INVALID);
+  dc_norm_grad_args ng = {};
+  ng.x = x_, ng.dy = v_, ng.dx = y_, ng.rstd = m_, ng.rows = 4, ng.cols = 16, ng.x_stride = 16;
+  expect_cannot_launch(norm_grad(&ng, nullptr));
+  ng.dweight = x_;
+  EXPECT_EQ(norm_grad(&ng, nullptr), DC_E_INVALID); // no workspace
+  dc_swiglu_args s = {};
+  s.gate = x_, s.up = v_, s.out = y_, s.rows = 4, s.cols = s.gate_stride = s.up_stride = s.out_stride = 16;
+  expect_cannot_launch(swiglu(&s, nullptr));
+  s.dtype = DC_F64;
+  EXPECT_EQ(swiglu(&s, nullptr), DC_E_DTYPE);
+  dc_swiglu_grad_args sg = {};
+  sg.gate = x_, sg.up = v_, sg.dout = m_, sg.dgate = y_, sg.dup = y_, sg.rows = 1;
+  sg.cols = sg.gate_stride = sg.up_stride = sg.dout_stride = sg.dgate_stride = sg.dup_stride = 16;
+  expect_cannot_launch(swiglu_grad(&sg, nullptr));
+  dc_gelu_args g = {};
+  g.x = x_, g.out = y_, g.rows = 4, g.cols = g.x_stride = 16;
+  expect_cannot_launch(gelu(&g, nullptr));
+  g.form = 2;
+  EXPECT_EQ(gelu(&g, nullptr), DC_E_INVALID);
+  dc_gelu_grad_args gg = {};
+  gg.x = x_, gg.dout = v_, gg.dx = y_, gg.rows = 4, gg.cols = gg.x_stride = 16;
+  expect_cannot_launch(gelu_grad(&gg, nullptr));
+  dc_rotary_args r = {};
+  r.x = x_, r.cos = r.sin = v_, r.out = y_, r.size[0] = r.size[1] = r.size[2] = 1, r.cols = 16, r.rotated = 16;
+  expect_cannot_launch(rotary(&r, nullptr));
+  r.rotated = 15;
+  EXPECT_EQ(rotary(&r, nullptr), DC_E_INVALID);
+}
+
 } // namespace

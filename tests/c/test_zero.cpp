@@ -601,6 +601,9 @@ TEST(ZeroEstimate, ByHand) {
   // 1,000 bytes a rank on their way to the other node
   in.exchange = 1000;
   expect_bytes(in, {65699844, 0, 16384000, 0, 32768000, 1572864, 114852844, 231278552});
+  // three gradient buffers, of the tree of micro-batches: 32,768,000 bytes more
+  in.grad_buffers = 3;
+  expect_bytes(in, {65699844, 0, 49152000, 0, 32768000, 1572864, 147620844, 296814552});
   // alone: no staging, whatever the slots
   in = sizes(0);
   in.world = in.ranks_per_node = 1;
@@ -626,6 +629,7 @@ TEST(ZeroEstimate, WrongArgumentsAndOverflow) {
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.param_size = 0; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.nstates = -1; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.exchange = -1; }));
+  EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.grad_buffers = -1; }));
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.exchange = INT64_MAX; }));
   EXPECT_EQ(DC_E_INVALID, dc_zero_estimate(nullptr, &out));
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.total = INT64_MAX; }));
@@ -634,6 +638,17 @@ TEST(ZeroEstimate, WrongArgumentsAndOverflow) {
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.bucket_elems = INT64_MAX / 2; }));
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.nstates = in.state_size = INT32_MAX; }));
   EXPECT_EQ(-7, out.node_total);
+}
+
+TEST(Gather, CopiesAnyRangeAndCountsItsBytes) {
+  std::vector<char> src(100), dst(100, 0);
+  for (size_t i = 0; i < src.size(); i++) src[i] = (char)(i + 1);
+  int64_t before = dc_counter_get(DC_COUNTER_gather_bytes);
+  ASSERT_EQ(DC_OK, dc_zero_gather(dst.data() + 3, src.data() + 1, 41)) << dc_last_error();
+  EXPECT_EQ(41, dc_counter_get(DC_COUNTER_gather_bytes) - before);
+  for (size_t i = 0; i < dst.size(); i++) EXPECT_EQ(i < 3 || i >= 44 ? 0 : src[i - 2], dst[i]) << i;
+  EXPECT_EQ(DC_E_INVALID, dc_zero_gather(nullptr, src.data(), 8));
+  EXPECT_EQ(41, dc_counter_get(DC_COUNTER_gather_bytes) - before);
 }
 
 }  // namespace
