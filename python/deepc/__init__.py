@@ -18,17 +18,21 @@ if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
 
 from . import ops  # noqa: F401  registers torch.ops.deepc.*
 from . import optim, utils, zero
+from .access import view
 from ._lib import C as _C
 from ._lib import counters
 from .backend import register_backend
 from .comm import init_distributed
 from .errors import DeepcError
+from .estimate import estimate
+from .fuse import fuse
+from .fused_loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 __version__ = _C.dc_version().decode()
-__all__ = ["DeepcError", "add_config_arguments", "counters", "init_distributed", "initialize", "optim", "utils", "zero"]
+__all__ = ["DeepcError", "add_config_arguments", "counters", "estimate", "fuse", "init_distributed", "initialize", "linear_cross_entropy", "optim", "utils", "view", "zero"]
 
 register_backend()
 
@@ -43,14 +47,16 @@ if not _log.handlers:
 
 def initialize(args: Any = None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
                distributed_port: int | None = None, mpu=None, dist_init_required: bool | None = None, collate_fn=None, config=None,
-               config_params=None, *, device=None) -> "tuple[Engine, Any, Any, Any]":
+               config_params=None, *, device=None, sample_batch: Any = None, loss_fn=None) -> "tuple[Engine, Any, Any, Any]":
     """Makes an engine of a model and a configuration. Collective over the ranks.
 
     model: torch.nn.Module; it is cast to the config's precision and its parameters move into deepc's flat memory. config: path of a
     DeepSpeed JSON, JSON text or a dict (also args.deepspeed_config). optimizer: a torch.optim.Optimizer over the model's parameters, a
     function that makes one from parameters, or None (the config's, else AdamW with DeepSpeed's defaults). model_parameters: parameters or
     param groups to train (default: all that require a gradient). lr_scheduler: an object with step(), a function of the optimizer, or None (the
-    config's). training_data: a Dataset; collate_fn: for its DataLoader.
+    config's). training_data: a Dataset; collate_fn: for its DataLoader. sample_batch: one rank's micro-batch, passed as in model(*batch) or
+    model(**batch); with it the peak memory is predicted, activations included (deepc.estimate), printed, and refused if the node has not so much left.
+    loss_fn(output, batch): its loss, where the model's output is none.
 
     Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong configuration, OutOfMemoryError before
     anything is allocated if the plan does not fit."""
@@ -80,7 +86,7 @@ def initialize(args: Any = None, model=None, optimizer=None, model_parameters=No
     if device.type != "cpu":
         model.to(device)
     engine = Engine(model, parsed, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler, training_data=training_data,
-                    collate_fn=collate_fn, device=device)
+                    collate_fn=collate_fn, device=device, sample_batch=sample_batch, loss_fn=loss_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

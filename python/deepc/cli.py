@@ -54,6 +54,30 @@ def _doctor(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    from .estimate import add_arguments
+
+    add_arguments(parser)
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    from .estimate import run_estimate
+
+    return run_estimate(args)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    from .estimate import plan_arguments
+
+    plan_arguments(parser)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .estimate import run_plan
+
+    return run_plan(args)
+
+
 # name: (help, description, adds its arguments, runs and returns the exit code)
 _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "run": ("start a training script on several ranks of this machine",
@@ -66,6 +90,14 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], 
                "rank, --all, or dumps: where every rank of the run is, which one is behind, and which call differs. Exit code: 0 all is well, 1 something is "
                "wrong, 2 the question can't be answered.",
                _doctor_arguments, _doctor),
+    "estimate": ("predict the peak memory of a training",
+                 "Model states by arithmetic, activations by a dry run of the model without values: per tier, per rank and per node. Exit code 1: it does not fit "
+                 "here. Example: deepc estimate --config ds_config.json --model train:make_model --batch 8x1024:int64 8x1024:int64 --ranks 2",
+                 _estimate_arguments, _estimate),
+    "plan": ("print the plan: which part of the model states lies where",
+             "The plan that deepc.initialize makes for these ranks, without allocating anything. Example: deepc plan --config ds_config.json --model "
+             "train:make_model --ranks 2",
+             _plan_arguments, _plan),
 }
 
 

@@ -164,6 +164,7 @@ class DeepcConfig:
     """Section deepc: our own keys."""
 
     bucket_elems: int | None
+    deterministic: str | None
 
 
 @dataclass(frozen=True)

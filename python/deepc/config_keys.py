@@ -365,8 +365,9 @@ KEYS: tuple[Key, ...] = (
     # ---- our own -----------------------------------------------------------------------------------------------------
     _active("deepc.bucket_elems", "int", None,
             "Elements of one gradient bucket; null: from zero_optimization.reduce_bucket_size and the model.", gt=0),
-    _later("deepc.deterministic", "any", False, "bit-identical results in every layout", ok=(False, None)),
-    _later("deepc.debug_streamed", "bool", False, "streamed stage 3 on a CPU"),
+    _active("deepc.deterministic", "str", None,
+            "\"layout\": bit-identical weights for any number of ranks, ZeRO stage and split into ranks and accumulation (docs/determinism.md).",
+            choices=("layout",)),
 )
 
 TABLE: dict[str, Key] = {k.path: k for k in KEYS}

@@ -14,11 +14,13 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
-from . import comm, comms_logger, memory, ops, precision, zero  # noqa: F401  (ops registers torch.ops.deepc)
+from . import access, comm, comms_logger, memory, ops, precision, zero  # noqa: F401  (ops registers torch.ops.deepc)
 from ._lib import C, call
 from .config import Config, OptimizerConfig, default_optimizer
+from .determinism import LayoutOrder, MicroBatchSampler
 from .dtypes import code
 from .errors import ArgumentError, ConfigError, DeepcError, StrayWriteError, UnsupportedError
+from .estimate import FirstStep, MemoryEstimate, check_plan
 from .group import open_group
 from .hooks import GradientHooks
 from .nodes import NodesReducer
@@ -26,7 +28,7 @@ from .optim import Adam, AdamW
 from .optim.sharded import ShardedOptimizer
 from .param import unshare
 from .plan import Plan, make_plan, refuse_if_too_big
-from .reduce import CoreReducer, TorchReducer, norm_order
+from .reduce import CoreReducer, TorchReducer, TreeReducer, norm_order
 from .state import ModelState
 
 logger = logging.getLogger("deepc")
@@ -45,7 +47,8 @@ class Engine(torch.nn.Module):
     """See deepc.initialize. `engine(...)` runs the model; backward, step and checkpoints are collective over the ranks."""
 
     def __init__(self, model: torch.nn.Module, config: Config, *, optimizer=None, model_parameters=None, lr_scheduler=None, training_data=None,
-                 collate_fn: Callable | None = None, device: torch.device | None = None) -> None:
+                 collate_fn: Callable | None = None, device: torch.device | None = None, sample_batch: Any = None,
+                 loss_fn: Callable | None = None) -> None:
         super().__init__()
         self.module = model
         self._config = config
@@ -59,34 +62,44 @@ class Engine(torch.nn.Module):
         self.dtype = precision.choose_dtype(config)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
+        self._scaled = False  # engine.scale was called: a bare backward follows
         self._grad_norm: float | None = None
         self._last = StepResult(False, "no step yet")
         self._timers: dict[str, float] = {}
         self._debug = os.environ.get("DEEPC_DEBUG", "0") == "1"
         self._checksums: list[int] | None = None
 
+        self.memory_plan: MemoryEstimate | None = None  # with a sample batch
         base = self._make_base_optimizer(optimizer, model_parameters)
         stage = config.zero.stage
         self.optimizer = ShardedOptimizer(base, allow_untested=config.zero_allow_untested_optimizer, stage=stage)
         group_of = self._groups(self.optimizer.param_groups)
         named = list(model.named_parameters())
         self._check_model(named, group_of)
+        named = [(n, p) for n, p in named if id(p) not in _owner_of]  # another engine's, frozen here: they stay where they are
         self._check_nodes()
+        self.same = self._layout_order()
         gradients_as, parameters_as = self._compression()
         asked = config.communication_data_type
         self.plan: Plan = make_plan(
             named, group_of, stage=stage, world=self.world_size, rank=self.global_rank, ranks_per_node=self.group.ranks_per_node, device=self.device,
             dtype=self.dtype, transport=self.group.transport, bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size,
             moments=self.optimizer.moments, nodes=self.group.nodes, part=self.group.part_of(self.global_rank),
-            wire=precision.torch_dtype(asked) if asked else self.dtype, gradients_as=gradients_as, parameters_as=parameters_as)
+            wire=precision.torch_dtype(asked) if asked else self.dtype, gradients_as=gradients_as, parameters_as=parameters_as,
+            streamed=self._is_streamed(), gradient_buffers=self.same.buffers if self.same else 0)
         refuse_if_too_big(self.plan)
+        self._first_step = self._check_memory(named, group_of, sample_batch, loss_fn)
+        zero._adopt(named)
         self._cast_buffers()
         self._choose_matmul()
         host = self.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu"
-        self.state = ModelState(self.plan, named, self.group, self.device, host=host)
+        self.state = self._state_class()(self.plan, named, self.group, self.device, host=host)
         self.optimizer.attach(self.state, [group_of[id(p)] for p in self.state.trained])
         self.reducer = self._make_reducer()
-        self.hooks = GradientHooks(self.state, self.reducer)
+        self.hooks = GradientHooks(self.state, self.reducer, self._bare_backward)
+        self.hooks.one_gradient = self.same is not None
+        if self.plan.mode == "streamed":
+            self.state.stream(model, config.zero)
         if self.plan.parameters_as:
             self._publish()  # from the start on the parameters are what other nodes get of the masters
         self.scaler = precision.make_scaler(config)
@@ -97,6 +110,10 @@ class Engine(torch.nn.Module):
             zero._register((p for _, p in self.state.frozen), self)
         for p in self.state.trained:
             _owner_of[id(p)] = self
+        for other in _engines:  # what was frozen in another engine and is trained here has moved here
+            other.state.let_go(_owner_of)
+        _engines.add(self)
+        self._remember_model()
         self._remember_checksums()
         self._report()
 
@@ -133,10 +150,19 @@ class Engine(torch.nn.Module):
         if missing := [i for i in group_of if i not in known]:
             raise ArgumentError(f"the optimizer has {len(missing)} parameter(s) that are not parameters of the model passed to initialize")
         for name, p in named:
+            if torch.nn.parameter.is_lazy(p):
+                raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run the model once (a dummy forward) before initialize")
             if p.is_meta:
                 raise ArgumentError(f"parameter '{name}' is on the meta device and has no values; materialise it first (model.to_empty and init)")
             if id(p) in _owner_of and id(p) in group_of:
-                raise UnsupportedError(f"parameter '{name}' is already trained by another engine; two engines can't own one parameter")
+                raise UnsupportedError(f"parameter '{name}' is already trained by another engine; two engines can't own one parameter. It may be "
+                                       "frozen in one of them (requires_grad_(False), or model_parameters= without it), or destroy that engine first")
+            if id(p) in group_of and any(e.plan.mode == "streamed" and any(p is q for _, q in e.state.frozen) for e in _engines):
+                raise UnsupportedError(f"parameter '{name}' is frozen in an engine that streams its parameters (ZeRO-3 without shared memory), which can't hand it "
+                                       "over; make the engine that trains it first")
+            if (other := _owner_of.get(id(p))) is not None and other.dtype != self.dtype:
+                raise ConfigError(f"parameter '{name}' is trained by another engine in {other.dtype} and this one computes in {self.dtype}; a parameter has one "
+                                  "dtype: use the same precision for both")
             if self.dtype == torch.float32 and p.is_floating_point() and p.dtype not in (torch.float32,) and id(p) in group_of:
                 raise ConfigError(f"parameter '{name}' is {p.dtype} and the config asks for fp32 training; set bf16.enabled or fp16.enabled, or pass model.float()")
             if id(p) in group_of and not p.is_floating_point():
@@ -147,10 +173,6 @@ class Engine(torch.nn.Module):
         group, zero_config = self.group, self._config.zero
         torch_path = group.transport == "c10d" and self.world_size > 1
         uneven = f"nodes with different numbers of ranks ({group.uneven})"
-        if torch_path and zero_config.stage == 3:
-            what, fix = (uneven, "start equally many ranks on each node") if group.uneven else ("several GPUs", "use CPU nodes")
-            raise UnsupportedError(f"zero_optimization.stage 3 over {what} needs the streamed mode, which does not exist yet (docs/status.md); "
-                                   f"{fix}, or use stage 2")
         asked = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(zero_config, k)]
         if torch_path and asked:
             raise UnsupportedError(f"zero_optimization.{asked[0]} over {uneven if group.uneven else 'several GPUs'} does not exist; "
@@ -160,6 +182,43 @@ class Engine(torch.nn.Module):
             raise ConfigError(f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {ranks} rank{'s' * (ranks > 1)} of a node. The "
                               "secondary partition is always the node here (its memory holds the parameters once, whichever rank reads them); a "
                               f"partition over several nodes would bring back the traffic that hpZ is there to avoid. Set it to {ranks}, or to 1.")
+
+    def _is_streamed(self) -> bool:
+        """Stage 3's parameters come and go where the ranks share no memory for them, or where DEEPC_STREAMED=1 says so."""
+        asked = os.environ.get("DEEPC_STREAMED") or "0"
+        if asked not in ("0", "1"):
+            raise ConfigError(f"DEEPC_STREAMED={asked!r}: it is 0 or 1")
+        return self._config.zero.stage == 3 and (asked == "1" or (self.group.transport == "c10d" and self.world_size > 1))
+
+    def _state_class(self) -> type[ModelState]:
+        if self.plan.mode != "streamed":
+            return ModelState
+        from .streamed import StreamedState
+
+        return StreamedState
+
+    def _check_memory(self, named, group_of, sample_batch, loss_fn) -> FirstStep | None:
+        """With a sample batch: predicts the peak, refuses what does not fit, and prints it. What the first step shows of it."""
+        if sample_batch is None:
+            return None
+        self.memory_plan = check_plan(self.plan, self.module, self.optimizer, self._config, named, group_of, self.group, sample_batch, loss_fn)
+        self._say(str(self.memory_plan))
+        return FirstStep(self.memory_plan)
+
+    def _layout_order(self) -> LayoutOrder | None:
+        """The order of micro-batches if the result must not depend on the layout."""
+        config = self._config
+        if config.deepc.deterministic is None:
+            return None
+        self.optimizer.check_layout()
+        for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+            if getattr(config.zero, key):
+                raise ConfigError(f'zero_optimization.{key} rounds what crosses between nodes, so that the result depends on the nodes; remove it, or '
+                                  'deepc.deterministic = "layout"')
+        if config.pre_scale != 1:
+            self._say("config: prescale_gradients and gradient_predivide_factor have no effect with deepc.deterministic = \"layout\": gradients are scaled "
+                      "once, after their sum")
+        return LayoutOrder(self.group, self.device, config.gradient_accumulation_steps)
 
     def _compression(self) -> tuple[str, str]:
         """(gradients_as, parameters_as) of the plan: ZeRO++ acts on what crosses between nodes."""
@@ -185,7 +244,10 @@ class Engine(torch.nn.Module):
                 if b.numel() and (b.is_floating_point() or b.dtype in (torch.int32, torch.int64)):
                     flat = b.data.contiguous().view(-1)
                     self.group.broadcast(flat, 0)
-                    b.data.copy_(flat.view(b.shape))
+                    if any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape)):
+                        b.data = flat.view(b.shape)  # expanded: it can't be written
+                    elif flat.data_ptr() != b.data_ptr():
+                        b.data.copy_(flat.view(b.shape))
 
     def _choose_matmul(self) -> None:
         """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
@@ -199,7 +261,7 @@ class Engine(torch.nn.Module):
             self._say(f"this CPU has no {str(self.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are computed in fp32 and rounded")
 
     def _make_reducer(self):
-        wire, pre = self.plan.wire, self._config.pre_scale
+        wire, pre = self.plan.wire, self._config.pre_scale if self.same is None else 1.0
         self._pre_scale = pre
         st = self.state
         if self.group.transport == "nodes":
@@ -210,7 +272,11 @@ class Engine(torch.nn.Module):
                 from .plan import SLOTS
 
                 bucket_comm = self.group.open_comm("buckets", self.plan.layout.bucket_elems * max(wire.itemsize, self.dtype.itemsize), SLOTS)
+            if self.same is not None:
+                return TreeReducer(self.plan, bucket_comm, st.acc, st.partial, wire)
             return CoreReducer(self.plan, bucket_comm, st.acc, st.partial, wire, pre)
+        if self.plan.mode == "streamed":
+            return st.make_reducer(wire, pre)
         return TorchReducer(self.plan, self.device, st.acc, st.partial, wire, pre)
 
     def _make_scheduler(self, lr_scheduler):
@@ -227,6 +293,10 @@ class Engine(torch.nn.Module):
         if data is None:
             return None
         sampler = None
+        if self.same is not None and not isinstance(data, torch.utils.data.IterableDataset):
+            dealt = MicroBatchSampler(data, self._config.train_micro_batch_size_per_gpu, self.world_size, self.global_rank,
+                                      per_step=self.same.passes * self.world_size, drop_last=self._config.dataloader_drop_last)
+            return torch.utils.data.DataLoader(data, batch_sampler=dealt, collate_fn=collate_fn)
         if self.world_size > 1 and not isinstance(data, torch.utils.data.IterableDataset):
             sampler = torch.utils.data.DistributedSampler(data, self.world_size, self.global_rank, shuffle=True)
         shuffle = None if isinstance(data, torch.utils.data.IterableDataset) or sampler is not None else True
@@ -239,7 +309,9 @@ class Engine(torch.nn.Module):
 
     def _report(self) -> None:
         self._say(self.plan.describe())
-        for key, value, reason in self._config.inert:
+        if self.same is not None:
+            self._say(self.same.describe())
+        for key, value, reason in self.state.inert(self._config.inert):
             self._say(f"config: {key} = {value!r} has no effect here: {reason}")
         if self.state.segment is not None:
             total, huge = self.state.segment.info()
@@ -252,7 +324,13 @@ class Engine(torch.nn.Module):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             inputs = tuple(_cast(x, self.dtype) for x in inputs)
             kwargs = {k: _cast(v, self.dtype) for k, v in kwargs.items()}
-        out = self.module(*inputs, **kwargs)
+        if self.same is None:
+            out = self.module(*inputs, **kwargs)
+        else:
+            with self.same.forward(self.global_steps, self.module.training):
+                out = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self.hooks.watch(out)
         self._time("forward", started)
         return out
 
@@ -266,30 +344,55 @@ class Engine(torch.nn.Module):
             raise ArgumentError("the loss does not depend on any parameter that requires a gradient (was the model run under no_grad?)")
         started = time.perf_counter()
         gas = self.gradient_accumulation_steps()
-        out = loss / gas if scale_wrt_gas and gas > 1 else loss
-        scaled = out.float() * self.scaler.loss_scale if self.scaler is not None else out
-        hooks = self.hooks
-        hooks.boundary = self.is_gradient_accumulation_boundary()
-        if not hooks.synchronising:
+        out = whole = loss / gas if scale_wrt_gas and gas > 1 else loss
+        if self.same is not None:
+            self.same.backward(scale_wrt_gas, self.hooks.synchronising)
+            whole = loss  # divided once, after the sum
+            if self.hooks.synchronising:
+                self._pay_passes()
+        scaled = whole.float() * self.scaler.loss_scale if self.scaler is not None else whole
+        if self.hooks.synchronising:
+            self.hooks.run(lambda: scaled.backward(retain_graph=retain_graph), self.is_gradient_accumulation_boundary(), self.loss_scale)
+        else:
             scaled.backward(retain_graph=retain_graph)
-            return out.detach()
-        if hooks.open:
-            hooks.end_pass()  # of a bare loss.backward() before
-        hooks.begin_pass()
-        scaled.backward(retain_graph=retain_graph)
-        hooks.end_pass()
         self._time("backward", started)
         return out.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale of fp16 training, for scripts that call backward themselves: `engine.scale(loss).backward()`."""
+        if self.scaler is None:
+            return loss
+        self._scaled = True
+        return loss.float() * self.scaler.loss_scale
+
+    def _bare_backward(self, running: GradientHooks | None) -> tuple[bool, float]:
+        """For the hooks: gradients come from a loss.backward() of the user, or (`running`) from the backward of another engine, whose loss went through
+        a module of this one. They are divided by the accumulation steps here, as in DeepSpeed."""
+        boundary, scale = self.is_gradient_accumulation_boundary(), self.loss_scale
+        if running is not None:
+            if self.same is not None:
+                raise UnsupportedError('gradients from the backward of another engine with deepc.deterministic = "layout"; detach them, or remove the key')
+            return boundary, scale / running.scale
+        if self.scaler is not None and not self._scaled:
+            raise DeepcError("fp16 training scales the loss, and loss.backward() was called without; call engine.backward(loss), or engine.scale(loss).backward()")
+        self._scaled = False
+        if self.same is not None:
+            self.same.backward(True, True)
+            self._pay_passes()
+            return boundary, 1.0
+        return boundary, 1.0 / self.gradient_accumulation_steps()
 
     def step(self, lr_kwargs: dict | None = None) -> StepResult:
         """At an accumulation boundary: unscale, clip, update, publish the new parameters, advance the LR schedule. Collective. A step
         whose gradients are not finite is skipped, in every precision, and says so."""
+        self.hooks.check()
+        if self.same is not None:
+            self._one_pass()
         if not self.is_gradient_accumulation_boundary():
             self._end_micro_step()
             return StepResult(False, "accumulating")
-        if self.hooks.open or self.hooks.left_behind:
-            self.hooks.end_pass()
-        if not self.hooks.accumulated:
+        self._check_still_the_model()
+        if not self.hooks.accumulated and not self._take_left_behind():
             raise DeepcError("engine.step() at an accumulation boundary without a backward since the last step; call engine.backward(loss) first")
         started = time.perf_counter()
         result = self._update()
@@ -309,7 +412,27 @@ class Engine(torch.nn.Module):
         self._print_step()
         return result
 
+    def _one_pass(self) -> None:
+        """deterministic: a micro-batch whose gradients no pass has taken yet (no_sync, or no loss on this rank) gets its pass now."""
+        hooks = self.hooks
+        if self.same.passed:
+            return
+        if self.world_size == 1 and not hooks.accumulated and not hooks.left_behind:
+            self.same.owed += 1  # a step without any backward is a mistake of the script
+            return
+        self._pay_passes()
+        hooks.begin_pass(self.is_gradient_accumulation_boundary())
+        hooks.end_pass()
+
+    def _pay_passes(self) -> None:
+        for _ in range(self.same.owed):
+            self.hooks.begin_pass(False)
+            self.hooks.end_pass()
+        self.same.owed = 0
+
     def _end_micro_step(self) -> None:
+        if self.same is not None:
+            self.same.end_micro_batch(self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
 
     def _update(self) -> StepResult:
@@ -325,7 +448,10 @@ class Engine(torch.nn.Module):
             self.optimizer.overflow = True
             return StepResult(False, reason, bad, None)
         if self.plan.stage < 3:  # a user's writes to the replicas count, as under DDP; on every rank alike is the user's part
-            self.state.master_from_params(self.state.changed())
+            changed = self.state.changed()
+            self.state.take_in_replaced()
+            self.state.master_from_params(changed)
+        self.optimizer.leave_out(frozenset(i for i, p in enumerate(self.state.trained) if not p.requires_grad))
         self.optimizer.update(self._grad_scale(norm))
         self._publish()
         return StepResult(True, "", None, norm)
@@ -333,7 +459,7 @@ class Engine(torch.nn.Module):
     def _unit(self) -> float:
         """Factor that turns an accumulated gradient (a sum over ranks, loss-scaled, predivided) into the average gradient."""
         scale = self.scaler.loss_scale if self.scaler is not None else 1.0
-        return 1.0 / (self.world_size * scale * self._pre_scale)
+        return 1.0 / ((self.world_size if self.same is None else self.same.divisor) * scale * self._pre_scale)
 
     def _grad_scale(self, norm: float) -> float:
         unit, clip = self._unit_now, self._config.gradient_clipping
@@ -344,22 +470,25 @@ class Engine(torch.nn.Module):
         return unit
 
     def _judge(self) -> tuple[float, str, str | None]:
-        """The global gradient norm of this step, or why it must be skipped. One message to all ranks at stages 1 to 3, which is
-        also the fence after which nobody reads the old parameters."""
+        """The global gradient norm of this step, or why it must be skipped. One message to all ranks, which is also the fence after which
+        nobody reads the old parameters of stage 3. Gradients that some rank still has get a pass first."""
         st, plan = self.state, self.plan
         if not self.hooks.norm_ready:
+            if self.same is not None:
+                self.reducer.tree.fold()
             self.reducer.settle()
             st.partial.copy_(torch.ops.deepc.norm_squared(st.acc))
         partial = st.partial
-        if not plan.own_all and self.world_size > 1:
-            stray = st.stray_write() if plan.stage == 3 else -1
-            message = torch.cat([partial, torch.tensor([float(stray)], dtype=torch.float64, device=partial.device)])
-            gathered = self.group.gather_all(message)
-            self._raise_if_stray(gathered[:, -1].tolist())
+        whole = plan.own_all or self.world_size == 1
+        flags = torch.tensor([st.stray_write() if plan.stage == 3 else -1, self.hooks.left_behind], dtype=torch.float64, device=partial.device)
+        gathered = self.group.gather_all(flags if whole else torch.cat([partial, flags]))
+        self._raise_if_stray(gathered[:, -2].tolist())
+        if any(gathered[:, -1].tolist()):
+            self.hooks.flush()
+            return self._judge()
+        if not whole:
             by_part = sorted(range(self.world_size), key=self.group.part_of)
-            partial = norm_order(plan, gathered[by_part, :-1])
-        elif plan.stage == 3:
-            self._raise_if_stray([float(st.stray_write())])
+            partial = norm_order(plan, gathered[by_part, :-2])
         self._verify_checksums()
         partial = partial.cpu().contiguous()
         total = C.dc_sum_partials(partial.data_ptr(), partial.numel())
@@ -405,14 +534,17 @@ class Engine(torch.nn.Module):
     def _raise_if_stray(self, by_rank: Sequence[float]) -> None:
         for rank, index in enumerate(by_rank):
             if index >= 0:
-                name = self.state.names[int(index)]
+                name = self.state.name_at(int(index))
                 raise StrayWriteError(
                     f"parameter '{name}' was written outside GatheredParameters on rank {rank} since the last step. At ZeRO stage 3 its memory is shared by "
                     "all ranks of the node, so every rank's write would act. Write it under deepc.zero.GatheredParameters(params, modifier_rank=0), or use stage 2.")
 
-    def _raise_stray_write(self) -> None:
+    def _raise_stray_writes(self) -> None:
+        """Raises on all ranks if some rank wrote a parameter of stage 3. Collective."""
         if self.plan.stage == 3:
-            self._raise_if_stray([float(self.state.stray_write())])
+            mine = torch.tensor([float(self.state.stray_write())], dtype=torch.float64)
+            self._raise_if_stray(self.group.gather_all(mine).view(-1).tolist())
+            self._verify_checksums()
 
     def _my_params(self) -> range:
         return range(self.group.local_rank, len(self.state.trained), self.group.ranks_per_node)
@@ -423,7 +555,7 @@ class Engine(torch.nn.Module):
         return C.dc_crc32c(0, view.data_ptr(), view.numel() * view.element_size())
 
     def _remember_checksums(self) -> None:
-        if self._debug and self.plan.stage == 3 and self.device.type == "cpu":
+        if self._debug and self.plan.stage == 3 and self.device.type == "cpu" and not self.plan.sharded:
             self._checksums = [self._checksum(i) for i in self._my_params()]
             self.group.barrier()
 
@@ -444,6 +576,45 @@ class Engine(torch.nn.Module):
             return
         self.state.bump_versions()
         self._remember_checksums()
+
+    # ---- gradients and parameters that are not where they were --------------------------------------------------------------
+    def _take_left_behind(self) -> bool:
+        """Reduces gradients that some rank has kept (after no_sync; a module used again under reentrant checkpointing). Collective; True if there
+        were any."""
+        mine = torch.tensor([float(self.hooks.left_behind)], dtype=torch.float64)
+        if not any(self.group.gather_all(mine).view(-1).tolist()):
+            return False
+        self.hooks.flush()
+        return True
+
+    def _parts_of_model(self) -> list[int]:
+        """The identities of all submodules and parameters, in order."""
+        return [id(x) for registry in self._registries for x in registry.values()]
+
+    def _remember_model(self) -> None:
+        modules = list(self.module.modules())
+        self._registries = [r for m in modules for r in (m._parameters, m._modules)]
+        self._parts = self._parts_of_model()
+        self._model_params = {id(p): p for p in self.module.parameters()}  # holds them: an id stays theirs
+        self._was_frozen = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad]
+
+    def _check_still_the_model(self) -> None:
+        """Raises if a parameter that should be trained joined the model after initialize: the flat space is laid out, and training without it would be
+        silent. Frozen ones may come, and any may go."""
+        if self._parts_of_model() != self._parts:
+            for name, p in self.module.named_parameters():
+                if p.requires_grad and id(p) not in self._model_params and id(p) not in _owner_of:
+                    raise UnsupportedError(
+                        f"parameter '{name}' was added to the model (or replaced) after deepc.initialize and would not be trained: states are laid out once. "
+                        "Build the whole model first (adapters and heads too), or call engine.destroy() and initialize again, or set requires_grad_(False)")
+            known = self._model_params
+            self._remember_model()
+            self._model_params.update(known)
+        for name, p in self._was_frozen:
+            if p.requires_grad and p.grad is not None and id(p) not in _owner_of:
+                raise UnsupportedError(
+                    f"parameter '{name}' was frozen at deepc.initialize, requires a gradient now and would not be trained: states are laid out once. Call "
+                    "engine.destroy() and initialize again, or initialize with everything that is ever trained and freeze by requires_grad_(False) later")
 
     # ---- accumulation ----------------------------------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -466,12 +637,10 @@ class Engine(torch.nn.Module):
             self.hooks.synchronising = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards what has been accumulated since the last step."""
-        if self.hooks.open:
-            self.hooks.end_pass()
-        self.hooks.reset()
-        for p in self.state.trained:
-            p.grad = None
+        """Discards what has been accumulated since the last step, and what a backward that raised has left (then collective)."""
+        self.hooks.discard()
+        if self.same is not None:
+            self.same.discard()
 
     # ---- what scripts ask -------------------------------------------------------------------------------------------------
     def train_batch_size(self) -> int:
@@ -513,8 +682,17 @@ class Engine(torch.nn.Module):
         return self._last.applied
 
     def compile(self, *args, **kwargs) -> None:  # type: ignore[override]
-        """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph."""
-        self.module.compile(*args, **kwargs)
+        """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph. In streamed mode each block is compiled by
+        itself, with its gathers outside."""
+        if self.plan.mode == "streamed":
+            self.state.compile(*args, **kwargs)
+        else:
+            self.module.compile(*args, **kwargs)
+
+    def keep_gathered(self):
+        """Context in which ZeRO-3's parameters are gathered once and stay, for many forward calls in a row (generate). Collective; no effect where they
+        are always there."""
+        return self.state.keep_gathered()
 
     @property
     def comm_bytes(self) -> dict[str, int]:
@@ -536,51 +714,32 @@ class Engine(torch.nn.Module):
                 raise
             return getattr(module, name)
 
-    # ---- gradients and states, whole (collective) --------------------------------------------------------------------------
-    def _whole(self, owned: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index` of a tensor that is spread like the accumulators, in fp32 on every rank."""
-        plan = self.plan
-        n = plan.layout.numels[index]
-        out = torch.zeros(n, dtype=torch.float32, device=owned.device)
-        for s in plan.segments:
-            if s.param == index:
-                out[s.param_begin: s.param_begin + s.length] = owned[s.shard_begin: s.shard_begin + s.length]
-        if not plan.own_all and self.world_size > 1:
-            rows = self.group.gather_all(out)  # disjoint parts, zeros elsewhere: the sum is exact
-            out = rows.sum(0)
-        return out.view(self.state.trained[index].shape)
-
-    def _index(self, p: torch.nn.Parameter) -> int:
-        for i, q in enumerate(self.state.trained):
-            if q is p:
-                return i
-        raise ArgumentError("this parameter is not trained by the engine")
-
+    # ---- gradients and states, whole (collective): deepc.view(p) and access.py have more -------------------------------------
     def full_grad(self, p: torch.nn.Parameter) -> torch.Tensor | None:
         """Average gradient of `p`, unscaled and before clipping, fp32, on every rank; None before a backward. Collective."""
-        if not self.hooks.accumulated:
-            return None
-        self.reducer.settle()
-        return self._whole(self.state.acc, self._index(p)) * self._unit()
+        return access._Access(self, p).grad(self._unit())
 
     def full_fp32_param(self, p: torch.nn.Parameter) -> torch.Tensor:
         """fp32 master of `p`, whole, on every rank. Collective."""
-        if self.state.master is None:
-            return p.detach().float().clone()
-        return self._whole(self.state.master, self._index(p))
+        return access._Access(self, p).fp32()
 
     def full_optimizer_state(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Optimizer state `name` ("exp_avg", ...) of `p`, whole, fp32, on every rank. Collective."""
-        index = self._index(p)
-        if self.optimizer.core:
-            if name not in self.optimizer.states:
-                raise ArgumentError(f"no optimizer state '{name}'; there are {', '.join(self.optimizer.states)}")
-            return self._whole(self.optimizer.states[name], index)
-        owned = torch.zeros_like(self.state.acc)
-        for n, s, view in self.optimizer.owned_states():
-            if n == name:
-                owned[s.shard_begin: s.shard_begin + s.length] = view
-        return self._whole(owned, index)
+        return access._Access(self, p).state(name)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict:
+        """The module's state_dict, whole, on every rank, in the training precision. Collective."""
+        return access.module_state_dict(self, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
+        """The module's weights, whole, on the CPU of rank 0 (None on the others); DeepSpeed's name, which accelerate calls. Collective."""
+        return access.consolidated_state_dict(self, exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always True: whole weights cost no extra memory here."""
+        return True
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
     def save_checkpoint(self, save_dir, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
@@ -604,11 +763,7 @@ class Engine(torch.nn.Module):
 
     def load_module_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Loads the module's state_dict at any stage; fp32 masters follow. At stage 3 rank 0's values count. Collective."""
-        params = [*self.state.trained, *(p for _, p in self.state.frozen)]
-        with zero.GatheredParameters(params, modifier_rank=0):
-            self.module.load_state_dict(state_dict, strict=strict)
-        if self.plan.stage < 3:
-            self._parameters_modified(params)
+        access.load_module_state_dict(self, state_dict, strict)
 
     def save_16bit_model(self, save_dir, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
         """Writes the module's weights, whole, in the training precision, as a Hugging Face checkpoint (`save_dir/model.safetensors`, in
@@ -623,6 +778,8 @@ class Engine(torch.nn.Module):
         self._timers[what] = self._timers.get(what, 0.0) + time.perf_counter() - started
 
     def _print_step(self) -> None:
+        if self._first_step is not None and self.global_steps == 1 and (told := self._first_step.report()):
+            self._say(told)
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
             norm = f", grad norm {self._grad_norm:.4g}" if self._grad_norm is not None else ""
@@ -638,20 +795,27 @@ class Engine(torch.nn.Module):
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable."""
+        _engines.discard(self)
         self.hooks.remove()
+        self.state.close()
         self.reducer.close()
         self.group.close()
+        zero._unregister(self)
         for p in self.state.trained:
             _owner_of.pop(id(p), None)
             unshare(p)
 
 
+# id(parameter) -> engine that trains it; entries go with the engine, which holds its parameters.
 _owner_of: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 def _cast(x, dtype: torch.dtype):
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         return x.to(dtype)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(_cast(v, dtype) for v in x))
     if isinstance(x, (list, tuple)):
         return type(x)(_cast(v, dtype) for v in x)
     if isinstance(x, dict):

@@ -53,3 +53,7 @@ class CheckpointError(DeepcError):
 
 class CheckpointTypeError(CheckpointError, TypeError):
     """Client state holds a value that a checkpoint without pickle can't hold; the message names the key."""
+
+
+class ReleasedParameterError(DeepcError):
+    """A ZeRO-3 parameter was touched while its values are not on this rank (streamed mode)."""

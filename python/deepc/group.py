@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,7 @@ class MultiNodeGroup:
     def __init__(self, store, rank: int, places: list[list[int]], label: str, timeout: datetime.timedelta) -> None:
         self.rank, self.nodes, self.ranks_per_node = rank, len(places), len(places[0])
         self.world, self._places = self.nodes * self.ranks_per_node, places
+        self.in_order = [r for ranks in places for r in ranks] == list(range(self.world))  # each node's ranks are consecutive
         self.node = next(n for n, ranks in enumerate(places) if rank in ranks)
         self.local_rank = places[self.node].index(rank)
         self.leader = self.local_rank == 0
@@ -285,14 +287,18 @@ class TorchGroup(_OneNode):
     def __init__(self, device: torch.device, uneven: str = "") -> None:
         self.rank, self.world, self.device, self.uneven = dist.get_rank(), dist.get_world_size(), device, uneven
         self.ranks_per_node, self.local_rank, self.leader = 1, 0, True
+        self.before: Callable[[], None] = lambda: None  # called before every collective of the group (streamed.py: ranks may be at different gathers)
 
     def barrier(self) -> None:
+        self.before()
         dist.barrier()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        self.before()
         dist.broadcast(tensor, root)
 
     def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.before()
         send = tensor.to(self.device)
         out = [torch.empty_like(send) for _ in range(self.world)]
         dist.all_gather(out, send)

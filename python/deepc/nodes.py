@@ -19,8 +19,9 @@ import torch
 from . import _lib, memory
 from ._lib import C, check
 from .dtypes import code
+from .errors import UnsupportedError
 from .plan import RING, SLOTS, Plan
-from .reduce import CoreReducer
+from .reduce import CoreReducer, Tree
 
 _COLOR = 7  # where the buffers start within 2 MiB, see state.py
 
@@ -58,9 +59,11 @@ class NodesReducer(CoreReducer):
         self._plan, self._group, self._acc, self._partial = plan, group, acc, partial
         self._nodes, self._here = plan.nodes, plan.part % plan.nodes
         self._none = torch.empty(0, dtype=torch.float64)
-        self._codec = codec_for(plan.gradients_as, wire, plan.ranks_per_node)
+        # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded and is pushed (determinism.py).
+        self.tree = Tree(acc, plan.gradient_buffers) if plan.gradient_buffers else None
+        self._codec = codec_for(plan.gradients_as, plan.crossing_dtype, plan.ranks_per_node)
         self._whole = isinstance(self._codec, Plain) and self._codec.shares == 1  # a slice is cast and added up in one call each
-        self._straight = self._whole and wire == torch.float32  # not even cast: slices go as they lie
+        self._straight = self._whole and self._codec.dtype == torch.float32  # not even cast: slices go as they lie
         per_slice = plan.layout.bucket_elems // plan.ranks_per_node
         self._slots = memory.zeros(RING * per_slice, torch.float32, _COLOR).view(RING, -1)
         room = self._nodes * self._codec.nbytes(plan.layout.bucket_elems // plan.world)
@@ -72,14 +75,18 @@ class NodesReducer(CoreReducer):
         comm = group.open_comm("buckets", plan.layout.bucket_elems * max(wire.itemsize, plan.dtype.itemsize), SLOTS)
         self._keep = (plan.node_layout, comm, self._slots)  # borrowed by the C side
         self._make(_lib.ReducerConfig(
-            comm=comm.handle, layout=plan.node_layout.handle, dtype=code(wire), own_all=0, rank=group.local_rank, ring=RING,
+            comm=comm.handle, layout=plan.node_layout.handle, dtype=code(wire), own_all=0, rank=group.local_rank, ring=RING, tree=int(self.tree is not None),
             pre_scale=pre_scale, pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize, acc=self._slots.data_ptr(), partial=None))
 
     # ---- gradients -------------------------------------------------------------------------------------------------------------
     def begin(self, assign: bool, norm: bool) -> None:
+        if self.tree is not None:
+            self.tree.check(assign)
         self._assign, self._norm = assign, norm
         self._launched = self._taken = 0
         super().begin(True, False)
+        if self.tree is not None:
+            self.tree.begin(assign)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         with self._group.node_errors():
@@ -98,6 +105,8 @@ class NodesReducer(CoreReducer):
         while self._under_way:
             self._take_oldest()
         self._unsettled = self._plan.own_all
+        if self.tree is not None:
+            self.tree.end(self._plan.world, self._norm)
         if self._norm:
             self.settle()
             self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
@@ -116,6 +125,14 @@ class NodesReducer(CoreReducer):
         for sent in pending:
             sent.wait()
         self._inside(self._acc)
+
+    def sums(self, begin: int, length: int) -> torch.Tensor:
+        if self.tree is None:
+            return super().sums(begin, length)
+        if self._plan.own_all and not self.tree.closed:
+            raise UnsupportedError('gradients at stage 0 over several nodes can be read after the step\'s last micro-batch only with deepc.deterministic = '
+                                   '"layout"; use stage 1, 2 or 3, or ask later')
+        return self.tree.sums(begin, length)
 
     def _advance(self) -> None:
         """Sends the slices that are ready inside the node, and takes the parts that have arrived. Does not wait."""
@@ -160,7 +177,9 @@ class NodesReducer(CoreReducer):
         k, size = b % RING, self._codec.nbytes(m)
         start = part if self._plan.own_all else self._plan.slices[b].shard_begin
         target, received = self._acc[start: start + m], self._in[k, : self._nodes * size]
-        if self._whole:
+        if self.tree is not None:
+            self.tree.push(start, list(received.view(torch.float32).view(self._nodes, m)), self.tree.leaves // self._plan.ranks_per_node, self._norm)
+        elif self._whole:
             parts = received.view(self._codec.dtype).view(self._nodes, m)
             torch.ops.deepc.accumulate_tensors(target, list(parts), self._assign, self._none)
         else:

@@ -3,14 +3,16 @@ master stands behind it."""
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import torch
 
 _data = torch._C.TensorBase.data
 
 
 class NodeParameter(torch.nn.Parameter):
-    """A Parameter in everything, but `.data` shares its version counter: a write through it (`p.data.mul_(...)`, a clamp, an EMA copy), which would
-    happen once per rank on shared memory, or be lost under the master, is seen at the next step like any other write."""
+    """A Parameter in everything, but `.data` shares its version counter: a write through it (`p.data.mul_(...)`, a clamp, an EMA copy),
+    which would happen once per rank on shared memory, or be lost under the master, is seen at the next step like any other write."""
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -19,6 +21,29 @@ class NodeParameter(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _data.__set__(self, value)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return "Parameter containing:\n" + repr(self.detach().requires_grad_(self.requires_grad))
+
+    def __deepcopy__(self, memo: dict) -> torch.nn.Parameter:
+        """An ordinary parameter with memory of its own."""
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+
+def _described(name: str) -> property:
+    def get(self):
+        from .zero import describe
+
+        return describe(self, name)
+
+    return property(get, doc=f"DeepSpeed's {name} of a ZeRO-3 parameter; AttributeError for others. See zero.py.")
+
+
+for _name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_secondary_tensor", "ds_process_group", "ds_persist",
+              "ds_active_sub_modules"):
+    setattr(NodeParameter, _name, _described(_name))
 
 
 def share(p: torch.nn.Parameter) -> None:
@@ -30,3 +55,115 @@ def share(p: torch.nn.Parameter) -> None:
 def unshare(p: torch.nn.Parameter) -> None:
     if type(p) is NodeParameter:
         p.__class__ = torch.nn.Parameter
+
+
+# ---- writing one of several ranks' shared memory -----------------------------------------------------------------------------------
+def open_shared(group, params: Sequence[torch.nn.Parameter], writer: int | None):
+    """Parameters in node-shared memory are about to be written by rank `writer`: the others get private copies meanwhile. Collective;
+    returns what close_shared takes."""
+    if writer is None:
+        return None
+    group.barrier()  # nobody reads any more
+    if group.rank == writer:
+        return None
+    views = [p.data for p in params]
+    for p in params:
+        p.data = p.data.clone()
+    return views
+
+
+def close_shared(group, params: Sequence[torch.nn.Parameter], writer: int | None, views) -> None:
+    """Everybody sees what `writer` wrote. Collective."""
+    if writer is None:
+        return
+    for p, view in zip(params, views or ()):
+        p.data = view
+    group.barrier()  # the writer's values are visible on its node
+    if group.nodes > 1:
+        for p in params:
+            group.spread(p.data.view(-1), writer)
+        group.barrier()
+
+
+# ---- released parameters (ZeRO-3, streamed mode) -----------------------------------------------------------------------------------
+def _allowed() -> frozenset:
+    """What may be asked of a parameter whose values are not here: what it is, and its gradient."""
+    t = torch.Tensor
+    properties = (
+        "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "_version", "ndim", "name", "names",
+        "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "output_nr",
+        "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse_csr", "is_xpu", "is_mps", "_base", "grad_dtype")
+    methods = (
+        "numel", "nelement", "size", "dim", "ndimension", "stride", "storage_offset", "element_size", "is_floating_point", "is_complex",
+        "is_contiguous", "is_inference", "is_signed", "get_device", "register_hook", "register_post_accumulate_grad_hook",
+        "requires_grad_", "__hash__", "__len__", "is_shared", "has_names", "dim_order", "retain_grad")
+    out = set()
+    for name in properties:
+        attribute = getattr(t, name, None)
+        for access in ("__get__", "__set__", "__delete__"):
+            if hasattr(attribute, access):
+                out.add(getattr(attribute, access))
+    return frozenset(out | {getattr(t, m) for m in methods if hasattr(t, m)})
+
+
+_ALLOWED = _allowed()
+
+
+class Released:
+    """Mixin of the class that a parameter has while its values are not here: what it is can be asked; any other touch goes to its
+    owner (streamed.py), which gathers it or raises. Without this an operator would read freed memory."""
+
+    _deepc_owner: object
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in _ALLOWED:
+            for p in {id(p): p for p in _released(args, kwargs)}.values():
+                answer = p._deepc_owner.touched(p, func)
+                if answer is not None:
+                    return answer
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        self._deepc_owner.touched(self, torch.Tensor.data.__get__)
+        return self.data  # its class is another one now
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self._deepc_owner.touched(self, torch.Tensor.data.__set__)
+        self.data = value
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Parameter(released by ZeRO-3: shape={tuple(self.shape)}, dtype={dtype}, device={self.device}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__
+
+    def __deepcopy__(self, memo: dict) -> torch.nn.Parameter:
+        """An ordinary parameter with the whole value. Collective where ranks share no memory."""
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(self._deepc_owner.copy_of(self), self.requires_grad)
+        return memo[id(self)]
+
+
+def _released(*values):
+    for v in values:
+        if isinstance(v, Released):
+            yield v
+        elif isinstance(v, (list, tuple)):
+            yield from _released(*v)
+        elif isinstance(v, dict):
+            yield from _released(*v.values())
+
+
+_classes: dict[type, type] = {}
+
+
+def released_class(kind: type) -> type:
+    """The class of released parameters of class `kind`."""
+    if kind not in _classes:
+        _classes[kind] = type(f"Released{kind.__name__}", (Released, kind), {})
+    return _classes[kind]

@@ -3,16 +3,17 @@ become views of the flat space. Follows the plan."""
 
 from __future__ import annotations
 
-from typing import Sequence
+import contextlib
+from typing import Container, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
 from . import memory
-from .errors import ConfigError
+from .errors import ArgumentError, ConfigError
 from .nodes import published
-from .param import share
-from .partition import BLOCK
+from .param import close_shared, open_shared, share
+from .partition import BLOCK, Segment
 from .plan import Plan
 
 # Colors stagger the arrays that the optimizer walks together (ops/base/base.h).
@@ -34,6 +35,7 @@ class ModelState:
         self.frozen = [(info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None]
         owned = plan.owned_elems
         self.segment = None
+        self._owners: list[list[tuple[int, Segment]]] | None = None
         self.acc = self.zeros(owned, torch.float32, "acc")
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
         self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
@@ -50,7 +52,7 @@ class ModelState:
         plan = self.plan
         frozen_bytes = plan.frozen_elems * plan.dtype.itemsize
         self.frozen_flat = None
-        if plan.mode == "resident" and plan.transport in ("node", "nodes"):
+        if plan.stage == 3 and plan.transport in ("node", "nodes"):
             self.segment = self.group.segment(plan.layout.total * plan.dtype.itemsize + frozen_bytes)
             self.flat = self.segment.tensor(plan.dtype, 0, plan.layout.total)
             if plan.frozen_elems:
@@ -67,14 +69,9 @@ class ModelState:
         """Moves the parameters' values (rank 0's) into the flat space and makes each parameter a view of it, one at a time, so
         that at no time two whole copies exist in this process. Node-shared memory is written by each node's leader; at last rank 0's goes
         to all nodes."""
-        plan, seen = self.plan, {}
+        plan = self.plan
         writer = self.group.leader or self.segment is None
-        for i, p in enumerate(self.trained):
-            key = (p.data_ptr(), p.device) if p.numel() else (id(p), None)
-            if key in seen and not p.is_meta:
-                raise ConfigError(f"parameters '{seen[key]}' and '{self.names[i]}' share memory but are different Parameter objects; tie them by assigning "
-                                  "the same Parameter to both modules")
-            seen[key] = self.names[i]
+        self._refuse_shared_memory()
         pieces = self._segments_by_param()
         for i, p in enumerate(self.trained):
             offset, n = plan.layout.offsets[i], plan.layout.numels[i]
@@ -97,11 +94,12 @@ class ModelState:
                 if writer:
                     view.copy_(p.data.reshape(-1))
                 p.data = view.view(p.shape)
+                share(p)
             else:
                 p.data = p.data.to(device=self.device, dtype=plan.dtype if p.is_floating_point() else p.dtype)
                 if plan.world > 1:
                     self._broadcast_any(p.data)
-        if self.segment is not None or self.master is not None:  # writes of others must be seen: to refuse them, or to follow
+        if plan.stage == 3 or self.master is not None:  # writes of others must be seen: to refuse them, or to follow
             for p in self.trained:
                 share(p)
         if self.segment is not None:
@@ -113,6 +111,24 @@ class ModelState:
         elif plan.world > 1:
             self.group.broadcast(self.flat, 0)
         self.versions = [p._version for p in self.trained]
+        self._addresses = [p.data_ptr() for p in self.trained]
+        self._frozen_versions = self._versions_of_frozen()
+
+    def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
+        """Frozen parameters whose memory the node shares, by id: name, parameter, version."""
+        shared = self.frozen if self.segment is not None and self.plan.mode == "resident" else ()
+        return {id(p): (n, p, p._version) for n, p in shared if p.is_floating_point()}
+
+    def _refuse_shared_memory(self) -> None:
+        """Each parameter gets memory of its own, so two objects over the same memory would part: at least one of them is trained."""
+        seen: dict = {}
+        for name, p, trained in [*((n, p, True) for n, p in zip(self.names, self.trained)), *((n, p, False) for n, p in self.frozen)]:
+            key = (p.data_ptr(), p.device) if p.numel() else (id(p), None)
+            if key in seen and not p.is_meta:
+                raise ConfigError(f"parameters '{seen[key]}' and '{name}' share memory but are different Parameter objects; tie them by assigning "
+                                  "the same Parameter to both modules")
+            if trained:
+                seen[key] = name
 
     def _broadcast_any(self, tensor: torch.Tensor) -> None:
         if tensor.is_contiguous():
@@ -151,14 +167,45 @@ class ModelState:
         """Makes autograd see that the parameters were written (C writes, and other ranks' writes, are invisible to it)."""
         increment_version(self.trained)
         self.versions = [p._version for p in self.trained]
+        self._frozen_versions = self._versions_of_frozen()
+
+    def let_go(self, others: Container[int]) -> None:
+        """Frozen parameters with an id in `others` are another engine's from now on: it trains them, and has moved them."""
+        self.frozen = [(n, p) for n, p in self.frozen if id(p) not in others]
+        self._frozen_versions = {i: row for i, row in self._frozen_versions.items() if i not in others}
 
     def stray_write(self) -> int:
-        """Index of the first trained parameter that was written since the last step by someone else, or -1."""
-        return next(iter(self.changed()), -1)
+        """The first parameter that was written since the last step by someone else, for `name_at`, or -1."""
+        frozen = (len(self.trained) + i for i, (_, p, v) in enumerate(self._frozen_versions.values()) if p._version != v)
+        return next(iter(self.changed()), next(frozen, -1))
+
+    def name_at(self, index: int) -> str:
+        """Name of the parameter at `index`: trained ones first, then frozen ones."""
+        return self.names[index] if index < len(self.trained) else list(self._frozen_versions.values())[index - len(self.trained)][0]
+
+    def frozen_write(self, among: set[int]) -> str | None:
+        """Name of the first frozen parameter with an id in `among` that was written since the last step, or None."""
+        return next((n for i, (n, p, v) in self._frozen_versions.items() if i in among and p._version != v), None)
 
     def changed(self) -> list[int]:
-        """Indices of the trained parameters that were written since the last step by someone else."""
-        return [i for i, p in enumerate(self.trained) if p._version != self.versions[i]]
+        """Indices of the trained parameters that were written since the last step by someone else, or whose memory was replaced (`p.data = tensor`)."""
+        replaced = self._replaced()
+        return [i for i, p in enumerate(self.trained) if p._version != self.versions[i] or i in replaced]
+
+    def _replaced(self) -> set[int]:
+        return {i for i, (p, at) in enumerate(zip(self.trained, self._addresses)) if p.data_ptr() != at}
+
+    @torch.no_grad()
+    def take_in_replaced(self) -> None:
+        """Stages 0 to 2: values that a user put in place of a parameter's memory (`p.data = tensor`, vector_to_parameters) go where that was."""
+        for i in self._replaced():
+            p, offset, n = self.trained[i], self.plan.layout.offsets[i], self.plan.layout.numels[i]
+            if p.numel() != n or p.dtype != self.plan.dtype or p.device != self.flat.device:
+                raise ArgumentError(f"the data of parameter '{self.names[i]}' was replaced by a tensor of {p.numel()} elements in {p.dtype} on {p.device}; after "
+                                    f"deepc.initialize it must stay {n} elements in {self.plan.dtype} on {self.flat.device} (was the model moved or cast?)")
+            view = self.flat[offset: offset + n]
+            view.copy_(p.data.reshape(-1))
+            p.data = view.view(p.shape)
 
     @torch.no_grad()
     def master_from_params(self, indices: Sequence[int]) -> None:
@@ -173,3 +220,76 @@ class ModelState:
                 now = self.flat[s.flat_begin: s.flat_begin + s.length].to(master.device)
                 was = master.to(now.dtype) if rounded is None else rounded[s.shard_begin: s.shard_begin + s.length]
                 master.copy_(torch.where(was == now, master, now.float()))
+
+    def inert(self, rows: Sequence) -> list:
+        """Of the configuration's rows (key, value, reason) without effect on this device those that have none in this mode."""
+        return list(rows)
+
+    def keep_gathered(self) -> contextlib.AbstractContextManager:
+        """See Engine.keep_gathered."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """The engine ends; parameters stay readable."""
+
+    def frozen_value(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """The whole value of a parameter that is not trained, to be read before the next call. Collective."""
+        return p.detach()
+
+    def set_frozen(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Writes a parameter that is not trained; the same value on all ranks, a fence is the caller's. Node-shared memory is written by the leader."""
+        if self.segment is None or self.group.leader:
+            p.data.copy_(value)
+
+    # ---- whole parameters: what access.py and zero.py ask for -------------------------------------------------------------------
+    def owners(self, index: int) -> list[tuple[int, Segment]]:
+        """(rank, segment) of every piece of parameter `index`, in the order of ranks; at stage 0, where everyone owns all, only this rank's."""
+        if self._owners is None:
+            plan, table = self.plan, [[] for _ in self.trained]
+            for rank in [plan.rank] if plan.own_all else range(plan.world):
+                for s in plan.segments if rank == plan.rank else plan.layout.segments(self.group.part_of(rank)):
+                    table[s.param].append((rank, s))
+            self._owners = table
+        return self._owners[index]
+
+    def piece(self, s: Segment) -> torch.Tensor:
+        """[s.length] fp32: what the optimizer updates for this rank's segment `s`; the master, or the parameter itself. A view."""
+        if self.master is not None:
+            return self.master[s.shard_begin: s.shard_begin + s.length]
+        return (self.flat if self.flat_host is None else self.flat_host)[s.flat_begin: s.flat_begin + s.length]
+
+    def full_param(self, index: int) -> torch.Tensor:
+        """[numel] in the plan's dtype: the whole value that the model computes with, to be read before the next call. Collective."""
+        return self.flat[self.plan.layout.offsets[index]: self.plan.layout.offsets[index] + self.plan.layout.numels[index]]
+
+    def is_available(self, p: torch.nn.Parameter) -> bool:
+        """Whether `p` can be read now without a gather."""
+        return True
+
+    @torch.no_grad()
+    def follow(self, index: int) -> None:
+        """After the owners wrote `piece`s of parameter `index`: what the model computes with follows, on every rank. Not for parameters that
+        reach other nodes quantised. Collective."""
+        everywhere = self.plan.own_all or self.plan.world == 1
+        for rank, s in self.owners(index):
+            view = self.flat[s.flat_begin: s.flat_begin + s.length]
+            if rank == self.plan.rank:
+                if self.flat_host is not None and self.master is not None:
+                    self.flat_host[s.flat_begin: s.flat_begin + s.length].copy_(self.master[s.shard_begin: s.shard_begin + s.length])
+                if self.master is not None or self.flat_host is not None:
+                    view.copy_(self.piece(s))
+            if not everywhere:
+                (self.group.broadcast if self.segment is None else self.group.spread)(view, rank)
+        if self.segment is not None:
+            self.group.barrier()
+        increment_version([self.trained[index]])
+        self.versions[index] += 1  # this write is no stray one, and a stray one stays seen
+
+    def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None):
+        """For zero.GatheredParameters: until close_params, which takes what this returns, `params` have their values, and may be written by rank
+        `writer`. Collective."""
+        return open_shared(self.group, params, writer)
+
+    def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened) -> None:
+        """The end of that; rank `writer`'s values (None: nobody's) are everyone's now. Masters are the caller's part. Collective."""
+        close_shared(self.group, params, writer, opened)

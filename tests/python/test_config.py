@@ -347,8 +347,6 @@ LATER = [
     ("bf16.bf16_optimizer_states", True, "bf16 optimizer states"),
     ("fp16.fp16_master_weights_and_grads", True, "fp16 master weights"),
     ("gradient_allreduce_op", "sum", "summing gradients"),
-    ("deepc.deterministic", "layout", "bit-identical"),
-    ("deepc.debug_streamed", True, "streamed stage 3"),
     ("compile.deepcompile", True, "DeepCompile"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
     ("sequence_parallel_size", 2, "sequence parallelism"),

@@ -100,7 +100,7 @@ def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None
             if n == 0:
                 writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
         for name, p in [] if exclude_frozen else st.frozen:
-            writer.add(f"frozen/{name}", _host(p), shape=p.shape)
+            writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=p.shape)
         for name, b in _buffers(engine.module):
             writer.add(f"buffer/{name}", _host(b), shape=b.shape)
 
@@ -196,13 +196,12 @@ def _load_parameters(engine, reader: CheckpointReader) -> None:
             flat.copy_(master)
         if st.flat_host is not None:
             st.flat_host[s.flat_begin: s.flat_begin + s.length].copy_(flat)
-    writes = st.segment is None or engine.group.leader  # node-shared frozen parameters have one writer on each node
     for name, p in st.frozen:
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
-        if source in reader.tensors and writes:
+        if source in reader.tensors:
             value = torch.empty(p.numel(), dtype=p.dtype)
             _read(reader, source, value)
-            p.data.copy_(value.view(p.shape))
+            st.set_frozen(p, value.view(p.shape))
     for name, b in _buffers(engine.module):
         if f"buffer/{name}" in reader.tensors:
             value = torch.empty(b.numel(), dtype=b.dtype)

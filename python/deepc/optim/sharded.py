@@ -13,6 +13,7 @@ import torch
 from .. import memory
 from .._lib import AdamWArgs, C, check
 from ..config_keys import ELEMENTWISE
+from ..determinism import LayoutOrder
 from ..dtypes import code
 from ..errors import ConfigError, UnsupportedError
 from ..state import ModelState
@@ -37,6 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.core = takes_core_path(base)
         self._state: ModelState | None = None
         self._steps = 0
+        self._left_out: frozenset[int] = frozenset()
         self.overflow = False
         self.loss_scale = 1.0
         name = type(base).__name__
@@ -44,6 +46,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that {', '.join(sorted(ELEMENTWISE))} treat each "
                               "element alone. Set zero_allow_untested_optimizer: true if yours does, or use stage 0.")
         self._hook_tables()
+
+    def check_layout(self) -> None:
+        """Raises if the update of an element could depend on where its shard ends ("deterministic": "layout")."""
+        LayoutOrder.check_optimizer(type(self.base).__name__, self.core)
 
     def _hook_tables(self) -> None:
         from collections import OrderedDict
@@ -71,7 +77,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owned = st.plan.owned_elems
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if self.moments == 3 else [])
         self.states: dict[str, torch.Tensor] = {n: st.zeros(owned, torch.float32, n) for n in names}
-        self._runs = st.runs(self._group_of)
+        self._make_args(names)
+
+    def _make_args(self, names: list[str]) -> None:
+        """The stretches that the C step walks, without those of parameters that are left out."""
+        st = self._state
+        self._runs = [r for r in st.runs([-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]) if r[0] >= 0]
         target = st.flat_host if st.flat_host is not None else st.flat
         if st.state_device.type != "cpu":
             return
@@ -107,6 +118,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code see them.
         self._twin = type(self.base)([{**{k: v for k, v in g.items() if k != "params"}, "params": ps} for g, ps in zip(self.param_groups, groups)],
                                      **{k: v for k, v in self.base.defaults.items() if k in _init_arguments(type(self.base))})
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        """These parameters (flat indices) are not updated until the next call: somebody froze them after initialize. The same on all ranks."""
+        if indices == self._left_out:
+            return
+        self._left_out = indices
+        if self.core:
+            self._make_args(list(self.states))
 
     # ---- the update ----------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -152,7 +171,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             torch.ops.deepc.scale_tensor(st.acc, grad_scale)
         for mine, twin in zip(self.param_groups, self._twin.param_groups):
             twin.update({k: v for k, v in mine.items() if k != "params"})
+        left_out = [(shard, shard.grad) for s, shard in self._shards if s.param in self._left_out]
+        for shard, _ in left_out:
+            shard.grad = None
         self._twin.step()
+        for shard, grad in left_out:
+            shard.grad = grad
         if st.master is not None and not st.plan.parameters_as:
             for s, shard in self._shards:
                 st.flat[s.flat_begin: s.flat_begin + s.length].copy_(shard.data.view(-1))

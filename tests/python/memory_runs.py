@@ -1,0 +1,133 @@
+"""Predicted and measured peak memory of one training run: what test_estimate.py and tests/bench/estimate.py share.
+
+A run is a fresh process per rank. Rank 0 asks for the prediction first; then each rank notes its resident memory, calls initialize and trains three
+steps, and reads the kernel's own high-water mark (VmHWM, reset through /proc/self/clear_refs). Shared pages count once."""
+
+from __future__ import annotations
+
+from ranks import run_ranks
+
+A = dict(width=320, layers=7, vocab=50257, context=256, micro=2)  # 25 M parameters, large vocabulary
+B = dict(width=512, layers=8, vocab=1000, context=512, micro=4)  # 26 M, long context
+C = dict(width=768, layers=6, vocab=8192, context=256, micro=4)  # 49 M
+D = dict(width=256, layers=4, vocab=32000, context=512, micro=4)  # 11 M, logits dominate
+H = dict(width=512, layers=6, vocab=16384, context=256, micro=4, hf=True)  # transformers' GPT-2
+CASES: dict[str, dict] = {
+    "A stage 0, 1 rank, fp32": dict(A, stage=0),
+    "A stage 0, 1 rank, bf16": dict(A, stage=0, bf16=True),
+    "A stage 3, 2 ranks, fp32": dict(A, stage=3, world=2),
+    "A stage 3, 2 ranks, bf16": dict(A, stage=3, world=2, bf16=True),
+    "A stage 2, 2 ranks, fp32": dict(A, stage=2, world=2),
+    "A stage 2, 2 ranks, bf16": dict(A, stage=2, world=2, bf16=True),
+    "A stage 1, 2 ranks, fp32, accumulation 2": dict(A, stage=1, world=2, gas=2),
+    "A stage 0, 2 ranks, fp32": dict(A, stage=0, world=2),
+    "A stage 3, 1 rank, fp32": dict(A, stage=3),
+    "A stage 0, 1 rank, fp32, SGD": dict(A, stage=0, sgd=True),
+    "A stage 2, 2 ranks, fp32, SGD": dict(A, stage=2, world=2, sgd=True),
+    "A stage 3, 2 ranks, bf16, SGD, accumulation 2": dict(A, stage=3, world=2, bf16=True, sgd=True, gas=2),
+    "B stage 0, 1 rank, fp32": dict(B, stage=0),
+    "B stage 0, 1 rank, bf16": dict(B, stage=0, bf16=True),
+    "B stage 3, 2 ranks, fp32": dict(B, stage=3, world=2, micro=2),
+    "B stage 3, 2 ranks, bf16": dict(B, stage=3, world=2, bf16=True),
+    "B stage 0, 1 rank, fp32, checkpointed": dict(B, stage=0, micro=8, layers=4, recompute="nonreentrant"),
+    "B stage 3, 2 ranks, bf16, checkpointed": dict(B, stage=3, world=2, micro=8, bf16=True, recompute="nonreentrant"),
+    "B stage 1, 2 ranks, bf16, accumulation 2": dict(B, stage=1, world=2, bf16=True, gas=2, micro=2),
+    "B stage 2, 1 rank, fp32, checkpointed (reentrant), accumulation 2": dict(B, stage=2, layers=6, gas=2, recompute="reentrant"),
+    "C stage 3, 2 ranks, fp32": dict(C, stage=3, world=2),
+    "C stage 0, 1 rank, bf16": dict(C, stage=0, bf16=True),
+    "C stage 2, 2 ranks, fp32, checkpointed": dict(C, stage=2, world=2, recompute="nonreentrant"),
+    "C stage 3, 2 ranks, fp32, accumulation 2": dict(C, stage=3, world=2, gas=2, micro=2),
+    "D stage 0, 1 rank, fp32": dict(D, stage=0),
+    "D stage 3, 2 ranks, bf16": dict(D, stage=3, world=2, bf16=True),
+    "D stage 2, 2 ranks, fp32, SGD": dict(D, stage=2, world=2, sgd=True, micro=2),
+    "H stage 3, 2 ranks, fp32": dict(H, stage=3, world=2),
+    "H stage 0, 1 rank, bf16, checkpointed": dict(H, stage=0, bf16=True, recompute="nonreentrant", micro=8),
+    "H stage 2, 2 ranks, fp32, accumulation 2, dropout": dict(H, stage=2, world=2, gas=2, dropout=0.1),
+}
+
+
+def make_model(case: dict):
+    import torch
+
+    torch.manual_seed(0)
+    if not case.get("hf"):
+        from tiny import TinyGPT
+
+        return TinyGPT(width=case["width"], layers=case["layers"], vocab=case["vocab"], context=case["context"], recompute=case.get("recompute"))
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drop = case.get("dropout", 0.0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=case["vocab"], n_positions=case["context"], n_embd=case["width"], n_layer=case["layers"], use_cache=False,
+                                       n_head=case["width"] // 64, loss_type="ForCausalLM", resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop,
+                                       bos_token_id=0, eos_token_id=0)).train()
+    if case.get("recompute"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def make_config(case: dict) -> dict:
+    out = {"train_micro_batch_size_per_gpu": case["micro"], "gradient_accumulation_steps": case.get("gas", 1), "gradient_clipping": 1.0,
+           "zero_optimization": {"stage": case["stage"]}}
+    if not case.get("sgd"):
+        out["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+    if case.get("bf16"):
+        out["bf16"] = {"enabled": True}
+    return out
+
+
+def make_optimizer(case: dict):
+    import torch
+
+    return (lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9)) if case.get("sgd") else None
+
+
+def make_batch(case: dict):
+    import torch
+
+    x = torch.randint(case["vocab"], (case["micro"], case["context"] + 1))
+    return dict(input_ids=x[:, :-1], labels=x[:, :-1]) if case.get("hf") else (x[:, :-1], x[:, 1:])
+
+
+def resident() -> dict[str, int]:
+    """This process's memory by kind, and its high-water mark, in bytes."""
+    names = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
+    with open("/proc/self/status") as f:
+        return {k: int(v.split()[0]) * 1024 for k, _, v in (line.partition(":") for line in f) if k in names}
+
+
+def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
+    """One rank's part of a run."""
+    import deepc
+    from deepc.dryrun import call_model, loss_of
+    from deepc.estimate import estimate
+
+    model, batch = make_model(case), make_batch(case)
+    out: dict = {}
+    if predict and index == 0:
+        out["predicted"] = estimate(model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)).to_dict()
+    before = resident()
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
+    engine = deepc.initialize(model=model, config=make_config(case), optimizer=make_optimizer(case))[0]
+    out["initialized"] = resident()
+    for _ in range(3):
+        for _ in range(case.get("gas", 1)):
+            loss = loss_of(call_model(engine, batch), batch, None)
+            engine.backward(loss)
+            del loss
+            engine.step()
+    out["after"], out["before"], out["plan"] = resident(), before, dict(engine.plan.bytes)
+    engine.destroy()
+    return out
+
+
+def run(case: dict) -> dict:
+    """Bytes of the node: "predicted", "measured" and what they are made of."""
+    world = case.get("world", 1)
+    ranks = run_ranks(rank, world, args=(case,), fresh=True, limit_s=170)
+    shared = max(r["after"]["RssShmem"] - r["before"]["RssShmem"] for r in ranks)
+    private = [(r["after"]["VmHWM"] - r["after"]["RssShmem"]) - (r["before"]["VmRSS"] - r["before"]["RssShmem"]) for r in ranks]
+    told = ranks[0]["predicted"]
+    return {"predicted": told["node_peak"], "measured": sum(private) + shared, "predicted_rank": told["rank_peak"], "measured_rank": max(private),
+            "predicted_shared": told["shared"], "measured_shared": shared, "live_peak": told["live_peak"], "heap_peak": told["heap_peak"],
+            "files": max(r["after"]["RssFile"] - r["before"]["RssFile"] for r in ranks), "estimate": told, "ranks": ranks}

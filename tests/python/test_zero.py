@@ -1,0 +1,438 @@
+"""zero.Init and zero.GatheredParameters: what models may do while they are built, how much memory that takes, who may write when; through
+transformers as well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+import tiny
+from ranks import run_ranks as _run_ranks
+
+MIB = 1 << 20
+
+
+def run_ranks(fn, world, *args, **options):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **options)
+
+
+@contextlib.contextmanager
+def on_nodes(rank, world, nodes):
+    if nodes > 1:
+        os.environ["DEEPC_NODE_ID"] = f"host{rank // (world // nodes)}"
+    try:
+        yield
+    finally:
+        os.environ.pop("DEEPC_NODE_ID", None)
+
+
+def anonymous_bytes() -> int:
+    """Private memory of this process that is no file's and no shared segment's."""
+    with open("/proc/self/smaps_rollup") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Anonymous:"))
+
+
+@contextlib.contextmanager
+def watched():
+    """Yields a function: bytes of private memory that were held at most, at any registration of a parameter since, above now."""
+    base, peak = anonymous_bytes(), 0
+
+    def sample(*_):
+        nonlocal peak
+        peak = max(peak, anonymous_bytes() - base)
+
+    handle = register_module_parameter_registration_hook(sample)  # before zero.Init's: the parameter is still private
+    try:
+        yield lambda: (sample(), peak)[1]
+    finally:
+        handle.remove()
+
+
+def train_a_step(model, rank, world, loss_of, stage=3):
+    import deepc
+
+    engine = deepc.initialize(model=model, config=tiny.config(stage, micro=2))[0]
+    engine.backward(loss_of(engine))
+    assert engine.step().applied
+    return engine
+
+
+# ---- building ---------------------------------------------------------------------------------------------------------------------
+class Experts(nn.Module):
+    """Makes all its parameters in one constructor, with values from the start."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList()
+        for _ in range(count):
+            self.experts.append(nn.Parameter(torch.randn(width, width)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        for w in self.experts:
+            x = self.norm(torch.relu(x @ w))
+        return x.square().mean()
+
+
+def _memory(rank, world, nodes):
+    import deepc
+
+    width, count = 1024, 20
+    with on_nodes(rank, world, nodes), watched() as peak:
+        with deepc.zero.Init():
+            torch.manual_seed(rank)
+            model = Experts(count, width)
+            scratch = torch.rand(1)
+        top = peak()
+        values = [w.detach()[0, 0].item() for w in model.experts]
+        if nodes == 1:
+            engine = train_a_step(model, rank, world, lambda e: e(torch.ones(2, width)))
+            assert all(w.ds_status is deepc.zero.ZeroParamStatus.AVAILABLE for w in model.experts)
+            engine.destroy()
+    return top, count * width * width * 4, values, float(scratch)
+
+
+@pytest.mark.parametrize("world, nodes", [(2, 1), (4, 2)])
+def test_init_holds_one_parameter_at_a_time(world, nodes):
+    torch.manual_seed(0)
+    want = [w.detach()[0, 0].item() for w in Experts(20, 1024).experts]
+    for rank, (top, total, values, scratch) in enumerate(run_ranks(_memory, world, nodes)):
+        assert values == want
+        assert top <= 2 * total // 20 + 4 * MIB, f"rank {rank}: {top / MIB:.1f} MiB of private memory for a model of {total / MIB:.0f}"
+
+
+class Odd(nn.Module):
+    """What constructors do: weights of parents and children written again, by views, out=, operators, .data; parameters replaced and tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(17, 8, padding_idx=3)
+        self.lin = nn.Linear(8, 8)
+        nn.init.orthogonal_(self.lin.weight)
+        nn.init.trunc_normal_(self.lin.bias, std=0.02)
+        self.lstm = nn.LSTM(8, 8)
+        self.free = nn.Parameter(torch.ones(4, 4))
+        with torch.no_grad():
+            self.free[1] = 2.0
+            self.free[2].uniform_()
+            self.free *= 3
+            torch.add(self.free, 1, out=self.free)
+        self.free.data.mul_(0.5)
+        self.given = nn.Parameter(torch.zeros(3))
+        self.given.data = torch.rand(3)
+        self.twice = nn.Parameter(torch.rand(2))
+        self.twice = nn.Parameter(torch.rand(2))
+        self.tied = self.lin.weight
+        self.whole = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.register_parameter("none", None)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.lazy = nn.LazyLinear(3)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.listed = nn.ParameterDict({"a": nn.Parameter(torch.rand(2, 3))})
+        self.register_buffer("running", torch.rand(3))
+        self.apply(self._again)
+
+    def _again(self, module) -> None:
+        if isinstance(module, nn.Embedding):
+            module.weight.data.normal_(std=0.5)
+            module.weight.data[module.padding_idx].zero_()
+        elif isinstance(module, nn.Linear) and not isinstance(module, nn.LazyLinear):
+            nn.init.kaiming_uniform_(module.parametrizations.weight.original1 if hasattr(module, "parametrizations") else module.weight)
+
+
+def _odd(rank, world, nodes):
+    import deepc
+
+    with on_nodes(rank, world, nodes):
+        torch.manual_seed(5)  # as users do: then generators stay equal too
+        with deepc.zero.Init():
+            model = Odd()
+            with deepc.zero.Init(dtype=torch.bfloat16):
+                inner = nn.Linear(4, 4)
+                with deepc.zero.Init(enabled=False):
+                    still = nn.Linear(4, 4)
+            outer = nn.Linear(4, 4)
+        drawn = float(torch.rand(1))
+        assert model.tied is model.lin.weight and nn.parameter.is_lazy(model.lazy.weight) and model.empty.shape == (0, 4)
+        assert inner.weight.dtype == still.weight.dtype == torch.bfloat16 and outer.weight.dtype == torch.float32
+        assert all(hasattr(p, "ds_id") for p in [*inner.parameters(), *outer.parameters(), model.free, model.given])
+        model.lazy = None
+        return {n: t.detach().clone() for n, t in model.state_dict().items()}, drawn
+
+
+@pytest.mark.parametrize("world, nodes", [(1, 1), (2, 1), (4, 2)])
+def test_init_follows_whatever_constructors_do(world, nodes):
+    torch.manual_seed(5)
+    model = Odd()
+    for shape in (nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)):
+        assert shape is not None
+    drawn = float(torch.rand(1))
+    model.lazy = None
+    want = model.state_dict()
+    for state, their_draw in run_ranks(_odd, world, nodes):
+        assert state.keys() == want.keys()
+        for n, t in state.items():
+            assert torch.equal(t, want[n]), n
+        assert their_draw == drawn
+
+
+def _arguments(rank, world):
+    import deepc
+    from deepc.errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
+    import torch.distributed as dist
+
+    zero = deepc.zero
+    for config, dtype in (({"bf16": {"enabled": True}}, torch.bfloat16), ('{"fp16": {"enabled": true}}', torch.float16), ({}, torch.float32)):
+        with zero.Init(config_dict_or_path=config, mem_efficient_linear=False, pin_memory=True, remote_device="cpu", data_parallel_group=dist.group.WORLD):
+            assert nn.Linear(2, 2).weight.dtype == dtype
+    with pytest.raises(ConfigError, match="nowhere.json"):
+        zero.Init(config_dict_or_path="nowhere.json")
+    with pytest.raises(ArgumentError, match="dtype"):
+        zero.Init(dtype="half")
+    with pytest.raises(UnsupportedError, match="nvme"):
+        zero.Init(remote_device="nvme")
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    with pytest.raises(UnsupportedError, match="group of 1 of the 2 ranks"):
+        zero.Init(data_parallel_group=alone)
+    zero.Init(enabled=False, dtype="anything", remote_device="nvme")
+
+    model = tiny.make_model(seed=rank)  # converts, rank 0's values
+    zero.Init(module=model, dtype=torch.bfloat16)
+    want = tiny.make_model(seed=0)
+    assert all(torch.equal(p, q.bfloat16()) and zero.is_zero_param(p) for p, q in zip(model.parameters(), want.parameters()))
+
+    context = zero.Init()  # may be used again, also after an error inside
+    with pytest.raises(KeyError):
+        with context:
+            nn.Linear(2, 2)
+            raise KeyError
+    hooks = torch.nn.modules.module._global_parameter_registration_hooks
+    assert not hooks and not zero._active and os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") is None
+    with context:
+        model = tiny.make_model(seed=rank)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), want.parameters()))
+
+    # Between Init and initialize: one writer counts, over every rank; a write of another rank is found.
+    with zero.GatheredParameters([model.ln.weight, model.ln.bias], modifier_rank=1, fwd_module=model):
+        with torch.no_grad():
+            model.ln.weight.fill_(0.5 if rank == 1 else 7.0)
+    assert torch.all(model.ln.weight == 0.5) and id(model.ln.bias) in model._external_params
+    with pytest.raises(StrayWriteError, match="shape \\(32,\\).*modifier_rank"):
+        with zero.GatheredParameters(model.ln.parameters()):
+            model.ln.bias.data.zero_()
+    with zero.GatheredParameters(model.ln, modifier_rank=0):
+        pass  # rank 0's values it is, whoever wrote
+    if rank == 0:
+        model.tok.weight.data.mul_(1.0)  # the first rank of a node may
+    x, y = tiny.make_batch(0)
+    engine = train_a_step(model, rank, world, lambda e: e(x[rank * 2:][:2], y[rank * 2:][:2]))
+    engine.destroy()
+    with zero.Init():
+        model = tiny.make_model()
+    if rank == 1:
+        nn.init.ones_(model.blocks[1].up.weight)
+    with pytest.raises(StrayWriteError, match="blocks.1.up.weight.*rank 1 after zero.Init"):
+        deepc.initialize(model=model, config=tiny.config(3, micro=2))
+    with zero.Init():
+        model = tiny.make_model()
+    engine = train_a_step(model, rank, world, lambda e: e(x[rank * 2:][:2], y[rank * 2:][:2]), stage=1)  # for another stage it is a place like any
+    assert not any(zero.is_zero_param(p) or type(p) is not nn.Parameter for p in model.parameters())
+    engine.destroy()
+    return True
+
+
+def test_arguments_and_the_time_before_initialize():
+    assert run_ranks(_arguments, 2) == [True, True]
+
+
+def _then_streamed(rank, world, nodes):
+    import deepc
+
+    os.environ["DEEPC_STREAMED"] = "1"
+    try:
+        with on_nodes(rank, world, nodes):
+            with deepc.zero.Init():
+                torch.manual_seed(rank)
+                model = tiny.TinyGPT(frozen=True)
+            x, y = tiny.make_batch(0, 2 * world)
+            engine = deepc.initialize(model=model, config=tiny.config(3, micro=2))[0]
+            start = {n: t.clone() for n, t in engine.module_state_dict().items()}
+            engine.backward(engine(x[rank * 2:][:2], y[rank * 2:][:2]))
+            assert engine.step().applied
+            engine.destroy()
+    finally:
+        del os.environ["DEEPC_STREAMED"]
+    return start
+
+
+@pytest.mark.parametrize("world, nodes", [(2, 1), (4, 2)])
+def test_init_then_streamed_mode(world, nodes):
+    want = tiny.make_model(0, frozen=True).state_dict()
+    for start in run_ranks(_then_streamed, world, nodes):
+        assert start.keys() == want.keys()
+        assert [n for n, t in start.items() if not torch.equal(t, want[n])] == []
+
+
+# ---- reading and writing --------------------------------------------------------------------------------------------------------
+def _gathered(rank, world, precision):
+    import deepc
+    from deepc.errors import ArgumentError, StrayWriteError
+
+    zero = deepc.zero
+    make = lambda: deepc.initialize(model=tiny.make_model(frozen=True), config=tiny.config(3, micro=2, precision=precision))[0]  # noqa: E731
+    first, second = make(), make()
+    a, b, frozen, plain = first.module.ln.weight, second.module.ln.weight, first.module.pos.weight, nn.Parameter(torch.ones(2))
+    with zero.GatheredParameters([a, b, a, frozen, plain, None], modifier_rank=0):  # two engines, a repeated one, ones of nobody
+        with torch.no_grad():
+            for p in (a, b, frozen):
+                p.fill_(0.25 if rank == 0 else 9.0)
+        with zero.GatheredParameters([a, frozen]):
+            pass
+        with pytest.raises(ArgumentError, match="inside another one"):
+            with zero.GatheredParameters(a, modifier_rank=1):
+                pass
+    for p, engine in ((a, first), (b, second)):
+        assert torch.all(p == 0.25) and torch.all(engine.full_fp32_param(p) == 0.25)
+    assert torch.all(frozen == 0.25)
+    with zero.GatheredParameters([a], modifier_rank=1, enabled=False):
+        pass
+    with pytest.raises(ArgumentError, match="modifier_rank 2 is not one of 2 ranks"):
+        with zero.GatheredParameters([a], modifier_rank=2):
+            pass
+    with pytest.raises(ArgumentError, match="takes parameters, got str"):
+        zero.GatheredParameters(["ln.weight"])
+    with pytest.raises(KeyError):  # an error inside does not leave others waiting
+        with zero.GatheredParameters([a], modifier_rank=1):
+            raise KeyError
+    os.environ["DEEPC_DEBUG"] = "1"
+    with pytest.raises(StrayWriteError, match="rank 1, but modifier_rank is 0"):
+        with zero.GatheredParameters([b, a], modifier_rank=0):
+            a.data.fill_(1.0)
+    del os.environ["DEEPC_DEBUG"]
+    assert torch.all(a == 1.0)
+
+    module = second.module
+    zero.register_external_parameter(module, b)
+    zero.unregister_external_parameter(module, b)
+    for wrong in ((module, b), (module, torch.ones(1))):
+        with pytest.raises(ArgumentError):
+            zero.unregister_external_parameter(*wrong)
+    with pytest.raises(ArgumentError, match="takes a torch.nn.Parameter"):
+        zero.register_external_parameter(module, torch.ones(1))
+
+    x, y = tiny.make_batch(0)
+    x, y = x[rank * 2:][:2], y[rank * 2:][:2]
+    for engine in (first, second):
+        engine.backward(engine(x, y))
+        assert engine.step().applied
+
+    # Writes that are no one's to make are found: under a context for reading at its end, frozen ones as well.
+    if rank == 1:
+        with pytest.raises(StrayWriteError, match="'?ln.weight.*which is for reading"):
+            with zero.GatheredParameters([a]):
+                a.data.clamp_(-1, 1)
+    first.backward(first(x, y))
+    with pytest.raises(StrayWriteError, match="'ln.weight'.*rank 1"):
+        first.step()
+    with pytest.raises(StrayWriteError, match="'ln.weight'.*rank 1"):
+        with zero.GatheredParameters([frozen], modifier_rank=0):
+            pass
+    if rank == 1:
+        second.module.pos.weight.mul_(0.5)  # an average of a frozen part, as teachers have: on every rank it would act twice
+    second.backward(second(x, y))
+    with pytest.raises(StrayWriteError, match="'pos.weight'.*rank 1"):
+        second.step()
+    first.destroy()
+    second.destroy()
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_parameters(precision):
+    assert run_ranks(_gathered, 2, precision) == [True, True]
+
+
+# ---- transformers -------------------------------------------------------------------------------------------------------------------
+def llama(**options):
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaConfig(**{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+                                       "vocab_size": 6000, "tie_word_embeddings": False, "pad_token_id": None, **options})
+
+
+class Zero3:
+    """Stands for a living HfDeepSpeedConfig."""
+
+    config = {"zero_optimization": {"stage": 3}}
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+def _from_hub(rank, world, nodes, folder, alive):
+    import deepc
+    import transformers
+    from transformers.integrations import deepspeed as integration
+
+    with on_nodes(rank, world, nodes):
+        transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-small")  # all that is imported at the first use
+        had = "deepspeed" in sys.modules
+        living = Zero3()
+        if alive:
+            integration.set_hf_deepspeed_config(living)
+        with watched() as peak:
+            with deepc.zero.Init():
+                model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+            loaded = peak()
+        assert integration.is_deepspeed_zero3_enabled() == alive
+        with watched() as peak:
+            with deepc.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}):
+                torch.manual_seed(3 + rank)
+                built = transformers.AutoModelForCausalLM.from_config(model.config)
+            made = peak()
+        integration.unset_hf_deepspeed_config()
+        assert ("deepspeed" in sys.modules) == had
+        assert all(deepc.zero.is_zero_param(p) for m in (model, built) for p in m.parameters())
+        values = {n: t.clone() for n, t in model.state_dict().items()}, {n: t.clone() for n, t in built.state_dict().items()}
+        total = sum(p.numel() for p in model.parameters()) * 4
+        largest = max(p.numel() for p in model.parameters()) * 4
+        ids = torch.arange(2 * 7).view(2, 7) + rank
+        engine = train_a_step(model.train(), rank, world, lambda e: e(input_ids=ids, labels=ids).loss)
+        if rank == 0:
+            model.save_pretrained(f"{folder}-again-{nodes}-{alive}", max_shard_size="10MB")
+        after = engine.module_state_dict()
+        after = {n: t.clone() for n, t in after.items()}
+        engine.destroy()
+    return loaded, made, total, largest, values, after
+
+
+@pytest.mark.parametrize("world, nodes, alive, tied", [(2, 1, True, False), pytest.param(4, 2, False, True, marks=pytest.mark.full)])
+def test_transformers_builds_and_loads_one_parameter_at_a_time(tmp_path, world, nodes, alive, tied):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(llama(tie_word_embeddings=tied))
+    folder = str(tmp_path / "model")
+    source.save_pretrained(folder, max_shard_size="8MB")
+    small = llama(num_hidden_layers=1, vocab_size=50, hidden_size=64, intermediate_size=64)
+    transformers.AutoModelForCausalLM.from_config(small).save_pretrained(f"{folder}-small")
+    assert len([f for f in os.listdir(folder) if f.endswith(".safetensors")]) > 3
+    torch.manual_seed(3)
+    fresh = transformers.AutoModelForCausalLM.from_config(llama(tie_word_embeddings=tied)).state_dict()
+    ranks = run_ranks(_from_hub, world, nodes, folder, alive)
+    for rank, (loaded, made, total, largest, (model, built), after) in enumerate(ranks):
+        want = source.state_dict()
+        assert model.keys() == built.keys() == want.keys()
+        for n, t in model.items():
+            assert torch.equal(t, want[n]), n
+            assert torch.equal(built[n], fresh[n].bfloat16()), n
+        assert loaded <= 2 * largest + 8 * MIB < total, f"rank {rank}: {loaded / MIB:.1f} MiB private to load {total / MIB:.0f}"
+        assert made <= 2 * largest + 8 * MIB, f"rank {rank}: {made / MIB:.1f} MiB private to build {total / MIB:.0f}"
+    again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-again-{nodes}-{alive}").state_dict()
+    for n, t in again.items():
+        assert torch.equal(t, ranks[0][5][n]) and torch.equal(t, ranks[-1][5][n]), n
+        assert not torch.equal(t, source.state_dict()[n]), n
