@@ -45,7 +45,8 @@ typedef struct dc_comm_config {
 DC_API int dc_comm_open(const dc_comm_config *config, dc_comm **out);
 /* Leaves. Not collective; after a normal close peers that still wait see DC_E_PEER_DIED with "left the group". NULL is fine. */
 DC_API int dc_comm_close(dc_comm *c);
-/* Marks the communicator broken on every rank, from any thread: all waits return DC_E_ABORTED naming this rank and `reason`. */
+/* Marks the communicator broken on every rank, from any thread: all waits return DC_E_ABORTED naming this rank and `reason`. The
+ * caller keeps others from closing `c` meanwhile: a wait may return before this does. */
 DC_API int dc_comm_abort(dc_comm *c, const char *reason);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);

@@ -248,6 +248,7 @@ class Comm:
     def __init__(self, handle: int, rank: int, size: int, label: str) -> None:
         self._handle, self.rank, self.size, self.label = handle, rank, size, label
         self.lock, self.caller = threading.Lock(), _Caller()
+        self._alive = threading.Lock()  # of calls that may come while another is inside: the handle is not freed under them
 
     @property
     def handle(self) -> int:
@@ -405,16 +406,19 @@ class Comm:
         return self.segment(max(1, self.size * stride)).tensor(dtype, self.rank * stride, numel)
 
     def abort(self, reason: str) -> None:
-        """Breaks the communicator on every rank; may be called from any thread."""
-        check(C.dc_comm_abort(self.handle, reason.encode(errors="replace")))
+        """Breaks the communicator on every rank; may be called from any thread. Of a closed one: nothing."""
+        with self._alive:  # who gets the error may close at once
+            if self._handle:
+                check(C.dc_comm_abort(self._handle, reason.encode(errors="replace")))
 
     def error(self) -> str:
         """"" or what broke the communicator."""
-        return C.dc_comm_error(self._handle).decode(errors="replace") if self._handle else ""
+        with self._alive:
+            return C.dc_comm_error(self._handle).decode(errors="replace") if self._handle else ""
 
     def close(self) -> None:
         """Leaves the group. Peers that still wait for this rank get RankDiedError. Not collective; a second close does nothing."""
-        with self.lock:
+        with self.lock, self._alive:
             handle, self._handle = self._handle, None
         if handle:
             check(C.dc_comm_close(handle))

@@ -1,4 +1,4 @@
-"""Training steps of a 25 M-parameter GPT-2 on 2 ranks of 1 thread: deepc against DDP, FSDP2, DeepSpeed and one single-threaded process.
+"""Training steps of a 25 M- or 125 M-parameter GPT-2 on 2 ranks of 1 thread: deepc against DDP, FSDP2, DeepSpeed and one single-threaded process.
 
     python tests/bench/train.py --precision fp32 --rounds 5 [--contenders single ddp deepspeed-3 deepc-3]
 
@@ -25,19 +25,21 @@ import time
 from common import emit, paired, require_deepc, skip, version
 from peers import environment
 
-MODEL = dict(vocab_size=50257, n_positions=1024, n_embd=320, n_layer=7, n_head=5)  # 25.0 M parameters
-TINY = dict(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+MODELS = {"25M": dict(vocab_size=50257, n_positions=1024, n_embd=320, n_layer=7, n_head=5),  # 25.0 M parameters
+          "125M": dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),  # 124.4 M
+          "tiny": dict(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2)}
 HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 CLIP, MICRO_BATCH, READY_S, BURST_S = 1.0, 2, 300.0, 300.0
 HUGE = "+huge"  # a contender under torch's own huge-page switch (THP_MEM_ALLOC_ENABLE=1), which deepc turns on and nobody else does
 SINGLE = ("single", "single-autocast", "single-deepc", "single" + HUGE, "single-autocast" + HUGE)
 ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "ddp" + HUGE, "fsdp2" + HUGE,
-       "deepspeed-3" + HUGE, "deepc-0", "deepc-1", "deepc-2", "deepc-3")
+       "deepspeed-3" + HUGE, "deepc-0", "deepc-1", "deepc-2", "deepc-3", "deepc-3-fused")
 ONLY_BF16 = ("single-autocast", "single-autocast" + HUGE, "ddp-bf16-weights")
 NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 thread, autocast", "single-deepc": "deepc, one process",
          "independent": "as many processes that never talk", "ddp": "DDP",
          "ddp-bf16-weights": "DDP, bf16 weights", "fsdp2": "FSDP2", **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
-         **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)}}
+         **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)}, "deepc-3-fused": "deepc ZeRO-3, deepc.fuse"}
+MINE = ("deepc-2", "deepc-3", "deepc-3-fused")  # compared with each peer
 
 
 def name_of(contender: str, precision: str) -> str:
@@ -47,12 +49,12 @@ def name_of(contender: str, precision: str) -> str:
 
 
 # ---- contenders: each makes a function that does one step on a batch and returns the loss ----------------------------------------
-def make_model(tiny: bool):
+def make_model(size: str):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(**(TINY if tiny else MODEL), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, loss_type="ForCausalLM")
+    config = GPT2Config(**MODELS[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, loss_type="ForCausalLM")
     return GPT2LMHeadModel(config).train()
 
 
@@ -158,14 +160,18 @@ def make_deepspeed(model, precision: str, stage: int):
     return engine_step(deepspeed.initialize(model=model, config=engine_config(precision, stage))[0])
 
 
-def make_deepc(model, precision: str, stage: int):
+def make_deepc(model, precision: str, stage: int, fused: bool = False):
     deepc = require_deepc()
+    if fused:
+        deepc.fuse(model)
     return engine_step(deepc.initialize(model=model, config=engine_config(precision, stage))[0])
 
 
-def make_step(contender: str, precision: str, tiny: bool):
-    model, contender = make_model(tiny), contender.removesuffix(HUGE)
+def make_step(contender: str, precision: str, size: str):
+    model, contender = make_model(size), contender.removesuffix(HUGE)
     kind, _, stage = contender.partition("-")
+    if contender == "deepc-3-fused":
+        return make_deepc(model, precision, 3, fused=True)
     if contender in ("single", "independent") and precision == "bf16":
         return with_masters(model)
     if contender in ("single", "single-autocast", "independent"):
@@ -195,9 +201,8 @@ class Rank:
         torch.set_num_threads(1)
         self.out = os.fdopen(int(os.environ["BENCH_RESULT"]), "w", buffering=1)
         tokens = torch.Generator().manual_seed(1234 + self.rank)
-        shape = TINY if args.tiny else MODEL
-        self.batches = [torch.randint(0, shape["vocab_size"], (MICRO_BATCH, args.tokens), generator=tokens) for _ in range(4)]
-        self.step = make_step(args.contender, args.precision, args.tiny)
+        self.batches = [torch.randint(0, MODELS[args.model]["vocab_size"], (MICRO_BATCH, args.tokens), generator=tokens) for _ in range(4)]
+        self.step = make_step(args.contender, args.precision, args.model)
         self.done = 0
         self.say(ready=True)
 
@@ -251,7 +256,7 @@ class Contender:
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "BENCH_RESULT": str(write), "PYTHONWARNINGS": "ignore"}
             if name.endswith(HUGE):
                 env["THP_MEM_ALLOC_ENABLE"] = "1"
-            command = [sys.executable, __file__, "--contender", name, "--precision", args.precision, "--tokens", str(args.tokens), *(["--tiny"] if args.tiny else [])]
+            command = [sys.executable, __file__, "--contender", name, "--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
             self.ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT, pass_fds=[write],
                                                start_new_session=True))
             os.close(write)
@@ -377,7 +382,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def tell(args: argparse.Namespace, bursts: dict[str, list[dict]], memory: dict[str, float]) -> None:
-    figure = f"GPT-2 {'tiny' if args.tiny else '25 M'} {args.precision}, {args.ranks} ranks"
+    figure = f"GPT-2 {args.model.replace('M', ' M')} {args.precision}, {args.ranks} ranks"
     per_burst = args.steps * MICRO_BATCH * args.tokens
     speed = {n: [per_burst * (1 if n in SINGLE else args.ranks) / b["seconds"] for b in all_] for n, all_ in bursts.items()}
     loss = {n: all_[-1]["loss"] for n, all_ in bursts.items()}
@@ -394,13 +399,13 @@ def tell(args: argparse.Namespace, bursts: dict[str, list[dict]], memory: dict[s
     huge = [n for n in ("single" + HUGE, "single-autocast" + HUGE) if n in speed]
     if huge:  # the stricter ideal: one process that has deepc's huge pages too
         strict = [args.ranks * max(row) for row in zip(*(speed[n] for n in huge))]
-        for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
+        for mine in (n for n in speed if n in MINE):
             emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], strict),
                  peer="ideal with huge pages: the ranks' number times one process")
     if "independent" in speed:  # what the machine lets that many processes do at once: their shared memory bus is no one's communication
-        for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
+        for mine in (n for n in speed if n in MINE):
             emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed["independent"]), peer=NAMES["independent"])
-    for mine in (n for n in speed if n in ("deepc-2", "deepc-3")):
+    for mine in (n for n in speed if n in MINE):
         for peer in (n for n in speed if not n.startswith("deepc") and n not in SINGLE and n != "independent"):
             emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed[peer]), peer=name_of(peer, args.precision))
             emit("train", figure, name_of(mine, args.precision), "MiB, sum over ranks", [memory[mine]], ratio=memory[peer] / memory[mine],
@@ -426,7 +431,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="length of a sequence; a micro-batch has 2")
-    parser.add_argument("--tiny", action="store_true", help="a toy model, to see that everything runs")
+    parser.add_argument("--model", choices=tuple(MODELS), default="25M", help="tiny: a toy, to see that everything runs")
     parser.add_argument("--contender", choices=ALL, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender:
