@@ -10,6 +10,7 @@ limit with every rank's stack. Jobs and results travel as pickles between our ow
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import pickle
@@ -117,6 +118,22 @@ def run_ranks(fn: Callable, world: int, *, args: Sequence[Any] = (), backend: st
         if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
             raise RankFailure(codes, text)
         return [pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)]
+
+
+def run_quietly(fn: Callable, world: int, *args: Any, **options: Any) -> list[Any]:
+    """run_ranks(fn, world, args=args) without the engine's reports."""
+    return run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **options)
+
+
+@contextlib.contextmanager
+def on_nodes(rank: int, world: int, nodes: int):
+    """Groups that are opened inside see `nodes` hosts with equally many ranks."""
+    if nodes > 1:
+        os.environ["DEEPC_NODE_ID"] = f"host{rank // (world // nodes)}"
+    try:
+        yield
+    finally:
+        os.environ.pop("DEEPC_NODE_ID", None)
 
 
 def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> list[int | None]:

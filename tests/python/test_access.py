@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import math
@@ -14,23 +13,10 @@ import torch
 from torch import nn
 
 import tiny
-from ranks import run_ranks as _run_ranks
+from ranks import on_nodes
+from ranks import run_quietly as run_ranks
 
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-
-
-def run_ranks(fn, world, *args, **options):
-    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **options)
-
-
-@contextlib.contextmanager
-def on_nodes(rank, world, nodes):
-    if nodes > 1:
-        os.environ["DEEPC_NODE_ID"] = f"host{rank // (world // nodes)}"
-    try:
-        yield
-    finally:
-        os.environ.pop("DEEPC_NODE_ID", None)
 
 
 def engine_for(stage, precision="fp32", micro=2, gas=1, model=None, zero=None, **extra):

@@ -13,23 +13,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import tiny
-from ranks import run_ranks as _run_ranks
+from ranks import on_nodes
+from ranks import run_quietly as run_ranks
 
 MIB = 1 << 20
-
-
-def run_ranks(fn, world, *args, **options):
-    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **options)
-
-
-@contextlib.contextmanager
-def on_nodes(rank, world, nodes):
-    if nodes > 1:
-        os.environ["DEEPC_NODE_ID"] = f"host{rank // (world // nodes)}"
-    try:
-        yield
-    finally:
-        os.environ.pop("DEEPC_NODE_ID", None)
 
 
 def anonymous_bytes() -> int:
