@@ -160,11 +160,22 @@ class CommsLoggerConfig:
 
 
 @dataclass(frozen=True)
+class PrecisionConfig:
+    """Section deepc.precision: when `"precision": "auto"` changes the precision, see precision.AutoPrecision."""
+
+    overflow_steps: int
+    divergence_factor: float
+    divergence_steps: int
+    fp32_steps: int
+
+
+@dataclass(frozen=True)
 class DeepcConfig:
     """Section deepc: our own keys."""
 
     bucket_elems: int | None
     deterministic: str | None
+    precision: PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,7 @@ class Config:
     communication_data_type: str | None
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
+    precision: str | None
     fp16: Fp16Config
     bf16: Bf16Config
     zero: ZeroConfig
@@ -204,7 +216,11 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        """ "fp16", "bf16" or "fp32": the type of parameters and activations."""
+        """ "fp16", "bf16" or "fp32": the type of parameters and activations; with precision "auto" the one that training starts with."""
+        if self.precision == AUTO:
+            from .precision import recommended_dtype
+
+            return recommended_dtype(self.device_type)[0]
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
     @property
@@ -521,7 +537,7 @@ class _Loader:
         if path in self.values or path in self.auto:
             self.errors.append(f"{self.name}: {path} is given twice, under its old and its new name. Remove one.")
             return
-        if value == AUTO and isinstance(value, str) and row.kind != "any" and not (row.kind == "str" and row.ok is ANY):
+        if value == AUTO and isinstance(value, str) and row.kind != "any" and not (row.kind == "str" and (row.ok is ANY or AUTO in row.choices)):
             self._take_auto(row)
             return
         try:
@@ -586,6 +602,13 @@ class _Loader:
     def _precision_rules(self) -> None:
         if self.get("fp16.enabled") and self.get("bf16.enabled"):
             self.errors.append(f"{self.name}: fp16.enabled and bf16.enabled are both true. Set one of them to false.")
+        auto = self.get("precision") == AUTO
+        for path in ("fp16.enabled", "bf16.enabled"):
+            if auto and (path in self.auto or (path in self.values and (self.values[path] or path == "bf16.enabled"))):
+                self.fail("precision", AUTO, f"chooses between bf16 and fp32 by itself, and {path} is given too. Remove one of them.")
+        for path in (k.path for k in KEYS if k.section == "deepc.precision"):
+            if path in self.values and not auto:
+                self.inert.append(InertKey(path, self.values[path], "it needs \"precision\": \"auto\""))
 
     def _offload_rules(self) -> None:
         stage = self.get("zero_optimization.stage")
@@ -769,7 +792,7 @@ class _Loader:
                             offload_param=self._fill(OffloadParamConfig, f"{zero}.offload_param")),
             data_types=DataTypesConfig("fp32"), checkpoint=self._fill(CheckpointConfig, "checkpoint"),
             comms_logger=self._fill(CommsLoggerConfig, "comms_logger"),
-            deepc=self._fill(DeepcConfig, "deepc"), world_size=self.world, device_type=self.device, source=self.name, raw=self.raw,
+            deepc=self._fill(DeepcConfig, "deepc", precision=self._fill(PrecisionConfig, "deepc.precision")), world_size=self.world, device_type=self.device, source=self.name, raw=self.raw,
             inert=tuple(self.inert), auto=tuple(self.auto), given=frozenset(self.values))
 
 

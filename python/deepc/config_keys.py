@@ -122,6 +122,8 @@ KEYS: tuple[Key, ...] = (
     _active("scheduler.type", "str", None, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a torch scheduler class."),
     _active("scheduler.params", "object", None, "Arguments of the schedule; warmup_* and total_num_steps may be \"auto\"."),
     # ---- precision ---------------------------------------------------------------------------------------------------
+    _active("precision", "str", None, "\"auto\": bf16 where the machine computes in it, fp32 while that goes wrong (docs/precision.md).",
+            choices=("auto",)),
     _active("fp16.enabled", "bool", False, "Parameters and activations in fp16, fp32 master weights, loss scaling.", auto=True),
     _active("fp16.auto_cast", "bool", False, "Cast the floating-point inputs of forward to fp16.", auto=True),
     _active("fp16.loss_scale", "number", 0.0, "Fixed loss scale; 0: dynamic.", ge=0),
@@ -368,6 +370,12 @@ KEYS: tuple[Key, ...] = (
     _active("deepc.deterministic", "str", None,
             "\"layout\": bit-identical weights for any number of ranks, ZeRO stage and split into ranks and accumulation (docs/determinism.md).",
             choices=("layout",)),
+    _active("deepc.precision.overflow_steps", "int", 2, "precision \"auto\": so many steps in a row with gradients or a loss that are not finite: fp32.",
+            ge=1),
+    _active("deepc.precision.divergence_factor", "number", 2.0,
+            "precision \"auto\": a loss this many times the median of the last ones counts as diverging; 0: never.", ge=0),
+    _active("deepc.precision.divergence_steps", "int", 10, "precision \"auto\": so many such losses in a row: fp32.", ge=1),
+    _active("deepc.precision.fp32_steps", "int", 100, "precision \"auto\": steps in fp32 before 16 bits are tried again; doubles each time.", ge=1),
 )
 
 TABLE: dict[str, Key] = {k.path: k for k in KEYS}

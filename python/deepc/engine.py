@@ -19,7 +19,7 @@ from ._lib import C, call
 from .config import Config, OptimizerConfig, default_optimizer
 from .determinism import LayoutOrder, MicroBatchSampler
 from .dtypes import code
-from .errors import ArgumentError, ConfigError, DeepcError, StrayWriteError, UnsupportedError
+from .errors import ArgumentError, ConfigError, DeepcError, OutOfMemoryError, StrayWriteError, UnsupportedError
 from .estimate import FirstStep, MemoryEstimate, check_plan
 from .group import open_group
 from .hooks import GradientHooks
@@ -41,6 +41,7 @@ class StepResult(NamedTuple):
     reason: str  # "", "accumulating", or why the step was skipped
     bad_parameter: str | None = None  # the first parameter with a gradient that is not finite
     grad_norm: float | None = None
+    precision_change: str = ""  # precision "auto": "bf16 -> fp32: why" if it changed after this step
 
 
 class Engine(torch.nn.Module):
@@ -60,6 +61,9 @@ class Engine(torch.nn.Module):
         self.world_size, self.global_rank = self.group.world, self.group.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
         self.dtype = precision.choose_dtype(config)
+        self.auto_precision = self._auto_precision()
+        self._losses: list[float] = []  # of this rank since the last step, for precision "auto"
+        self._mean_loss: float | None = None  # of all ranks, of this step
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
         self._scaled = False  # engine.scale was called: a bare backward follows
@@ -81,13 +85,20 @@ class Engine(torch.nn.Module):
         self.same = self._layout_order()
         gradients_as, parameters_as = self._compression()
         asked = config.communication_data_type
-        self.plan: Plan = make_plan(
-            named, group_of, stage=stage, world=self.world_size, rank=self.global_rank, ranks_per_node=self.group.ranks_per_node, device=self.device,
-            dtype=self.dtype, transport=self.group.transport, bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size,
-            moments=self.optimizer.moments, nodes=self.group.nodes, part=self.group.part_of(self.global_rank),
-            wire=precision.torch_dtype(asked) if asked else self.dtype, gradients_as=gradients_as, parameters_as=parameters_as,
-            streamed=self._is_streamed(), gradient_buffers=self.same.buffers if self.same else 0)
-        refuse_if_too_big(self.plan)
+
+        def plan_in(dtype: torch.dtype) -> Plan:
+            return make_plan(
+                named, group_of, stage=stage, world=self.world_size, rank=self.global_rank, ranks_per_node=self.group.ranks_per_node, device=self.device,
+                dtype=dtype, transport=self.group.transport, bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size,
+                moments=self.optimizer.moments, nodes=self.group.nodes, part=self.group.part_of(self.global_rank),
+                wire=precision.torch_dtype(asked) if asked else dtype, gradients_as=gradients_as, parameters_as=parameters_as,
+                streamed=self._is_streamed(), gradient_buffers=self.same.buffers if self.same else 0)
+
+        self.plan: Plan = plan_in(self.dtype)
+        self._plans = {self.dtype: self.plan}
+        if self.auto_precision is not None:
+            self._plans[torch.float32] = plan_in(torch.float32)
+        refuse_if_too_big(self.plan, self._bytes_to_change())
         self._first_step = self._check_memory(named, group_of, sample_batch, loss_fn)
         zero._adopt(named)
         self._cast_buffers()
@@ -163,10 +174,46 @@ class Engine(torch.nn.Module):
             if (other := _owner_of.get(id(p))) is not None and other.dtype != self.dtype:
                 raise ConfigError(f"parameter '{name}' is trained by another engine in {other.dtype} and this one computes in {self.dtype}; a parameter has one "
                                   "dtype: use the same precision for both")
-            if self.dtype == torch.float32 and p.is_floating_point() and p.dtype not in (torch.float32,) and id(p) in group_of:
+            plain_fp32 = self.dtype == torch.float32 and self.auto_precision is None
+            if plain_fp32 and p.is_floating_point() and p.dtype not in (torch.float32,) and id(p) in group_of:
                 raise ConfigError(f"parameter '{name}' is {p.dtype} and the config asks for fp32 training; set bf16.enabled or fp16.enabled, or pass model.float()")
             if id(p) in group_of and not p.is_floating_point():
                 raise ConfigError(f"parameter '{name}' is {p.dtype}; only floating-point parameters can be trained")
+
+        for other in _engines:
+            if self.auto_precision is None and other.auto_precision is None:
+                continue
+            theirs = {id(p) for p in (*other.state.trained, *(p for _, p in other.state.frozen))}
+            if (name := next((n for n, p in named if id(p) in theirs), None)) is not None:
+                raise UnsupportedError(f"parameter '{name}' belongs to two engines, and precision \"auto\" of one of them would change its dtype under "
+                                       "the other; set bf16.enabled (or nothing, for fp32) for both")
+
+    def _auto_precision(self) -> precision.AutoPrecision | None:
+        """The policy of `"precision": "auto"`. Collective: the mode that training starts in is the fastest that all ranks' machines have."""
+        config, group = self._config, self.group
+        if config.precision is None:
+            return None
+        limits = {
+            "on a GPU": self.device.type != "cpu",
+            "over several nodes": group.transport not in ("local", "node"),
+            "with streamed parameters (DEEPC_STREAMED)": self._is_streamed(),
+            'with deepc.deterministic = "layout"': config.deepc.deterministic is not None,
+        }
+        if found := [what for what, here in limits.items() if here]:
+            raise UnsupportedError(f"\"precision\": \"auto\" {' and '.join(found)} does not exist; remove the key and set bf16.enabled, or nothing "
+                                   "for fp32")
+        slow = group.gather_all(torch.tensor([float(self.dtype == torch.float32)], dtype=torch.float64))
+        if any(slow.view(-1).tolist()):
+            self.dtype = torch.float32
+        c = config.deepc.precision
+        return precision.AutoPrecision(precision.name_of(self.dtype), c.overflow_steps, c.divergence_factor, c.divergence_steps, c.fp32_steps)
+
+    def _bytes_to_change(self) -> int:
+        """Of this node: what a change of precision needs beyond the states of 16-bit training, while it lasts."""
+        if len(self._plans) < 2:
+            return 0
+        b = self._plans[torch.float32].bytes
+        return b["params_private"] * self.plan.ranks_per_node + b["params_shared"]
 
     def _check_nodes(self) -> None:
         """What the ranks' places rule out, known only now."""
@@ -234,11 +281,12 @@ class Engine(torch.nn.Module):
 
     @torch.no_grad()
     def _cast_buffers(self) -> None:
+        dtype = self.dtype if self.auto_precision is None else torch.float32
         for module in self.module.modules():
             for name, b in module._buffers.items():
                 if b is None:
                     continue
-                b.data = b.data.to(device=self.device, dtype=self.dtype if b.is_floating_point() else b.dtype)
+                b.data = b.data.to(device=self.device, dtype=dtype if b.is_floating_point() else b.dtype)
         if self.world_size > 1:
             for _, b in self.module.named_buffers():
                 if b.numel() and (b.is_floating_point() or b.dtype in (torch.int32, torch.int64)):
@@ -248,6 +296,29 @@ class Engine(torch.nn.Module):
                         b.data = flat.view(b.shape)  # expanded: it can't be written
                     elif flat.data_ptr() != b.data_ptr():
                         b.data.copy_(flat.view(b.shape))
+        self._exact_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # in 16 bits with precision "auto": (buffer, its fp32 values)
+        if self.auto_precision is not None and self.dtype != torch.float32:
+            self._recast_buffers(torch.float32, self.dtype)
+
+    @torch.no_grad()
+    def _recast_buffers(self, was: torch.dtype, dtype: torch.dtype) -> None:
+        """Buffers of dtype `was`, and parameters that joined the model later, become `dtype`. fp32 values are kept through 16 bits, except
+        where the buffer was written meanwhile."""
+        exact = {id(b): values for b, values in self._exact_buffers}
+        self._exact_buffers = []
+        for b in {id(b): b for b in self.module.buffers()}.values():
+            if b.dtype != was:
+                continue
+            if dtype != torch.float32:
+                self._exact_buffers.append((b, b.data))
+                b.data = b.data.to(dtype)
+                continue
+            wide, kept = b.data.float(), exact.get(id(b))
+            b.data = wide if kept is None or kept.shape != wide.shape else torch.where(kept.to(was) == b.data, kept, wide)
+        ours = {id(p) for p in (*self.state.trained, *(p for _, p in self.state.frozen))} if hasattr(self, "state") else None
+        for p in self.module.parameters() if ours is not None else ():
+            if id(p) not in ours and p.dtype == was:
+                p.data = p.data.to(dtype)
 
     def _choose_matmul(self) -> None:
         """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
@@ -267,11 +338,12 @@ class Engine(torch.nn.Module):
         if self.group.transport == "nodes":
             return NodesReducer(self.plan, self.group, st.acc, st.partial, wire, pre)
         if self.device.type == "cpu" and self.group.transport in ("local", "node"):
-            bucket_comm = None
+            bucket_comm = self._bucket_comm = None
             if self.group.transport == "node":
                 from .plan import SLOTS
 
                 bucket_comm = self.group.open_comm("buckets", self.plan.layout.bucket_elems * max(wire.itemsize, self.dtype.itemsize), SLOTS)
+                self._bucket_comm = bucket_comm
             if self.same is not None:
                 return TreeReducer(self.plan, bucket_comm, st.acc, st.partial, wire)
             return CoreReducer(self.plan, bucket_comm, st.acc, st.partial, wire, pre)
@@ -319,9 +391,9 @@ class Engine(torch.nn.Module):
 
     # ---- the loop --------------------------------------------------------------------------------------------------------
     def forward(self, *inputs, **kwargs):
-        """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16."""
+        """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what the model computes in."""
         started = time.perf_counter()
-        if self._config.fp16.enabled and self._config.fp16.auto_cast:
+        if self.auto_precision is not None or (self._config.fp16.enabled and self._config.fp16.auto_cast):
             inputs = tuple(_cast(x, self.dtype) for x in inputs)
             kwargs = {k: _cast(v, self.dtype) for k, v in kwargs.items()}
         if self.same is None:
@@ -355,6 +427,8 @@ class Engine(torch.nn.Module):
             self.hooks.run(lambda: scaled.backward(retain_graph=retain_graph), self.is_gradient_accumulation_boundary(), self.loss_scale)
         else:
             scaled.backward(retain_graph=retain_graph)
+        if self.auto_precision is not None:
+            self._losses.append(float(out.detach()))
         self._time("backward", started)
         return out.detach()
 
@@ -405,12 +479,65 @@ class Engine(torch.nn.Module):
         else:
             self.skipped_steps += 1
             self._say(f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
+        if self.auto_precision is not None:
+            result = result._replace(precision_change=self._follow_policy(result.applied))
         self._end_micro_step()
         self._last = result
         self._time("step", started)
         comms_logger.logger.drain()
         self._print_step()
         return result
+
+    def _follow_policy(self, applied: bool) -> str:
+        """precision "auto": changes the precision if this step says so. Returns what changed, "" if nothing did. Collective."""
+        self._losses.clear()
+        policy = self.auto_precision
+        was = policy.mode
+        why = policy.after_step(applied, self._mean_loss)
+        if why is None:
+            return ""
+        dtype = precision.torch_dtype(policy.mode)
+        if lacking := self._lacks_memory(dtype):
+            self._say(f"step {self.global_steps}: precision stays {was} though {why}: {lacking}", logging.WARNING)
+            policy.mode = was
+            return ""
+        text = f"{was} -> {policy.mode}: {why}"
+        self._change_precision(dtype)
+        self._say(f"step {self.global_steps}: precision {text}", logging.WARNING if policy.mode == "fp32" else logging.INFO)
+        return text
+
+    def _lacks_memory(self, dtype: torch.dtype) -> str:
+        """Why parameters (and masters) in `dtype` can't be made beside the present ones now, or "". Collective, so that all ranks give up alike."""
+        b = self._plans[dtype].bytes
+        need = (b["params_private"] + b["master_private"]) * self.plan.ranks_per_node + b["params_shared"]
+        have = float(self.group.gather_all(torch.tensor([memory.available()], dtype=torch.int64)).min())
+        return f"that needs {need / 2**30:.2f} GiB on this node for a moment and {have / 2**30:.2f} GiB are left" if need > have else ""
+
+    def _change_precision(self, dtype: torch.dtype) -> None:
+        """Between two steps: parameters, buffers and what carries gradients in `dtype`, made of the fp32 masters. Masters, accumulators, optimizer states
+        and schedules stay. Collective."""
+        if dtype == self.dtype:
+            return
+        self._take_in_writes()
+        self.reducer.close()
+        if self._bucket_comm is not None:
+            self.group.close_comm(self._bucket_comm)
+        was, self.dtype, self.plan = self.dtype, dtype, self._plans[dtype]
+        self.state.recast(self.plan)
+        self.optimizer.follow_state()
+        self.reducer = self._make_reducer()
+        self.hooks.take_reducer(self.reducer)
+        self._recast_buffers(was, dtype)
+        self._publish()
+
+    def take_precision(self) -> None:
+        """After the policy's state was loaded: the mode that it has. Collective."""
+        self._losses.clear()
+        dtype = precision.torch_dtype(self.auto_precision.mode)
+        if dtype != self.dtype and (lacking := self._lacks_memory(dtype)):
+            raise OutOfMemoryError(f"the checkpoint was saved in {self.auto_precision.mode}, this engine computes in {self.precision}, and to change "
+                                   f"{lacking}; free memory, or pass load_optimizer_states=False")
+        self._change_precision(dtype)
 
     def _one_pass(self) -> None:
         """deterministic: a micro-batch whose gradients no pass has taken yet (no_sync, or no loss on this rank) gets its pass now."""
@@ -447,14 +574,18 @@ class Engine(torch.nn.Module):
         if reason:
             self.optimizer.overflow = True
             return StepResult(False, reason, bad, None)
-        if self.plan.stage < 3:  # a user's writes to the replicas count, as under DDP; on every rank alike is the user's part
-            changed = self.state.changed()
-            self.state.take_in_replaced()
-            self.state.master_from_params(changed)
+        self._take_in_writes()
         self.optimizer.leave_out(frozenset(i for i, p in enumerate(self.state.trained) if not p.requires_grad))
         self.optimizer.update(self._grad_scale(norm))
         self._publish()
         return StepResult(True, "", None, norm)
+
+    def _take_in_writes(self) -> None:
+        """Stages 0 to 2: a user's writes to the replicas count, as under DDP; on every rank alike is the user's part."""
+        if self.plan.stage < 3:
+            changed = self.state.changed()
+            self.state.take_in_replaced()
+            self.state.master_from_params(changed)
 
     def _unit(self) -> float:
         """Factor that turns an accumulated gradient (a sum over ranks, loss-scaled, predivided) into the average gradient."""
@@ -480,7 +611,8 @@ class Engine(torch.nn.Module):
             st.partial.copy_(torch.ops.deepc.norm_squared(st.acc))
         partial = st.partial
         whole = plan.own_all or self.world_size == 1
-        flags = torch.tensor([st.stray_write() if plan.stage == 3 else -1, self.hooks.left_behind], dtype=torch.float64, device=partial.device)
+        loss = [] if self.auto_precision is None else [math.fsum(self._losses) if all(map(math.isfinite, self._losses)) else math.nan, len(self._losses)]
+        flags = torch.tensor([*loss, st.stray_write() if plan.stage == 3 else -1, self.hooks.left_behind], dtype=torch.float64, device=partial.device)
         gathered = self.group.gather_all(flags if whole else torch.cat([partial, flags]))
         self._raise_if_stray(gathered[:, -2].tolist())
         if any(gathered[:, -1].tolist()):
@@ -488,7 +620,10 @@ class Engine(torch.nn.Module):
             return self._judge()
         if not whole:
             by_part = sorted(range(self.world_size), key=self.group.part_of)
-            partial = norm_order(plan, gathered[by_part, :-2])
+            partial = norm_order(plan, gathered[by_part, :-len(flags)])
+        if loss:
+            known = [total for total, count in gathered[:, -4:-2].tolist() if count]
+            self._mean_loss = sum(known) / len(known) if known else None
         self._verify_checksums()
         partial = partial.cpu().contiguous()
         total = C.dc_sum_partials(partial.data_ptr(), partial.numel())
@@ -639,6 +774,7 @@ class Engine(torch.nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then collective)."""
         self.hooks.discard()
+        self._losses.clear()
         if self.same is not None:
             self.same.discard()
 
@@ -673,6 +809,11 @@ class Engine(torch.nn.Module):
     @property
     def loss_scale(self) -> float:
         return self.scaler.loss_scale if self.scaler is not None else 1.0
+
+    @property
+    def precision(self) -> str:
+        """"bf16", "fp16" or "fp32": what the model computes in now."""
+        return precision.name_of(self.dtype)
 
     @property
     def last_step(self) -> StepResult:
@@ -784,7 +925,8 @@ class Engine(torch.nn.Module):
         if every and self.global_steps % every == 0:
             norm = f", grad norm {self._grad_norm:.4g}" if self._grad_norm is not None else ""
             self._say(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}{norm}" +
-                      (f", loss scale {self.loss_scale:g}" if self.scaler is not None else ""))
+                      (f", loss scale {self.loss_scale:g}" if self.scaler is not None else "") +
+                      (f", {self.precision}" if self.auto_precision is not None else ""))
         if self._config.wall_clock_breakdown and (not every or self.global_steps % every == 0):
             self._say("time (ms): " + " | ".join(f"{k} {1000 * v:.2f}" for k, v in self._timers.items()))
         if self._config.memory_breakdown and (not every or self.global_steps % every == 0):

@@ -93,6 +93,12 @@ class NodeGroup(_OneNode):
         self._comms.append(comm)
         return comm
 
+    def close_comm(self, comm) -> None:
+        """The end of one that `open_comm` made (collective)."""
+        self.barrier()  # a peer that still waits in it would be told that this rank died
+        self._comms.remove(comm)
+        comm.close()
+
     def barrier(self) -> None:
         self.comm.barrier()
 

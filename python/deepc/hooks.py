@@ -185,6 +185,10 @@ class GradientHooks:
         """After a step: the next pass starts afresh."""
         self.accumulated = self.norm_ready = False
 
+    def take_reducer(self, reducer) -> None:
+        """Between two steps: gradients go there from now on."""
+        self._reducer = reducer
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -224,15 +224,17 @@ def _exchange_bytes(layout: Layout, nodes: int, wire: torch.dtype, gradients_as:
     return RING * (layout.bucket_elems // ranks * 4 + payload * (1 if straight else 2))
 
 
-def refuse_if_too_big(plan: Plan) -> None:
-    """Raises OutOfMemoryError, before anything is allocated, if the model states don't fit into what this node has left; says what would."""
+def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
+    """Raises OutOfMemoryError, before anything is allocated, if the model states (and `further` bytes) don't fit into what this node has left; says
+    what would."""
     if plan.device != "cpu":
         return
     have = memory.available()
-    if plan.bytes["node_total"] > have:
+    if plan.bytes["node_total"] + further > have:
         from .estimate import options_by_counts
 
         fix = " or ".join(options_by_counts(plan, have)) or "nothing on this node; use more nodes, or raise the limit"
         raise OutOfMemoryError(
-            f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model states and {have / 2**30:.2f} GiB are left (memory cgroup "
+            f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model states"
+            f"{f' and {further / 2**30:.2f} GiB to change the precision' if further else ''}, and {have / 2**30:.2f} GiB are left (memory cgroup "
             f"and MemAvailable). What would fit: {fix}.\n{plan.describe()}")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import platform
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +138,85 @@ def make_scaler(config: Config) -> StaticLossScaler | DynamicLossScaler | None:
                              fp16.consecutive_hysteresis)
 
 
+# ---- changing the precision while training --------------------------------------------------------------------------------
+
+
+class AutoPrecision:
+    """When `"precision": "auto"` computes in `fast` ("bf16") and when in fp32. Pure arithmetic on what all ranks know of each step, so that all
+    decide alike.
+
+    From fast to fp32: `overflow_steps` steps in a row that were skipped or had a loss that is not finite, or `divergence_steps` steps in a row
+    whose loss exceeds the median of the last WINDOW by more than (`divergence_factor` - 1) times its magnitude. Back: after `fp32_steps` steps,
+    the last of which was good; that number doubles with every fall, and is as configured again after as many good steps in the fast mode as
+    the last stay took."""
+
+    WINDOW = 64  # losses that the median is of
+    ENOUGH = 16  # with fewer nothing is called divergence
+
+    def __init__(self, fast: str, overflow_steps: int = 2, divergence_factor: float = 2.0, divergence_steps: int = 10, fp32_steps: int = 100) -> None:
+        self.fast, self.mode = fast, fast
+        self.overflow_steps, self.fp32_steps = overflow_steps, fp32_steps
+        self.divergence_factor, self.divergence_steps = divergence_factor, divergence_steps
+        self.stay = fp32_steps  # of the next fall
+        self.in_mode = 0  # steps since the last change; in the fast mode, good ones
+        self.bad = self.high = 0  # in a row
+        self.losses: list[float] = []
+
+    def after_step(self, applied: bool, loss: float | None) -> str | None:
+        """Once per optimizer step: was it applied; the mean loss of all ranks, None if unknown. Returns why `mode` has changed, or None."""
+        good = applied and (loss is None or math.isfinite(loss))
+        self.bad = 0 if good else self.bad + 1
+        if self.mode == self.fast == "fp32":
+            return None
+        if good and loss is not None:
+            self._note(loss)
+        if self.mode != self.fast:
+            self.in_mode += 1
+            return self._back() if good and self.in_mode >= self.stay // 2 else None
+        self.in_mode += good
+        if self.in_mode >= self.stay // 2:
+            self.stay = self.fp32_steps
+        if self.bad >= self.overflow_steps:
+            return self._fall(f"{self.bad} step{'s' * (self.bad > 1)} in a row with gradients or a loss that are not finite")
+        if self.high >= self.divergence_steps:
+            return self._fall(f"the loss has been above {self.divergence_factor:g} times the median of the last {len(self.losses)} for {self.high} steps")
+        return None
+
+    def _note(self, loss: float) -> None:
+        """In fp32 every loss counts: after it, the median is of what fp32 gives."""
+        middle = statistics.median(self.losses) if len(self.losses) >= self.ENOUGH else math.inf
+        diverging = self.mode == self.fast and self.divergence_factor > 0 and loss - middle > (self.divergence_factor - 1) * abs(middle)
+        self.high = self.high + 1 if diverging else 0
+        if not diverging:
+            self.losses = [*self.losses[1 - self.WINDOW:], loss]
+
+    def _fall(self, why: str) -> str:
+        why = f"{why}; {self.stay} steps in fp32, then {self.fast} again"
+        self._enter("fp32")
+        self.stay *= 2
+        return why
+
+    def _back(self) -> str:
+        why = f"{self.in_mode} steps in fp32 are over"
+        self._enter(self.fast)
+        return why
+
+    def _enter(self, mode: str) -> None:
+        self.mode, self.in_mode, self.bad, self.high = mode, 0, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mode": self.mode, "stay": self.stay, "in_mode": self.in_mode, "bad": self.bad, "high": self.high, "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the running state; the thresholds are those of the present configuration. Where the fastest mode is fp32, that stays the mode."""
+        if set(state) != set(self.state_dict()):
+            raise CheckpointError(f"the saved state of precision \"auto\" has {sorted(state)} and needs {sorted(self.state_dict())}; it was saved by "
+                                  "another version of deepc: pass load_optimizer_states=False")
+        self.mode = state["mode"] if state["mode"] in (self.fast, "fp32") else self.fast
+        self.stay, self.in_mode, self.bad, self.high = (int(state[k]) for k in ("stay", "in_mode", "bad", "high"))
+        self.losses = [float(x) for x in state["losses"]]
+
+
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +228,11 @@ def torch_dtype(name: str) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
     except KeyError:
         raise ArgumentError(f"{name!r} is not one of fp32, bf16, fp16") from None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The inverse of torch_dtype."""
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(dtype).removeprefix("torch.")]
 
 
 def choose_dtype(config: Config) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from . import memory
 from .errors import ArgumentError, ConfigError
 from .nodes import published
-from .param import close_shared, open_shared, share
+from .param import close_shared, open_shared, share, unshare
 from .partition import BLOCK, Segment
 from .plan import Plan
 
@@ -113,6 +113,37 @@ class ModelState:
         self.versions = [p._version for p in self.trained]
         self._addresses = [p.data_ptr() for p in self.trained]
         self._frozen_versions = self._versions_of_frozen()
+
+    @torch.no_grad()
+    def recast(self, plan: Plan) -> None:
+        """The same states in the dtype of `plan`, which differs from the present one in nothing else. This rank's part of the parameters comes from
+        the fp32 masters (in fp32 the parameters are the masters), frozen parameters from their present values. Accumulators stay where they are;
+        parameters stay the same objects. Whole replicas, or a fence, are the caller's. Collective."""
+        old, master, old_frozen = self.flat, self.master, self.frozen_flat
+        self.plan = plan
+        self._make_flat()
+        self.master = self.zeros(plan.owned_elems, torch.float32, "master") if plan.has_master else None
+        for flat, shard, n in plan.slices:
+            exact = old[flat: flat + n] if master is None else master[shard: shard + n]
+            self.flat[flat: flat + n].copy_(exact)
+            if self.master is not None:
+                self.master[shard: shard + n].copy_(exact)
+        for p, offset, n in zip(self.trained, plan.layout.offsets, plan.layout.numels):
+            _replace(p, self.flat[offset: offset + n].view(p.shape))
+            if plan.stage < 3:
+                (unshare if self.master is None else share)(p)
+        self._addresses = [p.data_ptr() for p in self.trained]
+        if old_frozen is not None and self.group.leader:
+            self.frozen_flat.copy_(old_frozen)
+        at = 0
+        for _, p in self.frozen:
+            if old_frozen is not None and p.is_floating_point():
+                offset, at = at, at + (p.numel() + 63) // 64 * 64
+                if p.data_ptr() == old_frozen[offset:].data_ptr():
+                    _replace(p, self.frozen_flat[offset: offset + p.numel()].view(p.shape))
+                    continue
+            if p.dtype == old.dtype:
+                _replace(p, p.data.to(plan.dtype))
 
     def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
         """Frozen parameters whose memory the node shares, by id: name, parameter, version."""
@@ -293,3 +324,11 @@ class ModelState:
     def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened) -> None:
         """The end of that; rank `writer`'s values (None: nobody's) are everyone's now. Masters are the caller's part. Collective."""
         close_shared(self.group, params, writer, opened)
+
+
+def _replace(p: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """`p` gets this memory and dtype; a gradient that lies in `.grad` follows."""
+    grad, p.grad = p.grad, None
+    p.data = data
+    if grad is not None:
+        p.grad = grad.to(data.dtype)

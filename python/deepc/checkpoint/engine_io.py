@@ -111,6 +111,7 @@ def _engine_state(engine) -> dict[str, Any]:
         "global_steps": engine.global_steps, "global_samples": engine.global_samples, "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps, "optimizer": engine.optimizer.hyper_state(), "torch_states": engine.optimizer.torch_state_names(),
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
+        "precision": engine.auto_precision.state_dict() if engine.auto_precision is not None else None,
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict") else None,
     }
 
@@ -121,6 +122,8 @@ def load(engine, directory, tag: str | None, strict: bool, optimizer_states: boo
     if tag is None and not os.path.lexists(os.path.join(directory, "latest")) and not list_tags(directory):
         logger.warning("no checkpoint in %s: nothing was loaded", directory)
         return None, {}
+    if optimizer_states and engine.auto_precision is not None:
+        _take_precision(engine, directory, tag)
     failure, result = None, (None, {})
     try:
         with CheckpointReader(directory, tag) as reader:
@@ -146,6 +149,21 @@ def load(engine, directory, tag: str | None, strict: bool, optimizer_states: boo
         set_rng_state(own["rng"])
     engine.group.barrier()
     return result
+
+
+def _take_precision(engine, directory: str, tag: str | None) -> None:
+    """precision "auto": the mode that the checkpoint was saved in, before its values are read. Collective."""
+    failure, saved = None, None
+    try:
+        with CheckpointReader(directory, tag) as reader:
+            state = reader.client_state()
+            saved = state["engine"].get("precision") if isinstance(state, dict) and isinstance(state.get("engine"), dict) else None
+        if saved is not None:
+            engine.auto_precision.load_state_dict(saved)
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    engine.take_precision()
 
 
 def _check_names(engine, reader: CheckpointReader, strict: bool) -> None:

@@ -119,6 +119,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._twin = type(self.base)([{**{k: v for k, v in g.items() if k != "params"}, "params": ps} for g, ps in zip(self.param_groups, groups)],
                                      **{k: v for k, v in self.base.defaults.items() if k in _init_arguments(type(self.base))})
 
+    def follow_state(self) -> None:
+        """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have stayed."""
+        if self.core:
+            self._make_args(list(self.states))
+            return
+        for s, shard in self._shards:
+            shard.data = self._state.piece(s).view(shard.shape)
+
     def leave_out(self, indices: frozenset[int]) -> None:
         """These parameters (flat indices) are not updated until the next call: somebody froze them after initialize. The same on all ranks."""
         if indices == self._left_out:
