@@ -133,23 +133,14 @@ class Local:
         self._access.set_local_grad(value, self._access.engine._unit())
 
 
-class LocalStates(Mapping):
+class LocalStates(States):
     """States, this rank's part; nothing here is collective."""
-
-    def __init__(self, access: "_Access") -> None:
-        self._access = access
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._access.local_state(name)
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         self._access.set_local_state(name, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._access.state_names())
-
-    def __len__(self) -> int:
-        return len(self._access.state_names())
 
 
 class _Access:
