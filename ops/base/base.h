@@ -106,6 +106,24 @@ DC_API int dc_mem_free(void *ptr);
 DC_API int dc_mem_available(int64_t *bytes);
 /* The same, read from another mount of procfs than /proc (a test's, a host's seen from a container). */
 DC_API int dc_mem_available_in(const char *proc, int64_t *bytes);
+/* The heap for large blocks that come and go every step (heap.c). `bytes` of memory whose pages stay resident when it is given back, at a multiple of
+ * 16 KiB, not zeroed. NULL if the range of addresses is full or could not be reserved: take the memory elsewhere. Any thread. */
+DC_API void *dc_heap_take(size_t bytes);
+/* Gives a block back. 1: done. 0: not from this heap (NULL too). -1: inside the heap but no block starts there, or it was given back before. */
+DC_API int dc_heap_give(void *p);
+/* Bytes: `extent` of [base, base + limit) was ever handed out and may be resident; `in_use`, its `peak`; `free` in `free_blocks` holes. */
+struct dc_heap_stats {
+  void *base;
+  int64_t limit, extent, in_use, peak, free, free_blocks, largest_free;
+};
+DC_API int dc_heap_stats(struct dc_heap_stats *out);
+/* 1 if the range of addresses could be reserved. */
+DC_API int dc_heap_usable(void);
+/* Gives what this heap and malloc hold free back to the system, once. */
+DC_API int dc_heap_trim(void);
+/* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: glibc's defaults again. *kept: 1 if malloc keeps,
+ * 0 if not: another C library than glibc, or thresholds that the user set (MALLOC_*_, GLIBC_TUNABLES), which stay. Process-wide. DC_E_INVALID: kept is NULL. */
+DC_API int dc_heap_keep_small(int keep, int *kept);
 /* How many of [ptr, ptr + bytes) lie on huge pages now (from /proc/self/smaps). */
 DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
 

@@ -37,6 +37,10 @@ class Call(ctypes.Structure):
     _fields_ = [(n, c_int32) for n in ("op", "dtype", "red_op", "root")] + [("count", c_int64), ("tag", c_int64)]
 
 
+class HeapStats(ctypes.Structure):
+    _fields_ = [("base", c_void_p)] + [(n, c_int64) for n in ("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free")]
+
+
 class FlightRow(ctypes.Structure):
     _fields_ = [("number", ctypes.c_uint64)] + [(n, c_int64) for n in ("begin_ns", "end_ns", "count", "tag", "seq")] + [
         (n, c_int32) for n in ("group", "op", "dtype", "red_op", "root", "status", "ranks", "reserved")] + [("where", ctypes.c_char * 64)]
@@ -88,6 +92,8 @@ _PROTOTYPES: dict[str, tuple] = {
     "dc_set_num_threads": (c_int, c_int), "dc_num_threads": (c_int,),
     "dc_mem_alloc": (c_int, c_size_t, c_int, _P(c_void_p)), "dc_mem_free": (c_int, c_void_p),
     "dc_mem_available": (c_int, _P(c_int64)), "dc_mem_huge_bytes": (c_int, c_void_p, c_size_t, _P(c_int64)),
+    "dc_heap_keep_small": (c_int, c_int, _P(c_int)), "dc_heap_trim": (c_int,), "dc_heap_stats": (c_int, _P(HeapStats)),
+    "dc_heap_take": (c_void_p, c_size_t), "dc_heap_give": (c_int, c_void_p),
     "dc_crc32c": (c_uint32, c_uint32, c_void_p, c_size_t),
     "dc_counter_get": (c_int64, c_int), "dc_counter_reset": (None,), "dc_counter_name": (c_char_p, c_int),
     "dc_env_at": (c_int, c_int, _P(c_char_p), _P(c_char_p), _P(c_char_p)),

@@ -26,6 +26,8 @@ from typing import Any, Callable
 
 import torch
 
+from . import memory
+from ._lib import C
 from .errors import ArgumentError, DeepcError, UnsupportedError
 
 PAGE = 4096
@@ -121,9 +123,48 @@ def anonymous_bytes() -> int:
 
 
 # ---- malloc's own answer ----------------------------------------------------------------------------------------------------------
+class _Pages:
+    """Which pages of a range of addresses are resident, from page number `start` on."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.start = start
+        self._resident = self._read(count)
+
+    def _read(self, count: int) -> bytearray:
+        with open("/proc/self/pagemap", "rb") as f:
+            f.seek(8 * self.start)
+            entries = f.read(8 * count)
+        pages = bytearray(1 if high & 0xC0 else 0 for high in entries[7::8])  # bits 63 and 62: present, swapped out
+        pages.extend(bytes(count - len(pages)))
+        return pages
+
+    def look(self, count: int) -> None:
+        self._resident = self._read(count)
+
+    def touch(self, begin: int, end: int) -> int:
+        """Makes pages [begin, end) resident; returns how many were not."""
+        begin, end = begin - self.start, end - self.start
+        if begin < 0:  # another arena of malloc's; all of it counts
+            return end - begin
+        if end > len(self._resident):
+            self._resident.extend(bytes(end - len(self._resident) + 16384))
+        new = self._resident.count(0, begin, end)
+        if new:
+            self._resident[begin:end] = b"\1" * (end - begin)
+        return new
+
+    def drop(self, begin: int, end: int) -> int:
+        """Gives pages [begin, end) back; returns how many were resident."""
+        begin, end = begin - self.start, min(end - self.start, len(self._resident))
+        gone = self._resident.count(1, begin, end)
+        self._resident[begin:end] = bytes(end - begin)
+        return gone
+
+
 class ShadowHeap:
-    """Blocks from this process's malloc that stand for tensors. `resident`: how many more bytes would be resident than at the start if every
-    block were written from end to end; `peak`: the most of it. Pages of the heap count from their first use until malloc gives them back.
+    """Blocks from this process's malloc, and from the core's heap where the engine uses it, that stand for tensors. `resident`: how many more bytes
+    would be resident than at the start if every block were written from end to end; `peak`: the most of it. Pages of a heap count from their first
+    use until they go back to the system.
 
     Only for the main thread of glibc (its mmap flag and program break are read); `usable` says if that is what runs here."""
 
@@ -133,6 +174,7 @@ class ShadowHeap:
         self.resident = self.peak = self._mapped = self._heap = self._base = 0
         self._blocks: dict[int, tuple[int, int]] = {}  # key -> (address, or 0 if it has a mapping of its own; bytes)
         self._huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
+        self._core: _Pages | None = None
         if not self.usable:
             return
         self._free, self._memalign, self._sbrk = libc.free, libc.posix_memalign, libc.sbrk
@@ -141,9 +183,20 @@ class ShadowHeap:
         self._sbrk.argtypes, self._sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
         self._pointer = ctypes.c_void_p()
         self._top = self._sbrk(0) // PAGE
-        self._start = _heap_start() // PAGE or self._top
-        self._pages = bytearray(b"\1") * (self._top - self._start)  # 1: resident
-        self._ones = bytes(b"\1") * 4096
+        start = _heap_start() // PAGE or self._top
+        self._pages = _Pages(start, self._top - start)
+
+    def look(self) -> None:
+        """Reads from the kernel which pages of the heap are resident now."""
+        if self.usable:
+            self._top = self._sbrk(0) // PAGE
+            self._pages.look(max(0, self._top - self._pages.start))
+
+    def use_core(self) -> None:
+        """From here on large blocks come from the core's heap, as the engine's do."""
+        if self.usable and memory.keep_heap():
+            stats = memory.heap()
+            self._core = _Pages(stats["base"] // PAGE, stats["extent"] // PAGE)
 
     def alloc(self, key: int, nbytes: int) -> None:
         if nbytes == 0:
@@ -151,21 +204,33 @@ class ShadowHeap:
         if not self.usable:
             self._blocks[key] = (0, nbytes)
             self._mapped += nbytes
-        else:
-            huge = self._huge and nbytes >= THP_BYTES
-            if self._memalign(ctypes.byref(self._pointer), PAGE if huge else 64, nbytes):  # more than the machine has
-                self._blocks[key] = (0, nbytes)
-                self._mapped += nbytes
-                return self._note()
-            at = self._pointer.value
-            own = bool(ctypes.c_size_t.from_address(at - 8).value & 2)  # glibc's IS_MMAPPED
-            self._blocks[key] = (at, nbytes if own else -nbytes)
-            if own:
-                self._mapped += nbytes
-            else:
-                self._follow_top()
-                self._touch(at // PAGE, (at + nbytes + PAGE - 1) // PAGE)
+        elif self._core is None or nbytes < THP_BYTES // 2 or not self._from_core(key, nbytes):
+            self._from_malloc(key, nbytes)
         self._note()
+
+    def _from_core(self, key: int, nbytes: int) -> bool:
+        at = C.dc_heap_take(nbytes)
+        if not at:
+            return False
+        self._blocks[key] = (at, -nbytes)
+        unit = THP_BYTES // PAGE if self._huge else 1  # a huge page is resident as a whole
+        self._heap += PAGE * self._core.touch(at // PAGE // unit * unit, -(-(at + nbytes) // (PAGE * unit)) * unit)
+        return True
+
+    def _from_malloc(self, key: int, nbytes: int) -> None:
+        huge = self._huge and nbytes >= THP_BYTES
+        if self._memalign(ctypes.byref(self._pointer), PAGE if huge else 64, nbytes):  # more than the machine has
+            self._blocks[key] = (0, nbytes)
+            self._mapped += nbytes
+            return
+        at = self._pointer.value
+        own = bool(ctypes.c_size_t.from_address(at - 8).value & 2)  # glibc's IS_MMAPPED
+        self._blocks[key] = (at, nbytes if own else -nbytes)
+        if own:
+            self._mapped += nbytes
+        else:
+            self._follow_top()
+            self._heap += PAGE * self._pages.touch(at // PAGE, (at + nbytes + PAGE - 1) // PAGE)
 
     def free(self, key: int) -> None:
         if key not in self._blocks:
@@ -173,7 +238,7 @@ class ShadowHeap:
         at, nbytes = self._blocks.pop(key)
         if nbytes > 0:
             self._mapped -= nbytes
-        if at:
+        if at and not (self._core is not None and C.dc_heap_give(at)):
             self._free(at)
             self._follow_top()
         self._note()
@@ -203,25 +268,10 @@ class ShadowHeap:
         self.resident = self._mapped + self._heap - self._base
         self.peak = max(self.peak, self.resident)
 
-    def _touch(self, begin: int, end: int) -> None:
-        begin, end = begin - self._start, end - self._start
-        if begin < 0:  # another arena; all of it counts
-            return
-        if end > len(self._pages):
-            self._pages.extend(bytes(end - len(self._pages) + 16384))
-        self._heap += self._pages.count(0, begin, end) * PAGE
-        for i in range(begin, end, 4096):
-            n = min(4096, end - i)
-            self._pages[i: i + n] = self._ones[:n]
-
     def _follow_top(self) -> None:
         top = self._sbrk(0) // PAGE
         if top < self._top:
-            begin, end = top - self._start, self._top - self._start
-            self._heap -= self._pages.count(1, begin, end) * PAGE
-            self._pages[begin:end] = bytes(end - begin)
-        elif top > self._top and top - self._start > len(self._pages):
-            self._pages.extend(bytes(top - self._start - len(self._pages) + 16384))
+            self._heap -= PAGE * self._pages.drop(top, self._top)
         self._top = top
 
 
@@ -442,9 +492,12 @@ def run(model: torch.nn.Module, batch: Any, loss_fn: Callable | None, *, dtype: 
     tracker = _make_tracker()(heap)
     before = anonymous_bytes()
     fake = _FakeModel(model, mode, tracker, dtype, trained, keeps_frozen)
+    memory.trim_heap()  # as initialize does
     freed = anonymous_bytes() - before
+    heap.look()
     heap.rebase(tracker.live)  # what went back to the kernel is in `freed`
     freed += heap.come_and_go([p.numel() * p.dtype.itemsize for p in fake.never_real])
+    heap.use_core()
     heap.rebase(tracker.live)
     window = _Window(layout, slots) if slots else None
     for i, p in enumerate(fake.trained):

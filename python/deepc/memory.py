@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 
-from ._lib import C, call
+from ._lib import C, HeapStats, call
+from .ops import use_heap
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
@@ -38,6 +40,29 @@ def zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     block = _Block(numel * dtype.itemsize, color)
     return tensor_at(block.address, numel, dtype, block)
+
+
+def keep_heap(keep: bool = True) -> bool:
+    """Large CPU tensors of torch come from the core's heap from now on, which keeps their pages, and malloc keeps what smaller ones free: so a step finds
+    the memory of the one before, without page faults (ops/base/heap.c). For the whole process. Returns whether they do: not where the user chose
+    otherwise (DEEPC_KEEP_HEAP=0) or where torch is built in another way than its wheels. keep=False: from the C library again; tensors that live stay."""
+    if os.environ.get("DEEPC_KEEP_HEAP", "1") == "0":
+        return False
+    kept = ctypes.c_int()
+    call("dc_heap_keep_small", int(keep), ctypes.byref(kept))
+    return use_heap(keep)
+
+
+def heap() -> dict[str, int]:
+    """Bytes of the core's heap: "extent" was ever in use and may be resident, "in_use", its "peak", "free" in "free_blocks" holes, the "largest_free"."""
+    stats = HeapStats()
+    call("dc_heap_stats", ctypes.byref(stats))
+    return {name: getattr(stats, name) or 0 for name, _ in HeapStats._fields_}
+
+
+def trim_heap() -> None:
+    """Gives what the heap and malloc hold free back to the system: after something large that will not come again."""
+    call("dc_heap_trim")
 
 
 def available() -> int:

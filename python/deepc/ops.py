@@ -14,7 +14,7 @@ from .errors import ArgumentError, UnsupportedError
 BLOCK = 4096  # DC_BLOCK of ops/ops.h: elements of one partial sum of a norm
 
 
-def _load() -> None:
+def _load() -> ctypes.CDLL:
     path = library_dir() / "libdeepc_torch.so"
     try:
         library = ctypes.CDLL(str(path))
@@ -23,9 +23,16 @@ def _load() -> None:
     library.dct_register.restype = ctypes.c_char_p
     if error := library.dct_register():
         raise ImportError(f"deepc can't register its operators with torch {torch.__version__}: {error.decode()}")
+    library.dct_heap_use.argtypes, library.dct_heap_use.restype = [ctypes.c_int], ctypes.c_int
+    return library
 
 
-_load()
+_library = _load()
+
+
+def use_heap(on: bool) -> bool:
+    """Whether torch's CPU tensors of at least 1 MiB now come from the core's heap (shim/torch_heap.c)."""
+    return bool(_library.dct_heap_use(int(on)))
 
 
 @torch.library.register_fake("deepc::cast_tensor")

@@ -30,8 +30,9 @@ def emit(bench: str, figure: str, what: str, unit: str, values: Sequence[float],
 
 def row(bench: str, figure: str, what: str, unit: str, values: Sequence[float], *, ratio: float | None = None, peer: str | None = None, **more) -> dict:
     """The JSON line of `emit`, not printed."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else [values[0]] * 2
     return {"bench": bench, "figure": figure, "what": what, "unit": unit, "median": _short(statistics.median(values)), "min": _short(min(values)),
-           "max": _short(max(values)), "n": len(values), "ratio": None if ratio is None else float(f"{ratio:.4g}"), "peer": peer, **more}
+           "q1": _short(quartiles[0]), "q3": _short(quartiles[1]), "max": _short(max(values)), "n": len(values), "ratio": None if ratio is None else float(f"{ratio:.4g}"), "peer": peer, **more}
 
 
 def _short(x: float) -> float:

@@ -32,20 +32,21 @@ HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 CLIP, MICRO_BATCH, READY_S, BURST_S = 1.0, 2, 300.0, 300.0
 HUGE = "+huge"  # a contender under torch's own huge-page switch (THP_MEM_ALLOC_ENABLE=1), which deepc turns on and nobody else does
 SINGLE = ("single", "single-autocast", "single-deepc", "single" + HUGE, "single-autocast" + HUGE)
-ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "ddp" + HUGE, "fsdp2" + HUGE,
-       "deepspeed-3" + HUGE, "deepc-0", "deepc-1", "deepc-2", "deepc-3", "deepc-3-fused")
-ONLY_BF16 = ("single-autocast", "single-autocast" + HUGE, "ddp-bf16-weights")
+ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "zero-redundancy", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "ddp" + HUGE, "fsdp2" + HUGE,
+       "deepspeed-3" + HUGE, "deepc-0", "deepc-1", "deepc-2", "deepc-3", "deepc-3-fused", "deepc-3-returned", "deepc-3-fp32")
+ONLY_BF16 = ("single-autocast", "single-autocast" + HUGE, "ddp-bf16-weights", "deepc-3-fp32")
 NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 thread, autocast", "single-deepc": "deepc, one process",
          "independent": "as many processes that never talk", "ddp": "DDP",
-         "ddp-bf16-weights": "DDP, bf16 weights", "fsdp2": "FSDP2", **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
-         **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)}, "deepc-3-fused": "deepc ZeRO-3, deepc.fuse"}
+         "ddp-bf16-weights": "DDP, bf16 weights", "zero-redundancy": "ZeroRedundancyOptimizer", "fsdp2": "FSDP2", **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
+         **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)}, "deepc-3-fused": "deepc ZeRO-3, deepc.fuse",
+         "deepc-3-returned": "deepc ZeRO-3, freed memory returned", "deepc-3-fp32": "deepc ZeRO-3 in fp32"}
 MINE = ("deepc-2", "deepc-3", "deepc-3-fused")  # compared with each peer
 
 
 def name_of(contender: str, precision: str) -> str:
     """As the tables call it; with autocast where that is what the contender does."""
     plain = contender.removesuffix(HUGE)
-    return NAMES[plain] + (", autocast" if plain == "ddp" and precision == "bf16" else "") + (", huge pages" if contender.endswith(HUGE) else "")
+    return NAMES[plain] + (", autocast" if plain in ("ddp", "zero-redundancy") and precision == "bf16" else "") + (", huge pages" if contender.endswith(HUGE) else "")
 
 
 # ---- contenders: each makes a function that does one step on a batch and returns the loss ----------------------------------------
@@ -64,11 +65,16 @@ def autocast(precision: str):
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def plain(model, parameters, precision: str, cast: bool):
-    """Forward, backward, clip, fused AdamW. With cast: under autocast where precision is bf16."""
+def plain(model, parameters, precision: str, cast: bool, sharded: bool = False):
+    """Forward, backward, clip, fused AdamW. With cast: under autocast where precision is bf16. With sharded: ZeroRedundancyOptimizer around the AdamW."""
     import torch
 
-    optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+    if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, fused=True, **HYPER)
+    else:
+        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
 
     def step(x):
         with autocast(precision if cast else "fp32"):
@@ -123,7 +129,7 @@ def engine_step(engine):
     return step
 
 
-def make_ddp(model, precision: str, masters: bool):
+def make_ddp(model, precision: str, masters: bool, sharded: bool = False):
     import torch
     import torch.distributed as dist
 
@@ -135,7 +141,7 @@ def make_ddp(model, precision: str, masters: bool):
     if masters:
         return with_masters(model, wrap)
     ddp = wrap(model)
-    return plain(ddp, list(ddp.parameters()), precision, cast=True)
+    return plain(ddp, list(ddp.parameters()), precision, cast=True, sharded=sharded)
 
 
 def make_fsdp(model, precision: str):
@@ -169,15 +175,21 @@ def make_deepc(model, precision: str, stage: int, fused: bool = False):
 
 def make_step(contender: str, precision: str, size: str):
     model, contender = make_model(size), contender.removesuffix(HUGE)
+    if contender == "deepc-3-returned":
+        contender = "deepc-3"
     kind, _, stage = contender.partition("-")
     if contender == "deepc-3-fused":
         return make_deepc(model, precision, 3, fused=True)
+    if contender == "deepc-3-fp32":
+        return make_deepc(model, "fp32", 3)
     if contender in ("single", "independent") and precision == "bf16":
         return with_masters(model)
     if contender in ("single", "single-autocast", "independent"):
         return plain(model, list(model.parameters()), precision, cast=True)
     if contender == "single-deepc":
         return make_deepc(model, precision, 0)
+    if contender == "zero-redundancy":
+        return make_ddp(model, precision, masters=False, sharded=True)
     if kind == "ddp":
         return make_ddp(model, precision, masters=bool(stage))
     if kind == "fsdp2":
@@ -256,6 +268,8 @@ class Contender:
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "BENCH_RESULT": str(write), "PYTHONWARNINGS": "ignore"}
             if name.endswith(HUGE):
                 env["THP_MEM_ALLOC_ENABLE"] = "1"
+            if name == "deepc-3-returned":
+                env["DEEPC_KEEP_HEAP"] = "0"
             command = [sys.executable, __file__, "--contender", name, "--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
             self.ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT, pass_fds=[write],
                                                start_new_session=True))
@@ -410,6 +424,9 @@ def tell(args: argparse.Namespace, bursts: dict[str, list[dict]], memory: dict[s
             emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed[peer]), peer=name_of(peer, args.precision))
             emit("train", figure, name_of(mine, args.precision), "MiB, sum over ranks", [memory[mine]], ratio=memory[peer] / memory[mine],
                  peer=name_of(peer, args.precision))
+        if "deepc-3-fp32" in speed:
+            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed["deepc-3-fp32"]),
+                 peer=NAMES["deepc-3-fp32"])
     check_losses(args, {n: v for n, v in loss.items() if n not in SINGLE and n != "independent"})
 
 

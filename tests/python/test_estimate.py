@@ -62,7 +62,7 @@ def states_of_a_node(rank: int, world: int) -> dict:
 
     def in_use() -> int:
         info = libc.mallinfo2()
-        return info.uordblks + info.hblkhd
+        return info.uordblks + info.hblkhd + memory.heap()["in_use"]
 
     def train(model):
         engine = deepc.initialize(model=model, config=config(3, micro=1))[0]
@@ -75,7 +75,7 @@ def states_of_a_node(rank: int, world: int) -> dict:
 
     def resident() -> dict[str, int]:
         gc.collect()
-        libc.malloc_trim(0)  # what the heap keeps of the model's first home and of activations is no model state
+        memory.trim_heap()  # what the heap keeps of the model's first home and of activations is no model state
         return memory_runs.resident()
 
     torch.manual_seed(0)

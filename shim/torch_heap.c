@@ -1,0 +1,144 @@
+/* torch_heap.c: lets torch's CPU tensors of at least 1 MiB live in the core's heap (ops/base/heap.c), where a step finds the memory of the one before.
+ *
+ * torch has no C interface for a CPU allocator (c10::SetCPUAllocator takes a C++ class whose layout changes), but all of it goes through two
+ * functions of the C library that libc10.so imports: posix_memalign and free. Their slots in libc10's table of imported functions (ELF gABI,
+ * "Global Offset Table" and DT_JMPREL) are pointed here; nothing else of the process is touched. free() stays here for good, because
+ * blocks of the heap may live longer than the wish for it. Where a slot is not found (another build of torch), nothing changes.
+ *
+ * Assumes that what libc10 got from posix_memalign is freed by libc10 (c10::free_cpu): there is no other way to a tensor's memory. */
+#include "base/base.h"
+
+#include <elf.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+enum { JUMP_SLOT = R_X86_64_JUMP_SLOT, GLOB_DAT = R_X86_64_GLOB_DAT };
+#elif defined(__aarch64__)
+enum { JUMP_SLOT = R_AARCH64_JUMP_SLOT, GLOB_DAT = R_AARCH64_GLOB_DAT };
+#endif
+
+enum { SMALLEST = 1 << 20, SLOTS = 8 };
+
+struct slots {
+  void **memalign[SLOTS], **free[SLOTS];
+  int memaligns, frees;
+  uintptr_t relro_begin, relro_end;
+};
+
+static atomic_bool wanted;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct slots found;
+static bool patched;
+
+static int heap_memalign(void **out, size_t alignment, size_t bytes) {
+  if (bytes >= SMALLEST && alignment <= 4096 && atomic_load_explicit(&wanted, memory_order_relaxed)) {
+    void *at = dc_heap_take(bytes);
+    if (at) {
+      *out = at;
+      return 0;
+    }
+  }
+  return posix_memalign(out, alignment, bytes);
+}
+
+static void heap_free(void *p) {
+  if (!dc_heap_give(p)) free(p);
+}
+
+#if defined(__x86_64__) || defined(__aarch64__)
+struct tables {
+  const ElfW(Rela) * rela[2];
+  size_t count[2];
+  const ElfW(Sym) * symbols;
+  const char *names;
+};
+
+/* glibc writes absolute addresses into a loaded object's dynamic section, other C libraries leave offsets. */
+static const void *at(const struct dl_phdr_info *info, ElfW(Addr) value) {
+  return (const void *)(value < info->dlpi_addr ? value + info->dlpi_addr : value);
+}
+
+static bool read_tables(const struct dl_phdr_info *info, const ElfW(Dyn) * d, struct tables *t) {
+  bool is_rela = true;
+  for (; d->d_tag != DT_NULL; d++) switch (d->d_tag) {
+      case DT_JMPREL: t->rela[0] = at(info, d->d_un.d_ptr); break;
+      case DT_PLTRELSZ: t->count[0] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
+      case DT_PLTREL: is_rela = d->d_un.d_val == DT_RELA; break;
+      case DT_RELA: t->rela[1] = at(info, d->d_un.d_ptr); break;
+      case DT_RELASZ: t->count[1] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
+      case DT_SYMTAB: t->symbols = at(info, d->d_un.d_ptr); break;
+      case DT_STRTAB: t->names = at(info, d->d_un.d_ptr); break;
+      default: break;
+    }
+  return is_rela && t->symbols && t->names;
+}
+
+static void note(struct slots *s, const char *name, void **slot) {
+  if (!strcmp(name, "posix_memalign") && s->memaligns < SLOTS) s->memalign[s->memaligns++] = slot;
+  if (!strcmp(name, "free") && s->frees < SLOTS) s->free[s->frees++] = slot;
+}
+
+static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
+  (void)size;
+  const char *name = info->dlpi_name ? strrchr(info->dlpi_name, '/') : NULL;
+  if (strcmp(name ? name + 1 : "", "libc10.so")) return 0;
+  struct slots *s = out;
+  struct tables t = {0};
+  for (int i = 0; i < info->dlpi_phnum; i++) {
+    const ElfW(Phdr) *p = &info->dlpi_phdr[i];
+    if (p->p_type == PT_GNU_RELRO)
+      s->relro_begin = info->dlpi_addr + p->p_vaddr, s->relro_end = s->relro_begin + p->p_memsz;
+    if (p->p_type == PT_DYNAMIC && !read_tables(info, (const ElfW(Dyn) *)(info->dlpi_addr + p->p_vaddr), &t)) return 1;
+  }
+  for (int k = 0; k < 2; k++)
+    for (size_t i = 0; t.rela[k] && i < t.count[k]; i++) {
+      unsigned type = (unsigned)ELF64_R_TYPE(t.rela[k][i].r_info);
+      if (type != JUMP_SLOT && type != GLOB_DAT) continue;
+      note(s, t.names + t.symbols[ELF64_R_SYM(t.rela[k][i].r_info)].st_name, (void **)(info->dlpi_addr + t.rela[k][i].r_offset));
+    }
+  return 1;
+}
+#else
+static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
+  (void)info, (void)size, (void)out;
+  return 1;
+}
+#endif
+
+/* A slot may lie in a page that the loader made read-only (RELRO). */
+static bool write_slot(const struct slots *s, void **slot, void *value) {
+  uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)slot & ~(page - 1);
+  bool sealed = (uintptr_t)slot >= s->relro_begin && (uintptr_t)slot < s->relro_end;
+  if (sealed && mprotect((void *)begin, page, PROT_READ | PROT_WRITE)) return false;
+  __atomic_store_n(slot, value, __ATOMIC_RELEASE);
+  if (sealed) mprotect((void *)begin, page, PROT_READ);
+  return true;
+}
+
+static bool patch(void) {
+  dl_iterate_phdr(find_slots, &found);
+  if (!found.memaligns || !found.frees || !dc_heap_usable()) return false;
+  for (int i = 0; i < found.frees; i++) /* first: no block may come that is not freed here */
+    if (!write_slot(&found, found.free[i], (void *)heap_free)) return false;
+  for (int i = 0; i < found.memaligns; i++)
+    if (!write_slot(&found, found.memalign[i], (void *)heap_memalign)) return false;
+  return true;
+}
+
+/* on: torch's large CPU tensors are taken from the core's heap from now on; otherwise from the C library again (those that live stay where they are).
+ * Returns 1 if they are now taken from the heap. Any thread. */
+DC_API int dct_heap_use(int on) {
+  pthread_mutex_lock(&lock);
+  if (on && !patched) patched = patch();
+  atomic_store(&wanted, on && patched);
+  pthread_mutex_unlock(&lock);
+  return on && patched;
+}

@@ -1,0 +1,208 @@
+// The heap for large blocks (ops/base/heap.c): blocks never overlap, holes are joined and found again, foreign and doubled pointers are refused.
+#include <gtest/gtest.h>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <thread>
+#include <vector>
+
+extern "C" {
+#include "base/base.h"
+}
+
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20, kGranule = size_t{16} << 10;
+
+struct dc_heap_stats stats() {
+  struct dc_heap_stats s{};
+  EXPECT_EQ(dc_heap_stats(&s), DC_OK) << dc_last_error();
+  return s;
+}
+
+long faults() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+class Heap : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!dc_heap_usable()) GTEST_SKIP() << "this process may not reserve addresses";
+    before_ = stats();
+  }
+  void TearDown() override {
+    if (!IsSkipped()) EXPECT_EQ(stats().in_use, before_.in_use) << "the test left blocks behind";
+  }
+  struct dc_heap_stats before_{};
+};
+
+TEST_F(Heap, BlocksAreAlignedAndApart) {
+  char *a = static_cast<char *>(dc_heap_take(3 * kMiB)), *b = static_cast<char *>(dc_heap_take(5 * kMiB + 1));
+  ASSERT_TRUE(a && b);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(a) % kGranule, 0u);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(b) % kGranule, 0u);
+  memset(a, 1, 3 * kMiB);
+  memset(b, 2, 5 * kMiB + 1);
+  EXPECT_EQ(a[3 * kMiB - 1], 1);
+  EXPECT_EQ(b[0], 2);
+  EXPECT_EQ(dc_heap_give(a), 1);
+  EXPECT_EQ(dc_heap_give(b), 1);
+}
+
+TEST_F(Heap, RefusesWhatIsNotABlock) {
+  int local = 0;
+  char *a = static_cast<char *>(dc_heap_take(kMiB));
+  EXPECT_EQ(dc_heap_give(nullptr), 0);
+  EXPECT_EQ(dc_heap_give(&local), 0);
+  EXPECT_EQ(dc_heap_give(a + 1), -1);
+  EXPECT_EQ(dc_heap_give(a + kGranule), -1);
+  EXPECT_EQ(dc_heap_give(a), 1);
+  EXPECT_EQ(dc_heap_give(a), -1);
+  EXPECT_EQ(dc_heap_take(0), nullptr);
+  EXPECT_EQ(dc_heap_take(SIZE_MAX), nullptr);
+  EXPECT_EQ(dc_heap_take(static_cast<size_t>(stats().limit) + 1), nullptr);
+  EXPECT_EQ(dc_heap_stats(nullptr), DC_E_INVALID);
+}
+
+TEST_F(Heap, ABlockComesBackWithoutFaults) {
+  constexpr size_t bytes = 64 * kMiB;
+  void *a = dc_heap_take(bytes);
+  memset(a, 1, bytes);
+  dc_heap_give(a);
+  long before = faults();
+  void *b = dc_heap_take(bytes);
+  memset(b, 2, bytes);
+  EXPECT_EQ(b, a);
+  EXPECT_LE(faults() - before, 1);
+  dc_heap_give(b);
+  ASSERT_EQ(dc_heap_trim(), DC_OK);
+  before = faults();
+  b = dc_heap_take(bytes);
+  memset(b, 3, bytes);
+  EXPECT_GT(faults() - before, 1);
+  dc_heap_give(b);
+}
+
+TEST_F(Heap, HolesAreJoinedAndTheTightestIsTaken) {
+  constexpr size_t n = 8;
+  std::vector<char *> blocks;
+  for (size_t i = 0; i < n; i++) blocks.push_back(static_cast<char *>(dc_heap_take((10 + i) * kMiB + 1)));
+  const int64_t extent = stats().extent;
+  dc_heap_give(blocks[2]);
+  dc_heap_give(blocks[4]);
+  EXPECT_EQ(dc_heap_take(14 * kMiB), blocks[4]);  // the smaller hole is too small
+  EXPECT_EQ(dc_heap_take(11 * kMiB), blocks[2]);
+  for (size_t i : {1, 3, 2}) dc_heap_give(blocks[i]);  // 2 joins both neighbours
+  char *joined = static_cast<char *>(dc_heap_take(36 * kMiB));
+  EXPECT_EQ(joined, blocks[1]);
+  EXPECT_EQ(stats().extent, extent);
+  dc_heap_give(joined);
+  for (size_t i : {0, 4, 5, 6, 7}) dc_heap_give(blocks[i]);
+}
+
+// A step that repeats needs no more room the second time.
+TEST_F(Heap, APeriodicPatternDoesNotGrow) {
+  std::mt19937_64 rng(7);
+  std::vector<size_t> sizes;
+  for (int i = 0; i < 120; i++) sizes.push_back(kMiB + rng() % (4 * kMiB));
+  int64_t extent = 0;
+  for (int step = 0; step < 6; step++) {
+    std::vector<void *> live;
+    for (size_t i = 0; i < sizes.size(); i++) {
+      live.push_back(dc_heap_take(sizes[i]));
+      if (i % 3 == 2) dc_heap_give(live[live.size() - 2]), live.erase(live.end() - 2);
+    }
+    while (!live.empty()) dc_heap_give(live.back()), live.pop_back();
+    if (step == 1) extent = stats().extent;
+  }
+  EXPECT_EQ(stats().extent, extent);
+}
+
+TEST_F(Heap, RandomBlocksNeverOverlap) {
+  std::mt19937_64 rng(1);
+  std::map<char *, size_t> live;
+  for (int i = 0; i < 20000; i++) {
+    if (live.size() < 40 || rng() % 2) {
+      size_t bytes = 1 + rng() % (rng() % 8 ? 3 * kMiB : 40 * kMiB);
+      char *p = static_cast<char *>(dc_heap_take(bytes));
+      ASSERT_NE(p, nullptr);
+      auto after = live.lower_bound(p);
+      if (after != live.end()) ASSERT_LE(p + bytes, after->first);
+      if (after != live.begin()) {
+        auto prior = std::prev(after);
+        ASSERT_LE(prior->first + prior->second, p);
+      }
+      live[p] = bytes;
+    }
+    while (live.size() > 60 || (live.size() && rng() % 2)) {
+      auto it = std::next(live.begin(), static_cast<long>(rng() % live.size()));
+      ASSERT_EQ(dc_heap_give(it->first), 1);
+      live.erase(it);
+    }
+  }
+  const struct dc_heap_stats s = stats();
+  EXPECT_EQ(s.in_use + s.free, s.extent);
+  for (auto &[p, bytes] : live) ASSERT_EQ(dc_heap_give(p), 1);
+  if (!before_.in_use) EXPECT_EQ(stats().free_blocks, 1);  // all joined again
+}
+
+TEST_F(Heap, ThreadsAndAFork) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; t++)
+    threads.emplace_back([t] {
+      std::mt19937_64 rng(static_cast<uint64_t>(t));
+      for (int i = 0; i < 500; i++) {
+        size_t bytes = kMiB + rng() % kMiB;
+        char *p = static_cast<char *>(dc_heap_take(bytes));
+        p[0] = p[bytes - 1] = static_cast<char>(t);
+        std::this_thread::yield();
+        EXPECT_EQ(p[0], static_cast<char>(t));
+        EXPECT_EQ(p[bytes - 1], static_cast<char>(t));
+        EXPECT_EQ(dc_heap_give(p), 1);
+      }
+    });
+  for (int i = 0; i < 5; i++) {  // a child made while others hold the lock
+    pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (!child) {
+      void *p = dc_heap_take(kMiB);
+      _exit(p && dc_heap_give(p) == 1 ? 0 : 1);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  for (auto &t : threads) t.join();
+}
+
+TEST(HeapSmall, KeepingIsHarmlessEverywhere) {
+  int kept = -1;
+  EXPECT_EQ(dc_heap_keep_small(1, nullptr), DC_E_INVALID);
+  ASSERT_EQ(dc_heap_keep_small(1, &kept), DC_OK) << dc_last_error();
+  EXPECT_TRUE(kept == 0 || kept == 1);
+  ASSERT_EQ(dc_heap_keep_small(0, &kept), DC_OK) << dc_last_error();
+  EXPECT_EQ(kept, 0);
+}
+
+TEST(HeapSmall, WhatTheUserChoseStays) {
+  int kept = -1;
+  setenv("MALLOC_TRIM_THRESHOLD_", "1048576", 1);
+  EXPECT_EQ(dc_heap_keep_small(1, &kept), DC_OK);
+  EXPECT_EQ(kept, 0);
+  unsetenv("MALLOC_TRIM_THRESHOLD_");
+  setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0", 1);
+  EXPECT_EQ(dc_heap_keep_small(1, &kept), DC_OK);
+  EXPECT_EQ(kept, 0);
+  unsetenv("GLIBC_TUNABLES");
+}
+
+}  // namespace
