@@ -1,10 +1,8 @@
-"""What a run shows and leaves behind: a progress line, loss.csv, loss.png. rich and matplotlib are used where they are, and not missed where not."""
+"""What a run leaves behind: loss.csv, loss.png. matplotlib is used where it is, and not missed where not."""
 
 from __future__ import annotations
 
 import csv
-import sys
-import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -21,48 +19,6 @@ class Point:
     lr: float
     tokens_per_second: float
     memory: int
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-class Progress:
-    """One line that updates on a terminal (with a bar where rich is installed), a plain line every `interval` seconds elsewhere."""
-
-    def __init__(self, interval: float = 5.0) -> None:
-        self.interval, self.printed = interval, float("-inf")
-        self.terminal = sys.stdout.isatty()
-        self.bar = self._rich_bar() if self.terminal else None
-        if self.bar:
-            self.task = self.bar.add_task("", total=1.0)
-            self.bar.start()
-
-    @staticmethod
-    def _rich_bar():
-        try:
-            from rich.progress import BarColumn, Progress as Bar, TextColumn
-        except ImportError:
-            return None
-        return Bar(BarColumn(bar_width=20), TextColumn("{task.description}"), transient=False)
-
-    def update(self, point: Point, total_steps: int | None, share: float, eta: float) -> None:
-        """total_steps: None while it is not known. share: of the budget that is used up, 0 to 1. eta: seconds."""
-        text = (f"step {point.step}/{total_steps or '?'}  loss {point.train:.3f} bits/byte  {point.tokens_per_second:,.0f} tokens/s  "
-                f"{point.memory / 2**20:,.0f} MiB  ETA {_clock(eta)}")
-        if self.bar:
-            self.bar.update(self.task, completed=min(share, 1.0), description=text)
-        elif self.terminal:
-            print(f"\r{text}\x1b[K", end="", flush=True)
-        elif time.monotonic() - self.printed >= self.interval:
-            print(text, flush=True)
-            self.printed = time.monotonic()
-
-    def close(self) -> None:
-        if self.bar:
-            self.bar.stop()
-        elif self.terminal:
-            print()
 
 
 def read_csv(path: Path, until_step: int) -> list[Point]:

@@ -47,7 +47,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--data", default=os.environ.get("DATA") or None, help="a file or folder of text; default: Python's standard library")
     p.add_argument("--config", "--deepspeed_config", help="a DeepSpeed JSON whose keys replace those of this script")
-    p.add_argument("--out", type=Path, default=Path("runs/gpt"), help="checkpoint, loss.csv, loss.png and sample.txt go here")
+    p.add_argument("--out", type=Path, default=Path("runs/gpt"), help="checkpoint, metrics.jsonl, loss.csv, loss.png and sample.txt go here")
     p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     p.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
     return p.parse_args(argv)
@@ -75,6 +75,7 @@ def make_config(args: argparse.Namespace, precision: str) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": args.steps or UNKNOWN_STEPS, "warmup_num_steps": warmup,
                                                            "warmup_type": "linear", "cos_min_ratio": 0.05}},
+        "deepc": {"run_dir": str(args.out), "log": {"seconds": 5}},  # run.json and metrics.jsonl go to --out, a line every 5 seconds
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
@@ -126,11 +127,6 @@ class Budget:
     def share(self) -> float:
         return max(self.spent / self.seconds, (self.engine.global_steps - self.done_before) / max(1, self.total - self.done_before))
 
-    @property
-    def eta(self) -> float:
-        """Seconds left, as far as the pace until now tells."""
-        return self.spent * (1 - self.share) / self.share if self.spent > 0 else self.seconds
-
 
 @torch.no_grad()
 def evaluate(engine, text: torch.Tensor, context: int, count: int, batch: int = 8) -> float:
@@ -165,7 +161,6 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
     tokens_per_step = micro * passes * world * context
     budget = Budget(engine, args.steps, args.minutes * 60)
     adjust = args.steps is None and not args.config
-    progress = report.Progress() if rank == 0 else None
     before, tokens_before = (points[-1].seconds, points[-1].tokens) if points else (0.0, 0)
     reported = evaluated = loss = 0.0
 
@@ -179,13 +174,13 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
             validation, evaluated = evaluate(engine, corpus.validation, context, 32), budget.share
         points.append(report.Point(engine.global_steps, tokens_before + done * tokens_per_step, before + seconds, bits, validation,
                                    engine.get_lr()[0], done * tokens_per_step / seconds, memory))
-        if progress:
-            progress.update(points[-1], budget.total if budget.total < UNKNOWN_STEPS else None, budget.share, budget.eta)
+        engine.log({"bits/byte": bits})
 
     while True:
         over, report_now = budget.tick(want_report=time.monotonic() - reported > 0.5)
         if over:
             break
+        engine.monitor.set_total_steps(budget.total if budget.total < UNKNOWN_STEPS else 0)
         if adjust:
             scheduler.total_num_steps = max(budget.total, WARMUP_STEPS + 1)
         step, loss = engine.global_steps, 0.0
@@ -200,8 +195,7 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
             reported = time.monotonic()
     if engine.global_steps > budget.done_before and points[-1].step != engine.global_steps:
         add_point()
-    if progress:
-        progress.close()
+    engine.monitor.pause()
     return budget
 
 

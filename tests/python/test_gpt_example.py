@@ -162,7 +162,8 @@ def test_two_ranks_train_report_save_and_resume(tmp_path):
     assert "2 ranks on CPU" in err
     assert "ZeRO stage 3, 2 ranks" in err and "optimizer states" in err  # the plan
     assert re.search(r"precision: (bf16|fp32) \(.+\)", text)  # which, and why
-    assert re.search(r"step \d+/60  loss \d+\.\d+ bits/byte  [\d,]+ tokens/s  [\d,]+ MiB  ETA \d+:\d\d", text)
+    assert re.search(r"deepc: step 1/60  loss \d+\.\d+ .* tokens/s", err) and re.search(r"deepc: step 60/60  loss \d+\.\d+ .* tokens/s .*bits/byte .*ETA 0:00", err)
+    assert len((out / "metrics.jsonl").read_text().splitlines()) >= 60 and json.loads((out / "run.json").read_text())["ranks"] == 2
     assert re.search(r"validation \d+\.\d+ bits per byte; order-0 entropy of the same text \d+\.\d+: -?\d+\.\d+ below it", text)
     assert (out / "sample.txt").read_bytes().startswith(b"def ") and len((out / "sample.txt").read_bytes()) == 44
     if importlib.util.find_spec("matplotlib"):
