@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, Sequence
 
 from ._lib import C, FlightRow, call
 from .errors import ArgumentError
@@ -102,6 +102,21 @@ class _Calls:
     bus: list[float] = field(default_factory=list)
 
 
+class Finished(NamedTuple):
+    """One finished call, for taps. Times are CLOCK_MONOTONIC. group: index in the flight record (-1: not in it); label: of a group over several nodes. seq:
+    number of the call in its group, the same on all its ranks; -1: not known."""
+
+    op: str
+    nbytes: int
+    begin_ns: int
+    end_ns: int
+    ranks: int
+    where: str
+    group: int = -1
+    seq: int = -1
+    label: str = ""
+
+
 class CommsLogger:
     """One per process: `logger` below. enabled, verbose, prof_all, prof_ops, debug: the keys of DeepSpeed's section."""
 
@@ -112,6 +127,7 @@ class CommsLogger:
         self._calls: dict[str, dict[int, _Calls]] = {}
         self._rows = None
         self._lock = threading.Lock()
+        self._taps: list[Callable[[Finished], None]] = []
 
     # ---- switching ---------------------------------------------------------------------------------------------------------
     def configure(
@@ -127,13 +143,37 @@ class CommsLogger:
             )
         if self.enabled and not enabled:
             self.drain()
-        call("dc_flight_log", _RING if enabled else 0)
+        call("dc_flight_log", _RING if enabled or self._taps else 0)
         self.enabled, self.prof_all, self.prof_ops, self.verbose, self.debug = bool(enabled), prof_all, wanted, verbose, debug
+
+    def tap(self, take: Callable[[Finished], None]) -> None:
+        """From now on `take` gets every finished call of this process, whatever is logged (a timeline does this)."""
+        self.drain()
+        call("dc_flight_log", _RING)
+        self._taps.append(take)
+
+    def untap(self, take: Callable[[Finished], None]) -> None:
+        """The end of that; calls that have finished are given first."""
+        self.drain()
+        self._taps.remove(take)
+        if not self._taps and not self.enabled:
+            call("dc_flight_log", 0)
+
+    @property
+    def active(self) -> bool:
+        """Somebody wants to know of calls."""
+        return self.enabled or bool(self._taps)
 
     def wants(self, op: str) -> bool:
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
     # ---- feeding -----------------------------------------------------------------------------------------------------------
+    def finished(self, done: Finished) -> None:
+        """One finished call, for the log and for taps."""
+        for take in self._taps:
+            take(done)
+        self.append(done.op, done.nbytes, (done.end_ns - done.begin_ns) / 1e6, done.ranks, done.where)
+
     def append(self, op: str, nbytes: int, ms: float, ranks: int, where: str = "") -> None:
         """One finished call."""
         if not self.wants(op):
@@ -157,7 +197,7 @@ class CommsLogger:
 
     def drain(self) -> None:
         """Takes what the C core has recorded since the last time. The engine calls it at every step, log_summary before it prints."""
-        if not self.enabled:
+        if not self.active:
             return
         if self._rows is None:
             self._rows = (FlightRow * _TAKE)()
@@ -179,7 +219,7 @@ class CommsLogger:
         elif op == "all_to_allv":  # its count is that of all blocks
             op = "all_to_all"
         if op in OPS:
-            self.append(op, nbytes, (row.end_ns - row.begin_ns) / 1e6, row.ranks, row.where.decode(errors="replace"))
+            self.finished(Finished(op, nbytes, row.begin_ns, row.end_ns, row.ranks, row.where.decode(errors="replace"), row.group, row.seq))
 
     # ---- reading -----------------------------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -318,12 +358,13 @@ def observed(run: Callable) -> Callable:
 
     @functools.wraps(run)
     def timed(self, c, plan_of, source, target, unit, *rest):
-        if not logger.enabled or (c.name == "barrier" and c.tag):
+        if not logger.active or (c.name == "barrier" and c.tag):
             return run(self, c, plan_of, source, target, unit, *rest)
-        begin = time.perf_counter_ns()
+        begin = time.monotonic_ns()
         out = run(self, c, plan_of, source, target, unit, *rest)
         op = _ALIASES.get(c.name, c.name)
-        logger.append(op, c.count * unit * (self.size if op == "all_to_all" else 1), (time.perf_counter_ns() - begin) / 1e6, self.size)
+        nbytes = c.count * unit * (self.size if op == "all_to_all" else 1)
+        logger.finished(Finished(op, nbytes, begin, time.monotonic_ns(), self.size, "", seq=self._seq, label=self.label))
         return out
 
     return timed
@@ -358,17 +399,17 @@ def _nbytes(found: Any) -> int:
 def backend_method(name: str, method: Callable, device: Any, ranks: int) -> Callable:
     """`method` of Gloo or NCCL, with its calls logged if that is on and they are of a kind that is."""
     known = _BACKEND.get(name)
-    if known is None or not logger.wants(known[0]):
+    if known is None or not (logger._taps or logger.wants(known[0])):
         return method
     op, which = known
 
     def timed(*args):
-        begin = time.perf_counter_ns()
+        begin = time.monotonic_ns()
         work = method(*args)
         nbytes = 0 if which < 0 else _nbytes(args[which])
 
         def done(_: Any = None) -> None:
-            logger.append(op, nbytes, (time.perf_counter_ns() - begin) / 1e6, ranks)
+            logger.finished(Finished(op, nbytes, begin, time.monotonic_ns(), ranks, ""))
 
         if device.type == "cuda":
             import torch
