@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from .errors import ArgumentError, DeepcError, UnsupportedError
+from .errors import DeepcError, UnsupportedError
 from .state import ModelState
 
 
@@ -37,6 +37,7 @@ class GradientHooks:
         self.open = False  # a pass is under way
         self._queued = False  # autograd will close the pass
         self._failed = False
+        self.blocked = ""  # why nothing may be trained now (EMA.applied)
         self._factor = self.scale = 1.0
         self._added: set[int] = set()
         self.accumulated = False  # something was reduced since the last step
@@ -105,10 +106,7 @@ class GradientHooks:
             self.begin_pass(boundary, factor)
             self._close_at_end()
         grad, p.grad = p.grad, None  # autograd must not add to what the reducer reads
-        if grad.is_sparse:
-            raise ArgumentError(f"the gradient of '{self._state.names[index]}' is sparse; use nn.Embedding(sparse=False)")
-        if grad.requires_grad:
-            grad = grad.detach()
+        grad = _dense(grad)
         if self._factor != 1.0:
             grad = grad * self._factor
         if (late := self._late.pop(index, None)) is not None:
@@ -135,6 +133,8 @@ class GradientHooks:
     # ---- a pass ----------------------------------------------------------------------------------------------------------
     def begin_pass(self, boundary: bool, factor: float = 1.0) -> None:
         """Opens a pass; the first since the last step overwrites the accumulators."""
+        if self.blocked:
+            raise DeepcError(self.blocked)
         self.open, self.boundary, self._factor = True, boundary, factor
         self._added.clear()
         self.norm_ready = False
@@ -147,7 +147,7 @@ class GradientHooks:
             self._kept = False
             for i, p in enumerate(self._params):
                 if p.grad is not None:
-                    late, grad, p.grad = self._late.pop(i, None), p.grad.detach(), None
+                    late, grad, p.grad = self._late.pop(i, None), _dense(p.grad), None
                     self._late[i] = grad if late is None else late + grad
         for i in [i for i in self._late if i not in self._added]:
             self._add(i, self._late.pop(i))
@@ -166,6 +166,8 @@ class GradientHooks:
 
     def check(self) -> None:
         """Raises if a backward since the last step did not come to its end."""
+        if self.blocked:
+            raise DeepcError(self.blocked)
         if self._failed or self.open or self._queued:
             self._failed = True
             raise DeepcError("a backward since the last step raised an error part way, so the gradients are incomplete. Call engine.zero_grad() "
@@ -193,6 +195,12 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient without history and, where it is sparse (nn.Embedding(sparse=True)), dense: buckets are, and so is the update."""
+    grad = grad.detach() if grad.requires_grad else grad
+    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -779,14 +779,43 @@ def _expanded_buffer(rank, world):
     return True
 
 
-def test_a_sparse_gradient_is_refused():
-    import deepc
-    from deepc.errors import ArgumentError
+class Sparsely(nn.Module):
+    """Embeddings with sparse gradients, one of them tied to a dense use; rows that occur twice."""
 
-    engine = deepc.initialize(model=nn.Embedding(5, 4, sparse=True), config=small(2))[0]
-    with pytest.raises(ArgumentError, match="'weight' is sparse"):
-        engine.backward(engine(torch.tensor([1])).sum())
-    engine.destroy()
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words, self.bag = nn.Embedding(61, 16, sparse=sparse), nn.EmbeddingBag(61, 16, mode="sum", sparse=sparse)
+
+    def forward(self, x, y):
+        h = torch.tanh(self.words(x) + self.bag(x).unsqueeze(1))
+        return F.cross_entropy((h @ self.words.weight.T).flatten(0, 1), y.flatten())
+
+
+def sparse_embeddings(sparse=True):
+    return functools.partial(Sparsely, sparse), gpt_batch, lambda model, part, rank, step: model(**part)
+
+
+def dense_embeddings():
+    return sparse_embeddings(False)
+
+
+def test_sparse_gradients_are_made_dense():
+    for optimizer, ways in (("SGD", ["engine", "bare", "no_sync"]), ("AdamW", ["engine"])):
+        make, batch, loss = dense_embeddings()
+        want = plainly.plain(make, batch, loss, STEPS, optimizer, 2)
+        for rank, results in enumerate(run_ranks(_match, 2, "sparse_embeddings", ways, (0, 2, 3), optimizer, 1)):
+            for where, got in results.items():
+                plainly.check(got, want, optimizer, f"{where}, rank {rank}")
+
+
+def test_sparse_adam_is_refused_and_the_error_names_what_works():
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    model = nn.Embedding(5, 4, sparse=True)
+    with pytest.raises(UnsupportedError, match="SparseAdam.*Adagrad"):
+        deepc.initialize(model=model, optimizer=torch.optim.SparseAdam(model.parameters()), config=small(0))
 
 
 def test_a_copy_of_a_trained_model_is_its_own():

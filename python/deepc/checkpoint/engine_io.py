@@ -1,7 +1,8 @@
 """An engine's checkpoint: what is in it, under which names, and how a rank finds its part again.
 
 Logical tensors: `fp32/<parameter>` (masters, or the parameters themselves in fp32 training), `<state>/<parameter>` for each optimizer state,
-`frozen/<parameter>`, `buffer/<name>`. Each is recorded by name, shape and offset, so any number of ranks and any stage can read it. A failure
+`average.<label>/<parameter>` for each deepc.EMA, `frozen/<parameter>`, `buffer/<name>`. Each is recorded by name, shape and offset, so any
+number of ranks and any stage can read it. A failure
 on one rank is told to all, and all raise."""
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import profile
 from ..errors import CheckpointError, CheckpointTypeError
 from .store import CheckpointReader, CheckpointWriter, encode_client_state, list_tags, new_token, rng_state, set_rng_state, write_model
 
@@ -56,14 +58,16 @@ def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_
     try:
         writer = CheckpointWriter(directory, str(tag), rank=engine.global_rank, world_size=engine.world_size, token=token)
         _add_tensors(engine, writer, exclude_frozen)
-        writer.write({"rng": rng_state()})
+        with profile.span("write shard", "disk"):
+            writer.write({"rng": rng_state()})
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     try:
         _together(engine, f"saving checkpoint {tag}", failure)
         if engine.global_rank == 0:
             try:
-                writer.publish({"client": client_state, "engine": _engine_state(engine)}, latest=latest)
+                with profile.span("publish checkpoint", "disk"):
+                    writer.publish({"client": client_state, "engine": _engine_state(engine)}, latest=latest)
             except Exception as exc:
                 failure = exc
         _together(engine, f"publishing checkpoint {tag}", failure)
@@ -95,6 +99,8 @@ def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None
             writer.add(f"fp32/{st.names[s.param]}", _host(source), shape=st.trained[s.param].shape, begin=s.param_begin)
         for name, s, view in engine.optimizer.owned_states():
             writer.add(f"{name}/{st.names[s.param]}", _host(view), shape=st.trained[s.param].shape, begin=s.param_begin)
+        for label, s, view in _averages(engine):
+            writer.add(f"average.{label}/{st.names[s.param]}", _host(view), shape=st.trained[s.param].shape, begin=s.param_begin)
     if mine:
         for i, n in enumerate(plan.layout.numels):
             if n == 0:
@@ -105,14 +111,30 @@ def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None
             writer.add(f"buffer/{name}", _host(b), shape=b.shape)
 
 
+def _averages(engine):
+    """(label, segment, this rank's part of the average) of each deepc.EMA."""
+    for label, average in engine.averages.items():
+        for s in engine.plan.segments:
+            yield label, s, average.piece(s)
+
+
+def _ties(engine) -> dict[str, str]:
+    """Further names of parameters and buffers that modules share -> the name that they are stored under."""
+    first: dict[int, str] = {}
+    named = [*engine.module.named_parameters(remove_duplicate=False), *engine.module.named_buffers(remove_duplicate=False)]
+    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+
 def _engine_state(engine) -> dict[str, Any]:
     return {
+        "ties": _ties(engine),
         "stage": engine.plan.stage, "world_size": engine.world_size, "dtype": str(engine.dtype).removeprefix("torch."),
         "global_steps": engine.global_steps, "global_samples": engine.global_samples, "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps, "optimizer": engine.optimizer.hyper_state(), "torch_states": engine.optimizer.torch_state_names(),
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
         "precision": engine.auto_precision.state_dict() if engine.auto_precision is not None else None,
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict") else None,
+        "averages": {label: average.updates for label, average in engine.averages.items()},
     }
 
 
@@ -135,6 +157,7 @@ def load(engine, directory, tag: str | None, strict: bool, optimizer_states: boo
                 engine.optimizer.prepare_states(state["engine"]["torch_states"])
                 _check_states(engine, reader)
             _load_parameters(engine, reader)
+            _load_averages(engine, reader)
             if optimizer_states:
                 _load_states(engine, reader)
             result = (reader.path, state["client"])
@@ -145,6 +168,8 @@ def load(engine, directory, tag: str | None, strict: bool, optimizer_states: boo
     engine.hooks.reset()
     engine._publish()
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
+    for label, average in engine.averages.items():
+        average.loaded(state["engine"].get("averages", {}).get(label, 0))
     if own is not None:
         set_rng_state(own["rng"])
     engine.group.barrier()
@@ -225,6 +250,17 @@ def _load_parameters(engine, reader: CheckpointReader) -> None:
             value = torch.empty(b.numel(), dtype=b.dtype)
             _read(reader, f"buffer/{name}", value)
             b.data.copy_(value.view(b.shape))
+
+
+@torch.no_grad()
+def _load_averages(engine, reader: CheckpointReader) -> None:
+    """Averages that the checkpoint does not have begin as the weights that it has."""
+    for label, s, view in _averages(engine):
+        source = f"average.{label}/{engine.state.names[s.param]}"
+        if source in reader.tensors:
+            _read(reader, source, view, s.param_begin)
+        else:
+            view.copy_(engine.state.piece(s))
 
 
 def _load_states(engine, reader: CheckpointReader) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import torch
 
@@ -19,7 +19,7 @@ class AdamW(torch.optim.Optimizer):
 
     _decoupled = True
 
-    def __init__(self, params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
                  capturable: bool = False, differentiable: bool = False, fused: bool | None = None) -> None:
         if differentiable:
@@ -36,7 +36,7 @@ class AdamW(torch.optim.Optimizer):
             group.setdefault("decoupled_weight_decay", self._decoupled)
 
     def _state_of(self, p: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor]:
-        state = self.state[p]
+        state: dict[str, torch.Tensor] = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
@@ -48,7 +48,7 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
         loss = None
         if closure is not None:
@@ -56,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             # Tensors of one call share device and step number; most often there is one call per group.
-            calls: dict[tuple, list] = {}
+            calls: dict[tuple[Any, ...], list[Any]] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -80,12 +80,12 @@ class Adam(AdamW):
 
     _decoupled = False
 
-    def __init__(self, params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, amsgrad: bool = False, **kwargs) -> None:
+    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, amsgrad: bool = False, **kwargs: Any) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
-def _check(lr, betas, eps, weight_decay) -> None:
+def _check(lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
     if not 0.0 <= float(lr):
         raise ArgumentError(f"lr must be >= 0, got {lr}")
     if not 0.0 <= eps:
@@ -98,7 +98,7 @@ def _check(lr, betas, eps, weight_decay) -> None:
 
 
 def _check_tensor(p: torch.Tensor) -> None:
-    if p.grad.is_sparse:
+    if p.grad is not None and p.grad.is_sparse:
         raise ArgumentError("AdamW does not take sparse gradients; use nn.Embedding(sparse=False) or torch.optim.SparseAdam")
     if p.dtype not in FLOATS:
         raise ArgumentError(f"AdamW steps float32, bfloat16 and float16 parameters, got {p.dtype}")

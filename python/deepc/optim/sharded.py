@@ -42,6 +42,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.loss_scale = 1.0
         name = type(base).__name__
+        if isinstance(base, torch.optim.SparseAdam):
+            raise UnsupportedError("SparseAdam updates only the rows that a batch touched, and takes sparse gradients; the engine reduces "
+                                   "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
+                                   "their momentum alone); nn.Embedding(sparse=True) may stay")
         if not self.core and stage > 0 and name not in ELEMENTWISE and not allow_untested:
             raise ConfigError(f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that {', '.join(sorted(ELEMENTWISE))} treat each "
                               "element alone. Set zero_allow_untested_optimizer: true if yours does, or use stage 0.")
