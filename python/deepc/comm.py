@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,10 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def init_distributed(dist_backend: str | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT, init_method: str | None = None,
-                     rank: int = -1, world_size: int = -1, **ignored) -> None:
-    """Initialises torch.distributed unless it is. Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set: torchrun, deepc run)
-    with those ranks; else one process. dist_backend: default "deepc" (shared memory on CPU, NCCL beneath it on GPU)."""
+                     rank: int = -1, world_size: int = -1, **ignored: Any) -> None:
+    """Initialises torch.distributed unless it is. Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set: torchrun, deepc run; or what
+    srun and mpirun set) with those ranks; else one process. dist_backend: default "deepc" (shared memory on CPU, NCCL beneath it on GPU)."""
+    _adopt_place()
     if dist.is_initialized():
         return
     from .backend import register_backend
@@ -34,7 +36,22 @@ def init_distributed(dist_backend: str | None = None, *, timeout: datetime.timed
         raise ConfigError(f"some variables of a launcher are set ({', '.join(have)}) and {', '.join(missing)} are missing; start the script with "
                           "`deepc run` or `torchrun`, or unset them")
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _adopt_place() -> None:
+    """Under srun or mpirun: torchrun's variables from theirs, LOCAL_RANK among them. Raises ConfigError if they don't suffice."""
+    if "RANK" in os.environ:
+        return
+    from .launch.places import PlaceError, discover
+
+    try:
+        found = discover(os.environ)
+    except PlaceError as exc:
+        raise ConfigError(str(exc)) from None
+    if found is not None and found[1]["WORLD_SIZE"] != "1":
+        os.environ.update(found[1])
 
 
 def empty_registered(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -52,10 +69,11 @@ def empty_registered(*size: int, dtype: torch.dtype | None = None, group: dist.P
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0])
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return comm.registered(torch.Size(size).numel(), dtype).view(size)
+    registered: torch.Tensor = comm.registered(torch.Size(size).numel(), dtype)
+    return registered.view(size)
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False):
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     """Prints, on rank 0, what the comms logger has seen there: per operation and message size the calls, latency and bandwidth, in DeepSpeed's form
     (comms_logger.py has the units). Logging is on with the config section comms_logger {enabled: true}, or configure(). show_straggler: also how
     long the rank waited for the slowest one. return_dict: every rank gets its own tables. Collective over all ranks."""
@@ -76,7 +94,28 @@ def reset_log() -> None:
     logger.reset()
 
 
-def configure(deepspeed_config=None, *, enabled: bool | None = None, prof_all: bool = True, prof_ops=None, verbose: bool = False,
+def has_comm_data() -> bool:
+    """Whether the comms logger of this rank has seen a call."""
+    from .comms_logger import logger
+
+    return bool(logger.summary())
+
+
+def get_comm_operation_count() -> int:
+    """How many calls the comms logger of this rank has seen."""
+    from .comms_logger import logger
+
+    return sum(v["count"] for sizes in logger.summary().values() for v in sizes.values())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names of the operations that the comms logger of this rank has seen."""
+    from .comms_logger import logger
+
+    return list(logger.summary())
+
+
+def configure(deepspeed_config: Any = None, *, enabled: bool | None = None, prof_all: bool = True, prof_ops: Any = None, verbose: bool = False,
               debug: bool = False) -> None:
     """Starts or stops the comms logger without an engine. deepspeed_config: a configuration (path, JSON text or dict), whose section comms_logger
     is taken; the other arguments are that section's keys."""

@@ -1,61 +1,117 @@
 """The command line of `deepc run`, and the plan that follows from it. Nothing here starts a process.
 
-Takes DeepSpeed's launcher options as far as they mean something on one machine; what asks for several hosts is refused."""
+Takes DeepSpeed's launcher options; docs/launching.md has what each does here."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ArgumentError, UnsupportedError
+from . import bind, places
+from .hosts import Host, is_this_machine, read_hostfile, select, trim
 
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+LAUNCHERS = ("ssh", "slurm", "openmpi", "mpich", "impi", "mvapich")
+_DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's; job systems write it
+_DEFAULT_PORT = 29500
+_LOCAL = "localhost"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What will be started: `ranks` processes running `command` (without the interpreter), each with `env` on top of this
-    process's own environment. `devices`: the CUDA devices by index, empty on CPU. `notes`: what the user should read first."""
+    """What will be started: on each of `hosts` its ranks, each running `command` (without the interpreter) with `env` on top of the environment.
 
-    ranks: int
-    kind: str  # script | module | exec
+    launcher: "local" (one host, this one), "ssh" (an agent of deepc on every host) or the program that starts and watches the ranks. devices: the
+    CUDA devices by index where the only host is this one, empty on CPU. master: address and port where the ranks meet, if given. node: with no_ssh, which
+    of the hosts this one is. bind: "", "all" or a list of cores. cores: of this host, for its share of threads. notes: what the user should read first."""
+
+    hosts: tuple[Host, ...]
+    kind: str  # script | module | exec | call
     command: tuple[str, ...]
+    launcher: str = "local"
     devices: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    master: tuple[str, int] | None = None
+    master: tuple[str, int | None] | None = None
+    node: int | None = None
     pass_local_rank: bool = False
+    as_deepspeed: bool = False
+    bind: str = ""
+    cpu: bool = False
+    launcher_args: str = ""
+    ssh_port: int | None = None
+    connect_s: float = 20.0
+    venv_script: str | None = None
+    logs: str | None = None
+    pid_file: bool = False
+    quiet: bool = False
+    named: bool = True  # False: Slurm chooses the hosts
     notes: tuple[str, ...] = ()
 
+    @property
+    def ranks(self) -> int:
+        return sum(host.ranks for host in self.hosts)
+
     def describe(self) -> str:
-        place = f"CUDA devices {','.join(map(str, self.devices))}" if self.devices else "CPU"
-        shown = " ".join(f"{k}={v}" for k, v in sorted(self.env.items()))
-        lines = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''} on {place}; sets {shown or 'nothing'}", *self.notes]
+        sets = " ".join(f"{k}={v}" for k, v in sorted(self.env.items()))
+        given = os.environ.get("OMP_NUM_THREADS")
+        shown = f"; sets {sets}" if sets else f"; OMP_NUM_THREADS={given} as given" if given else ""
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if self.launcher == "local":
+            place = f"CUDA devices {','.join(map(str, self.devices))}" if self.devices else "the CPU"
+        else:
+            hosts = ", ".join(f"{h.name} ({h.ranks})" for h in self.hosts) if self.named else f"{self.hosts[0].ranks} each"
+            place = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''} through {self.launcher}: {hosts}"
+        bound = f"; bound to {'their share of the cores' if self.bind == 'all' else 'cores ' + self.bind}" if self.bind else ""
+        lines = [f"{ranks} on {place}{bound}{shown}", *self.notes]
         return "\n".join("deepc run: " + line for line in lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("how many ranks")
-    ranks.add_argument("--num_gpus", "--num-gpus", type=_positive, metavar="N",
-                       help="ranks, one per GPU; on a machine without GPUs N ranks on the CPU. Default: all GPUs, or 1 rank")
+    ranks.add_argument("--num_gpus", "--num-gpus", "--num_accelerators", type=_positive, metavar="N",
+                       help="ranks on each host, one per GPU; on a machine without GPUs N ranks on the CPU. Default: all GPUs, or the hostfile's slots, or 1")
     ranks.add_argument("--num_ranks", "--num-ranks", "--nproc", "--nproc_per_node", "--nproc-per-node", type=_positive, metavar="N",
                        help="the same under the name that fits a CPU")
     ranks.add_argument("--cpu", action="store_true", help="stay on the CPU even where there are GPUs")
-    ranks.add_argument("--include", metavar="localhost:0,1", help="only these GPUs of this machine")
-    ranks.add_argument("--exclude", metavar="localhost:0", help="all GPUs of this machine but these")
     hosts = parser.add_argument_group("where")
-    hosts.add_argument("--num_nodes", "--num-nodes", "--nnodes", type=_positive, default=1, metavar="1", help="machines; only 1 is supported")
-    hosts.add_argument("--hostfile", "-H", metavar="FILE", help="DeepSpeed hostfile ('host slots=N'); only one that names this machine alone")
-    hosts.add_argument("--master_addr", "--master-addr", metavar="ADDRESS", help="address of the rendezvous; default: a free port of this machine")
-    hosts.add_argument("--master_port", "--master-port", type=_positive, metavar="PORT")
+    hosts.add_argument("--hostfile", "-H", metavar="FILE", help="hosts to use, one line 'host slots=N' each (DeepSpeed's and MPI's format)")
+    hosts.add_argument("--include", "-i", metavar="HOST:0,1@HOST", help="only these hosts, and of a host only these slots (GPUs); of this machine: localhost:0,1")
+    hosts.add_argument("--exclude", "-e", metavar="HOST:0@HOST", help="all but these")
+    hosts.add_argument("--num_nodes", "--num-nodes", "--nnodes", type=_positive, metavar="N", help="only the first N hosts of the hostfile")
+    hosts.add_argument("--master_addr", "--master-addr", metavar="ADDRESS",
+                       help="address where the ranks meet; default: the first host's, as the others reach it")
+    hosts.add_argument("--master_port", "--master-port", type=_positive, metavar="PORT", help="default: a free one")
+    through = parser.add_argument_group("through what (several hosts)")
+    through.add_argument("--launcher", type=_launcher, metavar="{" + ",".join(LAUNCHERS) + "}",
+                         help="ssh: deepc starts and watches the ranks itself (default); else that launcher does, and deepc reports. pdsh means ssh")
+    through.add_argument("--launcher_args", "--launcher-args", default="", metavar="'ARGS'", help="further arguments of ssh, srun or mpirun, in one string")
+    through.add_argument("--ssh_port", "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
+    through.add_argument("--connect_timeout", "--connect-timeout", type=_positive, default=20, metavar="S", help="seconds until a silent host counts as unreachable")
+    through.add_argument("--venv_script", "--venv-script", metavar="FILE", help="a script to source on each host first")
+    through.add_argument("--force_multi", "--force-multi", action="store_true", help="through ssh also where one host, or this one, would do without")
+    through.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start only this host's ranks: you run the same line, with its --node_rank, on each host")
+    through.add_argument("--node_rank", "--node-rank", type=int, default=None, metavar="I", help="with --no_ssh: which host of the hostfile this is, from 0")
+    through.add_argument("--no_ssh_check", "--no-ssh-check", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's extra connection; there is none here
+    cores = parser.add_argument_group("cores")
+    cores.add_argument("--bind_cores_to_rank", "--bind-cores-to-rank", action="store_true",
+                       help="give each rank its own cores, and the memory beside them; OMP_NUM_THREADS becomes their number")
+    cores.add_argument("--bind_core_list", "--bind-core-list", metavar="0-3,8", help="the cores of each host to share out; default: all physical ones")
     what = parser.add_argument_group("what")
     what.add_argument("-m", "--module", action="store_true", help="the program is a module name, as in python -m")
     what.add_argument("--no_python", "--no-python", action="store_true", help="the program is any executable, not a Python script")
+    what.add_argument("--as-deepspeed", "--as_deepspeed", action="store_true",
+                      help="`import deepspeed` gives deepc in the program; it gets --local_rank=N as from DeepSpeed's launcher (unless --no_local_rank)")
     what.add_argument("--pass_local_rank", "--pass-local-rank", action="store_true",
-                      help="append --local_rank=N to the program's arguments (LOCAL_RANK is in the environment in any case)")
-    what.add_argument("--no_local_rank", "--no-local-rank", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's; already so here
+                      help="give --local_rank=N to the program (LOCAL_RANK is in the environment in any case)")
+    what.add_argument("--no_local_rank", "--no-local-rank", action="store_true", help="don't")
+    what.add_argument("--enable_each_rank_log", "--enable-each-rank-log", metavar="FOLDER", help="write each rank's output to a file of its own there")
+    what.add_argument("--save_pid", "--save-pid", action="store_true", help="write the launcher's pid to <its parent's pid>.deepspeed in the folder for temporary files")
+    what.add_argument("--quiet", "-q", action="store_true", help="say only what went wrong")
+    what.add_argument("--log_level", "--log-level", choices=("debug", "info", "warning", "error", "critical"), default="info", help=argparse.SUPPRESS)
+    what.add_argument("--autotuning", choices=("tune", "run"), help=argparse.SUPPRESS)
     what.add_argument("program", metavar="PROGRAM", help="script to run on every rank")
     what.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, passed on as they are")
 
@@ -70,6 +126,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _launcher(text: str) -> str:
+    name = {"pdsh": "ssh"}.get(text.lower(), text.lower())
+    if name not in LAUNCHERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LAUNCHERS)}")
+    return name
+
+
 def _cuda_devices() -> int:
     import torch
 
@@ -81,106 +144,157 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _check_hosts(args: argparse.Namespace) -> int | None:
-    """Refuses what needs several machines. Returns the slots that a hostfile gives this one."""
-    if args.num_nodes > 1:
-        raise UnsupportedError(f"--num_nodes {args.num_nodes}: deepc run starts ranks on this machine only. For several, start "
-                               "`torchrun --nnodes N ...` on each of them: scripts that use deepc run under it unchanged")
-    if not args.hostfile:
-        return None
-    try:
-        text = Path(args.hostfile).read_text()
-    except OSError as exc:
-        raise ArgumentError(f"--hostfile {args.hostfile}: {exc.strerror or exc}") from exc
-    lines = [line.split("#")[0].strip() for line in text.splitlines()]
-    hosts = [line for line in lines if line]
-    if len(hosts) != 1:
-        raise UnsupportedError(f"--hostfile {args.hostfile} names {len(hosts)} hosts: deepc run starts ranks on this machine only. Start "
-                               "`torchrun --nnodes N ...` on each of them: scripts that use deepc run under it unchanged")
-    match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([1-9]\d*)", hosts[0])
-    if not match:
-        raise ArgumentError(f"--hostfile {args.hostfile}: {hosts[0]!r} is not of the form 'host slots=N'")
-    _check_this_machine("--hostfile", match[1])
-    return int(match[2])
-
-
-def _check_this_machine(option: str, host: str) -> None:
-    names = _THIS_MACHINE + (os.uname().nodename, os.uname().nodename.split(".")[0])
-    if host not in names:
-        raise UnsupportedError(f"{option} names the host {host!r}, which is not this machine ({os.uname().nodename}): deepc run starts no "
-                               "ranks elsewhere. Write localhost, or start `torchrun --nnodes N ...` on each host")
-
-
-def _slots(option: str, text: str, available: int) -> list[int]:
-    """DeepSpeed's filter 'host:0,1[@host:...]' for this machine -> device indices in the order given."""
-    if "@" in text:
-        raise UnsupportedError(f"{option} {text!r} names several hosts: deepc run starts ranks on this machine only")
-    host, _, numbers = text.partition(":")
-    _check_this_machine(option, host)
-    if not numbers:
-        return list(range(available))
-    try:
-        slots = [int(n) for n in numbers.split(",")]
-    except ValueError:
-        raise ArgumentError(f"{option} {text!r} is not of the form localhost:0,1") from None
-    for slot in slots:
-        if not 0 <= slot < available:
-            raise ArgumentError(f"{option} {text!r}: there is no slot {slot}; this machine has {available} (0 to {available - 1})")
-    if len(set(slots)) != len(slots):
-        raise ArgumentError(f"{option} {text!r} names a slot twice")
-    return slots
-
-
-def _choose(args: argparse.Namespace, wanted: int | None, gpus: int) -> tuple[int, tuple[int, ...], list[str]]:
-    """Ranks, CUDA devices, notes."""
-    if args.include and args.exclude:
-        raise ArgumentError("--include and --exclude can't be given together")
-    slots = gpus or wanted or cores()
-    chosen = list(range(slots))
-    if args.include:
-        chosen = _slots("--include", args.include, slots)
-    elif args.exclude:
-        out = _slots("--exclude", args.exclude, slots)
-        chosen = [s for s in chosen if s not in out]
-        if not chosen:
-            raise ArgumentError(f"--exclude {args.exclude!r} leaves nothing to run on")
-    filtered = bool(args.include or args.exclude)
+# ---- which hosts ----------------------------------------------------------------------------------------------------------------
+def _on_this_machine(args: argparse.Namespace, wanted: int | None, gpus: int) -> tuple[Host, list[str]]:
+    """Without a hostfile: the ranks of this machine, and notes."""
+    if (args.num_nodes or 1) > 1:
+        raise ArgumentError(f"--num_nodes {args.num_nodes}: which hosts? Name them in a file, one line 'host slots=N' each, and add --hostfile FILE (or, inside a "
+                            "Slurm allocation, --launcher slurm)")
+    pool = {_LOCAL: tuple(range(gpus or wanted or cores()))}
+    chosen = select(pool, args.include, args.exclude)[_LOCAL]
     if gpus:
-        if wanted and wanted > len(chosen):
-            raise ArgumentError(f"{wanted} ranks asked for but there {'is' if len(chosen) == 1 else 'are'} only {len(chosen)} GPU"
-                                f"{'s' if len(chosen) != 1 else ''} to run on: ask for fewer, or add --cpu")
-        chosen = chosen[:wanted] if wanted else chosen
-        return len(chosen), tuple(chosen), []
-    ranks = len(chosen) if filtered else wanted or 1
+        return Host(_LOCAL, _first(chosen, wanted), True), []
+    slots = chosen if args.include or args.exclude else tuple(range(wanted or 1))
     notes = []
     if args.num_gpus and not args.cpu:
-        notes.append(f"no GPU on this machine: --num_gpus {args.num_gpus} means {ranks} rank{'s' if ranks > 1 else ''} on the CPU")
-    if ranks > cores():
-        notes.append(f"{ranks} ranks share {cores()} cores")
-    return ranks, (), notes
+        notes.append(f"no GPU on this machine: --num_gpus {args.num_gpus} means {len(slots)} rank{'s' if len(slots) > 1 else ''} on the CPU")
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
+    if nodes > 1:
+        notes.append(f"this Slurm job has {nodes} nodes and only this one is used: add --launcher slurm for all of them")
+    return Host(_LOCAL, slots, True), notes
 
 
-def plan(args: argparse.Namespace) -> Launch:
-    """What `args` (of add_arguments) asks for on this machine. Raises UnsupportedError for several hosts, ArgumentError for what
-    contradicts itself or is not there."""
-    if args.num_gpus and args.num_ranks and args.num_gpus != args.num_ranks:
-        raise ArgumentError(f"--num_gpus {args.num_gpus} and --num_ranks {args.num_ranks} say the same thing differently: give one")
+def _first(slots: tuple[int, ...], wanted: int | None) -> tuple[int, ...]:
+    if wanted and wanted > len(slots):
+        raise ArgumentError(f"{wanted} ranks asked for but there {'is' if len(slots) == 1 else 'are'} only {len(slots)} GPU"
+                            f"{'s' if len(slots) != 1 else ''} to run on: ask for fewer, or add --cpu")
+    return slots[:wanted] if wanted else slots
+
+
+def _of_hostfile(args: argparse.Namespace, path: str, wanted: int | None) -> tuple[Host, ...]:
+    pool = {name: tuple(range(slots)) for name, slots in read_hostfile(path).items()}
+    pool = trim(select(pool, args.include, args.exclude), args.num_nodes, wanted, f"--hostfile {path}")
+    return tuple(Host(name, slots, not args.force_multi and is_this_machine(name)) for name, slots in pool.items())
+
+
+def _of_slurm(args: argparse.Namespace, wanted: int | None) -> tuple[tuple[Host, ...], bool]:
+    """Without a hostfile: the allocation's hosts, or as many as Slurm shall find. The flag: their names are known."""
+    env = os.environ
+    names = places.expand(env.get("SLURM_JOB_NODELIST", ""))
+    per_node = wanted or int(env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or 1)
+    if not names:
+        if args.include or args.exclude:
+            raise ArgumentError("--include and --exclude need to know the hosts: add --hostfile, or run inside a Slurm allocation (salloc, sbatch)")
+        return tuple(Host(f"node {i}", tuple(range(per_node))) for i in range(args.num_nodes or 1)), False
+    pool = select({name: tuple(range(per_node)) for name in names}, args.include, args.exclude)
+    return tuple(Host(name, slots) for name, slots in trim(pool, args.num_nodes, None, "the Slurm allocation").items()), True
+
+
+# ---- what the options mean together ---------------------------------------------------------------------------------------------
+def _kind(args: argparse.Namespace) -> str:
     if args.module and args.no_python:
         raise ArgumentError("--module and --no_python can't be given together")
     kind = "module" if args.module else "exec" if args.no_python else "script"
     if kind == "script" and not Path(args.program).is_file():
         raise ArgumentError(f"there is no script {args.program!r} (looked in {os.getcwd()})")
-    slots = _check_hosts(args)
-    gpus = 0 if args.cpu else _cuda_devices()
-    ranks, devices, notes = _choose(args, args.num_gpus or args.num_ranks or slots, gpus)
+    if args.as_deepspeed and kind == "exec":
+        raise UnsupportedError("--as-deepspeed with --no_python: an executable's imports can't be changed from outside. Give the Python script itself, or write "
+                               "`import deepc.compat.deepspeed` at its top")
+    return kind
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.num_gpus and args.num_ranks and args.num_gpus != args.num_ranks:
+        raise ArgumentError(f"--num_gpus {args.num_gpus} and --num_ranks {args.num_ranks} say the same thing differently: give one")
+    if args.autotuning:
+        raise UnsupportedError("--autotuning does not exist in deepc yet; see docs/status.md. `deepc estimate` tells which settings fit")
+    if args.no_ssh and args.node_rank is None:
+        raise ArgumentError("--no_ssh needs --node_rank I: which host of the hostfile this is, from 0")
+    if args.node_rank is not None and not args.no_ssh:
+        raise ArgumentError("--node_rank has a meaning only with --no_ssh; without it deepc run starts the ranks of all hosts")
+    try:
+        shlex.split(args.launcher_args)
+    except ValueError as exc:
+        raise ArgumentError(f"--launcher_args {args.launcher_args!r}: {exc}") from None
+
+
+def _bind(args: argparse.Namespace) -> str:
+    """"", "all" or the list of cores."""
+    if not args.bind_core_list:
+        return "all" if args.bind_cores_to_rank else ""
+    try:
+        bind.parse_cores(args.bind_core_list)
+    except ValueError as exc:
+        raise ArgumentError(f"--bind_core_list {args.bind_core_list!r}: {exc}") from None
+    return str(args.bind_core_list)
+
+
+def threads(ranks: int, its_cores: int, bound: str, notes: list[str] | None = None) -> dict[str, str]:
+    """OMP_NUM_THREADS for `ranks` on a host where they may use `its_cores`, or nothing if the user has set it. A bound rank has a thread a core in any case."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    if not bound:
+        return {} if given else {"OMP_NUM_THREADS": str(max(1, its_cores // ranks))}  # else N ranks of as many threads as cores fight for them
+    if given and notes is not None:
+        notes.append(f"OMP_NUM_THREADS={given} gives way to --bind_cores_to_rank: one thread for each core of a rank")
+    return {}
+
+
+def _check_binding(host: Host, bound: str) -> dict[str, str]:
+    """Of this machine: what rank.py will do, so that it is refused here. Returns OMP_NUM_THREADS."""
+    try:
+        return {"OMP_NUM_THREADS": str(len(bind.cores_of(0, host.ranks, bound, os.sched_getaffinity(0))))}
+    except ValueError as exc:
+        raise ArgumentError(f"--bind_cores_to_rank: {exc}") from None
+
+
+def _local_env(args: argparse.Namespace, host: Host, gpus: int, bound: str, notes: list[str]) -> dict[str, str]:
     env = {}
     if args.cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    elif devices and devices != tuple(range(gpus)):
+    elif gpus and host.slots != tuple(range(gpus)):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(gpus)]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in devices)
-    if "OMP_NUM_THREADS" not in os.environ:  # else N ranks of as many threads as cores fight for them
-        env["OMP_NUM_THREADS"] = str(max(1, cores() // ranks))
-    master = (args.master_addr or "127.0.0.1", args.master_port or 29500) if args.master_addr or args.master_port else None
-    return Launch(ranks, kind, (args.program, *args.arguments), devices, env, master, args.pass_local_rank, tuple(notes))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in host.slots)
+    env.update(threads(host.ranks, cores(), bound, notes))
+    if bound:
+        env.update(_check_binding(host, bound))
+    elif host.ranks > cores():
+        notes.append(f"{host.ranks} ranks share {cores()} cores")
+    return env
+
+
+def _master(args: argparse.Namespace) -> tuple[str, int | None] | None:
+    if args.no_ssh or args.master_addr or args.master_port:
+        return args.master_addr or "", args.master_port
+    return None
+
+
+def plan(args: argparse.Namespace) -> Launch:
+    """What `args` (of add_arguments) asks for. Raises ArgumentError for what contradicts itself or is not there, UnsupportedError for what deepc lacks."""
+    _check(args)
+    kind, bound, wanted = _kind(args), _bind(args), args.num_gpus or args.num_ranks
+    path = args.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else None)
+    notes: list[str] = [] if args.hostfile or not path else [f"hosts from {path}"]
+    named = True
+    if path:
+        hosts = _of_hostfile(args, path, wanted)
+    elif args.launcher == "slurm":
+        hosts, named = _of_slurm(args, wanted)
+    else:
+        host, more = _on_this_machine(args, wanted, 0 if args.cpu else _cuda_devices())
+        hosts, notes = (host,), notes + more
+    launcher = args.launcher or "ssh"
+    if launcher == "ssh" and len(hosts) == 1 and hosts[0].local and not args.force_multi:
+        launcher = "local"
+    if args.no_ssh and not 0 <= args.node_rank < len(hosts):
+        raise ArgumentError(f"--node_rank {args.node_rank}: there are {len(hosts)} hosts, 0 to {len(hosts) - 1}")
+    gpus = 0 if args.cpu or launcher != "local" else _cuda_devices()
+    env = {"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {}
+    if launcher == "local":
+        if gpus and (wrong := [s for s in hosts[0].slots if s >= gpus]):
+            raise ArgumentError(f"slot {wrong[0]} asked for, but there are only {gpus} GPUs on this machine: ask for fewer, or add --cpu")
+        env = _local_env(args, hosts[0], gpus, bound, notes)
+    return Launch(hosts, kind, (args.program, *args.arguments), launcher, hosts[0].slots if gpus else (), env, _master(args), args.node_rank,
+                  (args.pass_local_rank or args.as_deepspeed) and not args.no_local_rank, args.as_deepspeed, bound, args.cpu, args.launcher_args, args.ssh_port,
+                  args.connect_timeout, args.venv_script, args.enable_each_rank_log if args.enable_each_rank_log != "None" else None, args.save_pid,
+                  args.quiet or args.log_level in ("error", "critical"), named, tuple(notes))

@@ -1,21 +1,47 @@
 """No process outlives the run: what a rank started and left behind (data-loader workers of a killed rank) is found and killed.
 
-The launcher is the subreaper of its descendants: an orphan becomes its child instead of init's, so every process of the run stays in the
-tree below the launcher, whatever session or process group it moved to. Linux only."""
+The agent is the subreaper of its descendants: an orphan becomes its child instead of init's, so every process of the run stays in the
+tree below the agent, whatever session or process group it moved to. Linux only. Only the standard library and no import of deepc: agent.py
+loads this file by its path."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import time
 
+LINGER_S = 0.25  # ranks look after their peers every 20 ms
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class LingeringPopen(subprocess.Popen[bytes]):
+    """A rank that failed stays a zombie for a moment before it is collected: from the zombie the other ranks read how it ended (its signal or exit
+    code; before Linux 6.15 there is no other place), and they get the time to say so before they are stopped as well."""
+
+    _seen: float | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._is_fresh():
+            return None
+        return super().poll()
+
+    def _is_fresh(self) -> bool:
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
+            return False
+        now = time.monotonic()
+        self._seen = self._seen or now
+        return now - self._seen < LINGER_S
 
 
 def become_subreaper() -> bool:
     """From now on orphaned descendants are reparented to this process. False where the kernel refuses."""
-    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def _parents() -> dict[int, int]:
