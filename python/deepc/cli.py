@@ -1,12 +1,145 @@
-"""The command `deepc` (also `python -m deepc`). One subcommand is one row of _COMMANDS; each imports what it needs when it runs."""
+"""The command `deepc` (also `python -m deepc`). One subcommand is one row of _COMMANDS, whose module is imported when the subcommand is
+used. What each does, with examples and exit codes: docs/cli.md."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from .errors import ArgumentError, CommError, ConfigError, UnsupportedError
+from .errors import DeepcError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand. arguments, run: "module:function" of this package; run takes the parsed arguments and returns the exit code."""
+
+    help: str
+    description: str
+    examples: tuple[str, ...]
+    exit_code: str
+    arguments: str
+    run: str
+
+
+_TWO = "2 the question can't be answered (a wrong argument, a file that is not there)"
+_COMMANDS: dict[str, Command] = {
+    "run": Command(
+        "start a training script on several ranks, here and on other hosts",
+        "Starts PROGRAM on every GPU, or on N ranks of the CPU, of this machine or of the hosts of a hostfile, and waits. A rank that "
+        "dies ends the run: its traceback is shown last, the exit code is its own, and no "
+        "process is left. The script finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under "
+        "torchrun.",
+        (
+            "deepc run --num_gpus 2 train.py --deepspeed_config ds_config.json",
+            "deepc run --num_ranks 2 -m package.train --epochs 3",
+            "deepc run --hostfile hosts --bind_cores_to_rank train.py",
+            "deepc run --as-deepspeed train.py --deepspeed ds_config.json",
+        ),
+        "that of the first rank that failed; 0 if none did; 2 a wrong argument",
+        "launch:add_arguments",
+        "cli:_run",
+    ),
+    "plan": Command(
+        "print the plan: which part of the model states lies where",
+        "The plan that deepc.initialize makes for these ranks, without allocating anything.",
+        ("deepc plan --config ds_config.json --model train.py:make_model --ranks 2",),
+        f"0; {_TWO}",
+        "estimate:plan_arguments",
+        "estimate:run_plan",
+    ),
+    "estimate": Command(
+        "predict the peak memory of a training",
+        "Model states by arithmetic, activations by a dry run of the model without values: per tier, per rank and per node.",
+        (
+            "deepc estimate --config ds_config.json --model train.py:make_model --batch 8x1024:int64 8x1024:int64 --ranks 2",
+            "deepc estimate --params 7e9 --largest-layer 131072000 --ranks 8",
+        ),
+        f"0 it fits here, 1 it does not; {_TWO}",
+        "estimate:add_arguments",
+        "estimate:run_estimate",
+    ),
+    "config": Command(
+        "explain a ds_config.json, list all keys",
+        "What a configuration means here, key by key, and what is wrong in it.",
+        ("deepc config check ds_config.json --ranks 2", "deepc config keys zero_optimization", "deepc config schema -o deepc.schema.json"),
+        f"0; 1 the configuration is wrong; {_TWO}",
+        "config_check:add_arguments",
+        "config_check:run",
+    ),
+    "report": Command(
+        "make a page of a run, or compare several",
+        "One HTML file that loads nothing: curves, time of a step, timeline, memory against its plan, communication, what happened, and "
+        "what stands out. Of several runs: "
+        'one page that compares them. A run writes its folder when its configuration has {"deepc": {"run_dir": "runs/name"}}, or under '
+        "DEEPC_RUN_DIR=runs/name.",
+        ("deepc report runs/name", "deepc report runs/a runs/b -o compare.html", "deepc report runs/name --open"),
+        f"0; 1 the page can't be written; {_TWO}",
+        "report:add_arguments",
+        "report:run",
+    ),
+    "ckpt": Command(
+        "look into checkpoints, verify, compare, export them",
+        "What is in a checkpoint, whether every byte is as it was written, what differs between two, and its weights as Hugging Face "
+        "safetensors.",
+        (
+            "deepc ckpt ls checkpoints",
+            "deepc ckpt verify checkpoints --all",
+            "deepc ckpt export checkpoints model-folder --dtype bf16",
+            "deepc ckpt diff a/step100 b/step100",
+        ),
+        f"0; 1 damaged (verify) or different (diff); {_TWO}",
+        "checkpoint.tool:add_arguments",
+        "checkpoint.tool:run",
+    ),
+    "bench": Command(
+        "measure this machine in 20 seconds",
+        "Matrix products, memory, the optimizer step against memory, collectives between ranks, disk. Medians; other processes make "
+        "them worse.",
+        ("deepc bench", "deepc bench --only collectives --ranks 4", "deepc bench --only disk --folder /data --json"),
+        f"0; 1 a part could not be measured; {_TWO}",
+        "bench:add_arguments",
+        "bench:run",
+    ),
+    "doctor": Command(
+        "check this machine, or tell where the ranks of a run hang",
+        "Without an argument: build, machine and limits, and a self-test of two ranks, with the fix for each thing that is wrong. With "
+        "the pid of one rank, --all, or dumps: "
+        "where every rank of the run is, which one is behind, and which call differs.",
+        ("deepc doctor", "deepc doctor --no-test --json", "deepc doctor 12345", "deepc doctor --all"),
+        f"0 all is well, 1 something is wrong; {_TWO}",
+        "doctor:add_arguments",
+        "doctor:run",
+    ),
+}
+
+_GUIDE = """deepc trains PyTorch models that one process can't hold or would take too long for.
+
+  In a script:   import deepc
+                 engine, optimizer, loader, scheduler = deepc.initialize(model=model, config="ds_config.json", training_data=data)
+  On two ranks:  deepc run --num_gpus 2 train.py
+
+{commands}
+
+  deepc COMMAND --help    options, examples, exit codes
+  deepc --version         versions of deepc, its C core, torch and Python
+  New here?               deepc doctor   checks this machine in half a minute"""
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f".{module}", __package__), function)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from .launch import plan, run
+
+    return run(plan(args))
 
 
 def _version() -> str:
@@ -30,94 +163,92 @@ class _ShowVersion(argparse.Action):
         parser.exit(0)
 
 
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    from .launch import add_arguments
+class _Parser(argparse.ArgumentParser):
+    """Its errors name the nearest spelling and where the help is."""
 
-    add_arguments(parser)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from .launch import plan, run
-
-    return run(plan(args))
-
-
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    from .doctor import add_arguments
-
-    add_arguments(parser)
+    def error(self, message: str) -> NoReturn:
+        known = [o for a in self._actions for o in a.option_strings]
+        known += [c for a in self._actions if isinstance(a, argparse._SubParsersAction) for c in a.choices]
+        wrong = re.match(r"(?:argument COMMAND: )?invalid choice: '([^']*)'", message) or re.match(
+            r"unrecognized arguments: (\S+)", message
+        )
+        near = difflib.get_close_matches(wrong[1].split("=")[0], known, 1, 0.5) if wrong else []
+        hint = f" Did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}.{hint}\n{self.prog} --help shows options and examples.\n")
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    from .doctor import run
-
-    return run(args)
-
-
-def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    from .estimate import add_arguments
-
-    add_arguments(parser)
+def epilog(command: Command) -> str:
+    """The end of a subcommand's help."""
+    return "examples:\n" + "".join(f"  {e}\n" for e in command.examples) + f"\nexit code: {command.exit_code}"
 
 
-def _estimate(args: argparse.Namespace) -> int:
-    from .estimate import run_estimate
+def _wrap(text: str) -> str:
+    import textwrap
 
-    return run_estimate(args)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from .estimate import plan_arguments
-
-    plan_arguments(parser)
+    return textwrap.fill(text, 100)
 
 
-def _plan(args: argparse.Namespace) -> int:
-    from .estimate import run_plan
-
-    return run_plan(args)
-
-
-# name: (help, description, adds its arguments, runs and returns the exit code)
-_COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "run": ("start a training script on several ranks of this machine",
-            "Starts PROGRAM on every GPU, or on N ranks of the CPU, and waits. A rank that dies ends the run: its traceback is shown last, the "
-            "exit code is its own, and no process is left. The script finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
-            "environment, as under torchrun. Example: deepc run --num_gpus 2 train.py --deepspeed_config ds_config.json",
-            _run_arguments, _run),
-    "doctor": ("check this machine, or tell where the ranks of a run hang",
-               "Without an argument: build, machine and limits, and a self-test of two ranks, with the fix for each thing that is wrong. With the pid of one "
-               "rank, --all, or dumps: where every rank of the run is, which one is behind, and which call differs. Exit code: 0 all is well, 1 something is "
-               "wrong, 2 the question can't be answered.",
-               _doctor_arguments, _doctor),
-    "estimate": ("predict the peak memory of a training",
-                 "Model states by arithmetic, activations by a dry run of the model without values: per tier, per rank and per node. Exit code 1: it does not fit "
-                 "here. Example: deepc estimate --config ds_config.json --model train:make_model --batch 8x1024:int64 8x1024:int64 --ranks 2",
-                 _estimate_arguments, _estimate),
-    "plan": ("print the plan: which part of the model states lies where",
-             "The plan that deepc.initialize makes for these ranks, without allocating anything. Example: deepc plan --config ds_config.json --model "
-             "train:make_model --ranks 2",
-             _plan_arguments, _plan),
-}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepc", description="Trains PyTorch models that one process can't hold or would take too long for.")
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all subcommands; `only`: just that one's arguments are added (their modules are not free to import)."""
+    parser = _Parser(
+        prog="deepc",
+        description="Trains PyTorch models that one process can't hold or would take too long for.",
+        epilog="deepc COMMAND --help shows examples and exit codes.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="versions of deepc, its C core, torch and Python")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (short, long, add, _) in _COMMANDS.items():
-        add(commands.add_parser(name, help=short, description=long, allow_abbrev=False))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, c in _COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=c.help,
+            description=_wrap(c.description),
+            epilog=epilog(c),
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if only in (None, name):
+            _resolve(c.arguments)(sub)
     return parser
+
+
+def _leaf(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the innermost subcommand that was given: its options are the ones to suggest."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and (chosen := getattr(args, action.dest, None)) is not None:
+            return _leaf(action.choices[chosen], args)
+    return parser
+
+
+def guide() -> str:
+    """What `deepc` alone shows."""
+    return _GUIDE.format(commands="\n".join(f"  deepc {n:<10}{c.help}" for n, c in _COMMANDS.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for what the command line asks in vain, else the subcommand's."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(guide())
+        return 0
+    parser = make_parser(words[0] if words[0] in _COMMANDS else "")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        _leaf(parser, args).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.command is None:
+        print(guide())
+        return 0
     try:
-        return _COMMANDS[args.command][3](args)
-    except (ArgumentError, CommError, ConfigError, UnsupportedError) as exc:
+        return _resolve(_COMMANDS[args.command].run)(args)
+    except DeepcError as exc:
         print(f"deepc {args.command}: error: {exc}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print(f"deepc {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -160,6 +160,82 @@ class CommsLoggerConfig:
 
 
 @dataclass(frozen=True)
+class TensorBoardConfig:
+    """Section tensorboard."""
+
+    enabled: bool
+    output_path: str | None
+    job_name: str | None
+
+
+@dataclass(frozen=True)
+class CSVConfig:
+    """Section csv_monitor."""
+
+    enabled: bool
+    output_path: str | None
+    job_name: str | None
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Section wandb."""
+
+    enabled: bool
+    group: str | None
+    team: str | None
+    project: str | None
+
+
+@dataclass(frozen=True)
+class CometConfig:
+    """Section comet."""
+
+    enabled: bool
+    samples_log_interval: int
+    project: str | None
+    workspace: str | None
+    api_key: str | None = field(repr=False)
+    experiment_name: str | None
+    experiment_key: str | None
+    online: bool | None
+    mode: str | None
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Section deepc.log: the line that a run prints."""
+
+    format: str
+    ranks: str
+    seconds: float
+    total_steps: int | None
+
+
+@dataclass(frozen=True)
+class FlopsProfilerConfig:
+    """Section flops_profiler."""
+
+    enabled: bool
+    recompute_fwd_factor: float
+    profile_step: int
+    module_depth: int
+    top_modules: int
+    detailed: bool
+    output_file: str | None
+
+
+@dataclass(frozen=True)
+class TimelineConfig:
+    """Section deepc.timeline: steps [first, last], (0, 0) is off."""
+
+    steps: tuple[float, float]
+    modules: bool
+    memory_ms: float
+    folder: str | None
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Section deepc.precision: when `"precision": "auto"` changes the precision, see precision.AutoPrecision."""
 
@@ -175,7 +251,10 @@ class DeepcConfig:
 
     bucket_elems: int | None
     deterministic: str | None
+    run_dir: str | None
+    log: LogConfig
     precision: PrecisionConfig
+    timeline: TimelineConfig
 
 
 @dataclass(frozen=True)
@@ -205,6 +284,11 @@ class Config:
     data_types: DataTypesConfig
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
+    flops_profiler: FlopsProfilerConfig
+    tensorboard: TensorBoardConfig
+    csv_monitor: CSVConfig
+    wandb: WandbConfig
+    comet: CometConfig
     deepc: DeepcConfig
     world_size: int
     device_type: str
@@ -262,7 +346,8 @@ class Config:
             origin = "auto" if row.path in self.auto else "given" if row.path in self.given else "default"
             if origin == "default" and row.path in _TRIANGLE:
                 origin = "derived"
-            lines.append(f"  {row.path} = {json.dumps(value, default=str)} ({origin}): {row.help}")
+            shown = "(hidden)" if row.path == "comet.api_key" and value else json.dumps(value, default=str)
+            lines.append(f"  {row.path} = {shown} ({origin}): {row.help}")
         if self.inert:
             lines += ["without effect here:", *("  " + line for line in self.describe_inert().splitlines())]
         if self.auto:
@@ -495,6 +580,7 @@ class _Loader:
         self._precision_rules()
         self._offload_rules()
         self._zeropp_rules()
+        self._timeline_rules()
         self._triangle()
         if self.auto and not self.allow_auto:
             self.errors.append(_auto_message(self.name, self.auto))
@@ -540,6 +626,8 @@ class _Loader:
         if value == AUTO and isinstance(value, str) and row.kind != "any" and not (row.kind == "str" and (row.ok is ANY or AUTO in row.choices)):
             self._take_auto(row)
             return
+        if path == "steps_per_print" and value == math.inf:
+            value = None  # never, as accelerate writes it
         try:
             checked = check_value(row, value)
         except _Bad as exc:
@@ -643,6 +731,12 @@ class _Loader:
                 self.fail(path, value, "asks for ZeRO++ on GPUs, which deepc does not have yet (CPU nodes have it). Remove the key.")
             elif leaf == "zero_hpz_partition_size" and self.world % value:
                 self.fail(path, value, f"does not divide the {self.world} rank(s). Set it to the number of ranks of a node, or to 1.")
+
+    def _timeline_rules(self) -> None:
+        path = "deepc.timeline.steps"
+        first, last = self.get(path)
+        if path in self.values and (first != int(first) or last != int(last) or not first <= last or (last > 0 and first < 1)):
+            self.fail(path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off).")
 
     def _triangle(self) -> None:
         if any(f"{k}" in self.auto for k in _TRIANGLE):
@@ -791,8 +885,12 @@ class _Loader:
                             offload_optimizer=self._fill(OffloadOptimizerConfig, f"{zero}.offload_optimizer"),
                             offload_param=self._fill(OffloadParamConfig, f"{zero}.offload_param")),
             data_types=DataTypesConfig("fp32"), checkpoint=self._fill(CheckpointConfig, "checkpoint"),
-            comms_logger=self._fill(CommsLoggerConfig, "comms_logger"),
-            deepc=self._fill(DeepcConfig, "deepc", precision=self._fill(PrecisionConfig, "deepc.precision")), world_size=self.world, device_type=self.device, source=self.name, raw=self.raw,
+            comms_logger=self._fill(CommsLoggerConfig, "comms_logger"), flops_profiler=self._fill(FlopsProfilerConfig, "flops_profiler"),
+            tensorboard=self._fill(TensorBoardConfig, "tensorboard"), csv_monitor=self._fill(CSVConfig, "csv_monitor"),
+            wandb=self._fill(WandbConfig, "wandb"), comet=self._fill(CometConfig, "comet"),
+            deepc=self._fill(DeepcConfig, "deepc", precision=self._fill(PrecisionConfig, "deepc.precision"), log=self._fill(LogConfig, "deepc.log"),
+                             timeline=self._fill(TimelineConfig, "deepc.timeline")),
+            world_size=self.world, device_type=self.device, source=self.name, raw=self.raw,
             inert=tuple(self.inert), auto=tuple(self.auto), given=frozenset(self.values))
 
 

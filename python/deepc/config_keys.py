@@ -82,8 +82,6 @@ _RESIDENT = "on a CPU, stage-3 parameters live once per node in shared memory: n
 _IN_PLACE = "deepc always reduces gradients where they lie, each rank reading its peers' buckets and writing only its own shard"
 _NVME = "offload to disk (NVMe)"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
-_MONITOR = "experiment monitors (tensorboard, wandb, comet, csv)"
-_FLOPS = "the flops profiler"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
 _TP = "tensor parallelism"
 _PIPE = "pipeline parallelism"
@@ -98,7 +96,8 @@ KEYS: tuple[Key, ...] = (
     _active("gradient_accumulation_steps", "int", None, "Micro-batches that are summed before one optimizer step.", gt=0, auto=True),
     _later("managed_gradient_accumulation", "bool", True, "accumulation boundaries owned by the caller"),
     # ---- printing and logging ----------------------------------------------------------------------------------------
-    _active("steps_per_print", "int", None, "Print a progress line every so many optimizer steps; null: never.", gt=0),
+    _active("steps_per_print", "int", None,
+            "Print a line every so many optimizer steps; null: never; absent: every deepc.log.seconds (docs/logging.md).", gt=0),
     _active("wall_clock_breakdown", "bool", False, "Time forward, backward, reduction and step, and print them."),
     _active("memory_breakdown", "bool", False, "Print the memory in use after forward, backward and step."),
     _active("dump_state", "bool", False, "Print the whole configuration and plan at initialization."),
@@ -271,32 +270,32 @@ KEYS: tuple[Key, ...] = (
     _inert("aio.single_submit", "bool", False, "Asynchronous I/O.", "there is no NVMe offload yet"),
     _inert("aio.overlap_events", "bool", True, "Asynchronous I/O.", "there is no NVMe offload yet"),
     _inert("aio.use_gds", "bool", False, "GPUDirect storage.", "there is no NVMe offload yet"),
-    _later("tensorboard.enabled", "bool", False, _MONITOR),
-    _later("tensorboard.output_path", "str", "", _MONITOR, ok=ANY, null=True),
-    _later("tensorboard.job_name", "str", "DeepSpeedJobName", _MONITOR, ok=ANY, null=True),
-    _later("csv_monitor.enabled", "bool", False, _MONITOR),
-    _later("csv_monitor.output_path", "str", "", _MONITOR, ok=ANY, null=True),
-    _later("csv_monitor.job_name", "str", "DeepSpeedJobName", _MONITOR, ok=ANY, null=True),
-    _later("wandb.enabled", "bool", False, _MONITOR),
-    _later("wandb.group", "str", None, _MONITOR, ok=ANY),
-    _later("wandb.team", "str", None, _MONITOR, ok=ANY),
-    _later("wandb.project", "str", "deepspeed", _MONITOR, ok=ANY, null=True),
-    _later("comet.enabled", "bool", False, _MONITOR),
-    _later("comet.samples_log_interval", "int", 100, _MONITOR, ok=ANY),
-    _later("comet.project", "str", None, _MONITOR, ok=ANY),
-    _later("comet.workspace", "str", None, _MONITOR, ok=ANY),
-    _later("comet.api_key", "str", None, _MONITOR, ok=ANY),
-    _later("comet.experiment_name", "str", None, _MONITOR, ok=ANY),
-    _later("comet.experiment_key", "str", None, _MONITOR, ok=ANY),
-    _later("comet.online", "bool", None, _MONITOR, ok=ANY),
-    _later("comet.mode", "str", None, _MONITOR, ok=ANY),
-    _later("flops_profiler.enabled", "bool", False, _FLOPS),
-    _later("flops_profiler.recompute_fwd_factor", "number", 0.0, _FLOPS, ok=ANY),
-    _later("flops_profiler.profile_step", "int", 1, _FLOPS, ok=ANY),
-    _later("flops_profiler.module_depth", "int", -1, _FLOPS, ok=ANY),
-    _later("flops_profiler.top_modules", "int", 1, _FLOPS, ok=ANY),
-    _later("flops_profiler.detailed", "bool", True, _FLOPS, ok=ANY),
-    _later("flops_profiler.output_file", "str", None, _FLOPS, ok=ANY),
+    _active("tensorboard.enabled", "bool", False, "Write TensorBoard event files (package tensorboard)."),
+    _active("tensorboard.output_path", "str", "", "Folder of the event files.", null=True),
+    _active("tensorboard.job_name", "str", "DeepSpeedJobName", "Folder inside it.", null=True),
+    _active("csv_monitor.enabled", "bool", False, "Write a CSV file per scalar."),
+    _active("csv_monitor.output_path", "str", "", "Folder of the CSV files.", null=True),
+    _active("csv_monitor.job_name", "str", "DeepSpeedJobName", "Folder inside it.", null=True),
+    _active("wandb.enabled", "bool", False, "Log to Weights & Biases (package wandb)."),
+    _active("wandb.group", "str", None, "Group of the run."),
+    _active("wandb.team", "str", None, "Team (entity)."),
+    _active("wandb.project", "str", "deepspeed", "Project.", null=True),
+    _active("comet.enabled", "bool", False, "Log to Comet (package comet_ml)."),
+    _active("comet.samples_log_interval", "int", 100, "A scalar is sent once in so many samples.", ge=0),
+    _active("comet.project", "str", None, "Project."),
+    _active("comet.workspace", "str", None, "Workspace."),
+    _active("comet.api_key", "str", None, "Key of the account; better in the environment (COMET_API_KEY)."),
+    _active("comet.experiment_name", "str", None, "Name of the experiment."),
+    _active("comet.experiment_key", "str", None, "Key of the experiment, 32 to 50 characters."),
+    _active("comet.online", "bool", None, "false: an offline experiment, written to a file."),
+    _active("comet.mode", "str", None, "get, create or get_or_create."),
+    _active("flops_profiler.enabled", "bool", False, "Profile one step: parameters, MACs, FLOPs and time of every module (docs/profiling.md)."),
+    _active("flops_profiler.recompute_fwd_factor", "number", 0.0, "How much of the forward runs again in backward (checkpointing of everything: 1.0).", ge=0),
+    _active("flops_profiler.profile_step", "int", 1, "Profile after so many optimizer steps; the first ones only warm up.", ge=0),
+    _active("flops_profiler.module_depth", "int", -1, "Depths of modules in the table of top modules; -1: all.", ge=-1),
+    _active("flops_profiler.top_modules", "int", 1, "Modules per depth in that table.", ge=0),
+    _active("flops_profiler.detailed", "bool", True, "Also the model's tree with every module's figures."),
+    _active("flops_profiler.output_file", "str", None, "Write the profile there; null: print it."),
     _active("comms_logger.enabled", "bool", False, "Log every collective's size, latency and bandwidth; print them with deepc.comm.log_summary()."),
     _active("comms_logger.verbose", "bool", False, "A line per call."),
     _active("comms_logger.prof_all", "bool", True, "All operations; false: those of prof_ops."),
@@ -370,6 +369,18 @@ KEYS: tuple[Key, ...] = (
     _active("deepc.deterministic", "str", None,
             "\"layout\": bit-identical weights for any number of ranks, ZeRO stage and split into ranks and accumulation (docs/determinism.md).",
             choices=("layout",)),
+    _active("deepc.run_dir", "str", None, "Folder for run.json and metrics.jsonl (docs/logging.md); null: nothing is written. DEEPC_RUN_DIR replaces it."),
+    _active("deepc.log.format", "str", "auto",
+            "auto: a live line on a terminal, plain lines elsewhere; plain; rich: the live line; json: JSON lines; none. DEEPC_LOG replaces it.",
+            choices=("auto", "plain", "rich", "json", "none")),
+    _active("deepc.log.ranks", "str", "first", "Which ranks print: first, or all. DEEPC_LOG_RANKS replaces it.", choices=("first", "all")),
+    _active("deepc.log.seconds", "number", 10.0, "Without steps_per_print: a line every so many seconds (at the first step also).", gt=0),
+    _active("deepc.log.total_steps", "int", None, "Optimizer steps of the whole run, for the ETA; null: from the LR schedule.", gt=0),
+    _active("deepc.timeline.steps", "numbers", (0, 0), "Record a timeline of these optimizer steps, [first, last], the first step is 1 (docs/profiling.md).",
+            ge=0),
+    _active("deepc.timeline.modules", "bool", False, "Also every module's forward and backward."),
+    _active("deepc.timeline.memory_ms", "number", 5.0, "Milliseconds between samples of memory; 0: only at the borders of forward, backward and step.", ge=0),
+    _active("deepc.timeline.folder", "str", None, "Folder of the trace files; null: the run folder, or \"timeline\"."),
     _active("deepc.precision.overflow_steps", "int", 2, "precision \"auto\": so many steps in a row with gradients or a loss that are not finite: fp32.",
             ge=1),
     _active("deepc.precision.divergence_factor", "number", 2.0,
@@ -414,3 +425,28 @@ ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax
 
 AUTO_SCHEDULER_PARAMS = frozenset({"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"})
 """Schedule arguments that an integration may leave "auto"."""
+
+DIFFERS: dict[str, str] = {
+    "zero_optimization.stage": (
+        "all stages give equal bits; stage 1 keeps whole gradients no longer than stage 2; on a CPU node stage 3's parameters exist "
+        "once for all ranks."
+    ),
+    "zero_optimization.reduce_bucket_size": (
+        "buckets hold at most 1 Mi elements, which is as fast in shared memory and takes less of it; smaller values are kept."
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model writes safetensors.",
+    "zero_optimization.zero_hpz_partition_size": "the secondary partition always is the node.",
+    "zero_optimization.zero_quantized_weights": "acts between nodes only: inside a node no parameter moves.",
+    "zero_optimization.zero_quantized_gradients": "acts between nodes only: inside a node gradients are reduced where they lie, in fp32.",
+    "fp16.enabled": "fp32 masters start from the values that the model had, not from their 16-bit rounding.",
+    "bf16.enabled": (
+        "fp32 masters start from the values that the model had, not from their 16-bit rounding; a step whose gradients are not finite "
+        "is skipped."
+    ),
+    "gradient_accumulation_steps": "gradients are always summed in fp32; no_sync() works at every stage.",
+    "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
+    "optimizer.type": (
+        "Adam and AdamW are deepc's fused kernel; any class of torch.optim works, the elementwise ones under every ZeRO stage."
+    ),
+}
+"""Where a key that is used does something else than in DeepSpeed, in a sentence."""

@@ -49,11 +49,57 @@ def _build() -> list[Check]:
     where = library_dir()
     shim = "" if (where / "libdeepc_torch.so").exists() else f"{where}/libdeepc_torch.so is missing: install deepc-torch again"
     return [
-        Check("deepc", "fail" if shim else "ok", f"{C.dc_version().decode()} in {where}", shim),
+        Check("deepc", "fail" if shim else "ok", f"{C.dc_version().decode()} in {where}{_libraries(where)}", shim),
         _isa(),
         Check("python", "ok", platform.python_version()),
-        Check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        _torch(torch),
+        _extras(),
     ]
+
+
+def _libraries(where: Path) -> str:
+    """Which of the libraries this build has, with the day they were made."""
+    found = [(n, where / f"libdeepc{s}.so") for n, s in (("core", ""), ("torch", "_torch"), ("CUDA", "_cuda"))]
+    there = [(n, p) for n, p in found if p.exists()]
+    made = max((p.stat().st_mtime for _, p in there), default=0.0)
+    return f" ({', '.join(n for n, _ in there)}; {time.strftime('%Y-%m-%d', time.localtime(made))})"
+
+
+def _torch(torch: Any) -> Check:
+    value = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    version = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2] if p.isdigit())
+    if version < (2, 10):
+        return Check("torch", "fail", value, "deepc needs torch 2.10 or later: pip install -U torch")
+    return Check("torch", "ok", value)
+
+
+_EXTRAS = (
+    "numpy",
+    "safetensors",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "lightning",
+    "tensorboard",
+    "wandb",
+    "comet_ml",
+    "rich",
+    "deepspeed",
+)
+
+
+def _extras() -> Check:
+    """Packages that deepc works with where they are installed; asked of their metadata, not imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in _EXTRAS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Check("packages", "ok", ", ".join(found) or "none of those that deepc works with")
 
 
 def _isa() -> Check:
@@ -92,8 +138,14 @@ def _gpus() -> list[Check]:
                 )
             ]
         return [Check("GPUs", "ok", "none; training runs on the CPU")]
+    from ._lib import library_dir
+
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [Check("GPUs", "ok", f"{len(names)}: {', '.join(sorted(set(names)))}; CUDA {torch.version.cuda}")]
+    free = [f"{f / 2**30:.0f} of {t / 2**30:.0f} GiB" for f, t in (torch.cuda.mem_get_info(i) for i in range(len(names)))]
+    value = f"{len(names)}: {', '.join(sorted(set(names)))}; free {', '.join(free)}; CUDA {torch.version.cuda}"
+    if not (library_dir() / "libdeepc_cuda.so").exists():
+        return [Check("GPUs", "fail", value, "this build of deepc has no libdeepc_cuda.so: install the wheel, or build with DEEPC_CUDA=ON")]
+    return [Check("GPUs", "ok", value)]
 
 
 def _variables() -> list[Check]:
@@ -107,13 +159,14 @@ def _variables() -> list[Check]:
     while C.dc_env_at(i, ctypes.byref(name), ctypes.byref(value), ctypes.byref(text)) == 0:
         known.append(name.value.decode())
         i += 1
-    own = {"DEEPC_LAUNCHER_PID", "DEEPC_LOG_LEVEL"}  # of the Python side
+    python_side = "AS_DEEPSPEED BIND CUDA LAUNCHER_PID LOCAL_RANK_ARGUMENT LOG LOG_LEVEL LOG_RANKS REPORT_TO RUN_DIR TIMELINE"
+    own = {f"DEEPC_{n}" for n in python_side.split()}
     found = []
     for var in sorted(v for v in os.environ if v.startswith("DEEPC_") and not v.startswith("DEEPC_TEST") and v not in own):
         if var in known:
             found.append(Check(var, "ok", os.environ[var]))
         else:
-            near = difflib.get_close_matches(var, known, 1)
+            near = difflib.get_close_matches(var, [*known, *own], 1)
             found.append(Check(var, "warn", f"{os.environ[var]} (no such variable)", f"did you mean {near[0]}?" if near else "unset it"))
     return found
 
@@ -196,11 +249,40 @@ def _limit(name: str, kind: int, least: int, unit: int, flag: str, why: str, sta
     return Check(name, "ok" if enough else state, f"{shown(soft)} (hard {shown(hard)})", fix)
 
 
+def _shm() -> Check:
+    """deepc's own shared memory has no name and needs no /dev/shm; torch's DataLoader workers and NCCL use it."""
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as exc:
+        return Check("/dev/shm", "warn", str(exc), "mount a tmpfs there: DataLoader workers need it (deepc itself does not)")
+    size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    value = f"{free / _MIB:,.0f} of {size / _MIB:,.0f} MiB free"
+    if free < 256 * _MIB:
+        fix = "start the container with --shm-size=1g or more: DataLoader workers hand batches over there (deepc itself does not use it)"
+        return Check("/dev/shm", "warn", value, fix)
+    return Check("/dev/shm", "ok", value)
+
+
+def _io_uring() -> Check:
+    """Tried by opening a ring. Nothing needs it yet (offload to disk would), so that its absence is no warning."""
+    number = 425  # of io_uring_setup, on every architecture
+    libc, params = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(120)
+    fd = libc.syscall(number, 1, params)
+    if fd >= 0:
+        os.close(fd)
+        return Check("io_uring", "ok", "works")
+    reason, off = os.strerror(ctypes.get_errno()), _read("/proc/sys/kernel/io_uring_disabled")
+    why = f", kernel.io_uring_disabled = {off}" if off not in ("", "0") else ""
+    return Check("io_uring", "ok", f"not available ({reason}{why}); deepc does without it")
+
+
 def _limits() -> list[Check]:
     return [
         _limit("open files", resource.RLIMIT_NOFILE, 1024, 1, "-n", "a group of n ranks holds 2 n descriptors in each"),
         _limit("locked memory", resource.RLIMIT_MEMLOCK, 8 * _MIB, 1024, "-l", "only pinned host memory and RDMA need it"),
         _limit("file size", resource.RLIMIT_FSIZE, 1 << 34, 1024, "-f", "shared segments count as files", "fail"),
+        _shm(),
+        _io_uring(),
     ]
 
 
@@ -295,6 +377,18 @@ def _huge_pages() -> Check:
     return Check("huge pages", "ok", value)
 
 
+def _heap() -> Check:
+    """Whether the memory of large tensors is kept between the steps of a CPU run."""
+    from . import memory
+
+    if memory.keep_heap():
+        memory.keep_heap(False)
+        return Check("kept heap", "ok", "works: a step finds the memory of the one before, without page faults")
+    if os.environ.get("DEEPC_KEEP_HEAP") == "0":
+        return Check("kept heap", "ok", "off (DEEPC_KEEP_HEAP=0)")
+    return Check("kept heap", "warn", "not with this build of torch", "install torch's own wheel: large tensors are mapped anew at every step else")
+
+
 def _hostname() -> Check:
     """Gloo, beneath the backend, listens on the address of the host's name."""
     name = socket.gethostname()
@@ -320,6 +414,7 @@ def machine_checks() -> list[Check]:
         *_syscalls(),
         _single_copy(),
         _huge_pages(),
+        _heap(),
         _hostname(),
     ]
 

@@ -332,9 +332,6 @@ LATER = [
     ("zero_optimization.offload_param.device", "nvme", "NVMe"),
     ("zero_optimization.offload_optimizer.device", "nvme", "NVMe"),
     ("zero_optimization.offload_optimizer.ratio", 0.5, "a part of the optimizer states"),
-    ("flops_profiler.enabled", True, "flops profiler"),
-    ("tensorboard.enabled", True, "monitors"),
-    ("wandb.enabled", True, "monitors"),
     ("elasticity.enabled", True, "elastic"),
     ("autotuning.enabled", True, "autotuning"),
     ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
@@ -782,7 +779,7 @@ def test_a_real_configuration_that_asks_for_more_gets_the_precise_error():
     message = refused(
         {
             **CIFAR,
-            "tensorboard": {"enabled": True, "output_path": "logs/"},
+            "autotuning": {"enabled": True, "results_dir": "logs/"},
             "zero_optimization": {
                 **CIFAR["zero_optimization"],
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
@@ -790,7 +787,7 @@ def test_a_real_configuration_that_asks_for_more_gets_the_precise_error():
             },
         }
     )
-    assert "tensorboard.enabled = true asks for experiment monitors" in message and "offload to disk (NVMe)" in message
+    assert "autotuning.enabled = true asks for autotuning" in message and "offload to disk (NVMe)" in message
 
 
 def test_auto_is_an_error_that_lists_the_keys():

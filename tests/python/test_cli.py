@@ -1,0 +1,153 @@
+"""The command line as a whole: the guide, help with examples, errors that name the fix; and `deepc bench`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from deepc import bench, cli, doctor
+from deepc.cli import main
+from deepc.errors import ArgumentError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_without_arguments_a_guide(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"deepc {name}" in out for name in cli._COMMANDS) and "deepc.initialize" in out
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_help_teaches(name, capsys):
+    with pytest.raises(SystemExit) as exc:
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert exc.value.code == 0 and "examples:" in out and "exit code:" in out and f"deepc {name}" in out
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_examples_are_valid_command_lines(name):
+    parser = cli.make_parser(name)
+    for example in cli._COMMANDS[name].examples:
+        words = shlex.split(example)
+        assert words[0] == "deepc" and parser.parse_args(words[1:]).command == name, example
+
+
+def test_examples_of_second_level_commands_are_valid():
+    for name in ("ckpt", "config"):
+        parser = cli.make_parser(name)
+        nested = next(
+            a
+            for a in cli._leaf(parser, parser.parse_args([name, *(["ls", "x"] if name == "ckpt" else ["keys"])]))._actions
+            if a.dest != "help"
+        )
+        assert nested is not None
+        top = next(a for a in parser._actions if a.dest == "command").choices[name]
+        for sub in next(a for a in top._actions if a.dest == f"{name}_command").choices.values():
+            for line in re.findall(r"^  (deepc .*)$", sub.epilog, re.M):
+                assert parser.parse_args(shlex.split(line)[1:]).command == name, line
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["reprot"], "Did you mean report?"),
+        (["config", "chek"], "Did you mean check?"),
+        (["ckpt", "verify", "x", "--al"], "Did you mean --all?"),
+        (["bench", "--jsn"], "Did you mean --json?"),
+        (["--vershun"], "Did you mean --version?"),
+    ],
+)
+def test_wrong_words_get_the_nearest_spelling(words, says, capsys):
+    with pytest.raises(SystemExit) as exc:
+        main(words)
+    assert exc.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_the_documentation_has_every_command():
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert [n for n in cli._COMMANDS if f"deepc {n}" not in text] == []
+    for line in re.findall(r"^deepc (.*)$", text, re.M):
+        words = shlex.split(line, comments=True)
+        if words and words[0] in cli._COMMANDS:
+            assert cli.make_parser(words[0]).parse_args(words).command == words[0], line
+
+
+# ---- bench ----------------------------------------------------------------------------------------------------------------------------
+def test_bench_measures_the_parts_of_one_process(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_elements", lambda per, wanted: 1 << 20)
+    assert main(["bench", "--seconds", "0.5", "--folder", str(tmp_path), "--only", "gemm,memory,optimizer,disk", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"machine", *bench.PARTS} - {"collectives"}
+    assert all(r["tflops"] > 0 for r in found["gemm"]) and found["memory"]["gb_per_s"] > 0 and found["disk"]["write_mb_per_s"] > 0
+    o = found["optimizer"]
+    assert o["gb_per_s"] == pytest.approx(28 * o["parameters"] / o["seconds"] / 1e9) and o["of_memory_rate"] > 0
+    assert list(tmp_path.iterdir()) == []
+    for part, value in found.items():
+        bench._print(part, value)
+    out = capsys.readouterr().out
+    assert "GB/s" in out and "TFLOP/s" in out and "disk at" in out
+
+
+@pytest.mark.full
+def test_bench_measures_collectives(capsys):
+    assert main(["bench", "--seconds", "1", "--only", "collectives", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["collectives"]
+    assert {(r["op"], r["bytes"]) for r in rows} == {(op, n) for op in bench._OPS for n in bench._SIZES} | {("barrier", 0)}
+    assert all(r["seconds"] > 0 for r in rows) and sum(r["gloo_seconds"] is not None for r in rows) == 2
+    bench._print("collectives", rows)
+    assert "all_reduce" in capsys.readouterr().out
+
+
+def test_bench_refuses_what_it_does_not_know(tmp_path):
+    with pytest.raises(ArgumentError, match="unknown part 'gem'"):
+        bench.measure(("gem",))
+    with pytest.raises(ArgumentError, match="at least 2"):
+        bench.measure(("collectives",), ranks=1)
+    with pytest.raises(ArgumentError, match="there is no folder"):
+        bench.measure(("disk",), folder=str(tmp_path / "none"))
+
+
+def test_bench_tells_a_part_that_can_not_be_measured(monkeypatch, capsys):
+    from deepc import memory
+
+    monkeypatch.setattr(memory, "available", lambda: 1 << 20)
+    assert main(["bench", "--only", "memory,optimizer", "--seconds", "0.1"]) == 1
+    assert capsys.readouterr().out.count("not measured") == 2
+
+
+# ---- doctor's further lines -----------------------------------------------------------------------------------------------------------
+def test_doctor_tells_of_shm_io_uring_packages_and_libraries():
+    checks = {c.name: c for c in doctor.machine_checks()}
+    assert {"/dev/shm", "io_uring", "packages", "kept heap", "locked memory", "deepc", "torch", "GPUs"} <= set(checks)
+    assert "core, torch" in checks["deepc"].value and "numpy" in checks["packages"].value
+    assert checks["io_uring"].value == "works" or "deepc does without it" in checks["io_uring"].value
+
+
+def test_doctor_of_a_small_shm(monkeypatch):
+    import os
+
+    real = os.statvfs
+
+    def small(path):
+        return os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255)) if path == "/dev/shm" else real(path)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    check = doctor._shm()
+    assert check.state == "warn" and "--shm-size" in check.fix and check.value == "64 of 64 MiB free"
+
+
+def test_doctor_of_an_old_torch():
+    class Old:
+        __version__ = "2.4.1+cpu"
+
+        @staticmethod
+        def get_num_threads() -> int:
+            return 1
+
+    check = doctor._torch(Old)
+    assert check.state == "fail" and "2.10" in check.fix

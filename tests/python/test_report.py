@@ -1,0 +1,352 @@
+"""`deepc report`: what is read of a run folder, what is said of it, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import report_runs
+from deepc.errors import ArgumentError
+from deepc.report import digest as d
+from deepc.report import write_report
+from deepc.report.folder import read_runs
+from deepc.report.page import embedded, page
+
+
+def read(folder: Path):
+    return read_runs(folder)[0]
+
+
+def data_of(path: Path) -> dict:
+    """The JSON in a page."""
+    text = path.read_text()
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------------------------
+def test_a_whole_folder_is_read(tmp_path):
+    run = read(report_runs.whole(tmp_path / "a", steps=50))
+    assert [s["step"] for s in run.steps] == list(range(1, 51))
+    assert sorted(run.traces) == sorted(run.comms) == sorted(run.late) == [0, 1]
+    assert run.info["model"]["class"] == "GPT" and "Flops Profiler" in run.flops and run.problems == []
+
+
+def test_what_is_no_run_says_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="there is no run folder 'none'.*run_dir"):
+        read_runs("none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArgumentError, match="holds no run"):
+        read_runs(tmp_path / "empty")
+    report_runs.whole(tmp_path / "runs" / "one", steps=3)
+    with pytest.raises(ArgumentError, match="Its folders one are runs"):
+        read_runs(tmp_path / "runs")
+    with pytest.raises(ArgumentError, match="Runs here: runs/one"):
+        read_runs("nowhere")
+    with pytest.raises(ArgumentError, match="is a file"):
+        read_runs(tmp_path / "runs" / "one" / "run.json")
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "trace.rank0.json", "comms.rank1.json", "flops.txt"])
+def test_a_page_is_made_of_any_one_file(tmp_path, name):
+    whole = report_runs.whole(tmp_path / "whole", steps=20)
+    (tmp_path / "part").mkdir()
+    shutil.copy(whole / name, tmp_path / "part" / name)
+    found = data_of(write_report(tmp_path / "part"))["runs"][0]
+    there = {
+        "run.json": found["config"],
+        "metrics.jsonl": found["curves"],
+        "trace.rank0.json": found["timeline"],
+        "comms.rank1.json": found["communication"],
+        "flops.txt": found["flops"],
+    }
+    assert [k for k, v in there.items() if v] == [name]
+
+
+def test_a_run_that_was_killed_is_read_up_to_its_last_whole_line(tmp_path):
+    folder = report_runs.whole(tmp_path / "a", steps=30)
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:40])
+    (folder / "trace.rank0.json").write_text('{"traceEvents": [{"ph": "X"')
+    run = read(folder)
+    assert [s["step"] for s in run.steps] == list(range(1, 31))  # the last line is the eval_loss of step 30
+    assert any("cut off" in p for p in run.problems) and any("trace.rank0.json can't be read" in p for p in run.problems)
+    assert sorted(run.traces) == [0, 1] and run.traces[0] == []
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
+    rows = (
+        [{"step": s, "loss": 1.0, "at": s} for s in range(1, 11)]
+        + [{"event": "resume", "step": 6, "at": 11}]
+        + [{"step": s, "loss": 2.0, "at": s + 10} for s in range(7, 9)]
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    run = read(tmp_path)
+    assert [(s["step"], s["loss"]) for s in run.steps] == [(s, 1.0) for s in range(1, 7)] + [(7, 2.0), (8, 2.0)]
+    assert run.restarts == [7] and [e["kind"] for e in d.events(run)] == ["resume"]
+
+
+def test_engines_of_one_process_are_runs_of_their_own(tmp_path):
+    folder = report_runs.whole(tmp_path / "gan", steps=5)
+    shutil.copy(folder / "run.json", folder / "run.2.json")
+    shutil.copy(folder / "metrics.jsonl", folder / "metrics.2.jsonl")
+    runs = data_of(write_report(folder))["runs"]
+    assert [r["name"] for r in runs] == ["gan", "gan (engine 2)"] and runs[1]["timeline"] is None
+
+
+# ---- digesting ------------------------------------------------------------------------------------------------------------------------
+def test_thinning_keeps_spikes_and_both_ends():
+    xs = list(range(100_000))
+    ys = [0.0] * 100_000
+    ys[77_777], ys[33] = 9.0, -9.0
+    tx, ty = d.thin(xs, ys)
+    assert len(tx) <= d.POINTS + 2 and (tx[0], tx[-1]) == (0, 99_999)
+    assert dict(zip(tx, ty))[77_777] == 9.0 and dict(zip(tx, ty))[33] == -9.0
+    assert d.thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
+
+
+def test_curves_have_what_was_recorded_and_gaps_where_it_was_not_finite(tmp_path):
+    rows = [
+        {"step": 1, "at": 0.5, "loss": 2.0, "lr": 0.1, "wait": {"data_s": 1.0}, "skipped": False},
+        {"step": 2, "at": 1.0, "loss": "nan", "lr": 0.2},
+        {"event": "log", "step": 2, "at": 1.0, "scalars": {"acc": 0.9}},
+        {"step": 3, "at": 1.5, "loss": 1.0, "lr": 0.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = d.curves(read(tmp_path))
+    assert list(found) == ["loss", "lr", "acc"]
+    assert found["loss"] == {"step": [1, 3], "time": [0.5, 1.5], "value": [2.0, 1.0]}
+    assert found["acc"] == {"step": [2], "time": [1.0], "value": [0.9]}
+
+
+def test_split_of_a_step_adds_up_to_its_time(tmp_path):
+    rows = [{"step": s, "time_s": 1.0, "wait": {"data_s": 0.25, "communication_s": 0.125, "disk_s": None}} for s in range(1, 1001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = d.split(read(tmp_path))
+    assert found["mean"] == {"compute": 0.625, "communication": 0.125, "data": 0.25, "disk": 0.0} and found["steps"] == 1000
+    assert len(found["step"]) <= 400 and found["to"][-1] == 1000
+    assert all(sum(found["parts"][k][i] for k in d.SPLIT) == pytest.approx(1.0) for i in range(len(found["step"])))
+
+
+def test_a_checkpoint_between_two_steps_takes_nothing_from_computing(tmp_path):
+    rows = [
+        {"step": 1, "time_s": 1.0, "wait": {"disk_s": 0.0}},
+        {"event": "checkpoint", "step": 1, "at": 1, "seconds": 3.0, "what": "save", "path": "x"},
+        {"step": 2, "time_s": 1.0, "wait": {"disk_s": 3.25, "data_s": 0.25}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = d.split(read(tmp_path))["parts"]
+    assert (found["compute"], found["disk"], found["data"]) == ([1.0, 0.5], [0.0, 3.25], [0.0, 0.25])
+
+
+def test_summary_leaves_the_first_step_out_of_medians(tmp_path):
+    rows = [
+        {"step": s, "at": float(s), "time_s": 9.0 if s == 1 else 1.0, "loss": 10.0 - s, "tokens_per_s": 5.0 if s == 1 else 100.0}
+        for s in range(1, 6)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    s = d.summary(read(tmp_path))
+    assert (s["step_s"], s["slowest_s"], s["tokens_per_s"], s["first_loss"], s["loss"], s["steps"]) == (1.0, 1.0, 100.0, 9.0, 5.0, 5)
+
+
+def test_memory_is_held_against_its_plan(tmp_path):
+    mib = report_runs.MIB
+    run = read(report_runs.whole(tmp_path / "a", steps=30, peak=800 * mib))
+    found = d.memory(run)
+    assert found["rank_peak"] == 340 * mib and found["planned"] == 326 * mib and d.peak_bytes(run) == 916 * mib
+    assert any(
+        "rank 0 took 340 MiB at the peak of the first step, the memory plan said 326 (+4.3 %)" in f["text"] and f["level"] == "good"
+        for f in d.findings(run)
+    )
+    over = d.findings(read(report_runs.whole(tmp_path / "b", steps=30, peak=900 * mib)))
+    assert any("said 326 (+35.0 %)" in f["text"] and f["level"] == "note" for f in over)
+
+
+def test_communication_is_averaged_over_ranks_with_its_waiting(tmp_path):
+    found = d.communication(read(report_runs.whole(tmp_path / "a", steps=3)))
+    first = found["rows"][0]
+    assert first["op"] == "reduce_bucket" and first["bytes"] == 2 * 2**20 and first["ranks"] == 2 and first["count"] == 4800
+    assert first["total_ms"] == pytest.approx(4800 * 1.15) and first["waiting_ms"] == 1500.0 and first["slowest_ms"] == pytest.approx(1.2)
+    assert [r["op"] for r in found["rows"]][1:] == ["barrier", "all_reduce", "all_reduce"]
+
+
+def test_a_timeline_begins_at_zero_and_a_long_one_keeps_whole_last_steps(tmp_path, monkeypatch):
+    folder = report_runs.whole(tmp_path / "a", steps=3)
+    run = read(folder)
+    whole = d.timeline(run)
+    events = [e for found in run.traces.values() for e in found if e["ph"] == "X"]
+    assert whole["total"] == len(whole["events"]) == len(events) and whole["left_out"] == 0 and whole["events"][0][2] == 0
+    assert [(lane["rank"], lane["name"]) for lane in whole["lanes"]] == [
+        (r, n) for r in (0, 1) for n in ("steps", "compute", "communication", "disk", "waiting")
+    ]
+    monkeypatch.setattr(d, "MAX_EVENTS", len(events) // 2)
+    cut = d.timeline(run)
+    assert len(cut["events"]) <= d.MAX_EVENTS and cut["left_out"] == len(events) - len(cut["events"])
+    assert cut["steps"][-1][2] == "step 4" and cut["steps"][0][0] >= 0
+    names = {cut["names"][e[1]] for e in cut["events"]}
+    assert "step 4" in names and "step 1" not in names
+
+
+def test_what_stands_out(tmp_path):
+    def texts(rows):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return {f["level"]: f["text"] for f in d.findings(read(tmp_path))}
+
+    base = [{"step": s, "loss": 5 - s / 50, "time_s": 1.0, "at": s} for s in range(1, 101)]
+    assert texts(base) == {}
+    assert "not finite from step 50" in texts([{**r, "loss": "nan"} if r["step"] >= 50 else r for r in base])["bad"]
+    assert "50 of 100 steps were skipped" in texts([{**r, "skipped": r["step"] % 2 == 0} for r in base])["bad"]
+    assert "waiting for data" in texts([{**r, "wait": {"data_s": 0.4}} for r in base])["bad"]
+    assert "ends higher" in texts([{**r, "loss": r["step"] / 50} for r in base])["bad"]
+    assert "more than twice the median" in texts([{**r, "time_s": 5.0} if r["step"] == 70 else r for r in base])["note"]
+    assert "compute" not in str(texts([{**r, "wait": {"data_s": 0.01}} for r in base]).get("bad"))
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------------------------
+EVIL = "</script><script>document.title='owned'</script><!-- & \u2028"
+
+
+def test_the_page_is_one_file_that_loads_nothing_and_text_of_a_run_stays_text(tmp_path):
+    folder = report_runs.whole(tmp_path / "a", steps=5, name=EVIL, config={"note": EVIL, "big": math.inf})
+    text = write_report(folder, tmp_path / "out.html").read_text()
+    assert text.count("</script>") == 2 and "<script>document" not in text
+    assert not re.search(r'(?:src|href)\s*=\s*"(?!#|data:)', text) and "@import" not in text and "url(http" not in text
+    assert "default-src 'none'" in text
+    assert data_of(tmp_path / "out.html")["runs"][0]["config"]["note"] == EVIL
+    assert json.loads(embedded({"a": [math.nan, -math.inf], "b": EVIL})) == {"a": ["nan", "-inf"], "b": EVIL}
+
+
+def test_a_title_can_not_break_the_template():
+    text = page([{"name": "@DATA@ <b>", "path": "x"}], version="1")
+    assert "<title>@DATA@ &lt;b&gt; · deepc</title>" in text
+
+
+def test_command_line(tmp_path, capsys):
+    from deepc.cli import main
+
+    a, b = report_runs.whole(tmp_path / "x" / "a", steps=4), report_runs.whole(tmp_path / "y" / "a", steps=4, seed=1)
+    assert main(["report", str(a)]) == 0 and (a / "report.html").stat().st_size > 50_000
+    assert main(["report", str(a), str(b), "-o", str(tmp_path / "both.html")]) == 0
+    assert [r["name"] for r in data_of(tmp_path / "both.html")["runs"]] == ["x/a", "y/a"]
+    assert main(["report", str(a), "-o", str(tmp_path / "no" / "where.html")]) == 1
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    out = capsys.readouterr()
+    assert "both.html" in out.out and "Give another file with -o" in out.err and "there is no run folder" in out.err
+    assert not list(a.glob(".*tmp"))
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------------------------------
+def _browser() -> str:
+    found = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+    if found is None:
+        pytest.skip("needs chromium (apt install chromium)")
+    return found
+
+
+def dom(page_file: Path, *, size: str = "1280,900") -> tuple[str, str]:
+    """(the page's DOM after its script, what the browser's console said)."""
+    command = [
+        _browser(),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=5000",
+        "--enable-logging=stderr",
+        "--v=0",
+        f"--window-size={size}",
+        f"--user-data-dir={page_file.parent / 'profile'}",
+        "--dump-dom",
+        page_file.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.full
+def test_the_page_in_a_browser(tmp_path):
+    folder = report_runs.whole(tmp_path / "run-a", steps=120, skipped=(3, 9), name=EVIL, config={"note": EVIL, "train_batch_size": 8})
+    text, console = dom(write_report(folder))
+    assert console == ""
+    assert 'data-ready="yes"' in text and "owned" not in re.search(r"<title>(.*?)</title>", text)[1]
+    for curve in ("loss", "lr", "grad_norm", "tokens_per_s", "eval_loss"):
+        card = re.search(rf'data-curve="{curve}".*?</svg>', text, re.S)[0]
+        assert re.search(r'<path d="M[\d.]+ [\d.]+L', card) and "NaN" not in card, curve
+    assert "reduce_bucket" in text and "2 of 120 steps were skipped" in text and 'id="against"' in text
+    assert re.search(r"<canvas[^>]*height=\"\d{3}", text)
+    assert text.count('class="pill skipped"') == 2 and "checkpoints/step100" in text
+
+
+@pytest.mark.full
+def test_a_comparison_in_a_browser(tmp_path):
+    a = report_runs.whole(tmp_path / "a", steps=60, config={"zero_optimization": {"stage": 2}, "same": 1})
+    b = report_runs.whole(tmp_path / "b", steps=60, seed=3, data_s=0.05, config={"zero_optimization": {"stage": 3}, "same": 1})
+    text, console = dom(write_report([a, b], tmp_path / "both.html"), size="390,800")
+    assert console == "" and 'data-ready="yes"' in text
+    differences = re.search(r'id="differences".*?</table>', text, re.S)[0]
+    assert "zero_optimization.stage" in differences and "same" not in differences
+    assert "waiting" in re.search(r'id="comparison".*?</table>', text, re.S)[0] and 'id="chooser"' in text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "trace.rank0.json", "comms.rank1.json", "flops.txt"])
+def test_parts_of_a_run_in_a_browser(tmp_path, name):
+    whole = report_runs.whole(tmp_path / "whole", steps=1)
+    (tmp_path / "part").mkdir()
+    shutil.copy(whole / name, tmp_path / "part" / name)
+    text, console = dom(write_report(tmp_path / "part"))
+    assert console == "" and 'data-ready="yes"' in text
+
+
+_USER = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const said = {}, all = (q) => [...document.querySelectorAll(q)], text = (q) => document.querySelector(q).textContent;
+  const press = (label) => all("button").find((b) => b.textContent.trim() === label).click();
+  const point = (node, kind, x, y, more) => { const r = node.getBoundingClientRect(); node.dispatchEvent(new PointerEvent(kind, { bubbles: true, clientX: r.left + x, clientY: r.top + y, pointerId: 1, pointerType: "mouse", ...more })); };
+  const axis = () => all('[data-curve="loss"] .axis text').map((t) => t.textContent).join(" ");
+  said.steps = axis();
+  press("by time"); said.time = axis();
+  press("by step");
+  const chart = document.querySelector('[data-curve="loss"] .chart');
+  point(chart, "pointermove", 200, 80); said.tip = text(".tip");
+  point(chart, "pointerdown", 120, 80); point(chart, "pointermove", 220, 80); point(chart, "pointerup", 220, 80); said.zoomed = axis();
+  press("whole run"); said.whole = axis();
+  const range = document.querySelector('input[type="range"]'); range.value = 0.9; range.dispatchEvent(new Event("input")); said.smoothed = all('[data-curve="loss"] path[fill="none"]').length;
+  document.querySelector('[data-curve="loss"] button').click(); said.log = document.querySelector('[data-curve="loss"] button').getAttribute("aria-pressed");
+  const canvas = document.querySelector("canvas");
+  canvas.setPointerCapture = () => {};
+  for (const key of ["+", "+", "ArrowRight", "-", "0"]) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  point(canvas, "pointerdown", 400, 60); point(canvas, "pointermove", 300, 60); point(canvas, "pointerup", 300, 60);
+  canvas.dispatchEvent(new WheelEvent("wheel", { ctrlKey: true, deltaY: -100, clientX: 500, bubbles: true, cancelable: true }));
+  let hit = "";
+  for (let x = 160; x < 900 && !hit; x += 7) { point(canvas, "pointermove", x, 46, { pointerId: 2 }); if (!document.querySelector(".tip").hidden) hit = text(".tip"); }
+  said.event = hit;
+  document.querySelector("#comms th").click(); said.sorted = all("#comms tbody tr").map((r) => r.firstChild.textContent);
+  if (document.querySelector("#chooser")) { all("#chooser button")[1].click(); said.chosen = text("#measured"); }
+  const before = document.documentElement.dataset.theme;
+  document.querySelector("header button").click(); said.theme = document.documentElement.dataset.theme !== before;
+  setTimeout(() => { said.view = text(".timeline th"); document.body.dataset.said = JSON.stringify(said); }, 300);
+}, 50));
+</script>"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runs", [1, 2])
+def test_what_a_reader_does_works(tmp_path, runs):
+    import html
+
+    folders = [report_runs.whole(tmp_path / n, steps=80, seed=i, peak=(800 + 100 * i) * report_runs.MIB) for i, n in enumerate("ab"[:runs])]
+    path = write_report(folders, tmp_path / "page.html")
+    path.write_text(path.read_text().replace("</body>", _USER + "</body>"))
+    text, console = dom(path)
+    assert console == ""
+    said = json.loads(html.unescape(re.search(r'data-said="([^"]*)"', text)[1]))
+    assert "80" in said["steps"].split() and " s" in said["time"] and said["whole"] == said["steps"] != said["zoomed"]
+    assert said["tip"].startswith("step") and said["smoothed"] == 2 * runs and said["log"] == "true" and said["theme"] is True
+    assert "rank 0" in said["event"] and said["sorted"] == sorted(said["sorted"]) and said["view"].startswith("in view")
+    assert runs == 1 or "900 MiB" in said["chosen"]
