@@ -17,22 +17,30 @@ if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from . import ops  # noqa: F401  registers torch.ops.deepc.*
-from . import optim, utils, zero
+from . import notebook, optim, profile, utils, zero
 from .access import view
 from ._lib import C as _C
 from ._lib import counters
 from .backend import register_backend
 from .comm import init_distributed
+from .ema import EMA
 from .errors import DeepcError
 from .estimate import estimate
+from .export import export
 from .fuse import fuse
 from .fused_loss import linear_cross_entropy
+from .inference import InferenceEngine, inference
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable
+
+    import torch
+
     from .engine import Engine
 
 __version__ = _C.dc_version().decode()
-__all__ = ["DeepcError", "add_config_arguments", "counters", "estimate", "fuse", "init_distributed", "initialize", "linear_cross_entropy", "optim", "utils", "view", "zero"]
+__all__ = ["EMA", "DeepcError", "InferenceEngine", "add_config_arguments", "counters", "estimate", "export", "fuse", "inference", "init_distributed", "initialize", "linear_cross_entropy", "notebook", "optim", "profile", "utils", "view", "zero"]
 
 register_backend()
 
@@ -45,9 +53,12 @@ if not _log.handlers:
     _log.propagate = False
 
 
-def initialize(args: Any = None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
-               distributed_port: int | None = None, mpu=None, dist_init_required: bool | None = None, collate_fn=None, config=None,
-               config_params=None, *, device=None, sample_batch: Any = None, loss_fn=None) -> "tuple[Engine, Any, Any, Any]":
+def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: Any = None, model_parameters: Iterable[Any] | None = None,
+               training_data: Any = None, lr_scheduler: Any = None, distributed_port: int | None = None, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[..., Any] | None = None,
+               config: str | os.PathLike[str] | dict[str, Any] | None = None,
+               config_params: str | os.PathLike[str] | dict[str, Any] | None = None, *, device: torch.device | str | None = None,
+               sample_batch: Any = None, loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, Any, Any, Any]:
     """Makes an engine of a model and a configuration. Collective over the ranks.
 
     model: torch.nn.Module; it is cast to the config's precision and its parameters move into deepc's flat memory. config: path of a
@@ -60,19 +71,29 @@ def initialize(args: Any = None, model=None, optimizer=None, model_parameters=No
 
     Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong configuration, OutOfMemoryError before
     anything is allocated if the plan does not fit."""
+    from .engine import Engine
+
+    return _initialize(Engine, args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
+                       lr_scheduler=lr_scheduler, mpu=mpu, collate_fn=collate_fn, config=config if config is not None else config_params, device=device,
+                       sample_batch=sample_batch, loss_fn=loss_fn)
+
+
+def _initialize(kind: "type[Engine]", *, args: Any, model: Any, optimizer: Any, model_parameters: Any, training_data: Any, lr_scheduler: Any, mpu: Any,
+                collate_fn: Any, config: Any, device: Any = None, sample_batch: Any = None,
+                loss_fn: Any = None) -> "tuple[Engine, Any, Any, Any]":
+    """initialize, with the engine's class (deepc.compat has its own)."""
     import torch
     import torch.distributed as dist
 
     from . import comm
     from .config import Config
-    from .engine import Engine
     from .errors import ArgumentError, ConfigError, UnsupportedError
 
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
         raise UnsupportedError("mpu= (Megatron model parallelism) does not exist in deepc yet; see docs/status.md")
-    source = config if config is not None else config_params
+    source = config
     if source is None and args is not None:
         source = getattr(args, "deepspeed_config", None)
     if source is None:
@@ -85,12 +106,12 @@ def initialize(args: Any = None, model=None, optimizer=None, model_parameters=No
         _log.setLevel(parsed.log_level.upper())
     if device.type != "cpu":
         model.to(device)
-    engine = Engine(model, parsed, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler, training_data=training_data,
-                    collate_fn=collate_fn, device=device, sample_batch=sample_batch, loss_fn=loss_fn)
+    engine = kind(model, parsed, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler, training_data=training_data,
+                  collate_fn=collate_fn, device=device, sample_batch=sample_batch, loss_fn=loss_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def add_config_arguments(parser):
+def add_config_arguments(parser: "argparse.ArgumentParser") -> "argparse.ArgumentParser":
     """Adds DeepSpeed's command-line arguments (--deepspeed, --deepspeed_config) to an argparse parser."""
     group = parser.add_argument_group("deepc", "configuration of deepc (DeepSpeed's argument names)")
     group.add_argument("--deepspeed", default=False, action="store_true", help="accepted for compatibility; deepc is on when initialize is called")

@@ -8,13 +8,12 @@ import ctypes
 import logging
 import math
 import os
-import time
 import weakref
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 
-from . import access, comm, comms_logger, memory, ops, precision, zero  # noqa: F401  (ops registers torch.ops.deepc)
+from . import access, comm, comms_logger, memory, ops, precision, profile, zero  # noqa: F401  (ops registers torch.ops.deepc)
 from ._lib import C, call
 from .config import Config, OptimizerConfig, default_optimizer
 from .determinism import LayoutOrder, MicroBatchSampler
@@ -23,11 +22,14 @@ from .errors import ArgumentError, ConfigError, DeepcError, OutOfMemoryError, St
 from .estimate import FirstStep, MemoryEstimate, check_plan
 from .group import open_group
 from .hooks import GradientHooks
+from .monitor.loader import TimedLoader
+from .monitor.meter import Meter
 from .nodes import NodesReducer
 from .optim import Adam, AdamW
 from .optim.sharded import ShardedOptimizer
 from .param import unshare
 from .plan import Plan, make_plan, refuse_if_too_big
+from .profile.timers import wall_clock
 from .reduce import CoreReducer, TorchReducer, TreeReducer, norm_order
 from .state import ModelState
 
@@ -69,9 +71,9 @@ class Engine(torch.nn.Module):
         self._scaled = False  # engine.scale was called: a bare backward follows
         self._grad_norm: float | None = None
         self._last = StepResult(False, "no step yet")
-        self._timers: dict[str, float] = {}
         self._debug = os.environ.get("DEEPC_DEBUG", "0") == "1"
         self._checksums: list[int] | None = None
+        self.averages: dict[str, Any] = {}  # label -> EMA
 
         self.memory_plan: MemoryEstimate | None = None  # with a sample batch
         base = self._make_base_optimizer(optimizer, model_parameters)
@@ -99,6 +101,8 @@ class Engine(torch.nn.Module):
         if self.auto_precision is not None:
             self._plans[torch.float32] = plan_in(torch.float32)
         refuse_if_too_big(self.plan, self._bytes_to_change())
+        if self.device.type == "cpu":
+            memory.keep_heap()  # before the prediction, which follows what malloc does
         self._first_step = self._check_memory(named, group_of, sample_batch, loss_fn)
         zero._adopt(named)
         self._cast_buffers()
@@ -126,7 +130,11 @@ class Engine(torch.nn.Module):
         _engines.add(self)
         self._remember_model()
         self._remember_checksums()
+        if self.device.type == "cpu":
+            memory.trim_heap()  # what the set-up freed does not come again
         self._report()
+        self.monitor = Meter(self)
+        self.profile = profile.attach(self)  # None, and nothing of it runs, unless the configuration asks for some of it
 
     # ---- set-up ------------------------------------------------------------------------------------------------------------
     def _make_base_optimizer(self, optimizer, model_parameters) -> torch.optim.Optimizer:
@@ -368,12 +376,12 @@ class Engine(torch.nn.Module):
         if self.same is not None and not isinstance(data, torch.utils.data.IterableDataset):
             dealt = MicroBatchSampler(data, self._config.train_micro_batch_size_per_gpu, self.world_size, self.global_rank,
                                       per_step=self.same.passes * self.world_size, drop_last=self._config.dataloader_drop_last)
-            return torch.utils.data.DataLoader(data, batch_sampler=dealt, collate_fn=collate_fn)
+            return TimedLoader(data, batch_sampler=dealt, collate_fn=collate_fn)
         if self.world_size > 1 and not isinstance(data, torch.utils.data.IterableDataset):
             sampler = torch.utils.data.DistributedSampler(data, self.world_size, self.global_rank, shuffle=True)
         shuffle = None if isinstance(data, torch.utils.data.IterableDataset) or sampler is not None else True
-        return torch.utils.data.DataLoader(data, batch_size=self._config.train_micro_batch_size_per_gpu, sampler=sampler, shuffle=shuffle,
-                                           collate_fn=collate_fn, drop_last=self._config.dataloader_drop_last)
+        return TimedLoader(data, batch_size=self._config.train_micro_batch_size_per_gpu, sampler=sampler, shuffle=shuffle,
+                           collate_fn=collate_fn, drop_last=self._config.dataloader_drop_last)
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         if self.global_rank == 0:
@@ -390,9 +398,9 @@ class Engine(torch.nn.Module):
             self._say(f"shared parameters: {total / 2**20:.1f} MiB, {huge / 2**20:.1f} MiB of them on huge pages")
 
     # ---- the loop --------------------------------------------------------------------------------------------------------
-    def forward(self, *inputs, **kwargs):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what the model computes in."""
-        started = time.perf_counter()
+        self.monitor.forward_begins(inputs, kwargs)
         if self.auto_precision is not None or (self._config.fp16.enabled and self._config.fp16.auto_cast):
             inputs = tuple(_cast(x, self.dtype) for x in inputs)
             kwargs = {k: _cast(v, self.dtype) for k, v in kwargs.items()}
@@ -403,7 +411,7 @@ class Engine(torch.nn.Module):
                 out = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.hooks.watch(out)
-        self._time("forward", started)
+        self.monitor.forward_ends(out)
         return out
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -414,7 +422,7 @@ class Engine(torch.nn.Module):
                                 "reduce it first (loss.mean())")
         if not loss.requires_grad:
             raise ArgumentError("the loss does not depend on any parameter that requires a gradient (was the model run under no_grad?)")
-        started = time.perf_counter()
+        self.monitor.backward_begins()
         gas = self.gradient_accumulation_steps()
         out = whole = loss / gas if scale_wrt_gas and gas > 1 else loss
         if self.same is not None:
@@ -429,8 +437,9 @@ class Engine(torch.nn.Module):
             scaled.backward(retain_graph=retain_graph)
         if self.auto_precision is not None:
             self._losses.append(float(out.detach()))
-        self._time("backward", started)
-        return out.detach()
+        out = out.detach()
+        self.monitor.backward_ends(out)
+        return out
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale of fp16 training, for scripts that call backward themselves: `engine.scale(loss).backward()`."""
@@ -456,7 +465,7 @@ class Engine(torch.nn.Module):
             return boundary, 1.0
         return boundary, 1.0 / self.gradient_accumulation_steps()
 
-    def step(self, lr_kwargs: dict | None = None) -> StepResult:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         """At an accumulation boundary: unscale, clip, update, publish the new parameters, advance the LR schedule. Collective. A step
         whose gradients are not finite is skipped, in every precision, and says so."""
         self.hooks.check()
@@ -468,7 +477,7 @@ class Engine(torch.nn.Module):
         self._check_still_the_model()
         if not self.hooks.accumulated and not self._take_left_behind():
             raise DeepcError("engine.step() at an accumulation boundary without a backward since the last step; call engine.backward(loss) first")
-        started = time.perf_counter()
+        self.monitor.step_begins()
         result = self._update()
         self.hooks.reset()
         self.global_steps += 1
@@ -483,8 +492,8 @@ class Engine(torch.nn.Module):
             result = result._replace(precision_change=self._follow_policy(result.applied))
         self._end_micro_step()
         self._last = result
-        self._time("step", started)
         comms_logger.logger.drain()
+        self.monitor.step_ends(result)
         self._print_step()
         return result
 
@@ -561,6 +570,7 @@ class Engine(torch.nn.Module):
         if self.same is not None:
             self.same.end_micro_batch(self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
+        self.monitor.micro_step_ends()
 
     def _update(self) -> StepResult:
         self.optimizer.overflow = False
@@ -612,7 +622,9 @@ class Engine(torch.nn.Module):
         partial = st.partial
         whole = plan.own_all or self.world_size == 1
         loss = [] if self.auto_precision is None else [math.fsum(self._losses) if all(map(math.isfinite, self._losses)) else math.nan, len(self._losses)]
-        flags = torch.tensor([*loss, st.stray_write() if plan.stage == 3 else -1, self.hooks.left_behind], dtype=torch.float64, device=partial.device)
+        row = self.monitor.row()
+        flags = torch.tensor([*row, *loss, st.stray_write() if plan.stage == 3 else -1, self.hooks.left_behind], dtype=torch.float64, device=partial.device)
+        self.monitor.put_loss(flags)
         gathered = self.group.gather_all(flags if whole else torch.cat([partial, flags]))
         self._raise_if_stray(gathered[:, -2].tolist())
         if any(gathered[:, -1].tolist()):
@@ -621,6 +633,7 @@ class Engine(torch.nn.Module):
         if not whole:
             by_part = sorted(range(self.world_size), key=self.group.part_of)
             partial = norm_order(plan, gathered[by_part, :-len(flags)])
+        self.monitor.take(gathered[:, -len(flags): gathered.shape[1] - len(flags) + len(row)])
         if loss:
             known = [total for total, count in gathered[:, -4:-2].tolist() if count]
             self._mean_loss = sum(known) / len(known) if known else None
@@ -763,7 +776,7 @@ class Engine(torch.nn.Module):
         self._boundary = is_boundary
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep their gradients on this rank, in `.grad`; the first one after reduces all of them."""
         before, self.hooks.synchronising = self.hooks.synchronising, False
         try:
@@ -775,6 +788,7 @@ class Engine(torch.nn.Module):
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then collective)."""
         self.hooks.discard()
         self._losses.clear()
+        self.monitor.discard()
         if self.same is not None:
             self.same.discard()
 
@@ -822,7 +836,7 @@ class Engine(torch.nn.Module):
     def was_step_applied(self) -> bool:
         return self._last.applied
 
-    def compile(self, *args, **kwargs) -> None:  # type: ignore[override]
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph. In streamed mode each block is compiled by
         itself, with its gathers outside."""
         if self.plan.mode == "streamed":
@@ -830,7 +844,7 @@ class Engine(torch.nn.Module):
         else:
             self.module.compile(*args, **kwargs)
 
-    def keep_gathered(self):
+    def keep_gathered(self) -> contextlib.AbstractContextManager[None]:
         """Context in which ZeRO-3's parameters are gathered once and stay, for many forward calls in a row (generate). Collective; no effect where they
         are always there."""
         return self.state.keep_gathered()
@@ -842,11 +856,15 @@ class Engine(torch.nn.Module):
         sent = {"gradients": 0, "parameters": 0, "control": 0, **self.group.sent_bytes}
         return {**sent, "total": sum(sent.values())}
 
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step() by DeepSpeed's timer names ("fwd_microstep", "bwd", ...); empty without wall_clock_breakdown."""
+        return wall_clock(self) if self.profile is not None else {}
+
     def memory_summary(self) -> dict[str, int]:
         """Bytes of this process now (rss, pss, peak) and of the plan."""
         return {**memory.process_bytes(), **{f"plan_{k}": v for k, v in self.plan.bytes.items()}}
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -868,11 +886,11 @@ class Engine(torch.nn.Module):
         """Optimizer state `name` ("exp_avg", ...) of `p`, whole, fp32, on every rank. Collective."""
         return access._Access(self, p).state(name)
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state_dict, whole, on every rank, in the training precision. Collective."""
         return access.module_state_dict(self, exclude_frozen_parameters)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The module's weights, whole, on the CPU of rank 0 (None on the others); DeepSpeed's name, which accelerate calls. Collective."""
         return access.consolidated_state_dict(self, exclude_frozen_parameters)
 
@@ -883,30 +901,32 @@ class Engine(torch.nn.Module):
         return True
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
-    def save_checkpoint(self, save_dir, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
+    def save_checkpoint(self, save_dir: Any, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
         """Writes `save_dir/<tag>` (default global_step<N>): safetensors shards by their owners, an index, published by one rename.
         client_state: tensors, NumPy values and JSON types; anything else is a CheckpointTypeError. Collective."""
         from .checkpoint.engine_io import save
 
-        save(self, save_dir, tag if tag is not None else f"global_step{self.global_steps}", client_state or {}, save_latest, exclude_frozen_parameters)
+        with self.monitor.disk("save", save_dir):
+            save(self, save_dir, tag if tag is not None else f"global_step{self.global_steps}", client_state or {}, save_latest, exclude_frozen_parameters)
         return True
 
-    def load_checkpoint(self, load_dir, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-                        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn=None) -> tuple[str | None, dict]:
+    def load_checkpoint(self, load_dir: Any, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+                        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any]]:
         """Loads what save_checkpoint wrote, from any number of ranks and any stage. Returns (path, client_state); (None, {}) if
         `load_dir` holds no checkpoint and no tag was given. Collective."""
         from .checkpoint.engine_io import load
 
         if custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is not supported; change the module after load_checkpoint under GatheredParameters")
-        return load(self, load_dir, tag, load_module_strict, load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only)
+        with self.monitor.disk("load", load_dir):
+            return load(self, load_dir, tag, load_module_strict, load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only)
 
-    def load_module_state_dict(self, state_dict: dict, strict: bool = True) -> None:
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads the module's state_dict at any stage; fp32 masters follow. At stage 3 rank 0's values count. Collective."""
         access.load_module_state_dict(self, state_dict, strict)
 
-    def save_16bit_model(self, save_dir, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
+    def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
         """Writes the module's weights, whole, in the training precision, as a Hugging Face checkpoint (`save_dir/model.safetensors`, in
         shards with an index when large). Rank 0 writes. Collective. The file name is Hugging Face's, whatever save_filename says: there is no pickled form."""
         from .checkpoint.engine_io import save_model
@@ -915,28 +935,22 @@ class Engine(torch.nn.Module):
         return True
 
     # ---- printing --------------------------------------------------------------------------------------------------------------
-    def _time(self, what: str, started: float) -> None:
-        self._timers[what] = self._timers.get(what, 0.0) + time.perf_counter() - started
+    def log(self, scalars: dict[str, Any]) -> None:
+        """Numbers of the script's own, {"accuracy": 0.9}, for the next log line, metrics.jsonl and the trackers of the configuration (docs/logging.md)."""
+        self.monitor.log(scalars)
 
     def _print_step(self) -> None:
         if self._first_step is not None and self.global_steps == 1 and (told := self._first_step.report()):
             self._say(told)
+            self.monitor.note("memory", text=told, peak_bytes=self._first_step.measured)
         every = self._config.steps_per_print
-        if every and self.global_steps % every == 0:
-            norm = f", grad norm {self._grad_norm:.4g}" if self._grad_norm is not None else ""
-            self._say(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}{norm}" +
-                      (f", loss scale {self.loss_scale:g}" if self.scaler is not None else "") +
-                      (f", {self.precision}" if self.auto_precision is not None else ""))
-        if self._config.wall_clock_breakdown and (not every or self.global_steps % every == 0):
-            self._say("time (ms): " + " | ".join(f"{k} {1000 * v:.2f}" for k, v in self._timers.items()))
         if self._config.memory_breakdown and (not every or self.global_steps % every == 0):
             m = memory.process_bytes()
             self._say(f"memory (MiB): rss {m['rss_bytes'] >> 20}, pss {m['pss_bytes'] >> 20}, peak rss {m['peak_rss_bytes'] >> 20}")
-        if not every or self.global_steps % every == 0:
-            self._timers.clear()
 
     def destroy(self) -> None:
         """Leaves the group and removes the hooks. Parameters stay readable."""
+        self.monitor.close()
         _engines.discard(self)
         self.hooks.remove()
         self.state.close()

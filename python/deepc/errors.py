@@ -4,56 +4,94 @@ from __future__ import annotations
 
 
 class DeepcError(RuntimeError):
-    """Base of all errors of deepc."""
+    """Base of all errors of deepc.
+
+    Fix: as the message says. Catch this class to catch all of them; each is also the builtin exception that fits (ValueError,
+    MemoryError, ...)."""
 
 
 class ConfigError(DeepcError, ValueError):
-    """The configuration contradicts itself, has an unknown key, or asks for what does not exist yet."""
+    """The configuration contradicts itself, has an unknown key, or asks for what does not exist yet.
+
+    Fix: change the key that the message names; it says which values are possible."""
 
 
 class UnsupportedError(DeepcError, NotImplementedError):
-    """Asked for a capability that deepc, this machine or this build does not have; the message says what to do instead."""
+    """Asked for a capability that deepc, this machine or this build does not have; the message says what to do instead.
+
+    Fix: do what the message proposes instead; docs/status.md lists what exists where."""
 
 
 class ArgumentError(DeepcError, ValueError):
-    """A function was called with a wrong dtype, shape, device, layout or value."""
+    """A function was called with a wrong dtype, shape, device, layout or value.
+
+    Fix: the call. The message has the value that came and what is expected."""
 
 
 class OutOfMemoryError(DeepcError, MemoryError):
-    """An allocation would exceed what the machine or the memory cgroup has left; nothing was allocated."""
+    """An allocation would exceed what the machine or the memory cgroup has left; nothing was allocated.
+
+    Fix: one of the options that the message lists with their sizes (stage 3, a smaller micro-batch with accumulation, checkpointing,
+    bf16)."""
 
 
 class CommError(DeepcError):
-    """A collective failed; the communicator can't be used any more."""
+    """A collective failed; the communicator can't be used any more.
+
+    Fix: the cause is in the message; start the ranks again. Other groups of the process still work."""
 
 
 class MismatchError(CommError):
-    """Ranks called different collectives."""
+    """Ranks called different collectives.
+
+    Fix: the message has the Python line of both sides. Usually a branch on the rank, or data loaders of unequal length."""
 
 
 class RankDiedError(CommError):
-    """A peer process died or left the group."""
+    """A peer process died or left the group.
+
+    Fix: look at the output of the rank that the message names: it has the first error. SIGKILL without one is often the kernel out of
+    memory (dmesg)."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A peer did not arrive in time; the message tells where every rank is."""
+    """A peer did not arrive in time; the message tells where every rank is.
+
+    Fix: the rank that is behind (`deepc doctor PID` shows it while it hangs), or a longer timeout= of init_process_group."""
 
 
 class AbortedError(CommError):
-    """The communicator was aborted by some rank."""
+    """The communicator was aborted by some rank.
+
+    Fix: none here: some rank called abort(), and the message says which and why."""
 
 
 class StrayWriteError(DeepcError):
-    """A node-shared (ZeRO-3) parameter was written outside GatheredParameters."""
+    """A node-shared (ZeRO-3) parameter was written outside GatheredParameters.
+
+    Fix: write under `with deepc.zero.GatheredParameters(params, modifier_rank=0)`, or train at stage 2."""
 
 
 class CheckpointError(DeepcError):
-    """A checkpoint is missing, incomplete, corrupt or does not fit the model."""
+    """A checkpoint is missing, incomplete, corrupt or does not fit the model.
+
+    Fix: load another tag (`deepc.checkpoint.list_tags`), or the model that the checkpoint was made of; the message names the file and the
+    tensor."""
 
 
 class CheckpointTypeError(CheckpointError, TypeError):
-    """Client state holds a value that a checkpoint without pickle can't hold; the message names the key."""
+    """Client state holds a value that a checkpoint without pickle can't hold; the message names the key.
+
+    Fix: put tensors, NumPy values, strings, numbers, lists and dicts into client_state, nothing else."""
 
 
 class ReleasedParameterError(DeepcError):
-    """A ZeRO-3 parameter was touched while its values are not on this rank (streamed mode)."""
+    """A ZeRO-3 parameter was touched while its values are not on this rank (streamed mode).
+
+    Fix: read it under `with deepc.zero.GatheredParameters(params)`, or during the forward of its module."""
+
+
+class LaunchError(DeepcError):
+    """A rank that deepc.notebook.launch started has failed, or could not be started; the message ends with its traceback.
+
+    Fix: what the traceback shows, in the function that was launched."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CommError, DeepcError
+from .monitor import waits
 
 CONTROL_SLOT_BYTES = 256 * 1024
 _BREAK_TAG = 0x7FFFFFF1
@@ -136,9 +137,11 @@ class _Sent:
         return self._work.is_completed()
 
     def wait(self) -> None:
+        began = time.perf_counter()
         with self._group.across_errors(self._what):
             self._work.wait()
         self._tensors = ()
+        waits.add("communication", time.perf_counter() - began)
 
 
 class MultiNodeGroup:

@@ -64,6 +64,10 @@ def _warmup_type(value: Any) -> str:
     return value
 
 
+class NotSteppedError(ConfigError, AssertionError):
+    """A schedule has set no rate yet. (DeepSpeed's is an AssertionError whose text integrations look for.)"""
+
+
 class _Schedule:
     """Index, step, last rate and state of all five. A subclass gives `get_lr()`: the rates at `last_batch_iteration`."""
 
@@ -92,7 +96,7 @@ class _Schedule:
     def get_last_lr(self) -> list:
         """The rates that were set last, one per parameter group."""
         if self._last_lr is None:
-            raise ConfigError(f"{type(self).__name__}.get_last_lr() was called before the first step()")
+            raise NotSteppedError(f"{type(self).__name__}.get_last_lr() was called before the first step(): need to call step() first")
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
