@@ -25,6 +25,11 @@ class NodeParameter(torch.nn.Parameter):
     def __repr__(self, *, tensor_contents=None) -> str:
         return "Parameter containing:\n" + repr(self.detach().requires_grad_(self.requires_grad))
 
+    def partition_numel(self) -> int:
+        """A rank's share of the elements as DeepSpeed counts it, rounded up (Lightning's model summary asks); AttributeError as for ds_numel."""
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return -(-self.ds_numel // ranks)  # type: ignore[attr-defined]
+
     def __deepcopy__(self, memo: dict) -> torch.nn.Parameter:
         """An ordinary parameter with memory of its own."""
         if id(self) not in memo:

@@ -1,0 +1,1 @@
+"""deepc inside other libraries' training loops. Nothing here is imported by `import deepc`."""

@@ -1,0 +1,282 @@
+"""Scripts for Hugging Face's Trainer and Accelerate that tests run on ranks, on deepc or on a real DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPO = Path(__file__).parents[2]
+EXAMPLE = REPO / "examples" / "huggingface" / "trainer.py"
+KEYS = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
+
+
+def use(library: str) -> None:
+    """Makes `import deepspeed` give `library`, before anything of Hugging Face is imported."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", ACCELERATE_LOG_LEVEL="error")
+    if library == "deepc":
+        importlib.import_module("deepc.compat.deepspeed")
+        return
+    importlib.import_module("deepspeed")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would be compiled here, and only changes how sums travel
+    state = importlib.import_module("accelerate.state").PartialState
+    choose = state._prepare_backend
+    # Accelerate takes CPU ranks for worlds of one each; deepc.compat answers for it, a real DeepSpeed does not.
+    state._prepare_backend = lambda self, *args, **kwargs: (lambda found: (found[0] or "gloo", found[1]))(choose(self, *args, **kwargs))
+
+
+def example(name: str = "trainer") -> Any:
+    spec = importlib.util.spec_from_file_location(f"hf_{name}_example", EXAMPLE.with_name(name + ".py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ds_config(stage: int, warmup: str = "linear", *, scheduler: str = "WarmupDecayLR", optimizer: bool = True, **more: Any) -> dict[str, Any]:
+    """A configuration as Trainer's documentation has it: everything that TrainingArguments know is "auto"."""
+    out: dict[str, Any] = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+                              "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True, **more.pop("zero", {})},
+        **more,
+    }
+    if optimizer:
+        out["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}}
+        params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": warmup}
+        out["scheduler"] = {"type": scheduler, "params": {**params, **({"total_num_steps": "auto"} if scheduler == "WarmupDecayLR" else {})}}
+    return out
+
+
+def arguments(folder: str, config: str | dict, **more: Any) -> list[str]:
+    """Command line of the example: 6 steps of 2 x 4 samples a rank, with evaluation and a checkpoint after 3."""
+    import json
+
+    if isinstance(config, dict):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder, f"ds_config.{os.environ['RANK']}.json")
+        path.write_text(json.dumps(config))
+        config = str(path)
+    options = {"deepspeed": config, "output_dir": folder, "max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3,
+               "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "warmup_steps": 3, "learning_rate": 3e-3, "weight_decay": 0.1,
+               "report_to": "none", "disable_tqdm": True, **more}
+    return [text for key, value in options.items() for text in (f"--{key}", str(value))]
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    return [{k: v for k, v in entry.items() if k in KEYS} for entry in trainer.state.log_history]
+
+
+def train(rank: int, world: int, library: str, folder: str, cases: list[tuple[str, dict, dict]]) -> dict[str, Any]:
+    """Runs the example for every case (name, configuration, arguments), then again from its checkpoint of step 3. By case: both histories, and the
+    sum of the saved model's weights."""
+    use(library)
+    script, out = example(), {}
+    for name, config, more in cases:
+        where = f"{folder}/{library}-{name}"
+        first = script.main(arguments(where, config, **more))
+        again = script.main(arguments(where + "-again", config, resume_from_checkpoint=f"{where}/checkpoint-3", **more))
+        out[name] = history(first), history(again), sorted(os.listdir(f"{where}/checkpoint-6"))
+        for trainer in (first, again):
+            trainer.model_wrapped.destroy()
+    return out
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder, "model.safetensors"))
+
+
+# ---- what else Trainer does --------------------------------------------------------------------------------------------------
+def features(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """By feature: True, or what went wrong."""
+    import traceback
+
+    use("deepc")
+    out: dict[str, Any] = {}
+    for name, check in (("seq2seq", _seq2seq), ("lora", _lora), ("recompute", _recompute), ("offload", _offload),
+                        ("own optimizer", _own_optimizer), ("evaluate only", _evaluate_only)):
+        try:
+            out[name] = check(f"{folder}/{name.replace(' ', '-')}")
+        except Exception:
+            out[name] = traceback.format_exc()
+            break  # ranks may have parted here
+    return out
+
+
+def _falls(trainer: Any) -> bool:
+    losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]
+    return len(losses) == trainer.args.max_steps and losses[-1] < losses[0]
+
+
+def _seq2seq(folder: str) -> bool:
+    """T5 from_pretrained under zero.Init (stage 3), generate in evaluation, whole weights saved and loadable."""
+    from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    import torch.distributed as dist
+
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    if dist.get_rank() == 0:
+        torch.manual_seed(5)
+        T5ForConditionalGeneration(config).save_pretrained(folder + "/start")
+    dist.barrier()
+    start = weights(folder + "/start")
+    options = dict(output_dir=folder, max_steps=4, logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none", disable_tqdm=True,
+                   save_strategy="no")
+    args = Seq2SeqTrainingArguments(**options, deepspeed=ds_config(3), predict_with_generate=True, eval_strategy="steps", eval_steps=4)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder + "/start")
+    if not all(hasattr(p, "ds_id") for p in model.parameters()):
+        return "not built under zero.Init"
+    for name, p in model.named_parameters():
+        if name in start and not torch.equal(p, start[name]):
+            return f"{name} differs after from_pretrained"
+    data = [{"input_ids": torch.arange(2, 10) + i % 40, "labels": torch.arange(3, 7) + i % 40} for i in range(64)]
+    seen: list[tuple] = []
+    trainer = Seq2SeqTrainer(model=model, args=args, train_dataset=data, eval_dataset=data[:16],
+                             compute_metrics=lambda p: seen.append(p.predictions.shape) or {"rows": len(p.predictions)})
+    trainer.train()
+    trainer.save_model(folder + "/end")
+    dist.barrier()  # rank 0 writes
+    rows = [e["eval_rows"] for e in trainer.state.log_history if "eval_rows" in e]
+    end = weights(folder + "/end")
+    same = end.keys() == start.keys() and any(not torch.equal(end[n], start[n]) for n in end)
+    fell = _falls(trainer)
+    trainer.model_wrapped.destroy()
+    return (rows == [16] and seen[0][1] > 1 and same and fell) or f"{rows} {seen} {same} {fell}"
+
+
+def _gpt2(folder: str, config: dict, model: Any = None, **more: Any) -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
+
+    script = example()
+    options = {"output_dir": folder, "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": "none",
+               "disable_tqdm": True, "save_strategy": "no", **more}
+    args = TrainingArguments(deepspeed=config, **options)
+    torch.manual_seed(3)
+    if model is None:
+        model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63))
+    trainer = Trainer(model=model() if callable(model) and not isinstance(model, torch.nn.Module) else model, args=args,
+                      train_dataset=script.Sequences(64), eval_dataset=script.Sequences(16, seed=1))
+    return trainer
+
+
+def _lora(folder: str) -> Any:
+    """LoRA over a stage-3 base: only adapters train and are saved."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63)
+
+    def make() -> Any:
+        return get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+
+    trainer = _gpt2(folder, ds_config(3), make, save_strategy="steps", save_steps=2, max_steps=4)
+    frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    moved = [n for n, p in trainer.model.named_parameters() if n in frozen and not torch.equal(p, frozen[n])]
+    trainer.save_model(folder + "/end")
+    torch.distributed.barrier()  # rank 0 writes
+    files = sorted(os.listdir(folder + "/end"))
+    from safetensors.torch import load_file
+
+    saved = load_file(folder + "/end/adapter_model.safetensors")
+    trainer.model_wrapped.destroy()
+    ok = not moved and "adapter_model.safetensors" in files and len(saved) == 4 and all(v.abs().sum() > 0 for v in saved.values())
+    return ok or f"{moved} {files} {list(saved)}"
+
+
+def _recompute(folder: str) -> Any:
+    """gradient_checkpointing=True gives the losses of a run without."""
+    losses = []
+    for on in (False, True):
+        trainer = _gpt2(folder, ds_config(3), gradient_checkpointing=on)
+        trainer.train()
+        losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+        trainer.model_wrapped.destroy()
+    return losses[0] == losses[1] or str(losses)
+
+
+def _offload(folder: str) -> Any:
+    trainer = _gpt2(folder, ds_config(2, zero={"offload_optimizer": {"device": "cpu"}}), max_steps=6)
+    trainer.train()
+    fell = _falls(trainer)
+    trainer.model_wrapped.destroy()
+    return fell
+
+
+def _own_optimizer(folder: str) -> Any:
+    """Neither optimizer nor scheduler in the configuration: Trainer makes AdamW and a cosine schedule; under offload Accelerate makes DeepSpeedCPUAdam of it,
+    with the groups' own betas. Saved and resumed."""
+    betas = []
+    for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        more = dict(adam_beta2=0.95, lr_scheduler_type="cosine", warmup_steps=1, max_steps=4, save_strategy="steps", save_steps=2)
+        trainer = _gpt2(f"{folder}{len(zero)}", ds_config(1, optimizer=False, zero=zero), **more)
+        trainer.train()
+        betas.append([g["betas"] for g in trainer.optimizer.param_groups])
+        told = [{k: e[k] for k in ("loss", "learning_rate")} for e in trainer.state.log_history if "loss" in e]
+        trainer.model_wrapped.destroy()
+        again = _gpt2(f"{folder}{len(zero)}", ds_config(1, optimizer=False, zero=zero), **more)
+        again.train(resume_from_checkpoint=f"{folder}{len(zero)}/checkpoint-2")
+        tail = [{k: e[k] for k in ("loss", "learning_rate")} for e in again.state.log_history if "loss" in e]
+        again.model_wrapped.destroy()
+        if told != tail:
+            return f"{told} != {tail}"
+    return all(b == [(0.9, 0.95)] * 2 for b in betas) or str(betas)
+
+
+def _evaluate_only(folder: str) -> Any:
+    """trainer.evaluate() without training at stage 3: an engine without an optimizer."""
+    trainer = _gpt2(folder, ds_config(3, optimizer=False))
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.model_wrapped.destroy()
+    return 4.0 < loss < 4.4 or str(loss)
+
+
+# ---- Accelerate --------------------------------------------------------------------------------------------------------------
+def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: list[list[str]]) -> list[Any]:
+    """For every case (arguments of the example): what each step printed, the same after load_state, and the sum of the saved weights."""
+    import torch.distributed as dist
+
+    use(library)
+    from accelerate.state import AcceleratorState
+
+    script, out = example("accelerate_loop"), []
+    for i, options in enumerate(cases):
+        runs = []
+        for more in ([], ["--resume"]):
+            AcceleratorState._reset_state(reset_partial_state=True)
+            runs.append(script.main([*options, *more, "--output_dir", f"{folder}/{library}{i}"]))
+            dist.barrier()
+        saved = weights(f"{folder}/{library}{i}")
+        out.append((*runs, sum(float(t.double().sum()) for t in saved.values())))
+    return out
+
+
+# ---- Trainer on deepc's engine, without the name deepspeed --------------------------------------------------------------------
+def native(rank: int, world: int, folder: str, stage: int) -> tuple[list, list, int]:
+    """The example's training with EngineTrainer, then again from its checkpoint of step 3: both histories, and how many tensors were saved."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    from deepc.integrations.hf import EngineTrainer
+
+    script, out = example(), []
+    for resume in (None, f"{folder}/checkpoint-3"):
+        args = TrainingArguments(output_dir=folder if resume is None else folder + "-again", use_cpu=True, max_steps=6, logging_steps=1, eval_strategy="steps",
+                                 eval_steps=3, save_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, warmup_steps=3, learning_rate=3e-3,
+                                 weight_decay=0.1, report_to="none", disable_tqdm=True)
+        torch.manual_seed(42)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, pad_token_id=63,
+                                           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        trainer = EngineTrainer(model=model, args=args, train_dataset=script.Sequences(512), eval_dataset=script.Sequences(64, seed=1),
+                                deepc_config={"zero_optimization": {"stage": stage}})
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        out.append(history(trainer))
+        trainer.engine.destroy()
+    return out[0], out[1], len(weights(folder))

@@ -1,0 +1,236 @@
+"""The `deepspeed` import name: the finder, the table of names, what is not there, and the small modules behind it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepc.compat import finder, names
+from deepc.errors import ArgumentError, UnsupportedError
+
+
+@pytest.fixture
+def deepspeed():
+    if "deepspeed" in sys.modules and not finder.is_installed():
+        pytest.skip("a real DeepSpeed is imported in this process")
+    was = finder.is_installed()
+    finder.install()
+    yield importlib.import_module("deepspeed")
+    if not was:
+        finder.uninstall()
+
+
+def test_every_name_of_the_table_resolves(deepspeed):
+    count = 0
+    for module in ["deepspeed", *("deepspeed." + m for m in names.MODULES if m), *names.REAL_MODULES]:
+        for name in names.table(module):
+            getattr(importlib.import_module(module), name)
+            count += 1
+    assert count > 200
+
+
+def test_metadata_says_version(deepspeed):
+    assert deepspeed.__version__ == importlib.metadata.version("deepspeed") == names.VERSION
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+
+
+def test_one_module_under_two_names(deepspeed):
+    import deepspeed.runtime.zero
+    import deepspeed.zero
+
+    assert deepspeed.zero is deepspeed.runtime.zero
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    assert comm.get_rank() == 0 and GatheredParameters is deepspeed.zero.GatheredParameters
+    deepspeed.zero.something = 3  # scripts may patch modules
+    assert importlib.import_module("deepspeed.runtime.zero").something == 3
+    del deepspeed.zero.something
+
+
+def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    assert not isinstance(3, PipelineModule) and not issubclass(int, LayerSpec)
+    for use in (lambda: PipelineModule(layers=[], num_stages=2), lambda: PipelineModule.something, lambda: type("Mine", (PipelineModule,), {}),
+                lambda: deepspeed.tp_model_init(None, 2, torch.float), lambda: deepspeed.moe.layer.MoE(8)):
+        with pytest.raises(UnsupportedError, match="does not exist in deepc: .*not built yet"):
+            use()
+
+
+def test_unknown_names_look_absent_to_python(deepspeed):
+    assert not hasattr(deepspeed, "no_such_name") and getattr(deepspeed, "no_such_name", 7) == 7
+    with pytest.raises(UnsupportedError, match="deepspeed.no_such_name"):
+        deepspeed.no_such_name
+    with pytest.raises(ImportError, match="deepspeed.no_such_module does not exist in deepc"):
+        import deepspeed.no_such_module  # noqa: F401
+    with pytest.raises(ImportError, match="deepspeed.compression.*removed"):
+        from deepspeed.compression.compress import init_compression  # noqa: F401
+    with pytest.raises(UnsupportedError, match="deepspeed.no_such_name does not exist"):
+        from deepspeed import no_such_name  # noqa: F401
+
+
+def test_lacking_names_are_not_also_there():
+    for path in names.LACKING:
+        module, _, name = path.rpartition(".")
+        full = f"deepspeed.{module}" if module else "deepspeed"
+        assert name not in names.table(full), path
+
+
+def test_a_real_deepspeed_is_not_shadowed_silently():
+    script = ("import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
+              "try:\n import deepc.compat.deepspeed\nexcept ImportError as e:\n print('refused:', e)")
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "refused: deepspeed was imported before deepc.compat.deepspeed" in out.stdout
+
+
+def test_uninstall_forgets():
+    script = ("import deepc.compat.deepspeed as ours\nimport deepspeed, sys\nassert ours.initialize is deepspeed.initialize\nours.uninstall()\n"
+              "assert not any(n.split('.')[0] == 'deepspeed' for n in sys.modules)\nprint('gone')")
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout == "gone\n"
+
+
+def test_optimizers_step_as_torchs(deepspeed):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    torch.manual_seed(0)
+    start, grads = torch.randn(1000), [torch.randn(1000) for _ in range(3)]
+    for make, reference in ((lambda p: DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW([p], lr=1e-2, weight_decay=0.1)),
+                            (lambda p: DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1, adamw_mode=False),
+                             lambda p: torch.optim.Adam([p], lr=1e-2, weight_decay=0.1)),
+                            (lambda p: FusedAdam([{"params": [p], "betas": (0.8, 0.9)}], lr=1e-2),
+                             lambda p: torch.optim.AdamW([p], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.0))):
+        a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+        ours, theirs = make(a), reference(b)
+        for g in grads:
+            a.grad, b.grad = g.clone(), g.clone()
+            ours.step()
+            theirs.step()
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    with pytest.raises(UnsupportedError, match="bias_correction"):
+        DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], bias_correction=False)
+
+
+def test_small_helpers(deepspeed):
+    from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform
+    from deepspeed.utils import OnDevice, RepeatingLoader, set_z3_leaf_modules
+
+    assert partition_uniform(10, 3) == [0, 4, 7, 10] and partition_balanced([1, 1, 1, 9, 1, 1], 3) in ([0, 3, 4, 6], [0, 1, 4, 6])
+    bounds = partition_balanced([3, 1, 4, 1, 5, 9, 2, 6], 3)
+    assert max(sum([3, 1, 4, 1, 5, 9, 2, 6][a:b]) for a, b in zip(bounds, bounds[1:])) == 14
+    assert call_to_str("f", 1, a="b") == "f(1, a='b')"
+    loader = RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = torch.nn.Linear(3, 4)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    assert set_z3_leaf_modules(model, [torch.nn.Linear]) == [model[0]]
+    with pytest.raises(ArgumentError, match="no modules of type"):
+        set_z3_leaf_modules(model, ["Conv2d"])
+
+
+def test_accelerator_and_groups(deepspeed):
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
+
+    device = get_accelerator()
+    state = device.get_rng_state()
+    a = torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(a, torch.rand(3)) and device.memory_allocated() > 0 and device.device_name() in ("cpu", "cuda")
+    assert groups._get_sequence_parallel_world_size() == 1 and groups._get_data_parallel_rank() == 0
+    with pytest.raises(UnsupportedError, match="ep_size=2"):
+        groups.initialize(ep_size=2)
+
+
+def test_activation_checkpointing(deepspeed):
+    deepspeed.checkpointing.configure(None, num_checkpoints=2)
+    x = torch.randn(4, 4, requires_grad=True)
+    deepspeed.checkpointing.checkpoint(lambda t: (t * t).sum(), x).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    with pytest.raises(UnsupportedError, match="partition_activations"):
+        deepspeed.checkpointing.configure(None, partition_activations=True)
+
+
+def test_init_inference(deepspeed):
+    model = torch.nn.Linear(4, 2)
+    engine = deepspeed.init_inference(model, dtype=torch.bfloat16, tensor_parallel={"tp_size": 1})
+    assert engine(torch.randn(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 and not engine.module.training and engine.in_features == 4
+    with pytest.raises(UnsupportedError, match="tensor parallelism"):
+        deepspeed.init_inference(model, mp_size=2)
+    with pytest.raises(ArgumentError, match="does not know no_such"):
+        deepspeed.init_inference(model, no_such=1)
+
+
+def test_a_plain_deepspeed_script(deepspeed, tmp_path):
+    """The loop of DeepSpeed's own tutorials, with its accessors, checkpoints and zero_to_fp32."""
+    import argparse
+
+    import tiny
+
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args([])
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    deepspeed.init_distributed()
+    model = tiny.make_model()
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+    assert isinstance(engine, deepspeed.DeepSpeedEngine) and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+    for step in range(3):
+        x, y = tiny.make_batch(step, 4)
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+    assert engine.get_batch_info() == (4, 4, 1) and engine.zero_optimization_partition_gradients() and engine.dp_world_size == 1
+    assert engine.zero_reduce_bucket_size() > 0 and engine.optimizer_name() == "adam" and engine.global_steps == 3
+    with pytest.raises(UnsupportedError, match="train_batch"):
+        engine.train_batch()
+    assert not hasattr(engine, "no_such_thing")
+    engine.set_train_batch_size(8)
+    assert engine.gradient_accumulation_steps() == 2
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
+
+    whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    expected = {k: v.clone() for k, v in engine.module.state_dict().items()}
+    assert whole.keys() == expected.keys() and all(torch.equal(whole[k], expected[k]) for k in whole)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
+    subprocess.run([sys.executable, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path / "pickled", "--dtype", "bf16"], check=True)
+    pickled = torch.load(tmp_path / "pickled" / "pytorch_model.bin", weights_only=True)
+    assert pickled.keys() == expected.keys() and all(torch.equal(pickled[k], expected[k].to(pickled[k].dtype)) for k in pickled)
+    from safetensors.torch import load_file
+
+    safe = load_file(tmp_path / "safe" / "model.safetensors")
+    assert all(torch.equal(v, expected[k]) for k, v in safe.items())
+    engine.save_16bit_model(tmp_path / "bin")
+    assert torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True).keys() == expected.keys()
+    engine.destroy()
+
+
+def test_an_engine_without_optimizer_is_for_evaluation(deepspeed):
+    import tiny
+
+    model = tiny.make_model()
+    x, y = tiny.make_batch(0, 4)
+    expected = model(x, y).item()
+    engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": {"stage": 3}})
+    with torch.no_grad():
+        assert engine(x, y).item() == expected
+    with pytest.raises(ValueError, match="needs an optimizer"):
+        engine.step()
+    engine.destroy()
+
+
+def test_the_documentation_lists_the_table():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+    assert text.endswith(names.listing()), "run: python -m deepc.compat.names, and put it at the end of docs/compat.md"

@@ -1,0 +1,210 @@
+"""Short scripts in the style of the public example collections, written for `deepspeed`, run on deepc with
+one import changed (2 CPU ranks)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+
+WORLD, MICRO = 2, 2
+
+
+# ---- loops written for deepspeed ------------------------------------------------------------------------------------------
+def _classifier(rank: int, world: int, stage: int) -> list[float]:
+    """A cifar-like script: training_data, WarmupLR, accessors of the engine, an evaluation without gradients."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10))
+    g = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 3, 8, 8, generator=g), torch.randint(0, 10, (32,), generator=g))
+    engine, _, loader, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), training_data=data, config={
+        "train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}, "zero_optimization": {"stage": stage}})
+    device = get_accelerator().device_name(engine.local_rank)
+    assert not engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization_stage() == stage
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            loss = torch.nn.functional.cross_entropy(engine(x.to(device)), y.to(device))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    engine.eval()
+    with torch.no_grad():
+        assert engine(data.tensors[0]).shape == (32, 10)
+    engine.destroy()
+    return losses
+
+
+def test_a_classifier_trains_the_same_at_stages_0_and_3():
+    zero, three = run_ranks(_classifier, WORLD, args=(0,)), run_ranks(_classifier, WORLD, args=(3,))
+    assert zero == three and len(zero[0]) == 12 and zero[0][-1] < zero[0][0]
+
+
+def _gan(rank: int, world: int, stage: int) -> list[tuple[float, float]]:
+    """A GAN script: two engines, the models called without their engine, `module.zero_grad()` between the two losses."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    deepspeed.init_distributed()
+    g, d = _gan_models()
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
+    engine_d, *_ = deepspeed.initialize(model=d, config=config, optimizer=torch.optim.SGD(d.parameters(), lr=0.1))
+    engine_g, *_ = deepspeed.initialize(model=g, config=config, optimizer=torch.optim.SGD(g.parameters(), lr=0.1))
+    out = _gan_loop(g, d, engine_g.backward, engine_d.backward, engine_g.step, engine_d.step, 4 * rank, 4)
+    engine_d.destroy(), engine_g.destroy()
+    return out
+
+
+def _gan_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    torch.manual_seed(0)
+    return (torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6)),
+            torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1), torch.nn.Sigmoid()))
+
+
+def _gan_loop(g, d, backward_g, backward_d, step_g, step_d, start: int, n: int) -> list[tuple[float, float]]:
+    random, out, bce = torch.Generator().manual_seed(2), [], torch.nn.functional.binary_cross_entropy
+    for _ in range(6):
+        real, noise = torch.randn(8, 6, generator=random)[start: start + n] + 1, torch.randn(8, 4, generator=random)[start: start + n]
+        d.zero_grad()
+        on_real = bce(d(real), torch.ones(n, 1))
+        backward_d(on_real)
+        fake = g(noise)
+        on_fake = bce(d(fake.detach()), torch.zeros(n, 1))
+        backward_d(on_fake)
+        step_d()
+        g.zero_grad()
+        fooled = bce(d(fake), torch.ones(n, 1))
+        backward_g(fooled)  # leaves gradients in d, which the d.zero_grad() of the next iteration drops
+        step_g()
+        out.append((on_real.item() + on_fake.item(), fooled.item()))
+    return out
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_a_gan_that_calls_zero_grad_on_the_modules_trains_as_in_plain_torch(stage):
+    g, d = _gan_models()
+    opt_g, opt_d = torch.optim.SGD(g.parameters(), lr=0.1), torch.optim.SGD(d.parameters(), lr=0.1)
+    expected = _gan_loop(g, d, lambda loss: loss.backward(), lambda loss: loss.backward(), opt_g.step, opt_d.step, 0, 8)
+    ranks = run_ranks(_gan, WORLD, args=(stage,))
+    mean = torch.tensor(ranks).mean(0)
+    assert torch.allclose(mean, torch.tensor(expected), rtol=1e-5, atol=1e-6), (mean, expected)
+
+
+def _accumulating(rank: int, world: int, stage: int) -> list[int]:
+    """`module.zero_grad()` after every micro-batch, as some scripts do: at stages 1 to 3 it must not lose an accumulation."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    deepspeed.init_distributed()
+    model = tiny.make_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    engine, *_ = deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2,
+                                                           "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+                                                           "zero_optimization": {"stage": stage}})
+    x, y = tiny.make_batch(0, MICRO)
+    norms = []
+    for _ in range(2):
+        engine.backward(engine(x, y))
+        engine.step()
+        model.zero_grad()
+    norms.append(sum((a - b.detach()).norm().item() ** 2 for a, b in zip(before, model.parameters())) ** 0.5)
+    engine.destroy()
+    return norms
+
+
+def test_zero_grad_inside_an_accumulation_keeps_it_as_deepspeed_does():
+    whole, half = run_ranks(_accumulating, WORLD, args=(2,))[0][0], run_ranks(_accumulating, WORLD, args=(0,))[0][0]
+    assert whole == pytest.approx(2 * half, rel=1e-4)  # at stage 0 the first micro-batch's gradient was in .grad, and went
+
+
+def _import_paths(rank: int, world: int) -> bool:
+    import deepc.compat.deepspeed  # noqa: F401
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    recursive_setattr(model, "0.0", torch.nn.Linear(2, 3))
+    return recursive_getattr(model, "0.0").out_features == 3
+
+
+def test_the_helpers_that_chat_scripts_import_exist():
+    assert run_ranks(_import_paths, 1) == [True]
+
+
+# ---- Lightning ------------------------------------------------------------------------------------------------------------
+_LIGHTNING = """
+import deepc.compat.deepspeed
+import json, sys, torch
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+stage, rank = int(sys.argv[1]), int(__import__("os").environ["RANK"])
+class Net(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)), []
+    def training_step(self, batch, index):
+        loss = self.layer(batch).pow(2).sum()
+        self.seen.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+def trainer(epochs):
+    return L.Trainer(max_epochs=epochs, accelerator="cpu", devices=2, logger=False,
+                     strategy=DeepSpeedStrategy(stage=stage, offload_optimizer=False), enable_progress_bar=False, limit_val_batches=1,
+                     gradient_clip_val=1.0, accumulate_grad_batches=2, enable_checkpointing=False)
+def run(epochs, checkpoint=None):
+    L.seed_everything(3)
+    t, net = trainer(epochs), Net()
+    t.fit(net, *(torch.utils.data.DataLoader(RandomDataset(32, 32), batch_size=4) for _ in range(2)), ckpt_path=checkpoint)
+    return t, net
+whole = run(2)[1].seen
+first, net = run(1)
+first.save_checkpoint("ck")
+last, again = run(2, "ck")
+if rank == 0:
+    json.dump({"whole": whole, "first": net.seen, "again": again.seen, "steps": last.global_step}, open("result.json", "w"))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", (2, 3))
+def test_lightnings_deepspeed_strategy_trains_saves_and_resumes(stage, tmp_path):
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("needs lightning")
+    import socket
+
+    (tmp_path / "train.py").write_text(_LIGHTNING)
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = str(s.getsockname()[1])
+    path = os.pathsep.join(p for p in sys.path if p)
+    env = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+           "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [subprocess.Popen([sys.executable, "train.py", str(stage)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    try:
+        texts = [p.communicate(timeout=240)[0] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    assert [p.returncode for p in ranks] == [0, 0], "\n".join(t[-3000:] for t in texts)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["whole"]) == 8 and result["steps"] == 4
+    assert result["first"] + result["again"] == result["whole"]
+    assert result["whole"][-1] < result["whole"][0]

@@ -1,0 +1,102 @@
+"""Hugging Face's Trainer on deepc under the name `deepspeed`: unmodified scripts, 2 CPU ranks; against real DeepSpeed where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+
+import hf_runs
+from ranks import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+QUIET = {"DEEPC_LOG_LEVEL": "WARNING"}
+
+
+def _run(library, folder, cases, **options):
+    return run_ranks(hf_runs.train, 2, args=(library, str(folder), cases), fresh=True, limit_s=170, **options)
+
+
+def _check_shape(run):
+    """6 steps, 2 evaluations, and after resuming steps 4 to 6 with the same numbers."""
+    first, again, files = run
+    assert [e["step"] for e in first if "loss" in e] == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in first if "eval_loss" in e] == [3, 6]
+    assert {"model.safetensors", "global_step6", "trainer_state.json", "zero_to_fp32.py"} <= set(files)
+    tail = [e for e in first if e["step"] > 3 and "train_loss" not in e]
+    assert tail == [e for e in again if e["step"] > 3 and "train_loss" not in e]
+
+
+def test_trains_evaluates_saves_and_resumes(tmp_path):
+    cases = [(str(stage), hf_runs.ds_config(stage), {}) for stage in (0, 3)]
+    ours = _run("deepc", tmp_path, cases, env=QUIET)
+    for name, _, _ in cases:
+        assert ours[0][name] == ours[1][name]
+        _check_shape(ours[0][name])
+        losses = [e["loss"] for e in ours[0][name][0] if "loss" in e]
+        assert losses[-1] < losses[0] - 0.1
+
+
+CASES = {"0": hf_runs.ds_config(0), "2": hf_runs.ds_config(2), "3": hf_runs.ds_config(3), "log": hf_runs.ds_config(2, "log", scheduler="WarmupLR")}
+
+
+@pytest.mark.full
+def test_features(tmp_path):
+    """Weights out of from_pretrained under zero.Init, generate in evaluation, gradient checkpointing, LoRA, offload, bf16, other optimizers and schedules."""
+    for rank, out in enumerate(run_ranks(hf_runs.features, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET)):
+        for name in ("seq2seq", "lora", "recompute", "offload", "own optimizer", "evaluate only"):
+            assert out.get(name) is True, (rank, name, out.get(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_history_equals_deepspeeds(tmp_path, name):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    cases = [(name, CASES[name], {})]
+    ours = _run("deepc", tmp_path, cases, env=QUIET)
+    theirs = _run("deepspeed", tmp_path, cases, backend="gloo", env={"DS_ACCELERATOR": "cpu"})
+    _check_shape(ours[0][name])
+    for mine, real in zip(ours[0][name][:2], theirs[0][name][:2], strict=True):
+        _compare(name, mine, real)
+
+
+def _compare(name, mine, real):
+    """Losses and rates as Trainer prints them (4 digits); gradient norms to 1e-5 relative."""
+    assert len(mine) == len(real)
+    for a, b in zip(mine, real, strict=True):
+        assert a.keys() - b.keys() <= ({"grad_norm"} if name == "0" else set()) and b.keys() <= a.keys(), (name, a, b)  # at stage 0 DeepSpeed has no norm
+        for key in b:
+            if key == "grad_norm":
+                assert math.isclose(a[key], b[key], rel_tol=1e-5), (name, key, a, b)
+            else:
+                assert f"{a[key]:.4g}" == f"{b[key]:.4g}", (name, key, a, b)
+
+
+ACCELERATE = [["--stage", "2", "--from_config"], ["--stage", "3"]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", range(len(ACCELERATE)))
+def test_accelerate_equals_deepspeed(tmp_path, case):
+    """accumulate, clip_grad_norm_, save_state, load_state, get_state_dict, unwrap_model: losses and rates to 6 digits, norms to 1e-5 relative."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    ours = run_ranks(hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[case: case + 1]), fresh=True, limit_s=170, env=QUIET)
+    theirs = run_ranks(hf_runs.accelerate_loop, 2, args=("deepspeed", str(tmp_path), ACCELERATE[case: case + 1]), fresh=True, limit_s=170, backend="gloo",
+                       env={"DS_ACCELERATOR": "cpu"})
+    for mine, real in zip(ours[0][0][:2], theirs[0][0][:2], strict=True):
+        assert len(mine) == len(real) == 6
+        for a, b in zip(mine, real, strict=True):
+            assert f"{a[0]:.6g} {a[2]:.6g}" == f"{b[0]:.6g} {b[2]:.6g}" and math.isclose(a[1], b[1], rel_tol=1e-5), (mine, real)
+    assert math.isclose(ours[0][0][2], theirs[0][0][2], rel_tol=1e-6)
+
+
+def test_accelerate_loop(tmp_path):
+    out = run_ranks(hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[1:]), fresh=True, limit_s=170, env=QUIET)
+    first, again, total = out[0][0]
+    assert out[0] == out[1] and len(first) == 6 and math.isfinite(total) and first[5][0] < first[0][0]
+    assert again[0][2] == first[3][2]  # the schedule went on where it was saved
