@@ -6,7 +6,7 @@
 # JOBS=N the compilers at a time.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-full test-gpu bench bench-full wheel clean distclean
+.PHONY: help setup build train test test-full test-gpu bench bench-full wheel sdist docs clean distclean
 
 export PYTHON ?= python3
 export TORCH ?=
@@ -41,8 +41,14 @@ bench: build  ## measure against PyTorch and DeepSpeed, the short form
 bench-full: build  ## the same at all sizes, as in docs/bench.md
 	@scripts/bench --full $(ARGS)
 
-wheel: setup  ## dist/*.whl: one py3-none wheel for every torch >= 2.10
+wheel: setup  ## dist/*.whl: one py3-none wheel for every torch >= 2.10, named by the oldest glibc that it runs on
 	@scripts/wheel
+
+sdist: setup  ## dist/*.tar.gz: the sources, from which pip builds the same wheel
+	@scripts/wheel sdist
+
+docs: build  ## build/site: the documentation as web pages
+	@scripts/docs
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist

@@ -44,6 +44,7 @@ need() { # command or test, what it is for, packages: installs or stops with the
 
 # --- Python packages ---------------------------------------------------------------------------------------------------
 
+PIP_ERROR="no pip"
 has_pip() { "$VPY" -m pip --version >/dev/null 2>&1; }
 
 pip_install() { # arguments of pip install; its output only if it fails

@@ -25,7 +25,7 @@ def _access(param: torch.nn.Parameter) -> _Access | None:
 
 def _scaled(access: _Access) -> float:
     """Factor that turns an accumulated gradient into DeepSpeed's: averaged, not unscaled."""
-    return access.engine._unit() * access.engine.loss_scale
+    return float(access.engine._unit() * access.engine.loss_scale)
 
 
 # ---- whole -------------------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
         access.set_state(optim_state_key, value)
 
 
-def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter], update_func: Callable) -> None:
+def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter], update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]) -> None:
     """gradient = update_func(gradient, param) for each parameter, whole, one after the other. Collective."""
     for p in param_list:
         if p.grad is not None:

@@ -1,0 +1,114 @@
+"""The tutorials in docs/tutorials are programs: a block with a title is a file, a block `sh` is run, in order, in one empty folder.
+
+Every command has to succeed, and a comment `<!-- expect: REGEX -->` has to match the output of the `sh` block before it. Blocks of other
+kinds (`console`, `text`) are for the reader. Needs nothing but what trains: no network, no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+LIMIT_S = 300
+NEEDS = {"reading-the-report.md": ("rich",)}
+
+
+class Step(NamedTuple):
+    """A file to write (name, content), a command to run, or an expectation (a regular expression)."""
+
+    kind: str
+    name: str
+    text: str
+
+
+def steps(markdown: str) -> list[Step]:
+    """What a page says to do, in order."""
+    pattern = r"^```(?P<lang>\w+)(?P<rest>[^\n]*)\n(?P<body>.*?)^```$|<!-- expect: (?P<expect>.*?) -->"
+    out: list[Step] = []
+    for m in re.finditer(pattern, markdown, flags=re.M | re.S):
+        if m["expect"]:
+            out.append(Step("expect", "", m["expect"]))
+        elif title := re.search(r'title="([^"]+)"', m["rest"]):
+            out.append(Step("file", title[1], m["body"]))
+        elif m["lang"] == "sh":
+            out.append(Step("run", "", m["body"]))
+    return out
+
+
+def programs(folder: Path) -> Path:
+    """python, deepc and torchrun of this interpreter, as a user has them on the PATH."""
+    folder.mkdir()
+    for name, arguments in {"python": "", "deepc": "-m deepc", "torchrun": "-m torch.distributed.run"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def follow(page: Path, folder: Path) -> list[str]:
+    """Does what the page says, in `folder`; returns the output of each command block. AssertionError names the step that went wrong."""
+    import deepc
+
+    work, bin_folder = folder / "work", programs(folder / "bin")
+    work.mkdir()
+    env = {k: v for k, v in os.environ.items() if not k.startswith("DEEPC_") or k == "DEEPC_LIBRARY_DIR"}
+    source = str(Path(deepc.__file__).parents[1])
+    env |= {"PATH": f"{bin_folder}:{env['PATH']}", "PYTHONPATH": os.pathsep.join(filter(None, (source, env.get("PYTHONPATH")))),
+            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    outputs: list[str] = []
+    for step in steps(page.read_text(encoding="utf-8")):
+        if step.kind == "file":
+            (work / step.name).write_text(step.text)
+        elif step.kind == "run":
+            done = subprocess.run(["sh", "-e", "-c", step.text], cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+            outputs.append(done.stdout)
+            assert done.returncode == 0, f"{page.name}: exit code {done.returncode} of\n{step.text}\n{done.stdout}"
+        else:
+            assert outputs, f"{page.name}: an expectation stands before any command"
+            assert re.search(step.text, outputs[-1]), f"{page.name}: nothing in the output matches {step.text!r}:\n{outputs[-1]}"
+    return outputs
+
+
+def test_pages_are_read_as_programs():
+    text = '```python title="a.py"\nprint(1)\n```\ntext\n```sh\npython a.py\n```\n\n<!-- expect: ^1 -->\n```text\nno\n```\n'
+    assert steps(text) == [Step("file", "a.py", "print(1)\n"), Step("run", "", "python a.py\n"), Step("expect", "", "^1")]
+
+
+def test_a_failed_command_or_expectation_is_seen(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a.md").write_text("```sh\nfalse\ntrue\n```\n")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        follow(tmp_path / "a.md", tmp_path / "a")
+    (tmp_path / "b.md").write_text("```sh\necho no\n```\n<!-- expect: yes -->\n")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(AssertionError, match="matches 'yes'"):
+        follow(tmp_path / "b.md", tmp_path / "b")
+
+
+def test_every_tutorial_runs_something():
+    for page in TUTORIALS.glob("*.md"):
+        kinds = {s.kind for s in steps(page.read_text(encoding="utf-8"))}
+        assert {"file", "run", "expect"} <= kinds, f"{page.name} has no {', '.join({'file', 'run', 'expect'} - kinds)}"
+
+
+def test_the_short_tutorial(tmp_path):
+    outputs = follow(TUTORIALS / "slow-networks.md", tmp_path)
+    sent = [float(re.search(r"([\d.]+) bytes sent per parameter", out)[1]) for out in outputs]
+    assert sent[1] < 0.3 * sent[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(p.name for p in TUTORIALS.glob("*.md")))
+def test_tutorial(name, tmp_path):
+    for module in NEEDS.get(name, ()):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    follow(TUTORIALS / name, tmp_path)
