@@ -53,7 +53,8 @@ class ModelState:
         frozen_bytes = plan.frozen_elems * plan.dtype.itemsize
         self.frozen_flat = None
         if plan.stage == 3 and plan.transport in ("node", "nodes"):
-            self.segment = self.group.segment(plan.layout.total * plan.dtype.itemsize + frozen_bytes)
+            # at least a page: an engine for evaluation may find every parameter in another engine
+            self.segment = self.group.segment(max(4096, plan.layout.total * plan.dtype.itemsize + frozen_bytes))
             self.flat = self.segment.tensor(plan.dtype, 0, plan.layout.total)
             if plan.frozen_elems:
                 self.frozen_flat = self.segment.tensor(plan.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems)

@@ -162,6 +162,8 @@ class Net(BoringModel):
         loss = self.layer(batch).pow(2).sum()
         self.seen.append(loss.item())
         return loss
+    def test_step(self, batch, index):
+        self.log("test_loss", self.layer(batch).pow(2).sum(), sync_dist=True)
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 def trainer(epochs):
@@ -177,8 +179,12 @@ whole = run(2)[1].seen
 first, net = run(1)
 first.save_checkpoint("ck")
 last, again = run(2, "ck")
+data = RandomDataset(32, 32)
+with torch.no_grad():
+    expected = again.layer(data.data).pow(2).sum().item() / 8  # 8 batches of 4 on both ranks
+tested = last.test(again, torch.utils.data.DataLoader(data, batch_size=4), verbose=False)[0]["test_loss"]
 if rank == 0:
-    json.dump({"whole": whole, "first": net.seen, "again": again.seen, "steps": last.global_step}, open("result.json", "w"))
+    json.dump({"whole": whole, "first": net.seen, "again": again.seen, "steps": last.global_step, "tested": tested, "expected": expected}, open("result.json", "w"))
 """
 
 
@@ -208,3 +214,4 @@ def test_lightnings_deepspeed_strategy_trains_saves_and_resumes(stage, tmp_path)
     assert len(result["whole"]) == 8 and result["steps"] == 4
     assert result["first"] + result["again"] == result["whole"]
     assert result["whole"][-1] < result["whole"][0]
+    assert result["tested"] == pytest.approx(result["expected"], rel=1e-5)
