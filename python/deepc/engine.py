@@ -100,9 +100,10 @@ class Engine(torch.nn.Module):
         self._plans = {self.dtype: self.plan}
         if self.auto_precision is not None:
             self._plans[torch.float32] = plan_in(torch.float32)
-        refuse_if_too_big(self.plan, self._bytes_to_change())
         if self.device.type == "cpu":
-            memory.keep_heap()  # before the prediction, which follows what malloc does
+            memory.keep_heap()  # before the prediction, which follows what the heap does
+            memory.trim_heap()  # what an earlier engine's steps left free is available
+        refuse_if_too_big(self.plan, self._bytes_to_change())
         self._first_step = self._check_memory(named, group_of, sample_batch, loss_fn)
         zero._adopt(named)
         self._cast_buffers()

@@ -145,17 +145,20 @@ def lora(kit, part):
 
 CASES = {f.__name__: f for f in (gan, actor_critic, images, recommender, speech, mean_teacher, distill, lora)}
 CASES["actor_critic_separate"] = functools.partial(actor_critic, separate=True)
+# What a loss is a difference of, where that is larger than the loss: a divergence of distributions over 10 classes is a cross-entropy less an entropy, each
+# up to log(10), and is rounded like those.
+TERMS = {"distill": math.log(10)}
 
 
 def _losses(case: str, kit, rank: int = 0, world: int = 1) -> list[list[float]]:
     return [list(row) for row in CASES[case](kit, lambda batch: tuple(t.chunk(world)[rank] for t in batch))]
 
 
-def _check(got, want, where: str, tolerance: float = 1e-6) -> None:
+def _check(got, want, where: str, case: str, tolerance: float = 1e-6) -> None:
     assert len(got) == len(want) == STEPS
     for step, (a, b) in enumerate(zip(got, want)):
         for x, y in zip(a, b, strict=True):
-            assert math.isclose(x, y, rel_tol=tolerance, abs_tol=1e-7), f"{where}, step {step}: {a} and {b}"
+            assert math.isclose(x, y, rel_tol=tolerance, abs_tol=max(1e-7, tolerance * TERMS.get(case, 0.0))), f"{where}, step {step}: {a} and {b}"
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -164,7 +167,7 @@ def test_the_losses_are_those_of_plain_pytorch_at_every_stage(case):
     assert any(abs(a - b) > 1e-5 for a, b in zip(want[0], want[-1]))  # something was learnt
     for stage in range(4):
         kit = Deepc(stage)
-        _check(_losses(case, kit), want, f"stage {stage}")
+        _check(_losses(case, kit), want, f"stage {stage}", case)
         for engine in kit.made:
             engine.destroy()
 
@@ -186,9 +189,9 @@ def test_two_ranks_share_a_batch(case):
     ranks = run_quietly(_on_ranks, 2, case)
     for stage in (2, 3):
         for r in range(2):
-            _check(ranks[r][stage], ranks[r][0], f"stage {stage}, rank {r}")
+            _check(ranks[r][stage], ranks[r][0], f"stage {stage}, rank {r}", case)
     means = [[(a + b) / 2 for a, b in zip(x, y)] for x, y in zip(ranks[0][3], ranks[1][3])]
-    _check(means, _losses(case, Torch), "two ranks", 1e-5)
+    _check(means, _losses(case, Torch), "two ranks", case, 1e-5)
 
 
 # ---- a teacher costs its weights -------------------------------------------------------------------------------------------------------

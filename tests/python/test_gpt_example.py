@@ -159,7 +159,7 @@ def losses(out: Path) -> list[dict[str, str]]:
 def test_two_ranks_train_report_save_and_resume(tmp_path):
     out = tmp_path / "run"
     text, err = train("--ranks", "2", "--steps", "60", "--micro-batch", "8", "--lr", "3e-3", "--sample", "40", "--out", str(out))
-    assert "2 ranks on CPU" in err
+    assert "2 ranks on the CPU" in err
     assert "ZeRO stage 3, 2 ranks" in err and "optimizer states" in err  # the plan
     assert re.search(r"precision: (bf16|fp32) \(.+\)", text)  # which, and why
     assert re.search(r"deepc: step 1/60  loss \d+\.\d+ .* tokens/s", err) and re.search(r"deepc: step 60/60  loss \d+\.\d+ .* tokens/s .*bits/byte .*ETA 0:00", err)

@@ -204,7 +204,8 @@ def test_waiting_for_data_is_the_loader_or_the_gap_and_evaluation_is_neither(tmp
     one, two, three = steps_of(tmp_path / "metrics.jsonl")
     assert one["wait"]["data_s"] == 0.0  # nobody knows what was done before the first forward
     assert two["wait"]["data_s"] >= 0.03 and two["time_s"] >= two["wait"]["data_s"]
-    assert three["wait"]["data_s"] < 0.02 and three["time_s"] < 0.1 + two["time_s"] and three["at"] - two["at"] > 0.1
+    assert three["wait"]["data_s"] < 0.02
+    assert three["at"] - two["at"] >= three["time_s"] + 0.099  # both pauses of the evaluation lie between the steps, in neither
 
 
 class Slow(torch.utils.data.Dataset):
