@@ -32,6 +32,7 @@ from .plan import Plan, make_plan, refuse_if_too_big
 from .profile.timers import wall_clock
 from .reduce import CoreReducer, TorchReducer, TreeReducer, norm_order
 from .state import ModelState
+from .wrapper import ModelWrapper
 
 logger = logging.getLogger("deepc")
 
@@ -46,7 +47,7 @@ class StepResult(NamedTuple):
     precision_change: str = ""  # precision "auto": "bf16 -> fp32: why" if it changed after this step
 
 
-class Engine(torch.nn.Module):
+class Engine(ModelWrapper):
     """See deepc.initialize. `engine(...)` runs the model; backward, step and checkpoints are collective over the ranks."""
 
     def __init__(self, model: torch.nn.Module, config: Config, *, optimizer=None, model_parameters=None, lr_scheduler=None, training_data=None,
@@ -864,15 +865,6 @@ class Engine(torch.nn.Module):
     def memory_summary(self) -> dict[str, int]:
         """Bytes of this process now (rss, pss, peak) and of the plan."""
         return {**memory.process_bytes(), **{f"plan_{k}": v for k, v in self.plan.bytes.items()}}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
 
     # ---- gradients and states, whole (collective): deepc.view(p) and access.py have more -------------------------------------
     def full_grad(self, p: torch.nn.Parameter) -> torch.Tensor | None:

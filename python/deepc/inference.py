@@ -19,6 +19,7 @@ import torch
 from . import comm, int8, precision, zero
 from .errors import ArgumentError, CheckpointError, UnsupportedError
 from .export import Weights, dtype_of, open_weights
+from .wrapper import ModelWrapper
 
 logger = logging.getLogger("deepc")
 
@@ -226,7 +227,7 @@ def _choose_matmul(dtype: torch.dtype, device: torch.device) -> None:
         matmul.install(dtype)
 
 
-class InferenceEngine(torch.nn.Module):
+class InferenceEngine(ModelWrapper):
     """See deepc.inference. `engine(...)` runs the model without gradients, floating-point inputs cast to its dtype; `generate(...)` its
     generation. `module`: the model; gradients with respect to inputs come from calling that. trainer: the training engine whose weights
     these are, or None."""
@@ -275,12 +276,3 @@ class InferenceEngine(torch.nn.Module):
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers, each once: at stage 3 of the node, else of this rank."""
         return sum(t.numel() * t.element_size() for t in {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}.values())
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)

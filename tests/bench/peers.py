@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 from common import EXTENSIONS, version
 
@@ -23,6 +24,16 @@ def environment(threads: int) -> dict[str, str]:
     env.pop("THP_MEM_ALLOC_ENABLE", None)  # importing deepc sets it, for its own process: peers run as they come
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env.get("PATH", "")  # ninja of the environment
     return env
+
+
+def drop_stale_locks() -> None:
+    """Removes the lock files of builds that were killed: torch's extension loader waits for them for ever. One that is younger than a build may take stays."""
+    for lock in EXTENSIONS.glob("**/lock"):
+        try:
+            if time.time() - lock.stat().st_mtime > BUILD_LIMIT_S:
+                lock.unlink()
+        except OSError:
+            pass  # its owner was faster
 
 
 def install() -> None:

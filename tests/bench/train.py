@@ -23,7 +23,7 @@ import threading
 import time
 
 from common import emit, paired, require_deepc, skip, version
-from peers import environment
+from peers import drop_stale_locks, environment
 
 MODELS = {"25M": dict(vocab_size=50257, n_positions=1024, n_embd=320, n_layer=7, n_head=5),  # 25.0 M parameters
           "125M": dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),  # 124.4 M
@@ -377,6 +377,7 @@ def measure(args: argparse.Namespace) -> None:
         else:
             chosen.append(name)
     pairs: list[Contender] = []
+    drop_stale_locks()
     try:
         for name in chosen:
             pairs.append(Contender(name, args))

@@ -10,6 +10,7 @@ import torch
 
 from ..comm import default_device
 from ..errors import ArgumentError, UnsupportedError
+from ..wrapper import ModelWrapper
 
 _DTYPES = {"fp32": torch.float32, "float32": torch.float32, "float": torch.float32, "torch.float32": torch.float32, "fp16": torch.float16,
            "float16": torch.float16, "half": torch.float16, "torch.float16": torch.float16, "torch.half": torch.float16, "bf16": torch.bfloat16,
@@ -61,7 +62,7 @@ class DeepSpeedInferenceConfig:
         return {k: getattr(self, k) for k in self._DEFAULTS}
 
 
-class InferenceEngine(torch.nn.Module):
+class InferenceEngine(ModelWrapper):
     """Runs `module` without gradients; attributes that it has not are the model's (generate, config, ...)."""
 
     def __init__(self, model: torch.nn.Module, config: DeepSpeedInferenceConfig) -> None:
@@ -81,15 +82,6 @@ class InferenceEngine(torch.nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
 
 
 def default_inference_config() -> dict[str, Any]:
