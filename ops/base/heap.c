@@ -12,7 +12,9 @@
  * - huge pages for each mapping, returned every step (torch's THP_MEM_ALLOC_ENABLE alone): 996, 1,906, 54,000
  * - glibc keeps everything (M_MMAP_MAX = 0, no trimming): 1,218, 2,976, 0: posix_memalign asks for a page more than it needs and small objects
  *   move into the rest, so a hole of 98 MiB does not hold the next 98 MiB; without torch's page alignment 2,690, with glibc's own huge pages 2,843
- * - glibc keeps up to 32 MiB (the most that M_MMAP_THRESHOLD takes), maps larger ones: 783 where the former had 1,075, 2,142, 3,200 */
+ * - glibc keeps up to 32 MiB (the most that M_MMAP_THRESHOLD takes), maps larger ones: 783 where the former had 1,075, 2,142, 3,200
+ * - this heap: 2,000 MiB, 0 faults; bf16 2,411 tokens/s where returned memory gave 1,669 (2,000 against 1,938 MiB); 125 M fp32: 4,283 MiB, where returned
+ *   memory took 5,175 and glibc's kept heap 5,620 */
 #include "base.h"
 
 #include <errno.h>
