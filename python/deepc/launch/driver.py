@@ -228,13 +228,7 @@ class Driver:
         common = {"WORLD_SIZE": launch.ranks, "LOCAL_WORLD_SIZE": host.ranks, "GROUP_RANK": node, "NODE_RANK": node, "GROUP_WORLD_SIZE": len(hosts),
                   "LOCAL_SIZE": host.ranks, "CROSS_RANK": node, "CROSS_SIZE": len(hosts), "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": launch.ranks,
                   "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": self._run_id(),
-                  "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0}
-        if launch.bind:
-            common["DEEPC_BIND"] = launch.bind
-        if launch.as_deepspeed:
-            common["DEEPC_AS_DEEPSPEED"] = "1"
-        if launch.pass_local_rank:
-            common["DEEPC_LOCAL_RANK_ARGUMENT"] = "1"
+                  "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, **launch.rank_options()}
         argv = [sys.executable, "-u", _RANK, launch.kind, *launch.command]
         return [{"rank": before + i, "argv": argv, "env": {k: str(v) for k, v in {**common, "RANK": before + i, "ROLE_RANK": before + i, "LOCAL_RANK": i}.items()}}
                 for i in range(host.ranks)]

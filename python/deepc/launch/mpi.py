@@ -108,13 +108,7 @@ _COMMANDS = {"slurm": _srun, "openmpi": _openmpi, "mpich": _hydra, "impi": _hydr
 
 def environment(launch: Launch, report_to: str) -> dict[str, str]:
     """What is set on top of this process's environment for the launcher, and so for its ranks."""
-    env = dict(launch.env)
-    if launch.bind:
-        env["DEEPC_BIND"] = launch.bind
-    if launch.as_deepspeed:
-        env["DEEPC_AS_DEEPSPEED"] = "1"
-    if launch.pass_local_rank:
-        env["DEEPC_LOCAL_RANK_ARGUMENT"] = "1"
+    env = {**launch.env, **launch.rank_options()}
     env["DEEPC_REPORT_TO"] = report_to
     if launch.launcher != "slurm":  # Slurm's ranks see the list of hosts
         env["MASTER_ADDR"], env["MASTER_PORT"] = _meeting_point(launch)

@@ -54,6 +54,12 @@ class Launch:
     def ranks(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
+    def rank_options(self) -> dict[str, str]:
+        """What launch/rank.py reads of these options from its environment, whoever starts the rank."""
+        asked = {"DEEPC_BIND": self.bind, "DEEPC_AS_DEEPSPEED": "1" if self.as_deepspeed else "",
+                 "DEEPC_LOCAL_RANK_ARGUMENT": "1" if self.pass_local_rank else ""}
+        return {name: value for name, value in asked.items() if value}
+
     def describe(self) -> str:
         sets = " ".join(f"{k}={v}" for k, v in sorted(self.env.items()))
         given = os.environ.get("OMP_NUM_THREADS")
