@@ -3,7 +3,7 @@
 #   make train ARGS="--stage 2 --steps 50" DATA=~/books      make test      make help
 #
 # PYTHON=python3.12 chooses the interpreter, TORCH="torch==2.11.0" the PyTorch to install where none is there yet,
-# JOBS=N the compilers at a time.
+# JOBS=N the compilers at a time, DEEPC_CUDA=ON the CUDA kernels where there is no GPU (with one they are built wherever nvcc is).
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build train test test-full test-gpu bench bench-full wheel sdist docs clean distclean
@@ -12,6 +12,7 @@ export PYTHON ?= python3
 export TORCH ?=
 export JOBS ?= $(shell nproc)
 export DATA ?=
+export DEEPC_CUDA ?=
 VPY := .venv/bin/python
 
 help:  ## this list

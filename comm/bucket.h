@@ -45,6 +45,9 @@ typedef struct dc_reducer_config {
 
 DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);
 DC_API int dc_reducer_free(dc_reducer *r);
+/* acc starts where this lease does (ops/base/base.h) and gets its memory, bucket by bucket, when a bucket is written; NULL: acc has memory. Borrowed. The
+ * caller ends the lease when nobody needs the sums any more, and then assigns. DC_E_STATE within a pass. */
+DC_API int dc_reducer_lease(dc_reducer *r, dc_lease *lease);
 
 /* Starts a pass (one micro-batch's backward). assign: 1 overwrites acc (first micro-batch), 0 adds. norm: 1 fills
  * `partial`. A pass may be begun implicitly by the first add; that one assigns, and fills `partial` if there is one.

@@ -79,6 +79,7 @@ struct dc_reducer {
   uint8_t *fused;        /* alone: [total / DC_BLOCK] 1: its partial was computed with the accumulation */
   int64_t leaves;        /* of the tree: micro-batches before this pass */
   int closed;            /* the tree's last pass is over */
+  dc_lease *lease;       /* borrowed: where acc gets its memory before it is written, or NULL */
   char *leaf;            /* alone with a tree: [bucket_elems] of the wire dtype, a leaf that had to be made */
   int error;
   char text[DC__TEXT];
@@ -148,6 +149,11 @@ static int write_slot(dc_reducer *r, bucket *b, const param *x, int64_t from, in
   dc__count(DC_COUNTER_bucket_bytes_in, n * r->elem);
   if (x->dtype == r->k.dtype && r->k.pre_scale == 1.0f) return copy_in(to, grad, n * r->elem);
   return dc_cast(to, r->k.dtype, grad, x->dtype, r->k.pre_scale, n);
+}
+
+/* acc[at, at + n) is about to be written. */
+static int need_acc(dc_reducer *r, int64_t at, int64_t n) {
+  return r->lease ? dc_lease_need(r->lease, (size_t)at * sizeof *r->k.acc, (size_t)n * sizeof *r->k.acc) : DC_OK;
 }
 
 /* Pushes the next leaves of elements [at, at + n) of acc. */
@@ -249,6 +255,8 @@ static int open_bucket(dc_reducer *r, int64_t index) {
     void *slot;
     DC_TRY(dc_exchange_begin(r->k.comm, &b->step, &slot));
     b->slot = slot;
+  } else {
+    DC_TRY(need_acc(r, b->begin, b->end - b->begin));
   }
   b->missing = b->params;
   zero_padding(r, b);
@@ -287,6 +295,7 @@ static int reduce_next(dc_reducer *r) {
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
   double *partial = r->norm && r->k.partial ? r->k.partial + at / DC_BLOCK : NULL;
+  DC_TRY(need_acc(r, at, end - begin));
   if (r->k.tree)
     DC_TRY(push_leaves(r, src, (int)l->world, at, end - begin, partial));
   else
@@ -643,6 +652,13 @@ int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out) {
   }
   *out = r;
   return DC_OK;
+}
+
+int dc_reducer_lease(dc_reducer *r, dc_lease *lease) {
+  DC_TRY(enter(r));
+  if (r->state == PASS_OPEN) return leave(r, DC_FAIL(DC_E_STATE, "dc_reducer_lease: a pass is open; lease between passes"));
+  r->lease = lease;
+  return leave(r, DC_OK);
 }
 
 int dc_reducer_free(dc_reducer *r) {

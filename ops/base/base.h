@@ -109,6 +109,8 @@ DC_API int dc_mem_available_in(const char *proc, int64_t *bytes);
 /* The heap for large blocks that come and go every step (heap.c). `bytes` of memory whose pages stay resident when it is given back, at a multiple of
  * 16 KiB, not zeroed. NULL if the range of addresses is full or could not be reserved: take the memory elsewhere. Any thread. */
 DC_API void *dc_heap_take(size_t bytes);
+/* The same in whole huge pages, as high in the heap as its free blocks allow: for what must not cut the place of large blocks into pieces. */
+DC_API void *dc_heap_take_high(size_t bytes);
 /* Gives a block back. 1: done. 0: not from this heap (NULL too). -1: inside the heap but no block starts there, or it was given back before. */
 DC_API int dc_heap_give(void *p);
 /* Bytes: `extent` of [base, base + limit) was ever handed out and may be resident; `in_use`, its `peak`; `free` in `free_blocks` holes. */
@@ -124,6 +126,21 @@ DC_API int dc_heap_trim(void);
 /* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: glibc's defaults again. *kept: 1 if malloc keeps,
  * 0 if not: another C library than glibc, or thresholds that the user set (MALLOC_*_, GLIBC_TUNABLES), which stay. Process-wide. DC_E_INVALID: kept is NULL. */
 DC_API int dc_heap_keep_small(int keep, int *kept);
+/* A range of addresses that has memory only while it is used, and then the heap's (lease.c): what a phase of a step needs and the other phases'
+ * tensors can have. One user at a time per lease. */
+typedef struct dc_lease dc_lease;
+/* *at: the start of `bytes` that read as zeros, on cache lines, with a color as in dc_mem_alloc. *out is owned by the caller: dc_lease_close.
+ * DC_E_NOMEM: no addresses are left. */
+DC_API int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at);
+/* [offset, offset + bytes) has memory until dc_lease_end. What it holds where it had none is anything: write it before it is read. Where the kernel can't
+ * move pages (before Linux 5.7) or the heap is not there, the range gets memory of its own and keeps it. DC_E_INVALID outside of the range. */
+DC_API int dc_lease_need(dc_lease *lease, size_t offset, size_t bytes);
+/* The memory goes back to the heap; the contents are lost, the range reads as zeros. */
+DC_API int dc_lease_end(dc_lease *lease);
+/* *borrowed: bytes that are the heap's now; *own: bytes that are the range's for good. */
+DC_API int dc_lease_bytes(const dc_lease *lease, int64_t *borrowed, int64_t *own);
+/* NULL is allowed. */
+DC_API int dc_lease_close(dc_lease *lease);
 /* How many of [ptr, ptr + bytes) lie on huge pages now (from /proc/self/smaps). */
 DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
 

@@ -128,6 +128,20 @@ static bool grow(uint32_t need, uint32_t *at) {
   return true;
 }
 
+/* Hands the granules [at, at + need) of the free block at `block` out. */
+static void cut(uint32_t block, uint32_t at, uint32_t need) {
+  uint32_t end = block + heap.rows[block].granules;
+  unlink_free(block);
+  if (at > block) link_free(block, at - block);
+  if (end > at + need) link_free(at + need, end - at - need);
+}
+
+static void hand_out(uint32_t at, uint32_t need) {
+  heap.rows[at].granules = need, heap.used[at] = 1;
+  heap.in_use += need;
+  if (heap.in_use > heap.peak) heap.peak = heap.in_use;
+}
+
 void *dc_heap_take(size_t bytes) {
   pthread_once(&once, open_once);
   if (!heap.base || !bytes || bytes > ((size_t)heap.size << GRANULE_SHIFT)) return NULL;
@@ -138,16 +152,49 @@ void *dc_heap_take(size_t bytes) {
   uint32_t found = best_fit(need);
   if (found) {
     at = found - 1;
-    uint32_t rest = heap.rows[at].granules - need;
-    unlink_free(at);
-    if (rest) link_free(at + need, rest);
+    cut(at, at, need);
   } else if (!grow(need, &at)) {
     unlock();
     return NULL;
   }
-  heap.rows[at].granules = need, heap.used[at] = 1;
-  heap.in_use += need;
-  if (heap.in_use > heap.peak) heap.peak = heap.in_use;
+  hand_out(at, need);
+  unlock();
+  return heap.base + ((size_t)at << GRANULE_SHIFT);
+}
+
+/* The highest place on a huge page's boundary for `need` granules in the free blocks, as granule + 1, and the block it lies in. */
+static uint32_t highest(uint32_t need, uint32_t *block) {
+  const uint32_t page = (uint32_t)(DC_HUGE_PAGE >> GRANULE_SHIFT);
+  uint32_t best = 0;
+  for (int k = bin_of(need); k < BINS; k++)
+    for (uint32_t i = heap.bins[k]; i; i = heap.rows[i - 1].next) {
+      uint32_t begin = i - 1, n = heap.rows[begin].granules;
+      uint32_t at = n < need ? 0 : (begin + n - need) / page * page;
+      if (n >= need && at >= begin && at + 1 > best) best = at + 1, *block = begin;
+    }
+  return best;
+}
+
+void *dc_heap_take_high(size_t bytes) {
+  const uint32_t page = (uint32_t)(DC_HUGE_PAGE >> GRANULE_SHIFT);
+  pthread_once(&once, open_once);
+  if (!heap.base || !bytes || bytes > ((size_t)heap.size << GRANULE_SHIFT)) return NULL;
+  uint32_t need = (uint32_t)((bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE) * page, block = 0, at = 0;
+  lock();
+  uint32_t found = highest(need, &block);
+  if (found) {
+    at = found - 1;
+    cut(block, at, need);
+  } else {
+    uint32_t begin = heap.top - (heap.top ? heap.rows[heap.top - 1].before : 0), skip = (page - begin % page) % page;
+    if (!grow(skip + need, &begin)) {
+      unlock();
+      return NULL;
+    }
+    at = begin + skip;
+    if (skip) link_free(begin, skip);
+  }
+  hand_out(at, need);
   unlock();
   return heap.base + ((size_t)at << GRANULE_SHIFT);
 }

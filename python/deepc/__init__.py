@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
     # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults. torch has a switch for
@@ -17,13 +18,12 @@ if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from . import ops  # noqa: F401  registers torch.ops.deepc.*
-from . import notebook, optim, profile, utils, zero
+from . import optim, profile, utils, zero
 from .access import view
 from ._lib import C as _C
 from ._lib import counters
 from .backend import register_backend
 from .comm import init_distributed
-from .ema import EMA
 from .errors import DeepcError
 from .estimate import estimate
 from .export import export
@@ -33,14 +33,23 @@ from .inference import InferenceEngine, inference
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
-    from .engine import Engine
+    from . import checkpoint, notebook  # noqa: F401
+    from .ema import EMA
+    from .engine import Engine, OptimizerLike
+    from .lr_schedules import Scheduler
+    from .monitor.loader import TimedLoader
+    from .optim.sharded import ShardedOptimizer
+
+    ConfigSource = str | os.PathLike[str] | dict[str, Any]
+    Schedule = Scheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any]
 
 __version__ = _C.dc_version().decode()
-__all__ = ["EMA", "DeepcError", "InferenceEngine", "add_config_arguments", "counters", "estimate", "export", "fuse", "inference", "init_distributed", "initialize", "linear_cross_entropy", "notebook", "optim", "profile", "utils", "view", "zero"]
+__all__ = ["EMA", "DeepcError", "InferenceEngine", "add_config_arguments", "counters", "estimate", "export", "fuse", "inference",
+           "init_distributed", "initialize", "linear_cross_entropy", "notebook", "optim", "profile", "utils", "view", "zero"]
 
 register_backend()
 
@@ -53,12 +62,39 @@ if not _log.handlers:
     _log.propagate = False
 
 
-def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: Any = None, model_parameters: Iterable[Any] | None = None,
-               training_data: Any = None, lr_scheduler: Any = None, distributed_port: int | None = None, mpu: Any = None,
-               dist_init_required: bool | None = None, collate_fn: Callable[..., Any] | None = None,
-               config: str | os.PathLike[str] | dict[str, Any] | None = None,
-               config_params: str | os.PathLike[str] | dict[str, Any] | None = None, *, device: torch.device | str | None = None,
-               sample_batch: Any = None, loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, Any, Any, Any]:
+@overload
+def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
+               model_parameters: Iterable[Any] | None = None, training_data: None = None, lr_scheduler: Schedule | None = None,
+               distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None,
+               collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None, config_params: ConfigSource | None = None,
+               *, device: torch.device | str | None = None, sample_batch: Any = None,
+               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, None, Scheduler | None]: ...
+
+
+@overload
+def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
+               model_parameters: Iterable[Any] | None = None, *, training_data: torch.utils.data.Dataset[Any],
+               lr_scheduler: Schedule | None = None, distributed_port: int | None = None, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None,
+               config_params: ConfigSource | None = None, device: torch.device | str | None = None, sample_batch: Any = None,
+               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, TimedLoader, Scheduler | None]: ...
+
+
+@overload
+def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
+               model_parameters: Iterable[Any] | None = None, training_data: Sequence[Any] | torch.utils.data.Dataset[Any] | None = None,
+               lr_scheduler: Schedule | None = None, distributed_port: int | None = None, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None,
+               config_params: ConfigSource | None = None, *, device: torch.device | str | None = None, sample_batch: Any = None,
+               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]: ...
+
+
+def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
+               model_parameters: Iterable[Any] | None = None, training_data: Any = None, lr_scheduler: Schedule | None = None,
+               distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None,
+               collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None, config_params: ConfigSource | None = None,
+               *, device: torch.device | str | None = None, sample_batch: Any = None,
+               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
     """Makes an engine of a model and a configuration. Collective over the ranks.
 
     model: torch.nn.Module; it is cast to the config's precision and its parameters move into deepc's flat memory. config: path of a
@@ -78,9 +114,9 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer
                        sample_batch=sample_batch, loss_fn=loss_fn)
 
 
-def _initialize(kind: "type[Engine]", *, args: Any, model: Any, optimizer: Any, model_parameters: Any, training_data: Any, lr_scheduler: Any, mpu: Any,
-                collate_fn: Any, config: Any, device: Any = None, sample_batch: Any = None,
-                loss_fn: Any = None) -> "tuple[Engine, Any, Any, Any]":
+def _initialize(kind: type[Engine], *, args: Any, model: Any, optimizer: Any, model_parameters: Any, training_data: Any,
+                lr_scheduler: Any, mpu: Any, collate_fn: Any, config: Any, device: Any = None, sample_batch: Any = None,
+                loss_fn: Any = None) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
     """initialize, with the engine's class (deepc.compat has its own)."""
     import torch
     import torch.distributed as dist
@@ -109,6 +145,19 @@ def _initialize(kind: "type[Engine]", *, args: Any, model: Any, optimizer: Any, 
     engine = kind(model, parsed, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler, training_data=training_data,
                   collate_fn=collate_fn, device=device, sample_batch=sample_batch, loss_fn=loss_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+_LATER = {"EMA": ("ema", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is asked for: name -> (module, its attribute)."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    where, what = _LATER[name]
+    module = importlib.import_module(f".{where}", __name__)
+    found = globals()[name] = module if what is None else getattr(module, what)
+    return found
 
 
 def add_config_arguments(parser: "argparse.ArgumentParser") -> "argparse.ArgumentParser":

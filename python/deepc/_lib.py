@@ -8,6 +8,7 @@ import ctypes
 import os
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
+from typing import Any
 
 from . import errors
 
@@ -84,7 +85,7 @@ class AdamWArgs(ctypes.Structure):
 
 
 _P = POINTER
-_PROTOTYPES: dict[str, tuple] = {
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
     # name: (result, *arguments)
     "dc_version": (c_char_p,), "dc_status_name": (c_char_p, c_int), "dc_status_text": (c_char_p, c_int),
     "dc_status_at": (c_int, c_int, _P(c_char_p), _P(c_int)), "dc_last_error": (c_char_p,),
@@ -92,6 +93,9 @@ _PROTOTYPES: dict[str, tuple] = {
     "dc_set_num_threads": (c_int, c_int), "dc_num_threads": (c_int,),
     "dc_mem_alloc": (c_int, c_size_t, c_int, _P(c_void_p)), "dc_mem_free": (c_int, c_void_p),
     "dc_mem_available": (c_int, _P(c_int64)), "dc_mem_huge_bytes": (c_int, c_void_p, c_size_t, _P(c_int64)),
+    "dc_heap_take_high": (c_void_p, c_size_t), "dc_lease_open": (c_int, c_size_t, c_int, _P(c_void_p), _P(c_void_p)),
+    "dc_lease_need": (c_int, c_void_p, c_size_t, c_size_t), "dc_lease_end": (c_int, c_void_p), "dc_lease_close": (c_int, c_void_p),
+    "dc_lease_bytes": (c_int, c_void_p, _P(c_int64), _P(c_int64)), "dc_reducer_lease": (c_int, c_void_p, c_void_p),
     "dc_heap_keep_small": (c_int, c_int, _P(c_int)), "dc_heap_trim": (c_int,), "dc_heap_stats": (c_int, _P(HeapStats)),
     "dc_heap_take": (c_void_p, c_size_t), "dc_heap_give": (c_int, c_void_p),
     "dc_crc32c": (c_uint32, c_uint32, c_void_p, c_size_t),
@@ -167,7 +171,7 @@ def check(status: int) -> None:
         raise _EXCEPTIONS.get(name, errors.DeepcError)(C.dc_last_error().decode(errors="replace"))
 
 
-def call(name: str, *args) -> None:
+def call(name: str, *args: Any) -> None:
     """Calls a function of the core that returns a status, and raises on failure."""
     check(getattr(C, name)(*args))
 

@@ -12,7 +12,7 @@ utils.py has DeepSpeed's names for the same (safe_get_full_grad, ...)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
 
 import torch
 
@@ -20,17 +20,21 @@ from .errors import ArgumentError, UnsupportedError
 from .param import close_shared
 from .partition import Segment
 
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .group import Group
+
 _Pieces = Callable[[Segment], torch.Tensor]
 
 
-def engine_of(p: torch.nn.Parameter):
+def engine_of(p: torch.Tensor) -> Engine | None:
     """The engine that trains `p`, or None."""
     from .engine import _owner_of
 
     return _owner_of.get(id(p))
 
 
-def view(p: torch.nn.Parameter) -> "View":
+def view(p: torch.Tensor) -> "View":
     """The values behind parameter `p`; see View. ArgumentError if no engine trains it."""
     engine = engine_of(p)
     if engine is None:
@@ -44,7 +48,7 @@ class View:
     """One trained parameter, whole. Values are fp32 copies of the parameter's shape on every rank, and may be assigned a tensor (of any
     floating dtype, with as many elements), the same on all ranks, of which each rank keeps the part that it owns. All collective."""
 
-    def __init__(self, engine, p: torch.nn.Parameter) -> None:
+    def __init__(self, engine: Engine, p: torch.Tensor) -> None:
         self._access = _Access(engine, p)
         self.param, self.name = p, engine.state.names[self._access.index]
         self.state, self.local = States(self._access), Local(self._access)
@@ -78,7 +82,7 @@ class View:
         return f"deepc.view('{self.name}', shape {tuple(self.param.shape)}, {dtype}, states {', '.join(self.state) or 'none yet'})"
 
 
-class States(Mapping):
+class States(Mapping[str, torch.Tensor]):
     """Optimizer states of one parameter by name ("exp_avg", ...), whole; see View. `in`, len and iteration are this rank's knowledge;
     reading and writing one is collective."""
 
@@ -146,9 +150,9 @@ class LocalStates(States):
 class _Access:
     """Reads and writes the states of one parameter. `mine`: this rank's segments of it, in the parameter's order."""
 
-    def __init__(self, engine, p: torch.nn.Parameter) -> None:
+    def __init__(self, engine: Engine, p: torch.Tensor) -> None:
         self.engine, self.param = engine, p
-        self.index = next((i for i, q in enumerate(engine.state.trained) if q is p), -1)
+        self.index: int = next((i for i, q in enumerate(engine.state.trained) if q is p), -1)
         if self.index < 0:
             raise ArgumentError(f"this parameter of shape {tuple(p.shape)} is not trained by this engine")
         self.name = engine.state.names[self.index]
@@ -296,7 +300,7 @@ class _Access:
     def _state_views(self, name: str) -> dict[Segment, torch.Tensor]:
         return {s: v for n, s, v in self.engine.optimizer.owned_states() if n == name and s.param == self.index}
 
-    def _raise_without(self, name: str) -> None:
+    def _raise_without(self, name: str) -> NoReturn:
         names = self.state_names()
         raise ArgumentError(f"'{self.name}' has no optimizer state '{name}'; there "
                             f"{'is none yet' if not names else 'are ' + ', '.join(names)}"
@@ -336,11 +340,11 @@ class _Access:
 
 
 # ---- the model's values, for saving ------------------------------------------------------------------------------------------
-def module_state_dict(engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+def module_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
     """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its tensors are the model's
     own memory (of released parameters: copies). Collective."""
     engine.group.barrier()  # other ranks' updates are complete
-    out = engine.module.state_dict()
+    out: dict[str, torch.Tensor] = engine.module.state_dict()
     if exclude_frozen_parameters:
         frozen = {id(p) for p in engine.module.parameters() if not p.requires_grad}
         names = {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in frozen}
@@ -349,7 +353,7 @@ def module_state_dict(engine, exclude_frozen_parameters: bool = False) -> dict[s
     return out
 
 
-def consolidated_state_dict(engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+def consolidated_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
     """module_state_dict on the CPU on rank 0, None on the others. Collective."""
     whole = module_state_dict(engine, exclude_frozen_parameters)
     if engine.global_rank != 0:
@@ -357,7 +361,7 @@ def consolidated_state_dict(engine, exclude_frozen_parameters: bool = False) -> 
     return type(whole)((n, t.detach().cpu() if isinstance(t, torch.Tensor) else t) for n, t in whole.items())
 
 
-def load_module_state_dict(engine, state_dict: dict, strict: bool) -> None:
+def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
     """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that no rank makes a
     copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
     from . import zero
@@ -385,7 +389,7 @@ def load_module_state_dict(engine, state_dict: dict, strict: bool) -> None:
     _raise_everywhere(engine.group, error)
 
 
-def _raise_everywhere(group, error: Exception | None) -> None:
+def _raise_everywhere(group: Group, error: Exception | None) -> None:
     """If some rank has an error, all raise: their own, or the first rank's text. Collective."""
     text = "" if error is None else f"rank {group.rank}: {type(error).__name__}: {error}"
     data = torch.frombuffer(bytearray(text.encode()[:4096].ljust(4096)), dtype=torch.uint8)

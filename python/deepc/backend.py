@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import atexit
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .process_group import DeepcProcessGroup
 
 _registered = False
 
@@ -22,7 +26,7 @@ def register_backend() -> None:
     _registered = True
 
 
-def _create(options, backend_options):
+def _create(options: Any, backend_options: Any) -> DeepcProcessGroup:
     """Called by torch for init_process_group and new_group."""
     from .process_group import DeepcProcessGroup
 

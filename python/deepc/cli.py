@@ -133,7 +133,8 @@ _GUIDE = """deepc trains PyTorch models that one process can't hold or would tak
 
 def _resolve(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(f".{module}", __package__), function)
+    found: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), function)
+    return found
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -174,7 +175,8 @@ class _Parser(argparse.ArgumentParser):
         )
         near = difflib.get_close_matches(wrong[1].split("=")[0], known, 1, 0.5) if wrong else []
         hint = f" Did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}.{hint}\n{self.prog} --help shows options and examples.\n")
+        message = message.removesuffix(", ...").rstrip(".")  # argparse lists `PROGRAM ...` as two
+        self.exit(2, f"{self.prog}: error: {message}.{hint}\n{self.prog} --help shows options and examples.\n")
 
 
 def epilog(command: Command) -> str:
@@ -239,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(guide())
         return 0
     try:
-        return _resolve(_COMMANDS[args.command].run)(args)
+        return int(_resolve(_COMMANDS[args.command].run)(args))
     except DeepcError as exc:
         print(f"deepc {args.command}: error: {exc}", file=sys.stderr)
         return 2

@@ -122,10 +122,11 @@ class CommsLogger:
 
     def __init__(self) -> None:
         self.enabled = self.verbose = self.debug = False
-        self.prof_all, self.prof_ops = True, []
+        self.prof_all = True
+        self.prof_ops: list[str] = []
         self.lost = 0  # calls that were overwritten before they were read
         self._calls: dict[str, dict[int, _Calls]] = {}
-        self._rows = None
+        self._rows: Any = None  # an array of FlightRow, from the first drain on
         self._lock = threading.Lock()
         self._taps: list[Callable[[Finished], None]] = []
 
@@ -304,7 +305,7 @@ class CommsLogger:
             },
         }
 
-    def _table(self, summary: dict, late: dict | None) -> str:
+    def _table(self, summary: dict[str, Any], late: dict[str, Any] | None) -> str:
         def row(*cells: Any) -> str:
             return "".join(f"{f'{c:.2f}' if isinstance(c, float) else c!s:<20}" for c in cells)
 
@@ -353,11 +354,11 @@ logger = CommsLogger()
 
 
 # ---- what does not run in the C core ------------------------------------------------------------------------------------------
-def observed(run: Callable) -> Callable:
+def observed(run: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of hierarchy.Hierarchy._run(self, call, plan_of, source, target, unit, ...): logs it as one call over self.size ranks."""
 
     @functools.wraps(run)
-    def timed(self, c, plan_of, source, target, unit, *rest):
+    def timed(self: Any, c: Any, plan_of: Any, source: int, target: int, unit: int, *rest: Any) -> Any:
         if not logger.active or (c.name == "barrier" and c.tag):
             return run(self, c, plan_of, source, target, unit, *rest)
         begin = time.monotonic_ns()
@@ -393,17 +394,17 @@ _BACKEND = {
 def _nbytes(found: Any) -> int:
     if isinstance(found, (list, tuple)):
         return sum(map(_nbytes, found))
-    return found.numel() * found.element_size()
+    return int(found.numel()) * int(found.element_size())
 
 
-def backend_method(name: str, method: Callable, device: Any, ranks: int) -> Callable:
+def backend_method(name: str, method: Callable[..., Any], device: Any, ranks: int) -> Callable[..., Any]:
     """`method` of Gloo or NCCL, with its calls logged if that is on and they are of a kind that is."""
     known = _BACKEND.get(name)
     if known is None or not (logger._taps or logger.wants(known[0])):
         return method
     op, which = known
 
-    def timed(*args):
+    def timed(*args: Any) -> Any:
         begin = time.monotonic_ns()
         work = method(*args)
         nbytes = 0 if which < 0 else _nbytes(args[which])

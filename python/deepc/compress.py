@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -78,13 +78,13 @@ class _Blocks(Codec):
     def nbytes(self, n: int) -> int:
         return 4 * -(-n // self.block) + -(-n * self.bits // 32) * 4
 
-    def encode(self, payload, x, error=None) -> None:
+    def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
         torch.ops.deepc.quantize_blocks(x, payload, _NO_ERROR if error is None else error, self.bits, self.block)
 
-    def decode(self, out, payload) -> None:
+    def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         torch.ops.deepc.dequantize_blocks(payload, out, self.bits, self.block)
 
-    def decode_add(self, acc, payload, scale=1.0) -> None:
+    def decode_add(self, acc: torch.Tensor, payload: torch.Tensor, scale: float = 1.0) -> None:
         torch.ops.deepc.add_dequantized(payload, acc, self.bits, self.block, scale)
 
 
@@ -135,13 +135,13 @@ class TopK(Codec):
         chosen = n // self.block * self.k + min(n % self.block, self.k)
         return -(-6 * chosen // 4) * 4
 
-    def encode(self, payload, x, error=None) -> None:
+    def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
         torch.ops.deepc.select_topk(x, payload, _NO_ERROR if error is None else error, self.block, self.k)
 
-    def decode(self, out, payload) -> None:
+    def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         torch.ops.deepc.spread_topk(payload, out, self.block, self.k)
 
-    def decode_add(self, acc, payload, scale=1.0) -> None:
+    def decode_add(self, acc: torch.Tensor, payload: torch.Tensor, scale: float = 1.0) -> None:
         torch.ops.deepc.add_topk(payload, acc, self.block, self.k, scale)
 
 
@@ -175,7 +175,7 @@ class ErrorFeedback:
     def folded(self, average: bool) -> torch.Tensor | None:
         """A copy of the worker error with the server's added where this rank's slice lies (average: of op "avg"). Summed over ranks it is
         all that is owed to the result, so it can be cut up and used for other tensors of the same elements. None before the first call."""
-        if self.worker is None:
+        if self.worker is None or self._key is None:
             return None
         out, (n, world, rank) = self.worker.clone(), self._key
         if self.server is not None:
@@ -235,6 +235,7 @@ def _count(name: str, sent: int, dense: int) -> int:
 
 
 # ---- collectives --------------------------------------------------------------------------------------------------------------
+Group = Optional[dist.ProcessGroup]  # None: the default group
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -255,7 +256,7 @@ def _slices(n: int, world: int) -> Iterator[tuple[int, int, int]]:
         yield (rank, *_slice(n, world, rank))
 
 
-def _place(group) -> tuple[int, int]:
+def _place(group: Group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -270,7 +271,8 @@ def _flat(t: torch.Tensor, what: str) -> torch.Tensor:
     return t.detach().view(-1)
 
 
-def _encode_slices(x: torch.Tensor, world: int, codec: Codec, error: torch.Tensor | None, spans) -> torch.Tensor:
+def _encode_slices(x: torch.Tensor, world: int, codec: Codec, error: torch.Tensor | None,
+                   spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
     """One payload per destination, uint8 [world, nbytes of the longest]."""
     lengths = [length for _, _, length in spans]
     make = torch.empty if min(lengths) == max(lengths) else torch.zeros  # bytes that no slice fills are sent too
@@ -282,7 +284,7 @@ def _encode_slices(x: torch.Tensor, world: int, codec: Codec, error: torch.Tenso
     return out
 
 
-def _exchange(payloads: torch.Tensor, group) -> torch.Tensor:
+def _exchange(payloads: torch.Tensor, group: Group) -> torch.Tensor:
     """Row r goes to rank r; row r of the result is from rank r."""
     got = torch.empty_like(payloads)
     dist.all_to_all_single(got.view(-1), payloads.view(-1), group=group)
@@ -299,7 +301,7 @@ def _sum_rows(acc: torch.Tensor, rows: torch.Tensor, codec: Codec, op: str) -> N
         acc.mul_(1.0 / len(rows))
 
 
-def all_gather_begin(out: torch.Tensor, x: torch.Tensor, group, codec: Codec, state: ErrorFeedback | None = None, *,
+def all_gather_begin(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None, *,
                      async_op: bool = True) -> tuple[int, Callable[[], None]]:
     """all_gather in two parts: x is encoded and on its way when this returns (sent bytes, finish); out holds the result after finish(),
     which waits for the payloads and decodes them. x may be overwritten in between, out may not be read."""
@@ -327,7 +329,7 @@ def all_gather_begin(out: torch.Tensor, x: torch.Tensor, group, codec: Codec, st
     return _count("all_gather", (world - 1) * mine.numel(), (world - 1) * n * x.element_size()), finish
 
 
-def all_gather(out: torch.Tensor, x: torch.Tensor, group, codec: Codec, state: ErrorFeedback | None = None) -> int:
+def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None) -> int:
     """out [world * n] = the x [n] of all ranks in rank order, each as its payload carries it: also this rank's own part, so that out is
     equal on all ranks. out: fp32, bf16 or fp16, also of another dtype than x; x may lie in out. Returns the bytes that this rank sent:
     (world - 1) * nbytes(n). With one rank out = x. Collective; CPU tensors; group: a torch.distributed group or None."""
@@ -336,7 +338,8 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, group, codec: Codec, state: E
     return sent
 
 
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group, codec: Codec, state: ErrorFeedback | None = None, op: str = "sum") -> int:
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None,
+                   op: str = "sum") -> int:
     """out [n] = this rank's n elements of the sum (or "avg") over ranks of their x [world * n], each as its payload carries it, added in
     fp32 in rank order. Returns the bytes that this rank sent: (world - 1) * nbytes(n). With one rank out = x. Collective; CPU tensors."""
     _check_op(op)
@@ -359,7 +362,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group, codec: Codec, stat
     return _count("reduce_scatter", (world - 1) * codec.nbytes(n), (world - 1) * n * x.element_size())
 
 
-def all_reduce(x: torch.Tensor, group, codec: Codec, state: ErrorFeedback | None = None, op: str = "sum") -> int:
+def all_reduce(x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None, op: str = "sum") -> int:
     """x [n] = the sum (or "avg") of all ranks' x, in place; equal bits on all ranks. Two steps, as in 1-bit Adam (Tang et al.,
     arXiv:2102.02888) and ZeRO++ (Wang et al., arXiv:2306.10209): each rank sends slice r of its x, compressed, to rank r, which adds them
     in fp32 in rank order, compresses the sum again (state: with an error of its own), and sends that to all. Slices are equal, rounded up
@@ -380,7 +383,8 @@ def all_reduce(x: torch.Tensor, group, codec: Codec, state: ErrorFeedback | None
     if length:
         acc = torch.empty(length)
         _sum_rows(acc, got, codec, op)
-        codec.encode(mine[: codec.nbytes(length)], acc, state.server[:length] if state else None)
+        server = state.server if state else None
+        codec.encode(mine[: codec.nbytes(length)], acc, None if server is None else server[:length])
     rows = got  # as large as what comes back
     _gather(rows.view(-1), mine, group=group)
     for r, begin, length in spans:

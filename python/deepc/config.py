@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from .config_keys import (ANY, AUTO_SCHEDULER_PARAMS, ELEMENTWISE, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, RENAMED_SECTIONS, TABLE, Key,
                           State)
@@ -314,7 +314,7 @@ class Config:
         return 1.0 / (self.world_size if self.prescale_gradients else self.gradient_predivide_factor)
 
     @classmethod
-    def load(cls, source: str | os.PathLike | Mapping | Config, *, world_size: int, device_type: str = "cpu",
+    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Config, *, world_size: int, device_type: str = "cpu",
              allow_auto: bool = False) -> Config:
         """Reads and validates a configuration.
 
@@ -418,7 +418,7 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.S)
 _TRAILING = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
 
 
-def _blank(match: re.Match) -> str:
+def _blank(match: re.Match[str]) -> str:
     token = match.group()
     return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # keeps line and column of everything else
 
@@ -559,6 +559,9 @@ def _show(value: Any) -> str:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
+_T = TypeVar("_T")
+
+
 class _Loader:
     """One load: walks the raw dict, checks each value against its row, applies the rules between keys, builds the tree."""
 
@@ -597,7 +600,7 @@ class _Loader:
 
     # -- walking --
 
-    def _walk(self, node: Mapping, prefix: str) -> None:
+    def _walk(self, node: Mapping[str, Any], prefix: str) -> None:
         for key, value in node.items():
             path = f"{prefix}.{key}" if prefix else key
             canonical = RENAMED_SECTIONS.get(path, path)
@@ -870,8 +873,8 @@ class _Loader:
 
     # -- building --
 
-    def _fill(self, cls: type, prefix: str, **given: Any) -> Any:
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in given]
+    def _fill(self, cls: type[_T], prefix: str, **given: Any) -> _T:
+        names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name not in given]
         return cls(**{n: self.get(f"{prefix}.{n}" if prefix else n) for n in names}, **given)
 
     def _build(self, optimizer: OptimizerConfig | None, scheduler: SchedulerConfig | None) -> Config:
@@ -942,7 +945,7 @@ def _row_schema(row: Key) -> dict[str, Any]:
         options.append({"const": AUTO})
     if row.default is None or row.null:
         options.append({"type": "null"})
-    schema = dict(options[0]) if len(options) == 1 else {"anyOf": options}
+    schema: dict[str, Any] = dict(options[0]) if len(options) == 1 else {"anyOf": options}
     if row.path == "optimizer.params":
         schema = {"anyOf": [{"type": "object", "properties": {k: _row_schema(r) for k, r in OPTIMIZER_PARAMS.items()}}, {"type": "null"}]}
         schema["anyOf"][0]["description"] = "For Adam and AdamW; other optimizers take the arguments of their torch class."
@@ -984,7 +987,7 @@ def json_schema() -> dict[str, Any]:
     return root
 
 
-def write_schema(path: str | os.PathLike | None = None) -> str:
+def write_schema(path: str | os.PathLike[str] | None = None) -> str:
     """The schema as JSON text; written to `path` if given."""
     text = json.dumps(json_schema(), indent=2) + "\n"
     if path is not None:

@@ -11,11 +11,11 @@ import sys
 import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .config import _TRIANGLE, Config, _Loader, _read, resolve_batch, write_schema
 from .config_keys import ANY, DIFFERS, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, Key, State
-from .errors import ConfigError
+from .errors import ArgumentError, ConfigError
 
 _ERROR = re.compile(r'unknown key "(?P<unknown>[^"]+)"[.:]?\s*|(?P<known>[\w.]+) = ')
 _STATES = {
@@ -97,7 +97,7 @@ def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Chec
 
 def _ranks_of(raw: dict[str, Any]) -> tuple[int, str]:
     """Without --ranks: the number that makes the batch triangle fit, if there is one."""
-    train, micro, accumulation = (raw.get(k) for k in _TRIANGLE)
+    train, micro, accumulation = (cast(int, raw.get(k)) for k in _TRIANGLE)
     if all(type(v) is int and v > 0 for v in (train, micro, accumulation)) and train % (micro * accumulation) == 0:
         return train // (micro * accumulation), "from the batch sizes"
     return 1, "default"
@@ -117,10 +117,11 @@ def _wrong(text: str, name: str) -> Wrong:
 
 
 def _batch(loader: _Loader) -> dict[str, Any] | None:
-    given = {k: loader.values.get(k) for k in _TRIANGLE}
+    given: dict[str, int | None] = {k: loader.values.get(k) for k in _TRIANGLE}
     if any(k in loader.auto for k in _TRIANGLE) or getattr(loader, "triangle", None) is None:
         return None
-    train, micro, accumulation = resolve_batch(*given.values(), loader.world)
+    whole, part, times = given.values()
+    train, micro, accumulation = resolve_batch(whole, part, times, loader.world)
     return {
         "train_batch_size": train,
         "train_micro_batch_size_per_gpu": micro,
@@ -373,6 +374,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_check(args: argparse.Namespace) -> int:
+    if args.config != "-" and not os.path.isfile(args.config):
+        what = f"{args.config!r} is a folder" if os.path.isdir(args.config) else f"there is no file {args.config!r}"
+        raise ArgumentError(f"{what} (looked in {os.getcwd()}). Give the DeepSpeed JSON, or - to read it from standard input")
     source = sys.stdin.read() if args.config == "-" else Path(args.config)
     found = check(source, ranks=args.ranks, device=args.device)
     print(json.dumps(found.to_dict(), indent=1, default=str) if args.json else found)
@@ -398,7 +402,10 @@ def _run_keys(args: argparse.Namespace) -> int:
 
 
 def _run_schema(args: argparse.Namespace) -> int:
-    text = write_schema(args.output)
+    try:
+        text = write_schema(args.output)
+    except OSError as exc:
+        raise ArgumentError(f"--output {args.output}: {exc.strerror}") from exc
     if args.output is None:
         print(text, end="")
     return 0

@@ -40,7 +40,7 @@ class Key:
     help: str = ""
     state: State = State.ACTIVE
     why: str = ""
-    choices: tuple = ()  # of str: compared without case, the spelling of the table is kept
+    choices: tuple[str, ...] = ()  # of str: compared without case, the spelling of the table is kept
     ge: float | None = None
     gt: float | None = None
     le: float | None = None

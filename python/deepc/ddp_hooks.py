@@ -86,11 +86,11 @@ class HookState:
             self.sent_bytes += all_reduce(flat, self.group, self.codec, feedback, op="avg")
         return flat
 
-    def _answer(self, future: torch.futures.Future, flat: torch.Tensor, feedback: Optional[ErrorFeedback]) -> None:
+    def _answer(self, future: torch.futures.Future[torch.Tensor], flat: torch.Tensor, feedback: Optional[ErrorFeedback]) -> None:
         try:
             future.set_result(self._reduce(flat, feedback))
         except BaseException as exc:  # noqa: BLE001  the backward pass that waits for it raises it
-            future.set_exception(exc)
+            future.set_exception(exc)  # type: ignore[arg-type]  # torch's stub has the result's type there
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------------
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def _plain(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def compress_hook(state: HookState, bucket):
+def compress_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the bucket's gradients averaged over the ranks in compressed form. bucket: dist.GradBucket of fp32, bf16 or
     fp16 gradients on the CPU. Returns a Future of its buffer, averaged in place."""
     flat, feedback = bucket.buffer(), state._feedback(bucket)
-    future: torch.futures.Future = torch.futures.Future()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     if state._thread:
         state._thread.submit(state._answer, future, flat, feedback)
     else:

@@ -11,11 +11,15 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from .config_keys import ELEMENTWISE
 from .errors import ArgumentError, DeepcError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .group import Group, MultiNodeGroup
 
 KEY = 'deepc.deterministic = "layout"'
 
@@ -29,13 +33,13 @@ def tree_buffers(world: int, passes: int) -> int:
 class LayoutOrder:
     """One engine's place among the micro-batches, and the rules of the mode. Knows nothing of gradients."""
 
-    def __init__(self, group, device: torch.device, passes: int) -> None:
+    def __init__(self, group: Group, device: torch.device, passes: int) -> None:
         if device.type != "cpu":
             raise UnsupportedError(f"{KEY} on {device.type} does not exist; kernels of GPUs do not promise equal bits here. Use CPU ranks, or remove the key")
         if group.transport == "c10d" and group.world > 1:
             raise UnsupportedError(f"{KEY} over nodes with different numbers of ranks ({group.uneven}) does not exist; start equally many ranks on each node")
         if group.nodes > 1:
-            self._check_nodes(group)
+            self._check_nodes(cast("MultiNodeGroup", group))
         self.world, self.rank, self.passes = group.world, group.rank, passes
         self.buffers = tree_buffers(group.world, passes)
         self.passed = False  # this micro-batch's pass was made
@@ -49,7 +53,7 @@ class LayoutOrder:
             torch.set_num_threads(1)
 
     @staticmethod
-    def _check_nodes(group) -> None:
+    def _check_nodes(group: MultiNodeGroup) -> None:
         """A node adds up its own ranks' micro-batches before anything crosses: they must be a node of the tree."""
         ranks = group.ranks_per_node
         if ranks & (ranks - 1):
@@ -124,7 +128,7 @@ class LayoutOrder:
                 f"{torch.get_num_threads()} torch thread{'s' * (torch.get_num_threads() > 1)} (OMP_NUM_THREADS, else 1), which must be the same in every layout")
 
 
-class MicroBatchSampler(torch.utils.data.Sampler):
+class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
     """Batches of indices for a DataLoader's `batch_sampler`, dealt so that every layout sees the same micro-batches: micro-batch k of an epoch goes to
     rank k % world.
 

@@ -8,7 +8,7 @@ import datetime
 import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Sequence, cast
 
 from .flight import MESSAGES, Call, Group, Member, Record, process_status
 
@@ -140,13 +140,13 @@ def _place(member: Member, record: Record | None, group: Group | None, near: Rec
     what = "in" if waiting else "closed" if group.closed else "failed" if last is not None and last.status else "between"
     if what == "in":
         last = waiting[0]  # of several steps the oldest is what it waits for
-    return Place(member, what, last, other, record.groups[other.group].label if other else "", record.state)
+    return Place(member, what, last, other, record.groups[cast(int, other.group)].label if other else "", record.state)
 
 
 # ---- sentences --------------------------------------------------------------------------------------------------------------
 def describe(place: Place, now: float) -> str:
     """Where a rank is, as half a sentence behind its name."""
-    call = place.call
+    call: Any = place.call  # a call that is open or failed is there, and one that has ended has an end
     if place.what == "gone":
         return "is gone: its process has ended"
     if place.what == "silent":
@@ -171,7 +171,7 @@ def describe(place: Place, now: float) -> str:
 def _desync(view: GroupView, calls: dict[int, dict[int, Call]]) -> Finding | None:
     """The first call that ranks made differently. calls: seq -> group rank -> call."""
     for seq in sorted(calls):
-        kinds: dict[tuple, list[int]] = defaultdict(list)
+        kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for rank, call in calls[seq].items():
             kinds[call.fingerprint].append(rank)
         if len(kinds) < 2:
@@ -193,17 +193,21 @@ def _desync(view: GroupView, calls: dict[int, dict[int, Call]]) -> Finding | Non
 
 def _hanging(view: GroupView, stuck_s: float) -> list[Place]:
     """Ranks that wait too long, or ended there with an error."""
-    return [p for p in view.places if p.what == "failed" or (p.what == "in" and (not view.live or view.now - p.call.begin >= stuck_s))]
+
+    def is_late(p: Place) -> bool:
+        return not view.live or view.now - cast(Call, p.call).begin >= stuck_s
+
+    return [p for p in view.places if p.what == "failed" or (p.what == "in" and is_late(p))]
 
 
 def _absent(view: GroupView, stuck_s: float) -> list[Finding]:
     waiting = _hanging(view, stuck_s)
-    found = []
+    found: list[Finding] = []
     if not waiting:
         return found
     front = max(p.seq for p in waiting)
     ahead = [p for p in waiting if p.seq == front]
-    call, since = ahead[0].call, min(p.call.begin for p in ahead)
+    call, since = ahead[0].call, min(cast(Call, p.call).begin for p in ahead)
     verb = "waited" if ahead[0].what == "failed" else "waits" if len(ahead) == 1 else "wait"
     waits = f"{_names([p.member for p in ahead])} {verb} in call {front}, {call}, {_since(since, view.now)}"
     for kind, words in (("gone", "missing"), ("silent", "missing"), ("closed", "missing")):
@@ -271,7 +275,7 @@ def _messages(records: Sequence[Record], stuck_s: float) -> list[Finding]:
         for c in _open_calls(record):
             if c.op not in MESSAGES or (record.live and record.taken - c.begin < stuck_s):
                 continue
-            group = record.groups[c.group]
+            group = record.groups[cast(int, c.group)]
             me = group.members[group.rank]
             peer = group.members[c.root] if 0 <= c.root < group.size else None
             other = "any rank" if peer is None else _who(peer)
@@ -305,7 +309,8 @@ def _candidates(records: Sequence[Record], group: Group, me: Member, peer: Membe
 # ---- the whole ---------------------------------------------------------------------------------------------------------------
 def _view(group: Group, owners: dict[int, tuple[Record, Group]]) -> tuple[GroupView, dict[int, dict[int, Call]]]:
     near = next(iter(owners.values()))[0]
-    places = [_place(m, *owners.get(i, (None, None)), near) for i, m in enumerate(group.members)]
+    nobody: tuple[Record | None, Group | None] = (None, None)
+    places = [_place(m, *(owners[i] if i in owners else nobody), near) for i, m in enumerate(group.members)]
     view = GroupView(
         group.id, group.label, places, live=all(r.live for r, _ in owners.values()), now=max(r.taken for r, _ in owners.values())
     )

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import IO, Any, Callable, NamedTuple, cast
 
 from . import diagnosis, flight
 from .errors import ArgumentError, DeepcError
@@ -157,7 +157,7 @@ def _variables() -> list[Check]:
     known, i = [], 0
     name, value, text = ctypes.c_char_p(), ctypes.c_char_p(), ctypes.c_char_p()
     while C.dc_env_at(i, ctypes.byref(name), ctypes.byref(value), ctypes.byref(text)) == 0:
-        known.append(name.value.decode())
+        known.append((name.value or b"").decode())
         i += 1
     python_side = "AS_DEEPSPEED BIND CUDA LAUNCHER_PID LOCAL_RANK_ARGUMENT LOG LOG_LEVEL LOG_RANKS REPORT_TO RUN_DIR TIMELINE"
     own = {f"DEEPC_{n}" for n in python_side.split()}
@@ -341,7 +341,7 @@ def _single_copy() -> Check:
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     lender = subprocess.Popen([sys.executable, "-S", "-c", _LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        address = lender.stdout.readline().strip()
+        address = cast(IO[str], lender.stdout).readline().strip()
         done = subprocess.run([sys.executable, "-S", "-c", _BORROWER, str(lender.pid), address], capture_output=True, text=True, timeout=20)
         said = done.stdout.strip() or done.stderr.strip()[-200:]
     except subprocess.TimeoutExpired:
@@ -393,7 +393,7 @@ def _hostname() -> Check:
     """Gloo, beneath the backend, listens on the address of the host's name."""
     name = socket.gethostname()
     try:
-        addresses = {a[4][0] for a in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)}
+        addresses = {str(a[4][0]) for a in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)}
     except OSError as exc:
         return Check(
             "host name", "warn", f"{name} has no address ({exc})", f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
@@ -511,10 +511,10 @@ def _median_us(what: Callable[[], Any], rounds: int) -> float:
     return sorted(times)[rounds // 2] / 1e3
 
 
-def _await_ranks(ranks: list[subprocess.Popen], limit_s: float) -> tuple[list[str], bool]:
+def _await_ranks(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> tuple[list[str], bool]:
     """What each printed, and whether all came to their end."""
     end, text = time.monotonic() + limit_s, ["", ""]
-    open_pipes = {p.stdout.fileno(): i for i, p in enumerate(ranks)}
+    open_pipes = {cast(IO[bytes], p.stdout).fileno(): i for i, p in enumerate(ranks)}
     while open_pipes and (left := end - time.monotonic()) > 0:
         for fd in select.select(list(open_pipes), [], [], left)[0]:
             got = os.read(fd, 1 << 16)
@@ -546,7 +546,7 @@ def self_test(limit_s: float = _SELF_TEST_S) -> list[Check]:
             for p in ranks:
                 p.kill()
                 p.wait()
-                p.stdout.close()
+                cast(IO[bytes], p.stdout).close()
     if not finished:
         return [
             Check(
@@ -564,7 +564,7 @@ def self_test(limit_s: float = _SELF_TEST_S) -> list[Check]:
     return _judge(results)
 
 
-def _where_they_hang(ranks: list[subprocess.Popen]) -> str:
+def _where_they_hang(ranks: list[subprocess.Popen[bytes]]) -> str:
     records = []
     for p in ranks:
         try:

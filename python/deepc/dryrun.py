@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
@@ -30,12 +31,16 @@ from . import memory
 from ._lib import C
 from .errors import ArgumentError, DeepcError, UnsupportedError
 
+if TYPE_CHECKING:
+    from .partition import Layout
+
 PAGE = 4096
+_IS_MMAPPED = 2  # in the word before a block of glibc's
 THP_BYTES = 2 << 20  # from here on torch aligns to pages where its huge-page switch is on (c10/core/impl/alloc_cpu.cpp)
 
 
 # ---- in a child -----------------------------------------------------------------------------------------------------------------
-def forked(work: Callable[[], dict], limit_s: float = 300.0) -> dict:
+def forked(work: Callable[[], dict[str, Any]], limit_s: float = 300.0) -> dict[str, Any]:
     """What `work` returns (JSON types) when a forked child calls it. Raises UnsupportedError with the reason if it fails, dies or takes longer."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,16 +66,17 @@ def forked(work: Callable[[], dict], limit_s: float = 300.0) -> dict:
         raise UnsupportedError(f"the dry run took longer than {limit_s:.0f} s; use a smaller sample batch, or estimate without one (model states only)")
     if not text:
         raise UnsupportedError(f"the dry run's process ended without an answer (exit code {code}); estimate without a sample batch (model states only)")
-    answer = json.loads(text)
+    answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
         raise UnsupportedError(answer["error"])
     return answer
 
 
-def _child(work: Callable[[], dict], write: int) -> None:
+def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
     """Never returns, runs nothing of the parent's exit."""
     try:
         torch.set_num_threads(1)  # a forked child has no OpenMP threads to wait for
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is in the answer, without torch's traceback
         answer = work()
     except DeepcError as exc:
         answer = {"error": str(exc)}
@@ -93,7 +99,8 @@ def _place(exc: BaseException) -> str:
 
 
 def _read_all(fd: int, limit_s: float) -> str | None:
-    parts, end = [], time.monotonic() + limit_s
+    parts: list[bytes] = []
+    end = time.monotonic() + limit_s
     while (left := end - time.monotonic()) > 0:
         if select.select([fd], [], [], left)[0]:
             part = os.read(fd, 1 << 16)
@@ -144,8 +151,6 @@ class _Pages:
     def touch(self, begin: int, end: int) -> int:
         """Makes pages [begin, end) resident; returns how many were not."""
         begin, end = begin - self.start, end - self.start
-        if begin < 0:  # another arena of malloc's; all of it counts
-            return end - begin
         if end > len(self._resident):
             self._resident.extend(bytes(end - len(self._resident) + 16384))
         new = self._resident.count(0, begin, end)
@@ -208,12 +213,25 @@ class ShadowHeap:
             self._from_malloc(key, nbytes)
         self._note()
 
-    def _from_core(self, key: int, nbytes: int) -> bool:
-        at = C.dc_heap_take(nbytes)
+    @property
+    def in_core(self) -> bool:
+        """Whether large blocks come from the core's heap."""
+        return self._core is not None
+
+    def alloc_high(self, key: int, nbytes: int) -> None:
+        """Whole huge pages of the core's heap, as a lease takes them (ops/base/lease.c)."""
+        if not self._from_core(key, nbytes, C.dc_heap_take_high):
+            self._blocks[key] = (0, nbytes)
+            self._mapped += nbytes
+        self._note()
+
+    def _from_core(self, key: int, nbytes: int, take: Callable[[int], int | None] = C.dc_heap_take) -> bool:
+        at = take(nbytes)
         if not at:
             return False
         self._blocks[key] = (at, -nbytes)
         unit = THP_BYTES // PAGE if self._huge else 1  # a huge page is resident as a whole
+        assert self._core is not None
         self._heap += PAGE * self._core.touch(at // PAGE // unit * unit, -(-(at + nbytes) // (PAGE * unit)) * unit)
         return True
 
@@ -223,13 +241,15 @@ class ShadowHeap:
             self._blocks[key] = (0, nbytes)
             self._mapped += nbytes
             return
-        at = self._pointer.value
-        own = bool(ctypes.c_size_t.from_address(at - 8).value & 2)  # glibc's IS_MMAPPED
+        at = self._pointer.value or 0
+        self._follow_top()
+        # A mapping of its own, or in another arena than the one that grows by the program break: glibc goes there, and stays there, once the
+        # break could not grow. Its addresses are a terabyte away from the heap's, which is no place for a map of pages.
+        own = bool(ctypes.c_size_t.from_address(at - 8).value & _IS_MMAPPED) or not self._pages.start <= at // PAGE < self._top
         self._blocks[key] = (at, nbytes if own else -nbytes)
         if own:
             self._mapped += nbytes
         else:
-            self._follow_top()
             self._heap += PAGE * self._pages.touch(at // PAGE, (at + nbytes + PAGE - 1) // PAGE)
 
     def free(self, key: int) -> None:
@@ -284,7 +304,7 @@ def _heap_start() -> int:
 
 
 # ---- storages, born and gone ----------------------------------------------------------------------------------------------------
-def _guess(func, args) -> Any:
+def _guess(func: Any, args: tuple[Any, ...]) -> Any:
     """What a model gets that asks a fake tensor for a value: masks are full, numbers are 1."""
     dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else torch.bool
     if "equal" in str(func) or "nonzero" in str(func) or dtype == torch.bool:
@@ -292,7 +312,7 @@ def _guess(func, args) -> Any:
     return 1.0 if dtype.is_floating_point else 1
 
 
-def _make_tracker():
+def _make_tracker() -> type[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -300,14 +320,14 @@ def _make_tracker():
         """Follows every storage that an operation makes; each lies in `heap` from its birth to its death."""
 
         def __init__(self, heap: ShadowHeap) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]  # torch
             self.heap, self.live, self.peak, self.peak_op, self.op = heap, 0, 0, "", ""
             self.guesses: list[str] = []
             self._sizes: dict[int, int] = {}  # of living storages, by their address
             self._keys: dict[int, int] = {}
             self._count = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
             self.op = str(func)
             if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
                 raise UnsupportedError(f"the model calls the collective {func} in its forward, which a dry run of one rank can't do")
@@ -351,13 +371,50 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.
 _WORKSPACE: dict[Any, Callable[..., int]] = {}  # bytes of a kernel's own buffers, where they matter
 
 
+class _Accumulators:
+    """Accumulators that borrow their memory from the heap, bucket by bucket, until the step ends (state.leases_gradients)."""
+
+    _FIRST_KEY = -(1 << 40)
+
+    def __init__(self, heap: ShadowHeap, layout: Layout, own_all: bool, color: int) -> None:
+        self._heap, self._slice = heap, layout.bucket_elems // (1 if own_all else layout.world) * 4
+        self._bytes = (layout.total if own_all else layout.shard_elems) * 4
+        self._begin = color * 4352  # ops/base/lease.c
+        self._piece = max(1, -(-(self._begin + self._bytes) // THP_BYTES // 8192)) * THP_BYTES
+        self._held: set[int] = set()
+        self._buckets = range(layout.nbuckets)
+
+    def finish(self) -> None:
+        """The end of a pass: zeros stand for what has not come."""
+        for b in self._buckets:
+            self.need(b)
+
+    def need(self, bucket: int) -> None:
+        begin = self._begin + bucket * self._slice
+        end = min(begin + self._slice, self._begin + self._bytes)
+        for k in range(begin // self._piece, (end - 1) // self._piece + 1):
+            if k not in self._held:
+                self._held.add(k)
+                self._heap.alloc_high(self._FIRST_KEY - k, self._piece)
+
+    def end(self) -> None:
+        for k in self._held:
+            self._heap.free(self._FIRST_KEY - k)
+        self._held.clear()
+
+
+def buckets_of_params(layout: Layout) -> list[range]:
+    """Which buckets each parameter lies in."""
+    b = layout.bucket_elems
+    return [range(o // b, (o + n - 1) // b + 1) if n else range(0) for o, n in zip(layout.offsets, layout.numels)]
+
+
 class _Window:
     """Which gradients the reducer still holds (comm/bucket_reduce.c) when all ranks are equally far."""
 
-    def __init__(self, layout, slots: int) -> None:
+    def __init__(self, layout: Layout, slots: int) -> None:
         self._l, self._slots = layout, slots
-        b = layout.bucket_elems
-        self._buckets = [range(o // b, (o + n - 1) // b + 1) if n else range(0) for o, n in zip(layout.offsets, layout.numels)]
+        self._buckets = buckets_of_params(layout)
         self.begin()
 
     def begin(self) -> None:
@@ -365,28 +422,29 @@ class _Window:
         for buckets in self._buckets:
             for b in buckets:
                 self._missing[b] += 1
-        self._reduced, self._given = 0, set()
+        self.reduced = 0
+        self._given: set[int] = set()
 
     def add(self, index: int) -> list[int]:
         """Gives the gradient of parameter `index`; returns whose gradients are all written now."""
         self._given.add(index)
-        open_until, moved = self._reduced + self._slots, True
+        open_until, moved = self.reduced + self._slots, True
         left = {i: self._buckets[i] for i in self._given}
         for b in self._buckets[index]:
             self._missing[b] -= 1
         while moved:
             moved = False
-            while self._reduced < self._l.nbuckets and self._reduced < open_until and self._missing[self._reduced] == 0:
-                self._reduced += 1
+            while self.reduced < self._l.nbuckets and self.reduced < open_until and self._missing[self.reduced] == 0:
+                self.reduced += 1
                 moved = True
-            open_until = self._reduced + self._slots
+            open_until = self.reduced + self._slots
         done = [i for i, buckets in left.items() if not buckets or buckets[-1] < open_until]
         self._given.difference_update(done)
         return done
 
 
 # ---- the run ----------------------------------------------------------------------------------------------------------------------
-def loss_of(output: Any, batch: Any, loss_fn: Callable | None) -> torch.Tensor:
+def loss_of(output: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
     """The scalar to call backward on: loss_fn(output, batch), or the output itself, its `.loss`, ["loss"] or first element."""
     if loss_fn is not None:
         output = loss_fn(output, batch)
@@ -399,11 +457,12 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable | None) -> torch.Tensor:
             output = output[0]
     if not isinstance(output, torch.Tensor) or output.numel() != 1:
         what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise ArgumentError(f"the model's output ({what}) is no scalar loss and has none as .loss; pass loss_fn=, a function of (output, batch)")
+        raise ArgumentError(f"the model's output ({what}) is no scalar loss and has none as .loss; give a function of (output, batch) "
+                            "that makes it: loss_fn=, or --loss MODULE:FUNCTION of the command")
     return output
 
 
-def call_model(model: Callable, batch: Any) -> Any:
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """model(**batch) for a mapping, model(*batch) for a tuple or list, else model(batch)."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -432,7 +491,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> str:
         return ""
     name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     for block in blocks:
-        def recomputed(*args, _forward=block.forward, **kwargs):
+        def recomputed(*args: Any, _forward: Any = block.forward, **kwargs: Any) -> Any:
             return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
         block.forward = recomputed
     return f"torch.utils.checkpoint around each of {name}"
@@ -441,13 +500,15 @@ def checkpoint_blocks(model: torch.nn.Module) -> str:
 class _FakeModel:
     """Puts fake tensors in the place of a model's parameters and buffers, in this process for good, and frees the real ones."""
 
-    def __init__(self, model: torch.nn.Module, mode, tracker, dtype: torch.dtype, trained: list[torch.nn.Parameter], keeps_frozen: bool) -> None:
+    def __init__(self, model: torch.nn.Module, mode: Any, tracker: Any, dtype: torch.dtype, trained: list[torch.nn.Parameter],
+                 keeps_frozen: bool) -> None:
         self._mode, self._tracker, self._dtype, self._keeps_frozen = mode, tracker, dtype, keeps_frozen
         self._trained = {id(p) for p in trained}
         self._swapped: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []
         for module in model.modules():
-            for table, trains in ((module._parameters, True), (module._buffers, False)):
+            tables: tuple[tuple[dict[str, Any], bool], ...] = ((module._parameters, True), (module._buffers, False))
+            for table, trains in tables:
                 for name, value in table.items():
                     if value is not None:
                         table[name] = self._fake(value, trains)
@@ -477,13 +538,15 @@ def _is_fake(t: torch.Tensor) -> bool:
     return isinstance(t, FakeTensor)
 
 
-def run(model: torch.nn.Module, batch: Any, loss_fn: Callable | None, *, dtype: torch.dtype, trained: list[torch.nn.Parameter], layout, slots: int,
-        accumulation: int, steps: int, update: Callable | None, keeps_frozen: bool, cast_inputs: bool = False) -> dict[str, Any]:
+def run(model: torch.nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, dtype: torch.dtype, trained: list[torch.nn.Parameter],
+        layout: Layout, slots: int, own_all: bool, leases: bool, acc_color: int, accumulation: int, steps: int, update: Callable[..., Callable[[], Any]] | None, keeps_frozen: bool,
+        cast_inputs: bool = False) -> dict[str, Any]:
     """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is spoilt.
 
-    trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. update(fake parameters, known) makes a
+    trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all, acc_color: of the accumulators, which borrow their memory if
+    `leases` and the heap is there. update(fake parameters, known) makes a
     function that does a torch optimizer's step on shards, or None. Returns bytes: "freed" by the model's move into the flat space (negative: less resident
-    memory), "live" and "resident" peaks above what is left then, "saved" at the end of the first forward, "gradients" the largest one."""
+    memory), "live" and "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first forward, "gradients" the largest one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
@@ -499,9 +562,10 @@ def run(model: torch.nn.Module, batch: Any, loss_fn: Callable | None, *, dtype: 
     freed += heap.come_and_go([p.numel() * p.dtype.itemsize for p in fake.never_real])
     heap.use_core()
     heap.rebase(tracker.live)
-    window = _Window(layout, slots) if slots else None
+    sums = _Accumulators(heap, layout, own_all, acc_color) if leases and heap.in_core else None
+    reducer = _Reducer(fake.trained, layout, slots, sums)
     for i, p in enumerate(fake.trained):
-        p.register_post_accumulate_grad_hook(_make_hook(fake.trained, i, window))
+        p.register_post_accumulate_grad_hook(reducer.hook(i))
     saved = largest = 0
     step = update(fake.trained, mode, tracker) if update is not None else None
     with mode, tracker:
@@ -510,26 +574,58 @@ def run(model: torch.nn.Module, batch: Any, loss_fn: Callable | None, *, dtype: 
         tracker.peak = tracker.live
         for _ in range(steps):
             for _ in range(accumulation):
-                if window is not None:
-                    window.begin()
+                reducer.begin()
                 loss = loss_of(call_model(model, batch), batch, loss_fn)
                 if not saved:
                     saved = tracker.live
                 (loss / accumulation if accumulation > 1 else loss).backward()
-                for p in fake.trained:
-                    p.grad = None
+                reducer.finish()
                 del loss
             if step is not None:
                 step()
+            if sums is not None:
+                sums.end()
     largest = max((p.numel() for p in fake.trained), default=0) * dtype.itemsize
     return {"freed": freed, "live": tracker.peak, "resident": heap.peak, "saved": saved, "largest_gradient": largest, "at": tracker.peak_op,
-            "malloc": heap.usable, "guesses": sorted(set(tracker.guesses))}
+            "malloc": heap.usable, "leased": sums is not None, "guesses": sorted(set(tracker.guesses))}
 
 
-def _make_hook(params: list[torch.Tensor], index: int, window: _Window | None):
-    def hook(p: torch.Tensor) -> None:
-        if not p.grad.is_contiguous():
-            p.grad = p.grad.contiguous()
-        for i in [index] if window is None else window.add(index):
-            params[i].grad = None
-    return hook
+class _Reducer:
+    """What becomes of gradients: they go when the reducer would let them go, and what they are added to gets memory."""
+
+    def __init__(self, params: list[torch.Tensor], layout: Layout, slots: int, sums: _Accumulators | None) -> None:
+        self._params, self._sums, self._buckets = params, sums, buckets_of_params(layout)
+        self._window = _Window(layout, slots) if slots else None
+
+    def begin(self) -> None:
+        if self._window is not None:
+            self._window.begin()
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """For the parameter at `index`, when its gradient is there."""
+        def take(p: torch.Tensor) -> None:
+            if p.grad is not None and not p.grad.is_contiguous():
+                p.grad = p.grad.contiguous()
+            for i in self._take(index):
+                self._params[i].grad = None
+        return take
+
+    def _take(self, index: int) -> list[int]:
+        if self._window is None:
+            self._need(self._buckets[index])
+            return [index]
+        before = self._window.reduced
+        done = self._window.add(index)
+        self._need(range(before, self._window.reduced))
+        return done
+
+    def _need(self, buckets: range) -> None:
+        if self._sums is not None:
+            for b in buckets:
+                self._sums.need(b)
+
+    def finish(self) -> None:
+        if self._sums is not None:
+            self._sums.finish()
+        for p in self._params:
+            p.grad = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING, Callable, Iterator, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -29,6 +29,8 @@ from .partition import Segment
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .group import MemoryGroup
+    from .nodes import NodesReducer
 
 _COLOR = 7  # staggers the average among the arrays that are walked together (ops/base/base.h)
 _CHUNK = 1 << 18  # elements that are swapped at a time
@@ -50,6 +52,7 @@ class EMA:
         if label in engine.averages:
             raise ArgumentError(f"this engine has an average with label {label!r} already; give this one another label=")
         self.engine, self.decay, self.label, self.updates = engine, decay, label, 0
+        self._seen = -1  # applied steps at the last update; reset() sets it
         self._flat: torch.Tensor | None = None  # of the module: [total], node-shared at stage 3
         self._inside = False
         self._module: torch.nn.Module | None = None
@@ -92,7 +95,7 @@ class EMA:
             mine.copy_(live)
         self._publish()
 
-    def value(self, p: torch.nn.Parameter) -> torch.Tensor:
+    def value(self, p: torch.Tensor) -> torch.Tensor:
         """The average of parameter `p` of the engine's model: whole, fp32, of its shape, a copy on every rank. Collective."""
         self._outside("value()")
         return _Access(self.engine, p)._whole(self.piece)
@@ -104,8 +107,13 @@ class EMA:
     def piece(self, s: Segment) -> torch.Tensor:
         """[s.length] fp32: the average of this rank's segment `s`. A view."""
         if self._values is None:
-            return self._flat[s.flat_begin: s.flat_begin + s.length]
+            return self._own_flat()[s.flat_begin: s.flat_begin + s.length]
         return self._values[s.shard_begin: s.shard_begin + s.length]
+
+    def _own_flat(self) -> torch.Tensor:
+        """The module's memory; it is there with as_module."""
+        assert self._flat is not None
+        return self._flat
 
     def _applied_steps(self) -> int:
         return self.engine.global_steps - self.engine.skipped_steps
@@ -120,7 +128,7 @@ class EMA:
         state, plan = self.engine.state, self.engine.plan
         live = state.flat if state.flat_host is None else state.flat_host
         for flat, shard, n in plan.slices:
-            mine = self._flat[flat: flat + n] if self._values is None else self._values[shard: shard + n]
+            mine = self._own_flat()[flat: flat + n] if self._values is None else self._values[shard: shard + n]
             yield mine, live[flat: flat + n] if state.master is None else state.master[shard: shard + n]
 
     # ---- the engine's model with the average ----------------------------------------------------------------------------------------
@@ -188,7 +196,7 @@ class EMA:
                                    "bf16.enabled (or nothing, for fp32), or use `with ema.applied():`")
         total = plan.layout.total
         if engine.state.segment is not None:
-            self._segment = engine.group.segment(total * plan.dtype.itemsize)
+            self._segment = cast("MemoryGroup", engine.group).segment(total * plan.dtype.itemsize)
             self._flat = self._segment.tensor(plan.dtype, 0, total)
         elif engine.device.type == "cpu":
             self._flat = memory.zeros(total, plan.dtype, _COLOR)
@@ -198,11 +206,11 @@ class EMA:
     def _make_module(self) -> None:
         """A copy of the engine's module whose trained parameters are views of this average; what is frozen is the engine's own memory."""
         state, layout = self.engine.state, self.engine.plan.layout
-        memo: dict = {}
+        memo: dict[int, torch.nn.Parameter] = {}
         self._params: list[torch.nn.Parameter] = []
         for p, offset, n in zip(state.trained, layout.offsets, layout.numels):
             memo[id(p)] = mine = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-            mine.data = self._flat[offset: offset + n].view(p.shape)  # a version counter of its own
+            mine.data = self._own_flat()[offset: offset + n].view(p.shape)  # a version counter of its own
             self._params.append(mine)
         for _, p in state.frozen:
             memo[id(p)] = torch.nn.Parameter(p.detach(), requires_grad=False)
@@ -235,12 +243,12 @@ class EMA:
         engine, plan = self.engine, self.engine.plan
         if self._values is not None:
             for flat, shard, n in plan.slices:
-                self._flat[flat: flat + n].copy_(self._values[shard: shard + n])
+                self._own_flat()[flat: flat + n].copy_(self._values[shard: shard + n])
         if plan.stage > 0 and engine.world_size > 1:
             if plan.nodes > 1:
-                engine.reducer.publish(self._flat, self._values, plan.stage == 3)
+                cast("NodesReducer", engine.reducer).publish(self._own_flat(), self._values, plan.stage == 3)
             elif plan.stage < 3:
-                engine.reducer.gather(self._flat)
+                engine.reducer.gather(self._own_flat())
             engine.group.node_barrier()
         if self._params:
             increment_version(self._params)

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, NamedTuple, Sequence, Union, cast
 
 import torch
 
@@ -30,9 +30,19 @@ from .optim.sharded import ShardedOptimizer
 from .param import unshare
 from .plan import Plan, make_plan, refuse_if_too_big
 from .profile.timers import wall_clock
-from .reduce import CoreReducer, TorchReducer, TreeReducer, norm_order
+from .reduce import CoreReducer, TreeReducer, norm_order
 from .state import ModelState
 from .wrapper import ModelWrapper
+
+if TYPE_CHECKING:
+    from .group import NodeGroup
+    from .lr_schedules import Scheduler
+    from .profile.probe import Probe
+    from .reduce import Reducer
+    from .streamed import StreamedState
+
+    OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]
+    Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 logger = logging.getLogger("deepc")
 
@@ -50,9 +60,10 @@ class StepResult(NamedTuple):
 class Engine(ModelWrapper):
     """See deepc.initialize. `engine(...)` runs the model; backward, step and checkpoints are collective over the ranks."""
 
-    def __init__(self, model: torch.nn.Module, config: Config, *, optimizer=None, model_parameters=None, lr_scheduler=None, training_data=None,
-                 collate_fn: Callable | None = None, device: torch.device | None = None, sample_batch: Any = None,
-                 loss_fn: Callable | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, config: Config, *, optimizer: OptimizerLike | None = None,
+                 model_parameters: Iterable[Any] | None = None, lr_scheduler: Any = None, training_data: Any = None,
+                 collate_fn: Callable[..., Any] | None = None, device: torch.device | None = None, sample_batch: Any = None,
+                 loss_fn: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.module = model
         self._config = config
@@ -106,17 +117,17 @@ class Engine(ModelWrapper):
             memory.trim_heap()  # what an earlier engine's steps left free is available
         refuse_if_too_big(self.plan, self._bytes_to_change())
         self._first_step = self._check_memory(named, group_of, sample_batch, loss_fn)
-        zero._adopt(named)
+        zero._adopt(named, self.plan.sharded)
         self._cast_buffers()
         self._choose_matmul()
         host = self.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu"
-        self.state = self._state_class()(self.plan, named, self.group, self.device, host=host)
+        self.state = self._state_class()(self.plan, named, self.group, self.device, host=host, accumulates=(config.gradient_accumulation_steps or 1) > 1)
         self.optimizer.attach(self.state, [group_of[id(p)] for p in self.state.trained])
         self.reducer = self._make_reducer()
         self.hooks = GradientHooks(self.state, self.reducer, self._bare_backward)
         self.hooks.one_gradient = self.same is not None
         if self.plan.mode == "streamed":
-            self.state.stream(model, config.zero)
+            cast("StreamedState", self.state).stream(model, config.zero)
         if self.plan.parameters_as:
             self._publish()  # from the start on the parameters are what other nodes get of the masters
         self.scaler = precision.make_scaler(config)
@@ -139,7 +150,7 @@ class Engine(ModelWrapper):
         self.profile = profile.attach(self)  # None, and nothing of it runs, unless the configuration asks for some of it
 
     # ---- set-up ------------------------------------------------------------------------------------------------------------
-    def _make_base_optimizer(self, optimizer, model_parameters) -> torch.optim.Optimizer:
+    def _make_base_optimizer(self, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None) -> torch.optim.Optimizer:
         cfg = self._config.optimizer
         params = list(model_parameters) if model_parameters is not None else [p for p in self.module.parameters() if p.requires_grad]
         if optimizer is not None:
@@ -158,7 +169,7 @@ class Engine(ModelWrapper):
             self._say("no optimizer in the config and none passed: AdamW with DeepSpeed's defaults, " + ", ".join(f"{k} {v}" for k, v in cfg.params.items()))
         return make_optimizer(cfg, params)
 
-    def _groups(self, param_groups) -> dict[int, int]:
+    def _groups(self, param_groups: list[dict[str, Any]]) -> dict[int, int]:
         group_of: dict[int, int] = {}
         for g, group in enumerate(param_groups):
             for p in group["params"]:
@@ -166,7 +177,7 @@ class Engine(ModelWrapper):
                     group_of[id(p)] = g
         return group_of
 
-    def _check_model(self, named, group_of) -> None:
+    def _check_model(self, named: Named, group_of: dict[int, int]) -> None:
         known = {id(p) for _, p in named}
         if missing := [i for i in group_of if i not in known]:
             raise ArgumentError(f"the optimizer has {len(missing)} parameter(s) that are not parameters of the model passed to initialize")
@@ -194,8 +205,8 @@ class Engine(ModelWrapper):
             if self.auto_precision is None and other.auto_precision is None:
                 continue
             theirs = {id(p) for p in (*other.state.trained, *(p for _, p in other.state.frozen))}
-            if (name := next((n for n, p in named if id(p) in theirs), None)) is not None:
-                raise UnsupportedError(f"parameter '{name}' belongs to two engines, and precision \"auto\" of one of them would change its dtype under "
+            if (shared := next((n for n, p in named if id(p) in theirs), None)) is not None:
+                raise UnsupportedError(f"parameter '{shared}' belongs to two engines, and precision \"auto\" of one of them would change its dtype under "
                                        "the other; set bf16.enabled (or nothing, for fp32) for both")
 
     def _auto_precision(self) -> precision.AutoPrecision | None:
@@ -254,7 +265,8 @@ class Engine(ModelWrapper):
 
         return StreamedState
 
-    def _check_memory(self, named, group_of, sample_batch, loss_fn) -> FirstStep | None:
+    def _check_memory(self, named: Named, group_of: dict[int, int], sample_batch: Any,
+                      loss_fn: Callable[..., Any] | None) -> FirstStep | None:
         """With a sample batch: predicts the peak, refuses what does not fit, and prints it. What the first step shows of it."""
         if sample_batch is None:
             return None
@@ -275,7 +287,7 @@ class Engine(ModelWrapper):
         if config.pre_scale != 1:
             self._say("config: prescale_gradients and gradient_predivide_factor have no effect with deepc.deterministic = \"layout\": gradients are scaled "
                       "once, after their sum")
-        return LayoutOrder(self.group, self.device, config.gradient_accumulation_steps)
+        return LayoutOrder(self.group, self.device, self.gradient_accumulation_steps())
 
     def _compression(self) -> tuple[str, str]:
         """(gradients_as, parameters_as) of the plan: ZeRO++ acts on what crosses between nodes."""
@@ -326,8 +338,8 @@ class Engine(ModelWrapper):
             wide, kept = b.data.float(), exact.get(id(b))
             b.data = wide if kept is None or kept.shape != wide.shape else torch.where(kept.to(was) == b.data, kept, wide)
         ours = {id(p) for p in (*self.state.trained, *(p for _, p in self.state.frozen))} if hasattr(self, "state") else None
-        for p in self.module.parameters() if ours is not None else ():
-            if id(p) not in ours and p.dtype == was:
+        for p in self.module.parameters():
+            if ours is not None and id(p) not in ours and p.dtype == was:
                 p.data = p.data.to(dtype)
 
     def _choose_matmul(self) -> None:
@@ -341,8 +353,8 @@ class Engine(ModelWrapper):
             matmul.install(self.dtype)
             self._say(f"this CPU has no {str(self.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are computed in fp32 and rounded")
 
-    def _make_reducer(self):
-        wire, pre = self.plan.wire, self._config.pre_scale if self.same is None else 1.0
+    def _make_reducer(self) -> Reducer:
+        wire, pre = cast(torch.dtype, self.plan.wire), self._config.pre_scale if self.same is None else 1.0
         self._pre_scale = pre
         st = self.state
         if self.group.transport == "nodes":
@@ -352,31 +364,34 @@ class Engine(ModelWrapper):
             if self.group.transport == "node":
                 from .plan import SLOTS
 
-                bucket_comm = self.group.open_comm("buckets", self.plan.layout.bucket_elems * max(wire.itemsize, self.dtype.itemsize), SLOTS)
+                elem_bytes = max(wire.itemsize, self.dtype.itemsize)
+                bucket_comm = self.group.open_comm("buckets", self.plan.layout.bucket_elems * elem_bytes, SLOTS)
                 self._bucket_comm = bucket_comm
             if self.same is not None:
-                return TreeReducer(self.plan, bucket_comm, st.acc, st.partial, wire)
-            return CoreReducer(self.plan, bucket_comm, st.acc, st.partial, wire, pre)
-        if self.plan.mode == "streamed":
-            return st.make_reducer(wire, pre)
-        return TorchReducer(self.plan, self.device, st.acc, st.partial, wire, pre)
+                core: CoreReducer = TreeReducer(self.plan, bucket_comm, st.acc, st.partial, wire)
+            else:
+                core = CoreReducer(self.plan, bucket_comm, st.acc, st.partial, wire, pre)
+            core.borrow(st.lease)
+            return core
+        return st.make_reducer(wire, pre)
 
-    def _make_scheduler(self, lr_scheduler):
+    def _make_scheduler(self, lr_scheduler: Any) -> Scheduler | None:
         from .lr_schedules import build_scheduler
 
         cfg = self._config.scheduler
         if lr_scheduler is not None:
             if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-                return lr_scheduler(self.optimizer)
-            return lr_scheduler
+                lr_scheduler = lr_scheduler(self.optimizer)
+            given: Scheduler = lr_scheduler
+            return given
         return build_scheduler(cfg.type, dict(cfg.params), self.optimizer) if cfg is not None else None
 
-    def _make_loader(self, data, collate_fn):
+    def _make_loader(self, data: Any, collate_fn: Callable[..., Any] | None) -> TimedLoader | None:
         if data is None:
             return None
-        sampler = None
+        sampler: torch.utils.data.Sampler[int] | None = None
         if self.same is not None and not isinstance(data, torch.utils.data.IterableDataset):
-            dealt = MicroBatchSampler(data, self._config.train_micro_batch_size_per_gpu, self.world_size, self.global_rank,
+            dealt = MicroBatchSampler(data, self.train_micro_batch_size_per_gpu(), self.world_size, self.global_rank,
                                       per_step=self.same.passes * self.world_size, drop_last=self._config.dataloader_drop_last)
             return TimedLoader(data, batch_sampler=dealt, collate_fn=collate_fn)
         if self.world_size > 1 and not isinstance(data, torch.utils.data.IterableDataset):
@@ -482,6 +497,7 @@ class Engine(ModelWrapper):
         self.monitor.step_begins()
         result = self._update()
         self.hooks.reset()
+        self.state.gradients_end()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if result.applied:
@@ -502,7 +518,7 @@ class Engine(ModelWrapper):
     def _follow_policy(self, applied: bool) -> str:
         """precision "auto": changes the precision if this step says so. Returns what changed, "" if nothing did. Collective."""
         self._losses.clear()
-        policy = self.auto_precision
+        policy = cast(precision.AutoPrecision, self.auto_precision)
         was = policy.mode
         why = policy.after_step(applied, self._mean_loss)
         if why is None:
@@ -532,7 +548,7 @@ class Engine(ModelWrapper):
         self._take_in_writes()
         self.reducer.close()
         if self._bucket_comm is not None:
-            self.group.close_comm(self._bucket_comm)
+            cast("NodeGroup", self.group).close_comm(self._bucket_comm)
         was, self.dtype, self.plan = self.dtype, dtype, self._plans[dtype]
         self.state.recast(self.plan)
         self.optimizer.follow_state()
@@ -544,29 +560,31 @@ class Engine(ModelWrapper):
     def take_precision(self) -> None:
         """After the policy's state was loaded: the mode that it has. Collective."""
         self._losses.clear()
-        dtype = precision.torch_dtype(self.auto_precision.mode)
+        mode = cast(precision.AutoPrecision, self.auto_precision).mode
+        dtype = precision.torch_dtype(mode)
         if dtype != self.dtype and (lacking := self._lacks_memory(dtype)):
-            raise OutOfMemoryError(f"the checkpoint was saved in {self.auto_precision.mode}, this engine computes in {self.precision}, and to change "
+            raise OutOfMemoryError(f"the checkpoint was saved in {mode}, this engine computes in {self.precision}, and to change "
                                    f"{lacking}; free memory, or pass load_optimizer_states=False")
         self._change_precision(dtype)
 
     def _one_pass(self) -> None:
         """deterministic: a micro-batch whose gradients no pass has taken yet (no_sync, or no loss on this rank) gets its pass now."""
-        hooks = self.hooks
-        if self.same.passed:
+        hooks, same = self.hooks, cast(LayoutOrder, self.same)
+        if same.passed:
             return
         if self.world_size == 1 and not hooks.accumulated and not hooks.left_behind:
-            self.same.owed += 1  # a step without any backward is a mistake of the script
+            same.owed += 1  # a step without any backward is a mistake of the script
             return
         self._pay_passes()
         hooks.begin_pass(self.is_gradient_accumulation_boundary())
         hooks.end_pass()
 
     def _pay_passes(self) -> None:
-        for _ in range(self.same.owed):
+        same = cast(LayoutOrder, self.same)
+        for _ in range(same.owed):
             self.hooks.begin_pass(False)
             self.hooks.end_pass()
-        self.same.owed = 0
+        same.owed = 0
 
     def _end_micro_step(self) -> None:
         if self.same is not None:
@@ -618,7 +636,7 @@ class Engine(ModelWrapper):
         st, plan = self.state, self.plan
         if not self.hooks.norm_ready:
             if self.same is not None:
-                self.reducer.tree.fold()
+                cast(TreeReducer, self.reducer).tree.fold()
             self.reducer.settle()
             st.partial.copy_(torch.ops.deepc.norm_squared(st.acc))
         partial = st.partial
@@ -672,7 +690,7 @@ class Engine(ModelWrapper):
         between nodes the owners' shards travel first."""
         plan = self.plan
         if plan.nodes > 1 and plan.stage > 0:
-            self.reducer.publish(self.state.flat, self.state.master, plan.stage == 3)
+            cast(NodesReducer, self.reducer).publish(self.state.flat, self.state.master, plan.stage == 3)
         if plan.stage == 3 and self.world_size > 1:
             self.group.node_barrier()
         elif plan.stage in (1, 2) and self.world_size > 1 and plan.nodes == 1:
@@ -702,7 +720,8 @@ class Engine(ModelWrapper):
     def _checksum(self, i: int) -> int:
         offset, n = self.plan.layout.offsets[i], self.plan.layout.numels[i]
         view = self.state.flat[offset: offset + n]
-        return C.dc_crc32c(0, view.data_ptr(), view.numel() * view.element_size())
+        crc: int = C.dc_crc32c(0, view.data_ptr(), view.numel() * view.element_size())
+        return crc
 
     def _remember_checksums(self) -> None:
         if self._debug and self.plan.stage == 3 and self.device.type == "cpu" and not self.plan.sharded:
@@ -716,7 +735,7 @@ class Engine(ModelWrapper):
         everyone = self.group.gather_all(torch.tensor([float(stray)], dtype=torch.float64)).view(-1).tolist()
         self._raise_if_stray(everyone)
 
-    def _parameters_modified(self, params) -> None:
+    def _parameters_modified(self, params: Sequence[torch.nn.Parameter]) -> None:
         """After GatheredParameters with a modifier: masters follow where the values changed."""
         indices = {id(p): i for i, p in enumerate(self.state.trained)}
         self.state.master_from_params([indices[id(p)] for p in params if id(p) in indices])
@@ -796,13 +815,13 @@ class Engine(ModelWrapper):
 
     # ---- what scripts ask -------------------------------------------------------------------------------------------------
     def train_batch_size(self) -> int:
-        return self._config.train_batch_size
+        return self._config.train_batch_size  # type: ignore[return-value]  # resolved: see initialize
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._config.train_micro_batch_size_per_gpu
+        return self._config.train_micro_batch_size_per_gpu  # type: ignore[return-value]  # resolved: see initialize
 
     def gradient_accumulation_steps(self) -> int:
-        return self._config.gradient_accumulation_steps
+        return self._config.gradient_accumulation_steps  # type: ignore[return-value]  # resolved: see initialize
 
     def gradient_clipping(self) -> float:
         return self._config.gradient_clipping
@@ -838,11 +857,11 @@ class Engine(ModelWrapper):
     def was_step_applied(self) -> bool:
         return self._last.applied
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # torch has no annotation for its own
         """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph. In streamed mode each block is compiled by
         itself, with its gathers outside."""
         if self.plan.mode == "streamed":
-            self.state.compile(*args, **kwargs)
+            cast("StreamedState", self.state).compile(*args, **kwargs)
         else:
             self.module.compile(*args, **kwargs)
 
@@ -867,15 +886,15 @@ class Engine(ModelWrapper):
         return {**memory.process_bytes(), **{f"plan_{k}": v for k, v in self.plan.bytes.items()}}
 
     # ---- gradients and states, whole (collective): deepc.view(p) and access.py have more -------------------------------------
-    def full_grad(self, p: torch.nn.Parameter) -> torch.Tensor | None:
+    def full_grad(self, p: torch.Tensor) -> torch.Tensor | None:
         """Average gradient of `p`, unscaled and before clipping, fp32, on every rank; None before a backward. Collective."""
         return access._Access(self, p).grad(self._unit())
 
-    def full_fp32_param(self, p: torch.nn.Parameter) -> torch.Tensor:
+    def full_fp32_param(self, p: torch.Tensor) -> torch.Tensor:
         """fp32 master of `p`, whole, on every rank. Collective."""
         return access._Access(self, p).fp32()
 
-    def full_optimizer_state(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
+    def full_optimizer_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
         """Optimizer state `name` ("exp_avg", ...) of `p`, whole, fp32, on every rank. Collective."""
         return access._Access(self, p).state(name)
 
@@ -894,8 +913,8 @@ class Engine(ModelWrapper):
         return True
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
-    def save_checkpoint(self, save_dir: Any, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
-                        exclude_frozen_parameters: bool = False) -> bool:
+    def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None,
+                        save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
         """Writes `save_dir/<tag>` (default global_step<N>): safetensors shards by their owners, an index, published by one rename.
         client_state: tensors, NumPy values and JSON types; anything else is a CheckpointTypeError. Collective."""
         from .checkpoint.engine_io import save
@@ -904,8 +923,9 @@ class Engine(ModelWrapper):
             save(self, save_dir, tag if tag is not None else f"global_step{self.global_steps}", client_state or {}, save_latest, exclude_frozen_parameters)
         return True
 
-    def load_checkpoint(self, load_dir: Any, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-                        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+                        custom_load_fn: Any = None) -> tuple[str | None, dict[str, Any]]:
         """Loads what save_checkpoint wrote, from any number of ranks and any stage. Returns (path, client_state); (None, {}) if
         `load_dir` holds no checkpoint and no tag was given. Collective."""
         from .checkpoint.engine_io import load
@@ -919,7 +939,8 @@ class Engine(ModelWrapper):
         """Loads the module's state_dict at any stage; fp32 masters follow. At stage 3 rank 0's values count. Collective."""
         access.load_module_state_dict(self, state_dict, strict)
 
-    def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
+                         exclude_frozen_parameters: bool = False) -> bool:
         """Writes the module's weights, whole, in the training precision, as a Hugging Face checkpoint (`save_dir/model.safetensors`, in
         shards with an index when large). Rank 0 writes. Collective. The file name is Hugging Face's, whatever save_filename says: there is no pickled form."""
         from .checkpoint.engine_io import save_model
@@ -960,7 +981,7 @@ _owner_of: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDiction
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
-def _cast(x, dtype: torch.dtype):
+def _cast(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         return x.to(dtype)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -972,8 +993,9 @@ def _cast(x, dtype: torch.dtype):
     return x
 
 
-def make_optimizer(config: OptimizerConfig, parameters) -> torch.optim.Optimizer:
+def make_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The optimizer of a config's `optimizer` section, already validated there."""
     if config.backend == "deepc":
         return (AdamW if config.decoupled else Adam)(parameters, **config.params)
-    return getattr(torch.optim, config.type)(parameters, **config.params)
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, config.type)
+    return kind(parameters, **config.params)

@@ -13,11 +13,27 @@ import copy
 import os
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence, Union
 
 from . import memory
 from .errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
 
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+    from .config import Config
+    from .group import Group
+    from .optim.sharded import ShardedOptimizer
+    from .plan import Plan
+
+    Model = Union[torch.nn.Module, Callable[[], torch.nn.Module]]
+    ConfigSource = Union[str, os.PathLike[str], dict[str, Any], Config]
+    OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]
+    Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+ACC_COLOR, LEASING = 1, ("local", "node")  # of the accumulators, as in state.py
 MIB, GIB = 2.0**20, 2.0**30
 HUGE_PAGE = 2 << 20
 CODE_BYTES = 33 << 20  # libraries' pages (17 MiB) and buffers that torch, oneDNN and MKL keep, first touched by a training step (measured, torch 2.13)
@@ -135,9 +151,9 @@ def _comm_bytes(ranks: int, slot_bytes: int, slots: int) -> int:
     return _round(n, HUGE_PAGE) if n >= HUGE_PAGE else _round(n, 4096)
 
 
-def state_rows(plan, moments: int, host_states: bool) -> tuple[list[Row], int]:
+def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False) -> tuple[list[Row], int]:
     """(rows of what initialize allocates for `plan`, bytes of them that are there before the moments). moments: of our own optimizer's arrays; 0 for a
-    torch optimizer, whose states the dry run finds."""
+    torch optimizer, whose states the dry run finds. leased: the accumulators' memory is the heap's (state.leases_gradients), whose peak has it."""
     from .group import CONTROL_SLOT_BYTES
     from .plan import SLOTS
 
@@ -154,7 +170,10 @@ def state_rows(plan, moments: int, host_states: bool) -> tuple[list[Row], int]:
     else:
         put("parameters", _block((plan.layout.shard_elems if plan.sharded else plan.layout.total) * item, 0), host=in_host)
     states_in_host = in_host or host_states
-    put("gradients (fp32)", _block(b["grads_private"], 1), host=states_in_host)
+    if leased:
+        put("gradients (fp32) of the tree of micro-batches", b["grads_private"] - plan.owned_elems * 4, host=True)
+    else:
+        put("gradients (fp32)", _block(b["grads_private"], ACC_COLOR), host=states_in_host)
     put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
     if plan.has_master:
         put("fp32 masters", _block(b["master_private"], 4), host=states_in_host)
@@ -180,8 +199,10 @@ def _merge(rows: Sequence[Row]) -> list[Row]:
     return list(out.values())
 
 
-def _assemble(plan, moments: int, torch_states: bool, host_states: bool, run: dict | None, loaded: int, steps: int) -> MemoryEstimate:
-    rows, early = state_rows(plan, moments, host_states)
+def _assemble(plan: Plan, moments: int, torch_states: bool, host_states: bool, run: dict[str, Any] | None, loaded: int,
+              steps: int) -> MemoryEstimate:
+    leased = run is not None and run["leased"]
+    rows, early = state_rows(plan, moments, host_states, leased)
     gpu, notes = plan.device != "cpu", []
     trained = sum(p.numel for p in plan.params if p.index is not None)
     largest = max((p.numel for p in plan.params if p.index is not None), default=0)
@@ -203,7 +224,7 @@ def _assemble(plan, moments: int, torch_states: bool, host_states: bool, run: di
         what = "more at the peak" + (", with optimizer states" if torch_states else "")
         rows.append(Row(what, host=0 if gpu else more, device=more if gpu else 0))
         if heap > live:
-            rows.append(Row("holes that the C library's heap keeps", host=heap - live))
+            rows.append(Row("gradients (fp32) in the heap's free memory, holes" if leased else "holes that the heap keeps", host=heap - live))
         notes.append(f"the peak of live tensors is in {run['at']}")
         if not run["malloc"]:
             notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
@@ -226,8 +247,9 @@ def _assemble(plan, moments: int, torch_states: bool, host_states: bool, run: di
 
 
 # ---- the prediction ---------------------------------------------------------------------------------------------------------------
-def estimate(model, config, sample_batch: Any = None, loss_fn: Callable | None = None, *, ranks_per_node: int = 1, nodes: int = 1, optimizer=None,
-             device: str = "cpu", steps: int = 3, suggest: bool = False, check: bool = False) -> MemoryEstimate:
+def estimate(model: Model, config: ConfigSource, sample_batch: Any = None, loss_fn: Callable[..., Any] | None = None, *,
+             ranks_per_node: int = 1, nodes: int = 1, optimizer: OptimizerLike | None = None, device: str = "cpu", steps: int = 3,
+             suggest: bool = False, check: bool = False) -> MemoryEstimate:
     """Predicts the peak memory of training `model` with `config` through `steps` steps, before anything of it is allocated.
 
     model: a torch.nn.Module, or a function that makes one (it is then made of fake tensors: a model that does not fit can be asked for). config: as for
@@ -268,13 +290,13 @@ def _refusal(e: MemoryEstimate) -> str:
             f"{fix if e.options else ''}.\n{e}")
 
 
-def _with(e: MemoryEstimate, **changes) -> MemoryEstimate:
+def _with(e: MemoryEstimate, **changes: Any) -> MemoryEstimate:
     from dataclasses import replace
 
     return replace(e, **changes)
 
 
-def _from_dict(d: dict) -> MemoryEstimate:
+def _from_dict(d: dict[str, Any]) -> MemoryEstimate:
     d = {k: v for k, v in d.items() if k != "fits"}
     return MemoryEstimate(**{**d, "rows": tuple(Row(**r) for r in d["rows"]), "notes": tuple(d["notes"]), "options": ()})
 
@@ -286,7 +308,7 @@ class _Case:
     model: Any
     config: Any
     batch: Any
-    loss_fn: Callable | None
+    loss_fn: Callable[..., Any] | None
     ranks_per_node: int
     nodes: int
     optimizer: Any
@@ -294,7 +316,7 @@ class _Case:
     steps: int
     recompute: bool = False
 
-    def work(self) -> dict:
+    def work(self) -> dict[str, Any]:
         from . import dryrun
 
         loaded = dryrun.load_compiler()
@@ -306,11 +328,11 @@ class _Case:
         return predict(model, plan, sharded, self.config, self.batch, self.loss_fn, named=named, group_of=group_of, steps=self.steps,
                        loaded=loaded).to_dict()
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """The plan in words. In a child as well: the model may be one of fake tensors."""
         return {"text": self._plan(*self._optimizer(self._make())).describe()}
 
-    def _make(self):
+    def _make(self) -> torch.nn.Module:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -322,7 +344,7 @@ class _Case:
             raise ArgumentError(f"the function that makes the model returned {type(model).__name__}, not a torch.nn.Module")
         return model
 
-    def _optimizer(self, model):
+    def _optimizer(self, model: torch.nn.Module) -> tuple[ShardedOptimizer, Named, dict[int, int]]:
         import torch
 
         from .config import default_optimizer
@@ -342,7 +364,7 @@ class _Case:
         group_of = {id(p): g for g, group in enumerate(sharded.param_groups) for p in group["params"] if p.requires_grad}
         return sharded, named, group_of
 
-    def _plan(self, sharded, named, group_of):
+    def _plan(self, sharded: ShardedOptimizer, named: Named, group_of: dict[int, int]) -> Plan:
         import torch
 
         from .determinism import tree_buffers
@@ -364,7 +386,9 @@ class _Case:
             gradient_buffers=tree_buffers(world, config.gradient_accumulation_steps or 1) if config.deepc.deterministic else 0)
 
 
-def predict(model, plan, sharded, config, batch, loss_fn, *, named, group_of, steps: int = 3, loaded: int = 0) -> MemoryEstimate:
+def predict(model: torch.nn.Module, plan: Plan, sharded: ShardedOptimizer, config: Config, batch: Any,
+            loss_fn: Callable[..., Any] | None, *, named: Named, group_of: dict[int, int], steps: int = 3,
+            loaded: int = 0) -> MemoryEstimate:
     """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt."""
     from . import dryrun
     from .plan import SLOTS
@@ -377,20 +401,22 @@ def predict(model, plan, sharded, config, batch, loss_fn, *, named, group_of, st
         gas = config.gradient_accumulation_steps or 1
         trained = [p for _, p in reversed(named) if id(p) in group_of]
         update = None if sharded.core else _torch_update(plan, sharded, group_of, trained)
-        run = dryrun.run(model, batch, loss_fn, dtype=plan.dtype, trained=trained, layout=plan.layout, slots=SLOTS if plan.world > 1 else 0,
+        run = dryrun.run(model, batch, loss_fn, dtype=plan.dtype, trained=trained, layout=plan.layout, slots=SLOTS if plan.world > 1 else 0, own_all=plan.own_all,
+                         leases=gas == 1 and plan.device == "cpu" and plan.transport in LEASING, acc_color=ACC_COLOR,
                          accumulation=gas if gas <= 4 else 4, steps=steps, update=update, keeps_frozen=plan.stage < 3,
                          cast_inputs=config.fp16.enabled and config.fp16.auto_cast)
     return _assemble(plan, sharded.moments if sharded.core else 0, not sharded.core, host_states, run, loaded, steps)
 
 
-def _torch_update(plan, sharded, group_of, trained):
+def _torch_update(plan: Plan, sharded: ShardedOptimizer, group_of: dict[int, int],
+                  trained: Sequence[torch.nn.Parameter]) -> Callable[[Any, Any, Any], Callable[[], Any]]:
     """For dryrun.run: the step of a torch optimizer on fake shards, as ShardedOptimizer makes them."""
-    def make(_, mode, tracker):
+    def make(_: Any, mode: Any, tracker: Any) -> Callable[[], Any]:
         import torch
 
         from .optim.sharded import _init_arguments
 
-        groups: list[list] = [[] for _ in sharded.param_groups]
+        groups: list[list[Any]] = [[] for _ in sharded.param_groups]
         with mode:
             for s in plan.segments:
                 shape = trained[s.param].shape if s.length == plan.layout.numels[s.param] else (s.length,)
@@ -415,7 +441,7 @@ def _options(case: _Case, have: int) -> list[Option]:
     tensors = [t for t in tree_leaves(case.batch) if isinstance(t, torch.Tensor) and t.dim()]
     rows = min((t.shape[0] for t in tensors), default=1)
     out: list[Option] = []
-    tries: list[tuple[str, dict, int, bool]] = []
+    tries: list[tuple[str, dict[str, Any], int, bool]] = []
     smaller = rows
     while smaller > 1 and rows // smaller < 8:
         smaller = (smaller + 1) // 2
@@ -431,7 +457,7 @@ def _options(case: _Case, have: int) -> list[Option]:
     if case.device != "cpu" and case.config.zero.offload_optimizer.device != "cpu":
         tries.append(("zero_optimization.offload_optimizer.device cpu", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, rows, False))
     if len(tries) > 1:
-        together: dict = {}
+        together: dict[str, Any] = {}
         for _, change, _, _ in tries:
             together = _merged(together, change)
         least = min(t[2] for t in tries)
@@ -443,14 +469,14 @@ def _options(case: _Case, have: int) -> list[Option]:
     return out
 
 
-def _merged(a: dict, b: dict) -> dict:
+def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     out = copy.deepcopy(a)
     for k, v in b.items():
         out[k] = _merged(out[k], v) if isinstance(v, dict) and isinstance(out.get(k), dict) else v
     return out
 
 
-def _try(case: _Case, name: str, change: dict, rows: int | None, recompute: bool, have: int) -> Option | None:
+def _try(case: _Case, name: str, change: dict[str, Any], rows: int | None, recompute: bool, have: int) -> Option | None:
     """None if the change can't be made to this model or configuration."""
     from dataclasses import replace
 
@@ -466,7 +492,7 @@ def _try(case: _Case, name: str, change: dict, rows: int | None, recompute: bool
     return None
 
 
-def options_by_counts(plan, have: int) -> list[str]:
+def options_by_counts(plan: Plan, have: int) -> list[str]:
     """Changes of stage and precision whose model states would fit into `have` bytes of this node, each with its figure; the least change first."""
     total = sum(p.numel for p in plan.params)
     kind = {4: "fp32"}.get(plan.dtype.itemsize, "bf16")
@@ -481,7 +507,8 @@ def options_by_counts(plan, have: int) -> list[str]:
     return out
 
 
-def plan_text(model, config, *, ranks_per_node: int = 1, nodes: int = 1, optimizer=None, device: str = "cpu") -> str:
+def plan_text(model: Model, config: ConfigSource, *, ranks_per_node: int = 1, nodes: int = 1, optimizer: OptimizerLike | None = None,
+              device: str = "cpu") -> str:
     """The plan that deepc.initialize would make for these ranks, in words. Arguments as for estimate."""
     import torch
 
@@ -489,7 +516,8 @@ def plan_text(model, config, *, ranks_per_node: int = 1, nodes: int = 1, optimiz
     from .config import Config
 
     parsed = Config.load(config, world_size=ranks_per_node * nodes, device_type=torch.device(device).type, allow_auto=True)
-    return dryrun.forked(_Case(model, parsed, None, None, ranks_per_node, nodes, optimizer, device, 1).describe)["text"]
+    text: str = dryrun.forked(_Case(model, parsed, None, None, ranks_per_node, nodes, optimizer, device, 1).describe)["text"]
+    return text
 
 
 class FirstStep:
@@ -509,14 +537,15 @@ class FirstStep:
                 f"{told.rank_peak / MIB:.1f} + {told.shared / MIB:.1f} shared")
 
 
-def check_plan(plan, model, sharded, config, named, group_of, group, sample_batch: Any, loss_fn: Callable | None) -> MemoryEstimate:
+def check_plan(plan: Plan, model: torch.nn.Module, sharded: ShardedOptimizer, config: Config, named: Named, group_of: dict[int, int],
+               group: Group, sample_batch: Any, loss_fn: Callable[..., Any] | None) -> MemoryEstimate:
     """For the engine, before it allocates: the prediction for its plan, refused with OutOfMemoryError on every rank of a node if it does not fit
     there. Collective."""
     import torch
 
     from . import dryrun
 
-    def work() -> dict:
+    def work() -> dict[str, Any]:
         return predict(model, plan, sharded, config, sample_batch, loss_fn, named=named, group_of=group_of).to_dict()
 
     failure = ""
@@ -536,47 +565,56 @@ def check_plan(plan, model, sharded, config, named, group_of, group, sample_batc
         return e
     if sample_batch is not None and not failure:
         case = _Case(model, config, sample_batch, loss_fn, plan.ranks_per_node, plan.nodes, sharded.base, plan.device, 3)
-        e = _with(e, options=tuple(_options(case, e.available)))
+        e = _with(e, options=tuple(_options(case, e.available or 0)))
     raise OutOfMemoryError(_refusal(e))
 
 
 # ---- the commands -----------------------------------------------------------------------------------------------------------------
-def add_arguments(parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc estimate`."""
     _plan_arguments(parser, needed=False)
     parser.add_argument("--batch", nargs="+", default=[], metavar="[NAME=]SHAPE:DTYPE",
                         help="one rank's micro-batch, a tensor each, in the order of forward's arguments or by name: 8x1024:int64 or input_ids=8x1024:int64")
     parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="loss_fn(output, batch), where the model's output is not the loss")
-    parser.add_argument("--steps", type=int, default=3, help="steps of the dry run (3)")
+    parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps of the dry run (3)")
     parser.add_argument("--suggest", action="store_true", help="also what would take less, with its figures")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--params", type=float, metavar="N", help="instead of --model: number of parameters (model states only)")
     parser.add_argument("--largest-layer", type=float, default=0, metavar="N", help="with --params: parameters of the largest layer")
 
 
-def plan_arguments(parser) -> None:
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc plan`."""
     _plan_arguments(parser, needed=True)
 
 
-def _plan_arguments(parser, needed: bool) -> None:
-    parser.add_argument("--config", required=needed, help="the DeepSpeed JSON")
-    parser.add_argument("--model", required=needed, metavar="MODULE:FUNCTION", help="a function without arguments that makes the model")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of a node (1)")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes (1)")
+def _plan_arguments(parser: argparse.ArgumentParser, needed: bool) -> None:
+    parser.add_argument("--config", required=needed, metavar="FILE", help="the DeepSpeed JSON")
+    parser.add_argument("--model", required=needed, metavar="MODULE:FUNCTION", help="a function without arguments that makes the model; MODULE: package.module, or train.py")
+    parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks of a node (1)")
+    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="nodes (1)")
 
 
-def run_estimate(args) -> int:
+def _count(text: str) -> int:
+    import argparse
+
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def run_estimate(args: argparse.Namespace) -> int:
     """`deepc estimate`. Exit code 1: it does not fit here."""
     import json
 
     if args.params is not None:
-        for helper, counts in ((estimate_zero2_model_states_mem_needs_all_cold, (args.params,)),
-                               (estimate_zero3_model_states_mem_needs_all_cold, (args.params, args.largest_layer))):
-            helper(*counts, num_gpus_per_node=args.ranks, num_nodes=args.nodes, additional_buffer_factor=1.0)
+        if not 1 <= args.params < float("inf") or not 0 <= args.largest_layer <= args.params:
+            raise ArgumentError(f"--params {args.params:g} --largest-layer {args.largest_layer:g}: parameters are counted from 1 on, and a layer has at most all of them")
+        estimate_zero2_model_states_mem_needs_all_cold(args.params, args.ranks, args.nodes, 1.0)
+        estimate_zero3_model_states_mem_needs_all_cold(args.params, args.largest_layer, args.ranks, args.nodes, 1.0)
         return 0
     if not args.model or not args.config:
-        raise ArgumentError("give --model and --config, or --params")
+        raise ArgumentError("give --model and --config, or --params. For example: deepc estimate --config ds_config.json --model train.py:make_model")
     result = estimate(_named(args.model), args.config, _batch(args.batch), _named(args.loss) if args.loss else None, ranks_per_node=args.ranks,
                       nodes=args.nodes, steps=args.steps, suggest=args.suggest)
     result = _with(result, available=result.available if result.available is not None else memory.available())
@@ -584,20 +622,22 @@ def run_estimate(args) -> int:
     return 0 if result.fits else 1
 
 
-def run_plan(args) -> int:
+def run_plan(args: argparse.Namespace) -> int:
     """`deepc plan`."""
     print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes))
     return 0
 
 
-def _named(text: str):
+def _named(text: str) -> Any:
     """The object that "package.module:attribute" or "file.py:attribute" names."""
     import importlib
     import importlib.util
 
     where, _, what = text.partition(":")
     if not where or not what:
-        raise ArgumentError(f"{text!r} is not MODULE:FUNCTION")
+        raise ArgumentError(f"{text!r} is not MODULE:FUNCTION, such as train.py:make_model or package.module:make_model")
+    if where.endswith(".py") and not os.path.isfile(where):
+        raise ArgumentError(f"can't find {text!r}: there is no file {where} (looked in {os.getcwd()})")
     sys.path.insert(0, os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd())
     try:
         found = importlib.import_module(os.path.basename(where)[:-3] if where.endswith(".py") else where)
@@ -607,14 +647,17 @@ def _named(text: str):
         raise ArgumentError(f"can't find {text!r}: {exc}") from exc
     finally:
         sys.path.pop(0)
+    if not callable(found):
+        raise ArgumentError(f"{text!r} is a value ({type(found).__name__}), and must be a function")
     return found
 
 
-def _batch(specs: Sequence[str]):
+def _batch(specs: Sequence[str]) -> Any:
     """Tensors without values: a dict if they have names, a tuple if not, None if there are none."""
     import torch
 
-    named, plain = {}, []
+    named: dict[str, torch.Tensor] = {}
+    plain: list[torch.Tensor] = []
     for spec in specs:
         name, _, rest = spec.rpartition("=")
         shape, _, dtype = rest.partition(":")
@@ -624,7 +667,7 @@ def _batch(specs: Sequence[str]):
             if not isinstance(kind, torch.dtype) or min(sizes) < 1:
                 raise ValueError
         except (ValueError, AttributeError):
-            raise ArgumentError(f"--batch {spec!r} is not [NAME=]SHAPE:DTYPE, such as 8x1024:int64") from None
+            raise ArgumentError(f"--batch {spec!r} is not [NAME=]SHAPE:DTYPE, such as 8x1024:int64 (sizes of at least 1, a dtype of torch)") from None
         tensor = torch.empty(sizes, dtype=kind, device="meta")
         named.update({name: tensor}) if name else plain.append(tensor)
     if named and plain:
@@ -633,7 +676,7 @@ def _batch(specs: Sequence[str]):
 
 
 # ---- by counts alone: DeepSpeed's helpers -----------------------------------------------------------------------------------------
-def _counts(model) -> tuple[int, int]:
+def _counts(model: torch.nn.Module) -> tuple[int, int]:
     """(parameters, those of the largest layer: a module's own, without its children)."""
     total = sum(p.numel() for p in model.parameters())
     return total, max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
@@ -665,23 +708,27 @@ def _mem_needs(title: str, total: int, largest: int, stage: int, ranks: int, nod
               f"{largest_gradient / GIB:.2f}GB, shared {shared / GIB:.2f}GB")
 
 
-def estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5) -> None:
+def estimate_zero2_model_states_mem_needs_all_cold(total_params: float, num_gpus_per_node: int = 1,
+                                                   num_nodes: int = 1, additional_buffer_factor: float = 1.5) -> None:
     """DeepSpeed's helper of this name: prints what model states need at stage 2, from the number of parameters. Ranks are the "gpus"."""
     _mem_needs(f"Model with {int(total_params / 1e6)}M total params", int(total_params), 0, 2, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5) -> None:
+def estimate_zero2_model_states_mem_needs_all_live(model: torch.nn.Module, num_gpus_per_node: int = 1,
+                                                   num_nodes: int = 1, additional_buffer_factor: float = 1.5) -> None:
     """The same from a model."""
     estimate_zero2_model_states_mem_needs_all_cold(_counts(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_params, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5) -> None:
+def estimate_zero3_model_states_mem_needs_all_cold(total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1,
+                                                   num_nodes: int = 1, additional_buffer_factor: float = 1.5) -> None:
     """DeepSpeed's helper of this name: prints what model states need at stage 3, from the number of parameters and those of the largest layer."""
     _mem_needs(f"Model with {int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params", int(total_params),
                int(largest_layer_params), 3, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
-def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5) -> None:
+def estimate_zero3_model_states_mem_needs_all_live(model: torch.nn.Module, num_gpus_per_node: int = 1,
+                                                   num_nodes: int = 1, additional_buffer_factor: float = 1.5) -> None:
     """The same from a model."""
     total, largest = _counts(model)
     estimate_zero3_model_states_mem_needs_all_cold(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)

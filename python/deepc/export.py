@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence, Union, cast
 
 import torch
 
 from . import int8
-from .checkpoint import CheckpointReader, SafetensorsFile, list_tags, write_model
 from .errors import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
+    from .checkpoint import SafetensorsFile
     from .ema import EMA
     from .engine import Engine
     from .inference import InferenceEngine
 
-    Source = Engine | EMA | InferenceEngine | torch.nn.Module | str | os.PathLike
+    Source = Union[Engine, EMA, InferenceEngine, torch.nn.Module, str, os.PathLike[str]]
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16,
@@ -40,7 +40,7 @@ def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------------------------
-def export(source: "Source", folder: str | os.PathLike, dtype: str | torch.dtype = "fp32", *, keep: Sequence[str] = (),
+def export(source: "Source", folder: str | os.PathLike[str], dtype: str | torch.dtype = "fp32", *, keep: Sequence[str] = (),
            tag: str | None = None, average: str | None = None, max_shard_bytes: int = 5_000_000_000) -> list[str]:
     """Writes the weights of `source` to `folder` as model.safetensors (in parts with an index when they are more than `max_shard_bytes`),
     with config.json and generation_config.json (int8: in folder/config) where the module has a Hugging Face config. Returns the names of
@@ -51,6 +51,8 @@ def export(source: "Source", folder: str | os.PathLike, dtype: str | torch.dtype
     it; run it in one process). dtype: of floating-point parameters and buffers; "int8": of the weights of linear layers, while the rest
     stays fp32; not from a checkpoint's folder, which does not know the layers. keep: patterns of parameter names that int8 leaves alone
     ("head.weight", "blocks.0.*")."""
+    from .checkpoint import write_model
+
     wanted = dtype_of(dtype)
     if isinstance(source, (str, os.PathLike)):
         return _export_checkpoint(source, folder, wanted, tag, average, max_shard_bytes)
@@ -97,7 +99,7 @@ class _Source:
         holder = source.engine if isinstance(source, EMA) else source
         if isinstance(holder, InferenceEngine):
             holder = holder.trainer if holder.trainer is not None else holder.module
-        self.engine: Any = holder if isinstance(holder, Engine) else None
+        self.engine = holder if isinstance(holder, Engine) else None
         if not isinstance(holder, torch.nn.Module):
             raise ArgumentError(f"export takes an Engine, an EMA, an InferenceEngine, a module or the folder of a checkpoint, got "
                                 f"{type(source).__name__}")
@@ -147,11 +149,15 @@ class _Source:
 
     @torch.no_grad()
     def _read(self, t: torch.Tensor) -> torch.Tensor:
-        if id(t) in self._trained:
+        if isinstance(t, torch.nn.Parameter) and id(t) in self._trained:
             from .access import _Access
 
-            return self.average.value(t) if self.average is not None else _Access(self.engine, t).fp32()
-        return self.engine.state.frozen_value(t) if id(t) in self._frozen else t.detach()
+            if self.average is not None:
+                return self.average.value(t)
+            return _Access(cast("Engine", self.engine), t).fp32()
+        if isinstance(t, torch.nn.Parameter) and id(t) in self._frozen and self.engine is not None:
+            return self.engine.state.frozen_value(t)
+        return t.detach()
 
 
 def _rank() -> int:
@@ -160,19 +166,22 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _export_checkpoint(source, folder, dtype: torch.dtype, tag: str | None, average: str | None, max_shard_bytes: int) -> list[str]:
+def _export_checkpoint(source: str | os.PathLike[str], folder: str | os.PathLike[str], dtype: torch.dtype, tag: str | None,
+                       average: str | None, max_shard_bytes: int) -> list[str]:
     if dtype == torch.int8:
         raise ArgumentError("export of a checkpoint's folder to int8: the folder does not know which weights are of linear layers; use "
                             'deepc.export(deepc.inference(model, checkpoint=...), folder, dtype="int8")')
+    from .checkpoint import write_model
+
     with open_weights(source, tag, average) as weights:
         rows = ((n, t.to(dtype) if t.is_floating_point() else t) for n, t in ((n, weights.tensor(n)) for n in weights.names))
         return write_model(folder, rows, max_shard_bytes, metadata={"deepc.weights": str(dtype).removeprefix("torch.")})
 
 
-def _write_config(module: torch.nn.Module, folder, dtype: torch.dtype) -> None:
+def _write_config(module: torch.nn.Module, folder: str | os.PathLike[str], dtype: torch.dtype) -> None:
     """Hugging Face's config.json, if the module has a config that can write itself; of int8 weights in a folder of its own, so that
     from_pretrained, which skips what it does not know of a quantisation, can't take int8 values for weights."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
     config = copy.deepcopy(config)
@@ -181,7 +190,8 @@ def _write_config(module: torch.nn.Module, folder, dtype: torch.dtype) -> None:
     config.architectures = [type(module).__name__]
     where = os.path.join(folder, "config") if dtype == torch.int8 else folder
     config.save_pretrained(where)
-    if hasattr(generation := getattr(module, "generation_config", None), "save_pretrained"):
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(where)
 
 
@@ -211,9 +221,11 @@ class Weights:
         self.close()
 
 
-def open_weights(path: str | os.PathLike, tag: str | None = None, average: str | None = None) -> Weights:
+def open_weights(path: str | os.PathLike[str], tag: str | None = None, average: str | None = None) -> Weights:
     """Opens the folder of a deepc checkpoint, a folder with model.safetensors (or its index), or one safetensors file. average: of a
     checkpoint, take the averages of the EMA with this label. CheckpointError if there is nothing that can be read."""
+    from .checkpoint import list_tags
+
     path = os.fspath(path)
     if os.path.isfile(path):
         return _open_files(path, {os.path.basename(path)}, os.path.dirname(path) or ".", None, average)
@@ -236,6 +248,8 @@ def open_weights(path: str | os.PathLike, tag: str | None = None, average: str |
 
 
 def _open_checkpoint(path: str, tag: str | None, average: str | None) -> Weights:
+    from .checkpoint import CheckpointReader
+
     reader = CheckpointReader(path, tag)
     try:
         kinds = ("fp32", "frozen", "buffer") if average is None else (f"average.{average}", "frozen", "buffer")
@@ -255,6 +269,8 @@ def _open_checkpoint(path: str, tag: str | None, average: str | None) -> Weights
 def _open_files(path: str, files: set[str], folder: str, where: dict[str, str] | None, average: str | None) -> Weights:
     if average is not None:
         raise ArgumentError(f"average={average!r}: {path} is no checkpoint of engine.save_checkpoint, which alone holds averages")
+    from .checkpoint import SafetensorsFile
+
     opened: dict[str, SafetensorsFile] = {}
 
     def close() -> None:

@@ -43,7 +43,7 @@ class Call:
     where: str
 
     @property
-    def fingerprint(self) -> tuple:
+    def fingerprint(self) -> tuple[str, str, int, int, int, int]:
         """What has to agree on all ranks."""
         return self.op, self.dtype, self.count if self.op != "all_to_allv" else 0, self.red_op, self.root, self.tag
 
@@ -172,16 +172,16 @@ def read_own() -> Record | None:
     return None if fd < 0 else parse(fd, "this process", "R")
 
 
-def read_file(path: str | os.PathLike) -> Record:
+def read_file(path: str | os.PathLike[str]) -> Record:
     """Of a dump."""
     try:
         with open(path, "rb") as f:
             return parse(f.fileno(), str(path))
     except OSError as exc:
-        raise ArgumentError(f"{path}: {exc.strerror or exc}") from exc
+        raise ArgumentError(f"{path}: {exc.strerror or exc}. Give the pid of a rank, or a dump (deepc-flight-*.bin) or a folder of them") from exc
 
 
-def read_folder(path: str | os.PathLike) -> list[Record]:
+def read_folder(path: str | os.PathLike[str]) -> list[Record]:
     """All dumps of a folder (deepc-flight-*.bin), by name."""
     return [read_file(p) for p in sorted(Path(path).glob("deepc-flight-*.bin"))]
 

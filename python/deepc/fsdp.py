@@ -11,7 +11,8 @@ classes that they derive from are in an underscored module of torch)."""
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import datetime
+from typing import Any, Callable, Sequence, cast
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,11 @@ class _Allocate:
 class _Gathering(dist.Work):
     """A gather of payloads under way; wait() decodes them."""
 
-    def __init__(self, finish) -> None:
+    def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
-        self._finish = finish
+        self._finish: Callable[[], None] | None = finish
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         finish, self._finish = self._finish, None
         if finish:
             finish()
@@ -44,7 +45,7 @@ class _Gathering(dist.Work):
         return self._finish is None
 
 
-class CompressedAllGather(_Allocate, AllGather):
+class CompressedAllGather(_Allocate, AllGather):  # type: ignore[misc]  # the ways of asking differ: FSDP gives sizes
     """All-gather of weights as payloads; every rank computes with the decoded numbers, of its own shard too. sent_bytes: by this rank, in
     all."""
 
@@ -65,7 +66,7 @@ class CompressedAllGather(_Allocate, AllGather):
         return _Gathering(finish)
 
 
-class CompressedReduceScatter(_Allocate, ReduceScatter):
+class CompressedReduceScatter(_Allocate, ReduceScatter):  # type: ignore[misc]  # as above
     """Reduce-scatter of gradients as payloads, added in fp32 in rank order. One object per FSDP module: it holds the errors of that
     module's gradients (error_feedback=False: none). FSDP leaves out parameters without a gradient, so there is one error per number of
     elements."""
@@ -96,12 +97,13 @@ class CompressedReduceScatter(_Allocate, ReduceScatter):
 
 def _meaning(op: Any) -> tuple[str, float]:
     """("sum" or "avg", factor on the result)."""
-    kind = dist.ReduceOp(op).op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
-    if kind == dist.ReduceOp.RedOpType.SUM:
+    types: Any = dist.ReduceOp.RedOpType  # torch's stub lists no members
+    kind = cast(Any, dist.ReduceOp(op)).op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
+    if kind == types.SUM:
         return "sum", 1.0
-    if kind == dist.ReduceOp.RedOpType.AVG:
+    if kind == types.AVG:
         return "avg", 1.0
-    if kind == dist.ReduceOp.RedOpType.PREMUL_SUM:
+    if kind == types.PREMUL_SUM:
         factor = op.__getstate__()[1]
         if isinstance(factor, float):
             return "sum", factor
@@ -118,7 +120,7 @@ class FSDPComms:
     @property
     def sent_bytes(self) -> int:
         """By this rank, in all."""
-        return sum(c.sent_bytes for c in (*self.all_gathers.values(), *self.reduce_scatters.values()))
+        return sum(c.sent_bytes for c in self.all_gathers.values()) + sum(c.sent_bytes for c in self.reduce_scatters.values())
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors of all modules; every rank saves its own."""

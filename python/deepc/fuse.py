@@ -15,7 +15,7 @@ import functools
 import inspect
 import types
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable
+from typing import TYPE_CHECKING, Any, Callable, Iterable, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,10 +80,10 @@ def _fuse_module(name: str, module: nn.Module, kinds: tuple[str, ...], summary: 
     for kind, matches, mixin in _table():
         if kind not in kinds or not matches(module):
             continue
-        if why := _obstacle(module) or mixin.obstacle(module):
+        if why := _obstacle(module) or mixin._deepc_obstacle(module):
             summary.skipped[name] = why
         else:
-            mixin.apply(module)
+            mixin._deepc_apply(module)
             summary.replaced[kind].append(name)
         return
 
@@ -93,38 +93,51 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 # ---- classes -----------------------------------------------------------------------------------------------------------------------
-class _Fused:
-    """Base of the mixins. A fused module's class is (mixin, the module's class), under that class's name: save_pretrained writes it to disk."""
+if TYPE_CHECKING:
+    _Mixed = nn.Module  # what the mixins are mixed into
+else:
+    _Mixed = object
+
+
+class _Fused(_Mixed):
+    """Base of the mixins. A fused module's class is (mixin, the module's class), under that class's name: save_pretrained writes it to disk.
+    What it adds is called _deepc_...: another name could hide one of the module's own (nn.Module.apply)."""
 
     _deepc_kind = ""
+    _deepc_made_of: tuple[type[nn.Module], type[_Fused]]
 
     @classmethod
-    def obstacle(cls, module: nn.Module) -> str | None:
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         """Why this very module can't be fused, or None."""
         return None
 
     @classmethod
-    def apply(cls, module: nn.Module) -> None:
+    def _deepc_apply(cls, module: nn.Module) -> None:
         module.__class__ = _fused_class(type(module), cls)
 
     @classmethod
-    def body(cls, original: type) -> dict[str, Any]:
+    def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
         """Attributes that depend on the module's class."""
         return {}
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         original, mixin = type(self)._deepc_made_of
-        return _empty, (original, mixin), self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _empty, (original, mixin), cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else vars(self)
 
 
-@functools.cache
-def _fused_class(original: type, mixin: type) -> type:
-    return type(original.__name__, (mixin, original), {
-        "__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__,
-        "_deepc_made_of": (original, mixin), **mixin.body(original)})
+_classes: dict[tuple[type[nn.Module], type[_Fused]], type[nn.Module]] = {}
 
 
-def _empty(original: type, mixin: type) -> nn.Module:
+def _fused_class(original: type[nn.Module], mixin: type[_Fused]) -> type[nn.Module]:
+    made = _classes.get((original, mixin))
+    if made is None:
+        made = _classes[original, mixin] = type(original.__name__, (mixin, original), {
+            "__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__,
+            "_deepc_made_of": (original, mixin), **mixin._deepc_body(original)})
+    return made
+
+
+def _empty(original: type[nn.Module], mixin: type[_Fused]) -> nn.Module:
     """For pickle and copy: an instance without its state."""
     made = _fused_class(original, mixin)
     return made.__new__(made)
@@ -139,17 +152,22 @@ class _RMSNorm(_Fused):
     _deepc_kind = "norm"
 
     @classmethod
-    def obstacle(cls, module):
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         if isinstance(module, nn.RMSNorm) and len(module.normalized_shape) != 1:
             return f"it normalises over {len(module.normalized_shape)} dimensions; the fused norm takes one"
         return None
 
-    def forward(self, hidden_states):
+    weight: torch.Tensor
+    eps: float | None
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not _takes(hidden_states, self.weight):
-            return super().forward(hidden_states)
+            plain: torch.Tensor = super().forward(hidden_states)
+            return plain
         return ops.rms_norm(hidden_states, self.weight, self._deepc_eps(hidden_states))
 
-    def _deepc_eps(self, x) -> float:
+    def _deepc_eps(self, x: torch.Tensor) -> float:
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         return torch.finfo(x.dtype).eps if eps is None else eps
 
@@ -158,12 +176,16 @@ class _LayerNorm(_Fused):
     _deepc_kind = "norm"
 
     @classmethod
-    def obstacle(cls, module):
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         if len(module.normalized_shape) != 1:
             return f"it normalises over {len(module.normalized_shape)} dimensions; the fused norm takes one"
         return None
 
-    def forward(self, input):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+    def forward(self, input: torch.Tensor) -> Any:
         return ops.layer_norm(input, self.weight, self.bias, self.eps) if _takes(input, self.weight) else super().forward(input)
 
 
@@ -171,7 +193,7 @@ class _GELU(_Fused):
     _deepc_kind = "mlp"
     approximate = "none"
 
-    def forward(self, input):
+    def forward(self, input: torch.Tensor) -> Any:
         return ops.gelu(input, None, self.approximate) if _takes(input) else super().forward(input)
 
 
@@ -185,30 +207,42 @@ class _SwiGLU(_Fused):
     _deepc_kind = "mlp"
 
     @classmethod
-    def obstacle(cls, module):
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         return None if _is_silu(module.act_fn) else f"its activation is {type(module.act_fn).__name__}, not SiLU"
 
-    def forward(self, x):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: Any  # a module, or the weights of all experts
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up)
+        out: torch.Tensor = self.down_proj(ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up)
+        return out
 
 
 class _Experts(_SwiGLU):
     """Mixtral's experts: transformers' batched and grouped products call _apply_gate; the plain loop over experts is here."""
 
     @classmethod
-    def obstacle(cls, module):
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         if not getattr(module, "is_concatenated", True) or getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
             return "its experts' weights are interleaved, transposed or have a bias"
-        return super().obstacle(module)
+        return super()._deepc_obstacle(module)
 
-    def _apply_gate(self, gate_up):
+    config: Any
+    num_experts: int
+    gate_up_proj: torch.Tensor
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,  # type: ignore[override]  # of experts, not of a dense MLP
+                top_k_weights: torch.Tensor) -> torch.Tensor:
         if getattr(self.config, "_experts_implementation", None) not in (None, "eager"):
-            return super(_SwiGLU, self).forward(hidden_states, top_k_index, top_k_weights)
+            plain: torch.Tensor = super(_SwiGLU, self).forward(hidden_states, top_k_index, top_k_weights)
+            return plain
         out = torch.zeros_like(hidden_states)
         for expert in torch.unique(top_k_index).tolist():
             if expert >= self.num_experts:  # a place that no expert of this rank fills
@@ -231,19 +265,19 @@ class _Rotary(_Fused):
     _deepc_kind = "rotary"
 
     @classmethod
-    def obstacle(cls, module):
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         function = type(module).forward
         if not isinstance(function, types.FunctionType) or "apply_rotary_pos_emb" not in function.__code__.co_names:
             return "its forward does not call apply_rotary_pos_emb itself"
         return None
 
     @classmethod
-    def body(cls, original):
-        function = original.forward
+    def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
+        function: Any = original.forward
         names = {k: v for k, v in function.__globals__.items() if k != "__name__"}
         plain = names["apply_rotary_pos_emb"]
 
-        def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        def apply_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
             return (ops.apply_rotary if _takes(q) and _takes(k) else plain)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
         names["apply_rotary_pos_emb"] = apply_rotary_pos_emb
@@ -259,42 +293,45 @@ class _Head(_Fused):
     _deepc_kind = ""  # belongs to its model's "loss"
     _deepc_hold = False
 
-    def forward(self, input, labels=None, **options):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
         if labels is not None:
             return linear_cross_entropy(input, self.weight, labels, self.bias, **options)
         return input if self._deepc_hold else super().forward(input)
 
 
 class _LanguageModel(_Fused):
-    """Base: a model with `head`, a path to its output Linear."""
+    """Base: a model with `_deepc_head`, the path of its output Linear."""
 
     _deepc_kind = "loss"
-    head = "lm_head"
+    _deepc_head = "lm_head"
 
     @classmethod
-    def obstacle(cls, module):
-        head = module.get_submodule(cls.head)
+    def _deepc_obstacle(cls, module: Any) -> str | None:
+        head = module.get_submodule(cls._deepc_head)
         if isinstance(head, _Head):
             return None
         if type(head) is not nn.Linear:
-            return f"its head {cls.head} is {type(head).__name__}, not nn.Linear"
+            return f"its head {cls._deepc_head} is {type(head).__name__}, not nn.Linear"
         return _obstacle(head)
 
     @classmethod
-    def apply(cls, module):
-        head = module.get_submodule(cls.head)
+    def _deepc_apply(cls, module: nn.Module) -> None:
+        head = module.get_submodule(cls._deepc_head)
         if not isinstance(head, _Head):
-            _Head.apply(head)
-        super().apply(module)
+            _Head._deepc_apply(head)
+        super()._deepc_apply(module)
 
     @classmethod
-    def body(cls, original):
-        plain = original.forward
+    def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
+        plain: Callable[..., Any] = original.forward
         parameters = list(inspect.signature(plain).parameters)
         place = parameters.index("labels") - 1  # without self
 
         @functools.wraps(plain)
-        def forward(self, *args, **kwargs):
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if len(args) > place:
                 names = parameters[1: 1 + len(args)]
                 args, kwargs = (), {**dict(zip(names, args)), **kwargs}
@@ -304,16 +341,18 @@ class _LanguageModel(_Fused):
 
         return {"forward": forward}
 
-    def _deepc_takes(self, kwargs) -> bool:
+    config: Any
+
+    def _deepc_takes(self, kwargs: dict[str, Any]) -> bool:
         if kwargs.get("labels") is None or not self.training or hasattr(self, "_loss_function"):
             return False
         keep, named = kwargs.get("logits_to_keep", 0), kwargs.get("return_dict")
-        return isinstance(keep, int) and keep == 0 and (self.config.return_dict if named is None else named)
+        return isinstance(keep, int) and keep == 0 and bool(self.config.return_dict if named is None else named)
 
-    def _deepc_forward(self, plain: Callable, args: tuple, kwargs: dict):
+    def _deepc_forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         labels = kwargs.pop("labels")
-        head = self.get_submodule(self.head)
+        head: Any = self.get_submodule(self._deepc_head)
         head._deepc_hold = True
         try:
             outputs = plain(self, *args, **self._deepc_inputs(kwargs, labels))
@@ -323,10 +362,10 @@ class _LanguageModel(_Fused):
         fields = {name: getattr(outputs, name) for name in outputs.__dataclass_fields__}
         return type(outputs)(**{**fields, "loss": loss, "logits": None})
 
-    def _deepc_inputs(self, kwargs: dict, labels: torch.Tensor) -> dict:
+    def _deepc_inputs(self, kwargs: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
         return kwargs
 
-    def _deepc_loss(self, head, outputs, labels, kwargs):
+    def _deepc_loss(self, head: nn.Module, outputs: Any, labels: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         return head(outputs.logits, labels=labels.to(outputs.logits.device))
 
 
@@ -334,12 +373,12 @@ class _Causal(_LanguageModel):
     """transformers' ForCausalLMLoss: position i predicts label i + 1."""
 
     @classmethod
-    def obstacle(cls, module):
+    def _deepc_obstacle(cls, module: Any) -> str | None:
         kind = getattr(module, "loss_type", None)
         known = kind in (None, "ForCausalLM") or kind == type(module).__name__
-        return super().obstacle(module) if known else f"its loss is {kind}, not ForCausalLM"
+        return super()._deepc_obstacle(module) if known else f"its loss is {kind}, not ForCausalLM"
 
-    def _deepc_loss(self, head, outputs, labels, kwargs):
+    def _deepc_loss(self, head: nn.Module, outputs: Any, labels: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         ignore, count, shifted = kwargs.get("ignore_index", -100), kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
@@ -352,7 +391,9 @@ class _Causal(_LanguageModel):
 
 
 class _CausalOfExperts(_Causal):
-    def _deepc_loss(self, head, outputs, labels, kwargs):
+    router_aux_loss_coef: float
+
+    def _deepc_loss(self, head: nn.Module, outputs: Any, labels: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         loss = super()._deepc_loss(head, outputs, labels, kwargs)
         if outputs.aux_loss is not None and outputs.router_logits is not None:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss.to(loss.device)
@@ -360,14 +401,16 @@ class _CausalOfExperts(_Causal):
 
 
 class _T5(_LanguageModel):
-    def _deepc_inputs(self, kwargs, labels):
+    _shift_right: Callable[[torch.Tensor], torch.Tensor]
+
+    def _deepc_inputs(self, kwargs: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
         if kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
             kwargs = {**kwargs, "decoder_input_ids": self._shift_right(labels)}
         return kwargs
 
 
 class _MaskedLM(_LanguageModel):
-    head = "cls.predictions.decoder"
+    _deepc_head = "cls.predictions.decoder"
 
 
 # ---- which class takes which mixin ---------------------------------------------------------------------------------------------------
@@ -390,7 +433,7 @@ def _is_gelu(approximate: str, *names: str) -> Callable[[nn.Module], bool]:
 
 
 @functools.cache
-def _table() -> tuple:
+def _table() -> tuple[tuple[str, Callable[[nn.Module], bool], type[_Fused]], ...]:
     """(kind, whether a module is meant, mixin), the first match counts."""
     llamas = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3")
     dense = tuple(f for f in llamas if f != "Mixtral")

@@ -10,11 +10,15 @@ whatever its dtype. In fp16 the gradients are kept unscaled until backward bring
 
 from __future__ import annotations
 
+from typing import Any, Sequence, cast
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from . import matmul
 from .errors import ArgumentError, UnsupportedError
+from .ops import fake
 
 CHUNK_BYTES = 64 << 20  # of the logits' buffer: GEMMs of 300 to 700 rows at GPT-2's vocabulary run at full speed (measured)
 MIN_ROWS, MAX_ROWS, ROW_MULTIPLE = 64, 2048, 16
@@ -23,9 +27,9 @@ REDUCTIONS = ("none", "mean", "sum")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None,
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
                          ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean", *, chunk_rows: int | None = None,
-                         recompute: bool = False) -> torch.Tensor:
+                         recompute: bool = False) -> Tensor:
     """cross_entropy(hidden @ weight.T + bias, labels) without the logits of all tokens.
 
     hidden: [..., d]; weight: [v, d] of the same dtype (fp32, bf16 or fp16; autocast casts both); bias: [v] or None; labels: integers
@@ -39,12 +43,13 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     _check(hidden, weight, labels, bias, label_smoothing, reduction, chunk_rows)
     rows = hidden.reshape(-1, hidden.shape[-1])
     wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    loss = torch.ops.deepc.linear_cross_entropy(rows, weight, labels.reshape(-1).long(), bias, ignore_index, float(label_smoothing),
-                                                REDUCTIONS.index(reduction), chunk_rows or 0, recompute, *wants)[0]
+    loss: Tensor = torch.ops.deepc.linear_cross_entropy(
+        rows, weight, labels.reshape(-1).long(), bias, ignore_index, float(label_smoothing), REDUCTIONS.index(reduction), chunk_rows or 0,
+        recompute, *wants)[0]
     return loss.view(labels.shape) if reduction == "none" else loss
 
 
-def _autocast(hidden, weight, bias):
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind):
         return hidden, weight, bias
@@ -52,7 +57,8 @@ def _autocast(hidden, weight, bias):
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _check(hidden, weight, labels, bias, label_smoothing, reduction, chunk_rows) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, label_smoothing: float,
+           reduction: str, chunk_rows: int | None) -> None:
     if hidden.dtype not in _DTYPES or weight.dtype != hidden.dtype or (bias is not None and bias.dtype != hidden.dtype):
         raise ArgumentError(f"linear_cross_entropy takes hidden, weight and bias of one dtype, fp32, bf16 or fp16; got {hidden.dtype}, {weight.dtype}"
                             + (f", {bias.dtype}" if bias is not None else "") + "; cast them, or use torch.autocast")
@@ -91,14 +97,14 @@ def _row_stride(classes: int, dtype: torch.dtype) -> int:
 class _WeightGradient:
     """Sum over chunks of gradient^T @ hidden, [v, d]; in fp32 however wide the operands are."""
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, chunks: int) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, chunks: int) -> None:
         """dtype: of the operands. chunks: how many will be added; a single one needs no accumulator."""
         self._sum = torch.empty(weight.shape, dtype=torch.float32 if chunks > 1 else dtype, device=weight.device)
         self._first = True
         self._direct = self._sum.dtype == dtype
         self._slab = None if self._direct else weight.new_empty((min(SLAB_ROWS, weight.shape[0]), weight.shape[1]), dtype=dtype)
 
-    def add(self, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
         if self._direct:
             torch.addmm(self._sum, gradient.t(), hidden, beta=0 if self._first else 1, out=self._sum)
         else:
@@ -106,8 +112,8 @@ class _WeightGradient:
                 self._add_slab(begin, gradient[:, begin: begin + SLAB_ROWS].t(), hidden)
         self._first = False
 
-    def _add_slab(self, begin: int, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-        slab = self._slab[: gradient.shape[0]]
+    def _add_slab(self, begin: int, gradient: Tensor, hidden: Tensor) -> None:
+        slab = cast(Tensor, self._slab)[: gradient.shape[0]]
         torch.mm(gradient, hidden, out=slab)
         into = self._sum[begin: begin + gradient.shape[0]]
         if self._first:
@@ -115,12 +121,14 @@ class _WeightGradient:
         else:
             torch.ops.deepc.add_scaled(into, slab, 1.0)
 
-    def result(self, dtype: torch.dtype) -> torch.Tensor:
+    def result(self, dtype: torch.dtype) -> Tensor:
         self._slab = None
         return (self._sum.zero_() if self._first else self._sum).to(dtype)
 
 
-def _run(hidden, weight, labels, bias, row_scale, scale, ignore_index, label_smoothing, chunk_rows, losses, wants, weight_dtype):
+def _run(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, row_scale: Tensor | None, scale: float,
+         ignore_index: int, label_smoothing: float, chunk_rows: int, losses: Tensor | None, wants: Sequence[bool],
+         weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """All chunks. losses: fp32 [n] to fill, or None. scale, row_scale (fp32 [n] or None): factors of the gradients. wants: of (hidden, weight, bias).
     Returns the three gradients, empty where not wanted; the weight's and the bias's are of weight_dtype."""
     n, classes = hidden.shape[0], weight.shape[0]
@@ -151,15 +159,15 @@ def _run(hidden, weight, labels, bias, row_scale, scale, ignore_index, label_smo
                 grad_hidden[part] = out @ matrix
             else:
                 torch.mm(out, matrix, out=grad_hidden[part])
-        if wants[1]:
+        if grad_weight is not None:
             grad_weight.add(out, h)
-        if wants[2]:
+        if grad_bias is not None:
             grad_bias += torch.mm(out.new_ones(1, h.shape[0]), out)[0]
-    return (grad_hidden, grad_weight.result(weight_dtype) if wants[1] else weight.new_empty(0, dtype=weight_dtype),
-            grad_bias.to(weight_dtype) if wants[2] else weight.new_empty(0, dtype=weight_dtype))
+    return (grad_hidden, grad_weight.result(weight_dtype) if grad_weight is not None else weight.new_empty(0, dtype=weight_dtype),
+            grad_bias.to(weight_dtype) if grad_bias is not None else weight.new_empty(0, dtype=weight_dtype))
 
 
-def _compact(hidden, labels, ignore_index):
+def _compact(hidden: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """(hidden, labels, index) of the rows that count; index is None where all do. On the CPU only: elsewhere it would wait for the device."""
     if hidden.device.type != "cpu":
         return hidden, labels, None
@@ -170,7 +178,7 @@ def _compact(hidden, labels, ignore_index):
     return hidden[index], labels[index], index
 
 
-def _spread(rows: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def _spread(rows: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
     """The inverse of _compact, zeros elsewhere."""
     return rows if index is None else torch.zeros_like(like).index_copy_(0, index, rows)
 
@@ -187,7 +195,8 @@ def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _forward(hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, chunk_rows, recompute, *wants):
+def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, label_smoothing: float,
+             reduction: int, chunk_rows: int, recompute: bool, *wants: bool) -> tuple[Tensor, ...]:
     """(loss, gradients of hidden, weight and bias or empty, the factor that backward applies to them). Rows [n, d] and [n]."""
     hidden, weight, labels = hidden.contiguous(), weight.contiguous(), labels.contiguous()
     h, y, index = _compact(hidden, labels, ignore_index)
@@ -201,17 +210,18 @@ def _forward(hidden, weight, labels, bias, ignore_index, label_smoothing, reduct
     now = (False, False, False) if recompute or REDUCTIONS[reduction] == "none" else wants
     grads = _run(h, weight, y, bias, None, 1.0 if late else scale, ignore_index, label_smoothing, chunk_rows, losses, now, _kept_dtype(h.dtype))
     count = (y != ignore_index).sum() if mean else None
-    factor = (1.0 / count.clamp(min=1)).float() if late else torch.ones((), device=h.device)
+    factor = (1.0 / count.clamp(min=1)).float() if late and count is not None else torch.ones((), device=h.device)
     if REDUCTIONS[reduction] == "none":
         loss = _spread(losses, index, torch.empty(labels.shape, dtype=torch.float32, device=h.device))
     else:
         loss = losses.sum(dtype=torch.float64)
-        loss = (loss / count if mean else loss).float()
+        loss = (loss if count is None else loss / count).float()
     grad_hidden = _spread(grads[0], index, hidden) if now[0] else grads[0]
     return loss, grad_hidden, grads[1], grads[2], factor
 
 
-def _again(hidden, weight, labels, bias, row_scale, ignore_index, label_smoothing, chunk_rows, *wants):
+def _again(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, row_scale: Tensor, ignore_index: int,
+           label_smoothing: float, chunk_rows: int, *wants: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients from scratch. row_scale: fp32 [n], the gradient of every row's loss."""
     hidden, weight, labels = hidden.contiguous(), weight.contiguous(), labels.contiguous()
     h, y, index = _compact(hidden, labels, ignore_index)
@@ -228,8 +238,9 @@ for _key in ("CPU", "CUDA"):
     _library.impl("linear_cross_entropy_backward", _again, _key)
 
 
-@torch.library.register_fake("deepc::linear_cross_entropy")
-def _(hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, chunk_rows, recompute, *wants):
+@fake("linear_cross_entropy")
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, label_smoothing: float,
+      reduction: int, chunk_rows: int, recompute: bool, *wants: bool) -> tuple[Tensor, ...]:
     none = REDUCTIONS[reduction] == "none"
     now = [w and not (recompute or none) for w in wants]
     kept = _kept_dtype(hidden.dtype)
@@ -239,13 +250,14 @@ def _(hidden, weight, labels, bias, ignore_index, label_smoothing, reduction, ch
             weight.new_empty(weight.shape[:1] if now[2] else (0,), dtype=kept), hidden.new_empty((), dtype=torch.float32))
 
 
-@torch.library.register_fake("deepc::linear_cross_entropy_backward")
-def _(hidden, weight, labels, bias, row_scale, ignore_index, label_smoothing, chunk_rows, *wants):
+@fake("linear_cross_entropy_backward")
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, row_scale: Tensor, ignore_index: int,
+      label_smoothing: float, chunk_rows: int, *wants: bool) -> tuple[Tensor, Tensor, Tensor]:
     return (hidden.new_empty(hidden.shape if wants[0] else (0,)), weight.new_empty(weight.shape if wants[1] else (0,)),
             weight.new_empty(weight.shape[:1] if wants[2] else (0,)))
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     hidden, weight, labels, bias, ctx.ignore_index, ctx.label_smoothing, reduction, ctx.chunk_rows, recompute, *ctx.wants = inputs
     ctx.reduction = REDUCTIONS[reduction]
     ctx.again = recompute or ctx.reduction == "none"
@@ -257,26 +269,28 @@ def _setup(ctx, inputs, output) -> None:
         ctx.save_for_backward(*output[1:])
 
 
-def _backward(ctx, grad, *_unused):
+def _backward(ctx: Any, grad: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled() and grad is not None and grad.requires_grad:
         raise UnsupportedError("linear_cross_entropy has no second derivative; use torch.nn.functional.linear and cross_entropy with create_graph=True")
     if grad is None:
-        return (None,) * ctx.count
+        nothing: tuple[None, ...] = (None,) * ctx.count
+        return nothing
     grads = _from_scratch(ctx, grad) if ctx.again else _scaled(ctx, grad)
     picked = [g if want else None for g, want in zip(grads, ctx.wants)]
     return (picked[0], picked[1], None, picked[2], *(None,) * (ctx.count - 4))
 
 
-def _from_scratch(ctx, grad):
+def _from_scratch(ctx: Any, grad: Tensor) -> Sequence[Tensor]:
     hidden, weight, labels, bias = ctx.saved_tensors
     row_scale = grad.float()
     if ctx.reduction == "mean":
         row_scale = row_scale / (labels != ctx.ignore_index).sum().clamp(min=1)
-    return torch.ops.deepc.linear_cross_entropy_backward(hidden, weight, labels, bias, row_scale.expand(labels.shape), ctx.ignore_index,
-                                                         ctx.label_smoothing, ctx.chunk_rows, *ctx.wants)
+    grads: Sequence[Tensor] = torch.ops.deepc.linear_cross_entropy_backward(
+        hidden, weight, labels, bias, row_scale.expand(labels.shape), ctx.ignore_index, ctx.label_smoothing, ctx.chunk_rows, *ctx.wants)
+    return grads
 
 
-def _scaled(ctx, grad):
+def _scaled(ctx: Any, grad: Tensor) -> list[Tensor]:
     *grads, factor = ctx.saved_tensors
     scale = grad.float() * factor
     if torch.compiler.is_compiling() or not _plain(scale):
@@ -289,9 +303,9 @@ def _scaled(ctx, grad):
     return [g.mul_(value).to(ctx.dtype) for g in grads]
 
 
-def _plain(t: torch.Tensor) -> bool:
+def _plain(t: Tensor) -> bool:
     """A CPU tensor with a value: not fake (tracing), not a transform's wrapper, and no device to wait for."""
-    return type(t) is torch.Tensor and t.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(t) \
+    return type(t) is Tensor and t.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(t) \
         and not torch._is_functional_tensor(t)
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from typing import Callable
+from typing import TYPE_CHECKING, Callable, Iterator, Literal, Union
 
 import torch
 import torch.distributed as dist
 
 from .errors import CommError, DeepcError
 from .monitor import waits
+
+if TYPE_CHECKING:
+    from .node import Comm, Segment
 
 CONTROL_SLOT_BYTES = 256 * 1024
 _BREAK_TAG = 0x7FFFFFF1
@@ -36,6 +39,10 @@ class _OneNode:
         """Bytes that this rank sent to other nodes, by what they were."""
         return {}
 
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        raise NotImplementedError
+
     def part_of(self, rank: int) -> int:
         """The place of `rank` in the layout."""
         return rank
@@ -51,7 +58,7 @@ class _OneNode:
 class SoloGroup(_OneNode):
     """One rank."""
 
-    transport = "local"
+    transport: Literal["local"] = "local"
     leader = True
 
     def __init__(self) -> None:
@@ -75,15 +82,16 @@ class NodeGroup(_OneNode):
     """The ranks of one node, over dc_comm. Owns its control communicator; buckets get one of their own (`open_comm`). names: the ranks in
     messages."""
 
-    transport = "node"
+    transport: Literal["node"] = "node"
 
-    def __init__(self, store, rank: int, world: int, label: str, timeout: datetime.timedelta, names: list[int] | None = None) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, label: str, timeout: datetime.timedelta,
+                 names: list[int] | None = None) -> None:
         self.rank, self.world, self.ranks_per_node, self.local_rank, self.leader = rank, world, world, rank, rank == 0
         self._store, self._label, self._timeout, self._opened, self._names = store, label, timeout, 0, names
-        self._comms: list = []
+        self._comms: list[Comm] = []
         self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
 
-    def open_comm(self, what: str, slot_bytes: int, slots: int):
+    def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
         """A further communicator of the same ranks (collective). Closed with the group."""
         from . import node
 
@@ -94,7 +102,7 @@ class NodeGroup(_OneNode):
         self._comms.append(comm)
         return comm
 
-    def close_comm(self, comm) -> None:
+    def close_comm(self, comm: Comm) -> None:
         """The end of one that `open_comm` made (collective)."""
         self.barrier()  # a peer that still waits in it would be told that this rank died
         self._comms.remove(comm)
@@ -111,7 +119,7 @@ class NodeGroup(_OneNode):
         self.comm.all_gather(out, tensor)
         return out.view(self.world, tensor.numel())
 
-    def segment(self, nbytes: int):
+    def segment(self, nbytes: int) -> Segment:
         """A shared segment (collective), see dc_segment_create."""
         return self.comm.segment(nbytes)
 
@@ -130,7 +138,7 @@ class NodeGroup(_OneNode):
 class _Sent:
     """A message to other nodes under way. wait() returns when it and what comes back have arrived; holds the tensors until then."""
 
-    def __init__(self, group: "MultiNodeGroup", what: str, work, *tensors: torch.Tensor) -> None:
+    def __init__(self, group: "MultiNodeGroup", what: str, work: dist.Work, *tensors: torch.Tensor) -> None:
         self._group, self._what, self._work, self._tensors = group, what, work, tensors
 
     def done(self) -> bool:
@@ -149,10 +157,10 @@ class MultiNodeGroup:
 
     places: the global ranks of each node. What crosses the network does so once per node: each rank talks only to its counterparts."""
 
-    transport = "nodes"
+    transport: Literal["nodes"] = "nodes"
     uneven = ""
 
-    def __init__(self, store, rank: int, places: list[list[int]], label: str, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, places: list[list[int]], label: str, timeout: datetime.timedelta) -> None:
         self.rank, self.nodes, self.ranks_per_node = rank, len(places), len(places[0])
         self.world, self._places = self.nodes * self.ranks_per_node, places
         self.in_order = [r for ranks in places for r in ranks] == list(range(self.world))  # each node's ranks are consecutive
@@ -164,7 +172,7 @@ class MultiNodeGroup:
         self._label, self._store = label, store
         self.inside = NodeGroup(dist.PrefixStore(f"node{self.node}", store), self.local_rank, self.ranks_per_node,
                                 f"{label} on node {self.node}", timeout, places[self.node])
-        self._across = None
+        self._across: dist.ProcessGroup | None = None
         for index in range(self.ranks_per_node):  # new_group is collective over all ranks, in one order
             made = dist.new_group([ranks[index] for ranks in places], backend="gloo", timeout=timeout)
             if index == self.local_rank:
@@ -173,10 +181,10 @@ class MultiNodeGroup:
     def part_of(self, rank: int) -> int:
         return self._parts[rank]
 
-    def open_comm(self, what: str, slot_bytes: int, slots: int):
+    def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
         return self.inside.open_comm(what, slot_bytes, slots)
 
-    def segment(self, nbytes: int):
+    def segment(self, nbytes: int) -> Segment:
         return self.inside.segment(nbytes)
 
     def node_barrier(self) -> None:
@@ -185,7 +193,7 @@ class MultiNodeGroup:
 
     # ---- failures: who fails tells its node and its counterparts, so that an error runs through all nodes ------------------------
     @contextlib.contextmanager
-    def node_errors(self):
+    def node_errors(self) -> Iterator[None]:
         """Around calls inside the node: if one fails, the counterparts on other nodes, which would wait for this rank, are told."""
         try:
             yield
@@ -194,7 +202,7 @@ class MultiNodeGroup:
             raise
 
     @contextlib.contextmanager
-    def across_errors(self, what: str):
+    def across_errors(self, what: str) -> Iterator[None]:
         """Around calls between nodes: turns Gloo's error into one of ours, with the reason if some rank left one, and tells the ranks of
         this node."""
         try:
@@ -216,8 +224,8 @@ class MultiNodeGroup:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             self._store.compare_set("failed", "", text)
         across, self._across = self._across, None
-        for peer in range(self.nodes) if across is not None else ():
-            if peer != self.node:
+        for peer in range(self.nodes):
+            if across is not None and peer != self.node:
                 with contextlib.suppress(RuntimeError):
                     across.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
 
@@ -226,13 +234,14 @@ class MultiNodeGroup:
         try:
             for _ in range(40):
                 if self._store.check(["failed"]):
-                    return self._store.get("failed").decode(errors="replace")
+                    told: bytes = self._store.get("failed")
+                    return told.decode(errors="replace")
                 time.sleep(0.05)
         except RuntimeError:
             pass
         return ""
 
-    def _counterparts(self):
+    def _counterparts(self) -> dist.ProcessGroup:
         if self._across is None:
             raise CommError(f"{self._label}: the connections to other nodes were closed after a failure, or the group is closed")
         return self._across
@@ -291,7 +300,7 @@ class MultiNodeGroup:
 class TorchGroup(_OneNode):
     """Ranks on several nodes or GPUs, over torch.distributed's default group."""
 
-    transport = "c10d"
+    transport: Literal["c10d"] = "c10d"
 
     def __init__(self, device: torch.device, uneven: str = "") -> None:
         self.rank, self.world, self.device, self.uneven = dist.get_rank(), dist.get_world_size(), device, uneven
@@ -317,7 +326,12 @@ class TorchGroup(_OneNode):
         pass
 
 
-def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine"):
+# What `transport` tells apart.
+Group = Union[SoloGroup, NodeGroup, MultiNodeGroup, TorchGroup]
+MemoryGroup = Union[NodeGroup, MultiNodeGroup]  # its ranks map the same pages
+
+
+def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine") -> Group:
     """The group of all ranks for one engine. Collective: engines are made in the same order on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return SoloGroup()

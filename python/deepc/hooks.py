@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import torch
 
 from .errors import DeepcError, UnsupportedError
 from .state import ModelState
+
+if TYPE_CHECKING:
+    from .reduce import Reducer
 
 
 class GradientHooks:
@@ -27,7 +30,7 @@ class GradientHooks:
 
     _running: "GradientHooks | None" = None  # whose engine.backward is under way in this process
 
-    def __init__(self, state: ModelState, reducer, bare: Callable[["GradientHooks | None"], tuple[bool, float]]) -> None:
+    def __init__(self, state: ModelState, reducer: Reducer, bare: Callable[["GradientHooks | None"], tuple[bool, float]]) -> None:
         self._state, self._reducer, self._bare = state, reducer, bare
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
@@ -92,7 +95,7 @@ class GradientHooks:
         if self.open:
             self.end_pass()
 
-    def _make_hook(self, index: int):
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(p: torch.Tensor) -> None:
             if self.synchronising:
                 self._take(index, p)
@@ -106,7 +109,7 @@ class GradientHooks:
             self.begin_pass(boundary, factor)
             self._close_at_end()
         grad, p.grad = p.grad, None  # autograd must not add to what the reducer reads
-        grad = _dense(grad)
+        grad = _dense(grad)  # type: ignore[arg-type]  # autograd has just accumulated it: it is not None
         if self._factor != 1.0:
             grad = grad * self._factor
         if (late := self._late.pop(index, None)) is not None:
@@ -187,7 +190,7 @@ class GradientHooks:
         """After a step: the next pass starts afresh."""
         self.accumulated = self.norm_ready = False
 
-    def take_reducer(self, reducer) -> None:
+    def take_reducer(self, reducer: Reducer) -> None:
         """Between two steps: gradients go there from now on."""
         self._reducer = reducer
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Sequence, cast
 
 import torch
 
@@ -21,12 +21,16 @@ from .errors import ArgumentError, CheckpointError, UnsupportedError
 from .export import Weights, dtype_of, open_weights
 from .wrapper import ModelWrapper
 
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .zero import _Home
+
 logger = logging.getLogger("deepc")
 
 
-def inference(model: torch.nn.Module, *, checkpoint: str | os.PathLike | None = None, tag: str | None = None, average: str | None = None,
-              dtype: str | torch.dtype | None = None, stage: int = 0, keep: Sequence[str] = (), strict: bool = True,
-              device: torch.device | str | None = None) -> "InferenceEngine":
+def inference(model: torch.nn.Module, *, checkpoint: str | os.PathLike[str] | None = None, tag: str | None = None,
+              average: str | None = None, dtype: str | torch.dtype | None = None, stage: int = 0, keep: Sequence[str] = (),
+              strict: bool = True, device: torch.device | str | None = None) -> "InferenceEngine":
     """Makes an InferenceEngine of `model`.
 
     model: a module, which is taken over: frozen, in evaluation mode, cast, with int8 its linear layers replaced; it may be on the meta
@@ -70,16 +74,18 @@ def _check_stage(stage: int, device: torch.device) -> None:
 class _Builder:
     """Turns a module into an InferenceEngine: layers, dtype, place, values, in the order that keeps least in memory."""
 
-    def __init__(self, model, weights: Weights | None, dtype, stage: int, keep, strict: bool, device: torch.device) -> None:
-        self.model, self.weights, self.stage, self.keep, self.strict, self.device = model, weights, stage, keep, strict, device
+    def __init__(self, model: torch.nn.Module, weights: Weights | None, dtype: str | torch.dtype | None, stage: int, keep: Sequence[str],
+                 strict: bool, device: torch.device) -> None:
+        self.model, self.stage, self.keep, self.strict, self.device = model, stage, keep, strict, device
+        self.weights = weights
         asked = dtype_of(dtype) if dtype is not None else None
         self.stored_int8 = weights.int8 if weights is not None else set()
-        if self.stored_int8 and asked not in (None, torch.int8):
+        if weights is not None and self.stored_int8 and asked not in (None, torch.int8):
             raise ArgumentError(f"{weights.path} holds int8 weights and dtype={dtype!r} was asked for; leave dtype out, or export the "
                                 f"checkpoint in that dtype")
         self.int8 = asked == torch.int8 or bool(self.stored_int8)
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.dtype = own if asked in (None, torch.int8) else asked
+        self.dtype = own if asked is None or asked == torch.int8 else asked
 
     def build(self) -> "InferenceEngine":
         model = self.model.requires_grad_(False).eval()
@@ -103,12 +109,12 @@ class _Builder:
 
     def _chosen_by_file(self) -> dict[int, int]:
         """The weights that the file has as int8."""
-        can = int8.quantizable(self.model)
+        can, weights = int8.quantizable(self.model), cast(Weights, self.weights)
         chosen = {}
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            if self.weights.find(name) in self.stored_int8:
+            if weights.find(name) in self.stored_int8:
                 if id(p) not in can:
-                    raise CheckpointError(f"{self.weights.path} has '{name}' in int8, but in this model it is not the weight of a linear "
+                    raise CheckpointError(f"{weights.path} has '{name}' in int8, but in this model it is not the weight of a linear "
                                           f"layer (or of an "
                                           "embedding tied to one) alone")
                 chosen[id(p)] = can[id(p)]
@@ -125,14 +131,15 @@ class _Builder:
         meta = [n for n, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
         if not meta:
             return
-        stored = {n for n in meta if self.weights.find(n)}
+        weights = cast(Weights, self.weights)  # without them build() has refused
+        stored = {n for n in meta if weights.find(n)}
         if self.strict or len(stored) < len(meta):
-            self._refuse_meta([n for n in meta if n not in stored], f"{self.weights.path} does not have it")
+            self._refuse_meta([n for n in meta if n not in stored], f"{weights.path} does not have it")
         for module in self.model.modules():
             for registry in (module._parameters, module._buffers):
                 for name, t in registry.items():
                     if t is not None and t.is_meta:
-                        registry[name] = self._empty(t)
+                        registry[name] = self._empty(t)  # type: ignore[assignment]  # a Parameter for a Parameter
 
     def _empty(self, t: torch.Tensor) -> torch.Tensor:
         """Untouched memory in place of a tensor without values; the same for the same tensor."""
@@ -140,7 +147,8 @@ class _Builder:
         if id(t) not in made:
             values = torch.empty(t.shape, dtype=self.dtype if self._casts(t) else t.dtype, device="cpu")
             made[id(t)] = (torch.nn.Parameter(values, requires_grad=False) if isinstance(t, torch.nn.Parameter) else values), t
-        return made[id(t)][0]
+        value: torch.Tensor = made[id(t)][0]
+        return value
 
     def _casts(self, t: torch.Tensor) -> bool:
         return t.is_floating_point() and id(t) not in self._scales()
@@ -156,7 +164,7 @@ class _Builder:
         for t in (*self.model.parameters(), *self.model.buffers()):
             t.data = t.data.to(device=self.device, dtype=self.dtype if t.is_floating_point() and id(t) not in scales else t.dtype)
 
-    def _share(self) -> Any:
+    def _share(self) -> _Home:
         """Parameters move into node-shared memory; with one rank they stay."""
         with zero.Init() as made:
             home = made._home
@@ -165,7 +173,7 @@ class _Builder:
                     made._take(p)
         return home
 
-    def _load_on_leaders(self, home) -> None:
+    def _load_on_leaders(self, home: _Home) -> None:
         """A node's first rank writes what all its ranks see. What it raises is raised on all ranks. Collective."""
         from .access import _raise_everywhere
 
@@ -181,7 +189,8 @@ class _Builder:
 
     @torch.no_grad()
     def _load(self, buffers_only: bool = False) -> None:
-        weights, used = self.weights, set()
+        weights = cast(Weights, self.weights)
+        used: set[str] = set()
         wanted = [*self.model.named_parameters(remove_duplicate=False), *_persistent(self.model)]
         by_tensor: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, t in wanted:
@@ -202,11 +211,12 @@ class _Builder:
                                   f"{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)}); strict=False loads what fits")
 
     def _fill(self, name: str, t: torch.Tensor, stored: str) -> None:
-        dtype, shape = self.weights.names[stored]
+        weights = cast(Weights, self.weights)
+        shape = weights.names[stored][1]
         if tuple(shape) != tuple(t.shape):
-            raise CheckpointError(f"{self.weights.path}: '{stored}' has shape {tuple(shape)} there and {tuple(t.shape)} in the model "
+            raise CheckpointError(f"{weights.path}: '{stored}' has shape {tuple(shape)} there and {tuple(t.shape)} in the model "
                                   f"('{name}')")
-        t.data.copy_(self.weights.tensor(stored))
+        t.data.copy_(weights.tensor(stored))
 
 
 def _persistent(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -232,8 +242,9 @@ class InferenceEngine(ModelWrapper):
     generation. `module`: the model; gradients with respect to inputs come from calling that. trainer: the training engine whose weights
     these are, or None."""
 
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, *, trainer=None, home=None) -> None:
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, *, trainer: Engine | None = None, home: _Home | None = None) -> None:
         super().__init__()
+        self.trainer: Engine | None
         self.__dict__["trainer"] = trainer  # not a submodule: its parameters are not ours
         self.module, self._dtype, self._home = module, dtype, home
 
@@ -255,21 +266,21 @@ class InferenceEngine(ModelWrapper):
             for m in training:
                 m.training = True
 
-    def forward(self, *inputs, **kwargs):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         from .engine import _cast
 
         with self._running():
             return self.module(*_cast(inputs, self.dtype), **_cast(kwargs, self.dtype))
 
-    def generate(self, *inputs, **kwargs):
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own generate. Where ZeRO-3 streams the weights they stay gathered meanwhile, and it is collective."""
         if not hasattr(self.module, "generate"):
             raise UnsupportedError(f"{type(self.module).__name__} has no generate(); call the engine in your own loop, inside "
                                    f"engine.gathered()")
         with self._running(), self.gathered():
-            return self.module.generate(*inputs, **kwargs)
+            return cast(Any, self.module).generate(*inputs, **kwargs)
 
-    def gathered(self) -> contextlib.AbstractContextManager:
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Context for many calls in a row: weights that ZeRO-3 streams stay. No effect elsewhere."""
         return self.trainer.keep_gathered() if self.trainer is not None else contextlib.nullcontext()
 

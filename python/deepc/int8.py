@@ -14,7 +14,7 @@ other, so both share the same int8 values). A weight that some other module uses
 from __future__ import annotations
 
 import fnmatch
-from typing import Iterator, Sequence
+from typing import Iterator, Sequence, cast
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,8 @@ def quantizable(model: nn.Module, keep: Sequence[str] = ()) -> dict[int, int]:
             axes.setdefault(id(p), set()).add(None if kept or p.dim() != 2 or not p.is_floating_point() else _axis(module, name))
             if type(module) is not nn.Embedding:
                 dense.add(id(p))
-    return {i: next(iter(found)) for i, found in axes.items() if i in dense and len(found) == 1 and None not in found}
+    one = {i: next(iter(found)) for i, found in axes.items() if i in dense and len(found) == 1}
+    return {i: axis for i, axis in one.items() if axis is not None}
 
 
 def _places(model: nn.Module, chosen: dict[int, int]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -128,7 +129,7 @@ def convert(model: nn.Module, dtype: torch.dtype, chosen: dict[int, int], *, val
     kept: list[nn.Module] = []  # an id stays that of its layer
     for parent, name, child in _places(model, chosen):
         if id(child) not in layers:
-            weight = child.weight
+            weight = cast(nn.Parameter, child.weight)
             if id(weight) not in made:
                 made[id(weight)] = _int8_of(weight, chosen[id(weight)], values)
             layers[id(child)] = _int8_layer(child, *made[id(weight)], dtype)
@@ -153,5 +154,5 @@ def _int8_layer(layer: nn.Module, q: nn.Parameter, scale: nn.Parameter, dtype: t
     if type(layer) is nn.Embedding:
         made: nn.Module = Int8Embedding(q, scale, dtype)
     else:
-        made = Int8Linear(q, scale, layer.bias, transposed=_is_conv1d(layer))
+        made = Int8Linear(q, scale, cast("nn.Parameter | None", layer.bias), transposed=_is_conv1d(layer))
     return made.train(layer.training)

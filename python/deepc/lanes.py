@@ -37,7 +37,7 @@ class Lane(NamedTuple):
     sources: tuple[int, ...]  # nodes
     home: int                 # node, or EVERY
     dests: tuple[int, ...]    # nodes
-    count: int                # elements
+    count: int  # type: ignore[assignment]  # elements (hides tuple.count, which nobody calls)
 
 
 class Run(NamedTuple):
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     lane: int
     at: int
     offset: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
 
 
 class Plan(NamedTuple):
@@ -179,8 +179,8 @@ class Area(NamedTuple):
 class Job:
     """The plan of one call, laid out in this node's slots."""
 
-    def __init__(self, plan: Plan, me: int, ranks: int, per_round: int, unit: int, part_unit: int, red, first_byte: int, header: int,
-                 frame: int | None) -> None:
+    def __init__(self, plan: Plan, me: int, ranks: int, per_round: int, unit: int, part_unit: int, red: object, first_byte: int,
+                 header: int, frame: int | None) -> None:
         """me, ranks: this node and how many ranks it has. per_round: elements of a lane in a round. unit, part_unit: bytes of an element
         and of a partial result. red: None or the reduction (all nodes are sources), kept for the executor. first_byte: where areas begin
         in a slot. frame: bytes between the received frames of two nodes, which then hold the data of other sources behind `header` bytes;
@@ -197,7 +197,7 @@ class Job:
             if not home and not source and me not in lane.dests:
                 self.areas.append(None)
                 continue
-            parts = {}
+            parts: dict[int, int] = {}
             if red is None:
                 result = self._framed(lane, lane.sources[0], unit, frame) if frame and home and not source else self._take(unit)
                 self.areas.append(Area([], result, parts, result))

@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import ConfigError
 
@@ -48,7 +48,7 @@ def _numbers(name: str, value: Any) -> None:
         _number(name, v)
 
 
-def _per_group(groups: Sequence, value: Any, name: str) -> list:
+def _per_group(groups: Sequence[Any], value: Any, name: str) -> list[Any]:
     """One value per parameter group: a number for all, or a list of that length."""
     _numbers(name, value)
     if not isinstance(value, (list, tuple)):
@@ -61,7 +61,23 @@ def _per_group(groups: Sequence, value: Any, name: str) -> list:
 def _warmup_type(value: Any) -> str:
     if value not in WARMUP_TYPES:
         raise ConfigError(f"warmup_type = {value!r} must be one of {', '.join(WARMUP_TYPES)}")
-    return value
+    return str(value)
+
+
+class Scheduler(Protocol):
+    """What a training loop may ask of a learning-rate schedule: of the five here, torch's, and a user's own, which need only step()."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Goes to the next rate."""
+
+    def get_last_lr(self) -> list[Any]:
+        """The rates that were set last, one per parameter group."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """The reverse."""
 
 
 class NotSteppedError(ConfigError, AssertionError):
@@ -75,12 +91,12 @@ class _Schedule:
         self.optimizer = optimizer
         self.param_groups = _groups(optimizer)
         self.last_batch_iteration = _integer("last_batch_iteration", last_batch_iteration, -1)
-        self._last_lr: list | None = None
+        self._last_lr: list[Any] | None = None
 
-    def get_lr(self) -> list:
+    def get_lr(self) -> list[Any]:
         raise NotImplementedError
 
-    def _apply(self, rates: Sequence) -> None:
+    def _apply(self, rates: Sequence[Any]) -> None:
         for group, rate in zip(_groups(self.optimizer), rates, strict=False):
             if hasattr(group["lr"], "fill_"):  # a tensor: a compiled or capturable step holds on to it
                 group["lr"].fill_(rate.squeeze() if hasattr(rate, "squeeze") else rate)
@@ -93,7 +109,7 @@ class _Schedule:
         self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self._apply(self.get_lr())
 
-    def get_last_lr(self) -> list:
+    def get_last_lr(self) -> list[Any]:
         """The rates that were set last, one per parameter group."""
         if self._last_lr is None:
             raise NotSteppedError(f"{type(self).__name__}.get_last_lr() was called before the first step(): need to call step() first")
@@ -110,7 +126,7 @@ class _Schedule:
 class LRRangeTest(_Schedule):
     """Rate = min * (1 + step_rate * index / step_size), rising without end, to find the largest usable rate."""
 
-    def __init__(self, optimizer: Any, lr_range_test_min_lr: float | list = 1e-3, lr_range_test_step_size: int = 2000,
+    def __init__(self, optimizer: Any, lr_range_test_min_lr: float | list[float] = 1e-3, lr_range_test_step_size: int = 2000,
                  lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = _per_group(self.param_groups, lr_range_test_min_lr, "lr_range_test_min_lr")
@@ -120,7 +136,7 @@ class LRRangeTest(_Schedule):
         if last_batch_iteration == -1:
             self._apply(self.min_lr)
 
-    def get_lr(self) -> list:
+    def get_lr(self) -> list[Any]:
         interval = float(self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * increase for lr in self.min_lr]
@@ -131,10 +147,10 @@ class OneCycle(_Schedule):
 
     Steps are counts of optimizer steps. Stair counts > 0 hold the rate on that many steps of each half. decay_step_size 0: no decay."""
 
-    def __init__(self, optimizer: Any, cycle_min_lr: float | list, cycle_max_lr: float | list, decay_lr_rate: float = 0.0,
+    def __init__(self, optimizer: Any, cycle_min_lr: float | list[float], cycle_max_lr: float | list[float], decay_lr_rate: float = 0.0,
                  cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
                  cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
-                 cycle_min_mom: float | list = 0.8, cycle_max_mom: float | list = 0.9, decay_mom_rate: float = 0.0,
+                 cycle_min_mom: float | list[float] = 0.8, cycle_max_mom: float | list[float] = 0.9, decay_mom_rate: float = 0.0,
                  last_batch_iteration: int = -1) -> None:
         super().__init__(optimizer, last_batch_iteration)
         groups = self.param_groups
@@ -193,7 +209,7 @@ class OneCycle(_Schedule):
     def _decay_interval(self) -> float:
         return (self.last_batch_iteration - self.total + 1) / self.decay_step_size
 
-    def get_lr(self) -> list:
+    def get_lr(self) -> list[Any]:
         if self.last_batch_iteration < self.total:
             scale = self._scale()
             return [low + (high - low) * scale for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -202,7 +218,7 @@ class OneCycle(_Schedule):
         factor = 1 + self.decay_lr_rate * self._decay_interval()
         return [low / factor for low in self.min_lrs]
 
-    def get_mom(self) -> list | None:
+    def get_mom(self) -> list[Any] | None:
         """(beta1, 0.99) per parameter group, or None when momentum is not cycled."""
         if not self.cycle_momentum:
             return None
@@ -235,7 +251,7 @@ class _Warmup(_Schedule):
 class WarmupLR(_Warmup):
     """min -> max over warmup_num_steps (logarithmic or linear), then constant. warmup_max_lr None: the optimizer's own rate."""
 
-    def __init__(self, optimizer: Any, warmup_min_lr: float | list = 0.0, warmup_max_lr: float | list | None = None,
+    def __init__(self, optimizer: Any, warmup_min_lr: float | list[float] = 0.0, warmup_max_lr: float | list[float] | None = None,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         groups = self.param_groups
@@ -249,7 +265,7 @@ class WarmupLR(_Warmup):
     def _gamma(self) -> float:
         return self._rise() if self.last_batch_iteration < self.warmup_num_steps else 1.0
 
-    def get_lr(self) -> list:
+    def get_lr(self) -> list[Any]:
         if self.last_batch_iteration < 0:
             return self.min_lrs
         gamma = self._gamma()
@@ -259,7 +275,7 @@ class WarmupLR(_Warmup):
 class WarmupDecayLR(WarmupLR):
     """WarmupLR, then linearly down to min at total_num_steps."""
 
-    def __init__(self, optimizer: Any, total_num_steps: int, warmup_min_lr: float | list = 0.0, warmup_max_lr: float | list | None = 0.001,
+    def __init__(self, optimizer: Any, total_num_steps: int, warmup_min_lr: float | list[float] = 0.0, warmup_max_lr: float | list[float] | None = 0.001,
                  warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
         self.total_num_steps = _number("total_num_steps", total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
@@ -292,12 +308,12 @@ class WarmupCosineLR(_Warmup):
         if i < 0:
             return 0.0
         if i < self.warmup_num_steps:
-            return self.warmup_min_ratio + self._rise() * (1.0 - self.warmup_min_ratio)
+            return float(self.warmup_min_ratio + self._rise() * (1.0 - self.warmup_min_ratio))
         done = min(1.0, (i - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps))
         cosine = (1 + math.cos(math.pi * done)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
+        return max(0.0, float(self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine))
 
-    def get_lr(self) -> list:
+    def get_lr(self) -> list[Any]:
         if self.last_batch_iteration < 0:
             return [0.0] * len(self.org_lrs)
         ratio = self.get_lr_ratio()
@@ -312,16 +328,18 @@ def _warn_short(total: float, warmup: int) -> None:
 # ---- from the configuration ------------------------------------------------------------------------------------------
 
 
-def scheduler_class(name: str) -> type:
+def scheduler_class(name: str) -> type[Any]:
     """The class of a schedule: one of the five, or a class of torch.optim.lr_scheduler. Raises ConfigError."""
     if name in VALID_LR_SCHEDULES:
-        return globals()[name]
+        ours: type[_Schedule] = globals()[name]
+        return ours
     from torch.optim import lr_scheduler
 
     known = [n for n, c in vars(lr_scheduler).items()
              if inspect.isclass(c) and issubclass(c, lr_scheduler.LRScheduler) and not n.startswith("_") and n != "LRScheduler"]
     if name in known:
-        return getattr(lr_scheduler, name)
+        theirs: type[lr_scheduler.LRScheduler] = getattr(lr_scheduler, name)
+        return theirs
     from .config import suggest
 
     raise ConfigError(f"scheduler.type = \"{name}\" is neither one of {', '.join(VALID_LR_SCHEDULES)} nor a class of "

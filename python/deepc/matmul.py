@@ -7,6 +7,8 @@ Below autograd, so forward, backward, attention's products and torch.compile's e
 
 from __future__ import annotations
 
+from typing import Any, Callable, cast
+
 import torch
 
 PANEL_ROWS = 4096  # bounds the fp32 copies of the left operand and of the result
@@ -33,24 +35,25 @@ def installed() -> tuple[torch.dtype, ...]:
     return tuple(sorted(_dtypes, key=str))
 
 
-def _override(name: str, impl) -> None:
+def _override(name: str, impl: Callable[..., torch.Tensor]) -> None:
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def kernel(keys, *args, **kwargs):
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if args[-1].dtype in _dtypes:
             global calls
             calls += 1
             return impl(*args, **kwargs)
         return original.call_boxed(keys, *args, **kwargs)
 
-    _library.impl(name, kernel, "CPU", with_keyset=True)
+    cast(torch.library.Library, _library).impl(name, kernel, "CPU", with_keyset=True)
 
 
 def _override_out(name: str) -> None:
     original = torch.library.get_kernel(f"aten::{name}.out", "CPU")
-    impl = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}[name]
+    impls: dict[str, Callable[..., torch.Tensor]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}
+    impl = impls[name]
 
-    def kernel(keys, *args, out, **kwargs):
+    def kernel(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
         if args[-1].dtype in _dtypes:
             global calls
             calls += 1
@@ -59,7 +62,7 @@ def _override_out(name: str) -> None:
             return out
         return original.call_boxed(keys, *args, out=out, **kwargs)
 
-    _library.impl(f"{name}.out", kernel, "CPU", with_keyset=True)
+    cast(torch.library.Library, _library).impl(f"{name}.out", kernel, "CPU", with_keyset=True)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -72,7 +75,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta=1, alpha=1) -> torch.Tensor:
+def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     wide = b.float()
     bias = c.float()
     if a.shape[0] <= PANEL_ROWS:
@@ -88,5 +91,5 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a.float(), b.float()).to(a.dtype)
 
 
-def _baddbmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta=1, alpha=1) -> torch.Tensor:
+def _baddbmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     return torch.baddbmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)

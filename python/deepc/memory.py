@@ -16,7 +16,8 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object) -> to
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     raw = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
-    raw._deepc_owner = owner  # the storage holds `raw`, `raw` holds the owner
+    # The storage holds `raw`, and `raw` the owner.
+    raw._deepc_owner = owner  # type: ignore[attr-defined]  # ctypes objects take attributes
     return torch.frombuffer(raw, dtype=dtype, count=numel)
 
 
@@ -26,7 +27,7 @@ class _Block:
     def __init__(self, nbytes: int, color: int) -> None:
         pointer = ctypes.c_void_p()
         call("dc_mem_alloc", nbytes, color, ctypes.byref(pointer))
-        self.address = pointer.value
+        self.address: int = pointer.value or 0
 
     def __del__(self) -> None:
         if getattr(self, "address", None):
@@ -42,6 +43,45 @@ def zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
     return tensor_at(block.address, numel, dtype, block)
 
 
+class Lease:
+    """A zeroed 1-D CPU tensor that has memory only between `need` and `end`, and then the heap's (ops/base/lease.c): for what is dead while a forward needs
+    the most. Contents are lost at `end`; where there was no memory `need` leaves anything. tensor: [numel] dtype; valid as long as a reference lives."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, color: int = 0) -> None:
+        handle, address = ctypes.c_void_p(), ctypes.c_void_p()
+        call("dc_lease_open", numel * dtype.itemsize, color, ctypes.byref(handle), ctypes.byref(address))
+        self.handle = handle.value
+        self.tensor = tensor_at(address.value or 0, numel, dtype, _LeaseOwner(self.handle))
+
+    def end(self) -> None:
+        """The memory goes back to the heap, the tensor reads as zeros."""
+        call("dc_lease_end", self.handle)
+
+    def nbytes(self) -> int:
+        """Bytes that the range has now."""
+        borrowed, own = ctypes.c_int64(), ctypes.c_int64()
+        call("dc_lease_bytes", self.handle, ctypes.byref(borrowed), ctypes.byref(own))
+        return borrowed.value + own.value
+
+
+class _LeaseOwner:
+    """Closes the lease with the last tensor over it."""
+
+    def __init__(self, handle: int | None) -> None:
+        self._handle = handle
+
+    def __del__(self) -> None:
+        C.dc_lease_close(self._handle)
+
+
+_heap_kept = False
+
+
+def heap_kept() -> bool:
+    """Whether torch's large tensors live in the core's heap now (keep_heap)."""
+    return _heap_kept
+
+
 def keep_heap(keep: bool = True) -> bool:
     """Large CPU tensors of torch come from the core's heap from now on, which keeps their pages, and malloc keeps what smaller ones free: so a step finds
     the memory of the one before, without page faults (ops/base/heap.c). For the whole process. Returns whether they do: not where the user chose
@@ -50,14 +90,16 @@ def keep_heap(keep: bool = True) -> bool:
         return False
     kept = ctypes.c_int()
     call("dc_heap_keep_small", int(keep), ctypes.byref(kept))
-    return use_heap(keep)
+    global _heap_kept
+    _heap_kept = use_heap(keep)
+    return _heap_kept
 
 
 def heap() -> dict[str, int]:
     """Bytes of the core's heap: "extent" was ever in use and may be resident, "in_use", its "peak", "free" in "free_blocks" holes, the "largest_free"."""
     stats = HeapStats()
     call("dc_heap_stats", ctypes.byref(stats))
-    return {name: getattr(stats, name) or 0 for name, _ in HeapStats._fields_}
+    return {name: getattr(stats, name) or 0 for name, *_ in HeapStats._fields_}
 
 
 def trim_heap() -> None:

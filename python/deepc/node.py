@@ -9,7 +9,8 @@ import secrets
 import sys
 import threading
 import zlib
-from typing import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Callable, NoReturn, Sequence
 
 import torch
 
@@ -17,6 +18,11 @@ from ._lib import C, CommConfig, call, check
 from .dtypes import CODES
 from .errors import ArgumentError, UnsupportedError
 from .memory import tensor_at
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    import torch.distributed as dist
 
 # enum dc_reduce_op (ops/ops.h)
 REDUCE_OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "prod": 4, "band": 5, "bor": 6, "bxor": 7}
@@ -54,7 +60,7 @@ def node_id() -> str:
         raise UnsupportedError(f"can't tell which node this is ({exc}); set DEEPC_NODE_ID to one name per machine") from exc
 
 
-def node_ids(store, rank: int, size: int) -> list[str]:
+def node_ids(store: dist.Store, rank: int, size: int) -> list[str]:
     """The node of every rank, through `store`. Collective."""
     store.set(f"node{rank}", node_id())
     return [store.get(f"node{r}").decode() for r in range(size)]
@@ -74,7 +80,7 @@ def _is_own(filename: str) -> bool:
 
 
 _speaker = threading.local()  # .where: in whose name this thread calls, see speak_for()
-_lines: dict[tuple, bytes] = {}  # (code, instruction) -> "dir/file.py:31"
+_lines: dict[tuple[CodeType, int], bytes] = {}  # (code, instruction) -> "dir/file.py:31"
 
 
 def speak_for(where: bytes) -> None:
@@ -89,7 +95,7 @@ def caller_line(depth: int = 1) -> bytes:
     return _find_caller(sys._getframe(depth))[3]
 
 
-def _find_caller(frame) -> tuple:
+def _find_caller(frame: FrameType | None) -> tuple[CodeType | None, int, int, bytes]:
     """(code, instruction, how many frames further up, text) of the first foreign frame from `frame` on."""
     steps = 0
     while frame is not None:
@@ -116,7 +122,8 @@ class _Caller:
     __slots__ = ("_code", "_at", "_depth", "_told")
 
     def __init__(self) -> None:
-        self._code, self._at, self._depth, self._told = None, 0, 1 << 20, b""
+        self._code: CodeType | None = None
+        self._at, self._depth, self._told = 0, 1 << 20, b""
 
     def tell(self, handle: int, note: str = "") -> None:
         """note: goes behind the line in messages."""
@@ -137,13 +144,14 @@ class _Caller:
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------------
-def _require(tensor: torch.Tensor, what: str) -> None:
+def _require(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} is a {type(tensor).__name__}; expected a torch.Tensor")
     if not tensor.is_cpu:
         raise ArgumentError(f"{what} lies on {tensor.device}; the shared-memory collectives take CPU tensors")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ArgumentError(f"{what} of shape {tuple(tensor.shape)} is not contiguous; pass {what}.contiguous()")
+    return tensor
 
 
 _copies: dict[torch.dtype, tuple[int, int, int]] = {dtype: (number, 1, 0) for dtype, number in CODES.items()}
@@ -179,7 +187,8 @@ class Segment:
     """Memory that all ranks of a node map. Freed when neither this object nor a tensor of it is left; the last process frees the pages."""
 
     def __init__(self, handle: int, base: int, nbytes: int) -> None:
-        self._handle, self._base, self.nbytes = handle, base, nbytes
+        self._handle: int | None = handle
+        self._base, self.nbytes = base, nbytes
 
     def tensor(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
         """A 1-D view of `numel` elements that start `offset` bytes into the segment. Keeps the segment alive."""
@@ -207,7 +216,8 @@ class Request:
     __slots__ = ("_handle", "_tensor", "_done")
 
     def __init__(self, handle: int, tensor: torch.Tensor) -> None:
-        self._handle, self._tensor, self._done = handle, tensor, False
+        self._handle: int | None = handle
+        self._tensor, self._done = tensor, False
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks until the message is sent (the tensor may be written again) or received. timeout_s: default the communicator's; a time-out
@@ -226,8 +236,10 @@ class Request:
 
     def source(self) -> int:
         """Group rank that a completed receive came from."""
-        found = C.dc_request_source(self._handle)
-        return found if found >= 0 else check(found)
+        found: int = C.dc_request_source(self._handle)
+        if found < 0:
+            check(found)
+        return found
 
     def __del__(self) -> None:
         handle, self._handle = getattr(self, "_handle", None), None
@@ -246,7 +258,8 @@ class Comm:
     Every tensor is a contiguous CPU tensor, or ArgumentError is raised before anything is shared."""
 
     def __init__(self, handle: int, rank: int, size: int, label: str) -> None:
-        self._handle, self.rank, self.size, self.label = handle, rank, size, label
+        self._handle: int | None = handle
+        self.rank, self.size, self.label = rank, size, label
         self.lock, self.caller = threading.Lock(), _Caller()
         self._alive = threading.Lock()  # of calls that may come while another is inside: the handle is not freed under them
 
@@ -309,7 +322,7 @@ class Comm:
         """On group rank `root`: out[size * n] = tensor[n] of every rank in rank order; elsewhere `out` is None."""
         _require(tensor, "tensor")
         if self.rank == root:
-            _require(out, "out")
+            out = _require(out, "out")
             self._sizes(out, tensor, self.size, 1)
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
@@ -321,7 +334,7 @@ class Comm:
         """out[n] = part `rank` of the tensor[size * n] of group rank `root`; elsewhere `tensor` is None."""
         _require(out, "out")
         if self.rank == root:
-            _require(tensor, "tensor")
+            tensor = _require(tensor, "tensor")
             self._sizes(out, tensor, 1, self.size)
         dtype, per, tag = copy_code(out.dtype)
         with self.lock:
@@ -376,12 +389,12 @@ class Comm:
         is complete."""
         return self._message(C.dc_irecv, tensor, ANY_SOURCE if src is None else src, tag)
 
-    def _message(self, start, tensor: torch.Tensor, peer: int, tag: int) -> Request:
+    def _message(self, start: Callable[..., int], tensor: torch.Tensor, peer: int, tag: int) -> Request:
         _require(tensor, "tensor")
         dtype, per, _ = copy_code(tensor.dtype)
         handle = ctypes.c_void_p()
         check(start(self.handle, tensor.data_ptr(), tensor.numel() * per, dtype, peer, tag, caller_line(2)[-63:], ctypes.byref(handle)))
-        return Request(handle.value, tensor)
+        return Request(handle.value or 0, tensor)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Of the calls that follow."""
@@ -395,7 +408,7 @@ class Comm:
         with self.lock:
             self.caller.tell(self.handle)
             check(C.dc_segment_create(self._handle, nbytes, ctypes.byref(handle), ctypes.byref(base)))
-        return Segment(handle.value, base.value, (nbytes + (2 << 20) - 1) >> 21 << 21)
+        return Segment(handle.value or 0, base.value or 0, (nbytes + (2 << 20) - 1) >> 21 << 21)
 
     def registered(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D tensor of this rank's own that lies in shared memory: large collectives of this communicator read and write it where it
@@ -429,7 +442,7 @@ class Comm:
                                 f"the same dtype and a ratio of {out_per} to {in_per} for {self.size} ranks")
 
 
-def open_comm(store, rank: int, size: int, *, label: str, timeout: datetime.timedelta, slot_bytes: int, slots: int,
+def open_comm(store: dist.Store, rank: int, size: int, *, label: str, timeout: datetime.timedelta, slot_bytes: int, slots: int,
               global_ranks: Sequence[int] | None = None) -> Comm:
     """Opens a communicator of `size` ranks of one node. Collective.
 
@@ -450,4 +463,4 @@ def open_comm(store, rank: int, size: int, *, label: str, timeout: datetime.time
                         timeout_ms=_milliseconds(timeout), slot_bytes=slot_bytes, slots=slots, flags=0)
     handle = ctypes.c_void_p()
     check(C.dc_comm_open(ctypes.byref(config), ctypes.byref(handle)))
-    return Comm(handle.value, rank, size, label)
+    return Comm(handle.value or 0, rank, size, label)

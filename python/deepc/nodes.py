@@ -13,6 +13,7 @@ parameter in the flat space: no block mixes a norm's weights with a matrix's."""
 from __future__ import annotations
 
 import collections
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 
@@ -22,6 +23,11 @@ from .dtypes import code
 from .errors import UnsupportedError
 from .plan import RING, SLOTS, Plan
 from .reduce import CoreReducer, Tree
+
+if TYPE_CHECKING:
+    from .compress import Codec
+    from .group import MultiNodeGroup, _Sent
+    from .partition import Layout
 
 _COLOR = 7  # where the buffers start within 2 MiB, see state.py
 
@@ -43,39 +49,42 @@ class Plain:
         acc.add_(payload.view(self.dtype), alpha=scale * self.shares)
 
 
-def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1):
+def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1) -> Plain | Codec:
     """The codec of a plan's `gradients_as` or `parameters_as`: Plain(dtype, shares), or "int4" or "int8" in blocks."""
     if not quantized:
         return Plain(dtype, shares)
     from .compress import Int4Blocks, Int8Blocks
 
-    return {"int4": Int4Blocks, "int8": Int8Blocks}[quantized](block=64)
+    return Int4Blocks(block=64) if quantized == "int4" else Int8Blocks(block=64)
 
 
 class NodesReducer(CoreReducer):
     """The reducer of several nodes. The interface of reduce.py, and `publish`."""
 
-    def __init__(self, plan: Plan, group, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype, pre_scale: float) -> None:
+    def __init__(self, plan: Plan, group: MultiNodeGroup, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype,
+                 pre_scale: float) -> None:
         self._plan, self._group, self._acc, self._partial = plan, group, acc, partial
         self._nodes, self._here = plan.nodes, plan.part % plan.nodes
         self._none = torch.empty(0, dtype=torch.float64)
         # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded and is pushed (determinism.py).
         self.tree = Tree(acc, plan.gradient_buffers) if plan.gradient_buffers else None
-        self._codec = codec_for(plan.gradients_as, plan.crossing_dtype, plan.ranks_per_node)
+        self._codec = codec_for(plan.gradients_as, plan.crossing_dtype or plan.dtype, plan.ranks_per_node)
         self._whole = isinstance(self._codec, Plain) and self._codec.shares == 1  # a slice is cast and added up in one call each
-        self._straight = self._whole and self._codec.dtype == torch.float32  # not even cast: slices go as they lie
+        # straight: not even cast, slices go as they lie
+        self._straight = self._whole and isinstance(self._codec, Plain) and self._codec.dtype == torch.float32
         per_slice = plan.layout.bucket_elems // plan.ranks_per_node
         self._slots = memory.zeros(RING * per_slice, torch.float32, _COLOR).view(RING, -1)
         room = self._nodes * self._codec.nbytes(plan.layout.bucket_elems // plan.world)
         self._in = memory.zeros(RING * room, torch.uint8, _COLOR + 1).view(RING, -1)
         self._out = None if self._straight else memory.zeros(RING * room, torch.uint8, _COLOR + 2).view(RING, -1)
-        self._under_way: collections.deque = collections.deque()
+        self._under_way: collections.deque[Any] = collections.deque()
         self._launched = self._taken = 0
         self._assign = self._norm = self._unsettled = False
         comm = group.open_comm("buckets", plan.layout.bucket_elems * max(wire.itemsize, plan.dtype.itemsize), SLOTS)
         self._keep = (plan.node_layout, comm, self._slots)  # borrowed by the C side
         self._make(_lib.ReducerConfig(
-            comm=comm.handle, layout=plan.node_layout.handle, dtype=code(wire), own_all=0, rank=group.local_rank, ring=RING, tree=int(self.tree is not None),
+            comm=comm.handle, layout=cast("Layout", plan.node_layout).handle, dtype=code(wire),
+            own_all=0, rank=group.local_rank, ring=RING, tree=int(self.tree is not None),
             pre_scale=pre_scale, pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize, acc=self._slots.data_ptr(), partial=None))
 
     # ---- gradients -------------------------------------------------------------------------------------------------------------
@@ -116,7 +125,7 @@ class NodesReducer(CoreReducer):
         if not self._unsettled:
             return
         self._unsettled = False
-        pending: collections.deque = collections.deque()
+        pending: collections.deque[Any] = collections.deque()
         for b in range(self._plan.layout.nbuckets):
             at, part, m = self._part(b)
             if len(pending) == RING:
@@ -160,7 +169,7 @@ class NodesReducer(CoreReducer):
         if self._straight:
             payload = slot.view(torch.uint8)
         else:
-            payload = self._out[k, : self._nodes * size]
+            payload = cast(torch.Tensor, self._out)[k, : self._nodes * size]
             if self._whole:
                 self._codec.encode(payload, slot)
             else:
@@ -180,7 +189,7 @@ class NodesReducer(CoreReducer):
         if self.tree is not None:
             self.tree.push(start, list(received.view(torch.float32).view(self._nodes, m)), self.tree.leaves // self._plan.ranks_per_node, self._norm)
         elif self._whole:
-            parts = received.view(self._codec.dtype).view(self._nodes, m)
+            parts = received.view(cast(Plain, self._codec).dtype).view(self._nodes, m)
             torch.ops.deepc.accumulate_tensors(target, list(parts), self._assign, self._none)
         else:
             if self._assign:
@@ -199,7 +208,7 @@ class NodesReducer(CoreReducer):
         the owner's too, gets the dequantised values, so that all nodes hold equal bits. resident: `flat` is node-shared and a fence of
         the node is the caller's; otherwise the ranks of the node complete their replicas. Collective."""
         codec = codec_for(self._plan.parameters_as, flat.dtype)
-        pending: collections.deque = collections.deque()
+        pending: collections.deque[Any] = collections.deque()
         for b in range(self._plan.layout.nbuckets):
             if len(pending) == RING:
                 self._arrived(flat, codec, *pending.popleft())
@@ -209,23 +218,23 @@ class NodesReducer(CoreReducer):
         if not resident:
             self._inside(flat)
 
-    def _offer(self, flat, master, codec, b: int):
+    def _offer(self, flat: torch.Tensor, master: torch.Tensor | None, codec: Plain | Codec, b: int) -> tuple[_Sent, torch.Tensor | None]:
         at, part, m = self._part(b)
         if isinstance(codec, Plain):
             return self._group.collect(flat[at: at + self._nodes * m], flat[part: part + m].clone(), "parameters"), None
         mine = torch.empty(codec.nbytes(m), dtype=torch.uint8)
         everyone = torch.empty(self._nodes * mine.numel(), dtype=torch.uint8)
         shard = self._plan.slices[b].shard_begin
-        codec.encode(mine, master[shard: shard + m])
+        codec.encode(mine, cast(torch.Tensor, master)[shard: shard + m])
         return self._group.collect(everyone, mine, "parameters"), everyone
 
-    def _arrived(self, flat, codec, b: int, sent, everyone) -> None:
+    def _arrived(self, flat: torch.Tensor, codec: Plain | Codec, b: int, sent: _Sent, everyone: torch.Tensor | None) -> None:
         sent.wait()
         if everyone is None:
             return
         at, _, m = self._part(b)
         for n, payload in enumerate(everyone.view(self._nodes, -1)):
-            codec.decode(flat[at + n * m: at + (n + 1) * m], payload)
+            cast("Codec", codec).decode(flat[at + n * m: at + (n + 1) * m], payload)
 
     def _inside(self, flat: torch.Tensor) -> None:
         """Completes the node's replicas from its ranks' slices."""
@@ -249,6 +258,6 @@ def published(plan: Plan, master: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         piece = slice(own.shard_begin, own.shard_begin + own.length)
         payload = torch.empty(codec.nbytes(own.length), dtype=torch.uint8)
         codec.encode(payload, master[piece])
-        codec.decode(out[piece], payload)
+        cast("Codec", codec).decode(out[piece], payload)
     return out
 

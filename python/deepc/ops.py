@@ -5,6 +5,7 @@ The kernels themselves are C; shapes for torch.compile and the formulas of the d
 from __future__ import annotations
 
 import ctypes
+from typing import Any, Callable, TypeVar
 
 import torch
 
@@ -35,89 +36,110 @@ def use_heap(on: bool) -> bool:
     return bool(_library.dct_heap_use(int(on)))
 
 
-@torch.library.register_fake("deepc::cast_tensor")
-def _(src, dst, scale):
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_shapes = torch.library.Library("deepc", "FRAGMENT")
+
+
+def fake(name: str) -> Callable[[_F], _F]:
+    """Registers a function as operator `name` without numbers: torch.library.register_fake does the same in 15 times the time, which every
+    `import deepc` would pay."""
+
+    def register(function: _F) -> _F:
+        _shapes.impl(name, function, "Meta")
+        return function
+
+    return register
+
+
+@fake("cast_tensor")
+def _(src: torch.Tensor, dst: torch.Tensor, scale: float) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::scale_tensor")
-def _(x, a):
+@fake("scale_tensor")
+def _(x: torch.Tensor, a: float) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::add_scaled")
-def _(y, x, a):
+@fake("add_scaled")
+def _(y: torch.Tensor, x: torch.Tensor, a: float) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::copy_tensor")
-def _(src, dst):
+@fake("copy_tensor")
+def _(src: torch.Tensor, dst: torch.Tensor) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::reduce_tensors")
-def _(dst, srcs, op):
+@fake("reduce_tensors")
+def _(dst: torch.Tensor, srcs: list[torch.Tensor], op: int) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::accumulate_tensors")
-def _(acc, srcs, assign, partial):
+@fake("accumulate_tensors")
+def _(acc: torch.Tensor, srcs: list[torch.Tensor], assign: bool, partial: torch.Tensor) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::step_adamw")
-def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lowps, lr, beta1, beta2, eps, weight_decay, grad_scale, step, decoupled):
+@fake("step_adamw")
+def _(params: list[torch.Tensor], grads: list[torch.Tensor], exp_avgs: list[torch.Tensor], exp_avg_sqs: list[torch.Tensor],
+      max_exp_avg_sqs: list[torch.Tensor], lowps: list[torch.Tensor], lr: float, beta1: float, beta2: float, eps: float,
+      weight_decay: float, grad_scale: float, step: int, decoupled: bool) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::quantize_blocks")
-def _(x, payload, error, bits, block):
+@fake("quantize_blocks")
+def _(x: torch.Tensor, payload: torch.Tensor, error: torch.Tensor, bits: int, block: int) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::dequantize_blocks")
-def _(payload, out, bits, block):
+@fake("dequantize_blocks")
+def _(payload: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::add_dequantized")
-def _(payload, acc, bits, block, factor):
+@fake("add_dequantized")
+def _(payload: torch.Tensor, acc: torch.Tensor, bits: int, block: int, factor: float) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::select_topk")
-def _(x, payload, error, block, k):
+@fake("select_topk")
+def _(x: torch.Tensor, payload: torch.Tensor, error: torch.Tensor, block: int, k: int) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::spread_topk")
-def _(payload, out, block, k):
+@fake("spread_topk")
+def _(payload: torch.Tensor, out: torch.Tensor, block: int, k: int) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::add_topk")
-def _(payload, acc, block, k, factor):
+@fake("add_topk")
+def _(payload: torch.Tensor, acc: torch.Tensor, block: int, k: int, factor: float) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::cross_entropy_rows")
-def _(logits, labels, row_scale, loss, classes, scale, label_smoothing, ignore_index, gradient):
+@fake("cross_entropy_rows")
+def _(logits: torch.Tensor, labels: torch.Tensor, row_scale: torch.Tensor, loss: torch.Tensor, classes: int, scale: float,
+      label_smoothing: float, ignore_index: int, gradient: bool) -> None:
     return None
 
 
-@torch.library.register_fake("deepc::norm_squared")
-def _(x):
+@fake("norm_squared")
+def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(((x.numel() + BLOCK - 1) // BLOCK,), dtype=torch.float64)
 
 
-def _norm_setup(ctx, inputs, output):
+def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[0])
 
 
-def _norm_backward(ctx, grad):
+def _norm_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     (x,) = ctx.saved_tensors
     per_element = grad.repeat_interleave(BLOCK)[: x.numel()].view(x.shape)
-    return (2 * x * per_element).to(x.dtype)
+    out: torch.Tensor = (2 * x * per_element).to(x.dtype)
+    return out
 
 
 torch.library.register_autograd("deepc::norm_squared", _norm_backward, setup_context=_norm_setup)
@@ -125,69 +147,72 @@ torch.library.register_autograd("deepc::norm_squared", _norm_backward, setup_con
 
 # ---- fused operators of a transformer block (ops/fused.h): docs/fused.md --------------------------------------------------------------
 # An empty tensor stands for an absent weight, bias or gradient: torch's C shim has no optional tensors for boxed C kernels.
-def _stats(x):
+def _stats(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _packed(x):
+def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("deepc::rms_norm")
-def _(x, weight, eps, offset):
+@fake("rms_norm")
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
     return _packed(x), _stats(x)
 
 
-@torch.library.register_fake("deepc::add_rms_norm")
-def _(x, residual, weight, eps, offset):
+@fake("add_rms_norm")
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+      offset: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _packed(x), _packed(x), _stats(x)
 
 
-@torch.library.register_fake("deepc::layer_norm")
-def _(x, weight, bias, eps):
+@fake("layer_norm")
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _packed(x), _stats(x), _stats(x)
 
 
-@torch.library.register_fake("deepc::add_layer_norm")
-def _(x, residual, weight, bias, eps):
+@fake("add_layer_norm")
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+      eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return _packed(x), _packed(x), _stats(x), _stats(x)
 
 
-@torch.library.register_fake("deepc::norm_grad")
-def _(dy, dsum, x, weight, mean, rstd, offset, dweight, dbias):
+@fake("norm_grad")
+def _(dy: torch.Tensor, dsum: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, offset: float,
+      dweight: bool, dbias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     cols = x.shape[-1]
     return _packed(x), weight.new_empty((cols if dweight else 0,)), weight.new_empty((cols if dbias else 0,))
 
 
-@torch.library.register_fake("deepc::swiglu")
-def _(gate, up):
+@fake("swiglu")
+def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _packed(gate)
 
 
-@torch.library.register_fake("deepc::swiglu_grad")
-def _(dout, gate, up):
+@fake("swiglu_grad")
+def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _packed(gate), _packed(gate)
 
 
-@torch.library.register_fake("deepc::gelu")
-def _(x, bias, tanh):
+@fake("gelu")
+def _(x: torch.Tensor, bias: torch.Tensor, tanh: bool) -> torch.Tensor:
     return _packed(x)
 
 
-@torch.library.register_fake("deepc::gelu_grad")
-def _(dout, x, bias, tanh, dbias):
+@fake("gelu_grad")
+def _(dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, tanh: bool, dbias: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return _packed(x), bias.new_empty((x.shape[-1] if dbias else 0,))
 
 
-@torch.library.register_fake("deepc::rotary")
-def _(x, cos, sin, inverse):
+@fake("rotary")
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _no_second(name):
+def _no_second(name: str) -> None:
     """No formula is registered for the gradients' own gradients; torch would return wrong numbers with a warning, this raises."""
 
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         raise UnsupportedError(f"deepc::{name} has no second derivative: the fused operators don't support create_graph=True. "
                                "Use PyTorch's own operators where you need gradients of gradients (deepc.fuse is what puts ours in)")
 
@@ -202,16 +227,17 @@ for _name in ("norm_grad", "swiglu_grad", "gelu_grad"):
 def _norm_formula(name: str, add: bool, center: bool) -> None:
     """Registers the gradient of one of the four norms."""
 
-    def setup(ctx, inputs, output):
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, weight = inputs[0], inputs[2 if add else 1]
         bias = inputs[3 if add else 2] if center else None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2 if add else 1:])
         ctx.offset, ctx.has_weight, ctx.has_bias = 0.0 if center else inputs[-1], weight.numel() > 0, bias is not None and bias.numel() > 0
-        like = weight if ctx.has_weight or not ctx.has_bias else weight.new_empty(0, dtype=bias.dtype)  # its dtype is that of dbias
+        # like: its dtype is that of dbias
+        like = weight if ctx.has_weight or bias is None or not ctx.has_bias else weight.new_empty(0, dtype=bias.dtype)
         ctx.save_for_backward(output[1] if add else x, like, *output[2 if add else 1:])
 
-    def backward(ctx, dy, *more):
+    def backward(ctx: Any, dy: torch.Tensor | None, *more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, *stats = ctx.saved_tensors
         dsum = more[0] if add else None
         mean, rstd = stats if center else (x.new_empty(0, dtype=torch.float32), stats[0])
@@ -235,23 +261,23 @@ _norm_formula("layer_norm", False, True)
 _norm_formula("add_layer_norm", True, True)
 
 
-def _swiglu_setup(ctx, inputs, output):
+def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _swiglu_backward(ctx, grad):
+def _swiglu_backward(ctx: Any, grad: torch.Tensor) -> Any:
     return torch.ops.deepc.swiglu_grad(_rows(grad), *ctx.saved_tensors)
 
 
 torch.library.register_autograd("deepc::swiglu", _swiglu_backward, setup_context=_swiglu_setup)
 
 
-def _gelu_setup(ctx, inputs, output):
+def _gelu_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, bias, ctx.tanh = inputs
     ctx.save_for_backward(x, bias)
 
 
-def _gelu_backward(ctx, grad):
+def _gelu_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     x, bias = ctx.saved_tensors
     dbias = bias.numel() > 0 and ctx.needs_input_grad[1]
     dx, db = torch.ops.deepc.gelu_grad(grad.contiguous(), x, bias, ctx.tanh, dbias)
@@ -261,12 +287,12 @@ def _gelu_backward(ctx, grad):
 torch.library.register_autograd("deepc::gelu", _gelu_backward, setup_context=_gelu_setup)
 
 
-def _rotary_setup(ctx, inputs, output):
+def _rotary_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, cos, sin, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _rotary_backward(ctx, grad):
+def _rotary_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
         raise UnsupportedError("deepc::rotary gives no gradient to cos and sin, and one of them requires it. Pass cos.detach() and "
                                "sin.detach(), or use PyTorch's own operators if your model trains its positions")
@@ -304,36 +330,43 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1
 
     x: [..., cols] float32, bfloat16 or float16, rows may have strides; weight: [cols] of any of them. Arithmetic is fp32 with one
     rounding, the result has x's shape and dtype. Differentiable once. RuntimeError for other dtypes and shapes that don't fit."""
-    return torch.ops.deepc.rms_norm(_rows(x), _or_empty(weight, x), eps, offset)[0]
+    out: torch.Tensor = torch.ops.deepc.rms_norm(_rows(x), _or_empty(weight, x), eps, offset)[0]
+    return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6,
                  offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(s), s) with s = x + residual, rounded to x's dtype, in one pass; residual: like x."""
-    return torch.ops.deepc.add_rms_norm(_rows(x), _rows(residual), _or_empty(weight, x), eps, offset)[:2]
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.deepc.add_rms_norm(_rows(x), _rows(residual), _or_empty(weight, x), eps, offset)[:2]
+    return out
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5) -> torch.Tensor:
     """Layer norm over the last dimension (arXiv:1607.06450); weight and bias: [cols], of one dtype. Otherwise as `rms_norm`."""
-    return torch.ops.deepc.layer_norm(_rows(x), _or_empty(weight, x), _or_empty(bias, x), eps)[0]
+    out: torch.Tensor = torch.ops.deepc.layer_norm(_rows(x), _or_empty(weight, x), _or_empty(bias, x), eps)[0]
+    return out
 
 
 def add_layer_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
                    eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor]:
     """(layer_norm(s), s) with s = x + residual, rounded to x's dtype, in one pass; residual: like x."""
-    return torch.ops.deepc.add_layer_norm(_rows(x), _rows(residual), _or_empty(weight, x), _or_empty(bias, x), eps)[:2]
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.deepc.add_layer_norm(_rows(x), _rows(residual),
+                                                                            _or_empty(weight, x), _or_empty(bias, x), eps)[:2]
+    return out
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (arXiv:2002.05202); both of one shape and dtype, such as the halves of one tensor (x.chunk(2, -1), uncopied)."""
-    return torch.ops.deepc.swiglu(_rows(gate), _rows(up))
+    out: torch.Tensor = torch.ops.deepc.swiglu(_rows(gate), _rows(up))
+    return out
 
 
 def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none") -> torch.Tensor:
     """GELU of x + bias (arXiv:1606.08415); bias: [cols]; approximate: "none" or "tanh", as torch.nn.functional.gelu has it."""
     if approximate not in ("none", "tanh"):
         raise ArgumentError(f"deepc.ops.gelu: approximate={approximate!r}; it is 'none' or 'tanh'")
-    return torch.ops.deepc.gelu(_rows(x), _or_empty(bias, x), approximate == "tanh")
+    out: torch.Tensor = torch.ops.deepc.gelu(_rows(x), _or_empty(bias, x), approximate == "tanh")
+    return out
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -341,7 +374,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     x: up to 4 dimensions, any strides but for the last; the result lies in memory as x does. cos, sin: [..., rotated], broadcast against
     x's leading dimensions; elements of x from `rotated` on pass through. The gradient is x's only; UnsupportedError if cos or sin need one."""
-    return torch.ops.deepc.rotary(_inner_dense(x), _inner_dense(cos), _inner_dense(sin), False)
+    out: torch.Tensor = torch.ops.deepc.rotary(_inner_dense(x), _inner_dense(cos), _inner_dense(sin), False)
+    return out
 
 
 def apply_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,

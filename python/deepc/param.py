@@ -3,11 +3,14 @@ master stands behind it."""
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Protocol, Sequence
 
 import torch
 
-_data = torch._C.TensorBase.data
+if TYPE_CHECKING:
+    from .group import Group
+
+_data: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
 
 
 class NodeParameter(torch.nn.Parameter):
@@ -22,23 +25,24 @@ class NodeParameter(torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _data.__set__(self, value)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation for its own
         return "Parameter containing:\n" + repr(self.detach().requires_grad_(self.requires_grad))
 
     def partition_numel(self) -> int:
         """A rank's share of the elements as DeepSpeed counts it, rounded up (Lightning's model summary asks); AttributeError as for ds_numel."""
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        return -(-self.ds_numel // ranks)  # type: ignore[attr-defined]
+        return int(-(-self.ds_numel // ranks))  # type: ignore[attr-defined]  # set below, with the other ds_ properties
 
-    def __deepcopy__(self, memo: dict) -> torch.nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """An ordinary parameter with memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = torch.nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo[id(self)]
+        copy: torch.nn.Parameter = memo[id(self)]
+        return copy
 
 
 def _described(name: str) -> property:
-    def get(self):
+    def get(self: torch.nn.Parameter) -> Any:
         from .zero import describe
 
         return describe(self, name)
@@ -59,11 +63,11 @@ def share(p: torch.nn.Parameter) -> None:
 
 def unshare(p: torch.nn.Parameter) -> None:
     if type(p) is NodeParameter:
-        p.__class__ = torch.nn.Parameter
+        p.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # the other way round is what mypy narrows to
 
 
 # ---- writing one of several ranks' shared memory -----------------------------------------------------------------------------------
-def open_shared(group, params: Sequence[torch.nn.Parameter], writer: int | None):
+def open_shared(group: Group, params: Sequence[torch.nn.Parameter], writer: int | None) -> list[torch.Tensor] | None:
     """Parameters in node-shared memory are about to be written by rank `writer`: the others get private copies meanwhile. Collective;
     returns what close_shared takes."""
     if writer is None:
@@ -77,7 +81,7 @@ def open_shared(group, params: Sequence[torch.nn.Parameter], writer: int | None)
     return views
 
 
-def close_shared(group, params: Sequence[torch.nn.Parameter], writer: int | None, views) -> None:
+def close_shared(group: Group, params: Sequence[torch.nn.Parameter], writer: int | None, views: list[torch.Tensor] | None) -> None:
     """Everybody sees what `writer` wrote. Collective."""
     if writer is None:
         return
@@ -91,7 +95,7 @@ def close_shared(group, params: Sequence[torch.nn.Parameter], writer: int | None
 
 
 # ---- released parameters (ZeRO-3, streamed mode) -----------------------------------------------------------------------------------
-def _allowed() -> frozenset:
+def _allowed() -> frozenset[Callable[..., Any]]:
     """What may be asked of a parameter whose values are not here: what it is, and its gradient."""
     t = torch.Tensor
     properties = (
@@ -112,49 +116,74 @@ def _allowed() -> frozenset:
 
 
 _ALLOWED = _allowed()
+_data_of_tensor: Any = torch.Tensor.data  # as _data
+
+
+class Owner(Protocol):
+    """Who gathers released parameters (streamed.py, init_shards.py)."""
+
+    def touched(self, p: Any, func: Callable[..., Any]) -> Any:
+        """`func` is about to run on the released parameter `p`: gathers it or raises. What is not None is func's result."""
+
+    def settle(self) -> None:
+        """The operator is through."""
+
+    def copy_of(self, p: Any) -> torch.Tensor:
+        """The whole value of `p`, in memory of its own."""
 
 
 class Released:
     """Mixin of the class that a parameter has while its values are not here: what it is can be asked; any other touch goes to its
     owner (streamed.py), which gathers it or raises. Without this an operator would read freed memory."""
 
-    _deepc_owner: object
+    _deepc_owner: Owner
+    shape: torch.Size  # the parameter's own, whose class comes behind this one
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        owners: dict[int, Owner] = {}
         if func not in _ALLOWED:
             for p in {id(p): p for p in _released(args, kwargs)}.values():
                 answer = p._deepc_owner.touched(p, func)
                 if answer is not None:
                     return answer
+                owners[id(p._deepc_owner)] = p._deepc_owner
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        for owner in owners.values():
+            owner.settle()
+        return out
 
     @property
     def data(self) -> torch.Tensor:
-        self._deepc_owner.touched(self, torch.Tensor.data.__get__)
+        self._deepc_owner.touched(self, _data_of_tensor.__get__)
         return self.data  # its class is another one now
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self._deepc_owner.touched(self, torch.Tensor.data.__set__)
+        self._deepc_owner.touched(self, _data_of_tensor.__set__)
         self.data = value
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Parameter(released by ZeRO-3: shape={tuple(self.shape)}, dtype={dtype}, device={self.device}, requires_grad={self.requires_grad})"
 
     __str__ = __repr__
 
-    def __deepcopy__(self, memo: dict) -> torch.nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """An ordinary parameter with the whole value. Collective where ranks share no memory."""
         if id(self) not in memo:
             memo[id(self)] = torch.nn.Parameter(self._deepc_owner.copy_of(self), self.requires_grad)
-        return memo[id(self)]
+        copy: torch.nn.Parameter = memo[id(self)]
+        return copy
 
 
-def _released(*values):
+def _released(*values: Any) -> Iterator[Any]:
     for v in values:
         if isinstance(v, Released):
             yield v
@@ -164,10 +193,10 @@ def _released(*values):
             yield from _released(*v.values())
 
 
-_classes: dict[type, type] = {}
+_classes: dict[type[torch.nn.Parameter], type[torch.nn.Parameter]] = {}
 
 
-def released_class(kind: type) -> type:
+def released_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
     """The class of released parameters of class `kind`."""
     if kind not in _classes:
         _classes[kind] = type(f"Released{kind.__name__}", (Released, kind), {})

@@ -39,10 +39,14 @@ class Layout:
         call("dc_zero_layout_make", array, len(numels), world, bucket_elems, ctypes.byref(handle))
         self.handle = handle
         raw = handle.contents
-        self.world, self.total, self.bucket_elems = raw.world, raw.total, raw.bucket_elems
-        self.nbuckets, self.shard_elems, self.nparams = raw.nbuckets, raw.shard_elems, raw.nparams
-        self.offsets = tuple(raw.offset[i] for i in range(raw.nparams))
-        self.numels = tuple(raw.numel[i] for i in range(raw.nparams))
+        self.world: int = raw.world
+        self.total: int = raw.total
+        self.bucket_elems: int = raw.bucket_elems
+        self.nbuckets: int = raw.nbuckets
+        self.shard_elems: int = raw.shard_elems
+        self.nparams: int = raw.nparams
+        self.offsets: tuple[int, ...] = tuple(raw.offset[i] for i in range(raw.nparams))
+        self.numels: tuple[int, ...] = tuple(raw.numel[i] for i in range(raw.nparams))
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

@@ -98,7 +98,7 @@ class Plan:
 
         elems, others = self.layout.total // self.nodes, self.nodes - 1  # in slices, which are multiples of a codec's block
         return {
-            "gradients": others * codec_for(self.gradients_as, self.crossing_dtype).nbytes(elems),
+            "gradients": others * codec_for(self.gradients_as, self.crossing_dtype or self.dtype).nbytes(elems),
             "sums": others * elems * 4 if self.own_all else 0,
             "parameters": 0 if self.own_all else others * codec_for(self.parameters_as, self.dtype).nbytes(elems),
         }
@@ -198,7 +198,7 @@ def make_plan(
         stage=stage, world=world, rank=rank, ranks_per_node=ranks_per_node, device=str(device), dtype=dtype, transport=transport,
         mode=mode, params=infos, frozen_elems=frozen, layout=layout,
         segments=tuple(segments), slices=tuple(slices),
-        bytes={n: getattr(out, n) for n, _ in _lib.Bytes._fields_},
+        bytes={n: getattr(out, n) for n, *_ in _lib.Bytes._fields_},
         nodes=nodes, part=part, node_layout=node_layout, gradients_as=gradients_as, parameters_as=parameters_as, wire=wire, gradient_buffers=gradient_buffers)
 
 

@@ -49,7 +49,7 @@ class Progress:
 
     def __init__(self, label: str) -> None:
         self._label, self._lock = label, threading.Lock()
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ident, self._pid, self._closed = 0, os.getpid(), False
         self.last: Pending | None = None  # newest unfinished call; None: nothing is under way
@@ -128,13 +128,13 @@ def choose(comm: node.Comm) -> str:
     return "thread" if max(t for _, t in times) <= GAIN * max(i for i, _ in times) else "inline"
 
 
-def _step(comm: node.Comm, fill: Callable[[int], None], read: Callable[[list[int]], Any]) -> Any:
+def _step(comm: node.Comm, fill: Callable[[int], object], read: Callable[[list[int]], Any]) -> Any:
     """One step of the exchange (comm.h): fill(address of this rank's slot), then read(addresses of all ranks' slots)."""
     step, slot = ctypes.c_int64(), ctypes.c_void_p()
     with comm.lock:
         handle = comm.handle
         check(C.dc_exchange_begin(handle, ctypes.byref(step), ctypes.byref(slot)))
-        fill(slot.value)
+        fill(slot.value or 0)
         check(C.dc_exchange_post(handle, ctypes.byref(Call(op=_CALL_USER))))
         check(C.dc_exchange_wait(handle, step))
         out = read([C.dc_exchange_peer(handle, r, step) for r in range(comm.size)])
@@ -144,7 +144,9 @@ def _step(comm: node.Comm, fill: Callable[[int], None], read: Callable[[list[int
 
 def _swap(comm: node.Comm, row: bytes) -> list[bytes]:
     """Every rank's row, in rank order. Rows are of one length. (Not a collective that is counted: tests count those of the user.)"""
-    return _step(comm, lambda slot: ctypes.memmove(slot, row, len(row)), lambda slots: [ctypes.string_at(s, len(row)) for s in slots])
+    rows: list[bytes] = _step(comm, lambda slot: ctypes.memmove(slot, row, len(row)),
+                              lambda slots: [ctypes.string_at(s, len(row)) for s in slots])
+    return rows
 
 
 def measure(comm: node.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]:

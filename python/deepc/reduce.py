@@ -1,15 +1,15 @@
 """Gradients into the owner's accumulator, one parameter at a time, from autograd's hooks.
 
 Three reducers with one interface: C's (comm/bucket.h: shared memory, or one rank), C's inside each of several CPU nodes (nodes.py), and
-torch.distributed's (GPUs, nodes with different numbers of ranks).
+torch.distributed's (torch_reduce.py: GPUs, nodes with different numbers of ranks).
 Interface: begin(assign, norm), add(index, grad), released() -> indices, finish(), settle(), sums(begin, length), gather(flat)."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 
 from . import _lib, memory
 from ._lib import C, call, check
@@ -18,14 +18,47 @@ from .errors import DeepcError
 from .partition import BLOCK
 from .plan import Plan
 
+if TYPE_CHECKING:
+    from .node import Comm
+
 _TREE_COLOR = 9  # where the tree's buffers start within 2 MiB, see state.py
+
+
+class Reducer(Protocol):
+    """What the hooks and the engine ask of a reducer."""
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        """Opens a pass. assign: it overwrites the accumulators; norm: it is the step's last, and makes the partial sums of the norm."""
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """The gradient of parameter `index`, borrowed until released() lists it."""
+
+    def released(self) -> list[int]:
+        """Indices whose gradients are no longer needed."""
+
+    def finish(self) -> None:
+        """The end of the pass. Collective."""
+
+    def settle(self) -> None:
+        """Before accumulators are read that `finish` made without the norm. Collective."""
+
+    def sums(self, begin: int, length: int) -> torch.Tensor:
+        """[length] fp32: what has been accumulated for these owned elements, after `settle`."""
+
+    def gather(self, flat: torch.Tensor) -> None:
+        """Completes every rank's replica `flat` from the owners' slices."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
 
 
 class CoreReducer:
     """The C core's reducer. Gradients are CPU tensors; each is borrowed until released() lists it."""
 
-    def __init__(self, plan: Plan, comm, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype, pre_scale: float) -> None:
-        self._keep, self._acc = (plan.layout, comm, acc, partial), acc  # borrowed by the C side
+    def __init__(self, plan: Plan, comm: Comm | None, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype,
+                 pre_scale: float) -> None:
+        self._keep: tuple[object, ...] = (plan.layout, comm, acc, partial)  # borrowed by the C side
+        self._acc = acc
         bucket_bytes = plan.layout.bucket_elems * wire.itemsize
         config = _lib.ReducerConfig(
             comm=comm.handle if comm is not None else None, layout=plan.layout.handle, dtype=code(wire), own_all=int(plan.own_all),
@@ -39,13 +72,18 @@ class CoreReducer:
     def _make(self, config: "_lib.ReducerConfig") -> None:
         handle = ctypes.c_void_p()
         call("dc_reducer_create", ctypes.byref(config), ctypes.byref(handle))
-        self.handle = handle.value
+        self.handle: int | None = handle.value
         self._indices = (ctypes.c_int64 * 64)()
         self._count = ctypes.c_int64()
         self._count_ref = ctypes.byref(self._count)
 
     def begin(self, assign: bool, norm: bool) -> None:
         check(C.dc_reducer_begin(self.handle, assign, norm))
+
+    def borrow(self, lease: memory.Lease | None) -> None:
+        """acc is this lease's tensor, and gets its memory bucket by bucket."""
+        if lease is not None:
+            call("dc_reducer_lease", self.handle, lease.handle)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         check(C.dc_reducer_add(self.handle, index, grad.data_ptr(), code(grad.dtype)))
@@ -146,7 +184,7 @@ class TreeReducer(CoreReducer):
     """CoreReducer whose sums do not depend on the layout: `"deterministic": "layout"`, see determinism.py. A pass is one micro-batch of every rank;
     norm says that it is the step's last. Gradients are not prescaled."""
 
-    def __init__(self, plan: Plan, comm, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype) -> None:
+    def __init__(self, plan: Plan, comm: Comm | None, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype) -> None:
         self.tree = Tree(acc, plan.gradient_buffers)
         self._world, self._buffers, self._norm = plan.world, plan.gradient_buffers, False
         super().__init__(plan, comm, acc, partial, wire, 1.0)
@@ -166,90 +204,6 @@ class TreeReducer(CoreReducer):
 
     def sums(self, begin: int, length: int) -> torch.Tensor:
         return self.tree.sums(begin, length)
-
-
-class TorchReducer:
-    """The same over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). Not overlapped."""
-
-    def __init__(self, plan: Plan, device: torch.device, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype, pre_scale: float) -> None:
-        self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = plan, device, acc, partial, wire, pre_scale
-        self._grads: dict[int, torch.Tensor] = {}
-        self._released: list[int] = []
-        self._seen: set[int] = set()
-        self._none = torch.empty(0, dtype=torch.float64, device=acc.device)
-        self._assign = self._norm = False
-
-    def begin(self, assign: bool, norm: bool) -> None:
-        self._assign, self._norm = assign, norm
-
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        if self._plan.world > 1:
-            self._grads[index] = grad
-            return
-        self._seen.add(index)  # one rank: nothing to wait for, the gradient can go
-        layout = self._plan.layout
-        target = self._acc[layout.offsets[index]: layout.offsets[index] + layout.numels[index]]
-        flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
-        torch.ops.deepc.accumulate_tensors(target, [flat.to(target.device)], self._assign, self._none)
-        self._released.append(index)
-
-    def released(self) -> list[int]:
-        out, self._released = self._released, []
-        return out
-
-    def _bucket(self, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of this rank's flat gradient in the wire dtype; zeros where there is none."""
-        flat = torch.zeros(end - begin, dtype=self._wire, device=self._device)
-        layout = self._plan.layout
-        for index, grad in self._grads.items():
-            lo, hi = max(begin, layout.offsets[index]), min(end, layout.offsets[index] + layout.numels[index])
-            if lo < hi:
-                piece = grad.reshape(-1)[lo - layout.offsets[index]: hi - layout.offsets[index]]
-                flat[lo - begin: hi - begin].copy_(piece if self._pre_scale == 1 else piece * self._pre_scale)
-        return flat
-
-    def finish(self) -> None:
-        plan, layout = self._plan, self._plan.layout
-        if plan.world == 1:
-            for i in range(layout.nparams) if self._assign else ():
-                if i not in self._seen:
-                    self._acc[layout.offsets[i]: layout.offsets[i] + layout.numels[i]].zero_()
-            self._seen.clear()
-        for b in range(layout.nbuckets) if plan.world > 1 else ():
-            self._reduce_bucket(b)
-        if self._norm:
-            self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
-        self._released.extend(self._grads)
-        self._grads.clear()
-
-    def settle(self) -> None:
-        pass
-
-    def sums(self, begin: int, length: int) -> torch.Tensor:
-        return self._acc[begin: begin + length]
-
-    def _reduce_bucket(self, b: int) -> None:
-        plan, layout = self._plan, self._plan.layout
-        begin, end = layout.bucket(b)
-        part = self._bucket(begin, end)
-        if plan.own_all:
-            dist.all_reduce(part)
-            shard = begin
-        else:
-            mine = torch.empty((end - begin) // plan.world, dtype=part.dtype, device=part.device)
-            dist.reduce_scatter_tensor(mine, part)
-            part, shard = mine, plan.slices[b].shard_begin
-        target = self._acc[shard: shard + part.numel()]
-        torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, self._none)
-
-    def gather(self, flat: torch.Tensor) -> None:
-        layout = self._plan.layout
-        for b, own in enumerate(self._plan.slices):
-            begin, end = layout.bucket(b)
-            dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin: own.flat_begin + own.length].clone())
-
-    def close(self) -> None:
-        self._grads.clear()
 
 
 def norm_order(plan: Plan, gathered: torch.Tensor) -> torch.Tensor:

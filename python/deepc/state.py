@@ -4,7 +4,7 @@ become views of the flat space. Follows the plan."""
 from __future__ import annotations
 
 import contextlib
-from typing import Container, Sequence
+from typing import TYPE_CHECKING, Any, Container, Sequence, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -12,11 +12,16 @@ from torch.autograd.graph import increment_version
 from . import memory
 from .errors import ArgumentError, ConfigError
 from .nodes import published
-from .param import close_shared, open_shared, share, unshare
+from .param import Released, close_shared, open_shared, share, unshare
 from .partition import BLOCK, Segment
 from .plan import Plan
 
+if TYPE_CHECKING:
+    from .group import Group, MemoryGroup
+    from .torch_reduce import TorchReducer
+
 # Colors stagger the arrays that the optimizer walks together (ops/base/base.h).
+LEASING = ("local", "node")  # transports whose reducer fills accumulators bucket by bucket
 _COLOR = {"params": 0, "acc": 1, "exp_avg": 2, "exp_avg_sq": 3, "master": 4, "max_exp_avg_sq": 5, "lowp": 6}
 
 
@@ -26,17 +31,20 @@ class ModelState:
     flat: [total] plan.dtype, the parameters; node-shared at stage 3, a private replica before. acc, master, moments: [owned]
     fp32. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat` lie in host memory."""
 
-    def __init__(self, plan: Plan, named: Sequence[tuple[str, torch.nn.Parameter]], group, device: torch.device, *, host: bool) -> None:
+    def __init__(self, plan: Plan, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group, device: torch.device, *,
+                 host: bool, accumulates: bool = False) -> None:
         self.plan, self.group, self.device = plan, group, device
         self.state_device = torch.device("cpu") if host else device
         by_index = sorted(((info.index, p, info.name) for info, (_, p) in zip(plan.params, named) if info.index is not None), key=lambda t: t[0])
         self.trained: list[torch.nn.Parameter] = [p for _, p, _ in by_index]
         self.names: list[str] = [n for _, _, n in by_index]
-        self.frozen = [(info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None]
+        self.frozen: list[tuple[str, torch.nn.Parameter]] = [
+            (info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None]
         owned = plan.owned_elems
         self.segment = None
         self._owners: list[list[tuple[int, Segment]]] | None = None
-        self.acc = self.zeros(owned, torch.float32, "acc")
+        self.lease = memory.Lease(owned, torch.float32, _COLOR["acc"]) if leases_gradients(plan, accumulates) and owned else None
+        self.acc = self.zeros(owned, torch.float32, "acc") if self.lease is None else self.lease.tensor
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
         self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
         self._make_flat()
@@ -54,7 +62,7 @@ class ModelState:
         self.frozen_flat = None
         if plan.stage == 3 and plan.transport in ("node", "nodes"):
             # at least a page: an engine for evaluation may find every parameter in another engine
-            self.segment = self.group.segment(max(4096, plan.layout.total * plan.dtype.itemsize + frozen_bytes))
+            self.segment = cast("MemoryGroup", self.group).segment(max(4096, plan.layout.total * plan.dtype.itemsize + frozen_bytes))
             self.flat = self.segment.tensor(plan.dtype, 0, plan.layout.total)
             if plan.frozen_elems:
                 self.frozen_flat = self.segment.tensor(plan.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems)
@@ -135,31 +143,33 @@ class ModelState:
                 (unshare if self.master is None else share)(p)
         self._addresses = [p.data_ptr() for p in self.trained]
         if old_frozen is not None and self.group.leader:
-            self.frozen_flat.copy_(old_frozen)
+            cast(torch.Tensor, self.frozen_flat).copy_(old_frozen)
         at = 0
         for _, p in self.frozen:
             if old_frozen is not None and p.is_floating_point():
                 offset, at = at, at + (p.numel() + 63) // 64 * 64
                 if p.data_ptr() == old_frozen[offset:].data_ptr():
-                    _replace(p, self.frozen_flat[offset: offset + p.numel()].view(p.shape))
+                    _replace(p, cast(torch.Tensor, self.frozen_flat)[offset: offset + p.numel()].view(p.shape))
                     continue
             if p.dtype == old.dtype:
                 _replace(p, p.data.to(plan.dtype))
 
     def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
         """Frozen parameters whose memory the node shares, by id: name, parameter, version."""
-        shared = self.frozen if self.segment is not None and self.plan.mode == "resident" else ()
+        here = self.segment is not None and self.plan.mode == "resident"
+        shared: list[tuple[str, torch.nn.Parameter]] = self.frozen if here else []
         return {id(p): (n, p, p._version) for n, p in shared if p.is_floating_point()}
 
     def _refuse_shared_memory(self) -> None:
         """Each parameter gets memory of its own, so two objects over the same memory would part: at least one of them is trained."""
-        seen: dict = {}
-        for name, p, trained in [*((n, p, True) for n, p in zip(self.names, self.trained)), *((n, p, False) for n, p in self.frozen)]:
-            key = (p.data_ptr(), p.device) if p.numel() else (id(p), None)
+        seen: dict[tuple[int, torch.device | None], str] = {}
+        named: list[tuple[str, torch.nn.Parameter]] = [*zip(self.names, self.trained), *self.frozen]
+        for at, (name, p) in enumerate(named):
+            key = (p.data_ptr(), p.device) if p.numel() and not isinstance(p, Released) else (id(p), None)
             if key in seen and not p.is_meta:
                 raise ConfigError(f"parameters '{seen[key]}' and '{name}' share memory but are different Parameter objects; tie them by assigning "
                                   "the same Parameter to both modules")
-            if trained:
+            if at < len(self.trained):  # the frozen ones come behind
                 seen[key] = name
 
     def _broadcast_any(self, tensor: torch.Tensor) -> None:
@@ -170,8 +180,8 @@ class ModelState:
             self.group.broadcast(copy.view(-1), 0)
             tensor.copy_(copy)
 
-    def _segments_by_param(self) -> list[list]:
-        out: list[list] = [[] for _ in self.trained]
+    def _segments_by_param(self) -> list[list[Segment]]:
+        out: list[list[Segment]] = [[] for _ in self.trained]
         for s in self.plan.segments:
             out[s.param].append(s)
         return out
@@ -189,9 +199,9 @@ class ModelState:
                     last[3] += gap + s.length
                     continue
             runs.append([g, s.flat_begin, s.shard_begin, s.length])
-        return [tuple(r) for r in runs]
+        return [(g, flat, owned, length) for g, flat, owned, length in runs]
 
-    def owned_views(self, owned: torch.Tensor):
+    def owned_views(self, owned: torch.Tensor) -> list[tuple[Segment, torch.Tensor]]:
         """(segment, view of `owned`) for each of this rank's segments."""
         return [(s, owned[s.shard_begin: s.shard_begin + s.length]) for s in self.plan.segments]
 
@@ -253,11 +263,22 @@ class ModelState:
                 was = master.to(now.dtype) if rounded is None else rounded[s.shard_begin: s.shard_begin + s.length]
                 master.copy_(torch.where(was == now, master, now.float()))
 
-    def inert(self, rows: Sequence) -> list:
+    def gradients_end(self) -> None:
+        """After a step: nobody reads the accumulators until the next pass overwrites them."""
+        if self.lease is not None:
+            self.lease.end()
+
+    def make_reducer(self, wire: torch.dtype, pre_scale: float) -> TorchReducer:
+        """The reducer of gradients over torch.distributed. Collective."""
+        from .torch_reduce import TorchReducer
+
+        return TorchReducer(self.plan, self.device, self.acc, self.partial, wire, pre_scale)
+
+    def inert(self, rows: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
         """Of the configuration's rows (key, value, reason) without effect on this device those that have none in this mode."""
         return list(rows)
 
-    def keep_gathered(self) -> contextlib.AbstractContextManager:
+    def keep_gathered(self) -> contextlib.AbstractContextManager[None]:
         """See Engine.keep_gathered."""
         return contextlib.nullcontext()
 
@@ -277,7 +298,8 @@ class ModelState:
     def owners(self, index: int) -> list[tuple[int, Segment]]:
         """(rank, segment) of every piece of parameter `index`, in the order of ranks; at stage 0, where everyone owns all, only this rank's."""
         if self._owners is None:
-            plan, table = self.plan, [[] for _ in self.trained]
+            plan = self.plan
+            table: list[list[tuple[int, Segment]]] = [[] for _ in self.trained]
             for rank in [plan.rank] if plan.own_all else range(plan.world):
                 for s in plan.segments if rank == plan.rank else plan.layout.segments(self.group.part_of(rank)):
                     table[s.param].append((rank, s))
@@ -317,14 +339,20 @@ class ModelState:
         increment_version([self.trained[index]])
         self.versions[index] += 1  # this write is no stray one, and a stray one stays seen
 
-    def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None):
+    def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None) -> Any:
         """For zero.GatheredParameters: until close_params, which takes what this returns, `params` have their values, and may be written by rank
         `writer`. Collective."""
         return open_shared(self.group, params, writer)
 
-    def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened) -> None:
+    def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened: Any) -> None:
         """The end of that; rank `writer`'s values (None: nobody's) are everyone's now. Masters are the caller's part. Collective."""
         close_shared(self.group, params, writer, opened)
+
+
+def leases_gradients(plan: Plan, accumulates: bool) -> bool:
+    """Whether accumulators borrow their memory from the heap between backward and step: where the C core's reducer fills them (engine._make_reducer).
+    Not where they stay through the next micro-batch's forward: among its activations they would cut the heap into smaller holes (8 % more memory)."""
+    return not accumulates and plan.device == "cpu" and plan.transport in LEASING and memory.heap_kept()
 
 
 def _replace(p: torch.nn.Parameter, data: torch.Tensor) -> None:

@@ -30,17 +30,17 @@ from functools import partial
 from typing import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
 from . import _lib, memory
 from ._lib import C, check
-from .errors import ReleasedParameterError
-from .group import _all_gather
+from .errors import CommError, ReleasedParameterError
+from .init_shards import give
 from .param import Released, released_class, share
-from .reduce import TorchReducer
+from .rounds import CollectiveSource
 from .state import ModelState
+from .torch_reduce import TorchReducer
 from .units import cut
 
 ALIGN = 64  # of a parameter in its unit's storage, elements: that of the flat space, so that neighbours there are one copy
@@ -175,112 +175,6 @@ class NodeSource:
         self._views[unit.index][i].copy_(value)
 
 
-class CollectiveSource:
-    """Gathers over torch.distributed, for ranks that share no memory.
-
-    Ranks need not agree on what they gather: a round begins with a small message in which every rank says what it wants (on the CPU, over Gloo),
-    and all give their part of everything that any rank wants. Before any other collective of the engine a rank takes part in
-    rounds until all ranks are there (`fence`). So a rank that uses another expert, or leaves out a block, costs time and no deadlock. Both groups are
-    our own: what users send on theirs meanwhile does not meet it."""
-
-    collective = True
-    WANTS = 8  # units that a round can carry for a rank
-    _AT_FENCE = -1
-
-    def __init__(self, state: "StreamedState") -> None:
-        self._world, self._rank = state.plan.world, state.plan.rank
-        self._cpu = state.device.type == "cpu"
-        self._control = dist.new_group(backend="gloo")
-        self._data = self._control if self._cpu else dist.new_group()
-        self._units: list[Unit] = []
-        self._pieces: list[list[list[tuple[int, torch.Tensor | None, int]]]] = []  # [unit][rank]: (offset in the unit, this rank's values, elements)
-        self._arriving: dict[int, tuple] = {}
-        self._others: list[tuple] = []  # gathers that only other ranks wanted
-        self.rounds = 0
-
-    def add(self, unit: Unit, values: Sequence[list[tuple[int, int, int, torch.Tensor | None]]]) -> None:
-        """values: per parameter of the unit its pieces, (rank, first element, elements, the values if they are this rank's)."""
-        rows: list[list] = [[] for _ in range(self._world)]
-        for offset, pieces in zip(unit.offsets, values):
-            for rank, begin, n, mine in pieces:
-                rows[rank].append((offset + begin, mine, n))
-        self._units.append(unit)
-        self._pieces.append(rows)
-
-    # ---- rounds ----------------------------------------------------------------------------------------------------------------------
-    def begin(self, units: Sequence[Unit]) -> None:
-        for at in range(0, len(units), self.WANTS):
-            self._round([u.index for u in units[at: at + self.WANTS]])
-
-    def fence(self) -> None:
-        while not self._round([], fence=True):
-            pass
-        for work, *_ in self._others:
-            work.wait()
-        self._others.clear()
-
-    def _round(self, wanted: list[int], fence: bool = False) -> bool:
-        """Every rank's wishes, fulfilled. True if all ranks are at a fence."""
-        self.rounds += 1
-        row = torch.full((self.WANTS,), self._AT_FENCE if fence else self._AT_FENCE - 1, dtype=torch.int64)
-        row[: len(wanted)] = torch.tensor(wanted, dtype=torch.int64)
-        rows = torch.empty(self._world * self.WANTS, dtype=torch.int64)
-        _all_gather(rows, row, group=self._control)
-        table = rows.view(self._world, self.WANTS).tolist()
-        if all(r[0] == self._AT_FENCE for r in table):
-            return True
-        for index in dict.fromkeys(r[k] for k in range(self.WANTS) for r in table if r[k] >= 0):
-            started = self._start(index)
-            if index in wanted:
-                self._arriving[index] = started
-            else:
-                self._others.append(started)
-        self._others = [s for s in self._others if not s[0].is_completed()]
-        return False
-
-    def _start(self, index: int) -> tuple:
-        """(work, what it fills, elements of a rank's part) of the gather of a unit."""
-        unit, rows = self._units[index], self._pieces[index]
-        most = max(sum(n for _, _, n in row) for row in rows)
-        send = torch.zeros(most, dtype=unit.flat.dtype, device=unit.flat.device)
-        at = 0
-        for _, mine, n in rows[self._rank]:
-            send[at: at + n].copy_(mine)
-            at += n
-        out = torch.empty(self._world * most, dtype=send.dtype, device=send.device)
-        return _all_gather(out, send, group=self._data, async_op=True), out, most, send
-
-    def complete(self, unit: Unit) -> None:
-        if (started := self._arriving.pop(unit.index, None)) is None:
-            return
-        work, out, most, _ = started
-        work.wait()
-        size, base = unit.flat.element_size(), unit.storage.data_ptr()
-        for rank, row in enumerate(self._pieces[unit.index]):
-            at = rank * most
-            for offset, _, n in row:
-                if self._cpu:
-                    check(C.dc_zero_gather(base + offset * size, out.data_ptr() + at * size, n * size))
-                else:
-                    unit.flat[offset: offset + n].copy_(out[at: at + n])
-                at += n
-
-    def read(self, unit: Unit, i: int) -> torch.Tensor | None:
-        return None
-
-    def write(self, unit: Unit, i: int, value: torch.Tensor) -> None:
-        """Every rank writes its part of parameter i; the same `value` on all."""
-        begin, end = unit.offsets[i], unit.offsets[i] + value.numel()
-        for offset, mine, n in self._pieces[unit.index][self._rank]:
-            if begin <= offset < end:
-                mine.copy_(value[offset - begin: offset - begin + n])
-
-    def close(self) -> None:
-        for group in {id(g): g for g in (self._control, self._data)}.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-
-
 class Streamed:
     """The streamed parameters of one engine. stats: see `stats()`."""
 
@@ -321,6 +215,7 @@ class Streamed:
         self._source = state.source()
         if self._source.collective:
             state.group.before = self._source.fence
+            self._source.reductions = state.reducer
         place = {id(p): i for i, p in enumerate(state.trained)}
         shapes = {n: i.shape for n, i in ((i.name, i) for i in plan.params)}
         wanted = {id(p) for p in state.trained} | {id(p) for _, p in state.frozen if p.is_floating_point()}
@@ -585,12 +480,16 @@ class Streamed:
             raise ReleasedParameterError(self._explain(p, func))
         return None
 
+    def settle(self) -> None:
+        """See param.Owner: units are released by what ends their use."""
+
     def _explain(self, p, func) -> str:
         what = getattr(func, "__name__", str(func))
         if what in ("__get__", "__set__"):
             what = getattr(getattr(func, "__self__", None), "__name__", what)
         if self._closed:
-            return f"parameter '{self._name[id(p)]}' was touched ({what}) after engine.destroy(), and its values were not on this rank"
+            return (f"parameter '{self._name[id(p)]}' was touched ({what}) after engine.destroy(), and its values were not on this rank: ranks share no memory here. "
+                    "Take engine.module_state_dict() before, or save a checkpoint")
         return (f"parameter '{self._name[id(p)]}' {tuple(p.shape)} was touched ({what}) while it is released: at ZeRO stage 3 in streamed "
                 "mode its values are on this rank only while the model runs forward or backward. Read it inside the forward of the model (any module of it), or under "
                 "deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there.")
@@ -785,6 +684,7 @@ class StreamedState(ModelState):
     what units are gathered from; else `flat` is this rank's shard alone [owned], and `frozen_flat` its part of the frozen parameters."""
 
     streamed: "Streamed | None" = None
+    reducer: "_RoundsReducer"
 
     def stream(self, model: torch.nn.Module, zero_config) -> None:
         """From here on parameters come and go. After the hooks of the gradients."""
@@ -798,7 +698,7 @@ class StreamedState(ModelState):
         return {id(p): (n, p, version_of(p)) for n, p in self.frozen if self.streamed is not None and self.streamed.holds(p)}
 
     def source(self):
-        return CollectiveSource(self) if self.plan.sharded else NodeSource()
+        return CollectiveSource(self.plan.world, self.plan.rank, self.device) if self.plan.sharded else NodeSource()
 
     def source_of(self, p: torch.nn.Parameter):
         """What the source's `add` takes for `p`. Called before `p` is a view of its unit."""
@@ -851,6 +751,7 @@ class StreamedState(ModelState):
             p.data = torch.empty(0, dtype=plan.dtype, device=self.device)  # a view of its unit soon
         for _, p in self.frozen:
             if not p.is_floating_point():
+                give(p)
                 p.data = p.data.to(self.device)
                 self._broadcast_any(p.data)
                 continue
@@ -868,13 +769,16 @@ class StreamedState(ModelState):
         self.versions = [p._version for p in self.trained]
 
     def _from_rank_0(self, p, dtype: torch.dtype) -> torch.Tensor:
-        value = p.data.reshape(-1).to(device=self.device, dtype=dtype, copy=True)
-        self.group.broadcast(value, 0)
+        known = give(p)
+        value = p.data.reshape(-1).to(device=self.device, dtype=dtype, copy=not known)
+        if not known:
+            self.group.broadcast(value, 0)
         return value
 
-    def make_reducer(self, wire: torch.dtype, pre_scale: float):
-        """The reducer over torch.distributed; ranks may come to its end from different gathers."""
-        return _FencedReducer(self, wire, pre_scale)
+    def make_reducer(self, wire: torch.dtype, pre_scale: float) -> TorchReducer:
+        """The reducer over torch.distributed, whose reductions and the gathers go along. Collective."""
+        self.reducer = _RoundsReducer(self, wire, pre_scale)
+        return self.reducer
 
     # ---- the interface of ModelState ---------------------------------------------------------------------------------------
     def bump_versions(self) -> None:
@@ -953,19 +857,46 @@ class StreamedState(ModelState):
 
     def close(self) -> None:
         if self.streamed is not None:
+            if self.plan.sharded and self.reducer.broken:
+                self.reducer.tell(CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())"))
             self.streamed.close()
 
 
-class _FencedReducer(TorchReducer):
-    """TorchReducer behind a fence: ranks come to the end of a pass from different gathers."""
+class _RoundsReducer(TorchReducer):
+    """TorchReducer of ranks whose gathers are rounds (rounds.py). At the end of a pass, to which ranks come from different gathers, they meet before they wait
+    for it. In each round they say how many buckets they have ready. On a device, where a collective occupies its queue until all ranks have come to it,
+    reductions begin when all ranks have the bucket, behind the round's gathers: in one order on all ranks."""
 
     def __init__(self, state: StreamedState, wire: torch.dtype, pre_scale: float) -> None:
         super().__init__(state.plan, state.device, state.acc, state.partial, wire, pre_scale)
-        self._group = state.group
+        self._state, self._in_order = state, state.device.type != "cpu" and state.plan.sharded
 
-    def finish(self) -> None:
-        self._group.before()
-        super().finish()
+    def begin(self, assign: bool, norm: bool) -> None:
+        super().begin(assign, norm)
+        if self._in_order:
+            self._limit = 0
+
+    def _meet(self) -> None:
+        self._state.group.before()
+
+    def ready(self) -> int:
+        """Buckets since the start that this rank has all gradients of, from the front of their order."""
+        return self._passes * self._plan.layout.nbuckets + (self._states.ready if self._open else 0)
+
+    def agreed(self, least: int) -> None:
+        """All ranks are at least so far."""
+        if not self._open:
+            return
+        self._known = max(0, least - self._passes * self._plan.layout.nbuckets)
+        if self._in_order:
+            self._limit = self._known
+            self._begin_complete()
+        self._hold_back()
+
+    def tell(self, error: BaseException) -> None:
+        source = self._state.streamed._source if self._state.streamed is not None else None
+        if isinstance(source, CollectiveSource):
+            source.fail(error)
 
 
 def version_of(p: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 from .access import _Access, engine_of
 
 
-def _access(param: torch.nn.Parameter) -> _Access | None:
+def _access(param: torch.Tensor) -> _Access | None:
     engine = engine_of(param)
     return None if engine is None else _Access(engine, param)
 
@@ -29,19 +29,19 @@ def _scaled(access: _Access) -> float:
 
 
 # ---- whole -------------------------------------------------------------------------------------------------------------------
-def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """fp32 (master) weights of `param`. Collective."""
     access = _access(param)
     return None if access is None else access.fp32()
 
 
-def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets them; each rank takes its own part of `value`. The model's own values follow at once. Collective."""
     if (access := _access(param)) is not None:
         access.set_fp32(value)
 
 
-def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Gradient of `param` between backward and step, averaged over the ranks, summed over the micro-batches so far (each counts
     1/accumulation steps), times the loss scale, before clipping; None before a backward. A gradient that no_sync() left in param.grad is
     returned as it is. Collective."""
@@ -51,7 +51,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     return None if access is None else access.grad(_scaled(access))
 
 
-def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets it, in the same scale; the step's norm and clipping follow. Between backward and step. Collective."""
     if param.grad is not None:
         param.grad.copy_(value)
@@ -59,20 +59,21 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         access.set_grad(value, _scaled(access))
 
 
-def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Optimizer state ("exp_avg", "exp_avg_sq", ...) of `param`; ArgumentError, which is a ValueError, if the optimizer has none.
     Collective."""
     access = _access(param)
     return None if access is None else access.state(optim_state_key)
 
 
-def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets it; each rank takes its own part of `value`. Collective."""
     if (access := _access(param)) is not None:
         access.set_state(optim_state_key, value)
 
 
-def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter], update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]) -> None:
+def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter],
+                                     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]) -> None:
     """gradient = update_func(gradient, param) for each parameter, whole, one after the other. Collective."""
     for p in param_list:
         if p.grad is not None:
@@ -82,37 +83,37 @@ def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter], u
 
 
 # ---- this rank's part --------------------------------------------------------------------------------------------------------
-def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's fp32 weights of `param`, 1-D; a copy."""
     access = _access(param)
     return None if access is None else access.local_fp32()
 
 
-def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets them. Collective: the model's own values follow."""
     if (access := _access(param)) is not None:
         access.set_local_fp32(value)
 
 
-def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of safe_get_full_grad's gradient, 1-D; a copy."""
     access = _access(param)
     return None if access is None else access.local_grad(_scaled(access))
 
 
-def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets it, in the same scale."""
     if (access := _access(param)) is not None:
         access.set_local_grad(value, _scaled(access))
 
 
-def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of an optimizer state, 1-D; a copy."""
     access = _access(param)
     return None if access is None else access.local_state(optim_state_key)
 
 
-def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets it."""
     if (access := _access(param)) is not None:
         access.set_local_state(optim_state_key, value)

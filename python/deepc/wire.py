@@ -7,9 +7,12 @@ import os
 import re
 import select
 import threading
-from typing import Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _ABORT_TAG = 0x7FFFFFF0
 
@@ -18,12 +21,12 @@ class GlooWire:
     """Messages between the leaders of one slice, one process per node: a Gloo group of its own. The engine that Hierarchy takes is any
     class with this constructor and these methods; a work has wait(timeout) that raises RuntimeError."""
 
-    def __init__(self, store, index: int, count: int, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: dist.Store, index: int, count: int, timeout: datetime.timedelta) -> None:
         """Collective over the `count` leaders. store: of this slice."""
         import torch.distributed as dist
 
         self._index, self._count = index, count
-        self._group = dist.ProcessGroupGloo(store, index, count, timeout)
+        self._group: Any = dist.ProcessGroupGloo(store, index, count, timeout)  # torch's stub lacks send and recv
 
     def send(self, data: torch.Tensor, peer: int, tag: int) -> Any:
         """Starts sending bytes (uint8, contiguous; untouched until the work is done)."""

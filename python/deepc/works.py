@@ -26,11 +26,11 @@ class Done(dist.Work):
         super().__init__()
         self._tensors = tensors
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         return True
 
-    def get_future(self):
-        future = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(list(self._tensors))
         return future
 
@@ -40,7 +40,7 @@ class Done(dist.Work):
     def is_success(self) -> bool:
         return True
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         return None
 
     def result(self) -> list[torch.Tensor]:
@@ -61,9 +61,11 @@ class Pending(dist.Work):
         self._tensors, self._what, self.where = tensors, what, where
         self._gate = allocate_lock()  # held until the call is finished
         self._gate.acquire()
-        self._finished, self._error = False, None
+        self._finished = False
+        self._error: BaseException | None = None
         self._making = allocate_lock()
-        self._future = self._root = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._root: torch.futures.Future[None] | None = None
 
     def join(self, seconds: float = -1) -> bool:
         """True when finished; False after so many seconds (-1: none)."""
@@ -73,7 +75,7 @@ class Pending(dist.Work):
             self._gate.release()
         return True
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         seconds = -1 if timeout is None else timeout.total_seconds()
         if not self.join(seconds if seconds > 0 else -1):  # torch's kNoTimeout is 0
             raise CommTimeoutError(f"{self._what()} was not finished after {seconds:g} s of waiting; it goes on")
@@ -91,23 +93,22 @@ class Pending(dist.Work):
         if root is not None:
             root.set_result(None)
 
-    def get_future(self):
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Completes with the list of tensors. An error makes it a failed future for C++ as well (DDP waits there), which Python can only do
         by raising in a callback: torch then shows it as a RuntimeError with the text of ours."""
+        root: torch.futures.Future[None] | None = None
         with self._making:
             if self._future is None:
                 root = torch.futures.Future()
                 self._future = root.then(self._outcome)
                 if not self._finished:
                     self._root, root = root, None
-                future = self._future
-            else:
-                root, future = None, self._future
+            future = self._future
         if root is not None:
             root.set_result(None)
         return future
 
-    def _outcome(self, _root) -> list[torch.Tensor]:
+    def _outcome(self, _root: torch.futures.Future[None]) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return list(self._tensors)
@@ -118,7 +119,7 @@ class Pending(dist.Work):
     def is_success(self) -> bool:
         return self._finished and self._error is None
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -141,10 +142,11 @@ class Message(dist.Work):
         super().__init__()
         self._request, self._tensors, self._what, self._explain, self._after = request, tensors, what, explain, after
         self._lock = allocate_lock()  # one thread at a time per request
-        self.finished, self._error = False, None
-        self._future = None
+        self.finished = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         seconds = 0 if timeout is None else timeout.total_seconds()
         with self._lock:
             if not self.finished:
@@ -173,7 +175,7 @@ class Message(dist.Work):
                 self._lock.release()
         return self.finished
 
-    def get_future(self):
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Completed by a thread of its own, which waits for the message."""
         if self._future is None:
             pending = Pending(self._tensors, self._what, b"")
@@ -194,7 +196,7 @@ class Message(dist.Work):
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -226,7 +228,8 @@ class _Mover:
         self._messages: collections.deque[Message] = collections.deque()
         self._wake = allocate_lock()
         self._wake.acquire()
-        self._asleep, self._ending, self._thread, self._lock = True, False, None, threading.Lock()
+        self._asleep, self._ending, self._lock = True, False, threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def add(self, message: Message) -> None:
         self._messages.append(message)
@@ -327,12 +330,12 @@ class Several(dist.Work):
         super().__init__()
         self._works = works
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         return True
 
-    def get_future(self):
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
             lambda done: [t for future in done.value() for t in future.value()])
 
@@ -342,7 +345,7 @@ class Several(dist.Work):
     def is_success(self) -> bool:
         return all([work.is_success() for work in self._works])
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         return next((e for e in (work.exception() for work in self._works) if e is not None), None)
 
     def result(self) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 import weakref
-from typing import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Sequence, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -22,23 +22,32 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
-from .param import close_shared, open_shared, share, unshare
+from .init_shards import Shards, give
+from .param import Released, close_shared, open_shared, share, unshare
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .group import Group, MemoryGroup
+    from .node import Segment
+
+    ConfigSource = Union[str, os.PathLike[str], dict[str, Any]]
+    Params = Sequence[torch.nn.Parameter]
 
 # id(parameter) -> engine that holds it at stage 3; entries go with the engine.
-_engines: "weakref.WeakValueDictionary[int, object]" = weakref.WeakValueDictionary()
+_engines: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
 _built = WeakIdKeyDictionary()  # parameter -> _Home, from zero.Init to deepc.initialize
 _ids = WeakIdKeyDictionary()  # parameter -> ds_id
 _next_id = itertools.count()
 
 
-def _register(params: Iterable[torch.nn.Parameter], engine: object) -> None:
+def _register(params: Iterable[torch.nn.Parameter], engine: Engine) -> None:
     for p in params:
         _engines[id(p)] = engine
         share(p)
         _identify(p)
 
 
-def _unregister(engine) -> None:
+def _unregister(engine: Engine) -> None:
     """The engine ends: its parameters are ordinary ones."""
     for p in [*engine.state.trained, *(p for _, p in engine.state.frozen)]:
         if _engines.get(id(p)) is engine:
@@ -60,7 +69,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-def describe(p: torch.nn.Parameter, what: str):
+def describe(p: torch.nn.Parameter, what: str) -> Any:
     """The value of attribute `what` (ds_id, ds_shape, ds_numel, ds_status, ds_persist) of a stage-3 parameter; AttributeError for any
     other."""
     engine = _engines.get(id(p))
@@ -73,7 +82,7 @@ def describe(p: torch.nn.Parameter, what: str):
         return p.shape
     if what == "ds_numel":
         return p.numel()
-    available = engine is None or engine.state.is_available(p)
+    available = not isinstance(p, Released) if engine is None else engine.state.is_available(p)
     if what == "ds_status":
         return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
     raise AttributeError(f"a deepc parameter has no {what}: a rank's partition is a part of deepc's flat space, not a tensor of the "
@@ -81,7 +90,7 @@ def describe(p: torch.nn.Parameter, what: str):
                          "it through deepc.view(p).local or deepc.utils.safe_get_local_*")
 
 
-def is_zero_param(p) -> bool:
+def is_zero_param(p: object) -> bool:
     """True if `p` is held by a stage-3 engine or was built under zero.Init."""
     return isinstance(p, torch.Tensor) and (id(p) in _engines or p in _built)
 
@@ -111,9 +120,9 @@ class _Arena:
 
     CHUNK = 64 << 20
 
-    def __init__(self, group) -> None:
+    def __init__(self, group: MemoryGroup) -> None:
         self._group = group
-        self._chunks: list[list] = []  # [segment, bytes used]
+        self._chunks: list[list[Any]] = []  # [segment, bytes used]
         self._ranges: list[tuple[int, int]] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -128,7 +137,7 @@ class _Arena:
             chunk = [segment, 0]
             at = len(self._chunks) - 1 if nbytes >= self.CHUNK and self._chunks else len(self._chunks)
             self._chunks.insert(at, chunk)  # a chunk of its own does not end the one being filled
-        out = chunk[0].tensor(dtype, chunk[1], numel)
+        out: torch.Tensor = chunk[0].tensor(dtype, chunk[1], numel)
         chunk[1] += nbytes
         return out
 
@@ -152,7 +161,7 @@ class _Arena:
 
 class _Home:
     """Where the parameters of one zero.Init (with the ones nested in it) lie, and the ranks that share them; closed when the last of them
-    has gone to an engine or away. arena: None for one rank."""
+    has gone to an engine or away. arena: of ranks that share memory; shards: of others (nodes with different numbers of ranks)."""
 
     def __init__(self) -> None:
         import datetime
@@ -162,11 +171,10 @@ class _Home:
 
         init_distributed()
         self.group = open_group(torch.device("cpu"), datetime.timedelta(minutes=10), "init")
-        if self.group.world > 1 and not isinstance(self.group, (NodeGroup, MultiNodeGroup)):
-            raise UnsupportedError("zero.Init over nodes with different numbers of ranks does not exist "
-                                   f"({self.group.uneven}); start equally many ranks on each node, or build the model without it")
-        self.arena = _Arena(self.group) if self.group.world > 1 else None
-        self.taken: list[weakref.ref] = []
+        shared = isinstance(self.group, (NodeGroup, MultiNodeGroup))
+        self.arena = _Arena(cast("MemoryGroup", self.group)) if shared else None
+        self.shards = Shards() if self.group.world > 1 and not shared else None
+        self.taken: list[weakref.ref[torch.nn.Parameter]] = []
         self.versions = WeakIdKeyDictionary()
 
     def take(self, p: torch.nn.Parameter, dtype: torch.dtype) -> None:
@@ -176,38 +184,42 @@ class _Home:
             if self.group.leader:
                 shared.copy_(p.data.reshape(-1))
             p.data = shared.view(p.shape)
+        elif self.shards is not None:
+            self.shards.take(p, dtype)
         elif dtype != p.dtype:
             p.data = p.data.to(dtype)
         self.taken.append(weakref.ref(p))
         _built[p] = self
         _identify(p)
 
-    def _moved(self) -> list[torch.nn.Parameter]:
+    def _moved(self, arena: _Arena) -> list[torch.nn.Parameter]:
         """Parameters whose memory was replaced since (`p.data = ...` in a constructor)."""
-        return [p for r in self.taken if (p := r()) is not None and p.numel() and not p.is_meta and not self.arena.holds(p)]
+        return [p for r in self.taken if (p := r()) is not None and p.numel() and not p.is_meta and not arena.holds(p)]
 
     def finish(self) -> None:
         """The end of the context. Collective."""
         if self.arena is not None:
-            self._finish_arena()
+            self._finish_arena(self.arena)
+        if self.shards is not None:
+            self.shards.finish()
         for p in (p for r in self.taken if (p := r()) is not None and _built.get(p) is self):
             share(p)
             self.versions[p] = p._version
         self.taken = []
 
-    def _finish_arena(self) -> None:
-        moved = self._moved()
+    def _finish_arena(self, arena: _Arena) -> None:
+        moved = self._moved(arena)
         if any(self.group.gather_all(torch.tensor([len(moved)])).view(-1).tolist()):
             gc.collect()  # what is garbage on one rank and not yet on another must not count
-            moved = self._moved()
+            moved = self._moved(arena)
             if len({*map(tuple, self.group.gather_all(torch.tensor([len(moved), sum(p.numel() for p in moved)])).tolist())}) == 1:
                 for p in moved:
                     self.take(p, p.dtype)
         self.group.node_barrier()
         if self.group.leader:
-            self.arena.spread()
+            arena.spread()
         self.group.barrier()
-        self.arena.seal()
+        arena.seal()
 
     def wrote(self, p: torch.nn.Parameter) -> bool:
         """Whether this rank, which is not the first of its node, wrote into `p` since the context ended."""
@@ -216,7 +228,7 @@ class _Home:
         return p._version != self.versions[p] and self.arena.holds(p)
 
     def close(self) -> None:
-        group, self.group = self.group, None
+        group = self.__dict__.pop("group", None)  # also of one whose making failed
         if group is not None:
             group.close()
 
@@ -225,9 +237,9 @@ class _Home:
             self.close()
 
 
-def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """The parameters go to an engine. Raises on all ranks if some rank wrote into memory that others share. Collective if any was built
-    under Init."""
+def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> None:
+    """The parameters go to an engine. Raises on all ranks if some rank wrote into memory that others share. sharded: the engine takes those that are
+    released one at a time (init_shards.give). Collective if any was built under Init."""
     homes: dict[int, _Home] = {}
     stray = -1
     for i, (_, p) in enumerate(named):
@@ -248,6 +260,8 @@ def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     for _, p in named:
         if _built.pop(p, None) is not None:
             unshare(p)  # the engine decides anew
+            if not sharded:
+                give(p)
 
 
 _METADATA = frozenset({"requires_grad_", "detach_", "set_", "resize_", "resize_as_", "rename_", "squeeze_", "unsqueeze_", "t_", "transpose_",
@@ -266,17 +280,18 @@ class _OwnerWrites(torch.overrides.TorchFunctionMode):
         super().__init__()
         self._arena = arena
 
-    def _held(self, x) -> bool:
+    def _held(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and self._arena.holds(x) or isinstance(x, (list, tuple)) and any(map(self._held, x))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         writes = name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _METADATA)
         target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
         if writes and self._held(target):
             if name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
-                scratch = torch.empty_like(target)
+                scratch = torch.empty_like(cast(torch.Tensor, target))
                 func(scratch, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensor"})
             return target
         if "out" in kwargs and self._held(out := kwargs["out"]):
@@ -299,11 +314,13 @@ class Init:
     sequence_data_parallel_group, mpu: must span all ranks. remote_device: None, "none" or "cpu". The other arguments of
     deepspeed.zero.Init are accepted and have no meaning here."""
 
-    def __init__(self, module: torch.nn.Module | None = None, data_parallel_group=None, mem_efficient_linear: bool = True,
-                 remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path=None, config=None, enabled: bool = True,
-                 dtype: torch.dtype | None = None, mpu=None,
-                 zero_param_parallel_group=None, zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
-                 sequence_data_parallel_group=None, param_swapper=None, tensor_overrides=None) -> None:
+    def __init__(self, module: torch.nn.Module | None = None, data_parallel_group: dist.ProcessGroup | None = None,
+                 mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
+                 config_dict_or_path: ConfigSource | None = None, config: ConfigSource | None = None, enabled: bool = True,
+                 dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: dist.ProcessGroup | None = None,
+                 zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
+                 sequence_data_parallel_group: dist.ProcessGroup | None = None, param_swapper: object = None,
+                 tensor_overrides: object = None) -> None:
         self.enabled = enabled
         if not enabled:
             return
@@ -334,6 +351,8 @@ class Init:
             self._stack = contextlib.ExitStack()
             self._stack.callback(register_module_parameter_registration_hook(_registered).remove)
             self._stack.enter_context(_transformers_loads_one_by_one())
+            if self._home.shards is not None:
+                self._stack.enter_context(self._home.shards.parameters_of_parameters())
             if self._home.arena is not None and not self._home.group.leader:
                 self._stack.enter_context(_OwnerWrites(self._home.arena))
         else:
@@ -341,11 +360,11 @@ class Init:
         _active.append(self)
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: Any) -> None:
         if not self.enabled:
             return
         _active.remove(self)
-        home, self._home = self._home, None
+        home = self.__dict__.pop("_home")
         if self._outermost:
             self._stack.close()
             if exc[0] is None:
@@ -370,7 +389,7 @@ def _registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | 
 
 
 @contextlib.contextmanager
-def _transformers_loads_one_by_one():
+def _transformers_loads_one_by_one() -> Iterator[None]:
     """transformers would take a living HfDeepSpeedConfig as a sign to import deepspeed, and reads checkpoints ahead in threads, the whole
     model if they are faster than its main thread. Both are switched off while a zero.Init is open."""
     name, key = "HF_DEACTIVATE_ASYNC_LOAD", "_hf_deepspeed_config_weak_ref"
@@ -391,7 +410,7 @@ def _transformers_loads_one_by_one():
             setattr(module, key, living)
 
 
-def _check_groups(groups: dict) -> None:
+def _check_groups(groups: dict[str, Any]) -> None:
     for name, group in groups.items():
         if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
             raise UnsupportedError(f"zero.Init({name}=...): a group of {dist.get_world_size(group)} of the {dist.get_world_size()} ranks; "
@@ -399,7 +418,7 @@ def _check_groups(groups: dict) -> None:
                                    "ranks (model parallelism does not exist yet). Leave it out")
 
 
-def _dtype_of(raw) -> torch.dtype | None:
+def _dtype_of(raw: Any) -> torch.dtype | None:
     """The dtype that a DeepSpeed configuration (dict, JSON text or path) asks for, or None."""
     import json
     from pathlib import Path
@@ -428,16 +447,20 @@ class GatheredParameters:
     parameters become external parameters of it. Parameters that are neither are left alone. Contexts that write may not overlap in
     parameters."""
 
-    def __init__(self, params, modifier_rank: int | None = None, fwd_module: torch.nn.Module | None = None, enabled: bool = True) -> None:
+    def __init__(self, params: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | None], modifier_rank: int | None = None,
+                 fwd_module: torch.nn.Module | None = None, enabled: bool = True) -> None:
+        given: Iterable[Any]
         if isinstance(params, torch.Tensor):
-            params = [params]
+            given = [params]
         elif isinstance(params, torch.nn.Module):
-            params = params.parameters()
-        params = [p for p in params if p is not None]
-        for p in params:
+            given = params.parameters()
+        else:
+            given = params
+        given = [p for p in given if p is not None]
+        for p in given:
             if not isinstance(p, torch.Tensor):
                 raise ArgumentError(f"GatheredParameters takes parameters, got {type(p).__name__}")
-        unique = {id(p): p for p in params} if enabled else {}
+        unique = {id(p): p for p in given} if enabled else {}
         self._params = [p for p in unique.values() if is_zero_param(p)]
         self._modifier = modifier_rank
         if modifier_rank is not None and not (isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)):
@@ -447,15 +470,15 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, p)
 
     def __enter__(self) -> None:
-        holders: dict[int, tuple[object, list[torch.nn.Parameter]]] = {}
+        holders: dict[int, tuple[Engine | _Home, list[torch.nn.Parameter]]] = {}
         for p in self._params:
-            holder = _engines.get(id(p)) or _built[p]
+            holder: Engine | _Home = _engines.get(id(p)) or _built[p]
             holders.setdefault(id(holder), (holder, []))[1].append(p)
         self._open = [_Opened(_Unowned(h) if isinstance(h, _Home) else _Owned(h), params, self._modifier) for h, params in holders.values()]
         for opened in self._open:
             opened.begin()
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: Any) -> None:
         opened, self._open = self._open, []
         errors: list[Exception] = []
         for o in reversed(opened):
@@ -470,20 +493,20 @@ class GatheredParameters:
 class _Owned:
     """What GatheredParameters needs of an engine."""
 
-    def __init__(self, engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.group, self.state = engine, engine.group, engine.state
 
-    def begin(self, params, writer: int | None):
+    def begin(self, params: Params, writer: int | None) -> Any:
         if writer is not None:
             self.engine._raise_stray_writes()
         return self.state.open_params(params, writer)
 
-    def end(self, params, writer: int | None, opened) -> None:
+    def end(self, params: Params, writer: int | None, opened: Any) -> None:
         self.state.close_params(params, writer, opened)
         if writer is not None:
             self.engine._parameters_modified(params)
 
-    def written(self, params) -> str | None:
+    def written(self, params: Params) -> str | None:
         """The name of the first of `params` that this rank wrote."""
         indices = set(self.state.changed())
         mine = {id(p) for p in params}
@@ -497,19 +520,25 @@ class _Unowned:
     def __init__(self, home: _Home) -> None:
         self.home, self.group = home, home.group
 
-    def begin(self, params, writer: int | None):
+    def begin(self, params: Params, writer: int | None) -> Any:
+        if self.home.shards is not None:
+            return self.home.shards.open(params)
         return open_shared(self.group, params, writer) if self.home.arena is not None else None
 
-    def end(self, params, writer: int | None, opened) -> None:
+    def end(self, params: Params, writer: int | None, opened: Any) -> None:
         if self.home.arena is not None:
             close_shared(self.group, params, writer, opened)
+        if self.home.shards is not None:
+            self.home.shards.close(opened, writer)
         if writer is not None:
             for p in params:
                 self.home.versions[p] = p._version
 
-    def written(self, params) -> str | None:
+    def written(self, params: Params) -> str | None:
         wrote = [p for p in params if p in self.home.versions and p._version != self.home.versions[p]]
-        return f"of shape {tuple(wrote[0].shape)}" if wrote and self.home.arena is not None else None
+        for p in wrote if self.home.shards is not None else ():
+            self.home.versions[p] = p._version  # it was this rank's copy, which is gone
+        return f"of shape {tuple(wrote[0].shape)}" if wrote and self.group.world > 1 else None
 
 
 class _Opened:
@@ -517,7 +546,7 @@ class _Opened:
 
     _writing: set[int] = set()  # id(parameter) of all contexts that write now
 
-    def __init__(self, holder, params: list[torch.nn.Parameter], writer: int | None) -> None:
+    def __init__(self, holder: Union[_Owned, _Unowned], params: list[torch.nn.Parameter], writer: int | None) -> None:
         self._holder, self._params, self._writer = holder, params, writer
 
     def begin(self) -> None:

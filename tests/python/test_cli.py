@@ -68,6 +68,64 @@ def test_wrong_words_get_the_nearest_spelling(words, says, capsys):
     assert exc.value.code == 2 and says in capsys.readouterr().err
 
 
+@pytest.fixture
+def folder_of_mistakes(tmp_path, monkeypatch):
+    """A folder with a script, a good and a torn configuration, a module, an empty folder and a file of noise."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ok.py").write_text("print(1)\n")
+    (tmp_path / "ok.json").write_text('{"train_batch_size": 4}')
+    (tmp_path / "torn.json").write_text('{"train_batch_size": 4')
+    (tmp_path / "mistakes.py").write_text("import torch\nx = 3\n\ndef number():\n    return 3\n\ndef model():\n    return torch.nn.Linear(8, 4)\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "noise.bin").write_bytes(bytes(range(256)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("line, says", [
+    ("run", "required: PROGRAM."),
+    ("run none.py", "there is no script 'none.py'"),
+    ("run empty", "'empty' is a folder: name the script in it"),
+    ("run --num_gpus two ok.py", "'two' is not a whole number of at least 1"),
+    ("run --master_port 99999999 ok.py", "'99999999' is not a port: a whole number from 1 to 65535"),
+    ("run --hostfile none ok.py", "--hostfile none: No such file"),
+    ("plan --config ok.json --model mistakes", "'mistakes' is not MODULE:FUNCTION, such as train.py:make_model"),
+    ("plan --config ok.json --model none.py:f", "there is no file none.py"),
+    ("plan --config ok.json --model mistakes.py:f", "can't find 'mistakes.py:f'"),
+    ("plan --config ok.json --model mistakes.py:x", "'mistakes.py:x' is a value (int), and must be a function"),
+    pytest.param("plan --config ok.json --model mistakes.py:number", "returned int, not a torch.nn.Module", marks=pytest.mark.full),
+    ("plan --config ok.json --model mistakes.py:model --ranks 0", "--ranks: '0' is not a whole number of at least 1"),
+    ("plan --config torn.json --model mistakes.py:model", "torn.json, line 1, column 23: not JSON"),
+    ("estimate", "give --model and --config, or --params"),
+    ("estimate --params -5", "--params -5"),
+    ("estimate --config ok.json --model mistakes.py:model --batch 4x8:floof", "--batch '4x8:floof' is not [NAME=]SHAPE:DTYPE"),
+    pytest.param("estimate --config ok.json --model mistakes.py:model --batch 4x8", "--loss MODULE:FUNCTION", marks=pytest.mark.full),
+    pytest.param("estimate --config ok.json --model mistakes.py:model --batch 4x9", "the dry run failed with RuntimeError", marks=pytest.mark.full),
+    ("config check none.json", "there is no file 'none.json'"),
+    ("config check empty", "'empty' is a folder"),
+    ("config keys nothing_like_it", "no key contains 'nothing_like_it'"),
+    ("config schema -o none/schema.json", "--output none/schema.json: No such file"),
+    ("report none", "there is no run folder 'none'"),
+    ("report empty", "empty holds no run"),
+    ("report ok.json", "ok.json is a file"),
+    ("ckpt ls none", "there is no folder 'none'"),
+    ("ckpt info ok.json", "'ok.json' is a file"),
+    ("ckpt verify empty", "empty holds no deepc checkpoint"),
+    ("ckpt export empty out --dtype int3", "invalid choice: 'int3'"),
+    ("bench --only speed", "unknown part 'speed'"),
+    ("bench --seconds -1", "seconds -1.0 must be a positive number"),
+    ("doctor none", "none: No such file or directory. Give the pid of a rank"),
+    ("doctor noise.bin", "noise.bin: this flight record"),
+])
+def test_what_is_wrong_is_named_with_its_place(line, says, folder_of_mistakes, capfd):
+    try:
+        code = main(shlex.split(line))
+    except SystemExit as exc:
+        code = exc.code
+    printed = capfd.readouterr()
+    assert code == 2 and says in printed.err, printed.err
+    assert "Traceback" not in printed.err and f"deepc {line.split()[0]}" in printed.err
+
+
 def test_the_documentation_has_every_command():
     text = (ROOT / "docs" / "cli.md").read_text()
     assert [n for n in cli._COMMANDS if f"deepc {n}" not in text] == []

@@ -120,8 +120,8 @@ def test_command_line(tmp_path, capsys):
     assert "unknown key" in capsys.readouterr().out
     assert main(["config", "check", str(torn)]) == 1
     assert "line 1" in capsys.readouterr().out
-    assert main(["config", "check", str(tmp_path / "none.json")]) == 1
-    assert "can't read" in capsys.readouterr().out
+    assert main(["config", "check", str(tmp_path / "none.json")]) == 2
+    assert "there is no file" in capsys.readouterr().err
     assert main(["config", "keys", "fp16.loss"]) == 0
     assert "fp16.loss_scale_window" in capsys.readouterr().out
     assert main(["config", "keys", "no_such_part"]) == 2

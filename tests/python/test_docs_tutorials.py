@@ -1,4 +1,5 @@
-"""The tutorials in docs/tutorials are programs: a block with a title is a file, a block `sh` is run, in order, in one empty folder.
+"""The tutorials in docs/tutorials are programs: a block with a title is a file, a block `sh` is run, in order, in one empty folder; or, where
+a page says `<!-- in: a copy of the sources -->`, in such a copy.
 
 Every command has to succeed, and a comment `<!-- expect: REGEX -->` has to match the output of the `sh` block before it. Blocks of other
 kinds (`console`, `text`) are for the reader. Needs nothing but what trains: no network, no GPU."""
@@ -9,6 +10,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,12 @@ from typing import NamedTuple
 
 import pytest
 
-TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIALS = ROOT / "docs" / "tutorials"
 LIMIT_S = 300
 NEEDS = {"reading-the-report.md": ("rich",)}
+IN_SOURCES = "<!-- in: a copy of the sources -->"
+EIGHT = {"first-run", "from-deepspeed", "from-fsdp", "does-not-fit", "slow-networks", "long-sequences", "reading-the-report", "adding-an-op"}
 
 
 class Step(NamedTuple):
@@ -52,12 +57,34 @@ def programs(folder: Path) -> Path:
     return folder
 
 
+def copy_sources(work: Path) -> None:
+    """What a clone has of what is built and tested, without what builds and tests left there."""
+    for part in ("CMakeLists.txt", "pyproject.toml", "ops", "zero", "comm", "shim", "python", "tests/c", "tests/python"):
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, work / part, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+        else:
+            shutil.copy(ROOT / part, work / part)
+
+
+def what_is_missing(name: str) -> str:
+    """What a page needs and this machine lacks; "" if nothing."""
+    missing = [module for module in NEEDS.get(name, ()) if importlib.util.find_spec(module) is None]
+    if IN_SOURCES in (TUTORIALS / name).read_text(encoding="utf-8"):
+        missing += [program for program in ("cmake", "c++") if shutil.which(program) is None]
+        gtest = '#include <gtest/gtest.h>'
+        if not missing and subprocess.run(["c++", "-E", "-x", "c++", "-"], input=gtest, capture_output=True, text=True).returncode:
+            missing.append("GoogleTest")
+    return ", ".join(missing)
+
+
 def follow(page: Path, folder: Path) -> list[str]:
     """Does what the page says, in `folder`; returns the output of each command block. AssertionError names the step that went wrong."""
     import deepc
 
     work, bin_folder = folder / "work", programs(folder / "bin")
     work.mkdir()
+    if IN_SOURCES in page.read_text(encoding="utf-8"):
+        copy_sources(work)
     env = {k: v for k, v in os.environ.items() if not k.startswith("DEEPC_") or k == "DEEPC_LIBRARY_DIR"}
     source = str(Path(deepc.__file__).parents[1])
     env |= {"PATH": f"{bin_folder}:{env['PATH']}", "PYTHONPATH": os.pathsep.join(filter(None, (source, env.get("PYTHONPATH")))),
@@ -93,6 +120,12 @@ def test_a_failed_command_or_expectation_is_seen(tmp_path):
         follow(tmp_path / "b.md", tmp_path / "b")
 
 
+def test_the_eight_tutorials_are_in_the_menu():
+    assert {p.stem for p in TUTORIALS.glob("*.md")} == EIGHT
+    menu = re.search(r"^  - Tutorials:\n((?:      - .*\n)+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    assert menu and sorted(re.findall(r": tutorials/(\S+)\.md$", menu[1], flags=re.M)) == sorted(EIGHT)
+
+
 def test_every_tutorial_runs_something():
     for page in TUTORIALS.glob("*.md"):
         kinds = {s.kind for s in steps(page.read_text(encoding="utf-8"))}
@@ -108,7 +141,6 @@ def test_the_short_tutorial(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(p.name for p in TUTORIALS.glob("*.md")))
 def test_tutorial(name, tmp_path):
-    for module in NEEDS.get(name, ()):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
+    if missing := what_is_missing(name):
+        pytest.skip(f"not here: {missing}")
     follow(TUTORIALS / name, tmp_path)

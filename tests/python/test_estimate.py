@@ -7,6 +7,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import memory_runs
@@ -169,7 +170,28 @@ def test_a_model_that_does_not_fit_can_be_asked_for() -> None:
     assert abs(e.between_steps / (16 * e.parameters) - 1) < 0.02
     assert e.largest_gradient == 4 * 100_000 * 100_000 and e.live_peak > e.largest_gradient
     with pytest.raises(OutOfMemoryError, match="would fit|nothing that deepc knows"):
-        estimate(huge_model, config(3, micro=1), torch.empty(4, 100_000, device="meta"), lambda out, batch: out.mean(), check=True)
+        estimate(huge_model, config(3, micro=1), torch.empty(1, 100_000, device="meta"), lambda out, batch: out.mean(), check=True)
+
+
+def test_blocks_of_another_arena_count_as_they_come_and_go() -> None:
+    """Threads have arenas of their own; the main thread gets one when the program break can't grow, as in the run above."""
+    heap, nbytes = dryrun.ShadowHeap(), 100_000
+    if not heap.usable:
+        pytest.skip("not glibc's malloc")
+    seen = []
+
+    def work() -> None:
+        for _ in range(2):
+            heap.alloc(1, nbytes)
+            seen.append(heap.resident)
+            heap.free(1)
+            seen.append(heap.resident)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [nbytes, 0, nbytes, 0]
+    assert len(heap._pages._resident) < 1 << 24, "the map of pages spans the heap and nothing else"
 
 
 def test_what_a_dry_run_cannot_do_says_why() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, Iterator, cast
 
 import torch
 
@@ -17,10 +17,15 @@ from .. import profile
 from ..errors import CheckpointError, CheckpointTypeError
 from .store import CheckpointReader, CheckpointWriter, encode_client_state, list_tags, new_token, rng_state, set_rng_state, write_model
 
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..partition import Segment
+    from ..precision import AutoPrecision
+
 logger = logging.getLogger("deepc")
 
 
-def _together(engine, what: str, failure: Exception | None) -> None:
+def _together(engine: Engine, what: str, failure: Exception | None) -> None:
     """Every rank learns whether some rank failed. Also a barrier."""
     flags = engine.group.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
     if failure is not None:
@@ -34,7 +39,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous().view(-1)
 
 
-def _buffers(module: torch.nn.Module):
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of persistent buffers, each once."""
     seen: set[int] = set()
     for prefix, m in module.named_modules():
@@ -44,7 +49,8 @@ def _buffers(module: torch.nn.Module):
                 yield (f"{prefix}." if prefix else "") + name, b
 
 
-def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_frozen: bool) -> None:
+def save(engine: Engine, directory: str | os.PathLike[str], tag: str, client_state: dict[str, Any], latest: bool,
+         exclude_frozen: bool) -> None:
     """Collective. See Engine.save_checkpoint."""
     if not isinstance(client_state, dict):
         raise CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
@@ -54,7 +60,8 @@ def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_
     token = new_token()
     rows = engine.group.gather_all(torch.tensor(list(token.encode()), dtype=torch.uint8))
     token = bytes(rows[0].tolist()).decode()
-    writer, failure = None, None
+    writer: CheckpointWriter | None = None
+    failure: Exception | None = None
     try:
         writer = CheckpointWriter(directory, str(tag), rank=engine.global_rank, world_size=engine.world_size, token=token)
         _add_tensors(engine, writer, exclude_frozen)
@@ -67,7 +74,7 @@ def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_
         if engine.global_rank == 0:
             try:
                 with profile.span("publish checkpoint", "disk"):
-                    writer.publish({"client": client_state, "engine": _engine_state(engine)}, latest=latest)
+                    cast(CheckpointWriter, writer).publish({"client": client_state, "engine": _engine_state(engine)}, latest=latest)
             except Exception as exc:
                 failure = exc
         _together(engine, f"publishing checkpoint {tag}", failure)
@@ -77,9 +84,9 @@ def save(engine, directory, tag: str, client_state: dict, latest: bool, exclude_
         raise
 
 
-def save_model(engine, directory, exclude_frozen: bool) -> None:
+def save_model(engine: Engine, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
     """Collective. See Engine.save_16bit_model."""
-    failure = None
+    failure: Exception | None = None
     if engine.global_rank == 0:
         frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
         try:
@@ -89,7 +96,7 @@ def save_model(engine, directory, exclude_frozen: bool) -> None:
     _together(engine, "writing the model", failure)
 
 
-def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None:
+def _add_tensors(engine: Engine, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
     mine = engine.global_rank == 0
     # At stage 0 every rank has everything: rank 0 writes.
@@ -111,21 +118,21 @@ def _add_tensors(engine, writer: CheckpointWriter, exclude_frozen: bool) -> None
             writer.add(f"buffer/{name}", _host(b), shape=b.shape)
 
 
-def _averages(engine):
+def _averages(engine: Engine) -> Iterator[tuple[str, Segment, torch.Tensor]]:
     """(label, segment, this rank's part of the average) of each deepc.EMA."""
     for label, average in engine.averages.items():
         for s in engine.plan.segments:
             yield label, s, average.piece(s)
 
 
-def _ties(engine) -> dict[str, str]:
+def _ties(engine: Engine) -> dict[str, str]:
     """Further names of parameters and buffers that modules share -> the name that they are stored under."""
     first: dict[int, str] = {}
     named = [*engine.module.named_parameters(remove_duplicate=False), *engine.module.named_buffers(remove_duplicate=False)]
     return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
 
 
-def _engine_state(engine) -> dict[str, Any]:
+def _engine_state(engine: Engine) -> dict[str, Any]:
     return {
         "ties": _ties(engine),
         "stage": engine.plan.stage, "world_size": engine.world_size, "dtype": str(engine.dtype).removeprefix("torch."),
@@ -138,7 +145,8 @@ def _engine_state(engine) -> dict[str, Any]:
     }
 
 
-def load(engine, directory, tag: str | None, strict: bool, optimizer_states: bool, lr_scheduler_states: bool) -> tuple[str | None, dict]:
+def load(engine: Engine, directory: str | os.PathLike[str], tag: str | None, strict: bool, optimizer_states: bool,
+         lr_scheduler_states: bool) -> tuple[str | None, dict[str, Any]]:
     """Collective. See Engine.load_checkpoint."""
     directory = os.fspath(directory)
     if tag is None and not os.path.lexists(os.path.join(directory, "latest")) and not list_tags(directory):
@@ -146,7 +154,8 @@ def load(engine, directory, tag: str | None, strict: bool, optimizer_states: boo
         return None, {}
     if optimizer_states and engine.auto_precision is not None:
         _take_precision(engine, directory, tag)
-    failure, result = None, (None, {})
+    failure: Exception | None = None
+    result: tuple[str | None, dict[str, Any]] = (None, {})
     try:
         with CheckpointReader(directory, tag) as reader:
             state = reader.client_state()
@@ -176,22 +185,23 @@ def load(engine, directory, tag: str | None, strict: bool, optimizer_states: boo
     return result
 
 
-def _take_precision(engine, directory: str, tag: str | None) -> None:
+def _take_precision(engine: Engine, directory: str, tag: str | None) -> None:
     """precision "auto": the mode that the checkpoint was saved in, before its values are read. Collective."""
-    failure, saved = None, None
+    failure: Exception | None = None
+    saved: dict[str, Any] | None = None
     try:
         with CheckpointReader(directory, tag) as reader:
             state = reader.client_state()
             saved = state["engine"].get("precision") if isinstance(state, dict) and isinstance(state.get("engine"), dict) else None
         if saved is not None:
-            engine.auto_precision.load_state_dict(saved)
+            cast("AutoPrecision", engine.auto_precision).load_state_dict(saved)
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
     engine.take_precision()
 
 
-def _check_names(engine, reader: CheckpointReader, strict: bool) -> None:
+def _check_names(engine: Engine, reader: CheckpointReader, strict: bool) -> None:
     st = engine.state
     want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
     have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
@@ -204,7 +214,7 @@ def _check_names(engine, reader: CheckpointReader, strict: bool) -> None:
             raise CheckpointError(f"checkpoint {reader.path}: parameter '{name}' has shape {tuple(have[name])} there and {shape} in the model")
 
 
-def _check_states(engine, reader: CheckpointReader) -> None:
+def _check_states(engine: Engine, reader: CheckpointReader) -> None:
     for name, s, _ in engine.optimizer.owned_states():
         if f"{name}/{engine.state.names[s.param]}" not in reader.tensors:
             raise CheckpointError(f"checkpoint {reader.path} has no optimizer state '{name}' of '{engine.state.names[s.param]}': it was saved with another optimizer "
@@ -223,7 +233,7 @@ def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0
 
 
 @torch.no_grad()
-def _load_parameters(engine, reader: CheckpointReader) -> None:
+def _load_parameters(engine: Engine, reader: CheckpointReader) -> None:
     st, plan = engine.state, engine.plan
     for s in plan.segments:
         name = st.names[s.param]
@@ -253,7 +263,7 @@ def _load_parameters(engine, reader: CheckpointReader) -> None:
 
 
 @torch.no_grad()
-def _load_averages(engine, reader: CheckpointReader) -> None:
+def _load_averages(engine: Engine, reader: CheckpointReader) -> None:
     """Averages that the checkpoint does not have begin as the weights that it has."""
     for label, s, view in _averages(engine):
         source = f"average.{label}/{engine.state.names[s.param]}"
@@ -263,12 +273,12 @@ def _load_averages(engine, reader: CheckpointReader) -> None:
             view.copy_(engine.state.piece(s))
 
 
-def _load_states(engine, reader: CheckpointReader) -> None:
+def _load_states(engine: Engine, reader: CheckpointReader) -> None:
     for name, s, view in engine.optimizer.owned_states():
         _read(reader, f"{name}/{engine.state.names[s.param]}", view, s.param_begin)
 
 
-def _load_engine_state(engine, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool) -> None:
+def _load_engine_state(engine: Engine, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool) -> None:
     engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
     engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
     if saved["world_size"] != engine.world_size or engine.micro_steps % engine.gradient_accumulation_steps():

@@ -149,7 +149,7 @@ def write_file(path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = 
             os.unlink(path)
 
 
-def write_safetensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor], *, slices: Mapping[str, Slice] | None = None,
+def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], *, slices: Mapping[str, Slice] | None = None,
                       metadata: Mapping[str, str] | None = None, fsync: bool = True) -> Written:
     """Writes contiguous CPU tensors to a new file, straight from their memory (no copy of the data is made).
 
@@ -225,7 +225,7 @@ class SafetensorsFile:
 
     Use as a context manager, or close(). Not thread safe. Raises CheckpointError, naming file and tensor, for whatever is wrong."""
 
-    def __init__(self, path: str | os.PathLike, *, expect_bytes: int | None = None, expect_header_crc: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, expect_bytes: int | None = None, expect_header_crc: int | None = None) -> None:
         self.path = os.fspath(path)
         self._fd = -1
         try:
@@ -281,7 +281,7 @@ class SafetensorsFile:
             raise self._bad(f"{key} is no JSON object")
         return value
 
-    def _entry(self, key: str, v: Any, crcs: dict | None, slices: dict | None) -> TensorInfo:
+    def _entry(self, key: str, v: Any, crcs: dict[str, Any] | None, slices: dict[str, Any] | None) -> TensorInfo:
         if not isinstance(v, dict) or set(v) != {"dtype", "shape", "data_offsets"}:
             raise self._bad(f"tensor {key!r} must have dtype, shape and data_offsets")
         if v["dtype"] not in DTYPES:

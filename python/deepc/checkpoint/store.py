@@ -304,7 +304,7 @@ class CheckpointWriter:
     Nothing is visible under DIR/TAG before publish() has everything. Errors: CheckpointError (I/O, missing rank, holes), ArgumentError,
     CheckpointTypeError."""
 
-    def __init__(self, directory: str | os.PathLike, tag: str, *, rank: int = 0, world_size: int = 1, token: str | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str], tag: str, *, rank: int = 0, world_size: int = 1, token: str | None = None) -> None:
         if not 0 <= rank < world_size:
             raise ArgumentError(f"rank {rank} is not in a world of {world_size}")
         if token is None and world_size > 1:
@@ -501,7 +501,7 @@ class LogicalTensor:
         return math.prod(self.shape)
 
 
-def list_tags(directory: str | os.PathLike) -> list[str]:
+def list_tags(directory: str | os.PathLike[str]) -> list[str]:
     """Tags of the published checkpoints in a directory, sorted by name."""
     try:
         entries = os.listdir(directory)
@@ -510,7 +510,7 @@ def list_tags(directory: str | os.PathLike) -> list[str]:
     return sorted(e for e in entries if _TAG.match(e) and os.path.isfile(os.path.join(directory, e, INDEX)))
 
 
-def read_latest(directory: str | os.PathLike) -> str:
+def read_latest(directory: str | os.PathLike[str]) -> str:
     """The tag in DIR/latest. CheckpointError if the file is missing or damaged."""
     path = os.path.join(os.fspath(directory), LATEST)
     if not os.path.exists(path):
@@ -531,7 +531,7 @@ class CheckpointReader:
     are checked when they are read; verify() reads everything. Not thread safe; use as a context manager or close(). All errors are
     CheckpointError and name the file, and the tensor where there is one."""
 
-    def __init__(self, directory: str | os.PathLike, tag: str | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
         self._files: dict[str, SafetensorsFile] = {}
         self.tag = read_latest(self.directory) if tag is None else tag
@@ -704,7 +704,7 @@ class CheckpointReader:
 # ---- Hugging Face model files ----------------------------------------------------------------------------------------
 
 
-def write_model(directory: str | os.PathLike, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+def write_model(directory: str | os.PathLike[str], named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
                 max_shard_bytes: int = 5_000_000_000, *, metadata: Mapping[str, str] | None = None) -> list[str]:
     """Writes a model as Hugging Face stores one: model.safetensors, or model-00001-of-0000N.safetensors with model.safetensors.index.json.
 
@@ -719,7 +719,8 @@ def write_model(directory: str | os.PathLike, named_tensors: Mapping[str, torch.
     ties = _ties(named_tensors) if isinstance(named_tensors, Mapping) else {}
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     meta = {"format": "pt", **(metadata or {}), **ties}
-    token, shards, total = new_token(), [], 0
+    token, total = new_token(), 0
+    shards: list[tuple[str, list[str]]] = []
     shard: dict[str, torch.Tensor] = {}
     size = 0
 

@@ -27,6 +27,11 @@ _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _no_folder(path: str | os.PathLike[str]) -> str:
+    what = f"{os.fspath(path)!r} is a file, and no part of a checkpoint" if os.path.exists(path) else f"there is no folder {os.fspath(path)!r}"
+    return f"{what} (looked in {os.getcwd()}). Give the folder that save_checkpoint got, or FOLDER/TAG"
+
+
 # ---- finding ------------------------------------------------------------------------------------------------------------------------
 def locate(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str]:
     """(directory, tag) that PATH means: a checkpoint directory (its latest, or `tag`) or DIR/TAG. CheckpointError if there is none, which
@@ -35,7 +40,7 @@ def locate(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, s
     if os.path.isfile(folder) and os.path.basename(folder) in (INDEX, "latest"):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        raise CheckpointError(f"there is no folder {os.fspath(path)!r} (looked in {os.getcwd()})")
+        raise CheckpointError(_no_folder(path))
     if tag is None and os.path.isfile(os.path.join(folder, INDEX)):
         return os.path.dirname(folder), os.path.basename(folder)
     tags = list_tags(folder)
@@ -95,7 +100,7 @@ def listing(directory: str | os.PathLike[str]) -> dict[str, Any]:
     newest last; left: what saves that were killed left behind."""
     folder = os.path.abspath(os.fspath(directory))
     if not os.path.isdir(folder):
-        raise CheckpointError(f"there is no folder {os.fspath(directory)!r} (looked in {os.getcwd()})")
+        raise CheckpointError(_no_folder(directory))
     rows, problem = [], ""
     tags = list_tags(folder)
     try:
@@ -341,7 +346,7 @@ class _Source:
             o.close()
 
 
-def _range_reader(read: Callable, name: str, dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
+def _range_reader(read: Callable[..., Any], name: str, dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
     def get(begin: int, count: int) -> torch.Tensor:
         out = torch.empty(count, dtype=dtype)
         read(name, out, begin)
@@ -443,7 +448,9 @@ def clean(
         raise ArgumentError(f"--keep {keep} must be at least 1")
     out = []
     for row in found["left"]:
-        kind, tag, _ = _LEFT.fullmatch(os.path.basename(row["path"])).groups()
+        left = _LEFT.fullmatch(os.path.basename(row["path"]))
+        assert left is not None  # listing() chose by it
+        kind, tag, _ = left.groups()
         if row["age_s"] < least_age_s or (kind == "old" and not os.path.isdir(os.path.join(folder, tag))):
             continue  # it may be being written, or be the only copy
         out.append((row["path"], row["bytes"], "left by a save that did not end"))
@@ -477,7 +484,7 @@ _EXAMPLES = {
     ),
     "verify": (
         "read every byte and check every checksum",
-        "Reads whole checkpoints.",
+        "Reads every byte and compares it with the checksums that were stored; damage is named by file and tensor.",
         "deepc ckpt verify checkpoints --all",
         "0 whole, 1 damaged",
     ),
@@ -496,7 +503,7 @@ _EXAMPLES = {
     ),
     "clean": (
         "remove what is superfluous",
-        "What killed saves left behind and, with --keep, old checkpoints. Says what it would remove; --yes removes it.",
+        "Removes what saves that were killed left behind and, with --keep, old checkpoints. Says what it would remove; --yes removes it.",
         "deepc ckpt clean checkpoints --keep 3\n  deepc ckpt clean checkpoints --keep 3 --yes",
         "0",
     ),
@@ -551,7 +558,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _RUN[args.ckpt_command](args)
     except CheckpointError as exc:
-        print(f"deepc ckpt {args.ckpt_command}: {exc}", file=sys.stderr)
+        print(f"deepc ckpt {args.ckpt_command}: error: {exc}", file=sys.stderr)
         return 2
 
 

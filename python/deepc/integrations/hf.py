@@ -14,7 +14,7 @@ by engine.save_checkpoint. EngineTrainerMixin does the same to another subclass 
 from __future__ import annotations
 
 import copy
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 import torch
 from transformers import Trainer
@@ -23,17 +23,26 @@ import deepc
 
 from ..errors import ConfigError
 
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+    _Base = Trainer  # what the mixin stands before
+else:
+    _Base = object
+
 
 class _Stepped(torch.optim.Optimizer):
     """What Trainer takes for the optimizer: the param groups of the engine's. The engine has stepped when step() is called; its states are in the
     engine's checkpoints."""
 
-    def __init__(self, engine: Any) -> None:
+    state: Any
+
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.defaults, self.param_groups, self.state = engine.optimizer.defaults, engine.optimizer.param_groups, {}
-        engine.optimizer._hook_tables.__func__(self)
+        type(engine.optimizer)._hook_tables(self)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss to return
         """The engine has stepped."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -46,7 +55,7 @@ class _Stepped(torch.optim.Optimizer):
         """States come with the engine's checkpoint."""
 
 
-class EngineTrainerMixin:
+class EngineTrainerMixin(_Base):
     """Before a subclass of transformers.Trainer in the list of bases. deepc_config: a DeepSpeed configuration as a dict (or a path) without
     optimizer and scheduler; batch sizes, accumulation and clipping are filled from TrainingArguments where they are missing or "auto"."""
 
@@ -102,16 +111,22 @@ class EngineTrainerMixin:
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
         """Trainer asks before its optimizer.step(): the engine steps here, and knows the norm then."""
-        return self.engine.step().grad_norm
+        norm: float | None = self.engine.step().grad_norm
+        return norm
+
+    def _schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+        """Trainer's, which it has made before the first step."""
+        assert self.lr_scheduler is not None
+        return self.lr_scheduler
 
     # ---- files -----------------------------------------------------------------------------------------------------------
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.engine.save_checkpoint(output_dir, client_state={"lr_scheduler": self.lr_scheduler.state_dict()})
+        self.engine.save_checkpoint(output_dir, client_state={"lr_scheduler": self._schedule().state_dict()})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             _, client = self.engine.load_checkpoint(checkpoint)
-            self.lr_scheduler.load_state_dict(client["lr_scheduler"])
+            self._schedule().load_state_dict(client["lr_scheduler"])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Whole weights, in Hugging Face's format, from rank 0. Collective."""

@@ -1,12 +1,13 @@
-"""On every host of a run, this one included: starts the host's ranks, watches them, and ends them all when one fails, when the launcher says so, or
-when the launcher is no longer there (its pipe ends, or over a network its pings do). Whatever happens, no process is left on the host.
+"""On every host of a run, this one included: starts the host's ranks, watches them, and ends them all when one fails, when the launcher
+says so, or when the launcher is no longer there (its pipe ends, or over a network its pings do). Whatever happens, no process is left on
+the host.
 
 Run by its path with `python -IS`, with the standard library only: it starts in 20 ms and holds 10 MB.
 Usage: agent.py FD_IN FD_OUT        frames (frames.py) come on FD_IN and go to FD_OUT
 
-The frame "start" has: cwd; env, for every rank; processes [{rank, argv, env}]; output "inherit" (ranks write where this process does) or "frames";
-logs (a folder: each rank's output goes to a file there) or null; script (a file that must be there) or null; lost_after_s or null; gentle: the
-processes are launchers themselves (srun, mpirun)."""
+The frame "start" has: cwd; env, for every rank; processes [{rank, argv, env}]; output "inherit" (ranks write where this process does) or
+"frames"; logs (a folder: each rank's output goes to a file there) or null; script (a file that must be there) or null; lost_after_s or
+null; gentle: the processes are launchers themselves (srun, mpirun)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _DRAIN_S = 2.0  # for what is still in the pipes when all processes have ended
 
 def _sibling(name: str) -> ModuleType:
     """A file beside this one, without importing the package deepc (and torch with it)."""
-    spec = importlib.util.spec_from_file_location("_deepc_launch_" + name, os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py"))
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+    spec = importlib.util.spec_from_file_location("_deepc_launch_" + name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -74,7 +76,8 @@ def hello() -> dict[str, Any]:
     """What this host is: cores that may be used, GPUs, and the addresses of the connection that we were started over (its, ours)."""
     fields = os.environ.get("SSH_CONNECTION", "").split()
     theirs, ours = (fields[0], fields[2]) if len(fields) == 4 else (None, None)
-    return {"host": os.uname().nodename, "cores": len(os.sched_getaffinity(0)), "gpus": len(glob.glob("/dev/nvidia[0-9]*")), "code": code_version(),
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    return {"host": os.uname().nodename, "cores": len(os.sched_getaffinity(0)), "gpus": gpus, "code": code_version(),
             "client": theirs, "address": ours, "interface": _interface(ours) if ours else None, "pid": os.getpid()}
 
 
@@ -94,7 +97,8 @@ class Rank:
                 pass
 
     def _written(self) -> dict[str, Any]:
-        """What the rank itself wrote of its end (rank.py record); {} if nothing, or a program's own elastic handler wrote another format."""
+        """What the rank itself wrote of its end (rank.py record); {} if nothing, or a program's own elastic handler wrote another
+        format."""
         try:
             with open(self.errors) as f:
                 extra = json.load(f)["message"]["extraInfo"]
@@ -167,7 +171,8 @@ class Agent:
             return
         port = self.listening.getsockname()[1]
         path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "store.py")
-        process = subprocess.Popen([sys.executable, path, str(self.listening.fileno()), str(port), str(os.getpid())], pass_fds=[self.listening.fileno()],
+        listening = self.listening.fileno()
+        process = subprocess.Popen([sys.executable, path, str(listening), str(port), str(os.getpid())], pass_fds=[listening],
                                    stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env={**os.environ, **asked["env"]})
         self.store = Rank("store", process, "")
         self.out.send("store", port=port)
@@ -176,17 +181,20 @@ class Agent:
         try:
             os.chdir(spec["cwd"])
         except OSError as exc:
-            self.error(f"there is no folder {spec['cwd']} ({exc.strerror}): the working folder must be the same on every host (a shared file system, or a copy)")
+            self.error(f"there is no folder {spec['cwd']} ({exc.strerror}): the working folder must be the same on every host (a shared "
+                       "file system, or a copy)")
             return
         if spec["script"] and not os.path.isfile(spec["script"]):
-            self.error(f"there is no script {spec['script']!r} in {spec['cwd']}: it must be on every host (a shared file system, or a copy)")
+            self.error(f"there is no script {spec['script']!r} in {spec['cwd']}: it must be on every host (a shared file system, or a "
+                       "copy)")
             return
         self.started, self.lost_after, self.gentle = True, spec["lost_after_s"], spec.get("gentle", False)
         for process in spec["processes"]:
             try:
                 self._start_one(process, spec)
             except OSError as exc:
-                self.error(f"{process['argv'][0]} could not be started: {exc.strerror or exc}")
+                what = f"{exc.filename}: " if exc.filename and exc.filename != process["argv"][0] else ""
+                self.error(f"{process['argv'][0]} could not be started: {what}{exc.strerror or exc}")
                 return
 
     def _start_one(self, wanted: dict[str, Any], spec: dict[str, Any]) -> None:
@@ -223,7 +231,8 @@ class Agent:
             self.over = True
 
     def abandon(self) -> None:
-        """Nobody is there any more: end all at once; srun and mpirun (gentle) are given the time to end what they started on other hosts."""
+        """Nobody is there any more: end all at once; srun and mpirun (gentle) are given the time to end what they started on
+        other hosts."""
         if self.abandoned:
             return
         self.abandoned = self.out.broken = True

@@ -3,8 +3,9 @@
 Only the standard library and no import of deepc: rank.py loads this file by its path before anything else. The options are DeepSpeed's:
 --bind_cores_to_rank shares out the physical cores, --bind_core_list says which ("0-3,8,10-12").
 
-A rank's cores are a contiguous run of that list, which goes memory node by memory node, so a rank lies within one node where that is possible. Its memory
-is then taken from that node first (not only: with a hard limit a rank is killed while the other node has space left)."""
+A rank's cores are a contiguous run of that list, which goes memory node by memory node, so a rank lies within one node where that is
+possible. Its memory is then taken from that node first (not only: with a hard limit a rank is killed while the other node has space
+left)."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def physical_cores(allowed: set[int], sys: str = _SYS) -> list[int]:
 
 
 def cores_of(local_rank: int, local_ranks: int, core_list: str, allowed: set[int], sys: str = _SYS) -> list[int]:
-    """The cores of one rank: equal contiguous shares of `core_list`, or of all physical cores if it is "all". Raises ValueError with the reason."""
+    """The cores of one rank: equal contiguous shares of `core_list`, or of all physical cores if it is "all". Raises ValueError with the
+    reason."""
     if core_list == "all":
         cores = physical_cores(allowed, sys)
     else:
@@ -76,7 +78,8 @@ def cores_of(local_rank: int, local_ranks: int, core_list: str, allowed: set[int
             raise ValueError(f"core {missing[0]} is not among the cores that this process may use ({compact(allowed)})")
     share = len(cores) // local_ranks
     if not share:
-        raise ValueError(f"{local_ranks} ranks can't be bound to {len(cores)} core{'s' if len(cores) != 1 else ''}: each needs at least one")
+        have = f"{len(cores)} core{'s' if len(cores) != 1 else ''}"
+        raise ValueError(f"{local_ranks} ranks can't be bound to {have}: each needs at least one")
     return cores[share * local_rank:share * (local_rank + 1)]
 
 

@@ -1,5 +1,5 @@
-"""The launcher's side of a run: one agent (agent.py) per host, here through a pipe, elsewhere through ssh. Starts all at once, and the ranks only when every
-host has answered; prints what they print; when one fails ends all."""
+"""The launcher's side of a run: one agent (agent.py) per host, here through a pipe, elsewhere through ssh. Starts all at once, and the
+ranks only when every host has answered; prints what they print; when one fails ends all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _open_local(host: Host, pass_fds: Sequence[int]) -> Connection:
     to_agent, ours_out = os.pipe()
     ours_in, from_agent = os.pipe()
     try:
-        process = subprocess.Popen([sys.executable, "-IS", ssh.AGENT, str(to_agent), str(from_agent)], pass_fds=[to_agent, from_agent, *pass_fds])
+        process = subprocess.Popen([sys.executable, "-IS", ssh.AGENT, str(to_agent), str(from_agent)],
+                                   pass_fds=[to_agent, from_agent, *pass_fds])
     finally:
         os.close(to_agent)
         os.close(from_agent)
@@ -80,10 +81,11 @@ def _open_ssh(host: Host, launch: Launch) -> Connection:
 class Driver:
     """Use as a context: leaving it ends whatever still runs.
 
-    commands: instead of the launch's ranks, processes [{rank, argv, env}] of the one local host. sink: gets the output of local ranks too. single: this host's
-    part of a run that is started on each host by hand (no_ssh)."""
+    commands: instead of the launch's ranks, processes [{rank, argv, env}] of the one local host. sink: gets the output of local ranks
+    too. single: this host's part of a run that is started on each host by hand (no_ssh)."""
 
-    def __init__(self, launch: Launch, *, commands: list[dict[str, Any]] | None = None, sink: Sink | None = None, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(self, launch: Launch, *, commands: list[dict[str, Any]] | None = None, sink: Sink | None = None,
+                 pass_fds: Sequence[int] = ()) -> None:
         self.launch, self._commands, self._sink, self._pass_fds = launch, commands, sink, list(pass_fds)
         self.nodes = range(len(launch.hosts)) if launch.node is None else range(launch.node, launch.node + 1)
         self.connections: list[Connection] = []
@@ -129,14 +131,15 @@ class Driver:
             return
         texts = [self._why(c) for c in missing]
         many = len(self.connections) > 1
-        raise CommError(f"{len(missing)} of {len(self.connections)} hosts could not be reached; nothing was started\n  " + "\n  ".join(texts) if many
-                        else f"the host could not be reached; nothing was started\n  {texts[0]}")
+        whom = f"{len(missing)} of {len(self.connections)} hosts" if many else "the host"
+        raise CommError(f"{whom} could not be reached; nothing was started\n  " + "\n  ".join(texts if many else texts[:1]))
 
     def _why(self, c: Connection) -> str:
         if not c.closed and c.process.poll() is None:
             return ssh.explain(c.host.name, None, f"connection timed out (no answer within {self.launch.connect_s:g} s)")
         said = (c.said + c.decoder.unsynced()).decode(errors="replace")
-        return ssh.explain(c.host.name, c.process.wait(), said) if c.remote else f"{c.host.name}: its agent ended with exit code {c.process.wait()}: {said.strip()}"
+        code = c.process.wait()
+        return ssh.explain(c.host.name, code, said) if c.remote else f"{c.host.name}: its agent ended with exit code {code}: {said.strip()}"
 
     # ---- starting -------------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -151,10 +154,13 @@ class Driver:
         hello = c.hello or {}
         mine = next((d.hello for d in self.connections if d.hello), {})
         if hello.get("code") != mine.get("code"):
-            print(f"deepc run: {c.host.name} has another version of deepc than {self.connections[0].host.name}; install the same on all", file=sys.stderr, flush=True)
+            first = self.connections[0].host.name
+            text = f"deepc run: {c.host.name} has another version of deepc than {first}; install the same on all"
+            print(text, file=sys.stderr, flush=True)
         gpus = hello.get("gpus", 0)
         if c.remote and gpus and not self.launch.cpu and max(c.host.slots) >= gpus:
-            raise CommError(f"{c.host.name} has {gpus} GPUs and slot {max(c.host.slots)} was asked for: correct its slots in the hostfile, or add --cpu")
+            raise CommError(f"{c.host.name} has {gpus} GPUs and slot {max(c.host.slots)} was asked for: correct its slots in the hostfile, "
+                            "or add --cpu")
 
     def _uses_gpus(self, c: Connection) -> bool:
         return bool(c.hello and c.hello["gpus"]) and not self.launch.cpu
@@ -188,12 +194,13 @@ class Driver:
         except (OSError, CommError, DeepcError) as exc:
             where = f"{address}:{port}" if port else address
             reason = exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)
-            raise CommError(f"the ranks' meeting point on {where} could not be opened: {reason}. Is the network up, and the port free? --master_port chooses "
-                            "another") from exc
+            raise CommError(f"the ranks' meeting point on {where} could not be opened: {reason}. Is the network up, and the port free? "
+                            "--master_port chooses another") from exc
         return address, first.store_port
 
     def _open_store(self, address: str, port: int) -> int:
-        """In this process, which has torch already; it outlives every rank. On a port that was listened to first: none can take it in between."""
+        """In this process, which has torch already; it outlives every rank. On a port that was listened to first: none can take it in
+        between."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         loopback = address == "localhost" or address.startswith("127.")
@@ -215,23 +222,29 @@ class Driver:
                 env["GLOO_SOCKET_IFNAME"] = c.hello["interface"]  # else Gloo takes the one of the host's name, often 127.0.1.1
         framed = several or c.remote or self._sink is not None
         logs = os.path.abspath(launch.logs) if launch.logs else None
-        return {"cwd": os.getcwd(), "env": env, "processes": self._commands if self._commands is not None else self._processes(node, address, port),
+        processes = self._commands if self._commands is not None else self._processes(node, address, port)
+        return {"cwd": os.getcwd(), "env": env, "processes": processes,
                 "output": "frames" if framed else "inherit", "logs": logs, "logs_prefix": time.strftime("%Y%m%d%H%M%S"),
-                "script": launch.command[0] if launch.kind == "script" else None, "lost_after_s": LOST_AFTER_S if c.remote else None, "pass_fds": self._pass_fds,
-                "gentle": self._commands is not None}
+                "script": launch.command[0] if launch.kind == "script" else None,
+                "lost_after_s": LOST_AFTER_S if c.remote else None, "pass_fds": self._pass_fds, "gentle": self._commands is not None}
 
     def _processes(self, node: int, address: str, port: int) -> list[dict[str, Any]]:
         """torchrun's variables for each rank of a host, and DeepSpeed's."""
         launch = self.launch
         hosts, host = launch.hosts, launch.hosts[node]
         before = sum(h.ranks for h in hosts[:node])
-        common = {"WORLD_SIZE": launch.ranks, "LOCAL_WORLD_SIZE": host.ranks, "GROUP_RANK": node, "NODE_RANK": node, "GROUP_WORLD_SIZE": len(hosts),
-                  "LOCAL_SIZE": host.ranks, "CROSS_RANK": node, "CROSS_SIZE": len(hosts), "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": launch.ranks,
+        common = {"WORLD_SIZE": launch.ranks, "LOCAL_WORLD_SIZE": host.ranks, "GROUP_RANK": node, "NODE_RANK": node,
+                  "GROUP_WORLD_SIZE": len(hosts), "LOCAL_SIZE": host.ranks, "CROSS_RANK": node, "CROSS_SIZE": len(hosts),
+                  "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": launch.ranks,
                   "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": self._run_id(),
                   "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, **launch.rank_options()}
         argv = [sys.executable, "-u", _RANK, launch.kind, *launch.command]
-        return [{"rank": before + i, "argv": argv, "env": {k: str(v) for k, v in {**common, "RANK": before + i, "ROLE_RANK": before + i, "LOCAL_RANK": i}.items()}}
-                for i in range(host.ranks)]
+
+        def environment(i: int) -> dict[str, str]:
+            own = {"RANK": before + i, "ROLE_RANK": before + i, "LOCAL_RANK": i}
+            return {k: str(v) for k, v in {**common, **own}.items()}
+
+        return [{"rank": before + i, "argv": argv, "env": environment(i)} for i in range(host.ranks)]
 
     def _run_id(self) -> str:
         return uuid.uuid5(uuid.NAMESPACE_OID, " ".join(self.launch.command)).hex if self.launch.node is not None else uuid.uuid4().hex

@@ -12,8 +12,9 @@ _CONSEQUENCES = {"RankDiedError", "AbortedError", "CommTimeoutError", "DistNetwo
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended. rank: its number, or the name of what else failed. exit: its exit code, negative = signal, None = it was still running when the
-    report was written. time: by this host's clock. host: where, if the run has several. what: the whole headline, for what is no process."""
+    """How one rank ended. rank: its number, or the name of what else failed. exit: its exit code, negative = signal, None = it was still
+    running when the report was written. time: by this host's clock. host: where, if the run has several. what: the whole headline, for what
+    is no process."""
 
     rank: int | str
     pid: int
@@ -53,7 +54,8 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def report(failures: list[Failure], exit_code: int | None = None) -> int:
-    """Prints why the run ended and returns its exit code: that of the rank that failed first, 128 + n for signal n. exit_code: what it is in any case."""
+    """Prints why the run ended and returns its exit code: that of the rank that failed first, 128 + n for signal n. exit_code: what
+    it is in any case."""
     first = first_failure(failures)
     others = sorted((f.rank for f in failures if f is not first and not f.is_ours and isinstance(f.rank, int)), key=int)
     text = ["", "=" * 100, f"deepc run: {first.headline()}. It ended the run."]

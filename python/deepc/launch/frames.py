@@ -1,8 +1,8 @@
-"""What the launcher and its agents say to each other: frames over pipes. Only the standard library and no import of deepc: agent.py loads this file
-by its path.
+"""What the launcher and its agents say to each other: frames over pipes. Only the standard library and no import of deepc: agent.py
+loads this file by its path.
 
-A frame is one line of JSON, an object with at least "t" (its type); if it has "n", n bytes follow the line. An agent's first bytes are MAGIC: what a
-login shell printed before is no frame.
+A frame is one line of JSON, an object with at least "t" (its type); if it has "n", n bytes follow the line. An agent's first bytes are
+MAGIC: what a login shell printed before is no frame.
 
 launcher -> agent   store {port}             open the ranks' meeting point here
                     start {...}              start the ranks (agent.py has the fields)

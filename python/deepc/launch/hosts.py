@@ -21,7 +21,8 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """Ranks on one host. slots: their numbers there, in rank order; on a host with GPUs the devices. local: started without a remote shell."""
+    """Ranks on one host. slots: their numbers there, in rank order; on a host with GPUs the devices. local: started without a
+    remote shell."""
 
     name: str
     slots: tuple[int, ...]
@@ -136,5 +137,6 @@ def trim(pool: dict[str, tuple[int, ...]], nodes: int | None, per_node: int | No
     kept = dict(list(pool.items())[:nodes]) if nodes else dict(pool)
     for name, slots in kept.items():
         if per_node and per_node > len(slots):
-            raise ArgumentError(f"{per_node} ranks a host asked for, but {where} gives {name} only {len(slots)} slot{'s' if len(slots) > 1 else ''}")
+            raise ArgumentError(f"{per_node} ranks a host asked for, but {where} gives {name} only {len(slots)} "
+                                f"slot{'s' if len(slots) > 1 else ''}")
     return {name: slots[:per_node] if per_node else slots for name, slots in kept.items()}

@@ -22,11 +22,13 @@ _LOCAL = "localhost"
 
 @dataclass(frozen=True)
 class Launch:
-    """What will be started: on each of `hosts` its ranks, each running `command` (without the interpreter) with `env` on top of the environment.
+    """What will be started: on each of `hosts` its ranks, each running `command` (without the interpreter) with `env` on top of the
+    environment.
 
-    launcher: "local" (one host, this one), "ssh" (an agent of deepc on every host) or the program that starts and watches the ranks. devices: the
-    CUDA devices by index where the only host is this one, empty on CPU. master: address and port where the ranks meet, if given. node: with no_ssh, which
-    of the hosts this one is. bind: "", "all" or a list of cores. cores: of this host, for its share of threads. notes: what the user should read first."""
+    launcher: "local" (one host, this one), "ssh" (an agent of deepc on every host) or the program that starts and watches the ranks.
+    devices: the CUDA devices by index where the only host is this one, empty on CPU. master: address and port where the ranks meet, if
+    given. node: with no_ssh, which of the hosts this one is. bind: "", "all" or a list of cores. cores: of this host, for its share of
+    threads. notes: what the user should read first."""
 
     hosts: tuple[Host, ...]
     kind: str  # script | module | exec | call
@@ -78,45 +80,59 @@ class Launch:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("how many ranks")
     ranks.add_argument("--num_gpus", "--num-gpus", "--num_accelerators", type=_positive, metavar="N",
-                       help="ranks on each host, one per GPU; on a machine without GPUs N ranks on the CPU. Default: all GPUs, or the hostfile's slots, or 1")
+                       help="ranks on each host, one per GPU; on a machine without GPUs N ranks on the CPU. Default: all GPUs, or the "
+                            "hostfile's slots, or 1")
     ranks.add_argument("--num_ranks", "--num-ranks", "--nproc", "--nproc_per_node", "--nproc-per-node", type=_positive, metavar="N",
                        help="the same under the name that fits a CPU")
     ranks.add_argument("--cpu", action="store_true", help="stay on the CPU even where there are GPUs")
     hosts = parser.add_argument_group("where")
     hosts.add_argument("--hostfile", "-H", metavar="FILE", help="hosts to use, one line 'host slots=N' each (DeepSpeed's and MPI's format)")
-    hosts.add_argument("--include", "-i", metavar="HOST:0,1@HOST", help="only these hosts, and of a host only these slots (GPUs); of this machine: localhost:0,1")
+    hosts.add_argument("--include", "-i", metavar="HOST:0,1@HOST",
+                       help="only these hosts, and of a host only these slots (GPUs); of this machine: localhost:0,1")
     hosts.add_argument("--exclude", "-e", metavar="HOST:0@HOST", help="all but these")
     hosts.add_argument("--num_nodes", "--num-nodes", "--nnodes", type=_positive, metavar="N", help="only the first N hosts of the hostfile")
     hosts.add_argument("--master_addr", "--master-addr", metavar="ADDRESS",
                        help="address where the ranks meet; default: the first host's, as the others reach it")
-    hosts.add_argument("--master_port", "--master-port", type=_positive, metavar="PORT", help="default: a free one")
+    hosts.add_argument("--master_port", "--master-port", type=_port, metavar="PORT", help="default: a free one")
     through = parser.add_argument_group("through what (several hosts)")
     through.add_argument("--launcher", type=_launcher, metavar="{" + ",".join(LAUNCHERS) + "}",
-                         help="ssh: deepc starts and watches the ranks itself (default); else that launcher does, and deepc reports. pdsh means ssh")
-    through.add_argument("--launcher_args", "--launcher-args", default="", metavar="'ARGS'", help="further arguments of ssh, srun or mpirun, in one string")
-    through.add_argument("--ssh_port", "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
-    through.add_argument("--connect_timeout", "--connect-timeout", type=_positive, default=20, metavar="S", help="seconds until a silent host counts as unreachable")
+                         help="ssh: deepc starts and watches the ranks itself (default); else that launcher does, and deepc reports. pdsh "
+                              "means ssh")
+    through.add_argument("--launcher_args", "--launcher-args", default="", metavar="'ARGS'",
+                         help="further arguments of ssh, srun or mpirun, in one string")
+    through.add_argument("--ssh_port", "--ssh-port", type=_port, metavar="PORT", help="port of the hosts' ssh servers")
+    through.add_argument("--connect_timeout", "--connect-timeout", type=_positive, default=20, metavar="S",
+                         help="seconds until a silent host counts as unreachable")
     through.add_argument("--venv_script", "--venv-script", metavar="FILE", help="a script to source on each host first")
-    through.add_argument("--force_multi", "--force-multi", action="store_true", help="through ssh also where one host, or this one, would do without")
-    through.add_argument("--no_ssh", "--no-ssh", action="store_true", help="start only this host's ranks: you run the same line, with its --node_rank, on each host")
-    through.add_argument("--node_rank", "--node-rank", type=int, default=None, metavar="I", help="with --no_ssh: which host of the hostfile this is, from 0")
-    through.add_argument("--no_ssh_check", "--no-ssh-check", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's extra connection; there is none here
+    through.add_argument("--force_multi", "--force-multi", action="store_true",
+                         help="through ssh also where one host, or this one, would do without")
+    through.add_argument("--no_ssh", "--no-ssh", action="store_true",
+                         help="start only this host's ranks: you run the same line, with its --node_rank, on each host")
+    through.add_argument("--node_rank", "--node-rank", type=int, default=None, metavar="I",
+                         help="with --no_ssh: which host of the hostfile this is, from 0")
+    # DeepSpeed's extra connection; there is none here
+    through.add_argument("--no_ssh_check", "--no-ssh-check", action="store_true", help=argparse.SUPPRESS)
     cores = parser.add_argument_group("cores")
     cores.add_argument("--bind_cores_to_rank", "--bind-cores-to-rank", action="store_true",
                        help="give each rank its own cores, and the memory beside them; OMP_NUM_THREADS becomes their number")
-    cores.add_argument("--bind_core_list", "--bind-core-list", metavar="0-3,8", help="the cores of each host to share out; default: all physical ones")
+    cores.add_argument("--bind_core_list", "--bind-core-list", metavar="0-3,8",
+                       help="the cores of each host to share out; default: all physical ones")
     what = parser.add_argument_group("what")
     what.add_argument("-m", "--module", action="store_true", help="the program is a module name, as in python -m")
     what.add_argument("--no_python", "--no-python", action="store_true", help="the program is any executable, not a Python script")
     what.add_argument("--as-deepspeed", "--as_deepspeed", action="store_true",
-                      help="`import deepspeed` gives deepc in the program; it gets --local_rank=N as from DeepSpeed's launcher (unless --no_local_rank)")
+                      help="`import deepspeed` gives deepc in the program; it gets --local_rank=N as from DeepSpeed's launcher (unless "
+                           "--no_local_rank)")
     what.add_argument("--pass_local_rank", "--pass-local-rank", action="store_true",
                       help="give --local_rank=N to the program (LOCAL_RANK is in the environment in any case)")
     what.add_argument("--no_local_rank", "--no-local-rank", action="store_true", help="don't")
-    what.add_argument("--enable_each_rank_log", "--enable-each-rank-log", metavar="FOLDER", help="write each rank's output to a file of its own there")
-    what.add_argument("--save_pid", "--save-pid", action="store_true", help="write the launcher's pid to <its parent's pid>.deepspeed in the folder for temporary files")
+    what.add_argument("--enable_each_rank_log", "--enable-each-rank-log", metavar="FOLDER",
+                      help="write each rank's output to a file of its own there")
+    what.add_argument("--save_pid", "--save-pid", action="store_true",
+                      help="write the launcher's pid to <its parent's pid>.deepspeed in the folder for temporary files")
     what.add_argument("--quiet", "-q", action="store_true", help="say only what went wrong")
-    what.add_argument("--log_level", "--log-level", choices=("debug", "info", "warning", "error", "critical"), default="info", help=argparse.SUPPRESS)
+    what.add_argument("--log_level", "--log-level", choices=("debug", "info", "warning", "error", "critical"), default="info",
+                      help=argparse.SUPPRESS)
     what.add_argument("--autotuning", choices=("tune", "run"), help=argparse.SUPPRESS)
     what.add_argument("program", metavar="PROGRAM", help="script to run on every rank")
     what.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, passed on as they are")
@@ -130,6 +146,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 1 to 65535")
+    return int(text)
 
 
 def _launcher(text: str) -> str:
@@ -154,8 +176,8 @@ def cores() -> int:
 def _on_this_machine(args: argparse.Namespace, wanted: int | None, gpus: int) -> tuple[Host, list[str]]:
     """Without a hostfile: the ranks of this machine, and notes."""
     if (args.num_nodes or 1) > 1:
-        raise ArgumentError(f"--num_nodes {args.num_nodes}: which hosts? Name them in a file, one line 'host slots=N' each, and add --hostfile FILE (or, inside a "
-                            "Slurm allocation, --launcher slurm)")
+        raise ArgumentError(f"--num_nodes {args.num_nodes}: which hosts? Name them in a file, one line 'host slots=N' each, and add "
+                            "--hostfile FILE (or, inside a Slurm allocation, --launcher slurm)")
     pool = {_LOCAL: tuple(range(gpus or wanted or cores()))}
     chosen = select(pool, args.include, args.exclude)[_LOCAL]
     if gpus:
@@ -163,7 +185,8 @@ def _on_this_machine(args: argparse.Namespace, wanted: int | None, gpus: int) ->
     slots = chosen if args.include or args.exclude else tuple(range(wanted or 1))
     notes = []
     if args.num_gpus and not args.cpu:
-        notes.append(f"no GPU on this machine: --num_gpus {args.num_gpus} means {len(slots)} rank{'s' if len(slots) > 1 else ''} on the CPU")
+        ranks = f"{len(slots)} rank{'s' if len(slots) > 1 else ''}"
+        notes.append(f"no GPU on this machine: --num_gpus {args.num_gpus} means {ranks} on the CPU")
     nodes = int(os.environ.get("SLURM_NNODES", "1"))
     if nodes > 1:
         notes.append(f"this Slurm job has {nodes} nodes and only this one is used: add --launcher slurm for all of them")
@@ -190,7 +213,8 @@ def _of_slurm(args: argparse.Namespace, wanted: int | None) -> tuple[tuple[Host,
     per_node = wanted or int(env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or 1)
     if not names:
         if args.include or args.exclude:
-            raise ArgumentError("--include and --exclude need to know the hosts: add --hostfile, or run inside a Slurm allocation (salloc, sbatch)")
+            raise ArgumentError("--include and --exclude need to know the hosts: add --hostfile, or run inside a Slurm allocation (salloc, "
+                                "sbatch)")
         return tuple(Host(f"node {i}", tuple(range(per_node))) for i in range(args.num_nodes or 1)), False
     pool = select({name: tuple(range(per_node)) for name in names}, args.include, args.exclude)
     return tuple(Host(name, slots) for name, slots in trim(pool, args.num_nodes, None, "the Slurm allocation").items()), True
@@ -202,10 +226,11 @@ def _kind(args: argparse.Namespace) -> str:
         raise ArgumentError("--module and --no_python can't be given together")
     kind = "module" if args.module else "exec" if args.no_python else "script"
     if kind == "script" and not Path(args.program).is_file():
-        raise ArgumentError(f"there is no script {args.program!r} (looked in {os.getcwd()})")
+        what = f"{args.program!r} is a folder: name the script in it" if Path(args.program).is_dir() else f"there is no script {args.program!r}"
+        raise ArgumentError(f"{what} (looked in {os.getcwd()})")
     if args.as_deepspeed and kind == "exec":
-        raise UnsupportedError("--as-deepspeed with --no_python: an executable's imports can't be changed from outside. Give the Python script itself, or write "
-                               "`import deepc.compat.deepspeed` at its top")
+        raise UnsupportedError("--as-deepspeed with --no_python: an executable's imports can't be changed from outside. Give the Python "
+                               "script itself, or write `import deepc.compat.deepspeed` at its top")
     return kind
 
 
@@ -236,10 +261,12 @@ def _bind(args: argparse.Namespace) -> str:
 
 
 def threads(ranks: int, its_cores: int, bound: str, notes: list[str] | None = None) -> dict[str, str]:
-    """OMP_NUM_THREADS for `ranks` on a host where they may use `its_cores`, or nothing if the user has set it. A bound rank has a thread a core in any case."""
+    """OMP_NUM_THREADS for `ranks` on a host where they may use `its_cores`, or nothing if the user has set it. A bound rank has a
+    thread a core in any case."""
     given = os.environ.get("OMP_NUM_THREADS")
     if not bound:
-        return {} if given else {"OMP_NUM_THREADS": str(max(1, its_cores // ranks))}  # else N ranks of as many threads as cores fight for them
+        # else N ranks of as many threads as cores fight for them
+        return {} if given else {"OMP_NUM_THREADS": str(max(1, its_cores // ranks))}
     if given and notes is not None:
         notes.append(f"OMP_NUM_THREADS={given} gives way to --bind_cores_to_rank: one thread for each core of a rank")
     return {}
@@ -276,7 +303,8 @@ def _master(args: argparse.Namespace) -> tuple[str, int | None] | None:
 
 
 def plan(args: argparse.Namespace) -> Launch:
-    """What `args` (of add_arguments) asks for. Raises ArgumentError for what contradicts itself or is not there, UnsupportedError for what deepc lacks."""
+    """What `args` (of add_arguments) asks for. Raises ArgumentError for what contradicts itself or is not there,
+    UnsupportedError for what deepc lacks."""
     _check(args)
     kind, bound, wanted = _kind(args), _bind(args), args.num_gpus or args.num_ranks
     path = args.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else None)
@@ -296,11 +324,16 @@ def plan(args: argparse.Namespace) -> Launch:
         raise ArgumentError(f"--node_rank {args.node_rank}: there are {len(hosts)} hosts, 0 to {len(hosts) - 1}")
     gpus = 0 if args.cpu or launcher != "local" else _cuda_devices()
     env = {"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {}
+    if launcher == "local" and args.venv_script:
+        notes.append(f"--venv_script {args.venv_script} is for hosts that ssh reaches: this machine's ranks run in this environment")
     if launcher == "local":
         if gpus and (wrong := [s for s in hosts[0].slots if s >= gpus]):
             raise ArgumentError(f"slot {wrong[0]} asked for, but there are only {gpus} GPUs on this machine: ask for fewer, or add --cpu")
         env = _local_env(args, hosts[0], gpus, bound, notes)
-    return Launch(hosts, kind, (args.program, *args.arguments), launcher, hosts[0].slots if gpus else (), env, _master(args), args.node_rank,
-                  (args.pass_local_rank or args.as_deepspeed) and not args.no_local_rank, args.as_deepspeed, bound, args.cpu, args.launcher_args, args.ssh_port,
-                  args.connect_timeout, args.venv_script, args.enable_each_rank_log if args.enable_each_rank_log != "None" else None, args.save_pid,
-                  args.quiet or args.log_level in ("error", "critical"), named, tuple(notes))
+    return Launch(
+        hosts, kind, (args.program, *args.arguments), launcher, devices=hosts[0].slots if gpus else (), env=env, master=_master(args),
+        node=args.node_rank, pass_local_rank=(args.pass_local_rank or args.as_deepspeed) and not args.no_local_rank,
+        as_deepspeed=args.as_deepspeed, bind=bound, cpu=args.cpu, launcher_args=args.launcher_args, ssh_port=args.ssh_port,
+        connect_s=args.connect_timeout, venv_script=args.venv_script,
+        logs=args.enable_each_rank_log if args.enable_each_rank_log != "None" else None, pid_file=args.save_pid,
+        quiet=args.quiet or args.log_level in ("error", "critical"), named=named, notes=tuple(notes))

@@ -1,10 +1,11 @@
 """Which rank this process is where no launcher of torch's kind says so: Slurm's srun, OpenMPI, MPICH and its relatives.
 
-Only the standard library and no import of deepc: rank.py loads this file by its path. Each reader turns what its launcher sets into torchrun's variables
-(RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a MASTER_ADDR or MASTER_PORT that the user has set stays.
+Only the standard library and no import of deepc: rank.py loads this file by its path. Each reader turns what its launcher sets into
+torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a MASTER_ADDR or MASTER_PORT that the user
+has set stays.
 
-Where the launcher tells no meeting point there is one rule: ranks of one host meet on 127.0.0.1, ranks of several on the first host of the list (Slurm),
-else MASTER_ADDR must be given. The port is a function of the job, below the kernel's range of outgoing ports."""
+Where the launcher tells no meeting point there is one rule: ranks of one host meet on 127.0.0.1, ranks of several on the first host of the
+list (Slurm), else MASTER_ADDR must be given. The port is a function of the job, below the kernel's range of outgoing ports."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
-    """A launcher that sets rank, size, local rank and local size under these names. job: the variable that names the job, if there is one."""
+    """A launcher that sets rank, size, local rank and local size under these names. job: the variable that names the job, if
+    there is one."""
 
     def read(env: Mapping[str, str]) -> dict[str, str] | None:
         if names[0] not in env or names[1] not in env:
@@ -80,8 +82,8 @@ def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
         rank, size = env[names[0]], env[names[1]]
         local_rank, local = env.get(names[2]), env.get(names[3])
         if int(size) > 1 and (local_rank is None or local is None):
-            raise PlaceError(f"{names[0]} and {names[1]} are set, {names[2] if local_rank is None else names[3]} is not: this launcher doesn't tell which "
-                             "ranks share a host. Set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or start with `deepc run`")
+            raise PlaceError(f"{names[0]} and {names[1]} are set, {names[2] if local_rank is None else names[3]} is not: this launcher "
+                             "doesn't tell which ranks share a host. Set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or start with `deepc run`")
         found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank or "0", "LOCAL_WORLD_SIZE": local or "1"}
         if found["LOCAL_WORLD_SIZE"] == size:
             found["MASTER_ADDR"] = "127.0.0.1"
@@ -91,9 +93,13 @@ def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
     return read
 
 
+def _world(prefix: str) -> tuple[str, str, str, str]:
+    return f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
+
+
 _LAUNCHERS = {
-    "OpenMPI": _counted(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), "PMIX_NAMESPACE"),
-    "MVAPICH": _counted(("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"), "PMI_KVSNAME"),
+    "OpenMPI": _counted(_world("OMPI_COMM_WORLD_"), "PMIX_NAMESPACE"),
+    "MVAPICH": _counted(_world("MV2_COMM_WORLD_"), "PMI_KVSNAME"),
     "MPICH": _counted(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "PMI_KVSNAME"),  # also Intel MPI
     "Slurm": _slurm,  # last: under `srun --mpi=pmi2` and inside an allocation the MPI launcher's own are the right ones
 }
@@ -107,8 +113,9 @@ def discover(env: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
             continue
         found.update({v: env[v] for v in ("MASTER_ADDR", "MASTER_PORT") if v in env})
         if int(found["WORLD_SIZE"]) > 1 and "MASTER_ADDR" not in found:
-            raise PlaceError(f"{name} started {found['WORLD_SIZE']} ranks on several hosts and names no meeting point: export MASTER_ADDR, the address of rank 0's "
-                             "host (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host), or start with `deepc run --hostfile FILE --launcher openmpi`")
+            raise PlaceError(f"{name} started {found['WORLD_SIZE']} ranks on several hosts and names no meeting point: export MASTER_ADDR, "
+                             "the address of rank 0's host (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host), or start with "
+                             "`deepc run --hostfile FILE --launcher openmpi`")
         if "MASTER_ADDR" in found and "MASTER_PORT" not in found:
             found["MASTER_PORT"] = "29500"
         return name, found

@@ -1,5 +1,6 @@
-"""The first code of every rank: ties its life to the launcher's, finds out which rank it is, binds it to its cores, runs the user's program as
-`python script` would, and hands the traceback of what ends it to the launcher (torch elastic's error file, or over a socket under mpirun and srun).
+"""The first code of every rank: ties its life to the launcher's, finds out which rank it is, binds it to its cores, runs the user's program
+as `python script` would, and hands the traceback of what ends it to the launcher (torch elastic's error file, or over a socket under mpirun
+and srun).
 
 Run by path, with no import of torch or deepc: a program that uses neither pays 20 ms for it.
 Usage: rank.py script|module|exec|call|launcher NAME [ARGUMENT...]
@@ -34,7 +35,8 @@ def die_with_launcher(by: signal.Signals = signal.SIGKILL) -> None:
 
 def sibling(name: str) -> types.ModuleType:
     """A file beside this one; the name `deepc` stays free for the program."""
-    spec = importlib.util.spec_from_file_location("_deepc_launch_" + name, os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py"))
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+    spec = importlib.util.spec_from_file_location("_deepc_launch_" + name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -107,7 +109,8 @@ def write_record(data: dict[str, object]) -> None:
 
 
 def send_record(data: dict[str, object]) -> None:
-    """To the launcher that waits at one of these addresses: "TOKEN PORT ADDRESS...". If none answers the traceback is on stderr all the same."""
+    """To the launcher that waits at one of these addresses: "TOKEN PORT ADDRESS...". If none answers the traceback is on stderr all
+    the same."""
     import socket
 
     token, port, *addresses = REPORT_TO.split()

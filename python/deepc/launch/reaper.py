@@ -17,8 +17,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class LingeringPopen(subprocess.Popen[bytes]):
-    """A rank that failed stays a zombie for a moment before it is collected: from the zombie the other ranks read how it ended (its signal or exit
-    code; before Linux 6.15 there is no other place), and they get the time to say so before they are stopped as well."""
+    """A rank that failed stays a zombie for a moment before it is collected: from the zombie the other ranks read how it ended (its signal
+    or exit code; before Linux 6.15 there is no other place), and they get the time to say so before they are stopped as well."""
 
     _seen: float | None = None
 

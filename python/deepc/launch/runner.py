@@ -1,6 +1,7 @@
 """Runs a Launch to its end: what happens becomes an exit code, one report of what failed first, and no process left.
 
-The report comes last, after all the ranks' own output: the traceback of the rank that failed first, not of those that failed because of it."""
+The report comes last, after all the ranks' own output: the traceback of the rank that failed first, not of those that failed because
+of it."""
 
 from __future__ import annotations
 
@@ -94,8 +95,8 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 
 def run(launch: Launch) -> int:
     """Starts the ranks, waits for them and returns the exit code of the run: 0, that of the rank that failed first, or 128 + n when
-    signal n ended a rank or stopped the launcher. When it returns no process that the run started is alive, on any host. Raises CommError if a host
-    can't be reached, or the ranks can't be started. Call it in the main thread."""
+    signal n ended a rank or stopped the launcher. When it returns no process that the run started is alive, on any host. Raises CommError
+    if a host can't be reached, or the ranks can't be started. Call it in the main thread."""
     if not launch.quiet:
         print(launch.describe(), file=sys.stderr, flush=True)
     before = {sig: signal.signal(sig, _raise_stopped) for sig in _STOPPING}

@@ -30,11 +30,13 @@ _FIXES = (
 
 
 def command(host: str, *, port: int | None, arguments: str, before: str | None) -> list[str]:
-    """Starts an agent on `host` that speaks on its stdin and stdout. arguments: further ones of ssh. before: a script to be sourced there."""
+    """Starts an agent on `host` that speaks on its stdin and stdout. arguments: further ones of ssh. before: a script to be sourced
+    there."""
     remote = f"exec {shlex.quote(sys.executable)} -IS {shlex.quote(AGENT)} 0 1"
     if before:
         remote = f". {shlex.quote(before)} && {remote}"
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-T", "-x"]
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=5",
+               "-o", "ServerAliveCountMax=3", "-T", "-x"]
     if port is not None:
         options += ["-p", str(port)]
     return ["ssh", *shlex.split(arguments), *options, "--", host, remote]

@@ -24,7 +24,7 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in _INTEGERS
 
 
-def _search(value: Any, depth: int = 0) -> tuple | None:
+def _search(value: Any, depth: int = 0) -> tuple[Any, ...] | None:
     """Path of keys and indices to the first (batch, length) tensor of integers; one that is called input_ids goes first."""
     if isinstance(value, Mapping):
         named = [k for k in _IDS if k in value]
@@ -41,7 +41,7 @@ def _search(value: Any, depth: int = 0) -> tuple | None:
     return None
 
 
-def _at(value: Any, path: tuple) -> Any:
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
@@ -53,11 +53,11 @@ class TokenCounter:
 
     def __init__(self, encoder_decoder: bool = False) -> None:
         self._two = encoder_decoder
-        self._path: tuple | None = None
+        self._path: tuple[Any, ...] | None = None
         self._in_kwargs = False
         self._misses = 0
 
-    def __call__(self, inputs: tuple, kwargs: dict) -> tuple[int, int]:
+    def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         """(tokens, length); (0, 0) if the inputs have none."""
         if self._path is None:
             if self._misses > 8 or not self._find(inputs, kwargs):
@@ -76,7 +76,7 @@ class TokenCounter:
                 tokens += target.numel()
         return tokens, length
 
-    def _find(self, inputs: tuple, kwargs: dict) -> bool:
+    def _find(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for self._in_kwargs, where in ((True, {k: kwargs[k] for k in _IDS if k in kwargs}), (False, inputs), (True, kwargs)):
             if (path := _search(where)) is not None:
                 self._path = path

@@ -33,7 +33,7 @@ class _TimedIterator:
         return getattr(self.__dict__["_inner"], name)
 
 
-class TimedLoader(torch.utils.data.DataLoader):
+class TimedLoader(torch.utils.data.DataLoader[Any]):
     """torch.utils.data.DataLoader; what its iterators wait is in `waits.seconds["data"]`."""
 
     def __iter__(self) -> Any:

@@ -73,7 +73,7 @@ class Meter:
 
         # of the job
         self._tokens_total = 0.0
-        self._raw: tuple | None = None  # the last step
+        self._raw: tuple[Any, ...] | None = None  # the last step
         self._made_record: dict[str, Any] | None = None
         self._sums = _Sums()
         self._pace: deque[tuple[int, float]] = deque(maxlen=64)
@@ -119,7 +119,7 @@ class Meter:
                 monitor.times = config.wall_clock_breakdown
 
     # ---- what the engine calls ---------------------------------------------------------------------------------------------
-    def forward_begins(self, inputs: tuple, kwargs: dict) -> None:
+    def forward_begins(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = self._entered = _clock()
         self._training = torch.is_grad_enabled()
         if not self._training:

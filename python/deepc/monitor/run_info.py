@@ -32,7 +32,9 @@ def _private_before(engine: Any) -> int | None:
     """Private bytes of all ranks before initialize (rank 0's, times the ranks): what a prediction is above. None without a prediction."""
     if engine._first_step is None:
         return None
-    return max(0, engine._first_step._before["rss_bytes"] - tiers.read_status().get("file", 0)) * engine.world_size
+    before: int = engine._first_step._before["rss_bytes"]
+    ranks: int = engine.world_size
+    return max(0, before - tiers.read_status().get("file", 0)) * ranks
 
 
 def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Guard:
     def open(self, name: str, make: Any, *args: Any) -> Sink | None:
         """make(*args) -> Sink, kept; None (after a warning) if that raises."""
         try:
-            sink = make(*args)
+            sink: Sink = make(*args)
         except (Exception, SystemExit) as exc:
             logger.warning(f"{name} can't be opened, so nothing is written there and training goes on: {_why(exc)}")
             return None
@@ -101,7 +101,7 @@ class LiveLine:
         self._stream, self._prefix = stream or sys.stderr, prefix
         self._bar: Any = None
         self._drawn = False
-        self._handlers: list[tuple[logging.StreamHandler, Any]] = []
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def show(self, record: dict[str, Any], keep: bool) -> None:
         if keep:
@@ -113,9 +113,10 @@ class LiveLine:
             self._drawn = True
             return
         total = record.get("total_steps")
-        columns = self._bar.console.width - (25 if total else 1)
-        self._bar.update(self._task, total=total, completed=record["step"], visible=True, description=self._prefix + line.text(record, columns))
-        self._bar.refresh()
+        bar: Any = self._bar
+        columns = bar.console.width - (25 if total else 1)
+        bar.update(self._task, total=total, completed=record["step"], visible=True, description=self._prefix + line.text(record, columns))
+        bar.refresh()
 
     def _say(self, text: str) -> None:
         if self._drawn:
@@ -205,7 +206,7 @@ class Folder(Sink):
     A run that goes on (its first record is not step 1) is appended and keeps the clock of the first start. A fresh run moves the metrics of an
     earlier one aside, to metrics.before-<time>.jsonl."""
 
-    def __init__(self, folder: str | os.PathLike, info: dict[str, Any], began: float) -> None:
+    def __init__(self, folder: str | os.PathLike[str], info: dict[str, Any], began: float) -> None:
         """info: what run.json holds. began: time.time() of record time 0."""
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ in C (one pass: unscale, clip, decay, moments, master, 16-bit write-back); other
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Callable, Iterator, NoReturn
 
 import torch
 
@@ -16,6 +16,7 @@ from ..config_keys import ELEMENTWISE
 from ..determinism import LayoutOrder
 from ..dtypes import code
 from ..errors import ConfigError, UnsupportedError
+from ..partition import Segment
 from ..state import ModelState
 from .adamw import AdamW
 
@@ -36,7 +37,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.defaults = base.defaults
         self.param_groups = base.param_groups
         self.core = takes_core_path(base)
-        self._state: ModelState | None = None
+        self._state: ModelState  # from attach on
         self._steps = 0
         self._left_out: frozenset[int] = frozenset()
         self.overflow = False
@@ -55,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises if the update of an element could depend on where its shard ends ("deterministic": "layout")."""
         LayoutOrder.check_optimizer(type(self.base).__name__, self.core)
 
-    def _hook_tables(self) -> None:
+    def _hook_tables(self: torch.optim.Optimizer) -> None:
         from collections import OrderedDict
 
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
@@ -92,9 +93,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._args = (AdamWArgs * max(1, len(self._runs)))()
         for a, (g, flat, own, n) in zip(self._args, self._runs):
-            lowp = st.master is not None
+            master, lowp = st.master, st.master is not None
             direct = not st.plan.parameters_as  # else the engine makes the parameters from the masters when it publishes them
-            a.param = st.master.data_ptr() + 4 * own if lowp else target.data_ptr() + 4 * flat
+            a.param = master.data_ptr() + 4 * own if master is not None else target.data_ptr() + 4 * flat
             a.grad = st.acc.data_ptr() + 4 * own
             a.exp_avg, a.exp_avg_sq = (self.states[k].data_ptr() + 4 * own for k in names[:2])
             if self.param_groups[g].get("amsgrad"):
@@ -108,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
         st = self._state
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
-        self._shards: list[tuple[Any, torch.nn.Parameter]] = []
+        self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         for s in st.plan.segments:
             source = st.master[s.shard_begin: s.shard_begin + s.length] if st.master is not None else st.flat[s.flat_begin: s.flat_begin + s.length]
             grad = st.acc[s.shard_begin: s.shard_begin + s.length]
@@ -169,9 +170,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runs = [(slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index]
             if not runs:
                 continue
-            lowp = st.master is not None
+            master, lowp = st.master, st.master is not None
             torch.ops.deepc.step_adamw(
-                [st.master[o] if lowp else st.flat[f] for f, o in runs], [st.acc[o] for _, o in runs],
+                [st.flat[f] if master is None else master[o] for f, o in runs], [st.acc[o] for _, o in runs],
                 [self.states["exp_avg"][o] for _, o in runs], [self.states["exp_avg_sq"][o] for _, o in runs],
                 [self.states["max_exp_avg_sq"][o] for _, o in runs] if g.get("amsgrad") else [], [st.flat[f] for f, _ in runs] if lowp else [],
                 float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]),
@@ -194,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 st.flat[s.flat_begin: s.flat_begin + s.length].copy_(shard.data.view(-1))
 
     # ---- what users call ---------------------------------------------------------------------------------------------
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here
         raise UnsupportedError("call engine.step(), not optimizer.step(): the engine reduces, unscales and clips before the update")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -204,16 +205,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 p.grad = None
 
     @property
-    def state(self):  # type: ignore[override]
+    def state(self) -> Any:  # type: ignore[override]  # torch has a plain attribute; these are its own, of the base
         return self.base.state
 
-    def add_param_group(self, param_group) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_state", None) is not None:
             raise UnsupportedError("param groups can't be added after deepc.initialize: the flat space is laid out; pass all groups to initialize")
         self.base.add_param_group(param_group)
 
     # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
-    def owned_states(self):
+    def owned_states(self) -> Iterator[tuple[str, Segment, torch.Tensor]]:
         """Yields (state name, segment, 1-D view of this rank's part) for every optimizer state tensor."""
         if self.core:
             for name, owned in self.states.items():
@@ -237,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for name in names:
                 self._twin.state[shard].setdefault(name, torch.zeros_like(shard.data))
 
-    def hyper_state(self) -> dict:
+    def hyper_state(self) -> dict[str, Any]:
         """JSON-able: step count, hyper-parameters per group, scalar states of a torch optimizer."""
         groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
         scalars = {}
@@ -246,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scalars = {k: float(v) for k, v in first.items() if (torch.is_tensor(v) and v.numel() == 1 and v.dim() == 0) or isinstance(v, (int, float))}
         return {"type": type(self.base).__name__, "step": self._steps, "param_groups": groups, "scalars": scalars}
 
-    def load_hyper_state(self, saved: dict) -> None:
+    def load_hyper_state(self, saved: dict[str, Any]) -> None:
         if len(saved["param_groups"]) != len(self.param_groups):
             raise ConfigError(f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer {len(self.param_groups)}")
         self._steps = saved["step"]
@@ -258,11 +259,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for k, v in saved["scalars"].items():
                     self._twin.state[shard][k] = torch.tensor(v)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
         return {"hyper": self.hyper_state(), "owned": {f"{n}/{self._state.names[s.param]}@{s.param_begin}": v.clone() for n, s, v in self.owned_states()}}
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.load_hyper_state(state_dict["hyper"])
         self.prepare_states(sorted({k.split("/", 1)[0] for k in state_dict["owned"]}))
         for n, s, view in self.owned_states():
@@ -275,13 +276,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer({self.base!r})"
 
 
-def _decoupled(base: torch.optim.Optimizer, group: dict) -> bool:
+def _decoupled(base: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     return isinstance(base, torch.optim.AdamW)
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     if torch.is_tensor(value):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
@@ -290,4 +291,4 @@ def _plain(value):
 def _init_arguments(kind: type) -> set[str]:
     import inspect
 
-    return set(inspect.signature(kind.__init__).parameters)
+    return set(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]  # of the class, not of an instance

@@ -49,7 +49,7 @@ def parameters(engine: Any) -> int:
     streamed = getattr(state, "streamed", None)
     if streamed is not None:
         shard = _nbytes([state.flat]) if state.plan.sharded else 0
-        return streamed.live_elems * state.plan.dtype.itemsize + shard
+        return int(streamed.live_elems) * int(state.plan.dtype.itemsize) + shard
     flat = [state.flat, state.frozen_flat] if state.segment is None else []
     frozen = [p for _, p in state.frozen if state.frozen_flat is None or not p.is_floating_point()]
     return _nbytes(_on(engine.device, [*flat, *frozen]))
@@ -60,7 +60,9 @@ def gradients(engine: Any) -> int:
     hooks = engine.hooks
     on_the_way = list(hooks._held.values()) + list(hooks._late.values())
     left = [p.grad for p in engine.state.trained] if hooks._kept else []
-    return _nbytes(_on(engine.device, [engine.state.acc, *on_the_way, *left]))
+    lease = engine.state.lease
+    sums = [engine.state.acc] if lease is None else []
+    return _nbytes(_on(engine.device, [*sums, *on_the_way, *left])) + (lease.nbytes() if lease is not None else 0)
 
 
 def optimizer_states(engine: Any) -> int:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ def align(now: Callable[[], int] = time.monotonic_ns, who: str | None = None) ->
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Clock(start_ns=now())
     rank, world = dist.get_rank(), dist.get_world_size()
-    everyone: list = [None] * world
+    everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, who or identity())
     first = {key: r for r, key in reversed(list(enumerate(everyone)))}
     others = sorted(r for key, r in first.items() if key != everyone[0])
@@ -50,7 +50,7 @@ def align(now: Callable[[], int] = time.monotonic_ns, who: str | None = None) ->
             _answer(other, now)
         elif rank == other:
             mine = _ask(now)
-    told: list = [None] * world
+    told: list[Any] = [None] * world
     dist.all_gather_object(told, (mine.offset_ns, mine.bound_ns, now()))
     offset, bound, _ = told[first[everyone[rank]]]
     return Clock(offset, bound, told[0][2])

@@ -11,11 +11,13 @@ A formula: (args, kwargs, result) -> (flops, macs). `cost_of(operator)` finds it
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 import torch
 
-Cost = Callable[[tuple, dict, Any], tuple[int, int]]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Cost = Callable[[Args, Kwargs, Any], tuple[int, int]]
 
 
 def _product(macs: int, more: int = 0) -> tuple[int, int]:
@@ -36,94 +38,95 @@ def _numel(result: Any) -> int:
     return 0 if t is None else t.numel()
 
 
-def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = None) -> Any:
+def _argument(args: Args, kwargs: Kwargs, place: int, name: str, default: Any = None) -> Any:
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 # ---- products ------------------------------------------------------------------------------------------------------------------
-def _mm(args, kwargs, out):
+def _mm(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     a, b = args[:2]
     return _product(a.shape[0] * a.shape[1] * b.shape[1])
 
 
-def _addmm(args, kwargs, out):
+def _addmm(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return _mm(args[1:], kwargs, out)  # the bias is part of a linear layer, as in DeepSpeed's rate
 
 
-def _bmm(args, kwargs, out):
+def _bmm(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     a, b = args[:2]
     return _product(a.numel() * b.shape[-1])
 
 
-def _baddbmm(args, kwargs, out):
+def _baddbmm(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return _product(args[1].numel() * args[2].shape[-1])
 
 
-def _dot(args, kwargs, out):
+def _dot(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return _product(args[0].numel())
 
 
-def _mv(args, kwargs, out):
+def _mv(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return _product(args[0].numel())
 
 
-def _addmv(args, kwargs, out):
+def _addmv(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return _product(args[1].numel())
 
 
-def _convolution(args, kwargs, out):
+def _convolution(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     x, weight, bias = args[:3]
     transposed = bool(_argument(args, kwargs, 6, "transposed", False))
-    kernel, positions = math.prod(weight.shape[2:]), x.shape[0] * math.prod((x if transposed else _first(out)).shape[2:])
+    grid = x if transposed else cast(torch.Tensor, _first(out))
+    kernel, positions = math.prod(weight.shape[2:]), x.shape[0] * math.prod(grid.shape[2:])
     macs = kernel * weight.shape[0] * weight.shape[1] * positions  # weight: [out, in / groups, ...], transposed [in, out / groups, ...]
     return _product(macs, 0 if bias is None else _numel(out))
 
 
-def _attention(args, kwargs, out):
+def _attention(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     q, k, v = args[:3]  # [..., heads, length, width]; a causal mask is not taken off, as everywhere
     return _product(q.numel() * k.shape[-2] + math.prod(q.shape[:-1]) * k.shape[-2] * v.shape[-1])
 
 
-def _attention_by_length(args, kwargs, out):
+def _attention_by_length(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     q, k, v = args[:3]  # [batch, length, heads, width]
     if q.dim() != 4:  # packed sequences of different lengths: torch's formula knows how to read them
-        return _from_torch(torch.ops.aten._flash_attention_forward)(args, kwargs, out)
+        return cast(Cost, _from_torch(torch.ops.aten._flash_attention_forward))(args, kwargs, out)
     return _product(q.numel() * k.shape[1] + math.prod(q.shape[:-1]) * k.shape[1] * v.shape[-1])
 
 
-def _rnn_layer(args, kwargs, out):
+def _rnn_layer(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     x, w_input, w_hidden = args[:3]  # [length, batch, width]; mkldnn_rnn_layer is an LSTM's
     steps = x.shape[0] * x.shape[1]
     return _product(steps * (w_input.numel() + w_hidden.numel()), steps * 10 * w_hidden.shape[-1])
 
 
-def _cudnn_rnn(args, kwargs, out):
+def _cudnn_rnn(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     x, weights = args[0], args[1]
     return _product(x.shape[0] * x.shape[1] * sum(w.numel() for w in weights if w.dim() == 2))
 
 
-def _lstm_cell(args, kwargs, out):
+def _lstm_cell(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return 10 * _numel(out), 0
 
 
-def _gru_cell(args, kwargs, out):
+def _gru_cell(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return 7 * _numel(out), 0
 
 
-def _encoder_layer(args, kwargs, out):
+def _encoder_layer(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     x, qkv, projection, up, down = args[0], args[3], args[5], args[14], args[16]
     tokens = x.numel() // x.shape[-1]
     attention = 2 * tokens * x.shape[-2] * x.shape[-1]
     return _product(tokens * (qkv.numel() + projection.numel() + up.numel() + down.numel()) + attention)
 
 
-def _multi_head_attention(args, kwargs, out):
+def _multi_head_attention(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     q, k, qkv, projection = args[0], args[1], args[5], args[7]
     tokens = q.numel() // q.shape[-1]
     return _product(tokens * (qkv.numel() + projection.numel()) + 2 * tokens * k.shape[-2] * q.shape[-1])
 
 
-def _linear_cross_entropy(args, kwargs, out):
+def _linear_cross_entropy(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     hidden, weight = args[:2]  # only what a forward is: that its gradients are made at once is backward's work, done early
     rows = hidden.numel() // hidden.shape[-1]
     return _product(rows * weight.numel(), rows * weight.shape[0])
@@ -139,25 +142,25 @@ def _per_output(rate: int = 1) -> Cost:
 
 
 def _norm(weight_at: int) -> Cost:
-    def cost(args, kwargs, out):
+    def cost(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
         return (5 if len(args) > weight_at and args[weight_at] is not None else 4) * args[0].numel(), 0
 
     return cost
 
 
 def _batch_norm(training_at: int) -> Cost:
-    def cost(args, kwargs, out):
+    def cost(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
         affine, training = args[1] is not None, bool(args[training_at]) if training_at >= 0 else True
         return ((5 if affine else 4) if training else (2 if affine else 1)) * args[0].numel(), 0
 
     return cost
 
 
-def _embedding_bag(args, kwargs, out):
+def _embedding_bag(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return args[1].numel() * args[0].shape[-1], 0
 
 
-def _free(args, kwargs, out):
+def _free(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     return 0, 0
 
 
@@ -324,7 +327,7 @@ def _from_torch(packet: Any) -> Cost | None:
     if found is None:
         return None
 
-    def cost(args, kwargs, out):
+    def cost(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
         flops = int(found(*args, **kwargs, out_val=out))
         return flops, flops // 2
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any, Sequence
+from typing import Any, Callable, Protocol, Sequence, cast
 
 import torch
 from torch import nn
@@ -54,20 +54,39 @@ __all__ = [
     "params_to_string",
 ]
 _log = logging.getLogger("deepc")
+
+
+class Counted(Protocol):
+    """The attributes that a module has while a profile is there."""
+
+    __flops__: int
+    __macs__: int
+    __params__: int
+    __expert_params__: int
+    __model_expert_params__: int
+    __start_time__: float
+    __duration__: float
+
+
+def counted(module: nn.Module) -> Counted:
+    """`module`, whose attributes torch declares to be tensors or modules."""
+    return cast(Counted, module)
+
+
 _ATTRIBUTES = ("__flops__", "__macs__", "__params__", "__expert_params__", "__model_expert_params__", "__start_time__", "__duration__")
-_UNKNOWN = object()
+_UNKNOWN: Any = object()
 
 
 class _Counter(TorchDispatchMode):
     """Adds what operators cost to the module that is running."""
 
     def __init__(self, running: list[tuple[nn.Module, float]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
         self._running = running
         self._cost: dict[Any, Cost | None] = {}
         self._composite: dict[Any, bool] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         composite = self._composite.get(func)
         if composite is None:
@@ -83,7 +102,7 @@ class _Counter(TorchDispatchMode):
             cost = self._cost[func] = cost_of(func)
         if cost is not None and self._running:
             flops, macs = cost(args, kwargs, out)
-            module = self._running[-1][0]
+            module = counted(self._running[-1][0])
             module.__flops__ += flops
             module.__macs__ += macs
         return out
@@ -137,9 +156,9 @@ class FlopsProfiler:
 
     def reset_profile(self) -> None:
         """Zeroes all counts."""
-        for module in self.model.modules():
+        for module in map(counted, self.model.modules()):
             module.__flops__ = module.__macs__ = 0
-            module.__params__ = sum(p.numel() for p in module.parameters())
+            module.__params__ = sum(p.numel() for p in cast(nn.Module, module).parameters())
             module.__expert_params__ = module.__model_expert_params__ = 0
             module.__start_time__ = module.__duration__ = 0.0
 
@@ -166,7 +185,7 @@ class FlopsProfiler:
             return
         if not self._running and self._count:
             self._counter = _Counter(self._running)
-            self._counter.__enter__()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch
         self._running.append((module, self._now()))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
@@ -175,7 +194,7 @@ class FlopsProfiler:
         now = self._now()
         while self._running:  # deeper ones are left over only if their hooks did not run
             last, began = self._running.pop()
-            last.__duration__ += now - began
+            counted(last).__duration__ += now - began
             if last is module:
                 break
         if not self._running:
@@ -183,7 +202,7 @@ class FlopsProfiler:
 
     def _leave_counter(self) -> None:
         if self._counter is not None:
-            self._counter.__exit__(None, None, None)
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch
             self._counter = None
 
     # ---- results ---------------------------------------------------------------------------------------------------------------
@@ -212,7 +231,8 @@ class FlopsProfiler:
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Parameters of the model, each once, wherever ZeRO has put them."""
         self._check()
-        total = self.model.__params__ + self.model.__expert_params__
+        model = counted(self.model)
+        total = model.__params__ + model.__expert_params__
         return params_to_string(total) if as_string else total
 
     def print_model_profile(
@@ -231,24 +251,24 @@ class FlopsProfiler:
 
 def get_module_flops(module: nn.Module) -> int:
     """Operations of a module and all inside it, while a profile is there."""
-    return sum(m.__flops__ for m in module.modules())
+    return sum(counted(m).__flops__ for m in module.modules())
 
 
 def get_module_macs(module: nn.Module) -> int:
     """Multiply-accumulates of a module and all inside it."""
-    return sum(m.__macs__ for m in module.modules())
+    return sum(counted(m).__macs__ for m in module.modules())
 
 
 def get_module_duration(module: nn.Module) -> float:
     """Seconds in a module's forward; of one that is not called itself (a ModuleList): its children's."""
-    return module.__duration__ or sum(map(get_module_duration, module.children()))
+    return counted(module).__duration__ or sum(map(get_module_duration, module.children()))
 
 
 def get_model_profile(
     model: nn.Module,
-    input_shape: tuple | None = None,
-    args: Sequence = (),
-    kwargs: dict | None = None,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
     print_profile: bool = True,
     detailed: bool = True,
     module_depth: int = -1,
@@ -258,7 +278,7 @@ def get_model_profile(
     output_file: str | None = None,
     ignore_modules: Sequence[type] | None = None,
     mode: str = "forward",
-):
+) -> tuple[int, int, int] | tuple[str, str, str]:
     """(flops, macs, parameters) of one forward of `model` (numbers, or text with as_string), and the printed profile.
 
     input_shape: of a single tensor input, made of ones in the model's dtype; or args, kwargs: the inputs. mode: "forward" or "generate".
@@ -275,20 +295,20 @@ def get_model_profile(
     if not args and not kwargs:
         raise ArgumentError("get_model_profile needs input_shape=, or the model's inputs as args= or kwargs=")
     model.eval()
-    run = model if mode == "forward" else model.generate
+    run: Callable[..., Any] = model if mode == "forward" else cast(Any, model).generate
     for _ in range(warm_up):
         run(*args, **(kwargs or {}))
     profiler = FlopsProfiler(model, count=False)
     profiler.start_profile(ignore_list=ignore_modules)
     run(*args, **(kwargs or {}))
-    durations = [m.__duration__ for m in model.modules()]
+    durations = [counted(m).__duration__ for m in model.modules()]
     profiler._count = True
     profiler.start_profile(ignore_list=ignore_modules)
     run(*args, **(kwargs or {}))
     profiler.stop_profile()
     for module, duration in zip(model.modules(), durations):
-        module.__duration__ = duration
-    found = profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()
+        counted(module).__duration__ = duration
+    found = get_module_flops(model), get_module_macs(model), counted(model).__params__ + counted(model).__expert_params__
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()

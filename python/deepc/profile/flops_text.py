@@ -163,6 +163,12 @@ def print_aggregated(model: nn.Module, module_depth: int, top_modules: int, out:
             print(f"    {label}- { {name: text(values[place]) for name, values in best} }", file=out)
 
 
+def _params(module: nn.Module) -> int:
+    from .flops import counted
+
+    return counted(module).__params__ + counted(module).__expert_params__
+
+
 def _collect(module: nn.Module, depth: int, depths: list[dict[str, list[float]]]) -> None:
     from .flops import get_module_duration, get_module_macs
 
@@ -170,7 +176,7 @@ def _collect(module: nn.Module, depth: int, depths: list[dict[str, list[float]]]
         depths.append({})
     row = depths[depth].setdefault(type(module).__name__, [0, 0, 0])
     row[0] += get_module_macs(module)
-    row[1] += module.__params__ + module.__expert_params__
+    row[1] += _params(module)
     row[2] += get_module_duration(module)
     for child in module.children():
         _collect(child, depth + 1, depths)
@@ -179,7 +185,7 @@ def _collect(module: nn.Module, depth: int, depths: list[dict[str, list[float]]]
 def _figures(profiler: Any, module: nn.Module) -> str:
     from .flops import get_module_duration, get_module_flops, get_module_macs
 
-    params, macs, seconds = module.__params__ + module.__expert_params__, get_module_macs(module), get_module_duration(module)
+    params, macs, seconds = _params(module), get_module_macs(module), get_module_duration(module)
     items = [
         f"{params_to_string(params)} = {_percent(params, profiler.get_total_params()):g}% Params",
         f"{macs_to_string(macs)} = {_percent(macs, profiler.get_total_macs()):g}% MACs",

@@ -45,7 +45,7 @@ class Probe:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.listeners: list[Listener] = []
-        self._put: list[tuple[Any, str, Callable, Callable | None]] = []
+        self._put: list[tuple[Any, str, Callable[..., Any], Callable[..., Any] | None]] = []
         self._bare = False  # a backward is under way that the user's loss.backward() began
         self._backward = False
 
@@ -80,7 +80,7 @@ class Probe:
         self._replace(engine.hooks, "_on_output", self._before(engine.hooks._on_output))
         self._replace(engine, "destroy", self._destroying(engine.destroy))
 
-    def _replace(self, owner: Any, name: str, value: Callable) -> None:
+    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         self._put.append((owner, name, value, owner.__dict__.get(name)))
         owner.__dict__[name] = value
 
@@ -96,7 +96,7 @@ class Probe:
         if self.engine.__dict__.get("profile") is self:
             self.engine.profile = None
 
-    def _wrapped(self, name: str, method: Callable) -> Callable:
+    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
             self._begin(name)
@@ -107,7 +107,7 @@ class Probe:
 
         return told
 
-    def _before(self, method: Callable) -> Callable:
+    def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
             if not self._backward and torch._C._current_graph_task_id() != -1:
                 self._bare = True
@@ -116,7 +116,7 @@ class Probe:
 
         return noticed
 
-    def _destroying(self, method: Callable) -> Callable:
+    def _destroying(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def destroy(*args: Any, **kwargs: Any) -> Any:
             self.close()
             return method(*args, **kwargs)
@@ -146,7 +146,7 @@ class Probe:
 
 def probe_of(engine: Any) -> Probe:
     """The engine's probe; makes one."""
-    probe = engine.__dict__.get("profile")
+    probe: Probe | None = engine.__dict__.get("profile")
     if probe is None:
         probe = engine.profile = Probe(engine)
     return probe
@@ -162,10 +162,10 @@ def attach_configured(engine: Any) -> Probe | None:
         from .timeline import AtSteps
 
         AtSteps(probe)
-    if config.comms_logger.enabled and run_folder(config):
+    if config.comms_logger.enabled and (folder := run_folder(config)):
         from .scheduled import CommsFile
 
-        probe.add(CommsFile(engine, run_folder(config)))
+        probe.add(CommsFile(engine, folder))
     if config.flops_profiler.enabled and engine.global_rank == 0:
         from .scheduled import FlopsAtStep
 

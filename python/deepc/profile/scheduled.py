@@ -71,7 +71,7 @@ class CommsFile(Listener):
         from ..comms_logger import logger
 
         self._written = time.monotonic()
-        found = {**logger.log_all(print_log=False, return_dict=True), "lost": logger.lost}
+        found = {**(logger.log_all(print_log=False, return_dict=True) or {}), "lost": logger.lost}
         write_json(self._path, found)
 
     def _at_exit(self) -> None:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ class Recorder:
         self._modules, self._memory_s = modules, memory_ms / 1000
         self._calls: list[Finished] = []
         self._groups: dict[int, str] = {}
-        self._listeners: list[tuple[weakref.ref, Spans]] = []
+        self._listeners: list[tuple[weakref.ref[Any], Spans]] = []
         self._hooks: list[Any] = []
         self._end = threading.Event()
         self._sampler: threading.Thread | None = None
@@ -100,7 +100,7 @@ class Recorder:
         self._groups = _groups()
         logger.untap(self._calls.append)
         if self._next_batch is not None:
-            torch.utils.data.dataloader._BaseDataLoaderIter.__next__ = self._next_batch
+            setattr(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
         for handle in self._hooks:
             handle()
         self._hooks.clear()
@@ -150,7 +150,7 @@ class Recorder:
                 self.add("waiting", "data loader", begin, time.monotonic_ns(), {"kind": "data"})
 
         original = cls.__next__
-        cls.__next__ = timed
+        setattr(cls, "__next__", timed)
 
     def _hook_gathers(self, engine: Any) -> None:
         """Streamed mode: where the model waits until a unit's parameters are there."""
@@ -302,7 +302,7 @@ class AtSteps(Listener):
         section = probe.engine._config.deepc.timeline
         (self._first, self._last), modules = _asked(section, os.environ.get("DEEPC_TIMELINE", ""))
         self._folder = section.folder or profile.run_folder(probe.engine._config) or FOLDER
-        self._make = lambda: Recorder(section.modules or modules, section.memory_ms)
+        self._make: Callable[[], Recorder] = lambda: Recorder(section.modules or modules, section.memory_ms)
         self._recorder: Recorder | None = None
         _unfinished.add(self)
         probe.add(self)  # before the recorder's listener: that one hears of a step's end first
@@ -333,6 +333,7 @@ class AtSteps(Listener):
 
     def _write(self, together: bool) -> None:
         recorder, self._recorder = self._recorder, None
+        assert recorder is not None
         engine = self._probe.engine
         path = recorder.finish(self._folder, together=together, first_step=self._began, last_step=engine.global_steps)
         whole = os.path.join(os.path.dirname(path), "trace.json") if together or recorder.world == 1 else path
@@ -358,8 +359,8 @@ def _at_exit() -> None:
 def _asked(section: Any, text: str) -> tuple[tuple[int, int], bool]:
     """((first step, last step), modules). DEEPC_TIMELINE, "3-5", "3" or "3-5,modules", comes before the configuration."""
     if not text:
-        first, last = map(int, section.steps)
-        return (max(1, first), last), False
+        begin, end = map(int, section.steps)
+        return (max(1, begin), end), False
     steps, _, more = text.partition(",")
     first, _, last = steps.partition("-")
     if not first.isdigit() or not (last or first).isdigit() or more not in ("", "modules") or not 1 <= int(first) <= int(last or first):
@@ -371,7 +372,7 @@ def _asked(section: Any, text: str) -> tuple[tuple[int, int], bool]:
 
 @contextlib.contextmanager
 def timeline(
-    folder: str | os.PathLike = FOLDER, *, modules: bool | torch.nn.Module = False, memory_ms: float = 5.0, whole: bool = True
+    folder: str | os.PathLike[str] = FOLDER, *, modules: bool | torch.nn.Module = False, memory_ms: float = 5.0, whole: bool = True
 ) -> Iterator[Recorder]:
     """Records what runs inside, of all engines of this process, and writes `folder`/trace.rank<R>.json, and with `whole` trace.json with
     all ranks. modules: also every module's forward and backward: of the engines (True) or of this one. memory_ms: see Recorder. Collective

@@ -25,7 +25,7 @@ class WallClock(Listener):
     def __init__(self, engine: Any) -> None:
         self._engine, self._cuda = engine, engine.device.type == "cuda"
         self._open: dict[str, Any] = {}
-        self._micro: dict[str, list] = {}
+        self._micro: dict[str, list[tuple[Any, Any]]] = {}
         self._sum: dict[str, float] = dict.fromkeys(_ORDER, 0.0)
         self.last: dict[str, float] = {}
 
@@ -48,12 +48,12 @@ class WallClock(Listener):
         if name == "step":
             self._print(stepped)
 
-    def _elapsed(self, pairs: list) -> float:
+    def _elapsed(self, pairs: list[tuple[Any, Any]]) -> float:
         if not self._cuda:
-            return sum(b - a for a, b in pairs) / 1e6
+            return float(sum(b - a for a, b in pairs)) / 1e6
         for _, b in pairs:
             b.synchronize()
-        return sum(a.elapsed_time(b) for a, b in pairs)
+        return float(sum(a.elapsed_time(b) for a, b in pairs))
 
     def _print(self, stepped: bool) -> None:
         micro = {name: self._elapsed(pairs) for name, pairs in self._micro.items()}

@@ -101,7 +101,7 @@ def _metadata(rank: int, host: str, names: dict[int, str]) -> list[dict[str, Any
     return rows
 
 
-def merge(traces: Iterable[Any], path: str | os.PathLike | None = None) -> dict[str, Any]:
+def merge(traces: Iterable[Any], path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """One trace of several ranks' (paths of trace.rank<R>.json files, or what they contain), which were recorded together; written to
     `path` if given. A folder stands for all such files in it."""
     if isinstance(traces, (str, os.PathLike)):
@@ -116,7 +116,7 @@ def merge(traces: Iterable[Any], path: str | os.PathLike | None = None) -> dict[
         raise ArgumentError("merge: there are no traces (trace.rank<R>.json)")
     rows = [e for t in loaded for e in t["traceEvents"]]
     meta = [e for e in rows if e["ph"] == "M"]
-    out = {
+    out: dict[str, Any] = {
         "traceEvents": meta + sorted((e for e in rows if e["ph"] != "M"), key=lambda e: e["ts"]),
         "displayTimeUnit": "ms",
         "otherData": {**loaded[0].get("otherData", {}), "ranks": [t.get("otherData", {}).get("rank") for t in loaded]},
@@ -127,10 +127,10 @@ def merge(traces: Iterable[Any], path: str | os.PathLike | None = None) -> dict[
     return out
 
 
-def _load(path: str | os.PathLike) -> dict[str, Any]:
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as f:
-            found = json.load(f)
+            found: dict[str, Any] = json.load(f)
     except (OSError, ValueError) as exc:
         raise ArgumentError(f"{os.fspath(path)} can't be read as a trace: {exc}") from exc
     check_trace(found, os.fspath(path))
@@ -145,7 +145,8 @@ def check_trace(trace: dict[str, Any], name: str = "the trace") -> None:
         raise ArgumentError(f'{name}: a trace is {{"traceEvents": [...]}}')
     named = {(e.get("pid"), e.get("tid")) for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"}
     processes = {e.get("pid") for e in events if e.get("ph") == "M" and e.get("name") == "process_name"}
-    last, open_slices = None, {}
+    last: float | None = None
+    open_slices: dict[tuple[int, int], list[float]] = {}
     for i, e in enumerate(events):
         if (wrong := _wrong(e, named, processes)) is not None:
             raise ArgumentError(f"{name}: event {i} ({json.dumps(e)[:200]}) {wrong}")
@@ -169,7 +170,7 @@ def _nests(stack: list[float], e: dict[str, Any]) -> bool:
     return True
 
 
-def _wrong(e: Any, named: set, processes: set) -> str | None:
+def _wrong(e: Any, named: set[Any], processes: set[Any]) -> str | None:
     if not isinstance(e, dict) or e.get("ph") not in ("M", "X", "C"):
         return "is no metadata (M), complete (X) or counter (C) event"
     if not isinstance(e.get("name"), str) or not e["name"] or not isinstance(e.get("pid"), int):

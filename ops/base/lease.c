@@ -1,0 +1,132 @@
+/* lease.c: memory that one phase of a step needs, out of what the tensors of the other phases have left.
+ *
+ * The gradients' accumulators are written during backward and dead after the optimizer's step; the largest activations are dead before the first
+ * gradient is there. Both would be resident all the time, since the heap keeps its pages. Here the accumulators are a range of addresses only: when a
+ * bucket is about to be written, huge pages that are free in the heap are moved to its place (mremap: page tables change, no byte is copied, no page is
+ * faulted), and after the step they move back. A rank's peak falls from activations + accumulators to the larger of what is live before and within backward.
+ *
+ * Owns the range and the list of what was moved. Assumes that one thread at a time calls it, that nobody reads the range where it has no memory for other
+ * values than zeros, and that the heap's blocks hold nothing that must stay where it is by its physical page (pinned memory, registered buffers).
+ *
+ * Measured (2 virtual cores, Linux 6.18): 2 to 3 us to move a huge page, either way, 119 of them among 400: no fault, all stay huge. Mappings: one more per
+ * piece that is away and one per border of pieces, so a piece is larger than a huge page in ranges of many (MOST_PIECES; the kernel's limit is 65,530).
+ *
+ * GPT-2 125 M fp32, 2 ranks (tests/bench/train.py --model 125M --contenders deepc-3): see docs/memory-plan.md for the sum of PSS with and without. Other ways
+ * that were thought of: accumulators as separate blocks of the heap, which cuts what the optimizer walks in one call into pieces and leaves torch's
+ * optimizers without a tensor to step on; MADV_DONTNEED after the step, which pays for zeroed pages again in each. */
+#include "base.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4 /* Linux 5.7 */
+#endif
+
+enum { COLORS = 16, MOST_PIECES = 8192 };
+static const size_t color_step = 4096 + 256; /* as in mem.c */
+
+struct dc_lease {
+  char *mapped; /* what munmap gets */
+  size_t length;
+  char *base; /* on a huge page */
+  size_t begin, bytes; /* the user's part of it */
+  size_t piece;  /* bytes that come and go together */
+  int64_t pieces;
+  char **from; /* [pieces] where in the heap a piece came from; NULL: has no memory; OWN */
+  bool moves;  /* the kernel can */
+};
+
+static char own_mark;
+#define OWN (&own_mark)
+
+static bool move(char *from, char *to, size_t bytes) {
+  return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED;
+}
+
+int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
+  if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_lease_open: out or at is NULL; pass their addresses");
+  if (color < 0 || color >= COLORS) return DC_FAIL(DC_E_INVALID, "dc_lease_open: color is %d; expected 0 to %d", color, COLORS - 1);
+  if (bytes > SIZE_MAX / 4) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: %zu bytes are more than there are addresses", bytes);
+  size_t begin = (size_t)color * color_step, huge = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
+  dc_lease *l = calloc(1, sizeof *l);
+  if (!l) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no memory for the lease itself");
+  l->begin = begin, l->bytes = bytes, l->moves = true;
+  l->piece = (huge + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
+  if (!l->piece) l->piece = DC_HUGE_PAGE;
+  l->pieces = (int64_t)((huge * DC_HUGE_PAGE + l->piece - 1) / l->piece);
+  l->length = ((size_t)l->pieces * l->piece) + DC_HUGE_PAGE;
+  l->from = calloc((size_t)l->pieces + 1, sizeof *l->from);
+  void *mapped = mmap(NULL, l->length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (!l->from || mapped == MAP_FAILED) {
+    if (mapped != MAP_FAILED) munmap(mapped, l->length);
+    free(l->from);
+    free(l);
+    return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
+  }
+  l->mapped = mapped;
+  l->base = (char *)(((uintptr_t)mapped + DC_HUGE_PAGE - 1) & ~(uintptr_t)(DC_HUGE_PAGE - 1));
+  const char *huge_pages = getenv("DEEPC_HUGEPAGES");
+  if (!huge_pages || strcmp(huge_pages, "0")) madvise(l->base, (size_t)l->pieces * l->piece, MADV_HUGEPAGE);
+  *at = l->base + begin;
+  *out = l;
+  return DC_OK;
+}
+
+/* Memory for piece k: the heap's if it has some that can be moved, else the kernel gives it when it is written. */
+static void fill(dc_lease *l, int64_t k) {
+  char *from = l->moves ? dc_heap_take_high(l->piece) : NULL;
+  if (from && !move(from, l->base + (size_t)k * l->piece, l->piece)) {
+    dc_heap_give(from);
+    from = NULL, l->moves = false;
+  }
+  l->from[k] = from ? from : OWN;
+  if (from) dc__count(DC_COUNTER_lease_bytes, (int64_t)l->piece);
+}
+
+int dc_lease_need(dc_lease *l, size_t offset, size_t bytes) {
+  if (!l) return DC_FAIL(DC_E_INVALID, "dc_lease_need: the lease is NULL");
+  if (offset > l->bytes || bytes > l->bytes - offset)
+    return DC_FAIL(DC_E_INVALID, "dc_lease_need: bytes [%zu, %zu + %zu) are outside of the range's %zu", offset, offset, bytes, l->bytes);
+  if (!bytes) return DC_OK;
+  int64_t last = (int64_t)((l->begin + offset + bytes - 1) / l->piece);
+  for (int64_t k = (int64_t)((l->begin + offset) / l->piece); k <= last; k++)
+    if (!l->from[k]) fill(l, k);
+  return DC_OK;
+}
+
+int dc_lease_end(dc_lease *l) {
+  if (!l) return DC_FAIL(DC_E_INVALID, "dc_lease_end: the lease is NULL");
+  for (int64_t k = 0; k < l->pieces; k++) {
+    if (!l->from[k] || l->from[k] == OWN) continue;
+    if (!move(l->base + (size_t)k * l->piece, l->from[k], l->piece)) {
+      l->moves = false; /* too many mappings: the range keeps this piece, and the heap's place for it gets new pages when it is used */
+      dc_heap_give(l->from[k]);
+      l->from[k] = OWN;
+      continue;
+    }
+    dc_heap_give(l->from[k]);
+    l->from[k] = NULL;
+  }
+  return DC_OK;
+}
+
+int dc_lease_bytes(const dc_lease *l, int64_t *borrowed, int64_t *own) {
+  if (!l || !borrowed || !own) return DC_FAIL(DC_E_INVALID, "dc_lease_bytes: the lease, borrowed or own is NULL");
+  *borrowed = *own = 0;
+  for (int64_t k = 0; k < l->pieces; k++)
+    if (l->from[k]) *(l->from[k] == OWN ? own : borrowed) += (int64_t)l->piece;
+  return DC_OK;
+}
+
+int dc_lease_close(dc_lease *l) {
+  if (!l) return DC_OK;
+  int rc = dc_lease_end(l);
+  munmap(l->mapped, l->length);
+  free(l->from);
+  free(l);
+  return rc;
+}
