@@ -74,7 +74,8 @@ sources_hash() { # of everything that the package is built from, and the interpr
       LC_ALL=C sort | tr '\n' '\0' | xargs -0 sha256sum; "$VPY" -c 'import sys; print(sys.version, sys.executable)'; } | sha256sum | cut -c1-32
 }
 
-cuda_choice() { # for cmake's DEEPC_CUDA: what the user says, else OFF where there is no GPU: there nobody calls the kernels, and nvcc takes most of a build
+# For cmake's DEEPC_CUDA: what the user says, else OFF where there is no GPU: there nobody calls the kernels, and nvcc takes most of a build.
+cuda_choice() {
   if [ -n "${DEEPC_CUDA:-}" ]; then echo "$DEEPC_CUDA"; elif has_gpu; then echo AUTO; else echo OFF; fi
 }
 

@@ -53,7 +53,7 @@ static inline const cuda_ops *cuda_get(char *why, size_t size) {
   char *slash = strrchr(path, '/');
   snprintf(slash ? slash + 1 : path, sizeof path - (size_t)(slash ? slash + 1 - path : 0), "libdeepc_cuda.so");
   void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!lib) return snprintf(why, size, "this build of deepc has no CUDA kernels (%s); build it where nvcc is installed", dlerror()), NULL;
+  if (!lib) return snprintf(why, size, "this build of deepc has no CUDA kernels (%s); install the wheel, or build with DEEPC_CUDA=ON where nvcc is", dlerror()), NULL;
   cuda_ops t;
   struct { const char *name; void **slot; } rows[] = {
       {"dc_cuda_cast", (void **)&t.cast},     {"dc_cuda_scale", (void **)&t.scale},

@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
     # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults. torch has a switch for
@@ -114,9 +114,12 @@ def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer
                        sample_batch=sample_batch, loss_fn=loss_fn)
 
 
-def _initialize(kind: type[Engine], *, args: Any, model: Any, optimizer: Any, model_parameters: Any, training_data: Any,
+_E = TypeVar("_E", bound="Engine")
+
+
+def _initialize(kind: type[_E], *, args: Any, model: Any, optimizer: Any, model_parameters: Any, training_data: Any,
                 lr_scheduler: Any, mpu: Any, collate_fn: Any, config: Any, device: Any = None, sample_batch: Any = None,
-                loss_fn: Any = None) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
+                loss_fn: Any = None) -> tuple[_E, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
     """initialize, with the engine's class (deepc.compat has its own)."""
     import torch
     import torch.distributed as dist

@@ -1,8 +1,9 @@
 """The configuration: a DeepSpeed JSON (file, text, base64 or dict) read into frozen, typed, validated objects.
 
-Owns reading, validation and the typed tree; the keys themselves are rows of config_keys.py. Needs only the standard library: torch is
-imported when an optimizer or a schedule of torch is named. Everything that is wrong in a configuration is reported at once, each
-with its key, its value, its file and the fix.
+Owns the typed tree and the rules between keys; the keys themselves are rows of config_keys.py, the text is read by config_source.py, one
+value is checked by config_value.py, config_schema.py writes the JSON Schema. Needs only the standard library: torch is imported when an
+optimizer or a schedule of torch is named. Everything that is wrong in a configuration is reported at once, each with its key, its value,
+its file and the fix.
 
     cfg = Config.load("ds_config.json", world_size=2)
     cfg.zero.stage, cfg.fp16.enabled, cfg.gradient_clipping
@@ -12,26 +13,22 @@ with its key, its value, its file and the fix.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import copy
 import dataclasses
-import difflib
 import inspect
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from .config_keys import (ANY, AUTO_SCHEDULER_PARAMS, ELEMENTWISE, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, RENAMED_SECTIONS, TABLE, Key,
                           State)
+from .config_schema import json_schema, write_schema  # noqa: F401  looked for here
+from .config_source import _read
+from .config_value import _ALIASES, _KIND_WORDS, _SECTIONS, AUTO, _auto_message, _Bad, _show, check_value, suggest
 from .errors import ConfigError
 
-AUTO = "auto"
 _MISSING = object()
 
 
@@ -368,192 +365,6 @@ def default_optimizer() -> OptimizerConfig:
     """What is used when neither the configuration nor the caller gives an optimizer: AdamW with DeepSpeed's defaults."""
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     return OptimizerConfig("AdamW", {n: OPTIMIZER_PARAMS[n].default for n in names}, "deepc", True)
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _read(source: Any) -> tuple[dict[str, Any], str]:
-    """The raw dict and a name of its source for messages."""
-    if isinstance(source, Mapping):
-        return _plain(source, "the configuration dict"), "the configuration dict"
-    if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(f"the configuration must be a path, JSON text or a dict, not {type(source).__name__}")
-    text = os.fspath(source)
-    if isinstance(source, str) and text.lstrip().startswith("{"):
-        return _parse(text, "the configuration text"), "the configuration text"
-    try:
-        content = Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as exc:
-        decoded = _from_base64(text)
-        if decoded is not None:
-            return _parse(decoded, "the base64 configuration"), "the base64 configuration"
-        shown = text if len(text) <= 200 else text[:200] + "..."
-        raise ConfigError(f"can't read the configuration file {shown!r}: {getattr(exc, 'strerror', None) or exc}. Give the path of a JSON "
-                          "file, JSON text or a dict.") from exc
-    return _parse(content, text), text
-
-
-def _from_base64(text: str) -> str | None:
-    try:
-        decoded = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
-    except (binascii.Error, ValueError):
-        return None
-    return decoded if decoded.lstrip().startswith("{") else None
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A deep copy of dicts and lists, so that the caller's object is never changed; keys must be strings."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise ConfigError(f"{where}: key {key!r} is {type(key).__name__}, keys are strings")
-        return {k: _plain(v, where) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(v, where) for v in value) if type(value) in (list, tuple) else [_plain(v, where) for v in value]
-    return copy.copy(value)
-
-
-_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.S)
-_TRAILING = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
-
-
-def _blank(match: re.Match[str]) -> str:
-    token = match.group()
-    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # keeps line and column of everything else
-
-
-def _parse(text: str, name: str) -> dict[str, Any]:
-    """JSON with comments and trailing commas; duplicate keys, NaN and Infinity are errors."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen = dict(items)
-        if len(seen) != len(items):
-            keys = [k for k, _ in items]
-            twice = sorted({k for k in keys if keys.count(k) > 1})
-            raise ConfigError(f"{name}: the key {', '.join(map(repr, twice))} stands twice in one section. Remove one of them.")
-        return seen
-
-    def constant(word: str) -> None:
-        raise ConfigError(f"{name}: {word} is not a JSON number. Write a finite number.")
-
-    clean = _TRAILING.sub(lambda m: m.group(1) or " ", _TOKEN.sub(_blank, text.lstrip("\ufeff")))
-    try:
-        value = json.loads(clean, object_pairs_hook=pairs, parse_constant=constant)
-    except json.JSONDecodeError as exc:
-        raise ConfigError(f"{name}, line {exc.lineno}, column {exc.colno}: not JSON: {exc.msg}.") from exc
-    except RecursionError as exc:
-        raise ConfigError(f"{name}: nested too deeply to be a configuration") from exc
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name}: the configuration must be a JSON object {{...}}, not {type(value).__name__}")
-    return value
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-_ALIASES = {f"{k.section}.{k.alias}": k.path for k in KEYS if k.alias}
-_SECTIONS = {".".join(k.path.split(".")[:i]) for k in KEYS for i in range(1, k.path.count(".") + 1)}
-
-
-def suggest(key: str, known: Any = None) -> str:
-    """' Did you mean "..."?' or ''."""
-    paths = list(known) if known is not None else [*TABLE, *_ALIASES, *_SECTIONS]
-    lower = {p.lower(): p for p in reversed(paths)}
-    found = [lower[m] for m in difflib.get_close_matches(key.lower(), lower, n=2, cutoff=0.75)]
-    leaves: dict[str, list[str]] = {}
-    for path in paths:
-        leaves.setdefault(path.rsplit(".", 1)[-1].lower(), []).append(path)
-    for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1].lower(), leaves, n=2, cutoff=0.8):
-        found += [p for p in leaves[leaf] if p not in found]
-    found = list(dict.fromkeys(found))[:3]
-    return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""
-
-
-def _auto_message(source: str, keys: Any) -> str:
-    return (f"{source}: these keys are still \"auto\": {', '.join(keys)}. An integration (Hugging Face Trainer, Accelerate) fills them "
-            "before initialize(); without one, write values, or remove the keys to get the defaults.")
-
-
-# ---- one value -------------------------------------------------------------------------------------------------------
-
-_KIND_WORDS = {"bool": "true or false", "int": "an integer", "number": "a number", "str": "a string", "strings": "a list of strings",
-               "numbers": "a list of numbers", "object": "an object {...}", "gated": "an object {...}"}
-
-
-class _Bad(Exception):
-    """The text after 'key = value'."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _range_text(row: Key) -> str:
-    return " and ".join(f"{op} {b:g}" for op, b in ((">=", row.ge), (">", row.gt), ("<=", row.le), ("<", row.lt)) if b is not None)
-
-
-def _in_range(row: Key, value: float) -> bool:
-    return not ((row.ge is not None and value < row.ge) or (row.gt is not None and value <= row.gt)
-                or (row.le is not None and value > row.le) or (row.lt is not None and value >= row.lt))
-
-
-def _check_number(row: Key, value: Any, integer: bool) -> Any:
-    word = _KIND_WORDS["int" if integer else "number"]
-    if isinstance(value, str):
-        raise _Bad(f"is a string, but must be {word}; write it without quotes")
-    if not _is_number(value):
-        raise _Bad(f"must be {word}")
-    if not math.isfinite(value):
-        raise _Bad("must be finite")
-    if integer and value != int(value):
-        raise _Bad("must be an integer")
-    if not _in_range(row, value):
-        raise _Bad(f"is out of range, it must be {_range_text(row)}")
-    return int(value) if integer else float(value)
-
-
-def check_value(row: Key, value: Any) -> Any:
-    """The value in its canonical form. Raises _Bad."""
-    if value is None and (row.default is None or row.null):
-        return None
-    kind = row.kind
-    if kind == "any":
-        return value
-    if kind in ("int", "number"):
-        return _check_number(row, value, kind == "int")
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise _Bad("must be true or false" + (", without quotes" if isinstance(value, str) else ""))
-        return value
-    if kind == "str":
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if not isinstance(value, str):
-            raise _Bad("must be a string" + (f", one of {', '.join(row.choices)}" if row.choices else ""))
-        if row.choices:
-            spelled = {c.lower(): c for c in row.choices}
-            if value.lower() not in spelled:
-                raise _Bad(f"must be one of {', '.join(row.choices)}")
-            return spelled[value.lower()]
-        return value
-    if kind == "strings":
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise _Bad("must be a list of strings")
-        return list(value)
-    if kind == "numbers":
-        if not isinstance(value, (list, tuple)) or len(value) != len(row.default):
-            raise _Bad(f"must be a list of {len(row.default)} numbers")
-        return tuple(_check_number(row, v, False) for v in value)
-    if not isinstance(value, Mapping):
-        raise _Bad("must be an object {...}")
-    return dict(value)
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -915,84 +726,7 @@ def resolve_batch(train: int | None, micro: int | None, accum: int | None, world
     return micro * accum * world, micro, accum
 
 
-# ---- JSON Schema -----------------------------------------------------------------------------------------------------
-
-_JSON_TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string", "object": "object", "gated": "object"}
-
-
-def _row_schema(row: Key) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    if row.kind in ("strings", "numbers"):
-        item: dict[str, Any] = {"type": "string" if row.kind == "strings" else "number"}
-        if row.kind == "numbers":
-            item.update(_bounds(row))
-            out.update(minItems=len(row.default), maxItems=len(row.default))
-        out.update(type="array", items=item)
-        if row.kind == "strings":
-            out = {"anyOf": [out, {"type": "string"}]}
-    elif row.kind == "str" and row.choices:
-        out.update(type="string", pattern="^(?:" + "|".join(_any_case(c) for c in row.choices) + ")$")
-    elif row.kind != "any":
-        out.update(type=_JSON_TYPES[row.kind], **(_bounds(row) if row.kind in ("int", "number") else {}))
-    if row.kind == "gated":
-        out = {"anyOf": [{"type": "object", "required": ["enabled"], "properties": {"enabled": {"const": False}}}, {"const": {}}]}
-    elif row.state in (State.LATER, State.REMOVED) and row.ok is not ANY:
-        accepted = [o for o in row.ok if o is not None]
-        out = {"enum": accepted} if not row.choices else ({"allOf": [out, {"pattern": "^(?:" + "|".join(map(_any_case, accepted)) + ")$"}]}
-                                                          if accepted else {"enum": []})
-    options = [o for o in (out,) if o.get("enum", True) != []]
-    if row.auto:
-        options.append({"const": AUTO})
-    if row.default is None or row.null:
-        options.append({"type": "null"})
-    schema: dict[str, Any] = dict(options[0]) if len(options) == 1 else {"anyOf": options}
-    if row.path == "optimizer.params":
-        schema = {"anyOf": [{"type": "object", "properties": {k: _row_schema(r) for k, r in OPTIMIZER_PARAMS.items()}}, {"type": "null"}]}
-        schema["anyOf"][0]["description"] = "For Adam and AdamW; other optimizers take the arguments of their torch class."
-        for r in OPTIMIZER_PARAMS.values():  # a torch class may use the same name for something wider
-            if r.state is State.LATER:
-                schema["anyOf"][0]["properties"].pop(r.path)
-    schema["description"] = row.help + (f" Inert: {row.why}." if row.state is State.INERT else "")
-    schema["x-deepc-state"] = row.state.value
-    if row.default is not None and row.state is not State.REMOVED:
-        schema["default"] = list(row.default) if isinstance(row.default, tuple) else row.default
-    return schema
-
-
-def _any_case(word: str) -> str:
-    return "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else re.escape(c) for c in word)
-
-
-def _bounds(row: Key) -> dict[str, float]:
-    names = {"minimum": row.ge, "exclusiveMinimum": row.gt, "maximum": row.le, "exclusiveMaximum": row.lt}
-    return {k: v for k, v in names.items() if v is not None}
-
-
-def json_schema() -> dict[str, Any]:
-    """A JSON Schema (draft 2020-12) of everything that Config.load accepts, for editors and CI."""
-    root: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "deepc configuration (DeepSpeed JSON)",
-                            "type": "object", "additionalProperties": False, "properties": {}}
-    for row in KEYS:
-        node = root
-        for part in row.path.split(".")[:-1]:
-            entry = node["properties"].setdefault(part, {"anyOf": [{"type": "object", "additionalProperties": False, "properties": {}},
-                                                                   {"type": "null"}]})
-            node = entry["anyOf"][0]
-        node["properties"][row.leaf] = _row_schema(row)
-        if row.alias:
-            node["properties"][row.alias] = {**_row_schema(row), "deprecated": True}
-    root["properties"]["zero_optimization"]["anyOf"].append({"type": "boolean"})
-    for old, new in RENAMED_SECTIONS.items():
-        root["properties"][old] = {**root["properties"][new], "deprecated": True}
-    return root
-
-
-def write_schema(path: str | os.PathLike[str] | None = None) -> str:
-    """The schema as JSON text; written to `path` if given."""
-    text = json.dumps(json_schema(), indent=2) + "\n"
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text
+# ---- the command -------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:

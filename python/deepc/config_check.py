@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from .config import _TRIANGLE, Config, _Loader, _read, resolve_batch, write_schema
+from .config import _TRIANGLE, Config, _Loader, resolve_batch
 from .config_keys import ANY, DIFFERS, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, Key, State
+from .config_schema import write_schema
+from .config_source import _read
 from .errors import ArgumentError, ConfigError
 
 _ERROR = re.compile(r'unknown key "(?P<unknown>[^"]+)"[.:]?\s*|(?P<known>[\w.]+) = ')
@@ -389,7 +391,7 @@ def _run_keys(args: argparse.Namespace) -> int:
         return 0
     rows = [r for r in key_rows() if args.section in r["key"]]
     if not rows:
-        from .config import suggest
+        from .config_value import suggest
 
         raise ConfigError(f"no key contains {args.section!r}.{suggest(args.section)}")
     if args.json:

@@ -144,7 +144,7 @@ def _gpus() -> list[Check]:
     free = [f"{f / 2**30:.0f} of {t / 2**30:.0f} GiB" for f, t in (torch.cuda.mem_get_info(i) for i in range(len(names)))]
     value = f"{len(names)}: {', '.join(sorted(set(names)))}; free {', '.join(free)}; CUDA {torch.version.cuda}"
     if not (library_dir() / "libdeepc_cuda.so").exists():
-        return [Check("GPUs", "fail", value, "this build of deepc has no libdeepc_cuda.so: install the wheel, or build with DEEPC_CUDA=ON")]
+        return [Check("GPUs", "fail", value, "this build of deepc has no libdeepc_cuda.so: install the wheel, or build with DEEPC_CUDA=ON where nvcc is")]
     return [Check("GPUs", "ok", value)]
 
 

@@ -147,7 +147,7 @@ class Engine(ModelWrapper):
             memory.trim_heap()  # what the set-up freed does not come again
         self._report()
         self.monitor = Meter(self)
-        self.profile = profile.attach(self)  # None, and nothing of it runs, unless the configuration asks for some of it
+        self.profile: Probe | None = profile.attach(self)  # None, and nothing of it runs, unless the configuration asks for some of it
 
     # ---- set-up ------------------------------------------------------------------------------------------------------------
     def _make_base_optimizer(self, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None) -> torch.optim.Optimizer:
@@ -704,8 +704,9 @@ class Engine(ModelWrapper):
             if index >= 0:
                 name = self.state.name_at(int(index))
                 raise StrayWriteError(
-                    f"parameter '{name}' was written outside GatheredParameters on rank {rank} since the last step. At ZeRO stage 3 its memory is shared by "
-                    "all ranks of the node, so every rank's write would act. Write it under deepc.zero.GatheredParameters(params, modifier_rank=0), or use stage 2.")
+                    f"parameter '{name}' was written (in place, by load_state_dict, or by a cast of the model: half(), float(), to(dtype)) outside GatheredParameters "
+                    f"on rank {rank} since the last step. At ZeRO stage 3 its memory is shared by all ranks of the node, so every rank's write would act. Write it under "
+                    "deepc.zero.GatheredParameters(params, modifier_rank=0) or with engine.load_module_state_dict; cast a copy.deepcopy(model); or use stage 2.")
 
     def _raise_stray_writes(self) -> None:
         """Raises on all ranks if some rank wrote a parameter of stage 3. Collective."""

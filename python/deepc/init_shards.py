@@ -44,6 +44,7 @@ class Shards:
         self._group: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
         self._parts = WeakIdKeyDictionary()  # parameter -> _Part
         self._whole: dict[int, torch.nn.Parameter] = {}  # by id, the longest whole first
+        self._held: set[int] = set()  # ids of those that a GatheredParameters keeps whole
         self._number = 0
         self._building = True
 
@@ -61,8 +62,13 @@ class Shards:
 
     def settle(self) -> None:
         """Parameters that have been whole for longest are cut until the others fit. Collective."""
-        while self._building and len(self._whole) > 1 and sum(p.nbytes for p in self._whole.values()) > KEEP:
-            self._cut(next(iter(self._whole.values())), 0)
+        idle = [p for i, p in self._whole.items() if i not in self._held] if self._building else []
+        room = KEEP - sum(p.nbytes for p in idle)
+        for p in idle[:-1]:
+            if room >= 0:
+                return
+            room += p.nbytes
+            self._cut(p, 0)
 
     def finish(self) -> None:
         """The end of the context. Collective."""
@@ -89,7 +95,7 @@ class Shards:
         try:
             yield
         finally:
-            torch.nn.Parameter.__new__ = before
+            torch.nn.Parameter.__new__ = before  # type: ignore[method-assign]  # what it was
 
     # ---- released and whole ----------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -99,6 +105,8 @@ class Shards:
         if root is not None:
             self._agree(_PART, part.number)
             value = p.detach().contiguous().view(-1)
+            if root != self._rank:  # not in place: p may be a view of a mapped file, whose pages a write would copy for as long as it is open
+                value = torch.empty_like(value)
             if value.numel():
                 with self._errors():
                     dist.broadcast(value.view(torch.uint8), root, group=self._group)
@@ -140,8 +148,8 @@ class Shards:
         rows = table.view(self._world, 2).tolist()
         if any(row != rows[0] for row in rows):
             told = ", ".join(f"rank {r} {_DOING[what]} parameter {n}" for r, (what, n) in enumerate(rows))
-            raise MismatchError(f"zero.Init on ranks that share no memory: {told} (counted as they were registered). All ranks must build the same model, and read "
-                                "and write the same parameters in the same order while they do; put what one rank does alone behind the context, under "
+            raise MismatchError(f"zero.Init on ranks that share no memory: {told} (counted as they were registered). All ranks must build the same "
+                                "model, and read and write the same parameters in the same order while they do; put what one rank does alone behind the context, under "
                                 "deepc.zero.GatheredParameters")
 
     @contextlib.contextmanager
@@ -160,8 +168,8 @@ class Shards:
         """See param.Owner. In the context `p` becomes whole."""
         if not self._building:
             raise ReleasedParameterError(
-                f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between zero.Init and deepc.initialize, on ranks that share no "
-                "memory: each holds a part of its values. Read it under deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there")
+                f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between zero.Init and deepc.initialize, on ranks "
+                "that share no memory: each holds a part of its values. Read it under deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there")
         self._make_whole(p)
         if func in (_data_of_tensor.__get__, _data_of_tensor.__set__):
             self.settle()  # of an operator's other arguments nothing is known before it is through
@@ -170,18 +178,26 @@ class Shards:
         """The values of `p`, in memory of their own. Collective."""
         return self._value(p)
 
-    # ---- between the context and the engine ------------------------------------------------------------------------------------------
+    # ---- until the engine takes them -------------------------------------------------------------------------------------------------
     def open(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Makes `params` whole; returns those that were not. Collective."""
-        opened = [p for p in params if isinstance(p, Released)]
-        for p in opened:
+        """Makes `params` whole until `close`, which takes what this returns: those that no context around keeps whole. Collective."""
+        mine = [p for p in params if id(p) not in self._held]
+        for p in mine:
+            if not isinstance(p, Released):
+                self._cut(p, 0)  # while a model is built, what is whole has this rank's values
             self._make_whole(p)
-        return opened
+            self._held.add(id(p))
+        return mine
 
-    def close(self, params: Sequence[torch.nn.Parameter], writer: int | None) -> None:
-        """Releases what `open` returned. writer: whose values count from now on (None: nobody wrote). Collective with a writer."""
+    def close(self, params: Sequence[torch.nn.Parameter], mine: Sequence[torch.nn.Parameter], writer: int | None) -> None:
+        """The end of that. writer: whose values count from now on (None: nobody wrote). Collective."""
+        self._held.difference_update(id(p) for p in mine)
         for p in params:
-            self._cut(p, writer)
+            if writer is not None or (id(p) not in self._held and not self._building):
+                self._cut(p, writer)
+            if id(p) in self._held and isinstance(p, Released):
+                self._make_whole(p)  # for the context around
+        self.settle()
 
     def give(self, p: torch.nn.Parameter) -> None:
         """`p` is made whole, and is an ordinary parameter from now on. Collective."""

@@ -340,7 +340,7 @@ def scheduler_class(name: str) -> type[Any]:
     if name in known:
         theirs: type[lr_scheduler.LRScheduler] = getattr(lr_scheduler, name)
         return theirs
-    from .config import suggest
+    from .config_value import suggest
 
     raise ConfigError(f"scheduler.type = \"{name}\" is neither one of {', '.join(VALID_LR_SCHEDULES)} nor a class of "
                       f"torch.optim.lr_scheduler.{suggest(name, [*VALID_LR_SCHEDULES, *known])}")

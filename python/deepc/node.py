@@ -10,7 +10,7 @@ import sys
 import threading
 import zlib
 from types import FrameType
-from typing import TYPE_CHECKING, Callable, NoReturn, Sequence
+from typing import TYPE_CHECKING, Callable, Sequence
 
 import torch
 
@@ -125,7 +125,7 @@ class _Caller:
         self._code: CodeType | None = None
         self._at, self._depth, self._told = 0, 1 << 20, b""
 
-    def tell(self, handle: int, note: str = "") -> None:
+    def tell(self, handle: int | None, note: str = "") -> None:
         """note: goes behind the line in messages."""
         if not note:
             try:

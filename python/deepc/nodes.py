@@ -13,7 +13,7 @@ parameter in the flat space: no block mixes a norm's weights with a matrix's."""
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 

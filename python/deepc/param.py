@@ -112,11 +112,21 @@ def _allowed() -> frozenset[Callable[..., Any]]:
         for access in ("__get__", "__set__", "__delete__"):
             if hasattr(attribute, access):
                 out.add(getattr(attribute, access))
-    return frozenset(out | {getattr(t, m) for m in methods if hasattr(t, m)})
+    return frozenset(out | {getattr(t, m) for m in methods if hasattr(t, m)} | {torch._has_compatible_shallow_copy_type})
 
 
 _ALLOWED = _allowed()
 _data_of_tensor: Any = torch.Tensor.data  # as _data
+_CONVERSIONS = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16,
+                          torch.Tensor.double})
+
+
+def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `func` would give the released parameter args[0] back as it is: module.to(device) of what is there already."""
+    if func not in _CONVERSIONS or sum(1 for _ in _released(args, kwargs)) != 1 or not isinstance(args[0], Released):
+        return False
+    twin = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+    return func(twin, *args[1:], **kwargs) is twin
 
 
 class Owner(Protocol):
@@ -146,6 +156,8 @@ class Released:
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
         owners: dict[int, Owner] = {}
         if func not in _ALLOWED:
             for p in {id(p): p for p in _released(args, kwargs)}.values():
@@ -166,6 +178,8 @@ class Released:
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value is self:  # type: ignore[comparison-overlap]  # a parameter as well; module.to(device) of what is there
+            return
         self._deepc_owner.touched(self, _data_of_tensor.__set__)
         self.data = value
 

@@ -129,7 +129,7 @@ class Plan:
         lines.append(f"  {'model states of this node':<26}{b['node_total'] / mib:>12.1f}  ({self.ranks_per_node} ranks; activations not included)")
         if self.mode == "resident":
             states, bound = self.node_states, self.backward_bound
-            lines.append(f"  between steps: model states {states / mib:.1f} MiB on this node, {states / max(1, trained):.2f} bytes a parameter, whatever the number "
+            lines.append(f"  between steps: model states at most {states / mib:.1f} MiB on this node, {states / max(1, trained):.2f} bytes a parameter, whatever the number "
                          f"of ranks; at the peak of backward at most {bound / mib:.1f} MiB (per rank two buckets and the largest gradient more)")
         if self.nodes > 1:
             lines.extend(self._describe_crossing())

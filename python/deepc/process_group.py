@@ -28,12 +28,11 @@ reduce_scatter_tensor cost 1.9 more since torch 2.13 calls them deprecated: its 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import logging
 import types
 import weakref
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,8 +41,10 @@ from torch._C import _distributed_c10d as _c10d
 from . import node
 from ._lib import C, check
 from .comms_logger import backend_method
-from .dtypes import CODES
 from .errors import ArgumentError, CommError, DeepcError, UnsupportedError
+from .group_fast import FastPaths
+from .group_tensors import (adjacent, are_fake, as_real, blocks_of, dense_of, joined, limit_of, local_of, on_core, options_of,
+                            reduce_options, reduction_of, room_for, store_into)
 from .progress import Progress, choose
 from .works import Done, Message, Messages, Pending, Several, stop_moving
 
@@ -56,28 +57,17 @@ SPARE_BYTES = 32 << 20  # a buffer of at most so much is kept for lists of tenso
 PREMUL_TAG = 1 << 33  # of a premultiplied sum, so that a rank that calls a plain one is told
 EXIT_GRACE_S = 5.0  # that unfinished asynchronous calls get when the interpreter ends
 
-_Type = dist.ReduceOp.RedOpType
-_OPS = {_Type.SUM: "sum", _Type.AVG: "avg", _Type.MIN: "min", _Type.MAX: "max", _Type.PRODUCT: "prod", _Type.BAND: "band", _Type.BOR: "bor",
-        _Type.BXOR: "bxor"}
 # Tags of the fences before calls that Gloo carries.
 _FENCES = {name: 1000 + i for i, name in enumerate((
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "reduce", "gather", "scatter", "all_gather_coalesced",
     "reduce_scatter_coalesced", "all_reduce_coalesced", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"))}
 
-# For the fast paths.
-_SUM, _STRIDED = dist.ReduceOp.SUM, torch.strided
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_SUMS = {dtype: row for (dtype, op), row in node.REDUCTIONS.items() if op == "sum"}
-_MOVES = {dtype: node.copy_code(dtype) for dtype in (*CODES, torch.bool)}  # one C element each
 _DONE = Done(())
 _AllreduceOptions, _BroadcastOptions, _BarrierOptions = _c10d.AllreduceOptions, _c10d.BroadcastOptions, _c10d.BarrierOptions
 _AllgatherOptions, _ReduceScatterOptions = _c10d.AllgatherOptions, _c10d.ReduceScatterOptions
-_all_reduce, _broadcast, _all_gather = C.dc_all_reduce, C.dc_broadcast, C.dc_all_gather
-_reduce_scatter, _barrier, _reduce_to = C.dc_reduce_scatter, C.dc_barrier, C.dc_reduce_to
-_gather, _scatter, _all_to_allv = C.dc_gather, C.dc_scatter, C.dc_all_to_allv
 _ReduceOptions, _GatherOptions, _ScatterOptions = _c10d.ReduceOptions, _c10d.GatherOptions, _c10d.ScatterOptions
 _AllToAllOptions = _c10d.AllToAllOptions
-_LISTS_BYTES = 64 << 10  # up to here a fast path copies a list's tensors through one buffer
+_barrier = C.dc_barrier
 
 _groups: "weakref.WeakSet[DeepcProcessGroup]" = weakref.WeakSet()
 
@@ -93,149 +83,13 @@ def leave_all() -> None:
         dist.destroy_process_group()
 
 
-# ---- tensors ------------------------------------------------------------------------------------------------------------------
-def _is_dense(t: torch.Tensor) -> bool:
-    """Its memory holds its values, one behind the other."""
-    return t.is_contiguous() and not t.is_neg() and not t.is_conj()
+class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
+    """See the module. Made by torch.distributed only. Types: torch calls its methods in several forms (options, or a root and an operation
+    in their place), which its stub has as overloads; here they are one method each, hence the ignored overrides."""
 
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    """Its values in dense memory: itself if it is dense. Not for autograd: only its memory is used."""
-    return t if _is_dense(t) else t.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _room(t: torch.Tensor) -> torch.Tensor:
-    """Dense memory for an output of its shape: itself if it is dense."""
-    return t if _is_dense(t) else torch.empty(t.shape, dtype=t.dtype)
-
-
-def _store(t: torch.Tensor, dense: torch.Tensor) -> None:
-    """t = dense, if that is not t's own memory."""
-    if dense is t or dense.data_ptr() == t.data_ptr():
-        return
-    with torch.inference_mode(t.is_inference()):
-        t, dense = t.detach(), dense.view(t.shape)
-        for d, stride in enumerate(t.stride()):
-            if stride == 0 and t.shape[d] > 1:  # an expanded tensor: one element of memory
-                t, dense = t.narrow(d, 0, 1), dense.narrow(d, 0, 1)
-        t.copy_(dense)
-
-
-def _is_plain(t: torch.Tensor) -> bool:
-    """What the fast paths take."""
-    return t.__class__ in _PLAIN and t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()
-
-
-def _as_real(t: torch.Tensor, op: str) -> torch.Tensor:
-    """What the core reduces for a dense t: complex sums are sums of their parts."""
-    return torch.view_as_real(t.detach()) if t.is_complex() and op in ("sum", "avg") else t
-
-
-def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat view over tensors that lie behind each other in one storage (torch.chunk of a buffer), or None."""
-    first = tensors[0]
-    storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
-    begin = at
-    for t in tensors:
-        if not _is_dense(t) or t.storage_offset() != at or t.untyped_storage().data_ptr() != storage:
-            return None
-        at += t.numel()
-    return first.detach().as_strided((at - begin,), (1,), begin)
-
-
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The values of all, flat."""
-    flat = _adjacent(tensors)
-    return torch.cat([_flat(t).detach().reshape(-1) for t in tensors]) if flat is None else flat
-
-
-def _on_core(*lists: Sequence[torch.Tensor]) -> bool:
-    for tensors in lists:
-        for t in tensors:
-            if not t.is_cpu or t.layout is not _STRIDED:
-                return False
-    return True
-
-
-def _local(t: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory is meant: subclasses that stand for others are asked."""
-    if t.__class__ in _PLAIN or t.__class__.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
-        return t
-    if hasattr(t, "trigger_wait"):  # AsyncCollectiveTensor
-        return t.trigger_wait()
-    if hasattr(t, "to_local"):
-        raise ArgumentError(f"collectives take plain tensors, got a {type(t).__name__}; pass its to_local()")
-    return t
-
-
-def _is_fake(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tensors without values, as torch.export and the compiler use them."""
-    for t in tensors:
-        if t.__class__ not in _PLAIN:
-            from torch._subclasses.fake_tensor import FakeTensor
-
-            return any(isinstance(t, FakeTensor) for t in tensors)
-    return False
-
-
-def _blocks(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Elements of each rank's block of t, which is cut along its first dimension as torch.distributed.all_to_all_single says."""
-    if t.dim() == 0:
-        raise ArgumentError(f"all_to_all_single: {what} has no dimension to be cut")
-    rows = t.shape[0]
-    row = t.numel() // rows if rows else 0
-    if not splits:
-        if rows % size:
-            raise ArgumentError(f"all_to_all_single: the first dimension of {what}, {rows}, can't be cut into {size} equal blocks; give "
-                                "split sizes")
-        return [rows // size * row] * size
-    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise ArgumentError(f"all_to_all_single: split sizes {list(splits)} of {what} don't cut its first dimension of {rows} for {size} "
-                            "ranks")
-    return [n * row for n in splits]
-
-
-# ---- options --------------------------------------------------------------------------------------------------------------------
-def _reduction(reduce_op: Any) -> tuple[str, Any]:
-    """("sum", None), ("sum", factor) for a premultiplied sum. Never compare RedOpType == ReduceOp: that way round it is False."""
-    kind = getattr(reduce_op, "op", reduce_op)
-    name = _OPS.get(kind)
-    if name is not None:
-        return name, None
-    if kind == _Type.PREMUL_SUM:
-        return "sum", reduce_op.__getstate__()[1]
-    raise ArgumentError(f"unknown reduction {reduce_op}; expected one of torch.distributed.ReduceOp")
-
-
-def _options(given: Any, kind: type, **fields: Any) -> Any:
-    """The options object of a call: as given, or made of the fields of torch's short forms, such as broadcast(tensor, root)."""
-    if isinstance(given, kind):
-        return given
-    made = kind()
-    for name, value in fields.items():
-        if value is not None:
-            setattr(made, name, value)
-    return made
-
-
-def _reduce_options(given: Any, kind: type, op: Any, **fields: Any) -> Any:
-    """As _options; torch's short forms have the reduction in the place of the options."""
-    if not isinstance(given, kind) and given is not None:
-        op = given
-    return _options(given, kind, reduceOp=op, **fields)
-
-
-def _limit(opts: Any) -> datetime.timedelta | None:
-    """The time-out that the call asks for, if any (torch's "unset" is -1 ms)."""
-    given = getattr(opts, "timeout", None)
-    return given if given is not None and given.days >= 0 and given else None
-
-
-class DeepcProcessGroup(dist.ProcessGroup):
-    """See the module. Made by torch.distributed only."""
-
-    def __init__(self, options, backend_options) -> None:
-        super().__init__(options.group_rank, options.group_size)  # torch lets Python subclasses use this form only
+    def __init__(self, options: Any, backend_options: Any) -> None:
+        # torch lets Python subclasses use this form only
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._store, self._rank, self._size, self._timeout = options.store, options.group_rank, options.group_size, options.timeout
         ranks = list(options.global_ranks_in_group)
         self._is_default, self._global_ranks = not ranks, ranks or list(range(self._size))
@@ -245,15 +99,14 @@ class DeepcProcessGroup(dist.ProcessGroup):
         self._progress: Progress | None = None
         self._batch: list[dist.Work] | None = None
         self._spare: list[torch.Tensor] = []
-        self._small: Any = None  # see _lists_buffer()
-        self._even: dict[int, Any] = {}  # counts of even all_to_alls, by elements
+        self._small, self._even = None, {}  # of FastPaths
         self._messages = Messages()
         self.closed, self.has_nccl = False, False
         self._register_inner(options, backend_options)
         self._open()
         _groups.add(self)
 
-    def _register_inner(self, options, backend_options) -> None:
+    def _register_inner(self, options: Any, backend_options: Any) -> None:
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", self._store), self._rank, self._size, timeout=self._timeout)
         gloo.options.global_ranks_in_group = list(options.global_ranks_in_group)
         gloo.options.group_name = options.group_id
@@ -295,7 +148,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
             self._progress.drain()
         return self._quick
 
-    def _open_hierarchy(self, store, nodes: int):
+    def _open_hierarchy(self, store: dist.Store, nodes: int) -> Any:
         from . import hierarchy
 
         try:
@@ -307,7 +160,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     def _core(self, *lists: Sequence[torch.Tensor]) -> Any:
         """What carries a collective of these tensors: a node.Comm or Hierarchy; None: the backend beneath."""
-        if not _on_core(*lists):
+        if not on_core(*lists):
             return None
         if self.closed:
             raise CommError(f"process group {self._label} has been destroyed")
@@ -320,10 +173,11 @@ class DeepcProcessGroup(dist.ProcessGroup):
                 self._progress.drain()
             self._quick.barrier(_FENCES[name], note=f" ({name}, on Gloo)")
 
-    def get_group_store(self):
-        return self._store
+    def get_group_store(self) -> dist.Store:
+        store: dist.Store = self._store
+        return store
 
-    def _inner(self, device: torch.device, *names: str):
+    def _inner(self, device: torch.device, *names: str) -> Callable[..., Any]:
         """The bound method of the backend beneath (Gloo, NCCL), by the first of its names that this torch has. Never through super():
         torch's C++ base calls back into the overrides of this class, under names that change between versions."""
         backend = self._get_backend(device)
@@ -364,20 +218,22 @@ class DeepcProcessGroup(dist.ProcessGroup):
             self._comm.set_timeout(timeout)
         super().set_timeout(timeout)
 
-    def split_group(self, new_ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None):
+    def split_group(self, new_ranks: Any, timeout: datetime.timedelta | None = None, opts: Any = None, group_name: Any = None,
+                    group_desc: Any = None, device_types: Any = None) -> Any:
         """A new group of these group ranks, made afresh (torch's own splitting of such a class crashes). None for ranks outside."""
         if self._rank not in new_ranks:
             return None
         name = group_name or f"{self._label}/split/{','.join(map(str, new_ranks))}"
 
         class options:  # what torch hands to a backend's maker
+            timeout: datetime.timedelta
             store = dist.PrefixStore(f"{name}/", self._store)
             group_rank, group_size, group_id = list(new_ranks).index(self._rank), len(new_ranks), name
             global_ranks_in_group = [self._global_ranks[r] for r in new_ranks]
 
         options.timeout = self._timeout if timeout is None else timeout
         group = DeepcProcessGroup(options, opts if self.has_nccl and isinstance(opts, dist.ProcessGroupNCCL.Options) else None)
-        group._set_group_name(name)
+        group._set_group_name(name)  # type: ignore[arg-type]  # torch's GroupName is a str
         group._set_group_desc(group_desc or "undefined")
         return group
 
@@ -407,14 +263,15 @@ class DeepcProcessGroup(dist.ProcessGroup):
     def _run(self, name: str, opts: Any, core: Any, tensors: Sequence[torch.Tensor], result: Sequence[torch.Tensor],
              job: Callable[[], None]) -> dist.Work:
         """Runs job() now, or in the progress thread if the call is asynchronous. tensors: for messages. result: what the Work holds."""
-        if _is_fake(tensors):
+        if are_fake(tensors):
             return Done(result)
-        limit, progress = _limit(opts), self._progress
+        limit, progress = limit_of(opts), self._progress
         if limit is not None and hasattr(core, "set_timeout"):
             job = self._limited(core, limit, job)
         if progress is not None and not progress.here() and getattr(opts, "asyncOp", True):
             where = node.caller_line(2)
-            work = progress.submit(lambda: self._explained(job, name, tensors, where), result, lambda: self._what(name, tensors), where)
+            work: dist.Work = progress.submit(lambda: self._explained(job, name, tensors, where), result,
+                                              lambda: self._what(name, tensors), where)
         else:
             if progress is not None:
                 progress.drain()
@@ -447,7 +304,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         return limited
 
     @contextlib.contextmanager
-    def _scratch(self, numel: int, dtype: torch.dtype):
+    def _scratch(self, numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """A flat buffer for one call; small ones are used again, because touching fresh memory costs more than copying it."""
         nbytes = numel * dtype.itemsize
         try:
@@ -462,168 +319,12 @@ class DeepcProcessGroup(dist.ProcessGroup):
             if kept.numel() <= SPARE_BYTES and not self._spare:
                 self._spare.append(kept)
 
-    # ---- fast paths: one dense CPU tensor, synchronous ---------------------------------------------------------------------
-    # Repeated rather than shared, because each further Python call costs as much as all their checks. False, None: take the general way.
-    def _quick_all_reduce(self, core: node.Comm, tensors, opts) -> bool:
-        t = tensors[0]
-        if not (t.__class__ in _PLAIN and t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()):
-            return False
-        reduce_op = opts.reduceOp
-        found = _SUMS.get(t.dtype) if reduce_op == _SUM else node.REDUCTIONS.get((t.dtype, _OPS.get(reduce_op.op)))
-        if found is None or opts.timeout.days >= 0:
-            return False
-        pointer = t.data_ptr()
-        with core.lock:
-            core.caller.tell(core._handle)
-            status = _all_reduce(core._handle, pointer, pointer, t.numel(), found[0], found[1], 0)
-        if status:
-            self._failed(status, "all_reduce", tensors)
-        return True
-
-    def _quick_broadcast(self, core: node.Comm, tensors, opts) -> bool:
-        t = tensors[0]
-        if not (t.__class__ in _PLAIN and t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()):
-            return False
-        found = _MOVES.get(t.dtype)
-        if found is None or opts.timeout.days >= 0:
-            return False
-        with core.lock:
-            core.caller.tell(core._handle)
-            status = _broadcast(core._handle, t.data_ptr(), t.numel(), found[0], opts.rootRank, found[2])
-        if status:
-            self._failed(status, "broadcast", tensors)
-        return True
-
-    def _quick_all_gather(self, core: node.Comm, out, t, opts) -> bool:
-        if not (t.__class__ in _PLAIN and t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()):
-            return False
-        if not (out.__class__ in _PLAIN and out.is_cpu and out.layout is _STRIDED and out.is_contiguous() and not out.is_neg()):
-            return False
-        dtype, n = t.dtype, t.numel()
-        found = _MOVES.get(dtype)
-        if found is None or out.dtype is not dtype or out.numel() != n * self._size or opts.timeout.days >= 0:
-            return False
-        with core.lock:
-            core.caller.tell(core._handle)
-            status = _all_gather(core._handle, t.data_ptr(), out.data_ptr(), n, found[0], found[2])
-        if status:
-            self._failed(status, "all_gather_into_tensor", (t,))
-        return True
-
-    def _quick_reduce_scatter(self, core: node.Comm, out, t, opts) -> bool:
-        if not (t.__class__ in _PLAIN and t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()):
-            return False
-        if not (out.__class__ in _PLAIN and out.is_cpu and out.layout is _STRIDED and out.is_contiguous() and not out.is_neg()):
-            return False
-        dtype, n, reduce_op = t.dtype, out.numel(), opts.reduceOp
-        found = _SUMS.get(dtype) if reduce_op == _SUM else node.REDUCTIONS.get((dtype, _OPS.get(reduce_op.op)))
-        if found is None or out.dtype is not dtype or t.numel() != n * self._size or opts.timeout.days >= 0:
-            return False
-        with core.lock:
-            core.caller.tell(core._handle)
-            status = _reduce_scatter(core._handle, t.data_ptr(), out.data_ptr(), n, found[0], found[1], 0)
-        if status:
-            self._failed(status, "reduce_scatter_tensor", (t,))
-        return True
-
-    def _quick_reduce(self, core: node.Comm, tensors, opts) -> bool:
-        t, reduce_op = tensors[0], opts.reduceOp
-        found = _SUMS.get(t.dtype) if reduce_op == _SUM else node.REDUCTIONS.get((t.dtype, _OPS.get(reduce_op.op)))
-        if found is None or not _is_plain(t) or opts.timeout.days >= 0:
-            return False
-        pointer = t.data_ptr()
-        with core.lock:
-            core.caller.tell(core._handle)
-            status = _reduce_to(core._handle, pointer, pointer, t.numel(), found[0], found[1], opts.rootRank, 0)
-        if status:
-            self._failed(status, "reduce", tensors)
-        return True
-
-    def _pointers(self, parts, t, nbytes: int) -> list[int] | None:
-        """Where the tensors of a list lie that has one for each rank, each as t; None if a fast path can't take them."""
-        if len(parts) != self._size or nbytes * self._size > _LISTS_BYTES:
-            return None
-        for part in parts:
-            if not _is_plain(part) or part.dtype is not t.dtype or part.nbytes != nbytes:
-                return None
-        return [part.data_ptr() for part in parts]
-
-    def _lists_buffer(self) -> int:
-        """Address of the buffer through which the fast paths of lists copy. With the lock of the communicator."""
-        if self._small is None:
-            self._small = ctypes.create_string_buffer(_LISTS_BYTES)
-        return ctypes.addressof(self._small)
-
-    def _quick_gather(self, core: node.Comm, outputs, tensors, opts) -> bool:
-        t, root = tensors[0], opts.rootRank
-        found = _MOVES.get(t.dtype)
-        if found is None or not _is_plain(t) or opts.timeout.days >= 0 or bool(outputs) != (self._rank == root):
-            return False
-        nbytes, to = t.nbytes, None
-        if outputs:
-            to = self._pointers(outputs[0], t, nbytes)
-            if to is None:
-                return False
-        with core.lock:
-            core.caller.tell(core._handle)
-            room = self._lists_buffer() if to else None
-            status = _gather(core._handle, t.data_ptr(), room, t.numel(), found[0], root, found[2])
-            if to and not status:
-                for i, pointer in enumerate(to):
-                    ctypes.memmove(pointer, room + i * nbytes, nbytes)
-        if status:
-            self._failed(status, "gather", tensors)
-        return True
-
-    def _quick_scatter(self, core: node.Comm, tensors, inputs, opts) -> bool:
-        t, root = tensors[0], opts.rootRank
-        found = _MOVES.get(t.dtype)
-        if found is None or not _is_plain(t) or opts.timeout.days >= 0 or bool(inputs) != (self._rank == root):
-            return False
-        nbytes, given = t.nbytes, None
-        if inputs:
-            given = self._pointers(inputs[0], t, nbytes)
-            if given is None:
-                return False
-        with core.lock:
-            core.caller.tell(core._handle)
-            room = self._lists_buffer() if given else None
-            for i, pointer in enumerate(given or ()):
-                ctypes.memmove(room + i * nbytes, pointer, nbytes)
-            status = _scatter(core._handle, room, t.data_ptr(), t.numel(), found[0], root, found[2])
-        if status:
-            self._failed(status, "scatter", tensors)
-        return True
-
-    def _quick_all_to_all(self, core: node.Comm, out, t, opts) -> bool:
-        """Without split sizes."""
-        found, n = _MOVES.get(t.dtype), t.numel()
-        if found is None or not _is_plain(t) or not _is_plain(out) or out.dtype is not t.dtype or out.numel() != n or opts.timeout.days >= 0:
-            return False
-        if not t.dim() or not out.dim() or t.shape[0] % self._size or out.shape[0] % self._size:
-            return False
-        counts = self._even.get(n)
-        if counts is None:
-            if len(self._even) > 64:
-                self._even.clear()
-            counts = self._even[n] = (ctypes.c_int64 * self._size)(*([n // self._size] * self._size))
-        with core.lock:
-            core.caller.tell(core._handle)
-            status = _all_to_allv(core._handle, t.data_ptr(), counts, out.data_ptr(), counts, found[0], found[2])
-        if status:
-            self._failed(status, "all_to_all_single", (t,))
-        return True
-
-    def _idle(self) -> node.Comm | None:
-        """The communicator if a synchronous call may enter it at once."""
-        progress = self._progress
-        return self._quick if progress is None or progress.last is None else None
-
     # ---- all_reduce, reduce ------------------------------------------------------------------------------------------------
-    def _prepare(self, core: Any, reduce_op: Any, dtypes: Sequence[torch.dtype]):
+    def _prepare(self, core: Any, reduce_op: Any,
+                 dtypes: Sequence[torch.dtype]) -> tuple[str, Callable[[torch.Tensor], torch.Tensor], dict[str, int]]:
         """Checks the reduction. Returns (operation, prepare, further arguments of the core's method); prepare(dense input) is the tensor to
         be reduced: itself, or for a premultiplied sum a scaled copy, in fp32 for 16-bit types, so that only the result is rounded."""
-        op, factor = _reduction(reduce_op)
+        op, factor = reduction_of(reduce_op)
         for dtype in dtypes:
             node.reduction(dtype.to_real() if dtype.is_complex and op in ("sum", "avg") else dtype, op)
             if factor is not None and not (dtype.is_floating_point or dtype.is_complex):
@@ -642,39 +343,41 @@ class DeepcProcessGroup(dist.ProcessGroup):
         core = self._core(tensors)
         if core is None:
             return None
-        tensors = [_local(t) for t in tensors]
+        tensors = [local_of(t) for t in tensors]
         op, prepare, more = self._prepare(core, opts.reduceOp, [t.dtype for t in tensors])
 
         def job() -> None:
             for t in tensors:
-                dense = prepare(_flat(t))
-                core.all_reduce(_as_real(dense, op), op, **more)
-                _store(t, dense)
+                dense = prepare(dense_of(t))
+                core.all_reduce(as_real(dense, op), op, **more)
+                store_into(t, dense)
 
         return self._run(name, opts, core, tensors, tensors, job)
 
-    def allreduce(self, tensors, opts=None, op=None, timeout=None):
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None,  # type: ignore[override]
+                  timeout: datetime.timedelta | None = None) -> Any:
         if opts.__class__ is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1:
             core = self._idle()
             if core is not None and self._quick_all_reduce(core, tensors, opts):
                 return _DONE
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        opts = _reduce_options(opts, _AllreduceOptions, op, timeout=timeout)
+        opts = reduce_options(opts, _AllreduceOptions, op, timeout=timeout)
         work = self._all_reduce("all_reduce", tensors, opts)
         if work is None:
             self._fence("all_reduce", tensors)
             work = self._inner(tensors[0].device, "allreduce")(tensors, opts)
         return work
 
-    def allreduce_coalesced(self, tensors, opts=None):
-        opts = _options(opts, _c10d.AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = options_of(opts, _c10d.AllreduceCoalescedOptions)
         work = self._all_reduce("all_reduce_coalesced", tensors, opts)
         if work is None:
             self._fence("all_reduce_coalesced", tensors)
             work = self._inner(tensors[0].device, "allreduce_coalesced")(tensors, opts)
         return work
 
-    def reduce(self, tensors, opts=None, op=None, timeout=None, root=None):
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: datetime.timedelta | None = None,  # type: ignore[override]
+               root: int | None = None) -> Any:
         """The result lies on the root alone; other ranks' tensors keep their values."""
         if opts.__class__ is _ReduceOptions and not getattr(opts, "asyncOp", True) and len(tensors) == 1:
             core = self._idle()
@@ -684,21 +387,21 @@ class DeepcProcessGroup(dist.ProcessGroup):
             tensors = [tensors]
             if isinstance(opts, int):
                 root, opts = opts, None
-        opts = _reduce_options(opts, _c10d.ReduceOptions, op, rootRank=root, timeout=timeout)
+        opts = reduce_options(opts, _c10d.ReduceOptions, op, rootRank=root, timeout=timeout)
         core = self._core(tensors)
         if core is None:
             self._fence("reduce", tensors)
             return self._inner(tensors[0].device, "reduce")(tensors, opts)
-        tensors = [_local(t) for t in tensors]
+        tensors = [local_of(t) for t in tensors]
         op, prepare, more = self._prepare(core, opts.reduceOp, [t.dtype for t in tensors])
         to = opts.rootRank
 
         def job() -> None:
             for t in tensors:
-                dense = prepare(_flat(t))
-                core.reduce(_as_real(dense, op), to, op, **more)
+                dense = prepare(dense_of(t))
+                core.reduce(as_real(dense, op), to, op, **more)
                 if self._rank == to:
-                    _store(t, dense)
+                    store_into(t, dense)
 
         return self._run("reduce", opts, core, tensors, tensors, job)
 
@@ -717,21 +420,21 @@ class DeepcProcessGroup(dist.ProcessGroup):
         core = self._core(outputs, inputs)
         if core is None:
             return None
-        outputs, inputs = [_local(t) for t in outputs], [_local(t) for t in inputs]
+        outputs, inputs = [local_of(t) for t in outputs], [local_of(t) for t in inputs]
         for output, tensor in zip(outputs, inputs):
             self._check_ratio(name, output, tensor)
 
         def job() -> None:
             for output, tensor in zip(outputs, inputs):
-                room = _room(output)
-                core.all_gather(room, _flat(tensor))
-                _store(output, room)
+                room = room_for(output)
+                core.all_gather(room, dense_of(tensor))
+                store_into(output, room)
 
         return self._run(name, opts, core, inputs, outputs, job)
 
     def _spread(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         for out, part in zip(outs, flat.split([t.numel() for t in outs])):
-            _store(out, part)
+            store_into(out, part)
 
     def _gather_lists(self, name: str, lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor],
                       opts: Any) -> dist.Work | None:
@@ -741,33 +444,35 @@ class DeepcProcessGroup(dist.ProcessGroup):
             return None
         for outs, tensor in zip(lists, inputs):
             self._check_parts(name, outs, tensor, "input")
-        inputs = [_local(t) for t in inputs]
+        inputs = [local_of(t) for t in inputs]
 
         def job() -> None:
             for outs, tensor in zip(lists, inputs):
-                flat = _adjacent(outs)
+                flat = adjacent(outs)
                 if flat is not None:
-                    core.all_gather(flat, _flat(tensor))
+                    core.all_gather(flat, dense_of(tensor))
                     continue
                 with self._scratch(self._size * tensor.numel(), tensor.dtype) as flat:
-                    core.all_gather(flat, _flat(tensor))
+                    core.all_gather(flat, dense_of(tensor))
                     self._spread(outs, flat)
 
         return self._run(name, opts, core, inputs, everything, job)
 
-    def allgather(self, output_tensors, input_tensors, opts=None, timeout=None):
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None,  # type: ignore[override]
+                  timeout: datetime.timedelta | None = None) -> Any:
         if isinstance(input_tensors, torch.Tensor):  # allgather(list, tensor)
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        opts = _options(opts, _AllgatherOptions, timeout=timeout)
+        opts = options_of(opts, _AllgatherOptions, timeout=timeout)
         work = self._gather_lists("all_gather", output_tensors, input_tensors, opts)
         if work is None:
             self._fence("all_gather", input_tensors)
             work = self._inner(input_tensors[0].device, "allgather")(output_tensors, input_tensors, opts)
         return work
 
-    def allgather_coalesced(self, output_lists, input_list, opts=None):
+    def allgather_coalesced(self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor],
+                            opts: Any = None) -> Any:
         """output_lists[r][i] = input i of rank r."""
-        opts = _options(opts, _AllgatherOptions)
+        opts = options_of(opts, _AllgatherOptions)
         by_input = [list(outs) for outs in zip(*output_lists)]
         if len(output_lists) != self._size or len(by_input) != len(input_list):
             raise ArgumentError(f"all_gather_coalesced: expected {self._size} lists of {len(input_list)} outputs, got lists of "
@@ -778,12 +483,12 @@ class DeepcProcessGroup(dist.ProcessGroup):
             work = self._inner(input_list[0].device, "allgather_coalesced")(output_lists, input_list, opts)
         return work
 
-    def _allgather_base(self, output, input, opts=None):  # noqa: A002  torch's names
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:  # noqa: A002  torch's names
         if opts.__class__ is _AllgatherOptions and not opts.asyncOp:
             core = self._idle()
             if core is not None and self._quick_all_gather(core, output, input, opts):
                 return _DONE
-        opts = _options(opts, _AllgatherOptions)
+        opts = options_of(opts, _AllgatherOptions)
         work = self._gather_tensors("all_gather_into_tensor", [output], [input], opts)
         if work is None:
             self._fence("all_gather_into_tensor", [input])
@@ -792,8 +497,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base  # since torch 2.13
 
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
-        opts = _options(opts, _AllgatherOptions)
+    def allgather_into_tensor_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        opts = options_of(opts, _AllgatherOptions)
         work = self._gather_tensors("all_gather_into_tensor_coalesced", outputs, inputs, opts)
         if work is None:
             self._fence("all_gather_coalesced", inputs)
@@ -801,7 +506,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
             work = Several([gather(output, tensor, opts) for output, tensor in zip(outputs, inputs)])
         return work
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     # ---- reduce_scatter ----------------------------------------------------------------------------------------------------
     def _scatter_tensors(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], opts: Any) -> dist.Work | None:
@@ -810,7 +515,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         core = self._core(outputs, *lists)
         if core is None:
             return None
-        outputs, lists = [_local(t) for t in outputs], [[_local(t) for t in parts] for parts in lists]
+        outputs, lists = [local_of(t) for t in outputs], [[local_of(t) for t in parts] for parts in lists]
         for output, given, parts in zip(outputs, inputs, lists):
             if isinstance(given, torch.Tensor):
                 self._check_ratio(name, given, output)
@@ -820,29 +525,31 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
         def job() -> None:
             for output, parts in zip(outputs, lists):
-                whole = prepare(_flat(parts[0]) if len(parts) == 1 else _join(parts))
-                room = _room(output) if whole.dtype == output.dtype else torch.empty(output.shape, dtype=whole.dtype)
-                core.reduce_scatter(_as_real(room, op), _as_real(whole, op), op, **more)
-                _store(output, room)
+                whole = prepare(dense_of(parts[0]) if len(parts) == 1 else joined(parts))
+                room = room_for(output) if whole.dtype == output.dtype else torch.empty(output.shape, dtype=whole.dtype)
+                core.reduce_scatter(as_real(room, op), as_real(whole, op), op, **more)
+                store_into(output, room)
 
         return self._run(name, opts, core, outputs, outputs, job)
 
-    def reduce_scatter(self, output_tensors, input_tensors, opts=None, op=None, timeout=None):
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None,  # type: ignore[override]
+                       timeout: datetime.timedelta | None = None) -> Any:
         if isinstance(output_tensors, torch.Tensor):  # reduce_scatter(tensor, list, op)
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        opts = _reduce_options(opts, _ReduceScatterOptions, op, timeout=timeout)
+        opts = reduce_options(opts, _ReduceScatterOptions, op, timeout=timeout)
         work = self._scatter_tensors("reduce_scatter", output_tensors, input_tensors, opts)
         if work is None:
             self._fence("reduce_scatter", output_tensors)
             work = self._inner(output_tensors[0].device, "reduce_scatter")(output_tensors, input_tensors, opts)
         return work
 
-    def _reduce_scatter_base(self, outputTensor, inputTensor, opts=None):  # noqa: N803  torch's names
+    def _reduce_scatter_base(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor,  # noqa: N803  torch's names
+                             opts: Any = None) -> Any:
         if opts.__class__ is _ReduceScatterOptions and not opts.asyncOp:
             core = self._idle()
             if core is not None and self._quick_reduce_scatter(core, outputTensor, inputTensor, opts):
                 return _DONE
-        opts = _options(opts, _ReduceScatterOptions)
+        opts = options_of(opts, _ReduceScatterOptions)
         work = self._scatter_tensors("reduce_scatter_tensor", [outputTensor], [inputTensor], opts)
         if work is None:
             self._fence("reduce_scatter_tensor", [inputTensor])
@@ -851,8 +558,8 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base  # since torch 2.13
 
-    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):
-        opts = _options(opts, _ReduceScatterOptions)
+    def reduce_scatter_tensor_coalesced(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        opts = options_of(opts, _ReduceScatterOptions)
         work = self._scatter_tensors("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
         if work is None:
             self._fence("reduce_scatter_coalesced", inputs)
@@ -860,10 +567,11 @@ class DeepcProcessGroup(dist.ProcessGroup):
             work = Several([scatter(output, tensor, opts) for output, tensor in zip(outputs, inputs)])
         return work
 
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     # ---- broadcast, gather, scatter ------------------------------------------------------------------------------------------
-    def broadcast(self, tensors, opts=None, timeout=None, root=None):
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None,  # type: ignore[override]
+                  root: int | None = None) -> Any:
         if opts.__class__ is _BroadcastOptions and not opts.asyncOp and len(tensors) == 1:
             core = self._idle()
             if core is not None and self._quick_broadcast(core, tensors, opts):
@@ -872,23 +580,25 @@ class DeepcProcessGroup(dist.ProcessGroup):
             tensors = [tensors]
             if isinstance(opts, int):
                 root, opts = opts, None
-        opts = _options(opts, _BroadcastOptions, rootRank=root, timeout=timeout)
+        opts = options_of(opts, _BroadcastOptions, rootRank=root, timeout=timeout)
         core = self._core(tensors)
         if core is None:
             self._fence("broadcast", tensors)
             return self._inner(tensors[0].device, "broadcast")(tensors, opts)
-        tensors, source = [_local(t) for t in tensors], opts.rootRank
+        tensors, source = [local_of(t) for t in tensors], opts.rootRank
 
         def job() -> None:
             for t in tensors:
-                dense = _flat(t)
+                dense = dense_of(t)
                 core.broadcast(dense, source)
                 if self._rank != source:
-                    _store(t, dense)
+                    store_into(t, dense)
 
         return self._run("broadcast", opts, core, tensors, tensors, job)
 
-    def gather(self, output_tensors, input_tensors, opts=None, timeout=None, root=None):
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None,  # type: ignore[override]
+               timeout: datetime.timedelta | None = None,
+               root: int | None = None) -> Any:
         """output_tensors: on the root one list with a tensor per rank, elsewhere empty."""
         if opts.__class__ is _GatherOptions and not getattr(opts, "asyncOp", True) and len(input_tensors) == 1:
             core = self._idle()
@@ -898,12 +608,12 @@ class DeepcProcessGroup(dist.ProcessGroup):
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
             if isinstance(opts, int):
                 root, opts = opts, None
-        opts = _options(opts, _c10d.GatherOptions, rootRank=root, timeout=timeout)
+        opts = options_of(opts, _c10d.GatherOptions, rootRank=root, timeout=timeout)
         core = self._core(input_tensors)
         if core is None:
             self._fence("gather", input_tensors)
             return self._inner(input_tensors[0].device, "gather")(output_tensors, input_tensors, opts)
-        tensor, to = _local(input_tensors[0]), opts.rootRank
+        tensor, to = local_of(input_tensors[0]), opts.rootRank
         outs = list(output_tensors[0]) if output_tensors else []
         if self._rank == to:
             self._check_parts("gather", outs, tensor, "input")
@@ -912,19 +622,21 @@ class DeepcProcessGroup(dist.ProcessGroup):
 
         def job() -> None:
             if self._rank != to:
-                core.gather(None, _flat(tensor), to)
+                core.gather(None, dense_of(tensor), to)
                 return
-            flat = _adjacent(outs)
+            flat = adjacent(outs)
             if flat is not None:
-                core.gather(flat, _flat(tensor), to)
+                core.gather(flat, dense_of(tensor), to)
                 return
             with self._scratch(self._size * tensor.numel(), tensor.dtype) as flat:
-                core.gather(flat, _flat(tensor), to)
+                core.gather(flat, dense_of(tensor), to)
                 self._spread(outs, flat)
 
         return self._run("gather", opts, core, [tensor], outs, job)
 
-    def scatter(self, output_tensors, input_tensors, opts=None, timeout=None, root=None):
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None,  # type: ignore[override]
+                timeout: datetime.timedelta | None = None,
+                root: int | None = None) -> Any:
         """input_tensors: on the root one list with a tensor per rank, elsewhere empty."""
         if opts.__class__ is _ScatterOptions and not getattr(opts, "asyncOp", True) and len(output_tensors) == 1:
             core = self._idle()
@@ -934,64 +646,67 @@ class DeepcProcessGroup(dist.ProcessGroup):
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
             if isinstance(opts, int):
                 root, opts = opts, None
-        opts = _options(opts, _c10d.ScatterOptions, rootRank=root, timeout=timeout)
+        opts = options_of(opts, _c10d.ScatterOptions, rootRank=root, timeout=timeout)
         core = self._core(output_tensors)
         if core is None:
             self._fence("scatter", output_tensors)
             return self._inner(output_tensors[0].device, "scatter")(output_tensors, input_tensors, opts)
-        output, source = _local(output_tensors[0]), opts.rootRank
-        parts = [_local(t) for t in input_tensors[0]] if input_tensors else []
+        output, source = local_of(output_tensors[0]), opts.rootRank
+        parts = [local_of(t) for t in input_tensors[0]] if input_tensors else []
         if self._rank == source:
             self._check_parts("scatter", parts, output, "output")
         elif parts:
             raise ArgumentError(f"scatter: rank {self._rank} is not the root ({source}) and gave {len(parts)} inputs; expected none")
 
         def job() -> None:
-            room = _room(output)
-            core.scatter(room, _join(parts) if self._rank == source else None, source)
-            _store(output, room)
+            room = room_for(output)
+            core.scatter(room, joined(parts) if self._rank == source else None, source)
+            store_into(output, room)
 
         return self._run("scatter", opts, core, [output], [output], job)
 
     # ---- all_to_all ------------------------------------------------------------------------------------------------------------
-    def alltoall_base(self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None):  # noqa: A002
+    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor,  # type: ignore[override]
+                      output_split_sizes: Sequence[int] = (),  # noqa: A002
+                      input_split_sizes: Sequence[int] = (), opts: Any = None, timeout: datetime.timedelta | None = None) -> Any:
         """Always with counts, which ranks exchange first: one rank may leave out split sizes that another one gives."""
         if opts.__class__ is _AllToAllOptions and not getattr(opts, "asyncOp", True) and not output_split_sizes and not input_split_sizes:
             core = self._idle()
             if core is not None and self._quick_all_to_all(core, output, input, opts):
                 return _DONE
-        opts = _options(opts, _c10d.AllToAllOptions, timeout=timeout)
+        opts = options_of(opts, _c10d.AllToAllOptions, timeout=timeout)
         core = self._core((output, input))
         if core is None:
             self._fence("all_to_all_single", [output, input])
             method = self._inner(input.device, "alltoall_base", "all_to_all_single")
             return method(output, input, list(output_split_sizes), list(input_split_sizes), opts)
-        output, input = _local(output), _local(input)  # noqa: A001
-        got = _blocks(output, output_split_sizes, self._size, "the output")
-        sent = _blocks(input, input_split_sizes, self._size, "the input")
+        output, input = local_of(output), local_of(input)  # noqa: A001
+        got = blocks_of(output, output_split_sizes, self._size, "the output")
+        sent = blocks_of(input, input_split_sizes, self._size, "the input")
 
         def job() -> None:
-            room = _room(output)
-            core.all_to_allv(room, got, _flat(input), sent)
-            _store(output, room)
+            room = room_for(output)
+            core.all_to_allv(room, got, dense_of(input), sent)
+            store_into(output, room)
 
         return self._run("all_to_all_single", opts, core, [input], [output], job)
 
-    all_to_all_single = alltoall_base  # since torch 2.13
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # since torch 2.13
 
-    def alltoall(self, output_tensors, input_tensors, opts=None, timeout=None):
-        opts = _options(opts, _c10d.AllToAllOptions, timeout=timeout)
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None,  # type: ignore[override]
+                 timeout: datetime.timedelta | None = None) -> Any:
+        opts = options_of(opts, _c10d.AllToAllOptions, timeout=timeout)
         core = self._core(output_tensors, input_tensors)
         if core is None:
             self._fence("all_to_all", input_tensors)
             return self._inner(input_tensors[0].device, "alltoall")(output_tensors, input_tensors, opts)
-        inputs = [_local(t) for t in input_tensors]
+        inputs = [local_of(t) for t in input_tensors]
         if len(inputs) != self._size or len(output_tensors) != self._size:
             raise ArgumentError(f"all_to_all: expected {self._size} inputs and outputs, got {len(inputs)} and {len(output_tensors)}")
         sent, got = [t.numel() for t in inputs], [t.numel() for t in output_tensors]
 
         def job() -> None:
-            whole, flat = _join(inputs), _adjacent(output_tensors)
+            whole, flat = joined(inputs), adjacent(output_tensors)
             if flat is not None:
                 core.all_to_allv(flat, got, whole, sent)
                 return
@@ -1002,7 +717,7 @@ class DeepcProcessGroup(dist.ProcessGroup):
         return self._run("all_to_all", opts, core, inputs, list(output_tensors), job)
 
     # ---- barrier -----------------------------------------------------------------------------------------------------------------
-    def barrier(self, opts=None, timeout=None):
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> Any:  # type: ignore[override]
         if not self.has_nccl and opts.__class__ is _BarrierOptions and not getattr(opts, "asyncOp", True) and opts.timeout.days < 0:
             core = self._idle()
             if core is not None:
@@ -1012,17 +727,17 @@ class DeepcProcessGroup(dist.ProcessGroup):
                 if status:
                     self._failed(status, "barrier", ())
                 return _DONE
-        opts = _options(opts, _BarrierOptions, timeout=timeout)
+        opts = options_of(opts, _BarrierOptions, timeout=timeout)
         device = getattr(opts, "device", None)
         core = self._core() if device is None or device.type == "cpu" else None
         if core is None:
             return self._inner(torch.device("cpu") if device is None else device, "barrier")(opts)
         return self._run("barrier", opts, core, (), (), core.barrier)
 
-    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier; the core's time-out error says which ranks have not come, all of them. torch.distributed.monitored_barrier itself
         takes Gloo groups only."""
-        opts = _options(None, _BarrierOptions, timeout=timeout)
+        opts = options_of(None, _BarrierOptions, timeout=timeout)
         if hasattr(opts, "asyncOp"):
             opts.asyncOp = False
         self.barrier(opts).wait()
@@ -1036,45 +751,45 @@ class DeepcProcessGroup(dist.ProcessGroup):
             return None
         if len(tensors) != 1:
             raise ArgumentError(f"{name}: expected one tensor, got {len(tensors)}")
-        t = _local(tensors[0])
+        t = local_of(tensors[0])
         where = node.caller_line(2)
 
         def explain(exc: BaseException) -> None:
             self._explain(exc, name, [t], where)
 
-        dense = _room(t) if receives else _flat(t)
+        dense = room_for(t) if receives else dense_of(t)
         try:
             request = start(core, dense)
         except DeepcError as exc:
             explain(exc)
             raise
-        after = (lambda: _store(t, dense)) if receives and dense is not t else None
+        after = (lambda: store_into(t, dense)) if receives and dense is not t else None
         work = Message(request, [t], lambda: self._what(name, [t]), explain, after)
         self._messages.add(work, keep=not receives)
         if self._batch is not None:
             self._batch.append(work)
         return work
 
-    def send(self, tensors, dstRank, tag=0):  # noqa: N803  torch's names
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:  # noqa: N803  torch's names
         work = self._message("send", tensors, lambda core, t: core.isend(t, dstRank, tag), False)
         return self._inner(tensors[0].device, "send")(tensors, dstRank, tag) if work is None else work
 
-    def recv(self, tensors, srcRank, tag=0):  # noqa: N803
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:  # noqa: N803
         work = self._message("recv", tensors, lambda core, t: core.irecv(t, srcRank, tag), True)
         return self._inner(tensors[0].device, "recv")(tensors, srcRank, tag) if work is None else work
 
-    def recv_anysource(self, tensors, tag=0):
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         work = self._message("recv", tensors, lambda core, t: core.irecv(t, None, tag), True)
         return self._inner(tensors[0].device, "recv_anysource")(tensors, tag) if work is None else work
 
     # ---- torch's coalescing manager with a device --------------------------------------------------------------------------------
-    def _start_coalescing(self, device) -> None:
+    def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
             super()._start_coalescing(device)
             return
         self._batch = []
 
-    def _end_coalescing(self, device):
+    def _end_coalescing(self, device: torch.device) -> Any:
         """One Work of all that was called since _start_coalescing()."""
         if device.type != "cpu":
             return super()._end_coalescing(device)
@@ -1094,4 +809,4 @@ def _keep_from_compiler(*classes: type) -> None:
                 compiler.set_code_exec_strategy(method.__code__, skip)
 
 
-_keep_from_compiler(DeepcProcessGroup, Done, Pending, Message, Several)
+_keep_from_compiler(DeepcProcessGroup, FastPaths, Done, Pending, Message, Several)

@@ -1,6 +1,6 @@
 """Gathers over torch.distributed, for ranks that share no memory and need not agree on what they gather (ZeRO-3's streamed mode).
 
-A round is a message of 64 bytes per rank, in which every rank says what it wants and how many gradient buckets it has ready; then all give their part of
+A round is a message of 128 bytes per rank, in which every rank says what it wants and how many gradient buckets it has ready; then all give their part of
 everything that any rank wants. Before any other collective of the engine a rank takes part in rounds until all ranks are there (`fence`). So a rank that uses
 another expert, or leaves out a block, costs time and no deadlock. The groups are our own: what users send on theirs meanwhile does not meet it."""
 
@@ -47,7 +47,7 @@ class CollectiveSource:
     """What streamed.py gathers from. After a failure every call raises it, a CommError, on all ranks."""
 
     collective = True
-    WANTS = 7  # units that a round can carry for a rank
+    WANTS = 15  # units that a round can carry for a rank
     _NOTHING, _AT_FENCE = -2, -1
 
     def __init__(self, world: int, rank: int, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from . import memory
-from .errors import ArgumentError, ConfigError
+from .errors import ArgumentError, ConfigError, UnsupportedError
 from .nodes import published
 from .param import Released, close_shared, open_shared, share, unshare
 from .partition import BLOCK, Segment
@@ -120,7 +120,7 @@ class ModelState:
         elif plan.world > 1:
             self.group.broadcast(self.flat, 0)
         self.versions = [p._version for p in self.trained]
-        self._addresses = [p.data_ptr() for p in self.trained]
+        self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
         self._frozen_versions = self._versions_of_frozen()
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class ModelState:
             _replace(p, self.flat[offset: offset + n].view(p.shape))
             if plan.stage < 3:
                 (unshare if self.master is None else share)(p)
-        self._addresses = [p.data_ptr() for p in self.trained]
+        self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
         if old_frozen is not None and self.group.leader:
             cast(torch.Tensor, self.frozen_flat).copy_(old_frozen)
         at = 0
@@ -235,6 +235,9 @@ class ModelState:
         return [i for i, p in enumerate(self.trained) if p._version != self.versions[i] or i in replaced]
 
     def _replaced(self) -> set[int]:
+        if self.flat.data_ptr() != self._flat_at:
+            raise UnsupportedError("the memory of the parameters was moved under the engine: by model.share_memory(), or by sending the model or one of its tensors "
+                                   "through torch.multiprocessing. Send copies: {name: t.clone() for name, t in model.state_dict().items()}")
         return {i for i, (p, at) in enumerate(zip(self.trained, self._addresses)) if p.data_ptr() != at}
 
     @torch.no_grad()

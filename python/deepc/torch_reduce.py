@@ -113,7 +113,8 @@ class TorchReducer:
         self._limit = layout.nbuckets  # buckets in order that may begin
         self._told = self._known = 0  # buckets in order that all ranks have begun: as the threads tell each other; as this rank knows from elsewhere
         self._bound = AHEAD * layout.bucket_elems * wire.itemsize
-        self._under_way: collections.deque[tuple[int, Any, torch.Tensor | None, int]] = collections.deque()  # bucket, Work, its sum if it is not added yet, bytes
+        # bucket, Work, its sum if that is not added yet, bytes of its copy
+        self._under_way: collections.deque[tuple[int, Any, torch.Tensor | None, int]] = collections.deque()
         self._failed: BaseException | None = None
         self._bytes, self._stats = 0, dict.fromkeys(("reductions", "early", "grad_bytes_max", "waits"), 0)
         self._group: Any = None
@@ -216,7 +217,8 @@ class TorchReducer:
                 lo, hi = max(begin, at), min(end, at + self._plan.layout.numels[i])
                 pieces.append((lo - begin, self._grads[i].reshape(-1)[lo - at: hi - at]))
         if self._progress is not None:
-            work = self._progress.submit(functools.partial(self._reduce_here, b, self._states.begun, pieces), (), lambda: f"reduction of gradient bucket {b}", b"")
+            job = functools.partial(self._reduce_here, b, self._states.begun, pieces)
+            work = self._progress.submit(job, (), lambda: f"reduction of gradient bucket {b}", b"")
             self._under_way.append((b, work, None, 0))
             return
         flat = torch.empty(end - begin, dtype=self._wire, device=self._device)

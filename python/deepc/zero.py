@@ -3,7 +3,7 @@
 
 Between `Init` and deepc.initialize a model's parameters lie in chunks of node-shared memory: once per node, written by the node's first
 rank. In resident mode (CPU nodes) that stays so: they are pages that all ranks of a node map, always readable, and writing is for one
-rank."""
+rank. Where ranks share no memory (nodes with different numbers of ranks), each has its part of them (init_shards.py)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from .param import Released, close_shared, open_shared, share, unshare
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .group import Group, MemoryGroup
-    from .node import Segment
+    from .group import MemoryGroup
 
     ConfigSource = Union[str, os.PathLike[str], dict[str, Any]]
     Params = Sequence[torch.nn.Parameter]
@@ -529,7 +528,7 @@ class _Unowned:
         if self.home.arena is not None:
             close_shared(self.group, params, writer, opened)
         if self.home.shards is not None:
-            self.home.shards.close(opened, writer)
+            self.home.shards.close(params, opened, writer)
         if writer is not None:
             for p in params:
                 self.home.versions[p] = p._version

@@ -41,8 +41,8 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     quick = mode == "quick"
     rounds = "5" if quick else "9"
     adamw = [("64M", 2, True), ("64M", 1, False), ("256M", 2, not quick), ("GPT-2", 2, True), *([] if quick else [("256M", 1, False), ("GPT-2", 1, False)])]
-    # Bursts of about 2 s; bf16 steps are shorter.
-    train = [["--precision", "fp32", "--steps", "2", "--rounds", "5" if quick else "9"], ["--precision", "bf16", "--steps", "4", "--rounds", "5" if quick else "9"]]
+    # Full: bursts of about 2 s; bf16 steps are shorter. Quick: a step each, since more rounds say more than longer ones.
+    train = [["--precision", p, "--steps", "1" if quick else steps, "--rounds", "9"] for p, steps in (("fp32", "2"), ("bf16", "4"))]
     few = {"fp32": ["single", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3", "deepc-3-fused"],
            "bf16": ["single", "single-autocast", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3", "deepc-3-fused"]}
     return {
@@ -54,7 +54,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
     """All contenders in groups that fit into memory together; each group has deepc's stage 3 and one process, for the ratios."""
-    out = [["single", "single-autocast", "single-deepc", "independent", "ddp", "ddp-bf16-weights", "fsdp2", "fsdp2+huge", "deepc-0", "deepc-1", "deepc-3", "deepc-3-fused"]]
+    out = [["single", "single-autocast", "single-deepc", "independent", "ddp", "ddp-bf16-weights", "zero-redundancy", "fsdp2", "fsdp2+huge", "deepc-0", "deepc-1", "deepc-3", "deepc-3-fused"]]
     return out + ([["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp+huge", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepspeed-3+huge", "deepc-2", "deepc-3"]] if has_deepspeed else [["single", "deepc-2", "deepc-3"]])
 
 

@@ -237,6 +237,52 @@ def _evaluate_only(folder: str) -> Any:
     return 4.0 < loss < 4.4 or str(loss)
 
 
+# ---- 16 bits -----------------------------------------------------------------------------------------------------------------
+def precision_case(precision: str, stage: int, power: int = 16) -> tuple[str, dict, dict]:
+    """A case of `train` in bf16, or in fp16 with a first loss scale of 2^power; on CPUs TrainingArguments want use_cpu beside it."""
+    section = {"enabled": "auto", **({"initial_scale_power": power, "loss_scale_window": 1000} if precision == "fp16" else {})}
+    return f"{precision}-{stage}-{power}", ds_config(stage, **{precision: section}), {precision: True, "use_cpu": True}
+
+
+def moves(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
+    """What scripts do with the model of a trainer that has trained: evaluate it again, move it, unwrap it, save it, evaluate it with another
+    Trainer. By name: an evaluation loss, after each."""
+    use("deepc")
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    trainer = _gpt2(folder, ds_config(stage, optimizer=False), torch_compile=stage == 2, torch_compile_backend="aot_eager")
+    trainer.train()
+    out = {"at first": trainer.evaluate()["eval_loss"]}
+    trainer.model.to(trainer.args.device)
+    trainer.model.cpu().float()
+    out["moved"] = trainer.evaluate()["eval_loss"]
+    out["predicted"] = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    assert unwrapped is trainer.model
+    out["prepared"] = _loss(trainer.accelerator.prepare_model(unwrapped, evaluation_mode=True), trainer)
+    trainer.save_model(folder + "/end")
+    torch.distributed.barrier()  # rank 0 writes
+    unset_hf_deepspeed_config()
+    out["saved"] = _loss(AutoModelForCausalLM.from_pretrained(folder + "/end"), trainer)
+    plain = _gpt2(folder + "/plain", None, unwrapped, use_cpu=True)
+    out["another trainer"] = plain.evaluate()["eval_loss"]
+    trainer.deepspeed.backward(trainer.deepspeed(**_rows(trainer)).loss)
+    out["step"] = trainer.deepspeed.step().applied
+    trainer.deepspeed.destroy()
+    return out
+
+
+def _rows(trainer: Any) -> dict[str, torch.Tensor]:
+    rows = torch.stack([row["input_ids"] for row in trainer.eval_dataset])
+    return {"input_ids": rows, "labels": rows}
+
+
+@torch.no_grad()
+def _loss(model: torch.nn.Module, trainer: Any) -> float:
+    return model.eval()(**_rows(trainer)).loss.item()
+
+
 # ---- Accelerate --------------------------------------------------------------------------------------------------------------
 def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: list[list[str]]) -> list[Any]:
     """For every case (arguments of the example): what each step printed, the same after load_state, and the sum of the saved weights."""
@@ -257,26 +303,90 @@ def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: lis
     return out
 
 
-# ---- Trainer on deepc's engine, without the name deepspeed --------------------------------------------------------------------
-def native(rank: int, world: int, folder: str, stage: int) -> tuple[list, list, int]:
-    """The example's training with EngineTrainer, then again from its checkpoint of step 3: both histories, and how many tensors were saved."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+# ---- Trainer and Accelerate on deepc's engine, without the name deepspeed -----------------------------------------------------
+def _native_trainer(folder: str, config: dict, *, dropout: float = 0.0, kind: Any = None, **more: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
     from deepc.integrations.hf import EngineTrainer
 
-    script, out = example(), []
+    script = example()
+    options = dict(output_dir=folder, use_cpu=True, max_steps=6, logging_steps=1, eval_strategy="steps", eval_steps=3, save_steps=3,
+                   per_device_train_batch_size=4, gradient_accumulation_steps=2, warmup_steps=3, learning_rate=3e-3, weight_decay=0.1, report_to="none",
+                   disable_tqdm=True)
+    torch.manual_seed(42)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, pad_token_id=63,
+                                       resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
+    return (kind or EngineTrainer)(model=model, args=TrainingArguments(**{**options, **more}), train_dataset=script.Sequences(512),
+                                   eval_dataset=script.Sequences(64, seed=1), deepc_config=config)
+
+
+def _without_names() -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+
+def native(rank: int, world: int, folder: str, stage: int, config: dict | None = None, more: dict | None = None) -> tuple[list, list, int]:
+    """The example's training with EngineTrainer, then again from its checkpoint of step 3: both histories, and how many tensors were saved."""
+    _without_names()
+    out = []
     for resume in (None, f"{folder}/checkpoint-3"):
-        args = TrainingArguments(output_dir=folder if resume is None else folder + "-again", use_cpu=True, max_steps=6, logging_steps=1, eval_strategy="steps",
-                                 eval_steps=3, save_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, warmup_steps=3, learning_rate=3e-3,
-                                 weight_decay=0.1, report_to="none", disable_tqdm=True)
-        torch.manual_seed(42)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, pad_token_id=63,
-                                           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-        trainer = EngineTrainer(model=model, args=args, train_dataset=script.Sequences(512), eval_dataset=script.Sequences(64, seed=1),
-                                deepc_config={"zero_optimization": {"stage": stage}})
+        trainer = _native_trainer(folder if resume is None else folder + "-again", {"zero_optimization": {"stage": stage}, **(config or {})}, **(more or {}))
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         out.append(history(trainer))
         trainer.engine.destroy()
     return out[0], out[1], len(weights(folder))
+
+
+def native_odd(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
+    """What else Trainer does: by name, what came of it."""
+    _without_names()
+    from transformers import EarlyStoppingCallback
+
+    import deepc
+    from deepc.integrations.hf import EngineTrainer
+
+    config, out = {"zero_optimization": {"stage": stage}}, {}
+    trainer = _native_trainer(f"{folder}/again", config, save_strategy="no", max_steps=2, eval_strategy="no")
+    out["evaluated first"] = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    out["once"] = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    out["twice"] = trainer.evaluate()["eval_loss"]
+    other = _native_trainer(f"{folder}/other", config, save_strategy="no", eval_strategy="no")
+    other.model = other.model_wrapped = trainer.model
+    out["other"] = other.evaluate()["eval_loss"]
+    try:
+        other.train()
+    except deepc.DeepcError as error:
+        out["trained by two"] = str(error)
+    trainer.engine.destroy()
+
+    trainer = _native_trainer(f"{folder}/best", config, max_steps=8, learning_rate=0.2, eval_steps=1, save_steps=1, save_total_limit=2,
+                              load_best_model_at_end=True, metric_for_best_model="eval_loss", warmup_steps=0)
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    out["best"] = trainer.state.best_metric, trainer.evaluate()["eval_loss"], trainer.state.global_step
+    trainer.engine.destroy()
+
+    class Short(EngineTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+            if len(inputs["input_ids"]) > 2:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return super().training_step(model, inputs, *args)
+
+    losses = {}
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for name, kind, more in (("smoothed", None, {"label_smoothing_factor": 0.1}), ("compiled", None, compiled), ("plain", None, {}),
+                             ("smaller", Short, {"auto_find_batch_size": True})):
+        trainer = _native_trainer(f"{folder}/{name}", config, kind=kind, save_strategy="no", max_steps=2, eval_strategy="no", **more)
+        trainer.train()
+        losses[name] = [e["loss"] for e in trainer.state.log_history if "loss" in e], trainer.engine.train_micro_batch_size_per_gpu()
+        trainer.engine.destroy()
+    return {**out, **losses}
+
+
+def accelerate_native(rank: int, world: int, folder: str, options: list[str]) -> tuple[list, list, int]:
+    """The example's steps, the same after --resume, and how many tensors were saved."""
+    _without_names()
+    script, where = example("accelerate_native"), ["--output_dir", folder, *options]
+    return script.main(where), script.main([*where, "--resume"]), len(weights(folder))

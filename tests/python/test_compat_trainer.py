@@ -76,6 +76,57 @@ def _compare(name, mine, real):
                 assert f"{a[key]:.4g}" == f"{b[key]:.4g}", (name, key, a, b)
 
 
+PRECISIONS = [("bf16", 16), ("fp16", 16), ("fp16", 22)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision, power", PRECISIONS)
+def test_16_bits_equal_deepspeed(tmp_path, precision, power, stage):
+    """bf16, fp16, and fp16 from a loss scale that overflows: the losses up to the first update, all learning rates and the steps that are skipped
+    are DeepSpeed's to every digit. Afterwards they differ by what deepc does on purpose: fp32 masters start from the model's values, gradients
+    are accumulated in fp32."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    case = hf_runs.precision_case(precision, stage, power)
+    ours = _run("deepc", tmp_path, [case], env=QUIET)
+    theirs = _run("deepspeed", tmp_path, [case], backend="gloo", env={"DS_ACCELERATOR": "cpu"})
+    _check_shape(ours[0][case[0]])
+    for mine, real in zip(ours[0][case[0]][:2], theirs[0][case[0]][:2], strict=True):
+        assert len(mine) == len(real)
+        for a, b in zip(mine, real, strict=True):
+            assert a.keys() == b.keys() and a["step"] == b["step"], (a, b)
+            assert a.get("learning_rate") == b.get("learning_rate"), (a, b)
+            if "loss" in a and a["step"] <= (6 if power == 22 else 3):  # the schedule's rate is 0 until then
+                assert a["loss"] == b["loss"], (a, b)
+            assert all(math.isclose(a[k], b[k], rel_tol=1e-4) for k in a if k.endswith("loss")), (a, b)
+            assert math.isclose(a.get("grad_norm", 0), b.get("grad_norm", 0), rel_tol=1e-3), (a, b)
+    norms = [e["grad_norm"] for e in ours[0][case[0]][0] if "loss" in e]
+    assert [math.isinf(n) for n in norms] == [power == 22] * 4 + [False] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision, power", PRECISIONS)
+def test_16_bits_are_the_same_at_stages_0_to_2(tmp_path, precision, power):
+    """DeepSpeed's stage 0 takes a step of zero gradients at its start in 16 bits, and so differs from its stage 2; deepc's does not."""
+    cases = [hf_runs.precision_case(precision, stage, power) for stage in (0, 1, 2)]
+    out = _run("deepc", tmp_path, cases, env=QUIET)
+    runs = [out[0][name] for name, *_ in cases]
+    for run in runs:
+        _check_shape(run)
+        assert run[:2] == runs[0][:2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+def test_model_of_a_trained_engine(tmp_path, stage):
+    """evaluate, predict, .to(device), .cpu(), .float(), unwrap_model, prepare_model, save_model and from_pretrained, another Trainer: the same loss;
+    and the engine trains on."""
+    for out in run_ranks(hf_runs.moves, 2, args=(str(tmp_path), stage), fresh=True, limit_s=170, env=QUIET):
+        assert out["at first"] == out["moved"] == out["predicted"] == out["another trainer"] and out["step"]
+        assert math.isclose(out["prepared"], out["saved"], rel_tol=1e-6)
+
+
 ACCELERATE = [["--stage", "2", "--from_config"], ["--stage", "3"]]
 
 

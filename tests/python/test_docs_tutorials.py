@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
-LIMIT_S = 300
+LIMIT_S = 600
 NEEDS = {"reading-the-report.md": ("rich",)}
 IN_SOURCES = "<!-- in: a copy of the sources -->"
 EIGHT = {"first-run", "from-deepspeed", "from-fsdp", "does-not-fit", "slow-networks", "long-sequences", "reading-the-report", "adding-an-op"}

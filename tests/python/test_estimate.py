@@ -29,13 +29,12 @@ QUICK = ("A stage 3, 2 ranks, fp32", "B stage 0, 1 rank, bf16")
 
 
 def predicted_and_measured(name: str) -> None:
-    """Within 5 %; where blocks are recomputed 10 %: there the heap's holes are as large as the live tensors and differ from run to run."""
+    """Within 5 %."""
     if memory_runs.CASES[name].get("hf"):
         pytest.importorskip("transformers")
     r = memory_runs.run(memory_runs.CASES[name])
     assert r["measured"] > 200 << 20
-    bound = 0.1 if memory_runs.CASES[name].get("recompute") else 0.05
-    assert abs(r["predicted"] / r["measured"] - 1) <= bound, {k: round(v / 2**20, 1) for k, v in r.items() if isinstance(v, int)}
+    assert abs(r["predicted"] / r["measured"] - 1) <= 0.05, {k: round(v / 2**20, 1) for k, v in r.items() if isinstance(v, int)}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -61,9 +60,11 @@ def states_of_a_node(rank: int, world: int) -> dict:
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Malloc
 
+    lease = None
+
     def in_use() -> int:
         info = libc.mallinfo2()
-        return info.uordblks + info.hblkhd + memory.heap()["in_use"]
+        return info.uordblks + info.hblkhd + memory.heap()["in_use"] - (lease.nbytes() if lease is not None else 0)
 
     def train(model):
         engine = deepc.initialize(model=model, config=config(3, micro=1))[0]
@@ -89,6 +90,7 @@ def states_of_a_node(rank: int, world: int) -> dict:
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
     engine, step = train(model)
     del model
+    lease = engine.state.lease
     step()
     between, peak, start = resident(), 0, in_use()
 
@@ -99,8 +101,11 @@ def states_of_a_node(rank: int, world: int) -> dict:
     for p in engine.module.parameters():
         p.register_hook(watch)
     step()
+    engine.backward(engine(*make_batch(0, 1)))
+    borrowed = lease.nbytes()
+    engine.step()
     plan = engine.plan
-    out = {"private": between["RssAnon"] - before["RssAnon"], "shared": between["RssShmem"] - before["RssShmem"], "backward": peak,
+    out = {"borrowed": borrowed, "private": between["RssAnon"] - before["RssAnon"], "shared": between["RssShmem"] - before["RssShmem"], "backward": peak,
            "parameters": sum(p.numel for p in plan.params), "largest": 4 * max(p.numel for p in plan.params), "states": plan.node_states,
            "bound": plan.backward_bound, "staging": plan.bytes["staging_shared"], "text": plan.describe(),
            "control": sum(r.shared for r in state_rows(plan, 2, False)[0] if r.name != "parameters")}
@@ -110,12 +115,14 @@ def states_of_a_node(rank: int, world: int) -> dict:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_stage_3_holds_16_bytes_per_parameter_per_node(world: int) -> None:
+    """12 between steps: the gradients' 4 have memory from backward to step alone, and that is the heap's."""
     ranks = run_ranks(states_of_a_node, world, fresh=True)
     one = ranks[0]
     sixteen = 16 * one["parameters"]
     assert sixteen <= one["states"] <= 1.02 * sixteen
     measured = sum(r["private"] for r in ranks) + one["shared"] - one["control"]
-    assert abs(measured / sixteen - 1) <= 0.02, (measured / 2**20, sixteen / 2**20, ranks)
+    assert abs(measured / (sixteen * 3 / 4) - 1) <= 0.02, (measured / 2**20, sixteen / 2**20, ranks)
+    assert abs(sum(r["borrowed"] for r in ranks) / (sixteen / 4) - 1) <= 0.04, ranks
     assert "16.0" in one["text"] and "between steps" in one["text"]
     assert one["bound"] == one["states"] + world * (2 * 4 * (1 << 20) + one["largest"])
     assert all(0.9 * one["largest"] <= r["backward"] <= one["largest"] + 2 * 4 * (1 << 20) for r in ranks), ranks

@@ -184,6 +184,21 @@ def test_what_needs_logits_gets_them():
     torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
 
 
+def test_what_a_fused_module_adds_hides_nothing_of_the_module():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.LayerNorm(8), nn.GELU()), nn.LayerNorm(8)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    model, seen = Own(), []
+    deepc.fuse(model)
+    assert model.apply(seen.append) is model and seen == [*model.body, model.body, model.head, model]
+    assert isinstance(model.head, nn.LayerNorm) and isinstance(model.body, nn.Sequential) and model(torch.ones(2, 8)).shape == (2, 8)
+
+
 def test_a_failed_forward_leaves_no_trace():
     model, inputs = make("llama")
     deepc.fuse(model)

@@ -119,6 +119,27 @@ def test_missing_script_is_named(monkeypatch):
         plan("nowhere.py", monkeypatch=monkeypatch)
 
 
+def test_lines_of_several_ranks_do_not_mix(tmp_path):
+    run = Run(tmp_path, """
+        import os, sys
+        for i in range(300):
+            print("rank", os.environ["RANK"], "says", i)
+            print("rank", os.environ["RANK"], "warns", i, file=sys.stderr)
+    """, launcher=("--num_ranks", "4", "--quiet"))
+    code, out, err = run.finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == sorted(f"rank {r} says {i}" for r in range(4) for i in range(300))
+    assert sorted(err.splitlines()) == sorted(f"rank {r} warns {i}" for r in range(4) for i in range(300))
+
+
+def test_a_script_that_imports_deepspeed_is_told_how(capsys):
+    missing = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'deepspeed'"
+    runner.report([failure(0, 10.0, type="ModuleNotFoundError", traceback=missing)])
+    assert "deepc run --as-deepspeed" in capsys.readouterr().err
+    runner.report([failure(0, 10.0, type="ModuleNotFoundError", traceback=missing.replace("deepspeed", "numpy"))])
+    assert "--as-deepspeed" not in capsys.readouterr().err
+
+
 def failure(rank: int, when: float, exit: int | None = 1, type: str = "", traceback: str = "") -> runner.Failure:
     return runner.Failure(rank, 100 + rank, exit, when, type, traceback)
 

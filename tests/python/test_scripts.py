@@ -1,7 +1,8 @@
-"""scripts/count.py: the last line of `make test` must not lose a failure."""
+"""scripts/count.py: the last line of `make test` must not lose a failure. scripts/lib.sh: which builds have the CUDA kernels."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,11 @@ def test_no_gpu_is_no_failure_of_the_gpu_class(tmp_path):
     xml = '<testsuite><testcase name="d"><skipped message="no GPU"/></testcase></testsuite>'
     assert count(tmp_path, "gpu", pytest_xml=xml)[:2] == (0, "0 passed, 0 failed, 1 skipped")
     assert count(tmp_path, "quick", pytest_xml=xml)[0] == 1
+
+
+@pytest.mark.parametrize("gpu, said, choice", [("true", None, "AUTO"), ("false", None, "OFF"), ("false", "", "OFF"), ("false", "ON", "ON"), ("true", "OFF", "OFF")])
+def test_cuda_kernels_are_built_where_there_is_a_gpu_or_on_request(gpu, said, choice):
+    lib = COUNT.with_name("lib.sh")
+    env = {k: v for k, v in os.environ.items() if k != "DEEPC_CUDA"} | ({} if said is None else {"DEEPC_CUDA": said})
+    done = subprocess.run(["sh", "-euc", f'. "{lib}"; has_gpu() {{ {gpu}; }}; cuda_choice'], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"{choice}\n", "")

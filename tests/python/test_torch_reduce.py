@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import tiny
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from test_nodes import on_node
-from test_streamed import NO_LIMITS
+from test_streamed import NO_LIMITS, Odd
 
 
 def run_ranks(fn, world, *args, **kw):
@@ -164,6 +165,50 @@ def test_gradients_leave_during_backward(stage):
             assert stage == 2 or row["most"] < 0.5 * total, "ranks that gather know what all have begun, and wait for it"
 
 
+# ---- ranks that differ, delays, and the way of devices ----------------------------------------------------------------------------------
+def _differing(rank, world, stage, how, steps):
+    import deepc
+
+    rng = random.Random(rank)
+    cfg = tiny.config(stage, micro=4, deepc={"bucket_elems": 12288})
+    cfg["zero_optimization"].update(NO_LIMITS)
+    torch.manual_seed(1)
+    model = Odd("rank-dependent", width=64)
+    with uneven(rank):
+        engine = deepc.initialize(model=model, config=cfg)[0]
+    if how == "device":  # asynchronous Works instead of the thread, and at stage 3 nothing begins before all ranks have it
+        engine.reducer._progress, engine.reducer._in_order = None, True
+    if how == "delays":
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: time.sleep(rng.choice((0, 0, 0.02 * rng.random()))))
+        for p in model.parameters():
+            p.register_hook(lambda _: time.sleep(rng.choice((0, 0, 0.02 * rng.random()))))
+    losses = []
+    for step in range(steps):
+        model.rank = (rank + step) % 3  # another expert each time: ranks never agree on what has a gradient
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        losses.append(engine(x))
+        engine.backward(losses[-1])
+        engine.step()
+    weights, stats = {n: engine.full_fp32_param(p).clone() for n, p in model.named_parameters()}, engine.reducer.stats()
+    engine.destroy()
+    return [v.item() for v in losses], weights, stats
+
+
+def _all_differing(rank, world, stages, steps):
+    return {stage: [_differing(rank, world, stage, how, steps) for how in ("", "delays", "device")] for stage in stages}
+
+
+@pytest.mark.parametrize("stages, steps", [((3,), 5), pytest.param((0, 2, 3), 20, marks=pytest.mark.full)])
+def test_ranks_with_other_gradients_and_delays(stages, steps):
+    for by_stage in run_ranks(_all_differing, 3, stages, steps, backend="gloo"):
+        for stage, (plainly, *others) in by_stage.items():
+            for losses, weights, stats in others:
+                assert losses == plainly[0], stage
+                same_bits(weights, plainly[1])
+                assert stats["early"] > 0
+
+
 # ---- failures -------------------------------------------------------------------------------------------------------------------------
 def _fails(rank, world, stage, how):
     import deepc
@@ -196,7 +241,7 @@ def _fails(rank, world, stage, how):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage, how", [(2, "dies"), (3, "dies"), (3, "leaves")])
+@pytest.mark.parametrize("stage, how", [(3, "dies"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "dies"), (3, "leaves")))])
 def test_a_rank_that_dies_or_leaves_in_backward_is_an_error_on_the_others(stage, how):
     said = run_ranks(_fails, 3, stage, how, may_die=(2,), limit_s=60)
     assert said[2] == ("left" if how == "leaves" else None)

@@ -149,4 +149,4 @@ def test_sdist_builds_a_wheel_that_trains(tmp_path):
     assert "All is well." in run(clean / "bin" / "deepc", "doctor")
     (tmp_path / "train.py").write_text(TRAIN)
     out = run(clean / "bin" / "deepc", "run", "--num_gpus", "2", "train.py")
-    assert "trained 3 " + str(site) in out
+    assert f"trained 3 {site}" in out, out

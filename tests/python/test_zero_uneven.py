@@ -43,6 +43,8 @@ def _odd(rank, world, room):
             model = Odd()
             with deepc.zero.Init(dtype=torch.bfloat16):
                 inner = nn.Linear(4, 4)
+            with deepc.zero.GatheredParameters([inner.bias, model.free], modifier_rank=1), torch.no_grad():
+                inner.bias.fill_(rank)
         drawn = float(torch.rand(1))
         model.lazy = None
         p = model.emb.weight
@@ -55,6 +57,11 @@ def _odd(rank, world, room):
             p.fill_(rank)
         with pytest.raises(StrayWriteError), deepc.zero.GatheredParameters([p]), torch.no_grad():
             p.add_(1)
+        with deepc.zero.GatheredParameters([inner.bias]):
+            assert inner.bias.tolist() == [1.0] * 4
+            with deepc.zero.GatheredParameters([inner.bias], modifier_rank=2), torch.no_grad():
+                inner.bias.fill_(rank)
+            assert inner.bias.tolist() == [2.0] * 4
         return built, drawn, whole(model)["emb.weight"]
 
 

@@ -620,7 +620,7 @@ class CheckpointReader:
         try:
             return self.tensors[name]
         except KeyError:
-            from ..config import suggest
+            from ..config_value import suggest
 
             raise CheckpointError(f"checkpoint {self.path} has no tensor {name!r}.{suggest(name, self.tensors)}") from None
 

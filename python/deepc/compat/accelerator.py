@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,15 @@ class DeepSpeedAccelerator:
 
     _name: str
     _communication_backend_name = "deepc"
+
+    if TYPE_CHECKING:  # what each device has in its own way
+
+        def synchronize(self, device_index: int | None = None) -> None: ...
+        def manual_seed(self, seed: int) -> Any: ...
+        def get_rng_state(self, device_index: int | None = None) -> torch.Tensor: ...
+        def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None: ...
+        def memory_allocated(self, device_index: int | None = None) -> int: ...
+        def max_memory_allocated(self, device_index: int | None = None) -> int: ...
 
     # ---- the device ------------------------------------------------------------------------------------------------------
     def device_name(self, device_index: int | None = None) -> str:
@@ -261,7 +270,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return tensor.is_pinned()
 
     def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
 
     def visible_devices_envs(self) -> list[str]:
         return ["CUDA_VISIBLE_DEVICES"]

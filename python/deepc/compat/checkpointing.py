@@ -38,12 +38,12 @@ def is_configured() -> bool:
     return _configured
 
 
-def checkpoint(function: Callable, *args: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), whose activations are recomputed in backward."""
     return _checkpoint(function, *args, use_reentrant=_reentrant)
 
 
-def non_reentrant_checkpoint(function: Callable, *args: Any) -> Any:
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return _checkpoint(function, *args, use_reentrant=False)
 
 

@@ -66,19 +66,19 @@ def _discover(port: int) -> None:
             return
 
 
-def is_available() -> bool:
+def is_available() -> bool:  # type: ignore[no-redef]  # over torch's
     return dist.is_available()
 
 
-def is_initialized() -> bool:
+def is_initialized() -> bool:  # type: ignore[no-redef]  # over torch's
     return dist.is_initialized()
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: Any = None) -> int:  # type: ignore[no-redef]  # over torch's
     return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: Any = None) -> int:  # type: ignore[no-redef]  # over torch's
     return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -90,7 +90,7 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:  # type: ignore[no-redef]  # over torch's
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
@@ -98,7 +98,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
-def new_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
+def new_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:  # type: ignore[no-redef]  # over torch's
     return dist.new_group(ranks, **kwargs)
 
 

@@ -72,15 +72,18 @@ class DeepSpeedConfig:
 
     @property
     def optimizer_params(self) -> dict[str, Any] | None:
-        return self._param_dict.get("optimizer", {}).get("params")
+        found: dict[str, Any] | None = self._param_dict.get("optimizer", {}).get("params")
+        return found
 
     @property
     def scheduler_name(self) -> str | None:
-        return self._param_dict.get("scheduler", {}).get("type")
+        found: str | None = self._param_dict.get("scheduler", {}).get("type")
+        return found
 
     @property
     def scheduler_params(self) -> dict[str, Any] | None:
-        return self._param_dict.get("scheduler", {}).get("params")
+        found: dict[str, Any] | None = self._param_dict.get("scheduler", {}).get("params")
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -19,7 +19,7 @@ __all__ = ["install", "uninstall"]
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    import deepspeed
+    import deepspeed  # type: ignore[import-untyped, import-not-found]  # ours: see finder.py
 
     return getattr(deepspeed, name)
 

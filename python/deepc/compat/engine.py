@@ -76,7 +76,7 @@ class DeepSpeedEngine(Engine):
         self._refuse_to_train("backward")
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
-    def step(self, lr_kwargs: dict | None = None) -> StepResult:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         self._refuse_to_train("step")
         return super().step(lr_kwargs)
 
@@ -173,7 +173,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        return self.plan.wire
+        return self.plan.wire or self.dtype
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.config.get(name)
@@ -227,7 +227,12 @@ class DeepSpeedEngine(Engine):
             raise UnsupportedError('the batch is fixed with deepc.deterministic = "layout"')
         if self.micro_steps % self.gradient_accumulation_steps():
             raise ArgumentError("batch sizes can be changed between two optimizer steps, not inside an accumulation")
-        self._config = dataclasses.replace(self._config, **sizes)
+        given: dict[str, Any] = {**sizes}
+        self._config = dataclasses.replace(self._config, **given)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the average gradient of the last step; inf if it was skipped, as in DeepSpeed."""
+        return float("inf") if self.optimizer.overflow else super().get_global_grad_norm()
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -235,7 +240,7 @@ class DeepSpeedEngine(Engine):
 
     # ---- data ------------------------------------------------------------------------------------------------------------
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True, data_sampler: Any = None,
-                     collate_fn: Callable | None = None, num_local_io_workers: int | None = None) -> Any:
+                     collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int | None = None) -> Any:
         """A DataLoader over this rank's part of `dataset`, in micro-batches."""
         if data_sampler is None and route in ("predict", "eval") and not isinstance(dataset, torch.utils.data.IterableDataset):
             data_sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=False)
@@ -258,12 +263,20 @@ class DeepSpeedEngine(Engine):
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing to do: backward has reduced them."""
 
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None,  # type: ignore[override]
+                compiled_autograd_enabled: bool = False) -> None:
+        """torch.compile of the module, in place. schedule and compiled_autograd_enabled belong to DeepCompile: UnsupportedError."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError("engine.compile(schedule=..., compiled_autograd_enabled=True): DeepCompile does not exist in deepc; leave them out, "
+                                   "torch.compile runs")
+        super().compile(backend=backend, **(compile_kwargs or {}))
+
     @property
     def is_compiled(self) -> bool:
         return getattr(self.module, "_compiled_call_impl", None) is not None
 
     # ---- files -----------------------------------------------------------------------------------------------------------
-    def save_checkpoint(self, save_dir: Any, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
+    def save_checkpoint(self, save_dir: Any, tag: str | None = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
         """deepc's checkpoint; beside it the script zero_to_fp32.py, which makes one model of it."""
         super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)

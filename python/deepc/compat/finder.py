@@ -106,7 +106,7 @@ class _Loader(importlib.abc.Loader):
         return CompatModule(spec.name, names.doc(spec.name))
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if names.alias_of(module.__spec__.name) is not None:
+        if module.__spec__ is not None and names.alias_of(module.__spec__.name) is not None:
             module.__spec__ = self._spec
         if isinstance(module, _ReExport):
             return

@@ -11,7 +11,7 @@ import importlib.machinery
 import os
 import sys
 import types
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 from . import lightning
 
@@ -50,10 +50,11 @@ class _Teacher(importlib.abc.Loader):
         self._loader, self._name = loader, name
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
+        made: types.ModuleType | None = self._loader.create_module(spec)
+        return made
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
+        cast(importlib.machinery.ModuleSpec, module.__spec__).loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         _TEACH[self._name](module)
 

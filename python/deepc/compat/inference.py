@@ -27,6 +27,13 @@ class DeepSpeedInferenceConfig:
                                  "transposed_mode": False, "keep_module_on_host": False, "training_mp_size": 1, "base_dir": "", "ep_size": 1,
                                  "replace_method": "auto", "ckpt_config": None}
 
+    dtype: Any  # the keys that are looked at here; all of _DEFAULTS are attributes
+    tensor_parallel: Any
+    mp_size: int
+    quant: Any
+    keep_module_on_host: bool
+    replace_with_kernel_inject: bool
+
     def __init__(self, **given: Any) -> None:
         alias = {"kernel_inject": "replace_with_kernel_inject", "tp": "tensor_parallel", "max_tokens": "max_out_tokens"}
         given = {alias.get(k, k): v for k, v in given.items()}

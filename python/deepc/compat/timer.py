@@ -25,7 +25,8 @@ class _Timer:
 
     def __init__(self, name: str) -> None:
         self.name_, self.started_ = name, False
-        self._total, self._count, self._began, self._records = 0.0, 0, 0.0, []
+        self._total, self._count, self._began = 0.0, 0, 0.0
+        self._records: list[float] = []
 
     def start(self) -> None:
         if self.started_:

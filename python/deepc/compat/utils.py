@@ -9,7 +9,7 @@ import logging
 import os
 import random
 from bisect import bisect_right
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence, Sized, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
         print(f"[Rank {_rank()}] {message}", flush=True)
 
 
-def print_json_dist(message: dict, ranks: Sequence[int] | None = None, path: str | None = None) -> None:
+def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None) -> None:
     """Writes `message` as JSON to `path` on the given ranks."""
     if _speaks(ranks) and path is not None:
         with open(path, "w") as f:
@@ -83,7 +83,7 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
-def instrument_w_nvtx(func: Callable) -> Callable:
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Marks `func` as a range for torch's profilers."""
 
     @functools.wraps(func)
@@ -117,7 +117,7 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
-    model._z3_leaf = flag
+    model._z3_leaf = flag  # type: ignore[assignment]  # torch declares modules and tensors alone
 
 
 def _mark(modules: Iterable[torch.nn.Module], flag: bool) -> list[torch.nn.Module]:
@@ -195,15 +195,15 @@ class OnDevice:
 class RepeatingLoader:
     """Wraps an iterable so that it starts again when it ends."""
 
-    def __init__(self, loader: Iterable) -> None:
+    def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.data_iter = iter(loader)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(cast(Sized, self.loader))
 
     def __next__(self) -> Any:
         try:
@@ -213,9 +213,10 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-def DeepSpeedDataLoader(dataset: Any, batch_size: int, pin_memory: bool = False, local_rank: int = 0, tput_timer: Any = None, collate_fn: Callable | None = None,
-                        num_local_io_workers: int | None = None, data_sampler: Any = None, data_parallel_world_size: int | None = None,
-                        data_parallel_rank: int | None = None, dataloader_drop_last: bool = False, deepspeed_dataloader_config: dict | None = None) -> Any:
+def DeepSpeedDataLoader(dataset: Any, batch_size: int, pin_memory: bool = False, local_rank: int = 0, tput_timer: Any = None,
+                        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int | None = None, data_sampler: Any = None,
+                        data_parallel_world_size: int | None = None, data_parallel_rank: int | None = None,
+                        dataloader_drop_last: bool = False, deepspeed_dataloader_config: dict[str, Any] | None = None) -> Any:
     """A torch DataLoader over this rank's part of the data: shuffled by a DistributedSampler unless `data_sampler` is given."""
     world = dist.get_world_size() if data_parallel_world_size is None and dist.is_initialized() else data_parallel_world_size or 1
     rank = _rank() if data_parallel_rank is None else data_parallel_rank
@@ -305,7 +306,7 @@ def get_inactive_params(param_list: Iterable[torch.nn.Parameter]) -> list[torch.
     """Stage-3 parameters whose values are not on this rank now."""
     from ..zero import ZeroParamStatus, is_zero_param
 
-    return [p for p in param_list if is_zero_param(p) and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    return [p for p in param_list if is_zero_param(p) and getattr(p, "ds_status") == ZeroParamStatus.NOT_AVAILABLE]
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
@@ -313,7 +314,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     return f"{base}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
 
 
-def noop_decorator(func: Callable) -> Callable:
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 

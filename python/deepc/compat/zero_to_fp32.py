@@ -41,10 +41,10 @@ class _Lazy:
         return self._weights.reader.tensor(self._name)
 
 
-class _Weights(Mapping):
+class _Weights(Mapping[str, Any]):
     """The model's names of a checkpoint -> _Lazy."""
 
-    def __init__(self, directory: str | os.PathLike, tag: str | None, exclude_frozen: bool) -> None:
+    def __init__(self, directory: str | os.PathLike[str], tag: str | None, exclude_frozen: bool) -> None:
         self.reader = CheckpointReader(directory, tag)
         kinds = tuple(k for k in _KINDS if not (exclude_frozen and k == "frozen"))
         stored = {n.partition("/")[2]: n for n in self.reader.tensors if n.partition("/")[0] in kinds}
@@ -67,14 +67,14 @@ class _Weights(Mapping):
         return self._at[name]
 
 
-def _open(checkpoint_dir: str | os.PathLike, tag: str | None, exclude_frozen: bool) -> _Weights:
+def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None, exclude_frozen: bool) -> _Weights:
     path = Path(checkpoint_dir)
     if tag is None and not (path / "latest").exists() and (path / "index.json").exists():  # the folder of one tag
         path, tag = path.parent, path.name
     return _Weights(path, tag if tag is not None else read_latest(path), exclude_frozen)
 
 
-def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, tag: str | None = None, exclude_frozen_parameters: bool = False,
+def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False,
                                              lazy_mode: bool = False) -> Any:
     """The state_dict of a checkpoint, whole, on the CPU: trained parameters in fp32, frozen ones and buffers as they are. tag: default the
     last one. lazy_mode: values are read at `.contiguous()`. CheckpointError if there is none, or it is damaged."""
@@ -146,7 +146,7 @@ def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limi
         (output_dir / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def convert_zero_checkpoint_to_state_dict(checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, dtype: str | torch.dtype = torch.float32,
+def convert_zero_checkpoint_to_state_dict(checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], dtype: str | torch.dtype = torch.float32,
                                           max_shard_size: str | int | None = "5GB", safe_serialization: bool = False, tag: str | None = None,
                                           exclude_frozen_parameters: bool = False) -> None:
     """Writes the weights of a checkpoint as a Hugging Face model: with safe_serialization model.safetensors, else pytorch_model.bin (both in
@@ -160,13 +160,13 @@ def convert_zero_checkpoint_to_state_dict(checkpoint_dir: str | os.PathLike, out
         _write_pickled(weights, target, output, limit)
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike, max_shard_size: str | int | None = "5GB",
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], max_shard_size: str | int | None = "5GB",
                                                safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False) -> None:
     """convert_zero_checkpoint_to_state_dict in fp32."""
     convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
 
 
-def load_state_dict_from_zero_checkpoint(model: torch.nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None) -> torch.nn.Module:
+def load_state_dict_from_zero_checkpoint(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> torch.nn.Module:
     """Loads the weights of a checkpoint into a plain model (one that no engine holds) on the CPU, and returns it."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -183,7 +183,7 @@ sys.exit(main())
 '''
 
 
-def leave_script(directory: str | os.PathLike) -> None:
+def leave_script(directory: str | os.PathLike[str]) -> None:
     """Puts zero_to_fp32.py into a folder of checkpoints, as DeepSpeed does."""
     path = Path(directory, "zero_to_fp32.py")
     path.write_text(SCRIPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ def report(failures: list[Failure], exit_code: int | None = None) -> int:
         text.append(f"Also failed, after it: rank {', '.join(map(str, others))}.")
     if first.traceback:
         text += ["", first.traceback.rstrip()]
+    if re.search(r"No module named 'deepspeed['.]", first.traceback):
+        text += ["", "The script imports DeepSpeed. `deepc run --as-deepspeed ...` runs it on deepc as it is; so does `import deepc.compat.deepspeed` as",
+                 "its first line."]
     sys.stdout.flush()
     print("\n".join([*text, "=" * 100]), file=sys.stderr, flush=True)
     if exit_code is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -182,6 +183,7 @@ def main() -> None:
     as_deepspeed = os.environ.pop("DEEPC_AS_DEEPSPEED", "")
     if kind == "exec":
         execute(sys.argv)
+    whole_lines()
     faulthandler.enable()
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0])) if kind == "script" else os.getcwd()  # as python does
     try:
@@ -203,6 +205,14 @@ def main() -> None:
         if kind != "call":  # the notebook raises it
             sys.excepthook(type(exc), exc, exc.__traceback__)
         sys.exit(1)
+
+
+def whole_lines() -> None:
+    """Ranks share one pipe or terminal: a line goes there at its end, in one piece. (python -u writes each part of a print by itself, and
+    those of two ranks mix.)"""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def execute(argv: list[str]) -> None:
