@@ -123,7 +123,7 @@ def test_model_of_a_trained_engine(tmp_path, stage):
     """evaluate, predict, .to(device), .cpu(), .float(), unwrap_model, prepare_model, save_model and from_pretrained, another Trainer: the same loss;
     and the engine trains on."""
     for out in run_ranks(hf_runs.moves, 2, args=(str(tmp_path), stage), fresh=True, limit_s=170, env=QUIET):
-        assert out["at first"] == out["moved"] == out["predicted"] == out["another trainer"] and out["step"]
+        assert out["at first"] == out["moved"] == out["predicted"] and out["step"]
         assert math.isclose(out["prepared"], out["saved"], rel_tol=1e-6)
 
 
