@@ -275,3 +275,19 @@ def test_a_killed_rank_raises_on_the_survivor_and_names_it(tmp_path):
     with pytest.raises(RankFailure) as failure:
         _run_ranks(_die, 2, args=(str(tmp_path),), env={"DEEPC_LOG_LEVEL": "WARNING"})
     assert "RankDiedError" in failure.value.text[0] and "rank 1" in failure.value.text[0]
+
+
+def _scattered(rank, world, folder):
+    from deepc.errors import CheckpointError
+
+    engine = make_engine(2, world)
+    with pytest.raises(CheckpointError) as error:
+        engine.save_checkpoint(f"{folder}/{rank}", tag="t")
+    engine.destroy()
+    return str(error.value)
+
+
+def test_ranks_that_save_to_different_folders_are_told_so(tmp_path):
+    said = run_ranks(_scattered, 2, str(tmp_path))
+    assert f"rank 0 with '{tmp_path}/0/t', rank 1 with '{tmp_path}/1/t'" in said[0]
+    assert "rank 0" in said[1]

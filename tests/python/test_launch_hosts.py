@@ -636,7 +636,7 @@ def test_real_mpirun_through_deepc_run(tmp_path, launcher, program):
 def test_plain_mpirun_finds_its_ranks(tmp_path, program):
     more = ["--allow-run-as-root", "--oversubscribe"] if "openmpi" in program else []
     (tmp_path / "script.py").write_text("import torch, deepc, torch.distributed as d; deepc.init_distributed(); x = torch.ones(3); d.all_reduce(x); "
-                                        "print('sum', x[0].item(), d.get_rank()); d.destroy_process_group()")
+                                        "print(f'sum {x[0].item()} {d.get_rank()}\\n', end=''); d.destroy_process_group()")
     done = subprocess.run([_mpirun(program), *more, "-n", "2", sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0 and done.stdout.count("sum 2.0") == 2, done.stderr

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..precision import AutoPrecision
 
 logger = logging.getLogger("deepc")
+_PLACE_BYTES = 256
 
 
 def _together(engine: Engine, what: str, failure: Exception | None) -> None:
@@ -33,6 +34,19 @@ def _together(engine: Engine, what: str, failure: Exception | None) -> None:
     bad = [r for r, f in enumerate(flags) if f]
     if bad:
         raise CheckpointError(f"{what} failed on rank {', '.join(map(str, bad))} (its own message tells why); this rank gave up as well")
+
+
+def _places(engine: Engine, path: str) -> list[str]:
+    """Where each rank saves (the end of it). Collective."""
+    mine = path.encode()[-_PLACE_BYTES:].ljust(_PLACE_BYTES, b"\0")
+    rows = engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _scattered(places: list[str]) -> CheckpointError:
+    other = next(r for r, place in enumerate(places) if place != places[0])
+    return CheckpointError(f"save_checkpoint was called with different places: rank 0 with '{places[0]}', rank {other} with '{places[other]}'. All ranks "
+                           "must name the same folder and tag; a name with the time in it is made on rank 0 and broadcast")
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,6 +74,7 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str, client_sta
     token = new_token()
     rows = engine.group.gather_all(torch.tensor(list(token.encode()), dtype=torch.uint8))
     token = bytes(rows[0].tolist()).decode()
+    places = _places(engine, os.path.join(directory, str(tag)))
     writer: CheckpointWriter | None = None
     failure: Exception | None = None
     try:
@@ -76,7 +91,7 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str, client_sta
                 with profile.span("publish checkpoint", "disk"):
                     cast(CheckpointWriter, writer).publish({"client": client_state, "engine": _engine_state(engine)}, latest=latest)
             except Exception as exc:
-                failure = exc
+                failure = exc if len(set(places)) == 1 else _scattered(places)
         _together(engine, f"publishing checkpoint {tag}", failure)
     except Exception:
         if writer is not None:
