@@ -1,7 +1,6 @@
 // The heap for large blocks (ops/base/heap.c): blocks never overlap, holes are joined and found again, foreign and doubled pointers are refused.
 #include <gtest/gtest.h>
 
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,25 +12,11 @@
 #include <thread>
 #include <vector>
 
-extern "C" {
-#include "base/base.h"
-}
+#include "heap_probe.h"
 
 namespace {
 
-constexpr size_t kMiB = size_t{1} << 20, kGranule = size_t{16} << 10;
-
-struct dc_heap_stats stats() {
-  struct dc_heap_stats s{};
-  EXPECT_EQ(dc_heap_stats(&s), DC_OK) << dc_last_error();
-  return s;
-}
-
-long faults() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return usage.ru_minflt;
-}
+constexpr size_t kGranule = size_t{16} << 10;
 
 class Heap : public ::testing::Test {
  protected:

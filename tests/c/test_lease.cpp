@@ -1,33 +1,15 @@
 // Memory for one phase (ops/base/lease.c): it comes from what the heap has free, without faults or copies, and goes back; the range reads as zeros between.
 #include <gtest/gtest.h>
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
 #include <vector>
 
-extern "C" {
-#include "base/base.h"
-}
+#include "heap_probe.h"
 
 namespace {
-
-constexpr size_t kMiB = size_t{1} << 20;
-
-struct dc_heap_stats stats() {
-  struct dc_heap_stats s{};
-  EXPECT_EQ(dc_heap_stats(&s), DC_OK) << dc_last_error();
-  return s;
-}
-
-long faults() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return usage.ru_minflt;
-}
 
 class Lease : public ::testing::Test {
  protected:
