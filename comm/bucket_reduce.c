@@ -273,11 +273,22 @@ static int open_next(dc_reducer *r) {
   return DC_OK;
 }
 
+/* Where our slice of this bucket will be added gets its memory as soon as our own gradients are there, not when the last peer's are: what the heap looks like
+ * then depends on this rank alone, as the memory estimate assumes. */
+static int need_own_slice(dc_reducer *r, int64_t index) {
+  int64_t begin, end, at;
+  if (!r->lease || r->k.ring) return DC_OK;
+  if (r->k.own_all) return need_acc(r, r->bucket[index].begin, r->bucket[index].end - r->bucket[index].begin);
+  DC_TRY(dc_zero_slice(r->k.layout, index, r->k.rank, &begin, &end, &at));
+  return need_acc(r, at, end - begin);
+}
+
 static int post_next(dc_reducer *r) {
   bucket *b = &r->bucket[r->posted];
   const dc_call call = {.op = DC_CALL_BUCKET, .dtype = r->k.dtype, .count = b->end - b->begin, .tag = r->posted};
   DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
   DC_TRY(dc_exchange_post(r->k.comm, &call));
+  DC_TRY(need_own_slice(r, r->posted));
   r->posted++;
   return DC_OK;
 }
@@ -295,7 +306,6 @@ static int reduce_next(dc_reducer *r) {
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
   double *partial = r->norm && r->k.partial ? r->k.partial + at / DC_BLOCK : NULL;
-  DC_TRY(need_acc(r, at, end - begin));
   if (r->k.tree)
     DC_TRY(push_leaves(r, src, (int)l->world, at, end - begin, partial));
   else
