@@ -273,13 +273,21 @@ static int open_next(dc_reducer *r) {
   return DC_OK;
 }
 
+/* [*begin, *end) of the flat space is our part of the bucket, acc has it from *at on. */
+static int own_slice(const dc_reducer *r, int64_t index, int64_t *begin, int64_t *end, int64_t *at) {
+  const dc_zero_layout *l = r->k.layout;
+  *begin = *at = r->bucket[index].begin, *end = r->bucket[index].end;
+  if (!r->k.own_all) DC_TRY(dc_zero_slice(l, index, r->k.rank, begin, end, at));
+  if (r->k.ring) *at = index % r->k.ring * (r->k.own_all ? l->bucket_elems : l->bucket_elems / l->world);
+  return DC_OK;
+}
+
 /* Where our slice of this bucket will be added gets its memory as soon as our own gradients are there, not when the last peer's are: what the heap looks like
  * then depends on this rank alone, as the memory estimate assumes. */
 static int need_own_slice(dc_reducer *r, int64_t index) {
   int64_t begin, end, at;
-  if (!r->lease || r->k.ring) return DC_OK;
-  if (r->k.own_all) return need_acc(r, r->bucket[index].begin, r->bucket[index].end - r->bucket[index].begin);
-  DC_TRY(dc_zero_slice(r->k.layout, index, r->k.rank, &begin, &end, &at));
+  if (!r->lease) return DC_OK;
+  DC_TRY(own_slice(r, index, &begin, &end, &at));
   return need_acc(r, at, end - begin);
 }
 
@@ -299,9 +307,8 @@ static int has_room(const dc_reducer *r) { return !r->k.ring || r->reduced - r->
 static int reduce_next(dc_reducer *r) {
   const dc_zero_layout *l = r->k.layout;
   bucket *b = &r->bucket[r->reduced];
-  int64_t begin = b->begin, end = b->end, at = b->begin;
-  if (!r->k.own_all) DC_TRY(dc_zero_slice(l, r->reduced, r->k.rank, &begin, &end, &at));
-  if (r->k.ring) at = r->reduced % r->k.ring * (r->k.own_all ? l->bucket_elems : l->bucket_elems / l->world);
+  int64_t begin, end, at;
+  DC_TRY(own_slice(r, r->reduced, &begin, &end, &at));
   const void *src[DC_COMM_MAX_RANKS];
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;

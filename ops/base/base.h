@@ -172,6 +172,9 @@ static inline void dc__count_in(dc__counts *b, int counter, int64_t n) {
 }
 /* *on: whether the variable `name` is 1, or unset (then `fallback`). DC_E_ENV if it is neither 0 nor 1. */
 int dc__env_switch(const char *name, bool fallback, bool *on);
+enum { DC__COLORS = 16, DC__COLOR_STEP = 4096 + 256 }; /* of dc_mem_alloc, see mem.c */
+/* A private mapping of `length` bytes (a multiple of DC_HUGE_PAGE) on a huge page's boundary; flags: further ones of mmap. NULL with errno on failure. */
+void *dc__map_aligned(size_t length, int flags);
 /* Row i of env.def; DC_E_INVALID past the end. */
 DC_API int dc_env_at(int i, const char **name, const char **value_or_default, const char **help);
 

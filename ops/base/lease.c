@@ -19,20 +19,15 @@
 
 #include <stdbool.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4 /* Linux 5.7 */
 #endif
 
-enum { COLORS = 16, MOST_PIECES = 8192 };
-static const size_t color_step = 4096 + 256; /* as in mem.c */
+enum { MOST_PIECES = 8192 };
 
 struct dc_lease {
-  char *mapped; /* what munmap gets */
-  size_t length;
   char *base; /* on a huge page */
   size_t begin, bytes; /* the user's part of it */
   size_t piece;  /* bytes that come and go together */
@@ -48,30 +43,30 @@ static bool move(char *from, char *to, size_t bytes) {
   return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED;
 }
 
+static size_t length_of(const dc_lease *l) { return (size_t)l->pieces * l->piece; }
+
 int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
+  bool huge = true;
   if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_lease_open: out or at is NULL; pass their addresses");
-  if (color < 0 || color >= COLORS) return DC_FAIL(DC_E_INVALID, "dc_lease_open: color is %d; expected 0 to %d", color, COLORS - 1);
+  if (color < 0 || color >= DC__COLORS)
+    return DC_FAIL(DC_E_INVALID, "dc_lease_open: color is %d; expected 0 to %d", color, DC__COLORS - 1);
   if (bytes > SIZE_MAX / 4) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: %zu bytes are more than there are addresses", bytes);
-  size_t begin = (size_t)color * color_step, huge = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
+  DC_TRY(dc__env_switch("DEEPC_HUGEPAGES", true, &huge));
+  size_t begin = (size_t)color * DC__COLOR_STEP, pages = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
+  if (!pages) pages = 1;
   dc_lease *l = calloc(1, sizeof *l);
   if (!l) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no memory for the lease itself");
   l->begin = begin, l->bytes = bytes, l->moves = true;
-  l->piece = (huge + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
-  if (!l->piece) l->piece = DC_HUGE_PAGE;
-  l->pieces = (int64_t)((huge * DC_HUGE_PAGE + l->piece - 1) / l->piece);
-  l->length = ((size_t)l->pieces * l->piece) + DC_HUGE_PAGE;
-  l->from = calloc((size_t)l->pieces + 1, sizeof *l->from);
-  void *mapped = mmap(NULL, l->length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (!l->from || mapped == MAP_FAILED) {
-    if (mapped != MAP_FAILED) munmap(mapped, l->length);
+  l->piece = (pages + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
+  l->pieces = (int64_t)((pages * DC_HUGE_PAGE + l->piece - 1) / l->piece);
+  l->from = calloc((size_t)l->pieces, sizeof *l->from);
+  l->base = l->from ? dc__map_aligned(length_of(l), MAP_NORESERVE) : NULL;
+  if (!l->base) {
     free(l->from);
     free(l);
     return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
   }
-  l->mapped = mapped;
-  l->base = (char *)(((uintptr_t)mapped + DC_HUGE_PAGE - 1) & ~(uintptr_t)(DC_HUGE_PAGE - 1));
-  const char *huge_pages = getenv("DEEPC_HUGEPAGES");
-  if (!huge_pages || strcmp(huge_pages, "0")) madvise(l->base, (size_t)l->pieces * l->piece, MADV_HUGEPAGE);
+  (void)madvise(l->base, length_of(l), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   *at = l->base + begin;
   *out = l;
   return DC_OK;
@@ -126,7 +121,7 @@ int dc_lease_bytes(const dc_lease *l, int64_t *borrowed, int64_t *own) {
 int dc_lease_close(dc_lease *l) {
   if (!l) return DC_OK;
   int rc = dc_lease_end(l);
-  munmap(l->mapped, l->length);
+  munmap(l->base, length_of(l));
   free(l->from);
   free(l);
   return rc;

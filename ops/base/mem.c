@@ -21,12 +21,11 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-enum { COLORS = 16, CACHE_LINE = 64 };
+enum { CACHE_LINE = 64 };
 static const size_t small_limit = (size_t)1 << 20;
-/* All differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x slower when
+/* DC__COLOR_STEP: all differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x slower when
  * congruent modulo 2 MiB). The 256 bytes keep two colors from being congruent modulo 4 KiB, where loads wait for
  * unrelated stores. */
-static const size_t color_step = 4096 + 256;
 static const size_t fault_step = (size_t)64 << 20;
 
 /* ---- the table of blocks: open addressing, keyed by the user's pointer ------------------------------------------- */
@@ -108,11 +107,10 @@ static bool forget(const void *ptr, struct block *block) {
 }
 
 /* ---- allocation -------------------------------------------------------------------------------------------------- */
-/* A mapping of `length` bytes (a multiple of DC_HUGE_PAGE) that starts on a huge page boundary: maps one huge page more
- * and trims. NULL with errno on failure. */
-static void *map_aligned(size_t length) {
+/* Maps one huge page more and trims. */
+void *dc__map_aligned(size_t length, int flags) {
   size_t whole = length + DC_HUGE_PAGE;
-  char *start = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *start = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
   if (start == MAP_FAILED) return NULL;
   size_t before = -(uintptr_t)start & (DC_HUGE_PAGE - 1), after = whole - before - length;
   if (before) munmap(start, before);
@@ -164,7 +162,7 @@ static int alloc_large(size_t bytes, size_t offset, void **ptr) {
                    bytes);
   size_t length = (offset + bytes + DC_HUGE_PAGE - 1) & ~(DC_HUGE_PAGE - 1);
   DC_TRY(check_available(bytes, length));
-  char *base = map_aligned(length);
+  char *base = dc__map_aligned(length, 0);
   if (!base)
     return DC_FAIL(DC_E_NOMEM, "mmap of %zu bytes: %s; look at ulimit -v and vm.max_map_count", length,
                    strerror(errno));
@@ -196,9 +194,9 @@ static int alloc_small(size_t bytes, void **ptr) {
 
 int dc_mem_alloc(size_t bytes, int color, void **ptr) {
   if (!ptr) return DC_FAIL(DC_E_INVALID, "ptr is NULL; pass the address of a pointer");
-  if (color < 0 || color >= COLORS)
-    return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, COLORS - 1);
-  return bytes < small_limit ? alloc_small(bytes, ptr) : alloc_large(bytes, (size_t)color * color_step, ptr);
+  if (color < 0 || color >= DC__COLORS)
+    return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, DC__COLORS - 1);
+  return bytes < small_limit ? alloc_small(bytes, ptr) : alloc_large(bytes, (size_t)color * DC__COLOR_STEP, ptr);
 }
 
 int dc_mem_free(void *ptr) {

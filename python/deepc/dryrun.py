@@ -375,12 +375,13 @@ class _Accumulators:
     """Accumulators that borrow their memory from the heap, bucket by bucket, until the step ends (state.leases_gradients)."""
 
     _FIRST_KEY = -(1 << 40)
+    _MOST_PIECES = 8192  # ops/base/lease.c
 
     def __init__(self, heap: ShadowHeap, layout: Layout, own_all: bool, color: int) -> None:
         self._heap, self._slice = heap, layout.bucket_elems // (1 if own_all else layout.world) * 4
         self._bytes = (layout.total if own_all else layout.shard_elems) * 4
-        self._begin = color * 4352  # ops/base/lease.c
-        self._piece = max(1, -(-(self._begin + self._bytes) // THP_BYTES // 8192)) * THP_BYTES
+        self._begin = color * memory.COLOR_STEP
+        self._piece = max(1, -(-(self._begin + self._bytes) // THP_BYTES // self._MOST_PIECES)) * THP_BYTES
         self._held: set[int] = set()
         self._buckets = range(layout.nbuckets)
 

@@ -359,7 +359,7 @@ class Engine(ModelWrapper):
         st = self.state
         if self.group.transport == "nodes":
             return NodesReducer(self.plan, self.group, st.acc, st.partial, wire, pre)
-        if self.device.type == "cpu" and self.group.transport in ("local", "node"):
+        if self.plan.core_reduces:
             bucket_comm = self._bucket_comm = None
             if self.group.transport == "node":
                 from .plan import SLOTS

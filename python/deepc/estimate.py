@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]
     Named = Sequence[tuple[str, torch.nn.Parameter]]
 
-ACC_COLOR, LEASING = 1, ("local", "node")  # of the accumulators, as in state.py
+ACC_COLOR = 1  # of the accumulators, as in state.py
 MIB, GIB = 2.0**20, 2.0**30
 HUGE_PAGE = 2 << 20
 CODE_BYTES = 33 << 20  # libraries' pages (17 MiB) and buffers that torch, oneDNN and MKL keep, first touched by a training step (measured, torch 2.13)
@@ -135,7 +135,7 @@ class MemoryEstimate:
 # ---- arithmetic -------------------------------------------------------------------------------------------------------------------
 def _block(nbytes: int, color: int) -> int:
     """What dc_mem_alloc takes for a state array: whole huge pages from 1 MiB on."""
-    return nbytes if nbytes < 1 << 20 else _round(nbytes + color * 4352, HUGE_PAGE)
+    return nbytes if nbytes < 1 << 20 else _round(nbytes + color * memory.COLOR_STEP, HUGE_PAGE)
 
 
 def _round(n: int, to: int) -> int:
@@ -402,7 +402,7 @@ def predict(model: torch.nn.Module, plan: Plan, sharded: ShardedOptimizer, confi
         trained = [p for _, p in reversed(named) if id(p) in group_of]
         update = None if sharded.core else _torch_update(plan, sharded, group_of, trained)
         run = dryrun.run(model, batch, loss_fn, dtype=plan.dtype, trained=trained, layout=plan.layout, slots=SLOTS if plan.world > 1 else 0, own_all=plan.own_all,
-                         leases=gas == 1 and plan.device == "cpu" and plan.transport in LEASING, acc_color=ACC_COLOR,
+                         leases=gas == 1 and plan.core_reduces, acc_color=ACC_COLOR,
                          accumulation=gas if gas <= 4 else 4, steps=steps, update=update, keeps_frozen=plan.stage < 3,
                          cast_inputs=config.fp16.enabled and config.fp16.auto_cast)
     return _assemble(plan, sharded.moments if sharded.core else 0, not sharded.core, host_states, run, loaded, steps)

@@ -11,6 +11,9 @@ from ._lib import C, HeapStats, call
 from .ops import use_heap
 
 
+COLOR_STEP = 4096 + 256  # bytes between the starts of two colors (DC__COLOR_STEP)
+
+
 def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
     """A 1-D tensor over `numel` elements at `address`. Its storage keeps `owner` alive."""
     if numel == 0:

@@ -66,6 +66,11 @@ class Plan:
         return self.mode == "streamed" and self.transport == "c10d"
 
     @property
+    def core_reduces(self) -> bool:
+        """True if the C core's reducer fills the accumulators, bucket by bucket: one CPU node."""
+        return torch.device(self.device).type == "cpu" and self.transport in ("local", "node")
+
+    @property
     def owned_elems(self) -> int:
         return self.layout.total if self.own_all else self.layout.shard_elems
 

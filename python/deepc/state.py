@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .torch_reduce import TorchReducer
 
 # Colors stagger the arrays that the optimizer walks together (ops/base/base.h).
-LEASING = ("local", "node")  # transports whose reducer fills accumulators bucket by bucket
 _COLOR = {"params": 0, "acc": 1, "exp_avg": 2, "exp_avg_sq": 3, "master": 4, "max_exp_avg_sq": 5, "lowp": 6}
 
 
@@ -353,9 +352,9 @@ class ModelState:
 
 
 def leases_gradients(plan: Plan, accumulates: bool) -> bool:
-    """Whether accumulators borrow their memory from the heap between backward and step: where the C core's reducer fills them (engine._make_reducer).
+    """Whether accumulators borrow their memory from the heap between backward and step: where the C core's reducer fills them.
     Not where they stay through the next micro-batch's forward: among its activations they would cut the heap into smaller holes (8 % more memory)."""
-    return not accumulates and plan.device == "cpu" and plan.transport in LEASING and memory.heap_kept()
+    return not accumulates and plan.core_reduces and memory.heap_kept()
 
 
 def _replace(p: torch.nn.Parameter, data: torch.Tensor) -> None:

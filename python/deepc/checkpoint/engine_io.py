@@ -36,11 +36,11 @@ def _together(engine: Engine, what: str, failure: Exception | None) -> None:
         raise CheckpointError(f"{what} failed on rank {', '.join(map(str, bad))} (its own message tells why); this rank gave up as well")
 
 
-def _places(engine: Engine, path: str) -> list[str]:
-    """Where each rank saves (the end of it). Collective."""
-    mine = path.encode()[-_PLACE_BYTES:].ljust(_PLACE_BYTES, b"\0")
-    rows = engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+def _agree(engine: Engine, token: str, path: str) -> tuple[str, list[str]]:
+    """(rank 0's token, where each rank saves: the end of it). Collective."""
+    mine = token.encode() + path.encode()[-_PLACE_BYTES:].ljust(_PLACE_BYTES, b"\0")
+    rows = [bytes(row) for row in engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
+    return rows[0][:-_PLACE_BYTES].decode(), [row[-_PLACE_BYTES:].rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def _scattered(places: list[str]) -> CheckpointError:
@@ -71,10 +71,7 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str, client_sta
     encode_client_state(client_state)  # refuse what can't be saved before a byte is written
     if engine.hooks.accumulated or engine.hooks.open:
         logger.warning("save_checkpoint between a backward and its step: gradients of the unfinished step are not saved")
-    token = new_token()
-    rows = engine.group.gather_all(torch.tensor(list(token.encode()), dtype=torch.uint8))
-    token = bytes(rows[0].tolist()).decode()
-    places = _places(engine, os.path.join(directory, str(tag)))
+    token, places = _agree(engine, new_token(), os.path.join(directory, str(tag)))
     writer: CheckpointWriter | None = None
     failure: Exception | None = None
     try:
