@@ -27,26 +27,27 @@ extern "C" {
 typedef struct dc_reducer dc_reducer;
 
 typedef struct dc_reducer_config {
-  dc_comm *comm;                /* borrowed; slot_bytes >= bucket_elems * dtype size. NULL only with layout->world 1 */
+  dc_comm *comm; /* borrowed; slot_bytes >= bucket_elems * dtype size. NULL only with layout->world 1 */
   const dc_zero_layout *layout; /* borrowed */
-  int32_t dtype;                /* of the gradients on the wire: fp32, bf16, fp16 */
-  int32_t own_all;              /* 1: this rank's slice is the whole bucket (stage 0); 0: slice `rank` (stages 1-3) */
+  int32_t dtype; /* of the gradients on the wire: fp32, bf16, fp16 */
+  int32_t own_all; /* 1: this rank's slice is the whole bucket (stage 0); 0: slice `rank` (stages 1-3) */
   int32_t rank;
-  int32_t ring;                 /* 0: acc is whole. k > 0: acc holds k buckets' slices, see dc_reducer_give_back */
-  float pre_scale;              /* factor on each gradient as it is written to its slot (1: none; prescale_gradients) */
-  int32_t tree;                 /* 0: see dc_reducer_begin. k > 0: gradients are added along the tree of micro-batches,
-                                 * with k buffers: acc and the k - 1 in tree_acc */
+  int32_t ring; /* 0: acc is whole. k > 0: acc holds k buckets' slices, see dc_reducer_give_back */
+  float pre_scale; /* factor on each gradient as it is written to its slot (1: none; prescale_gradients) */
+  int32_t tree; /* 0: see dc_reducer_begin. k > 0: gradients are added along the tree of micro-batches,
+                 * with k buffers: acc and the k - 1 in tree_acc */
   int64_t pending_limit_bytes;
-  float *acc;                   /* borrowed, fp32: [shard elements] (own_all: [total elements]); ring: [ring * slice] */
-  double *partial;              /* borrowed: squared-norm partials of acc, one per DC_BLOCK elements of acc; not with a
-                                 * ring */
-  float *tree_acc;              /* borrowed: [tree - 1][elements of acc]; NULL with tree 0 and 1 */
+  float *acc; /* borrowed, fp32: [shard elements] (own_all: [total elements]); ring: [ring * slice] */
+  double *partial; /* borrowed: squared-norm partials of acc, one per DC_BLOCK elements of acc; not with a
+                    * ring */
+  float *tree_acc; /* borrowed: [tree - 1][elements of acc]; NULL with tree 0 and 1 */
 } dc_reducer_config;
 
 DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);
 DC_API int dc_reducer_free(dc_reducer *r);
-/* acc starts where this lease does (ops/base/base.h) and gets its memory, bucket by bucket, when a bucket is written; NULL: acc has memory. Borrowed. The
- * caller ends the lease when nobody needs the sums any more, and then assigns. DC_E_STATE within a pass. */
+/* acc starts where this lease does (ops/base/base.h) and gets its memory, bucket by bucket, when a bucket is written;
+ * NULL: acc has memory. Borrowed. The caller ends the lease when nobody needs the sums any more, and then assigns.
+ * DC_E_STATE within a pass. */
 DC_API int dc_reducer_lease(dc_reducer *r, dc_lease *lease);
 
 /* Starts a pass (one micro-batch's backward). assign: 1 overwrites acc (first micro-batch), 0 adds. norm: 1 fills

@@ -85,8 +85,7 @@ struct dc_reducer {
   char text[DC__TEXT];
 };
 
-/* ---- state
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- state ------------------------------------------------------------------------------------------------------- */
 static const char *const state_name[] = {"idle", "open", "posted", "reduced"};
 
 static int move(dc_reducer *r, bucket *b, bucket_state from, bucket_state to) {
@@ -131,8 +130,7 @@ static int fail(dc_reducer *r, int rc) {
   return DC_FAIL(rc, "%s", r->text);
 }
 
-/* ---- writing
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- writing ----------------------------------------------------------------------------------------------------- */
 static int copy_in(void *to, const void *from, int64_t bytes) {
   if (bytes >= SMALL_COPY) return dc_copy(to, from, bytes);
   memcpy(to, from, (size_t)bytes);
@@ -161,8 +159,14 @@ static int push_leaves(dc_reducer *r, const void *const *src, int nsrc, int64_t 
   float *entry[DC__TREE_DEPTH];
   const int64_t elems = r->k.own_all || r->k.ring ? r->k.layout->total : r->k.layout->shard_elems;
   for (int i = 0; i < r->k.tree; i++) entry[i] = (i ? r->k.tree_acc + (i - 1) * elems : r->k.acc) + at;
-  const dc__tree_job job = {.entry = entry, .entries = r->k.tree, .leaves = r->leaves, .src = src, .nsrc = nsrc,
-                            .dt = r->k.dtype, .last = r->norm || r->k.ring, .partial = partial};
+  const dc__tree_job job = {.entry = entry,
+                            .entries = r->k.tree,
+                            .leaves = r->leaves,
+                            .src = src,
+                            .nsrc = nsrc,
+                            .dt = r->k.dtype,
+                            .last = r->norm || r->k.ring,
+                            .partial = partial};
   return dc__tree_push(&job, n);
 }
 
@@ -226,8 +230,7 @@ static int put(dc_reducer *r, bucket *b, int64_t p) {
 
 static void zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
   if (n <= 0) return;
-  if (r->k.comm)
-    memset(b->slot + (at - b->begin) * r->elem, 0, (size_t)(n * r->elem));
+  if (r->k.comm) memset(b->slot + (at - b->begin) * r->elem, 0, (size_t)(n * r->elem));
   else if (r->assign)
     for (int64_t i = 0; i < (r->k.tree ? r->k.tree : 1); i++)
       memset((i ? r->k.tree_acc + (i - 1) * r->k.layout->total : r->k.acc) + at, 0, (size_t)n * sizeof *r->k.acc);
@@ -244,8 +247,7 @@ static void zero_padding(dc_reducer *r, bucket *b) {
   zero_range(r, b, at, b->end - at);
 }
 
-/* ---- buckets
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- buckets ----------------------------------------------------------------------------------------------------- */
 /* Gives bucket b its slot (blocks if begin does), and writes what is already there for it. */
 static int open_bucket(dc_reducer *r, int64_t index) {
   const dc_zero_layout *l = r->k.layout;
@@ -282,8 +284,8 @@ static int own_slice(const dc_reducer *r, int64_t index, int64_t *begin, int64_t
   return DC_OK;
 }
 
-/* Where our slice of this bucket will be added gets its memory as soon as our own gradients are there, not when the last peer's are: what the heap looks like
- * then depends on this rank alone, as the memory estimate assumes. */
+/* Where our slice of this bucket will be added gets its memory as soon as our own gradients are there, not when the
+ * last peer's are: what the heap looks like then depends on this rank alone, as the memory estimate assumes. */
 static int need_own_slice(dc_reducer *r, int64_t index) {
   int64_t begin, end, at;
   if (!r->lease) return DC_OK;
@@ -313,10 +315,8 @@ static int reduce_next(dc_reducer *r) {
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
   double *partial = r->norm && r->k.partial ? r->k.partial + at / DC_BLOCK : NULL;
-  if (r->k.tree)
-    DC_TRY(push_leaves(r, src, (int)l->world, at, end - begin, partial));
-  else
-    DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
+  if (r->k.tree) DC_TRY(push_leaves(r, src, (int)l->world, at, end - begin, partial));
+  else DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
   DC_TRY(move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
   DC_TRY(dc_exchange_done(r->k.comm, b->step));
   DC_TRY(move(r, b, BUCKET_REDUCED, BUCKET_IDLE));
@@ -363,8 +363,7 @@ static int wait_once(dc_reducer *r, int *possible) {
   return progress(r);
 }
 
-/* ---- alone: no peers, no slots
- * ---------------------------------------------------------------------------------------- */
+/* ---- alone: no peers, no slots ----------------------------------------------------------------------------------- */
 static int close_alone(dc_reducer *r, bucket *b) {
   DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
   int64_t last = b->end / DC_BLOCK;
@@ -379,8 +378,7 @@ static int close_alone(dc_reducer *r, bucket *b) {
   return DC_OK;
 }
 
-/* ---- a pass
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- a pass ------------------------------------------------------------------------------------------------------ */
 /* Whether the pass fits the tree. */
 static int check_leaves(const dc_reducer *r, int assign, int norm) {
   if (!assign && r->closed)
@@ -392,8 +390,8 @@ static int check_leaves(const dc_reducer *r, int assign, int norm) {
   if (!norm && dc__tree_nodes(leaves) > r->k.tree)
     return DC_FAIL(DC_E_STATE,
                    "after %lld micro-batches the tree has %d nodes, but the reducer was created with tree = %d; "
-                   "create it for the number of passes that a step has", (long long)leaves, dc__tree_nodes(leaves),
-                   r->k.tree);
+                   "create it for the number of passes that a step has",
+                   (long long)leaves, dc__tree_nodes(leaves), r->k.tree);
   return DC_OK;
 }
 
@@ -422,10 +420,8 @@ static int begin_pass(dc_reducer *r, int assign, int norm) {
 /* Alone there is a place for everything: a bucket opens when its first gradient comes and closes with its last. */
 static int put_alone(dc_reducer *r, int64_t index, int64_t p) {
   bucket *b = &r->bucket[index];
-  if (b->state == BUCKET_IDLE)
-    DC_TRY(open_bucket(r, index)); /* writes p as well: it is the only one that waits */
-  else
-    DC_TRY(put(r, b, p));
+  if (b->state == BUCKET_IDLE) DC_TRY(open_bucket(r, index)); /* writes p as well: it is the only one that waits */
+  else DC_TRY(put(r, b, p));
   return b->missing == 0 ? close_alone(r, b) : DC_OK;
 }
 
@@ -435,8 +431,7 @@ static int put_everywhere(dc_reducer *r, int64_t p) {
   const dc_zero_layout *l = r->k.layout;
   int64_t first = l->offset[p] / l->bucket_elems, last = (l->offset[p] + l->numel[p] - 1) / l->bucket_elems;
   if (r->k.comm && last >= r->begun) last = r->begun - 1;
-  for (int64_t i = first; i <= last; i++)
-    DC_TRY(r->k.comm ? put(r, &r->bucket[i], p) : put_alone(r, i, p));
+  for (int64_t i = first; i <= last; i++) DC_TRY(r->k.comm ? put(r, &r->bucket[i], p) : put_alone(r, i, p));
   return DC_OK;
 }
 
@@ -452,8 +447,7 @@ static int check_gradient(const dc_reducer *r, int64_t p, const void *grad, int 
     return DC_FAIL(DC_E_INVALID, "parameter %lld is outside of [0, %lld)", (long long)p, (long long)l->nparams);
   if (dtype != DC_F32 && dtype != DC_BF16 && dtype != DC_F16)
     return DC_FAIL(DC_E_DTYPE, "the gradient of parameter %lld has dtype %d (%s); expected fp32, bf16 or fp16",
-        (long long)p,
-                   dtype, dc_dtype_name(dtype));
+                   (long long)p, dtype, dc_dtype_name(dtype));
   if (l->numel[p] > 0 && !grad) return DC_FAIL(DC_E_INVALID, "the gradient of parameter %lld is NULL", (long long)p);
   if ((uintptr_t)grad % dc_dtype_size(dtype))
     return DC_FAIL(DC_E_INVALID, "the gradient of parameter %lld at %p is not aligned to its element of %d bytes",
@@ -471,10 +465,8 @@ static int add_gradient(dc_reducer *r, int64_t p, const void *grad, int dtype) {
   x->dtype = dtype;
   x->state = PARAM_GIVEN;
   r->pending_bytes += numel * (int64_t)dc_dtype_size(dtype);
-  if (numel == 0)
-    release(r, p);
-  else
-    DC_TRY(put_everywhere(r, p));
+  if (numel == 0) release(r, p);
+  else DC_TRY(put_everywhere(r, p));
   return r->k.comm ? help(r) : DC_OK;
 }
 
@@ -504,8 +496,7 @@ static int finish_pass(dc_reducer *r, int *done) {
   return DC_OK;
 }
 
-/* ---- gather
- * ------------------------------------------------------------------------------------------------------------ */
+/* ---- gather ------------------------------------------------------------------------------------------------------ */
 typedef struct gathering {
   dc_reducer *r;
   char *flat;
@@ -535,8 +526,8 @@ static int send_chunk(const gathering *g, int64_t k) {
   const dc_zero_layout *l = g->r->k.layout;
   int64_t step, left = l->shard_elems - k * g->chunk;
   void *slot;
-  const dc_call call = {.op = DC_CALL_ALL_GATHER, .dtype = g->dtype, .count = left < g->chunk ? left : g->chunk,
-      .tag = k};
+  const dc_call call = {
+      .op = DC_CALL_ALL_GATHER, .dtype = g->dtype, .count = left < g->chunk ? left : g->chunk, .tag = k};
   DC_TRY(dc_exchange_begin(g->r->k.comm, &step, &slot));
   DC_TRY(move_chunk(g, k, g->r->k.rank, slot, 1));
   return dc_exchange_post(g->r->k.comm, &call);
@@ -580,14 +571,13 @@ static int gather(dc_reducer *r, void *flat, int dtype) {
   return gather_chunks(&g);
 }
 
-/* ---- create, free
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- create, free ------------------------------------------------------------------------------------------------ */
 static int check_comm(const dc_reducer_config *k) {
   const dc_zero_layout *l = k->layout;
   if (!k->comm)
-    return l->world == 1 ? DC_OK
-                         : DC_FAIL(DC_E_INVALID, "comm is NULL, but the layout has a world of %lld",
-                             (long long)l->world);
+    return l->world == 1
+               ? DC_OK
+               : DC_FAIL(DC_E_INVALID, "comm is NULL, but the layout has a world of %lld", (long long)l->world);
   if (l->world == 1 && !k->ring) return DC_FAIL(DC_E_INVALID, "comm must be NULL for a layout with a world of 1");
   if (dc_comm_size(k->comm) != l->world || dc_comm_rank(k->comm) != k->rank)
     return DC_FAIL(DC_E_INVALID, "the reducer is rank %d of %lld, but its communicator is rank %d of %d", k->rank,
@@ -595,9 +585,9 @@ static int check_comm(const dc_reducer_config *k) {
   int64_t elem = (int64_t)dc_dtype_size(k->dtype);
   if (l->bucket_elems > k->comm->slot_bytes / elem)
     return DC_FAIL(DC_E_INVALID,
-        "a bucket of %lld %s elements does not fit a slot of %lld bytes; open the communicator with "
-                   "larger slots or make the layout with smaller buckets", (long long)l->bucket_elems,
-                   dc_dtype_name(k->dtype), (long long)k->comm->slot_bytes);
+                   "a bucket of %lld %s elements does not fit a slot of %lld bytes; open the communicator with "
+                   "larger slots or make the layout with smaller buckets",
+                   (long long)l->bucket_elems, dc_dtype_name(k->dtype), (long long)k->comm->slot_bytes);
   return DC_OK;
 }
 
@@ -673,7 +663,8 @@ int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out) {
 
 int dc_reducer_lease(dc_reducer *r, dc_lease *lease) {
   DC_TRY(enter(r));
-  if (r->state == PASS_OPEN) return leave(r, DC_FAIL(DC_E_STATE, "dc_reducer_lease: a pass is open; lease between passes"));
+  if (r->state == PASS_OPEN)
+    return leave(r, DC_FAIL(DC_E_STATE, "dc_reducer_lease: a pass is open; lease between passes"));
   r->lease = lease;
   return leave(r, DC_OK);
 }
@@ -688,8 +679,7 @@ int dc_reducer_free(dc_reducer *r) {
   return DC_OK;
 }
 
-/* ---- the public functions
- * ---------------------------------------------------------------------------------------------- */
+/* ---- the public functions ---------------------------------------------------------------------------------------- */
 int dc_reducer_begin(dc_reducer *r, int assign, int norm) {
   DC_TRY(enter(r));
   return leave(r, begin_pass(r, assign, norm));

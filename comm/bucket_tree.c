@@ -46,10 +46,8 @@ static int merge(stack *s, int position, node right, int final) {
   node *left = &s->node[position];
   const int dt = right.raw ? s->job->dt : DC_F32;
   const void *both[2] = {left->at, right.at};
-  if (left->raw)
-    DC_TRY(dc__reduce_acc_here(to, both, 2, dt, s->n, 1, partial));
-  else
-    DC_TRY(dc__reduce_acc_here(to, &right.at, 1, dt, s->n, 0, partial));
+  if (left->raw) DC_TRY(dc__reduce_acc_here(to, both, 2, dt, s->n, 1, partial));
+  else DC_TRY(dc__reduce_acc_here(to, &right.at, 1, dt, s->n, 0, partial));
   *left = (node){.at = to};
   return DC_OK;
 }

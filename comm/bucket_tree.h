@@ -18,13 +18,13 @@ enum { DC__TREE_DEPTH = 32 };
 static inline int dc__tree_nodes(int64_t leaves) { return __builtin_popcountll((unsigned long long)leaves); }
 
 typedef struct dc__tree_job {
-  float *const *entry;    /* [entries] the nodes, bottom first: [n] fp32 each, written in place */
-  int entries;            /* >= 1, and >= dc__tree_nodes(leaves + nsrc) unless `last` */
-  int nsrc, dt;           /* 1 <= nsrc <= DC_COMM_MAX_RANKS; fp32, bf16, fp16 */
-  int64_t leaves;         /* pushed before; 0: the entries are not read */
+  float *const *entry; /* [entries] the nodes, bottom first: [n] fp32 each, written in place */
+  int entries; /* >= 1, and >= dc__tree_nodes(leaves + nsrc) unless `last` */
+  int nsrc, dt; /* 1 <= nsrc <= DC_COMM_MAX_RANKS; fp32, bf16, fp16 */
+  int64_t leaves; /* pushed before; 0: the entries are not read */
   const void *const *src; /* [nsrc] of [n], the next leaves in the order of their index */
-  int last;               /* 1: these are the step's last leaves, entry[0] gets the whole sum */
-  double *partial;        /* `last` only, NULL or squared-norm partials of entry[0], as dc_sqnorm */
+  int last; /* 1: these are the step's last leaves, entry[0] gets the whole sum */
+  double *partial; /* `last` only, NULL or squared-norm partials of entry[0], as dc_sqnorm */
 } dc__tree_job;
 
 /* Pushes the leaves. Additions are in fp32. All arrays are borrowed for the call; sources do not overlap entries. */

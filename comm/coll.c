@@ -3,10 +3,11 @@
  * Results have equal bits on all ranks and in every way: whoever reduces an element does so over all ranks' elements in
  * rank order (dc_reduce).
  *
- * Small calls go through the slots. From the smallest size at which thresholds.def names `direct` the ranks first meet and show where
- * their buffers lie: registered ones are used where they are; for others staging and single copy are both tried on the
- * first calls of each kind and size, and rank 0's clock decides for all (single copy costs system calls and page tables,
- * staging a second copy in cache: which is less differs between machines). DEEPC_ALGO forces rows of the table. */
+ * Small calls go through the slots. From the smallest size at which thresholds.def names `direct` the ranks first meet
+ * and show where their buffers lie: registered ones are used where they are; for others staging and single copy are
+ * both tried on the first calls of each kind and size, and rank 0's clock decides for all (single copy costs system
+ * calls and page tables, staging a second copy in cache: which is less differs between machines). DEEPC_ALGO forces
+ * rows of the table. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +16,6 @@
 #include "flight.h"
 
 #define TRIALS 8 /* calls of a kind and size that take turns, now and then */
-
 
 /* run NULL: direct, after a meeting. */
 static const dc__algo algos[] = {
@@ -27,7 +27,8 @@ static const dc__algo algos[] = {
     {DC_CALL_REDUCE, "staged", "root reduces everything from all slots", dc__staged},
     {DC_CALL_REDUCE, "two_phase", "every rank reduces one slice, root gathers them", dc__two_phase},
     {DC_CALL_REDUCE, "direct", "every rank reduces one slice where it lies and writes it to root", NULL},
-    {DC_CALL_REDUCE_SCATTER, "staged", "parts for the others into the slot; every rank reduces its part from all slots", dc__staged},
+    {DC_CALL_REDUCE_SCATTER, "staged", "parts for the others into the slot; every rank reduces its part from all slots",
+     dc__staged},
     {DC_CALL_REDUCE_SCATTER, "direct", "every rank reduces its part where it lies", NULL},
     {DC_CALL_ALL_GATHER, "staged", "every rank copies all slots", dc__staged},
     {DC_CALL_ALL_GATHER, "direct", "every rank copies from where the parts lie", NULL},
@@ -37,7 +38,8 @@ static const dc__algo algos[] = {
     {DC_CALL_SCATTER, "direct", "every rank copies its part from where it lies", NULL},
     {DC_CALL_BROADCAST, "staged", "all copy the root's slot", dc__staged},
     {DC_CALL_BROADCAST, "direct", "all copy from where it lies", NULL},
-    {DC_CALL_ALL_TO_ALL, "staged", "parts for the others into the slot; every rank copies its part from all slots", dc__staged},
+    {DC_CALL_ALL_TO_ALL, "staged", "parts for the others into the slot; every rank copies its part from all slots",
+     dc__staged},
     {DC_CALL_ALL_TO_ALL, "direct", "every rank copies its parts from where they lie", NULL},
     {DC_CALL_ALL_TO_ALLV, "staged", "as all_to_all", dc__staged},
     {DC_CALL_ALL_TO_ALLV, "direct", "as all_to_all", NULL},
@@ -77,14 +79,16 @@ static int ranks_for(int op, int size) {
 /* Looked up once per op and communicator: from which sizes on which rows run. */
 static void choice_make(dc__choice *k, int op, int size) {
   const int ranks = ranks_for(op, size);
-  *k = (dc__choice){.rows = 1, .meet = {INT64_MAX, INT64_MAX}, .row[0].algo = row_named(op, "staged")}; /* every op has that one */
+  *k = (dc__choice){
+      .rows = 1, .meet = {INT64_MAX, INT64_MAX}, .row[0].algo = row_named(op, "staged")}; /* every op has that one */
   for (int i = 0; i < THRESHOLDS; i++) {
     const threshold *t = &thresholds[i];
     const dc__algo *row = row_named(t->op, t->row);
     if (t->op != op || t->ranks != ranks || !row) continue;
     if (!row->run && !t->registered) k->meet[0] = dc__min64(k->meet[0], t->bytes);
     if (!row->run) k->meet[1] = dc__min64(k->meet[1], t->bytes);
-    if (row->run && !t->registered && k->rows < DC__CHOICES) k->row[k->rows].bytes = t->bytes, k->row[k->rows++].algo = row;
+    if (row->run && !t->registered && k->rows < DC__CHOICES)
+      k->row[k->rows].bytes = t->bytes, k->row[k->rows++].algo = row;
   }
 }
 
@@ -100,7 +104,7 @@ static const dc__algo *fitting(const dc__job *j, int64_t bytes) {
   return best;
 }
 
-/* ---- DEEPC_ALGO ----------------------------------------------------------------------------------------------------- */
+/* ---- DEEPC_ALGO -------------------------------------------------------------------------------------------------- */
 static int force_one(dc_comm *c, const char *item, size_t n) {
   bool found = false;
   for (int i = 0; i < ROWS; i++) {
@@ -114,7 +118,8 @@ static int force_one(dc_comm *c, const char *item, size_t n) {
   char known[1024];
   size_t at = 0;
   for (int i = 0; i < ROWS && at < sizeof known; i++)
-    at += (size_t)snprintf(known + at, sizeof known - at, "%s%s=%s", i ? ", " : "", dc_call_name(algos[i].op), algos[i].name);
+    at += (size_t)snprintf(known + at, sizeof known - at, "%s%s=%s", i ? ", " : "", dc_call_name(algos[i].op),
+                           algos[i].name);
   return DC_FAIL(DC_E_ENV, "DEEPC_ALGO: '%.*s' is not one of %s", (int)n, item, known);
 }
 
@@ -128,16 +133,16 @@ int dc__force_algos(dc_comm *c) {
   return DC_OK;
 }
 
-/* ---- staging or single copy, by measurement --------------------------------------------------------------------------- */
+/* ---- staging or single copy, by measurement ---------------------------------------------------------------------- */
 /* Below 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, and above. */
 static int class_of(int64_t bytes) {
   int class = 0;
-  for (int64_t end = 64 << 10; class < DC__CLASSES - 1 && bytes >= end; end *= 4) class ++;
+  for (int64_t end = 64 << 10; class < DC__CLASSES - 1 && bytes >= end; end *= 4) class++;
   return class;
 }
 
-/* The n-th call is a trial if it lies in one of the windows [0, W), [32, 32 + W), [128, ..), [512, ..), ...: so that a choice made in a
- * noisy moment is not for ever. */
+/* The n-th call is a trial if it lies in one of the windows [0, W), [32, 32 + W), [128, ..), [512, ..), ...: so that a
+ * choice made in a noisy moment is not for ever. */
 static bool in_trial(int64_t n, bool *ends) {
   int64_t begin = 0;
   for (int64_t next = 32; next <= n; next *= 4) begin = next;
@@ -146,8 +151,8 @@ static bool in_trial(int64_t n, bool *ends) {
 }
 
 /* Whether this call runs directly. Equal on all ranks: it follows from the number of calls so far, and from a word that
- * rank 0 wrote before it came to the last call, which all ranks have finished. The call after a window still runs by the
- * choice before it, which every rank has of its own. */
+ * rank 0 wrote before it came to the last call, which all ranks have finished. The call after a window still runs by
+ * the choice before it, which every rank has of its own. */
 static bool try_direct(dc_comm *c, int op, int class) {
   dc__trial *t = &c->trial[op][class];
   bool ends;
@@ -167,11 +172,11 @@ static void note_time(dc_comm *c, int op, int class, bool direct, int64_t ns, bo
 /* In calls with a root some ranks are through before others have begun; a trial is timed until all are. */
 static int meet_again(const dc__job *j) {
   switch (j->call.op % DC__ALGO) {
-    case DC_CALL_BROADCAST:
-    case DC_CALL_REDUCE:
-    case DC_CALL_GATHER:
-    case DC_CALL_SCATTER: return dc__share(j->c, &j->call, NULL, 0, NULL);
-    default: return DC_OK;
+  case DC_CALL_BROADCAST:
+  case DC_CALL_REDUCE:
+  case DC_CALL_GATHER:
+  case DC_CALL_SCATTER: return dc__share(j->c, &j->call, NULL, 0, NULL);
+  default: return DC_OK;
   }
 }
 
@@ -187,7 +192,7 @@ static int run_tuned(const dc__job *j, const dc__view *v, const dc__algo *staged
   return DC_OK;
 }
 
-/* ---- a call ------------------------------------------------------------------------------------------------------------- */
+/* ---- a call ------------------------------------------------------------------------------------------------------ */
 static int64_t larger_bytes(const dc__job *j) {
   const int64_t n = j->in_counts ? j->longest : j->count;
   return n * j->esz * (j->in_parts > j->out_parts ? j->in_parts : j->out_parts);
@@ -197,8 +202,9 @@ static int run_large(const dc__job *j, const dc__algo *staged, bool forced) {
   dc__view v;
   DC_TRY(dc__meet(j, &v));
   if (forced && !dc__reachable(j, &v))
-    return DC_FAIL(DC_E_UNSUPPORTED, "DEEPC_ALGO forces direct, but the buffers are not registered and the kernel does not "
-                                     "let ranks read each other's memory (process_vm_readv)");
+    return DC_FAIL(DC_E_UNSUPPORTED,
+                   "DEEPC_ALGO forces direct, but the buffers are not registered and the kernel does not "
+                   "let ranks read each other's memory (process_vm_readv)");
   if (forced || dc__all_mapped(j, &v)) return dc__direct(j, &v);
   return dc__reachable(j, &v) ? run_tuned(j, &v, staged, larger_bytes(j)) : staged->run(j);
 }
@@ -250,7 +256,6 @@ static int end(dc_comm *c, int rc) {
   return rc;
 }
 
-
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 static int floating(int dtype) { return dtype == DC_F32 || dtype == DC_BF16 || dtype == DC_F16 || dtype == DC_F64; }
 
@@ -295,10 +300,12 @@ static int prepare(dc__job *j, const buffers *b, int64_t count) {
 
 static int run(dc__job *j) { return end(j->c, j->c->size == 1 ? run_alone(j) : run_ranks(j)); }
 
-/* Inlined, so that `call` stays in registers and is stored twice. A structure that is copied right after its fields were stored is read
- * back in vectors, which waits until those stores have left the store buffer; in front of them there is the cell of the
- * call before, which waits for its line: together 40 of the 155 ns of a call that runs ahead. */
-static inline __attribute__((always_inline)) int collective(dc_comm *c, dc_call call, const buffers *b, int64_t count, int counter) {
+/* Inlined, so that `call` stays in registers and is stored twice. A structure that is copied right after its fields
+ * were stored is read back in vectors, which waits until those stores have left the store buffer; in front of them
+ * there is the cell of the call before, which waits for its line: together 40 of the 155 ns of a call that runs ahead.
+ */
+static inline __attribute__((always_inline)) int collective(dc_comm *c, dc_call call, const buffers *b, int64_t count,
+                                                            int counter) {
   call.count = count;
   dc__job j = {.c = c, .call = call};
   int rc = prepare(&j, b, count);
@@ -376,7 +383,7 @@ int dc_all_to_all(dc_comm *c, const void *in, void *out, int64_t count, int dtyp
   return collective(c, call, &b, count, DC_COUNTER_coll_all_to_all);
 }
 
-/* ---- blocks of any sizes ------------------------------------------------------------------------------------------------ */
+/* ---- blocks of any sizes ----------------------------------------------------------------------------------------- */
 typedef struct blocks {
   int64_t sum_in, sum_out;
   const int64_t *theirs[DC_COMM_MAX_RANKS];
@@ -408,12 +415,14 @@ static int counts_differ(const dc__job *j, int64_t step, int r, int k, int64_t g
   char giver[256], taker[256];
   dc__tell_call(c, r, step, giver, sizeof giver);
   dc__tell_call(c, k, step, taker, sizeof taker);
-  return DC_FAIL(DC_E_MISMATCH, "all_to_all(%s) [call %lld%s%s]: rank %d sends %lld elements to rank %d, which expects %lld: %s; %s",
-                 dc_dtype_name(j->call.dtype), (long long)c->seq, c->where[0] ? " at " : "", c->where, c->global_rank[r],
-                 (long long)given, c->global_rank[k], (long long)taken, giver, taker);
+  return DC_FAIL(DC_E_MISMATCH,
+                 "all_to_all(%s) [call %lld%s%s]: rank %d sends %lld elements to rank %d, which expects %lld: %s; %s",
+                 dc_dtype_name(j->call.dtype), (long long)c->seq, c->where[0] ? " at " : "", c->where,
+                 c->global_rank[r], (long long)given, c->global_rank[k], (long long)taken, giver, taker);
 }
 
-/* What rank r gives must be what rank k takes, for every pair: all ranks check all pairs, so all see the same mistake. */
+/* What rank r gives must be what rank k takes, for every pair: all ranks check all pairs, so all see the same mistake.
+ */
 static int compare_counts(const dc__job *j, int64_t step, int64_t *all, int64_t *longest) {
   const dc_comm *c = j->c;
   const int n = c->size;
@@ -458,11 +467,17 @@ out:
   return rc;
 }
 
-int dc_all_to_allv(dc_comm *c, const void *in, const int64_t *in_counts, void *out, const int64_t *out_counts, int dtype,
-                   int64_t tag) {
+int dc_all_to_allv(dc_comm *c, const void *in, const int64_t *in_counts, void *out, const int64_t *out_counts,
+                   int dtype, int64_t tag) {
   DC_TRY(dc__enter(c));
-  dc__job j = {.c = c, .in = in, .out = out, .esz = (int64_t)dc_dtype_size(dtype), .in_parts = c->size,
-               .out_parts = c->size, .in_counts = in_counts, .out_counts = out_counts,
+  dc__job j = {.c = c,
+               .in = in,
+               .out = out,
+               .esz = (int64_t)dc_dtype_size(dtype),
+               .in_parts = c->size,
+               .out_parts = c->size,
+               .in_counts = in_counts,
+               .out_counts = out_counts,
                .call = {.op = DC_CALL_ALL_TO_ALLV, .dtype = dtype, .tag = tag}};
   blocks b = {0};
   int rc = j.esz ? check_counts(&j, &b)

@@ -5,17 +5,17 @@
  * (a registered buffer); else through the kernel (process_vm_readv and _writev: one copy, no staging). Whoever reduces
  * an element does so over all ranks' elements in rank order, as in coll_staged.c, so the way never changes a bit.
  *
- * Why a push: rank r reduces slice r of an all_reduce and writes it into every rank's out while it is in cache. Memory then
- * carries n reads and n writes per rank, the least that can be; a second phase in which peers fetch the slice would
- * read it from memory once more.
+ * Why a push: rank r reduces slice r of an all_reduce and writes it into every rank's out while it is in cache. Memory
+ * then carries n reads and n writes per rank, the least that can be; a second phase in which peers fetch the slice
+ * would read it from memory once more.
  *
  * Tried on 2 ranks (2 virtual cores; us a call; ordinary memory, so through the kernel):
- *   from 32 or 64 KiB on instead of 128        64 KiB gather, root in turns, 5.9 -> 2.8; broadcast 8.3 -> 6.7; all_to_all 5.3 -> 4.1
- *   moves in pieces of 1 MiB instead of 128 KiB  1 MiB all_gather in place 17.6 -> 14.9; 32 MiB pieces 14.5
- *   a scatter of 64 KiB whose root writes half  5.9; whose root only copies its own part 2.8
- *   trials timed until all are through          by rank 0 alone a root that ran ahead made staging look fast: 64 KiB gather 7.2
- * reduce of 64 KiB takes 6.8 here and 5.5 staged (OpenMPI 5.3 by the root alone). all_gather in place twice as fast as MPI is beyond the
- * memory: at 16 MiB OpenMPI moves its half at 0.85 of the rate of a copy, registered buffers here at 0.94.
+ *   from 32 or 64 KiB on instead of 128        64 KiB gather, root in turns, 5.9 -> 2.8; broadcast 8.3 -> 6.7;
+ * all_to_all 5.3 -> 4.1 moves in pieces of 1 MiB instead of 128 KiB  1 MiB all_gather in place 17.6 -> 14.9; 32 MiB
+ * pieces 14.5 a scatter of 64 KiB whose root writes half  5.9; whose root only copies its own part 2.8 trials timed
+ * until all are through          by rank 0 alone a root that ran ahead made staging look fast: 64 KiB gather 7.2 reduce
+ * of 64 KiB takes 6.8 here and 5.5 staged (OpenMPI 5.3 by the root alone). all_gather in place twice as fast as MPI is
+ * beyond the memory: at 16 MiB OpenMPI moves its half at 0.85 of the rate of a copy, registered buffers here at 0.94.
  *
  * May assume: dc__meet has agreed on the call, and dc__reachable holds on all ranks. */
 #include <errno.h>
@@ -27,39 +27,42 @@
 
 #include "coll_impl.h"
 
-#define SCRATCH_BYTES ((int64_t)256 << 10) /* on the stack of every thread that works: stays in the second-level cache */
-#define MOVE_CHUNK ((int64_t)1 << 20) /* without arithmetic: 1 MiB in place all_gather 14.9 us, in pieces of 128 KiB 17.6; 32 MiB the same */
+#define SCRATCH_BYTES \
+  ((int64_t)256 << 10) /* on the stack of every thread that works: stays in the second-level cache */
+#define MOVE_CHUNK \
+  ((int64_t)1      \
+   << 20) /* without arithmetic: 1 MiB in place all_gather 14.9 us, in pieces of 128 KiB 17.6; 32 MiB the same */
 #define VM_CHUNK ((int64_t)128 << 10)      /* 16 KiB: 5 GB/s, 64 KiB 6.6, 256 KiB 7.0 where memcpy reaches 6.6 */
 #define MAPPED_CHUNK ((int64_t)32 << 10)
 #define STREAM_BYTES ((int64_t)4 << 20) /* outputs from here on are stored past the caches */
 
 enum { IN = 1, OUT = 2 };
 
-/* ---- what a call touches of its peers -------------------------------------------------------------------------------- */
+/* ---- what a call touches of its peers ---------------------------------------------------------------------------- */
 /* Which of rank r's buffers peers have to reach. Equal on all ranks. */
 static int touched(const dc__job *j, int r) {
   const bool root = r == j->call.root;
   switch (j->call.op % DC__ALGO) {
-    case DC_CALL_ALL_REDUCE: return IN | OUT;
-    case DC_CALL_REDUCE: return root ? IN | OUT : IN;
-    case DC_CALL_BROADCAST:
-    case DC_CALL_SCATTER: return root ? IN : 0;
-    case DC_CALL_GATHER: return root ? 0 : IN;
-    default: return IN;
+  case DC_CALL_ALL_REDUCE: return IN | OUT;
+  case DC_CALL_REDUCE: return root ? IN | OUT : IN;
+  case DC_CALL_BROADCAST:
+  case DC_CALL_SCATTER: return root ? IN : 0;
+  case DC_CALL_GATHER: return root ? 0 : IN;
+  default: return IN;
   }
 }
 
 /* Which of rank r's outs a peer could fill, in the calls with a root whose work can then be shared. */
 static bool fillable(const dc__job *j, int r) {
   switch (j->call.op % DC__ALGO) {
-    case DC_CALL_BROADCAST:
-    case DC_CALL_SCATTER: return r != j->call.root;
-    case DC_CALL_GATHER: return r == j->call.root;
-    default: return false;
+  case DC_CALL_BROADCAST:
+  case DC_CALL_SCATTER: return r != j->call.root;
+  case DC_CALL_GATHER: return r == j->call.root;
+  default: return false;
   }
 }
 
-/* ---- meeting ----------------------------------------------------------------------------------------------------------- */
+/* ---- meeting ----------------------------------------------------------------------------------------------------- */
 static int64_t parts_bytes(const dc__job *j, const int64_t *counts, int parts) {
   int64_t n = counts ? 0 : j->count * parts;
   for (int r = 0; counts && r < j->c->size; r++) n += counts[r];
@@ -83,7 +86,8 @@ static dc__info info_of(const dc__job *j) {
   for (int i = 0; i < DC__SEGMENTS; i++)
     if (j->c->segment[i]) f.mapped |= (uint64_t)1 << i;
   if (f.mapped && j->in) f.in_seg = find_segment(j->c, j->in, parts_bytes(j, j->in_counts, j->in_parts), &f.in_off);
-  if (f.mapped && j->out) f.out_seg = find_segment(j->c, j->out, parts_bytes(j, j->out_counts, j->out_parts), &f.out_off);
+  if (f.mapped && j->out)
+    f.out_seg = find_segment(j->c, j->out, parts_bytes(j, j->out_counts, j->out_parts), &f.out_off);
   dc__segments_unlock();
   return f;
 }
@@ -117,7 +121,7 @@ static bool can_fill(const dc__job *j, const dc__view *v) {
   return true;
 }
 
-/* ---- a peer's memory ---------------------------------------------------------------------------------------------------- */
+/* ---- a peer's memory --------------------------------------------------------------------------------------------- */
 typedef struct direct {
   const dc__job *j;
   const dc__view *v;
@@ -192,7 +196,7 @@ static int deliver(const direct *d, int r, const void *from, int64_t off, int64_
   return dc__copy_here(d->out[r] + off, from, bytes, stream);
 }
 
-/* ---- reductions --------------------------------------------------------------------------------------------------------- */
+/* ---- reductions -------------------------------------------------------------------------------------------------- */
 /* Where the sources of elements [at, at + n) (of rank r's in, from element `skip`) can be read; peers' memory that is
  * not mapped is brought into `room`. */
 static int gather_sources(const direct *d, int64_t at, int64_t bytes, char *room, const void **src) {
@@ -208,8 +212,8 @@ static int gather_sources(const direct *d, int64_t at, int64_t bytes, char *room
   return DC_OK;
 }
 
-/* One piece of this rank's slice of an all_reduce or reduce. In place the sum lands where it was read, whose lines are in
- * cache; otherwise it is made in `room` and stored to everyone past the caches. */
+/* One piece of this rank's slice of an all_reduce or reduce. In place the sum lands where it was read, whose lines are
+ * in cache; otherwise it is made in `room` and stored to everyone past the caches. */
 static int reduce_piece(const direct *d, int64_t at, int64_t n, char *room) {
   const dc__job *j = d->j;
   const dc_comm *c = j->c;
@@ -238,15 +242,15 @@ static int reduce_scatter_piece(const direct *d, int64_t at, int64_t n, char *ro
   return dc__reduce_here(to, src, j->c->size, j->call.dtype, j->call.red_op, n, stream);
 }
 
-/* ---- movement ------------------------------------------------------------------------------------------------------------ */
+/* ---- movement ---------------------------------------------------------------------------------------------------- */
 static int all_gather_piece(const direct *d, int64_t at, int64_t n, char *room) {
   const dc__job *j = d->j;
   const int64_t r = at / j->count, skip = at % j->count; /* the work is cut at parts: see span_of */
   return fetch(d, (int)r, j->out + at * j->esz, skip * j->esz, n * j->esz);
 }
 
-/* Calls with a root: the root moves 1 / size of every rank's part, its owner the rest, so that all work equally long. The
- * root's elements are the last ones of a broadcast and scatter, the first ones of a gather. */
+/* Calls with a root: the root moves 1 / size of every rank's part, its owner the rest, so that all work equally long.
+ * The root's elements are the last ones of a broadcast and scatter, the first ones of a gather. */
 static int deliver_to_all(const direct *d, int64_t per_rank, int64_t off, int64_t bytes) {
   const dc__job *j = d->j;
   for (int i = 1; i < j->c->size; i++) {
@@ -311,19 +315,19 @@ static int blocks(const direct *d) {
   return DC_OK;
 }
 
-/* ---- the work of a rank --------------------------------------------------------------------------------------------------- */
+/* ---- the work of a rank ------------------------------------------------------------------------------------------ */
 typedef int piece_fn(const direct *, int64_t at, int64_t n, char *room);
 
 static piece_fn *piece_of(int op) {
   switch (op % DC__ALGO) {
-    case DC_CALL_ALL_REDUCE:
-    case DC_CALL_REDUCE: return reduce_piece;
-    case DC_CALL_REDUCE_SCATTER: return reduce_scatter_piece;
-    case DC_CALL_ALL_GATHER: return all_gather_piece;
-    case DC_CALL_GATHER: return gather_piece;
-    case DC_CALL_SCATTER: return scatter_piece;
-    case DC_CALL_ALL_TO_ALL: return all_to_all_piece;
-    default: return broadcast_piece;
+  case DC_CALL_ALL_REDUCE:
+  case DC_CALL_REDUCE: return reduce_piece;
+  case DC_CALL_REDUCE_SCATTER: return reduce_scatter_piece;
+  case DC_CALL_ALL_GATHER: return all_gather_piece;
+  case DC_CALL_GATHER: return gather_piece;
+  case DC_CALL_SCATTER: return scatter_piece;
+  case DC_CALL_ALL_TO_ALL: return all_to_all_piece;
+  default: return broadcast_piece;
   }
 }
 
@@ -333,7 +337,8 @@ static int64_t slice(const dc__job *j, int rank) {
   return dc__min64(lines * rank / j->c->size * per_line, j->count);
 }
 
-/* Root in turns, 64 KiB, 2 ranks: a scatter whose root writes half takes 5.9 us, one whose root only copies its own part 3.4. */
+/* Root in turns, 64 KiB, 2 ranks: a scatter whose root writes half takes 5.9 us, one whose root only copies its own
+ * part 3.4. */
 static bool worth_sharing(const dc__job *j) {
   return j->call.op % DC__ALGO == DC_CALL_BROADCAST || parts_bytes(j, NULL, j->in_parts) >= ((int64_t)256 << 10);
 }
@@ -345,23 +350,23 @@ static void span_of(direct *d) {
   const int64_t per_line = DC__LINE / j->esz, share = j->count / j->c->size / per_line * per_line;
   d->begin = 0;
   switch (j->call.op % DC__ALGO) {
-    case DC_CALL_ALL_REDUCE:
-    case DC_CALL_REDUCE:
-      d->begin = slice(j, me);
-      d->end = slice(j, me + 1);
-      return;
-    case DC_CALL_ALL_GATHER:
-    case DC_CALL_ALL_TO_ALL: d->end = j->count * j->c->size; return;
-    case DC_CALL_BROADCAST:
-    case DC_CALL_SCATTER:
-      d->roots = can_fill(j, d->v) && worth_sharing(j) ? share : 0;
-      d->end = root ? d->roots : j->count - d->roots;
-      return;
-    case DC_CALL_GATHER:
-      d->roots = can_fill(j, d->v) ? share : j->count;
-      d->end = root ? d->roots : j->count - d->roots;
-      return;
-    default: d->end = j->count; return;
+  case DC_CALL_ALL_REDUCE:
+  case DC_CALL_REDUCE:
+    d->begin = slice(j, me);
+    d->end = slice(j, me + 1);
+    return;
+  case DC_CALL_ALL_GATHER:
+  case DC_CALL_ALL_TO_ALL: d->end = j->count * j->c->size; return;
+  case DC_CALL_BROADCAST:
+  case DC_CALL_SCATTER:
+    d->roots = can_fill(j, d->v) && worth_sharing(j) ? share : 0;
+    d->end = root ? d->roots : j->count - d->roots;
+    return;
+  case DC_CALL_GATHER:
+    d->roots = can_fill(j, d->v) ? share : j->count;
+    d->end = root ? d->roots : j->count - d->roots;
+    return;
+  default: d->end = j->count; return;
   }
 }
 
@@ -405,7 +410,8 @@ int dc__direct(const dc__job *j, const dc__view *v) {
   find_peers(&d);
   span_of(&d);
   int rc = work(&d);
-  if (rc == DC_E_PEER) { /* no step is posted: where the dead rank posted its own, others would take their results for complete */
+  if (rc == DC_E_PEER) { /* no step is posted: where the dead rank posted its own, others would take their results for
+                            complete */
     char why[512];
     snprintf(why, sizeof why, "%s", dc_last_error());
     return dc__unreachable(j->c, why);
@@ -414,15 +420,15 @@ int dc__direct(const dc__job *j, const dc__view *v) {
   return rc ? rc : dc__share(j->c, &j->call, NULL, 0, NULL);
 }
 
-/* ---- what may we? -------------------------------------------------------------------------------------------------------------- */
+/* ---- what may we? ------------------------------------------------------------------------------------------------ */
 static bool can_read(const dc_comm *c, int r, uint64_t address, uint64_t word) {
   uint64_t got = 0;
   const struct iovec here = {&got, sizeof got}, there = {(void *)(uintptr_t)address, sizeof got};
   return process_vm_readv(c->h->seat[r].pid, &here, 1, &there, 1, 0) == (ssize_t)sizeof got && got == word;
 }
 
-/* Containers may forbid process_vm_readv, and another pid namespace makes pids mean something else: so each rank reads a
- * random word out of every peer's private memory, and all must succeed. */
+/* Containers may forbid process_vm_readv, and another pid namespace makes pids mean something else: so each rank reads
+ * a random word out of every peer's private memory, and all must succeed. */
 int dc__probe_single_copy(dc_comm *c) {
   const dc_call call = {.op = DC_CALL_BARRIER, .tag = -1};
   uint64_t word = (uint64_t)dc__now_ns() * 0x9e3779b97f4a7c15u ^ (uint64_t)getpid();

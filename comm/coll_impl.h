@@ -18,18 +18,19 @@ typedef struct dc__job {
   dc_call call;
 } dc__job;
 
-/* Ways to run a call. The number of a row travels in the fingerprint, so that ranks which force different rows are told. */
+/* Ways to run a call. The number of a row travels in the fingerprint, so that ranks which force different rows are
+ * told. */
 typedef struct dc__algo {
   int op; /* dc_call_op */
   const char *name, *what;
   int (*run)(const dc__job *);
 } dc__algo;
 
-/* ---- coll_staged.c: through the slots ------------------------------------------------------------------------------ */
+/* ---- coll_staged.c: through the slots ---------------------------------------------------------------------------- */
 int dc__staged(const dc__job *j);
 int dc__two_phase(const dc__job *j);
 
-/* ---- coll_direct.c: where the buffers lie -------------------------------------------------------------------------- */
+/* ---- coll_direct.c: where the buffers lie ------------------------------------------------------------------------ */
 /* What ranks tell each other at the start of a large call, in their slots. */
 typedef struct dc__info {
   uint64_t in, out;         /* addresses in the owner's process */
@@ -44,7 +45,8 @@ typedef struct dc__view {
 
 /* One exchange step in which every rank shows its buffers. */
 int dc__meet(const dc__job *j, dc__view *v);
-/* True if the call can run directly: everything it needs is mapped, or the kernel lets us read and write peers' memory. */
+/* True if the call can run directly: everything it needs is mapped, or the kernel lets us read and write peers' memory.
+ */
 bool dc__reachable(const dc__job *j, const dc__view *v);
 /* True if it needs no help of the kernel: what peers reach lies in segments that all ranks have mapped. */
 bool dc__all_mapped(const dc__job *j, const dc__view *v);

@@ -45,7 +45,8 @@ static int copy(void *dst, const void *src, int64_t bytes) {
   return DC_OK;
 }
 
-/* A slot's lines are in the readers' caches. Stores would bring them back nearly one by one; asked for ahead, they come ten at a time. */
+/* A slot's lines are in the readers' caches. Stores would bring them back nearly one by one; asked for ahead, they come
+ * ten at a time. */
 static int copy_in(dc_comm *c, void *dst, const void *src, int64_t bytes) {
   dc__count_in(&c->counts, DC_COUNTER_coll_bytes_in, bytes);
   if (bytes <= 2 * DC__LINE || bytes > HERE_BYTES) return copy(dst, src, bytes);
@@ -74,7 +75,7 @@ static int reduce_slots(const staged *s, int64_t step, int64_t skip, int64_t n, 
   return dc_reduce(out, src, j->c->size, j->call.dtype, j->call.red_op, n);
 }
 
-/* ---- what is filled in, what is read --------------------------------------------------------------------------------- */
+/* ---- what is filled in, what is read ----------------------------------------------------------------------------- */
 static int fill_nothing(const staged *s, int64_t k, char *slot) { return DC_OK; }
 static int read_nothing(const staged *s, int64_t k, int64_t step) { return DC_OK; }
 
@@ -96,7 +97,8 @@ static int fill_parts(const staged *s, int64_t k, char *slot) {
   const dc__job *j = s->j;
   for (int r = 0; r < j->c->size; r++) {
     if (r == j->c->rank) continue;
-    DC_TRY(copy_in(j->c, slot + r * s->per * j->esz, j->in + (r * j->count + begin_of(s, k)) * j->esz, len(s, k) * j->esz));
+    DC_TRY(copy_in(j->c, slot + r * s->per * j->esz, j->in + (r * j->count + begin_of(s, k)) * j->esz,
+                   len(s, k) * j->esz));
   }
   return DC_OK;
 }
@@ -137,7 +139,8 @@ static int read_scatter(const staged *s, int64_t k, int64_t step) {
   const int64_t bytes = len(s, k) * j->esz, at = begin_of(s, k) * j->esz;
   const char *own = j->in + j->c->rank * j->count * j->esz + at;
   if (j->c->rank != j->call.root)
-    return copy_out(j->c, j->out + at, dc__place(j->c, j->call.root, step, s->bytes) + j->c->rank * s->per * j->esz, bytes);
+    return copy_out(j->c, j->out + at, dc__place(j->c, j->call.root, step, s->bytes) + j->c->rank * s->per * j->esz,
+                    bytes);
   return own == j->out + at ? DC_OK : copy(j->out + at, own, bytes);
 }
 
@@ -148,7 +151,8 @@ static int fill_root(const staged *s, int64_t k, char *slot) {
 static int read_root(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   if (j->c->rank == j->call.root) return DC_OK;
-  return copy_out(j->c, j->out + begin_of(s, k) * j->esz, dc__place(j->c, j->call.root, step, s->bytes), len(s, k) * j->esz);
+  return copy_out(j->c, j->out + begin_of(s, k) * j->esz, dc__place(j->c, j->call.root, step, s->bytes),
+                  len(s, k) * j->esz);
 }
 
 static int read_all_to_all(const staged *s, int64_t k, int64_t step) {
@@ -207,9 +211,9 @@ static const way ways[] = {
 static int await(const staged *s, const way *w, int64_t step) {
   dc_comm *c = s->j->c;
   switch (c->rank == s->j->call.root ? w->root_waits : w->others_wait) {
-    case NOBODY: return dc__skip(c, step);
-    case ROOT: return dc__wait_rank(c, step, s->j->call.root);
-    default: dc__warm(c, step, s->bytes); return dc__wait(c, step);
+  case NOBODY: return dc__skip(c, step);
+  case ROOT: return dc__wait_rank(c, step, s->j->call.root);
+  default: dc__warm(c, step, s->bytes); return dc__wait(c, step);
   }
 }
 
@@ -271,7 +275,7 @@ int dc__staged(const dc__job *j) {
   return s.chunks == 1 ? run_one(&s, w) : run_chunks(&s, w);
 }
 
-/* ---- two steps per chunk: every rank reduces its slice of the chunk, then all gather the slices ---------------------- */
+/* ---- two steps per chunk: every rank reduces its slice of the chunk, then all gather the slices ------------------ */
 static int64_t slice_begin(const staged *s, int64_t k, int rank) {
   int64_t lines = (len(s, k) * s->j->esz + DC__LINE - 1) / DC__LINE, per_line = DC__LINE / s->j->esz;
   int64_t at = lines * rank / s->j->c->size * per_line; /* cut at cache lines of the slot */

@@ -15,7 +15,8 @@
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
 #define DC__COMM_VERSION 4
-#define DC__ALGO 256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
+#define DC__ALGO \
+  256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
 #define DC__TEXT 2048 /* bytes of the shared error text */
 #define DC__WHERE 64  /* bytes of a caller text */
@@ -23,9 +24,9 @@
 #define DC__LOOK_NS (20 * 1000 * 1000ll) /* look after the peers at least this often while waiting */
 #define DC__LINE 64
 
-/* What one rank shows to the others. Peers wait on `done` and on the cells' `posted`. The numbers of those who sleep there have a line
- * of their own, which all caches can keep: the owner reads it behind every store of such a word, and beside the word it
- * would wait each time until the store has the line back from the peers (60 ns a call). */
+/* What one rank shows to the others. Peers wait on `done` and on the cells' `posted`. The numbers of those who sleep
+ * there have a line of their own, which all caches can keep: the owner reads it behind every store of such a word, and
+ * beside the word it would wait each time until the store has the line back from the peers (60 ns a call). */
 enum { DC__POSTED, DC__DONE };
 typedef struct dc__seat {
   _Alignas(DC__LINE) _Atomic uint32_t done;        /* steps marked done, modulo 2^32 */
@@ -34,13 +35,13 @@ typedef struct dc__seat {
   int32_t pid;
 } dc__seat;
 
-/* A posted step, in one cache line: the word that peers wait for, what they compare, how far its owner is, and the data of a tiny call.
- * A rank has a ring of cells, more than it has slots, so that a rank which waits for nobody (the root of a broadcast)
- * can run ahead of the others with small calls.
+/* A posted step, in one cache line: the word that peers wait for, what they compare, how far its owner is, and the data
+ * of a tiny call. A rank has a ring of cells, more than it has slots, so that a rank which waits for nobody (the root
+ * of a broadcast) can run ahead of the others with small calls.
  *
- * `hash` is over all calls of this rank so far: comparing it finds a difference also in calls that did not wait for each
- * other. Atomic words, because a diagnosis may read them while their owner writes the next ones: then the text may be
- * mixed, but nothing is undefined. `data` is read only between wait and done. */
+ * `hash` is over all calls of this rank so far: comparing it finds a difference also in calls that did not wait for
+ * each other. Atomic words, because a diagnosis may read them while their owner writes the next ones: then the text may
+ * be mixed, but nothing is undefined. `data` is read only between wait and done. */
 enum { DC__CALL_WORDS = 3, DC__WHERE_WORDS = 8, DC__CELLS = 64, DC__SMALLS = 16, DC__SMALLS_ROUND = 3 };
 #define DC__INLINE ((int64_t)16)     /* bytes of a call's data that fit into its cell */
 #define DC__SMALL ((int64_t)16384)   /* and into a small slot */
@@ -54,7 +55,8 @@ typedef struct dc__cell {
   uint32_t data[DC__INLINE / 4]; /* the data, or in data[0] the number of the small slot */
 } dc__cell;
 typedef struct dc__where {
-  _Alignas(DC__LINE) _Atomic uint64_t w[DC__WHERE_WORDS]; /* caller of the step; written when it differs from what is there */
+  _Alignas(DC__LINE) _Atomic uint64_t
+      w[DC__WHERE_WORDS]; /* caller of the step; written when it differs from what is there */
 } dc__where;
 
 enum { DC__SEGMENTS = 64 }; /* registered per communicator */
@@ -67,7 +69,8 @@ typedef struct dc__trial {
 } dc__trial;
 
 enum { DC__CHOICES = 8 };
-typedef struct dc__choice { /* of one op: its rows by size, and from where on ranks meet to use buffers where they lie */
+typedef struct dc__choice { /* of one op: its rows by size, and from where on ranks meet to use buffers where they lie
+                             */
   int rows;
   int64_t meet[2]; /* of ordinary memory, and where buffers may be registered */
   struct {
@@ -161,20 +164,20 @@ static inline void dc__prefetch_write(const void *p) {
 #endif
 }
 
-/* ---- shm.c ---- */
+/* ---- shm.c ------------------------------------------------------------------------------------------------------- */
 /* A number that differs between a process and its forked children. */
 uint64_t dc__fork_mark(void);
 
 void dc__segments_lock(void);
 void dc__segments_unlock(void);
 
-/* ---- coll.c, coll_direct.c ---- */
+/* ---- coll.c, coll_direct.c --------------------------------------------------------------------------------------- */
 void dc__choices_make(dc_comm *c);
 int dc__force_algos(dc_comm *c);
 /* Asks every peer's memory for a word that it shows; all ranks agree on the answer. Called once by dc_comm_open. */
 int dc__probe_single_copy(dc_comm *c);
 
-/* ---- sync.c ---- */
+/* ---- sync.c ------------------------------------------------------------------------------------------------------ */
 int64_t dc__now_ns(void);
 /* Enters a call: DC_E_INVALID for NULL, DC_E_STATE after a fork or when another thread is inside, or the error that
  * broke c. */
@@ -184,7 +187,8 @@ void dc__leave(dc_comm *c);
 bool dc__go_in(dc_comm *c);
 /* Registers this process for membarrier(2); false where there is none. */
 bool dc__membarrier_register(void);
-/* What all ranks have agreed on: membarrier for the rare side, or fences for all. Before that: dc__use_membarrier(c, false). */
+/* What all ranks have agreed on: membarrier for the rare side, or fences for all. Before that: dc__use_membarrier(c,
+ * false). */
 void dc__use_membarrier(dc_comm *c, bool yes);
 /* The error that broke c (as this thread's failure), or DC_OK. */
 int dc__broken(dc_comm *c);
@@ -198,17 +202,17 @@ void dc__tell_death(const dc_comm *c, int rank, char *s, size_t room);
 void dc__tell_position(const dc_comm *c, int rank, char *s, size_t room);
 /* "rank 1 called all_reduce(...)": what it posted as `step`, while no rank can be DC__CELLS steps further. */
 void dc__tell_call(const dc_comm *c, int rank, int64_t step, char *s, size_t room);
-/* Puts the call in progress into the flight record. Done behind its first post, where there is time while the post travels, and
- * before any longer wait. */
+/* Puts the call in progress into the flight record. Done behind its first post, where there is time while the post
+ * travels, and before any longer wait. */
 void dc__show(dc_comm *c);
-/* The exchange, inside a call. A step has a slot (dc__begin) or room for `bytes` <= slot_bytes, where little has a cheaper place
- * (dc__begin_for; peers read it at dc__place with the same number of bytes). */
+/* The exchange, inside a call. A step has a slot (dc__begin) or room for `bytes` <= slot_bytes, where little has a
+ * cheaper place (dc__begin_for; peers read it at dc__place with the same number of bytes). */
 int dc__begin(dc_comm *c, int64_t *step, void **slot);
 int dc__begin_for(dc_comm *c, int64_t bytes, int64_t *step, void **place);
 int dc__can_begin(dc_comm *c, int *ready);
 int dc__post(dc_comm *c, const dc_call *call);
-/* Between post and wait of `step`, whose place took `bytes`: while peers have not posted it, asks for the lines of our next place, which
- * are in the caches of those who read it. */
+/* Between post and wait of `step`, whose place took `bytes`: while peers have not posted it, asks for the lines of our
+ * next place, which are in the caches of those who read it. */
 void dc__warm(dc_comm *c, int64_t step, int64_t bytes);
 int dc__wait(dc_comm *c, int64_t step);
 /* Waits for `rank` only, and compares with it. */
@@ -216,8 +220,8 @@ int dc__wait_rank(dc_comm *c, int64_t step, int rank);
 /* Instead of wait, by a rank that reads nothing of the posted step: it may be done before the others post. */
 int dc__skip(dc_comm *c, int64_t step);
 int dc__done(dc_comm *c, int64_t step);
-/* One whole step: every rank shows `bytes` <= slot_bytes of `mine`; all[size * bytes] is everyone's, in rank order. With 0 bytes a
- * meeting; the pointers may be NULL then. */
+/* One whole step: every rank shows `bytes` <= slot_bytes of `mine`; all[size * bytes] is everyone's, in rank order.
+ * With 0 bytes a meeting; the pointers may be NULL then. */
 int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, void *all);
 static inline char *dc__slot(const dc_comm *c, int rank, int64_t step) {
   return c->stage + ((int64_t)rank * c->slots + step % c->slots) * c->slot_stride;

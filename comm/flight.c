@@ -1,16 +1,17 @@
 /* flight.c: the flight record (flight.h). Owns the layout of the memfd and of the dump files, which is the same.
  *
- *   header (one page) | DC_FLIGHT_CALLS rows of two cache lines | DC_FLIGHT_GROUPS groups, of which a dump has only the used ones
+ *   header (one page) | DC_FLIGHT_CALLS rows of two cache lines | DC_FLIGHT_GROUPS groups, of which a dump has only the
+ * used ones
  *
- * Every word that changes is an atomic: another thread, or another process, reads while we write. A writer claims a row by
- * setting its number to CLAIMED, fills it, and writes the number last (release); a reader copies everything, then reads the
- * numbers again, and keeps the rows whose number is the same. Rows of calls that are not finished are never taken over: the
- * one call that hangs is what the record is for, while other groups may make thousands.
+ * Every word that changes is an atomic: another thread, or another process, reads while we write. A writer claims a row
+ * by setting its number to CLAIMED, fills it, and writes the number last (release); a reader copies everything, then
+ * reads the numbers again, and keeps the rows whose number is the same. Rows of calls that are not finished are never
+ * taken over: the one call that hangs is what the record is for, while other groups may make thousands.
  *
- * Cost. With clock_gettime and one claim a call: 55 ns, but 90 ns in a barrier of 300: locked instructions and the clock's fence
- * hold up the loads and stores of the exchange around them. Kept: a group's thread claims rows in batches, and times are ticks of the
- * TSC where it is invariant; the header holds one moment in ticks and on the clock, and whoever reads takes the second
- * one (a dump holds it too). */
+ * Cost. With clock_gettime and one claim a call: 55 ns, but 90 ns in a barrier of 300: locked instructions and the
+ * clock's fence hold up the loads and stores of the exchange around them. Kept: a group's thread claims rows in
+ * batches, and times are ticks of the TSC where it is invariant; the header holds one moment in ticks and on the clock,
+ * and whoever reads takes the second one (a dump holds it too). */
 #include "flight.h"
 
 #include <errno.h>
@@ -42,8 +43,17 @@
 
 typedef _Atomic uint64_t word;
 enum { ROW_NUMBER, ROW_BEGIN, ROW_END, ROW_COUNT, ROW_TAG, ROW_SEQ, ROW_WHAT, ROW_STATUS, ROW_WHERE, ROW_WORDS = 16 };
-enum { GROUP_GENERATION, GROUP_ID, GROUP_RANK, GROUP_OPENED, GROUP_CLOSED, GROUP_FIRST, GROUP_LABEL = 8, GROUP_MEMBERS = 16,
-       GROUP_WORDS = GROUP_MEMBERS + DC_COMM_MAX_RANKS };
+enum {
+  GROUP_GENERATION,
+  GROUP_ID,
+  GROUP_RANK,
+  GROUP_OPENED,
+  GROUP_CLOSED,
+  GROUP_FIRST,
+  GROUP_LABEL = 8,
+  GROUP_MEMBERS = 16,
+  GROUP_WORDS = GROUP_MEMBERS + DC_COMM_MAX_RANKS
+};
 _Static_assert(ROW_WORDS * sizeof(word) == 2 * DC__LINE && (ROW_WORDS - ROW_WHERE) * sizeof(word) == DC__WHERE,
                "a row is two cache lines, the second holds the caller's line");
 _Static_assert((GROUP_MEMBERS - GROUP_LABEL) * sizeof(word) == DC__LABEL, "a label fits");
@@ -51,16 +61,17 @@ _Static_assert((GROUP_MEMBERS - GROUP_LABEL) * sizeof(word) == DC__LABEL, "a lab
 typedef struct header {
   uint64_t magic;
   uint32_t version, header_bytes, row_bytes, rows, group_bytes, tsc; /* tsc: ticks are not nanoseconds */
-  int64_t start_ns, start_real_ns; /* one moment on CLOCK_MONOTONIC and CLOCK_REALTIME: clocks of several hosts are compared by it */
-  int64_t dump_ns;                 /* CLOCK_MONOTONIC; 0 in the memfd */
+  int64_t start_ns,
+      start_real_ns; /* one moment on CLOCK_MONOTONIC and CLOCK_REALTIME: clocks of several hosts are compared by it */
+  int64_t dump_ns; /* CLOCK_MONOTONIC; 0 in the memfd */
   uint64_t start_ticks, dump_ticks; /* at start_ns and dump_ns, in the unit of a row's begin and end */
   int32_t pid, dump_status;
   char host[64];
   char reason[DC__TEXT]; /* of a dump: the error */
   _Alignas(DC__LINE) word last; /* number of the newest row */
-  word dropped;                 /* calls that found no row: all were of unfinished calls */
-  word groups;                  /* used entries */
-  word rank, world;             /* of this process in its largest group */
+  word dropped; /* calls that found no row: all were of unfinished calls */
+  word groups; /* used entries */
+  word rank, world; /* of this process in its largest group */
 } header;
 _Static_assert(sizeof(header) <= PAGE, "the header is one page");
 #define ROWS_AT ((int64_t)PAGE)
@@ -87,25 +98,26 @@ typedef struct log_ring {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of everything below but rows */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static header *_Atomic record;      /* NULL: none (yet) */
-static log_ring *_Atomic log_rows;  /* NULL: not wanted */
-static log_ring *log_kept;          /* stays mapped when the log is off, as a thread may still be writing into it */
+static header *_Atomic record; /* NULL: none (yet) */
+static log_ring *_Atomic log_rows; /* NULL: not wanted */
+static log_ring *log_kept; /* stays mapped when the log is off, as a thread may still be writing into it */
 static uint64_t log_taken;
 static int record_fd = -1;
 static uint64_t *step_row[DC_FLIGHT_GROUPS]; /* per open group: numbers of the rows of its open steps */
-static struct batch {                        /* per open group: rows it has claimed, used from the end */
+static struct batch { /* per open group: rows it has claimed, used from the end */
   int have;
   uint64_t number[BATCH];
 } batches[BATCH_GROUPS];
 
 static word *rows_of(header *h) { return (word *)(void *)((char *)h + ROWS_AT); }
 static word *group_of(header *h, int g) { return (word *)(void *)((char *)h + GROUPS_AT + g * GROUP_BYTES); }
-/* Acquire and release on every word, which costs nothing on x86: so a row's words stay between the claim and the number, and
- * a reader's second look at the number stays behind the words, without fences (ThreadSanitizer knows none). */
+/* Acquire and release on every word, which costs nothing on x86: so a row's words stay between the claim and the
+ * number, and a reader's second look at the number stays behind the words, without fences (ThreadSanitizer knows none).
+ */
 static uint64_t get(const word *w) { return atomic_load_explicit(w, memory_order_acquire); }
 static void set(word *w, uint64_t v) { atomic_store_explicit(w, v, memory_order_release); }
 
-/* ---- time ---------------------------------------------------------------------------------------------------------- */
+/* ---- time -------------------------------------------------------------------------------------------------------- */
 static int invariant_tsc(void) {
 #if defined(__x86_64__)
   unsigned a, b, c, d;
@@ -137,7 +149,8 @@ static int64_t ns_of(const copy *k, uint64_t t) {
 }
 
 /* ---- the record of this process ---------------------------------------------------------------------------------- */
-/* The parent's record is not mapped in a forked child, and its descriptor there would only pass it off as the child's. */
+/* The parent's record is not mapped in a forked child, and its descriptor there would only pass it off as the child's.
+ */
 static void in_child(void) {
   pthread_mutex_init(&lock, NULL); /* another thread of the parent may have held it */
   atomic_store(&record, NULL);
@@ -251,7 +264,8 @@ int dc__flight_group_open(const dc_comm *c) {
 
 /* Rows that were claimed and not used become empty. */
 static void give_back(header *h, struct batch *b) {
-  for (; b->have; b->have--) set(&rows_of(h)[(b->number[b->have - 1] - 1) % DC_FLIGHT_CALLS * ROW_WORDS + ROW_NUMBER], 0);
+  for (; b->have; b->have--)
+    set(&rows_of(h)[(b->number[b->have - 1] - 1) % DC_FLIGHT_CALLS * ROW_WORDS + ROW_NUMBER], 0);
 }
 
 void dc__flight_group_close(int group) {
@@ -275,7 +289,8 @@ static word *claim_row(header *h, uint64_t n) {
   word *row = rows_of(h) + (n - 1) % DC_FLIGHT_CALLS * ROW_WORDS;
   uint64_t old = get(&row[ROW_NUMBER]);
   if (old == CLAIMED || (old && !get(&row[ROW_END]))) return NULL;
-  return atomic_compare_exchange_strong_explicit(&row[ROW_NUMBER], &old, CLAIMED, memory_order_acq_rel, memory_order_relaxed)
+  return atomic_compare_exchange_strong_explicit(&row[ROW_NUMBER], &old, CLAIMED, memory_order_acq_rel,
+                                                 memory_order_relaxed)
              ? row
              : NULL;
 }
@@ -295,8 +310,8 @@ static word *claim(header *h, uint64_t *number) {
 
 static uint64_t what_of(const dc_comm *c, const dc_call *k) {
   return (uint64_t)(uint8_t)k->op | (uint64_t)(uint8_t)k->dtype << 8 | (uint64_t)(uint8_t)k->red_op << 16 |
-         (uint64_t)(uint8_t)(c->size - 1) << 24 |
-         (uint64_t)(uint16_t)k->root << 32 | (uint64_t)(uint16_t)c->flight_group << 48;
+         (uint64_t)(uint8_t)(c->size - 1) << 24 | (uint64_t)(uint16_t)k->root << 32 |
+         (uint64_t)(uint16_t)c->flight_group << 48;
 }
 
 /* c->where is padded with zeros to its full size; any other text is copied to its end. */
@@ -358,7 +373,8 @@ uint64_t dc__flight_begin(const dc_comm *c, const dc_call *call, const char *whe
 static void log_append(log_ring *l, const word *row, uint64_t end, int status) {
   uint64_t n = atomic_fetch_add_explicit(&l->last, 1, memory_order_relaxed) + 1;
   word *to = l->row[(n - 1) % (uint64_t)l->capacity];
-  set(&to[ROW_NUMBER], CLAIMED); /* a writer that is a whole ring behind may mix its row with ours: then one row is wrong */
+  set(&to[ROW_NUMBER],
+      CLAIMED); /* a writer that is a whole ring behind may mix its row with ours: then one row is wrong */
   for (int i = ROW_COUNT; i < ROW_WORDS; i++) set(&to[i], get(&row[i]));
   set(&to[ROW_BEGIN], get(&row[ROW_BEGIN]));
   set(&to[ROW_END], end);
@@ -450,10 +466,12 @@ static int header_check(const header *h) {
                    FLIGHT_VERSION);
   if (h->header_bytes != PAGE || h->row_bytes != ROW_WORDS * 8 || h->rows != DC_FLIGHT_CALLS ||
       h->group_bytes != GROUP_BYTES)
-    return DC_FAIL(DC_E_INVALID,
-                   "this flight record has a header of %u bytes, %u rows of %u and groups of %u; expected %d, %d, %d and "
-                   "%lld", h->header_bytes, h->rows, h->row_bytes, h->group_bytes, PAGE, DC_FLIGHT_CALLS,
-                   ROW_WORDS * 8, (long long)GROUP_BYTES);
+    return DC_FAIL(
+        DC_E_INVALID,
+        "this flight record has a header of %u bytes, %u rows of %u and groups of %u; expected %d, %d, %d and "
+        "%lld",
+        h->header_bytes, h->rows, h->row_bytes, h->group_bytes, PAGE, DC_FLIGHT_CALLS, ROW_WORDS * 8,
+        (long long)GROUP_BYTES);
   if (get(&h->groups) > DC_FLIGHT_GROUPS)
     return DC_FAIL(DC_E_INVALID, "this flight record has %llu groups; expected at most %d",
                    (unsigned long long)get(&h->groups), DC_FLIGHT_GROUPS);
@@ -601,8 +619,8 @@ static void put_group(out *o, const uint64_t *g, int index) {
   int size = high_of(g[GROUP_RANK]);
   put(o, "{\"index\": %d, \"id\": \"%016llx\", \"label\": ", index, (unsigned long long)g[GROUP_ID]);
   put_string(o, (const char *)&g[GROUP_LABEL], DC__LABEL);
-  put(o, ", \"rank\": %d, \"size\": %d, \"opened_ns\": %lld, \"closed_ns\": %lld, \"members\": [", low_of(g[GROUP_RANK]), size,
-      (long long)g[GROUP_OPENED], (long long)g[GROUP_CLOSED]);
+  put(o, ", \"rank\": %d, \"size\": %d, \"opened_ns\": %lld, \"closed_ns\": %lld, \"members\": [",
+      low_of(g[GROUP_RANK]), size, (long long)g[GROUP_OPENED], (long long)g[GROUP_CLOSED]);
   for (int r = 0; r < size; r++)
     put(o, "%s{\"rank\": %d, \"pid\": %d}", r ? ", " : "", high_of(g[GROUP_MEMBERS + r]), low_of(g[GROUP_MEMBERS + r]));
   put(o, "]}");
@@ -766,9 +784,9 @@ int dc_flight_log_take(dc_flight_row *rows, int64_t capacity, int64_t *count, in
 
 /* ---- names ------------------------------------------------------------------------------------------------------- */
 const char *dc_call_name(int op) {
-  static const char *const name[] = {"?",         "barrier",    "all_reduce",     "reduce_scatter", "all_gather",
-                                     "broadcast", "all_to_all", "segment_create", "bucket",         "user_exchange",
-                                     "all_to_allv", "reduce",    "gather",         "scatter",        "send",
-                                     "recv"};
+  static const char *const name[] = {"?",          "barrier",       "all_reduce",  "reduce_scatter",
+                                     "all_gather", "broadcast",     "all_to_all",  "segment_create",
+                                     "bucket",     "user_exchange", "all_to_allv", "reduce",
+                                     "gather",     "scatter",       "send",        "recv"};
   return op >= 1 && op < (int)(sizeof name / sizeof *name) ? name[op] : "?";
 }

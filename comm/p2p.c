@@ -216,9 +216,7 @@ static inline void cpu_relax(void) {
 #endif
 }
 
-static bool is_over(const dc_request *r) {
-  return atomic_load_explicit(&r->state, memory_order_acquire) != PENDING;
-}
+static bool is_over(const dc_request *r) { return atomic_load_explicit(&r->state, memory_order_acquire) != PENDING; }
 
 /* ---- bells ------------------------------------------------------------------------------------------------------- */
 /* After a seq_cst store of what the rank may wait for: either it sees that, or we see that it sleeps. */
@@ -603,9 +601,7 @@ static int take(p2p *p, int src, const cell *m) {
     r = find_id(&p->in[src].data, m->id);
     if (r) take_chunk(p, r, m->tag, data, bytes);
     return DC_OK;
-  default:
-    r = match(p, src, m->tag);
-    return r ? deliver(p, r, src, m, data) : keep(p, src, m, data);
+  default: r = match(p, src, m->tag); return r ? deliver(p, r, src, m, data) : keep(p, src, m, data);
   }
 }
 
@@ -1119,8 +1115,7 @@ int dc_request_test(dc_request *r, int *done) {
 
 int dc_request_source(const dc_request *r) {
   if (!r) return DC_FAIL(DC_E_INVALID, "the request is NULL");
-  if (r->op != DC_CALL_RECV || !is_over(r))
-    return DC_FAIL(DC_E_STATE, "only a completed receive has a source");
+  if (r->op != DC_CALL_RECV || !is_over(r)) return DC_FAIL(DC_E_STATE, "only a completed receive has a source");
   return r->source;
 }
 

@@ -36,8 +36,9 @@
 #define MADV_WIPEONFORK 18
 #endif
 
-#define SLOT_COLOR 4352 /* slots start at different offsets modulo 4 KiB and 2 MiB: congruent arrays evict each other  \
-                         */
+#define SLOT_COLOR                                                                                   \
+  4352 /* slots start at different offsets modulo 4 KiB and 2 MiB: congruent arrays evict each other \
+        */
 #define FDS_PER_MSG 64
 #define ADDRESS_MAX 90
 
@@ -445,8 +446,8 @@ static int gather_ranks(joining *j) {
 }
 
 static int64_t header_bytes(const dc_comm *c) {
-  int64_t n =
-      (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size + (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
+  int64_t n = (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size +
+              (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
   return round_up(n, 4096);
 }
 
@@ -672,8 +673,9 @@ static int config_check(const dc_comm_config *k) {
   return DC_OK;
 }
 
-/* ---- segments of a communicator, for registered buffers ------------------------------------------------------------- */
-/* One lock for all: segments are freed by whoever drops the last reference, in any thread, before or after their communicator. */
+/* ---- segments of a communicator, for registered buffers ---------------------------------------------------------- */
+/* One lock for all: segments are freed by whoever drops the last reference, in any thread, before or after their
+ * communicator. */
 static pthread_mutex_t segment_lock = PTHREAD_MUTEX_INITIALIZER;
 
 void dc__segments_lock(void) { pthread_mutex_lock(&segment_lock); }
@@ -767,8 +769,7 @@ int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
 int dc_comm_close(dc_comm *c) {
   if (!c) return DC_OK;
   if (c->fork_mark == dc__fork_mark()) {
-    if (!dc__go_in(c))
-      return DC_FAIL(DC_E_STATE, "group %s is in use by another thread and can't be closed", c->label);
+    if (!dc__go_in(c)) return DC_FAIL(DC_E_STATE, "group %s is in use by another thread and can't be closed", c->label);
     dc__p2p_close(c); /* first: its waits here end because of this call, not because a peer saw us leave */
     /* release: peers that see it also see the last steps that we posted */
     atomic_store_explicit(&c->h->seat[c->rank].left, 1, memory_order_release);

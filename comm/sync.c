@@ -3,19 +3,19 @@
  * Owns every access to the words of the shared header after the handshake. Assumes that ranks are at most `slots` steps
  * apart, so that 32-bit counters compare by their difference.
  *
- * What a small call waits for are lines that another core has, and stores that wait for such lines. Tried on 2 ranks, in turn with the
- * state before (2 virtual cores with AVX-512; us a call):
- *   who runs ahead and is blocked waits for half a ring, not for one step   8 B gather 0.23 -> 0.17, reduce 0.25 -> 0.16
- *   the number of sleepers beside the word -> in a line of its own, and the call stored from registers instead of copied (a
- *   vector load of fields just stored waits for the store buffer)            8 B broadcast 0.155 -> 0.115, barrier 0.31 -> 0.28
- *   the cell after next asked for (prefetchw) behind each post               barrier 0.28 -> 0.245; GCC's builtin reads it instead: nothing
- *   peers' next cells asked for by who reads                                 nothing: not kept
- *   4 KiB and 16 KiB: next slot asked for while waiting (dc__warm)           4 KiB gather, root in turns, 0.72 -> 0.52; 16 KiB reduce 3.5 -> 2.5;
- *                                                                            three slots go round for it: with the first free one nothing
- *   a slot's lines asked for 1 KiB ahead of the copy into it                 4 KiB gather 0.63 -> 0.45
- *   16 small slots of 16 KiB instead of 8 of 4 KiB                           16 KiB gather, fixed root, 1.15 -> 0.72, broadcast 1.45 -> 0.89
- * With a fixed root and 8 B OpenMPI stays ahead (0.07 to 0.10 against 0.11 to 0.16): what is left is about 100 ns of instructions on each side, of
- * which 25 are the flight record and 20 its clock. */
+ * What a small call waits for are lines that another core has, and stores that wait for such lines. Tried on 2 ranks,
+ * in turn with the state before (2 virtual cores with AVX-512; us a call): who runs ahead and is blocked waits for half
+ * a ring, not for one step   8 B gather 0.23 -> 0.17, reduce 0.25 -> 0.16 the number of sleepers beside the word -> in
+ * a line of its own, and the call stored from registers instead of copied (a vector load of fields just stored waits
+ * for the store buffer)            8 B broadcast 0.155 -> 0.115, barrier 0.31 -> 0.28 the cell after next asked for
+ * (prefetchw) behind each post               barrier 0.28 -> 0.245; GCC's builtin reads it instead: nothing peers' next
+ * cells asked for by who reads                                 nothing: not kept 4 KiB and 16 KiB: next slot asked for
+ * while waiting (dc__warm)           4 KiB gather, root in turns, 0.72 -> 0.52; 16 KiB reduce 3.5 -> 2.5; three slots
+ * go round for it: with the first free one nothing a slot's lines asked for 1 KiB ahead of the copy into it 4 KiB
+ * gather 0.63 -> 0.45 16 small slots of 16 KiB instead of 8 of 4 KiB                           16 KiB gather, fixed
+ * root, 1.15 -> 0.72, broadcast 1.45 -> 0.89 With a fixed root and 8 B OpenMPI stays ahead (0.07 to 0.10 against 0.11
+ * to 0.16): what is left is about 100 ns of instructions on each side, of which 25 are the flight record and 20 its
+ * clock. */
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -85,11 +85,11 @@ static void futex_sleep(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
 
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-/* ---- fences that only the slow side pays for ---------------------------------------------------------------------- */
-/* Two pairs of threads here need a store to be seen before the following load is done, each towards the other (Dekker): who posts and
- * who goes to sleep; who enters a communicator and who takes it over. The frequent side would pay a full fence, which waits for
- * its stores to reach the other cores (70 to 100 ns a call here). membarrier(2) runs that fence on all cores on behalf of
- * the rare side instead; the frequent side only must not be reordered by the compiler. */
+/* ---- fences that only the slow side pays for --------------------------------------------------------------------- */
+/* Two pairs of threads here need a store to be seen before the following load is done, each towards the other (Dekker):
+ * who posts and who goes to sleep; who enters a communicator and who takes it over. The frequent side would pay a full
+ * fence, which waits for its stores to reach the other cores (70 to 100 ns a call here). membarrier(2) runs that fence
+ * on all cores on behalf of the rare side instead; the frequent side only must not be reordered by the compiler. */
 enum { MB_GLOBAL_EXPEDITED = 2, MB_REGISTER_GLOBAL = 4, MB_PRIVATE_EXPEDITED = 8, MB_REGISTER_PRIVATE = 16 };
 
 static bool membarrier(int cmd) { return syscall(SYS_membarrier, cmd, 0, 0) == 0; }
@@ -98,8 +98,8 @@ bool dc__membarrier_register(void) { return membarrier(MB_REGISTER_GLOBAL) && me
 
 /* Only this rank stores its words. */
 static void advance(const dc_comm *c, int kind, _Atomic uint32_t *word, uint32_t value) {
-  /* release: publishes what we wrote. Then the store against the load of sleepers, see doze(): either we see the sleeper, or it
-   * sees the new value. */
+  /* release: publishes what we wrote. Then the store against the load of sleepers, see doze(): either we see the
+   * sleeper, or it sees the new value. */
   const _Atomic uint32_t *sleepers = &c->h->seat[c->rank].sleepers[kind];
   if (c->fences) {
     atomic_store_explicit(word, value, memory_order_seq_cst);
@@ -145,7 +145,8 @@ static void add_call(text *t, const dc_comm *c, const dc_call *k, int64_t seq, c
   add(t, "%s(", dc_call_name(k->op));
   if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_SEGMENT) add(t, "%s", dc_dtype_name(k->dtype));
   if (k->op == DC_CALL_SEGMENT) add(t, "bytes %lld", (long long)k->count);
-  else if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_ALL_TO_ALLV) add(t, ", count %lld", (long long)k->count); /* that has many */
+  else if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_ALL_TO_ALLV)
+    add(t, ", count %lld", (long long)k->count); /* that has many */
   if (k->op == DC_CALL_ALL_REDUCE || k->op == DC_CALL_REDUCE_SCATTER || k->op == DC_CALL_REDUCE)
     add(t, ", %s", red_name(k->red_op));
   if (k->op == DC_CALL_BROADCAST || k->op == DC_CALL_REDUCE || k->op == DC_CALL_GATHER || k->op == DC_CALL_SCATTER)
@@ -166,8 +167,12 @@ static void pack(const dc_call *k, uint64_t w[DC__CALL_WORDS]) {
 }
 
 static dc_call unpack(const uint64_t w[DC__CALL_WORDS]) {
-  return (dc_call){.op = (uint16_t)w[0], .dtype = (uint8_t)(w[0] >> 16), .red_op = (uint8_t)(w[0] >> 24),
-                   .root = (int32_t)(w[0] >> 32), .count = (int64_t)w[1], .tag = (int64_t)w[2]};
+  return (dc_call){.op = (uint16_t)w[0],
+                   .dtype = (uint8_t)(w[0] >> 16),
+                   .red_op = (uint8_t)(w[0] >> 24),
+                   .root = (int32_t)(w[0] >> 32),
+                   .count = (int64_t)w[1],
+                   .tag = (int64_t)w[2]};
 }
 
 /* Each step is a bijection of h (odd factors), so two histories that differ in one call never meet again by it. */
@@ -204,7 +209,8 @@ static bool same_hash(const dc__cell *a, const dc__cell *b) {
 static bool same_call(const dc__cell *a, const dc__cell *b) {
   uint64_t diff = 0;
   for (int i = 0; i < DC__CALL_WORDS; i++)
-    diff |= atomic_load_explicit(&a->call[i], memory_order_relaxed) ^ atomic_load_explicit(&b->call[i], memory_order_relaxed);
+    diff |= atomic_load_explicit(&a->call[i], memory_order_relaxed) ^
+            atomic_load_explicit(&b->call[i], memory_order_relaxed);
   return diff == 0;
 }
 
@@ -304,7 +310,8 @@ static int add_callers(text *t, const dc_comm *c, int64_t step, const dc__cell *
 static int64_t first_difference(const dc_comm *c, int64_t step, int a, int b) {
   for (int64_t s = step - c->cells + 1 > 0 ? step - c->cells + 1 : 0; s <= step; s++)
     /* held before and after the look: a rank that runs ahead may fill the cell meanwhile */
-    if (holds(c, a, s) && holds(c, b, s) && !same_call(cell_of(c, a, s), cell_of(c, b, s)) && holds(c, a, s) && holds(c, b, s))
+    if (holds(c, a, s) && holds(c, b, s) && !same_call(cell_of(c, a, s), cell_of(c, b, s)) && holds(c, a, s) &&
+        holds(c, b, s))
       return s;
   return -1;
 }
@@ -338,7 +345,8 @@ static int compare(dc_comm *c, int64_t step) {
   return DC_OK;
 }
 
-/* All have posted `step`: compares it, and takes from the same lines how far everyone was, which saves begin() a wait. */
+/* All have posted `step`: compares it, and takes from the same lines how far everyone was, which saves begin() a wait.
+ */
 static int learn(dc_comm *c, int64_t step) {
   const dc__cell *own = cell_of(c, c->rank, step);
   int64_t least = c->done;
@@ -491,8 +499,8 @@ static int look(dc_comm *c, const waiting *w) {
   return c->look_ns - w->start_ns >= c->timeout_ns ? late(c, w) : DC_OK;
 }
 
-/* Spins without a look at the clock: as long as a peer takes that is about to arrive. The first polls do without `pause`,
- * which would add its own length (40 ns here) to the latency. */
+/* Spins without a look at the clock: as long as a peer takes that is about to arrive. The first polls do without
+ * `pause`, which would add its own length (40 ns here) to the latency. */
 static bool spin_briefly(const dc_comm *c, int rank, const waiting *w) {
   for (int i = 0; i < 64; i++)
     if (reached(c, rank, w)) return true;
@@ -572,12 +580,12 @@ static int test_all(dc_comm *c, waiting *w, int *ready) {
 }
 
 /* ---- a call ------------------------------------------------------------------------------------------------------ */
-/* One thread at a time. The holder of the current bias has a word of its own and enters with two plain stores and loads. Another thread
- * takes over: it makes the next bias current, makes all cores see that, and then looks at the holder's word: the holder
- * has either shown itself there before, or sees that its bias is not the current one any more. No word ever gets a second holder,
- * because one that was taken over between its look and its store still sets and clears its word later. Behind the last bias all
- * threads share a word by compare and exchange, which is cheaper than taking over once threads keep taking turns.
- * tests/model/entry.pml checks this. */
+/* One thread at a time. The holder of the current bias has a word of its own and enters with two plain stores and
+ * loads. Another thread takes over: it makes the next bias current, makes all cores see that, and then looks at the
+ * holder's word: the holder has either shown itself there before, or sees that its bias is not the current one any
+ * more. No word ever gets a second holder, because one that was taken over between its look and its store still sets
+ * and clears its word later. Behind the last bias all threads share a word by compare and exchange, which is cheaper
+ * than taking over once threads keep taking turns. tests/model/entry.pml checks this. */
 typedef enum { IN, REFUSED, AGAIN } entry;
 
 static bool exchange_in(dc_comm *c, uint32_t bias) {
@@ -674,7 +682,8 @@ void dc__show(dc_comm *c) {
 }
 
 /* ---- the exchange ------------------------------------------------------------------------------------------------ */
-/* A place may be filled again when all have done the step that used it last, a cell when all have done the step before. */
+/* A place may be filled again when all have done the step that used it last, a cell when all have done the step before.
+ */
 static int64_t needed_for_cell(const dc_comm *c) { return c->begun - c->cells + 1; }
 static int64_t needed_for_slot(const dc_comm *c) {
   const int64_t used = c->slot_used[c->begun % c->slots];
@@ -692,9 +701,9 @@ static void refresh_done(dc_comm *c, int64_t steps) {
   if (least > c->all_done) c->all_done = least;
 }
 
-/* Waits until every rank has done `steps` steps. Who has to wait because it ran ahead waits for up to `more` further ones as well:
- * otherwise it would follow its peers step by step, and take the line of their counter away from them every time. Steps
- * that we have posted get done without us, so this can't be for ever. */
+/* Waits until every rank has done `steps` steps. Who has to wait because it ran ahead waits for up to `more` further
+ * ones as well: otherwise it would follow its peers step by step, and take the line of their counter away from them
+ * every time. Steps that we have posted get done without us, so this can't be for ever. */
 static int await_done(dc_comm *c, int64_t steps, int64_t more) {
   if (steps <= c->all_done) return DC_OK;
   refresh_done(c, steps);
@@ -721,8 +730,9 @@ int dc__begin(dc_comm *c, int64_t *step, void **slot) {
   return DC_OK;
 }
 
-/* The small slot for the next call: a few go round, so that the next one can be asked for while peers still read the last (dc__warm) and
- * all stay in cache; if it is not free, the first one that is, else the one that was used longest ago. */
+/* The small slot for the next call: a few go round, so that the next one can be asked for while peers still read the
+ * last (dc__warm) and all stay in cache; if it is not free, the first one that is, else the one that was used longest
+ * ago. */
 static uint32_t choose_small(const dc_comm *c) {
   const uint32_t next = (c->small_last + 1) % DC__SMALLS_ROUND;
   if (c->small_used[next] <= c->all_done) return next;
@@ -737,7 +747,8 @@ static uint32_t choose_small(const dc_comm *c) {
 void dc__warm(dc_comm *c, int64_t step, int64_t bytes) {
   if (bytes <= DC__INLINE || c->spin_ns == 0) return;
   const waiting w = {.kind = DC__POSTED, .step = step, .target = (uint32_t)(step + 1)};
-  const char *next = bytes <= DC__SMALL ? dc__small(c, c->rank, (c->small_last + 1) % DC__SMALLS_ROUND) : dc__slot(c, c->rank, c->begun);
+  const char *next = bytes <= DC__SMALL ? dc__small(c, c->rank, (c->small_last + 1) % DC__SMALLS_ROUND)
+                                        : dc__slot(c, c->rank, c->begun);
   if (bytes > c->slot_bytes) bytes = c->slot_bytes;
   for (int64_t at = 0; at < bytes; at += 4 * DC__LINE) {
     bool here = true;
@@ -823,7 +834,8 @@ int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, 
   if (bytes) memcpy(place, mine, (size_t)bytes);
   DC_TRY(dc__post(c, call));
   DC_TRY(dc__wait(c, step));
-  for (int r = 0; r < c->size && bytes; r++) memcpy((char *)all + r * bytes, dc__place(c, r, step, bytes), (size_t)bytes);
+  for (int r = 0; r < c->size && bytes; r++)
+    memcpy((char *)all + r * bytes, dc__place(c, r, step, bytes), (size_t)bytes);
   return dc__done(c, step);
 }
 

@@ -5,7 +5,7 @@
 
 #include "ops.h"
 
-/* ---- floating-point environment -------------------------------------------------------------------------------- */
+/* ---- floating-point environment ---------------------------------------------------------------------------------- */
 /* The contract is round to nearest with denormals kept; a framework may have set flush-to-zero on its threads
  * (torch.set_flush_denormal), which would make results depend on who runs the range. */
 #if defined(__x86_64__)
@@ -23,7 +23,7 @@ static inline unsigned fp_enter(void) { return 0; }
 static inline void fp_leave(unsigned old) { (void)old; }
 #endif
 
-/* ---- validation ------------------------------------------------------------------------------------------------ */
+/* ---- validation -------------------------------------------------------------------------------------------------- */
 static inline int is_low(int dt) { return dt == DC_F32 || dt == DC_BF16 || dt == DC_F16; }
 
 static inline int check_low(int dt, const char *what) {

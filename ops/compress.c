@@ -42,7 +42,7 @@ static int check_error(const void *payload, int64_t bytes, const void *x, int dt
   return DC_OK;
 }
 
-/* ---- blockwise quantisation ------------------------------------------------------------------------------------ */
+/* ---- blockwise quantisation -------------------------------------------------------------------------------------- */
 int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes) {
   if (bits != 8 && bits != 4 && bits != 1) return DC_FAIL(DC_E_INVALID, "bits = %d; there are 8, 4 and 1", bits);
   DC_TRY(check_block(block, MAX_BLOCK));
@@ -129,7 +129,7 @@ int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t bloc
   return DC_OK;
 }
 
-/* ---- top-k ----------------------------------------------------------------------------------------------------- */
+/* ---- top-k ------------------------------------------------------------------------------------------------------- */
 /* Chosen elements in all. */
 static int64_t chosen_of(int64_t block, int64_t k, int64_t n) {
   const int64_t rest = n % block;

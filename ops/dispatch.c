@@ -22,7 +22,7 @@ void dc__ops_fill_avx512(dc__ops *table);
 void dc__ops_fill_avx512_bf16(dc__ops *table);
 #endif
 
-/* ---- instruction sets ------------------------------------------------------------------------------------------ */
+/* ---- instruction sets -------------------------------------------------------------------------------------------- */
 static dc__ops g_table[DC_ISA_COUNT];
 static int g_have[DC_ISA_COUNT];
 static pthread_once_t g_once = PTHREAD_ONCE_INIT;
@@ -56,8 +56,8 @@ static void detect_x86(void) {
   if ((state & ymm_state) != ymm_state || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
   const unsigned subleaves = a;
   g_have[DC_ISA_AVX2] = (b & AVX2) != 0;
-  g_have[DC_ISA_AVX512] =
-      g_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl && (state & zmm_state) == zmm_state;
+  g_have[DC_ISA_AVX512] = g_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl &&
+                          (state & zmm_state) == zmm_state;
   if (!g_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
   g_have[DC_ISA_AVX512_BF16] = (a >> 5) & 1;
 }
@@ -144,7 +144,7 @@ static int get_table(const dc__ops **ops) {
   return DC_OK;
 }
 
-/* ---- elementwise ops ------------------------------------------------------------------------------------------- */
+/* ---- elementwise ops --------------------------------------------------------------------------------------------- */
 typedef struct cast_job {
   const dc__ops *ops;
   char *dst;
@@ -234,7 +234,7 @@ int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n) {
   return DC_OK;
 }
 
-/* ---- norms ----------------------------------------------------------------------------------------------------- */
+/* ---- norms ------------------------------------------------------------------------------------------------------- */
 typedef struct sqnorm_job {
   const dc__ops *ops;
   const char *x;
@@ -269,7 +269,7 @@ double dc_sum_partials(const double *partial, int64_t blocks) {
   return sum;
 }
 
-/* ---- copy ------------------------------------------------------------------------------------------------------ */
+/* ---- copy -------------------------------------------------------------------------------------------------------- */
 typedef struct copy_job {
   const dc__ops *ops;
   char *dst;
@@ -294,7 +294,7 @@ int dc_copy(void *dst, const void *src, int64_t bytes) {
   return DC_OK;
 }
 
-/* ---- reductions over arrays ------------------------------------------------------------------------------------ */
+/* ---- reductions over arrays -------------------------------------------------------------------------------------- */
 /* Every range makes its own shifted copy of the source pointers, on its stack: 8 KiB at most. */
 enum { MAX_SOURCES = 1024 };
 
@@ -405,7 +405,7 @@ int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t 
   return DC_OK;
 }
 
-/* ---- AdamW ----------------------------------------------------------------------------------------------------- */
+/* ---- AdamW ------------------------------------------------------------------------------------------------------- */
 /* All tensors form one flat line of elements, each tensor padded to ADAMW_PAD, so that cut points (multiples of the
  * grain) fall on whole cache lines of an aligned tensor. */
 enum { ADAMW_PAD = 64, ADAMW_GRAIN = 8 * DC_BLOCK };

@@ -15,7 +15,7 @@ static int get_table(const dc__ops **ops) {
   return *ops ? DC_OK : dc_isa_current(NULL);
 }
 
-/* ---- arrays of rows -------------------------------------------------------------------------------------------- */
+/* ---- arrays of rows ---------------------------------------------------------------------------------------------- */
 static int check_shape(int64_t rows, int64_t cols) {
   int64_t n;
   if (rows < 0 || cols < 0)
@@ -37,7 +37,7 @@ static int check_maybe(const void *p, int dt, const char *what) {
   return p ? check_array(p, dc_dtype_size(dt), 0, what) : DC_OK;
 }
 
-/* ---- sums over rows: block k adds its rows to its own row of `partial` ----------------------------------------- */
+/* ---- sums over rows: block k adds its rows to its own row of `partial` ------------------------------------------- */
 typedef struct fold_job {
   const dc__ops *ops;
   void *out;
@@ -57,13 +57,11 @@ static void fold_range(int64_t begin, int64_t end, void *ctx) {
 static void fold(const dc__ops *ops, void *out, int dt, const float *partial, int64_t blocks, int64_t cols) {
   fold_job j = {ops, out, dt, partial, blocks, cols};
   const int64_t columns = 4 * SHARE / (blocks > 0 ? blocks : 1) / 16 * 16; /* an addition each: a second job must pay */
-  if (blocks == 0)
-    memset(out, 0, (size_t)bytes_of(dt, cols));
-  else
-    dc_parallel_for(cols, columns < 64 ? 64 : columns, fold_range, &j);
+  if (blocks == 0) memset(out, 0, (size_t)bytes_of(dt, cols));
+  else dc_parallel_for(cols, columns < 64 ? 64 : columns, fold_range, &j);
 }
 
-/* ---- norms ----------------------------------------------------------------------------------------------------- */
+/* ---- norms ------------------------------------------------------------------------------------------------------- */
 typedef struct norm_job {
   const dc__ops *ops;
   const dc_norm_args *args;
@@ -119,7 +117,8 @@ static void norm_grad_range(int64_t begin, int64_t end, void *ctx) {
     float *dweight = j->dweight ? j->dweight + k * cols : NULL, *dbias = j->dbias ? j->dbias + k * cols : NULL;
     if (dweight) memset(dweight, 0, (size_t)cols * sizeof *dweight);
     if (dbias) memset(dbias, 0, (size_t)cols * sizeof *dbias);
-    j->ops->norm_grad(j->args, k * j->block, rows - k * j->block < j->block ? rows : (k + 1) * j->block, dweight, dbias);
+    j->ops->norm_grad(j->args, k * j->block, rows - k * j->block < j->block ? rows : (k + 1) * j->block, dweight,
+                      dbias);
   }
   fp_leave(fp);
 }
@@ -158,7 +157,7 @@ int dc_norm_grad(const dc_norm_grad_args *args) {
   return DC_OK;
 }
 
-/* ---- activations ----------------------------------------------------------------------------------------------- */
+/* ---- activations ------------------------------------------------------------------------------------------------- */
 typedef struct flat_job {
   const dc__ops *ops;
   const void *args;
@@ -295,7 +294,7 @@ int dc_gelu_grad(const dc_gelu_grad_args *args) {
   return DC_OK;
 }
 
-/* ---- rotary embedding ------------------------------------------------------------------------------------------ */
+/* ---- rotary embedding -------------------------------------------------------------------------------------------- */
 static void rotary_range(int64_t begin, int64_t end, void *ctx) {
   const flat_job *j = ctx;
   const unsigned fp = fp_enter();

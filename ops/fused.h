@@ -4,12 +4,12 @@
  * Arrays of rows are [rows, cols] of one dtype (fp32, bf16, fp16); row k of an array with a stride starts at k * stride
  * elements, stride >= cols (any if rows <= 1); without one, stride == cols. The arrays of a call must not overlap (not
  * checked). All arithmetic is fp32; a value is rounded once, when it is stored. Sums over a row have 64 accumulators,
- * element i goes to accumulator i % 64; A[k][j] = accumulator 16k + j; the 16 sums (A[0][j] + A[1][j]) + (A[2][j] + A[3][j])
- * are combined as the tree of dc_sqnorm. Gradients that are sums over rows (of weights and biases) are summed row by row
- * in blocks of dc_row_block(rows) rows, then block by block: they do not depend on the number of threads.
+ * element i goes to accumulator i % 64; A[k][j] = accumulator 16k + j; the 16 sums (A[0][j] + A[1][j]) + (A[2][j] +
+ * A[3][j]) are combined as the tree of dc_sqnorm. Gradients that are sums over rows (of weights and biases) are summed
+ * row by row in blocks of dc_row_block(rows) rows, then block by block: they do not depend on the number of threads.
  *
- * exp, the logistic function and the normal distribution are this library's own (ref/activation.h has them, their errors, and
- * the reasons), with equal bits on every instruction set. */
+ * exp, the logistic function and the normal distribution are this library's own (ref/activation.h has them, their
+ * errors, and the reasons), with equal bits on every instruction set. */
 #ifndef DEEPC_OPS_FUSED_H
 #define DEEPC_OPS_FUSED_H
 
@@ -26,10 +26,10 @@ static inline int64_t dc_row_block(int64_t rows) {
 }
 static inline int64_t dc_row_blocks(int64_t rows) { return (rows + dc_row_block(rows) - 1) / dc_row_block(rows); }
 
-/* Root mean square norm (Zhang & Sennrich, arXiv:1910.07467), or layer norm (Ba et al., arXiv:1607.06450) if mean is not NULL:
- *   s = round_to(dtype, x + residual) where there is a residual, else x
- *   m = sum(s) / cols (layer norm; else 0);  v = sum((s - m)^2) / cols, fused;  r = 1 / sqrt(v + eps)
- *   y = fma((s - m) * r, weight + offset, bias); a weight that is NULL counts as 1 (offset unused), a bias as absent */
+/* Root mean square norm (Zhang & Sennrich, arXiv:1910.07467), or layer norm (Ba et al., arXiv:1607.06450) if mean is
+ * not NULL: s = round_to(dtype, x + residual) where there is a residual, else x m = sum(s) / cols (layer norm; else 0);
+ * v = sum((s - m)^2) / cols, fused;  r = 1 / sqrt(v + eps) y = fma((s - m) * r, weight + offset, bias); a weight that
+ * is NULL counts as 1 (offset unused), a bias as absent */
 typedef struct dc_norm_args {
   const void *x, *residual;  /* [rows, cols]; residual may be NULL */
   const void *weight, *bias; /* [cols] weight_dtype each, or NULL */
@@ -51,7 +51,7 @@ typedef struct dc_norm_grad_args {
   const float *mean, *rstd; /* [rows] of dc_norm; mean NULL: root mean square norm */
   void *dx;                 /* [rows, cols] without stride: the gradient of x, and of residual */
   void *dweight, *dbias;    /* [cols] weight_dtype each, or NULL: not wanted */
-  float *partial;           /* workspace: dc_row_blocks(rows) * cols numbers for each of dweight and dbias that is not NULL */
+  float *partial; /* workspace: dc_row_blocks(rows) * cols numbers for each of dweight and dbias that is not NULL */
   int64_t rows, cols, x_stride;
   float offset;
   int32_t dtype, weight_dtype;
@@ -61,7 +61,7 @@ DC_API int dc_norm_grad(const dc_norm_grad_args *args);
 /* out = silu(gate) * up (Shazeer, arXiv:2002.05202): (gate * logistic(gate)) * up. */
 typedef struct dc_swiglu_args {
   const void *gate, *up; /* [rows, cols] */
-  void *out;             /* [rows, cols] */
+  void *out; /* [rows, cols] */
   int64_t rows, cols, gate_stride, up_stride, out_stride;
   int32_t dtype, reserved;
 } dc_swiglu_args;
@@ -70,7 +70,7 @@ DC_API int dc_swiglu(const dc_swiglu_args *args);
 /* dup = dout * silu(gate); dgate = (dout * up) * silu'(gate), silu'(a) = s * fma(a, 1 - s, 1), s = logistic(a). */
 typedef struct dc_swiglu_grad_args {
   const void *dout, *gate, *up; /* [rows, cols] */
-  void *dgate, *dup;            /* [rows, cols] */
+  void *dgate, *dup; /* [rows, cols] */
   int64_t rows, cols, dout_stride, gate_stride, up_stride, dgate_stride, dup_stride;
   int32_t dtype, reserved;
 } dc_swiglu_grad_args;
@@ -82,7 +82,7 @@ DC_API int dc_swiglu_grad(const dc_swiglu_grad_args *args);
 enum { DC_GELU_ERF = 0, DC_GELU_TANH = 1 };
 typedef struct dc_gelu_args {
   const void *x, *bias; /* [rows, cols]; [cols] bias_dtype, or NULL */
-  void *out;            /* [rows, cols] without stride */
+  void *out; /* [rows, cols] without stride */
   int64_t rows, cols, x_stride;
   int32_t dtype, bias_dtype, form, reserved;
 } dc_gelu_args;
@@ -91,23 +91,22 @@ DC_API int dc_gelu(const dc_gelu_args *args);
 /* dx = dout * gelu'(v); dbias = sum over rows of dx before it is rounded. */
 typedef struct dc_gelu_grad_args {
   const void *dout, *x, *bias; /* dout [rows, cols] without stride; x and bias as in dc_gelu */
-  void *dx, *dbias;            /* [rows, cols] without stride; [cols] bias_dtype, or NULL: not wanted */
-  float *partial;              /* workspace if dbias: dc_row_blocks(rows) * cols numbers */
+  void *dx, *dbias; /* [rows, cols] without stride; [cols] bias_dtype, or NULL: not wanted */
+  float *partial; /* workspace if dbias: dc_row_blocks(rows) * cols numbers */
   int64_t rows, cols, x_stride;
   int32_t dtype, bias_dtype, form, reserved;
 } dc_gelu_grad_args;
 DC_API int dc_gelu_grad(const dc_gelu_grad_args *args);
 
-/* Rotary position embedding (Su et al., arXiv:2104.09864), the pairs being (j, j + rotated/2), as in transformers. For every
- * row of x, with h = rotated/2 and j < h:
- *   out[j] = fma(-x[j + h], sin[j], x[j] * cos[j]);  out[j + h] = fma(x[j], sin[j + h], x[j + h] * cos[j + h])
- * inverse (its transpose, which is its gradient; the inverse rotation where cos and sin have equal halves):
- *   out[j] = fma(x[j + h], sin[j + h], x[j] * cos[j]);  out[j + h] = fma(-x[j], sin[j], x[j + h] * cos[j + h])
- * Elements from `rotated` on are copied. The rows are indexed by three numbers i < size: row i of an array starts at the sum of
- * i[k] * stride[k] elements; strides of cos and sin may be 0 (broadcast). */
+/* Rotary position embedding (Su et al., arXiv:2104.09864), the pairs being (j, j + rotated/2), as in transformers. For
+ * every row of x, with h = rotated/2 and j < h: out[j] = fma(-x[j + h], sin[j], x[j] * cos[j]);  out[j + h] = fma(x[j],
+ * sin[j + h], x[j + h] * cos[j + h]) inverse (its transpose, which is its gradient; the inverse rotation where cos and
+ * sin have equal halves): out[j] = fma(x[j + h], sin[j + h], x[j] * cos[j]);  out[j + h] = fma(-x[j], sin[j], x[j + h]
+ * * cos[j + h]) Elements from `rotated` on are copied. The rows are indexed by three numbers i < size: row i of an
+ * array starts at the sum of i[k] * stride[k] elements; strides of cos and sin may be 0 (broadcast). */
 typedef struct dc_rotary_args {
   const void *x, *cos, *sin; /* rows of cols; rows of rotated, table_dtype both */
-  void *out;                 /* rows of cols */
+  void *out; /* rows of cols */
   int64_t size[3], x_stride[3], out_stride[3], cos_stride[3], sin_stride[3];
   int64_t cols, rotated; /* rotated even, <= cols */
   int32_t dtype, table_dtype, inverse, reserved;

@@ -1,9 +1,9 @@
-/* ops.h: the contract of every kernel. One row of ops.def per kernel; a scalar reference in ops/ref, bodies per instruction
- * set in ops/cpu (one source, compiled per set), launchers for CUDA in ops/cuda.
+/* ops.h: the contract of every kernel. One row of ops.def per kernel; a scalar reference in ops/ref, bodies per
+ * instruction set in ops/cpu (one source, compiled per set), launchers for CUDA in ops/cuda.
  *
  * All pointers are to contiguous arrays, aligned to their element; n is in elements. Every function here validates its
- * arguments (DC_E_INVALID, DC_E_DTYPE), counts its call (counters.def), splits the range over dc_parallel_for, and runs the body of the
- * current instruction set. n == 0 is valid and does nothing.
+ * arguments (DC_E_INVALID, DC_E_DTYPE), counts its call (counters.def), splits the range over dc_parallel_for, and runs
+ * the body of the current instruction set. n == 0 is valid and does nothing.
  *
  * Numerics. All arithmetic is IEEE 754 with round to nearest even, denormals kept. Bodies of different instruction
  * sets give equal bits: the same operations in the same order with the same fused multiply-adds (the reference uses
@@ -27,8 +27,8 @@ extern "C" {
 
 /* Floating dtypes below are DC_F32, DC_BF16, DC_F16 unless said otherwise. */
 
-/* dst[i] = round_to(ddt, scale * float(src[i])); with scale == 1 exactly a cast. src and dst may be equal if the dtypes have
- * the same size, and must not overlap otherwise. */
+/* dst[i] = round_to(ddt, scale * float(src[i])); with scale == 1 exactly a cast. src and dst may be equal if the dtypes
+ * have the same size, and must not overlap otherwise. */
 DC_API int dc_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n);
 
 /* x[i] = round_to(dt, a * float(x[i])). */
@@ -38,9 +38,9 @@ DC_API int dc_scale(void *x, int dt, float a, int64_t n);
 DC_API int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n);
 
 /* Squares in fp64: partial[k] = sum of (double)x[i]^2 over block k = [k*DC_BLOCK, min(n, (k+1)*DC_BLOCK)); partial has
- * dc_sqnorm_blocks(n) elements. The square of an fp32 is exact in fp64. Within a block: 16 accumulators, element i goes to
- * accumulator i % 16, combined as a fixed binary tree ((0+8),(1+9).. then +4, +2, +1). A non-finite input makes its partial non-finite, and only that can:
- * so the finite check is isfinite(partial). */
+ * dc_sqnorm_blocks(n) elements. The square of an fp32 is exact in fp64. Within a block: 16 accumulators, element i goes
+ * to accumulator i % 16, combined as a fixed binary tree ((0+8),(1+9).. then +4, +2, +1). A non-finite input makes its
+ * partial non-finite, and only that can: so the finite check is isfinite(partial). */
 DC_API int dc_sqnorm(const void *x, int dt, int64_t n, double *partial);
 static inline int64_t dc_sqnorm_blocks(int64_t n) { return (n + DC_BLOCK - 1) / DC_BLOCK; }
 /* Sum of partials in index order (fp64, one accumulator). */
@@ -52,33 +52,47 @@ DC_API int dc_find_nonfinite(const void *x, int dt, int64_t n, int64_t *index);
 DC_API int dc_copy(void *dst, const void *src, int64_t bytes);
 
 /* Elementwise reduction of nsrc >= 1 arrays in the order of src[]: for floating dtypes in fp32 (fp64 for DC_F64), one
- * rounding to dt at the end; for integers in their own type with wrap-around. dst may equal one of src[] exactly. `op`: below; DC_RED_AVG multiplies the sum by
- * 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). MIN and MAX give NaN if an input is one. nsrc <= 1024. Any dtype of base.h. */
-enum dc_reduce_op { DC_RED_SUM = 0, DC_RED_AVG = 1, DC_RED_MIN = 2, DC_RED_MAX = 3, DC_RED_PROD = 4, DC_RED_BAND = 5, DC_RED_BOR = 6, DC_RED_BXOR = 7 };
+ * rounding to dt at the end; for integers in their own type with wrap-around. dst may equal one of src[] exactly. `op`:
+ * below; DC_RED_AVG multiplies the sum by 1/nsrc (floating dtypes only; integers: DC_E_DTYPE). MIN and MAX give NaN if
+ * an input is one. nsrc <= 1024. Any dtype of base.h. */
+enum dc_reduce_op {
+  DC_RED_SUM = 0,
+  DC_RED_AVG = 1,
+  DC_RED_MIN = 2,
+  DC_RED_MAX = 3,
+  DC_RED_PROD = 4,
+  DC_RED_BAND = 5,
+  DC_RED_BOR = 6,
+  DC_RED_BXOR = 7
+};
 DC_API int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n);
 
-/* Bodies for layers that have checked their arguments and cut their work themselves: on the calling thread, not counted. */
+/* Bodies for layers that have checked their arguments and cut their work themselves: on the calling thread, not
+ * counted. */
 int dc__copy_here(void *dst, const void *src, int64_t bytes, int stream);
 int dc__reduce_here(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream);
 int dc__reduce_acc_here(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial);
 
-/* Gradient reduction, one pass: s = sum over src[] in order (fp32); acc[i] = assign ? s : acc[i] + s. If partial != NULL it
- * gets the squared-norm partials of the final acc (as dc_sqnorm), while the block is still in cache. src dtype: fp32, bf16, fp16. acc may equal none of src. */
+/* Gradient reduction, one pass: s = sum over src[] in order (fp32); acc[i] = assign ? s : acc[i] + s. If partial !=
+ * NULL it gets the squared-norm partials of the final acc (as dc_sqnorm), while the block is still in cache. src dtype:
+ * fp32, bf16, fp16. acc may equal none of src. */
 DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial);
 
 /* ---- compression ---------------------------------------------------------------------------------------------------
- * Payloads that travel in place of [n] numbers. A payload is one array of bytes, aligned to 4, that starts with fp32 numbers; its
- * size is given by the *_bytes function and is a multiple of 4 (bytes after the last code are zero). Payloads are little-endian, and
- * equal bit for bit on every instruction set. x: any floating dtype. error: fp32 [n] or NULL: error feedback, v = x + error is what is
- * compressed, and error gets what the payload did not carry, in the same pass (Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847). */
+ * Payloads that travel in place of [n] numbers. A payload is one array of bytes, aligned to 4, that starts with fp32
+ * numbers; its size is given by the *_bytes function and is a multiple of 4 (bytes after the last code are zero).
+ * Payloads are little-endian, and equal bit for bit on every instruction set. x: any floating dtype. error: fp32 [n] or
+ * NULL: error feedback, v = x + error is what is compressed, and error gets what the payload did not carry, in the same
+ * pass (Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847). */
 
-/* Blockwise quantisation. One fp32 scale for each `block` elements (the last block may be shorter), then n codes of `bits`:
- *   8, 4  symmetric signed integers in [-L, L], L = 127 or 7, of round_to_nearest_even(v * (L / top)), top the block's largest |v|;
- *         scale = top / L (the next smaller fp32 if L * scale would overflow). Two codes of 4 bits a byte, the even element in the lower half. A block with top < 2^-100: scale 0.
- *   1     the sign bit of v, element i at bit i % 8 of byte i / 8; scale = mean of |v| (summed in fp64 as dc_sqnorm sums), and the
- *         number is scale, or -scale where the bit is set.
- * A block that holds a NaN or an infinity gets the scale NaN, so that all its numbers arrive as NaN, and keeps its error as it was.
- * block: a multiple of 64 from 64 to 2^20. error' = fmaf(-code, scale, v); |error'| <= scale/2 * (1 + 2^-20) for 8 and 4 bits. */
+/* Blockwise quantisation. One fp32 scale for each `block` elements (the last block may be shorter), then n codes of
+ * `bits`: 8, 4  symmetric signed integers in [-L, L], L = 127 or 7, of round_to_nearest_even(v * (L / top)), top the
+ * block's largest |v|; scale = top / L (the next smaller fp32 if L * scale would overflow). Two codes of 4 bits a byte,
+ * the even element in the lower half. A block with top < 2^-100: scale 0. 1     the sign bit of v, element i at bit i %
+ * 8 of byte i / 8; scale = mean of |v| (summed in fp64 as dc_sqnorm sums), and the number is scale, or -scale where the
+ * bit is set. A block that holds a NaN or an infinity gets the scale NaN, so that all its numbers arrive as NaN, and
+ * keeps its error as it was. block: a multiple of 64 from 64 to 2^20. error' = fmaf(-code, scale, v); |error'| <=
+ * scale/2 * (1 + 2^-20) for 8 and 4 bits. */
 DC_API int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes);
 DC_API int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n);
 /* out[i] = round_to(dt, scale * code). */
@@ -86,27 +100,28 @@ DC_API int dc_dequantize(void *out, int dt, const uint8_t *payload, int bits, in
 /* acc[i] = fmaf(code, factor * scale, acc[i]). */
 DC_API int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t block, float factor, int64_t n);
 
-/* The k numbers of largest magnitude of each `block` elements (Lin et al., arXiv:1712.01887, with a threshold per block), exactly,
- * the lower index where magnitudes are equal; NaN is larger than all, one like another. Payload: fp32 values, k of each block (the last block has
- * min(k, its length)), block after block in the order of their index; then their uint16 indices within the block. error gets the numbers that
- * were not chosen, and 0 for those that are not finite. 1 <= k <= block <= DC_TOPK_BLOCK_MAX, block a multiple of 64. */
+/* The k numbers of largest magnitude of each `block` elements (Lin et al., arXiv:1712.01887, with a threshold per
+ * block), exactly, the lower index where magnitudes are equal; NaN is larger than all, one like another. Payload: fp32
+ * values, k of each block (the last block has min(k, its length)), block after block in the order of their index; then
+ * their uint16 indices within the block. error gets the numbers that were not chosen, and 0 for those that are not
+ * finite. 1 <= k <= block <= DC_TOPK_BLOCK_MAX, block a multiple of 64. */
 #define DC_TOPK_BLOCK_MAX 4096
 DC_API int dc_topk_bytes(int64_t block, int64_t k, int64_t n, int64_t *bytes);
 DC_API int dc_topk(uint8_t *payload, int64_t block, int64_t k, const void *x, int dt, float *error, int64_t n);
-/* out[i] = round_to(dt, value), zero where none was chosen. DC_E_INVALID if an index points past its block: nothing is written then. */
+/* out[i] = round_to(dt, value), zero where none was chosen. DC_E_INVALID if an index points past its block: nothing is
+ * written then. */
 DC_API int dc_topk_spread(void *out, int dt, const uint8_t *payload, int64_t block, int64_t k, int64_t n);
 /* acc[i] = fmaf(value, factor, acc[i]) where chosen. DC_E_INVALID as above. */
 DC_API int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_t k, float factor, int64_t n);
 
-/* Adam and AdamW, one pass over memory (Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101), with the order of operations of
- * torch.optim.AdamW:
- *   g = grad_scale * float(grad);  if L2 (not decoupled): g = fma(wd, p, g)
- *   if decoupled: p = p * (1 - lr*wd)
- *   m = fma(1-b1, g - m, m);  v = fma(1-b2, g*g, b2*v);  if amsgrad: vmax = max(vmax, v), used below in place of v
- *   p = p - step_size * (m / (sqrt(v) * inv_sqrt_bc2 + eps)),  step_size = lr / (1 - b1^step), inv_sqrt_bc2 = 1/sqrt(1 - b2^step)
- * the last as fma(-step_size, m/denom, p), denom as fma(sqrt(v), inv_sqrt_bc2, eps). Scalars are computed in fp64, then rounded to fp32 once.
- * lowp, if not NULL, gets round_to(lowp_dtype, p). Between load and store every value is
- * fp32, so bf16/fp16 states are rounded once, at their store. The arrays of a call must not overlap (not checked). */
+/* Adam and AdamW, one pass over memory (Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101), with the
+ * order of operations of torch.optim.AdamW: g = grad_scale * float(grad);  if L2 (not decoupled): g = fma(wd, p, g) if
+ * decoupled: p = p * (1 - lr*wd) m = fma(1-b1, g - m, m);  v = fma(1-b2, g*g, b2*v);  if amsgrad: vmax = max(vmax, v),
+ * used below in place of v p = p - step_size * (m / (sqrt(v) * inv_sqrt_bc2 + eps)),  step_size = lr / (1 - b1^step),
+ * inv_sqrt_bc2 = 1/sqrt(1 - b2^step) the last as fma(-step_size, m/denom, p), denom as fma(sqrt(v), inv_sqrt_bc2, eps).
+ * Scalars are computed in fp64, then rounded to fp32 once. lowp, if not NULL, gets round_to(lowp_dtype, p). Between
+ * load and store every value is fp32, so bf16/fp16 states are rounded once, at their store. The arrays of a call must
+ * not overlap (not checked). */
 enum { DC_ADAMW_DECOUPLED = 1 };
 typedef struct dc_adamw_args {
   void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
@@ -123,18 +138,19 @@ typedef struct dc_adamw_args {
   int32_t flags;      /* DC_ADAMW_DECOUPLED: AdamW; 0: Adam with L2 */
   int32_t reserved;
 } dc_adamw_args;
-/* Steps `count` tensors as one job (threads share the total number of elements). All tensors are validated before the first
- * write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, weight_decay or
- * grad_scale not finite, unknown flags, NULL or misaligned pointer with n > 0. */
+/* Steps `count` tensors as one job (threads share the total number of elements). All tensors are validated before the
+ * first write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, weight_decay or grad_scale not
+ * finite, unknown flags, NULL or misaligned pointer with n > 0. */
 DC_API int dc_adamw(const dc_adamw_args *tensors, int64_t count);
 
-/* Softmax cross-entropy of rows and its gradient, written over the logits, so that rows x classes exist once. Of row r, x = logits + r * stride,
- * y = labels[r], e = label_smoothing:
- *   lse = log(sum_j e^x_j);  loss[r] = lse - (1 - e) x_y - e / classes * sum_j x_j
- *   if gradient: x_j = round_to(dtype, g * (e^(x_j - lse) - (j == y ? 1 - e : 0) - e / classes)), g = scale * (row_scale ? row_scale[r] : 1)
- * A row whose label is ignore_index has loss 0 and gradient 0. Arithmetic per element is fp32 with the e^x of ref/exp.h; sums run over blocks of DC_BLOCK with 16
- * accumulators in fp32, combined over blocks in fp64. A NaN or +inf among a row's logits makes its loss NaN.
- * DC_E_INVALID: a label outside [0, classes) that is not ignore_index (nothing is written then), classes < 1, stride < classes, label_smoothing outside [0, 1]. */
+/* Softmax cross-entropy of rows and its gradient, written over the logits, so that rows x classes exist once. Of row r,
+ * x = logits + r * stride, y = labels[r], e = label_smoothing: lse = log(sum_j e^x_j);  loss[r] = lse - (1 - e) x_y - e
+ * / classes * sum_j x_j if gradient: x_j = round_to(dtype, g * (e^(x_j - lse) - (j == y ? 1 - e : 0) - e / classes)), g
+ * = scale * (row_scale ? row_scale[r] : 1) A row whose label is ignore_index has loss 0 and gradient 0. Arithmetic per
+ * element is fp32 with the e^x of ref/exp.h; sums run over blocks of DC_BLOCK with 16 accumulators in fp32, combined
+ * over blocks in fp64. A NaN or +inf among a row's logits makes its loss NaN. DC_E_INVALID: a label outside [0,
+ * classes) that is not ignore_index (nothing is written then), classes < 1, stride < classes, label_smoothing outside
+ * [0, 1]. */
 typedef struct dc_xent_args {
   void *logits;          /* [rows, stride], the first `classes` of each row; fp32, bf16 or fp16; in and out */
   const int64_t *labels; /* [rows] */
@@ -146,14 +162,14 @@ typedef struct dc_xent_args {
 } dc_xent_args;
 DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
 
-/* ---- for files of the core: the table ----------------------------------------------------------------------------- */
+/* ---- for files of the core: the table ---------------------------------------------------------------------------- */
 /* fp32 scalars of one tensor's step, made once in dispatch.c so that every body uses the same bits. */
 typedef struct dc__adamw_coef {
   float grad_scale, one_minus_b1, b2, one_minus_b2, decay, step_size_neg, inv_sqrt_bc2, eps, l2;
 } dc__adamw_coef;
 
 typedef struct dc__ops {
-#define DC_OP(name, params) void (*name) params;
+#define DC_OP(name, params) void(*name) params;
 #include "ops.def"
 #undef DC_OP
 } dc__ops;

@@ -1,5 +1,6 @@
-/* torch_call.h: what the kernels of torch.ops.deepc.* share: the CUDA launchers, one call with its error, views of tensors and lists.
- * Included by the files that define kernels (torch_ops.c, torch_fused.c); each has its own copy of the table `api`. */
+/* torch_call.h: what the kernels of torch.ops.deepc.* share: the CUDA launchers, one call with its error, views of
+ * tensors and lists. Included by the files that define kernels (torch_ops.c, torch_fused.c); each has its own copy of
+ * the table `api`. */
 #ifndef DEEPC_TORCH_CALL_H
 #define DEEPC_TORCH_CALL_H
 
@@ -15,13 +16,16 @@
 #include <string.h>
 
 /* A row of the table of operators. */
-typedef struct dct_operator { const char *name, *schema; dct_kernel kernel; } dct_operator;
+typedef struct dct_operator {
+  const char *name, *schema;
+  dct_kernel kernel;
+} dct_operator;
 /* The operators of torch_fused.c. NULL, or what torch lacks. */
 const char *dct__fused(const dct_operator **operators, size_t *count);
 
 static dct_api api;
 
-/* ---- CUDA launchers: libdeepc_cuda.so beside this library, opened at the first CUDA call ---------------------------------- */
+/* ---- CUDA launchers: libdeepc_cuda.so beside this library, opened at the first CUDA call ------------------------- */
 typedef struct cuda_ops {
   int (*cast)(void *, int, const void *, int, float, int64_t, void *stream);
   int (*scale)(void *, int, float, int64_t, void *stream);
@@ -53,28 +57,44 @@ static inline const cuda_ops *cuda_get(char *why, size_t size) {
   char *slash = strrchr(path, '/');
   snprintf(slash ? slash + 1 : path, sizeof path - (size_t)(slash ? slash + 1 - path : 0), "libdeepc_cuda.so");
   void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!lib) return snprintf(why, size, "this build of deepc has no CUDA kernels (%s); install the wheel, or build with DEEPC_CUDA=ON where nvcc is", dlerror()), NULL;
+  if (!lib)
+    return snprintf(why, size,
+                    "this build of deepc has no CUDA kernels (%s); install the wheel, or build with DEEPC_CUDA=ON "
+                    "where nvcc is",
+                    dlerror()),
+           NULL;
   cuda_ops t;
-  struct { const char *name; void **slot; } rows[] = {
-      {"dc_cuda_cast", (void **)&t.cast},     {"dc_cuda_scale", (void **)&t.scale},
-      {"dc_cuda_axpy", (void **)&t.axpy},     {"dc_cuda_sqnorm", (void **)&t.sqnorm},
-      {"dc_cuda_copy", (void **)&t.copy},     {"dc_cuda_reduce", (void **)&t.reduce},
-      {"dc_cuda_reduce_acc", (void **)&t.reduce_acc}, {"dc_cuda_adamw", (void **)&t.adamw},
-      {"dc_cuda_norm", (void **)&t.norm},     {"dc_cuda_norm_grad", (void **)&t.norm_grad},
-      {"dc_cuda_swiglu", (void **)&t.swiglu}, {"dc_cuda_swiglu_grad", (void **)&t.swiglu_grad},
-      {"dc_cuda_gelu", (void **)&t.gelu},     {"dc_cuda_gelu_grad", (void **)&t.gelu_grad},
-      {"dc_cuda_cross_entropy_rows", (void **)&t.xent},
-      {"dc_cuda_rotary", (void **)&t.rotary}, {"dc_cuda_last_error", (void **)&t.last_error}};
+  struct {
+    const char *name;
+    void **slot;
+  } rows[] = {{"dc_cuda_cast", (void **)&t.cast},
+              {"dc_cuda_scale", (void **)&t.scale},
+              {"dc_cuda_axpy", (void **)&t.axpy},
+              {"dc_cuda_sqnorm", (void **)&t.sqnorm},
+              {"dc_cuda_copy", (void **)&t.copy},
+              {"dc_cuda_reduce", (void **)&t.reduce},
+              {"dc_cuda_reduce_acc", (void **)&t.reduce_acc},
+              {"dc_cuda_adamw", (void **)&t.adamw},
+              {"dc_cuda_norm", (void **)&t.norm},
+              {"dc_cuda_norm_grad", (void **)&t.norm_grad},
+              {"dc_cuda_swiglu", (void **)&t.swiglu},
+              {"dc_cuda_swiglu_grad", (void **)&t.swiglu_grad},
+              {"dc_cuda_gelu", (void **)&t.gelu},
+              {"dc_cuda_gelu_grad", (void **)&t.gelu_grad},
+              {"dc_cuda_cross_entropy_rows", (void **)&t.xent},
+              {"dc_cuda_rotary", (void **)&t.rotary},
+              {"dc_cuda_last_error", (void **)&t.last_error}};
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
     *rows[i].slot = dlsym(lib, rows[i].name);
-    if (!*rows[i].slot) return snprintf(why, size, "%.300s lacks %s: it is not of this version", path, rows[i].name), NULL;
+    if (!*rows[i].slot)
+      return snprintf(why, size, "%.300s lacks %s: it is not of this version", path, rows[i].name), NULL;
   }
   table = t;
   state = 1;
   return &table;
 }
 
-/* ---- one call ------------------------------------------------------------------------------------------------------------ */
+/* ---- one call ---------------------------------------------------------------------------------------------------- */
 #define MAX_NAME 32
 typedef struct call {
   char op[MAX_NAME];
@@ -123,14 +143,18 @@ static inline int dtype_of(int32_t torch_dtype) {
   return -1;
 }
 
-typedef struct view { void *ptr; int64_t n; int dtype; } view;
+typedef struct view {
+  void *ptr;
+  int64_t n;
+  int dtype;
+} view;
 
 /* Any dense tensor, with strides if it has some. */
 static inline bool look_strided(call *c, dct_tensor t, const char *name, view *v) {
   int32_t dtype = -1, device = -1, index = 0;
   memset(v, 0, sizeof *v);
-  if (api.aoti_torch_get_numel(t, &v->n) || api.aoti_torch_get_dtype(t, &dtype) || api.aoti_torch_get_device_type(t, &device) ||
-      api.aoti_torch_get_device_index(t, &index))
+  if (api.aoti_torch_get_numel(t, &v->n) || api.aoti_torch_get_dtype(t, &dtype) ||
+      api.aoti_torch_get_device_type(t, &device) || api.aoti_torch_get_device_index(t, &index))
     return fail(c, "argument '%s' can't be read: it is no plain dense tensor", name);
   v->dtype = dtype_of(dtype);
   if (v->dtype < 0) return fail(c, "argument '%s' has a dtype that deepc's operators don't take", name);
@@ -155,7 +179,8 @@ static inline bool look_strided(call *c, dct_tensor t, const char *name, view *v
 static inline bool look(call *c, dct_tensor t, const char *name, view *v) {
   bool contiguous = false;
   if (!look_strided(c, t, name, v)) return false;
-  if (api.aoti_torch_is_contiguous(t, &contiguous)) return fail(c, "argument '%s' can't be read: it is no plain dense tensor", name);
+  if (api.aoti_torch_is_contiguous(t, &contiguous))
+    return fail(c, "argument '%s' can't be read: it is no plain dense tensor", name);
   return contiguous ? true : fail(c, "argument '%s' is not contiguous; pass %s.contiguous()", name, name);
 }
 
@@ -170,7 +195,11 @@ static inline bool same_numel(call *c, const view *a, const char *an, const view
 }
 
 /* A tensor list: handles are held (and owned) until list_free. */
-typedef struct list { dct_list handle; dct_tensor *item; size_t n; } list;
+typedef struct list {
+  dct_list handle;
+  dct_tensor *item;
+  size_t n;
+} list;
 
 static inline bool list_open(call *c, dct_value value, const char *name, list *l) {
   l->handle = (dct_list)(uintptr_t)value, l->item = NULL, l->n = 0;
@@ -193,8 +222,16 @@ static inline void list_free(list *l) {
   if (l->handle) api.torch_delete_list(l->handle);
 }
 
-static inline double as_double(dct_value v) { double d; memcpy(&d, &v, sizeof d); return d; }
-static inline bool as_bool(dct_value v) { bool b; memcpy(&b, &v, sizeof b); return b; }
+static inline double as_double(dct_value v) {
+  double d;
+  memcpy(&d, &v, sizeof d);
+  return d;
+}
+static inline bool as_bool(dct_value v) {
+  bool b;
+  memcpy(&b, &v, sizeof b);
+  return b;
+}
 static inline dct_tensor as_tensor(dct_value v) { return (dct_tensor)(uintptr_t)v; }
 
 static inline bool must_be_f32(call *c, const view *v, const char *name) {

@@ -1,18 +1,24 @@
-/* torch_fused.c: kernels of the fused operators of torch.ops.deepc.*: norms, activations, rotary embedding. The rules of torch_ops.c's
- * head hold. Tensors of rows may have strides between rows; an empty tensor stands for an absent weight, bias or gradient. */
+/* torch_fused.c: kernels of the fused operators of torch.ops.deepc.*: norms, activations, rotary embedding. The rules
+ * of torch_ops.c's head hold. Tensors of rows may have strides between rows; an empty tensor stands for an absent
+ * weight, bias or gradient. */
 #include "torch_call.h"
 
 enum { MAX_DIM = 16, MAX_OUT = 4 };
 
-/* ---- tensors of rows ----------------------------------------------------------------------------------------------------- */
-typedef struct rows { view v; int64_t rows, cols, stride, dim, size[MAX_DIM], step[MAX_DIM]; } rows;
+/* ---- tensors of rows --------------------------------------------------------------------------------------------- */
+typedef struct rows {
+  view v;
+  int64_t rows, cols, stride, dim, size[MAX_DIM], step[MAX_DIM];
+} rows;
 
 static bool look_shape(call *c, dct_tensor t, const char *name, rows *r) {
   int64_t *size, *step;
   memset(r, 0, sizeof *r);
   if (!look_strided(c, t, name, &r->v)) return false;
-  if (api.aoti_torch_get_dim(t, &r->dim) || r->dim > MAX_DIM) return fail(c, "argument '%s' has more than %d dimensions", name, MAX_DIM);
-  if (api.aoti_torch_get_sizes(t, &size) || api.aoti_torch_get_strides(t, &step)) return fail(c, "argument '%s' has no strides", name);
+  if (api.aoti_torch_get_dim(t, &r->dim) || r->dim > MAX_DIM)
+    return fail(c, "argument '%s' has more than %d dimensions", name, MAX_DIM);
+  if (api.aoti_torch_get_sizes(t, &size) || api.aoti_torch_get_strides(t, &step))
+    return fail(c, "argument '%s' has no strides", name);
   for (int64_t k = 0; k < r->dim; k++) r->size[k] = size[k], r->step[k] = step[k];
   r->cols = r->dim ? r->size[r->dim - 1] : 1;
   r->rows = r->cols ? r->v.n / r->cols : 0;
@@ -32,7 +38,9 @@ static bool look_rows(call *c, dct_tensor t, const char *name, rows *r) {
     next = r->step[k] * r->size[k];
   }
   if (r->v.n == 0 || (even && (r->rows <= 1 || r->stride >= r->cols))) return true;
-  return fail(c, "the rows of argument '%s' don't lie evenly spaced with their elements side by side; pass %s.contiguous()", name, name);
+  return fail(
+      c, "the rows of argument '%s' don't lie evenly spaced with their elements side by side; pass %s.contiguous()",
+      name, name);
 }
 
 static bool same_shape(call *c, const rows *a, const char *an, const rows *b, const char *bn) {
@@ -51,16 +59,22 @@ static bool look_columns(call *c, dct_tensor t, const char *name, const rows *x,
   *ptr = NULL;
   if (!look(c, t, name, v) || !low(c, v, name)) return false;
   if (v->n == 0) return true;
-  if (v->n != x->cols) return fail(c, "'%s' has %" PRId64 " elements; the last dimension has %" PRId64, name, v->n, x->cols);
+  if (v->n != x->cols)
+    return fail(c, "'%s' has %" PRId64 " elements; the last dimension has %" PRId64, name, v->n, x->cols);
   *ptr = v->ptr;
   return true;
 }
 
-/* ---- results --------------------------------------------------------------------------------------------------------------- */
-typedef struct outputs { dct_tensor tensor[MAX_OUT]; int n; } outputs;
+/* ---- results ----------------------------------------------------------------------------------------------------- */
+typedef struct outputs {
+  dct_tensor tensor[MAX_OUT];
+  int n;
+} outputs;
 
 static int32_t torch_dtype(int dtype) {
-  return dtype == DC_F32 ? api.aoti_torch_dtype_float32() : dtype == DC_BF16 ? api.aoti_torch_dtype_bfloat16() : api.aoti_torch_dtype_float16();
+  return dtype == DC_F32    ? api.aoti_torch_dtype_float32()
+         : dtype == DC_BF16 ? api.aoti_torch_dtype_bfloat16()
+                            : api.aoti_torch_dtype_float16();
 }
 
 /* A new tensor, the next result; *ptr: its storage. */
@@ -96,25 +110,33 @@ static void leave(call *c, dct_value *stack, int inputs, outputs *o, int line) {
   finish(c, line);
 }
 
-/* ---- norms ------------------------------------------------------------------------------------------------------------------ */
-/* The four forward operators: stack is x, [residual], weight, [bias], eps, [offset]. Results: y, [sum], [mean], rstd. */
+/* ---- norms ------------------------------------------------------------------------------------------------------- */
+/* The four forward operators: stack is x, [residual], weight, [bias], eps, [offset]. Results: y, [sum], [mean], rstd.
+ */
 static void norm(dct_value *stack, const char *op, bool add, bool center) {
-  call c; begin(&c, op);
+  call c;
+  begin(&c, op);
   outputs o = {.n = 0};
   rows x, residual;
   view weight, bias = {0};
   const int at = 1 + add, scalars = at + 1 + center;
-  dc_norm_args a = {.eps = (float)as_double(stack[scalars]), .offset = center ? 0.0f : (float)as_double(stack[scalars + 1])};
-  bool ok = look_rows(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x") && look_columns(&c, as_tensor(stack[at]), "weight", &x, &weight, &a.weight);
+  dc_norm_args a = {.eps = (float)as_double(stack[scalars]),
+                    .offset = center ? 0.0f : (float)as_double(stack[scalars + 1])};
+  bool ok = look_rows(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x") &&
+            look_columns(&c, as_tensor(stack[at]), "weight", &x, &weight, &a.weight);
   if (ok && add)
     ok = look_rows(&c, as_tensor(stack[1]), "residual", &residual) && same_shape(&c, &residual, "residual", &x, "x");
   if (ok && center) ok = look_columns(&c, as_tensor(stack[at + 1]), "bias", &x, &bias, &a.bias);
-  if (ok && a.weight && a.bias && weight.dtype != bias.dtype) ok = fail(&c, "'weight' and 'bias' differ in dtype; they must agree");
+  if (ok && a.weight && a.bias && weight.dtype != bias.dtype)
+    ok = fail(&c, "'weight' and 'bias' differ in dtype; they must agree");
   void *mean = NULL, *rstd = NULL;
-  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.y) && (!add || result_like(&c, &o, &x, x.v.dtype, x.dim, &a.sum)) &&
-       (!center || result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &mean)) && result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &rstd);
+  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.y) &&
+       (!add || result_like(&c, &o, &x, x.v.dtype, x.dim, &a.sum)) &&
+       (!center || result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &mean)) &&
+       result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &rstd);
   if (ok && x.v.n) {
-    a.x = x.v.ptr, a.mean = mean, a.rstd = rstd, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype;
+    a.x = x.v.ptr, a.mean = mean, a.rstd = rstd, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride,
+    a.dtype = x.v.dtype;
     if (add) a.residual = residual.v.ptr, a.residual_stride = residual.stride;
     a.weight_dtype = a.weight ? weight.dtype : a.bias ? bias.dtype : DC_F32;
     status(&c, c.cuda ? c.cuda->norm(&a, c.stream) : dc_norm(&a));
@@ -122,10 +144,18 @@ static void norm(dct_value *stack, const char *op, bool add, bool center) {
   leave(&c, stack, scalars, &o, __LINE__);
 }
 
-static void rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) { norm(stack, "rms_norm", false, false); }
-static void add_rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) { norm(stack, "add_rms_norm", true, false); }
-static void layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) { norm(stack, "layer_norm", false, true); }
-static void add_layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) { norm(stack, "add_layer_norm", true, true); }
+static void rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  norm(stack, "rms_norm", false, false);
+}
+static void add_rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  norm(stack, "add_rms_norm", true, false);
+}
+static void layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  norm(stack, "layer_norm", false, true);
+}
+static void add_layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  norm(stack, "add_layer_norm", true, true);
+}
 
 static bool look_stats(call *c, dct_tensor t, const char *name, const rows *x, view *v) {
   if (!look(c, t, name, v) || !must_be_f32(c, v, name)) return false;
@@ -138,7 +168,8 @@ static bool workspace(call *c, const rows *x, int sums, dct_tensor *t, float **p
   void *p = NULL;
   *ptr = NULL;
   if (n == 0) return true;
-  if (api.aoti_torch_empty_strided(1, &n, &step, torch_dtype(DC_F32), c->device, c->index, t) || api.aoti_torch_get_data_ptr(*t, &p))
+  if (api.aoti_torch_empty_strided(1, &n, &step, torch_dtype(DC_F32), c->device, c->index, t) ||
+      api.aoti_torch_get_data_ptr(*t, &p))
     return fail(c, "torch could not allocate %" PRId64 " partial sums", n);
   *ptr = p;
   return true;
@@ -146,23 +177,30 @@ static bool workspace(call *c, const rows *x, int sums, dct_tensor *t, float **p
 
 /* dy, dsum, x, weight, mean, rstd, offset, dweight wanted, dbias wanted */
 static void norm_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c; begin(&c, "norm_grad");
+  call c;
+  begin(&c, "norm_grad");
   outputs o = {.n = 0};
   rows dy, dsum, x;
   view weight, mean = {0}, rstd;
   dct_tensor partial = NULL;
   const bool has_weight = as_bool(stack[7]), has_bias = as_bool(stack[8]);
   dc_norm_grad_args a = {.offset = (float)as_double(stack[6])};
-  bool ok = look_rows(&c, as_tensor(stack[2]), "x", &x) && low(&c, &x.v, "x") && look_rows(&c, as_tensor(stack[0]), "dy", &dy) &&
-            same_shape(&c, &dy, "dy", &x, "x") && look_rows(&c, as_tensor(stack[1]), "dsum", &dsum) &&
+  bool ok = look_rows(&c, as_tensor(stack[2]), "x", &x) && low(&c, &x.v, "x") &&
+            look_rows(&c, as_tensor(stack[0]), "dy", &dy) && same_shape(&c, &dy, "dy", &x, "x") &&
+            look_rows(&c, as_tensor(stack[1]), "dsum", &dsum) &&
             (dsum.v.n == 0 || same_shape(&c, &dsum, "dsum", &x, "x")) &&
-            look_columns(&c, as_tensor(stack[3]), "weight", &x, &weight, &a.weight) && look_stats(&c, as_tensor(stack[5]), "rstd", &x, &rstd) &&
-            look(&c, as_tensor(stack[4]), "mean", &mean) && (mean.n == 0 || look_stats(&c, as_tensor(stack[4]), "mean", &x, &mean));
-  if (ok && x.v.n && (dy.stride != x.cols || (dsum.v.n && dsum.stride != x.cols))) ok = x.rows == 1 || fail(&c, "'dy' and 'dsum' must be contiguous");
-  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) && result_vector(&c, &o, has_weight ? x.cols : 0, weight.dtype, &a.dweight) &&
-       result_vector(&c, &o, has_bias ? x.cols : 0, weight.dtype, &a.dbias) && workspace(&c, &x, has_weight + has_bias, &partial, &a.partial);
+            look_columns(&c, as_tensor(stack[3]), "weight", &x, &weight, &a.weight) &&
+            look_stats(&c, as_tensor(stack[5]), "rstd", &x, &rstd) && look(&c, as_tensor(stack[4]), "mean", &mean) &&
+            (mean.n == 0 || look_stats(&c, as_tensor(stack[4]), "mean", &x, &mean));
+  if (ok && x.v.n && (dy.stride != x.cols || (dsum.v.n && dsum.stride != x.cols)))
+    ok = x.rows == 1 || fail(&c, "'dy' and 'dsum' must be contiguous");
+  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
+       result_vector(&c, &o, has_weight ? x.cols : 0, weight.dtype, &a.dweight) &&
+       result_vector(&c, &o, has_bias ? x.cols : 0, weight.dtype, &a.dbias) &&
+       workspace(&c, &x, has_weight + has_bias, &partial, &a.partial);
   if (ok && x.cols) {
-    a.dy = dy.v.ptr, a.dsum = dsum.v.n ? dsum.v.ptr : NULL, a.x = x.v.ptr, a.mean = mean.n ? mean.ptr : NULL, a.rstd = rstd.ptr;
+    a.dy = dy.v.ptr, a.dsum = dsum.v.n ? dsum.v.ptr : NULL, a.x = x.v.ptr, a.mean = mean.n ? mean.ptr : NULL,
+    a.rstd = rstd.ptr;
     a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype, a.weight_dtype = weight.dtype;
     status(&c, c.cuda ? c.cuda->norm_grad(&a, c.stream) : dc_norm_grad(&a));
   }
@@ -170,14 +208,16 @@ static void norm_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs)
   leave(&c, stack, 6, &o, __LINE__);
 }
 
-/* ---- activations ------------------------------------------------------------------------------------------------------------ */
+/* ---- activations ------------------------------------------------------------------------------------------------- */
 static void swiglu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c; begin(&c, "swiglu");
+  call c;
+  begin(&c, "swiglu");
   outputs o = {.n = 0};
   rows gate, up;
   dc_swiglu_args a = {0};
-  if (look_rows(&c, as_tensor(stack[0]), "gate", &gate) && low(&c, &gate.v, "gate") && look_rows(&c, as_tensor(stack[1]), "up", &up) &&
-      same_shape(&c, &up, "up", &gate, "gate") && result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.out) && gate.v.n) {
+  if (look_rows(&c, as_tensor(stack[0]), "gate", &gate) && low(&c, &gate.v, "gate") &&
+      look_rows(&c, as_tensor(stack[1]), "up", &up) && same_shape(&c, &up, "up", &gate, "gate") &&
+      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.out) && gate.v.n) {
     a.gate = gate.v.ptr, a.up = up.v.ptr, a.rows = gate.rows, a.cols = gate.cols, a.dtype = gate.v.dtype;
     a.gate_stride = gate.stride, a.up_stride = up.stride, a.out_stride = gate.cols;
     status(&c, c.cuda ? c.cuda->swiglu(&a, c.stream) : dc_swiglu(&a));
@@ -186,29 +226,37 @@ static void swiglu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
 }
 
 static void swiglu_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c; begin(&c, "swiglu_grad");
+  call c;
+  begin(&c, "swiglu_grad");
   outputs o = {.n = 0};
   rows dout, gate, up;
   dc_swiglu_grad_args a = {0};
-  if (look_rows(&c, as_tensor(stack[1]), "gate", &gate) && low(&c, &gate.v, "gate") && look_rows(&c, as_tensor(stack[0]), "dout", &dout) &&
-      same_shape(&c, &dout, "dout", &gate, "gate") && look_rows(&c, as_tensor(stack[2]), "up", &up) && same_shape(&c, &up, "up", &gate, "gate") &&
-      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dgate) && result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dup) && gate.v.n) {
-    a.dout = dout.v.ptr, a.gate = gate.v.ptr, a.up = up.v.ptr, a.rows = gate.rows, a.cols = gate.cols, a.dtype = gate.v.dtype;
-    a.dout_stride = dout.stride, a.gate_stride = gate.stride, a.up_stride = up.stride, a.dgate_stride = a.dup_stride = gate.cols;
+  if (look_rows(&c, as_tensor(stack[1]), "gate", &gate) && low(&c, &gate.v, "gate") &&
+      look_rows(&c, as_tensor(stack[0]), "dout", &dout) && same_shape(&c, &dout, "dout", &gate, "gate") &&
+      look_rows(&c, as_tensor(stack[2]), "up", &up) && same_shape(&c, &up, "up", &gate, "gate") &&
+      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dgate) &&
+      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dup) && gate.v.n) {
+    a.dout = dout.v.ptr, a.gate = gate.v.ptr, a.up = up.v.ptr, a.rows = gate.rows, a.cols = gate.cols,
+    a.dtype = gate.v.dtype;
+    a.dout_stride = dout.stride, a.gate_stride = gate.stride, a.up_stride = up.stride,
+    a.dgate_stride = a.dup_stride = gate.cols;
     status(&c, c.cuda ? c.cuda->swiglu_grad(&a, c.stream) : dc_swiglu_grad(&a));
   }
   leave(&c, stack, 3, &o, __LINE__);
 }
 
 static void gelu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c; begin(&c, "gelu");
+  call c;
+  begin(&c, "gelu");
   outputs o = {.n = 0};
   rows x;
   view bias;
   dc_gelu_args a = {.form = as_bool(stack[2]) ? DC_GELU_TANH : DC_GELU_ERF};
-  if (look_rows(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x") && look_columns(&c, as_tensor(stack[1]), "bias", &x, &bias, &a.bias) &&
+  if (look_rows(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x") &&
+      look_columns(&c, as_tensor(stack[1]), "bias", &x, &bias, &a.bias) &&
       result_like(&c, &o, &x, x.v.dtype, x.dim, &a.out) && x.v.n) {
-    a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype, a.bias_dtype = bias.dtype;
+    a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype,
+    a.bias_dtype = bias.dtype;
     status(&c, c.cuda ? c.cuda->gelu(&a, c.stream) : dc_gelu(&a));
   }
   leave(&c, stack, 2, &o, __LINE__);
@@ -216,27 +264,31 @@ static void gelu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
 
 /* dout, x, bias, tanh, dbias wanted */
 static void gelu_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c; begin(&c, "gelu_grad");
+  call c;
+  begin(&c, "gelu_grad");
   outputs o = {.n = 0};
   rows dout, x;
   view bias;
   dct_tensor partial = NULL;
   const bool has_bias = as_bool(stack[4]);
   dc_gelu_grad_args a = {.form = as_bool(stack[3]) ? DC_GELU_TANH : DC_GELU_ERF};
-  bool ok = look_rows(&c, as_tensor(stack[1]), "x", &x) && low(&c, &x.v, "x") && look_rows(&c, as_tensor(stack[0]), "dout", &dout) &&
-            same_shape(&c, &dout, "dout", &x, "x") && look_columns(&c, as_tensor(stack[2]), "bias", &x, &bias, &a.bias);
+  bool ok = look_rows(&c, as_tensor(stack[1]), "x", &x) && low(&c, &x.v, "x") &&
+            look_rows(&c, as_tensor(stack[0]), "dout", &dout) && same_shape(&c, &dout, "dout", &x, "x") &&
+            look_columns(&c, as_tensor(stack[2]), "bias", &x, &bias, &a.bias);
   if (ok && x.rows > 1 && x.cols && dout.stride != x.cols) ok = fail(&c, "'dout' must be contiguous");
-  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) && result_vector(&c, &o, has_bias ? x.cols : 0, bias.dtype, &a.dbias) &&
+  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
+       result_vector(&c, &o, has_bias ? x.cols : 0, bias.dtype, &a.dbias) &&
        workspace(&c, &x, has_bias, &partial, &a.partial);
   if (ok && x.cols) {
-    a.dout = dout.v.ptr, a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype, a.bias_dtype = bias.dtype;
+    a.dout = dout.v.ptr, a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype,
+    a.bias_dtype = bias.dtype;
     status(&c, c.cuda ? c.cuda->gelu_grad(&a, c.stream) : dc_gelu_grad(&a));
   }
   if (partial) api.aoti_torch_delete_tensor_object(partial);
   leave(&c, stack, 3, &o, __LINE__);
 }
 
-/* ---- rotary embedding --------------------------------------------------------------------------------------------------------- */
+/* ---- rotary embedding -------------------------------------------------------------------------------------------- */
 /* The result lies in memory in the order of x's dimensions, without gaps, as torch.empty_like makes it. */
 static void packed_like(const rows *x, int64_t *step) {
   int order[MAX_DIM], n = 0;
@@ -252,53 +304,68 @@ static void packed_like(const rows *x, int64_t *step) {
 /* Strides of a table over x's leading dimensions, 0 where it is broadcast. */
 static bool look_table(call *c, dct_tensor t, const char *name, const rows *x, rows *r, int64_t *step) {
   if (!look_shape(c, t, name, r) || !low(c, &r->v, name)) return false;
-  if (r->dim < 1 || r->dim > x->dim) return fail(c, "'%s' has %" PRId64 " dimensions and 'x' %" PRId64, name, r->dim, x->dim);
-  if (r->cols > 1 && r->step[r->dim - 1] != 1) return fail(c, "the last dimension of '%s' has gaps; pass %s.contiguous()", name, name);
+  if (r->dim < 1 || r->dim > x->dim)
+    return fail(c, "'%s' has %" PRId64 " dimensions and 'x' %" PRId64, name, r->dim, x->dim);
+  if (r->cols > 1 && r->step[r->dim - 1] != 1)
+    return fail(c, "the last dimension of '%s' has gaps; pass %s.contiguous()", name, name);
   for (int64_t k = 0; k < x->dim - 1; k++) {
     const int64_t own = k - (x->dim - r->dim); /* dimensions are matched from the right */
     if (own >= 0 && r->size[own] != 1 && r->size[own] != x->size[k])
-      return fail(c, "'%s' can't be broadcast: dimension %" PRId64 " has %" PRId64 " elements and 'x' has %" PRId64, name, own, r->size[own], x->size[k]);
+      return fail(c, "'%s' can't be broadcast: dimension %" PRId64 " has %" PRId64 " elements and 'x' has %" PRId64,
+                  name, own, r->size[own], x->size[k]);
     step[k + 4 - x->dim] = own >= 0 && r->size[own] != 1 ? r->step[own] : 0;
   }
   return true;
 }
 
 static void rotary(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c; begin(&c, "rotary");
+  call c;
+  begin(&c, "rotary");
   outputs o = {.n = 0};
   rows x, cos, sin;
   int64_t step[MAX_DIM];
   dc_rotary_args a = {.size = {1, 1, 1}, .inverse = as_bool(stack[3])};
   bool ok = look_shape(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x");
   if (ok && (x.dim < 1 || x.dim > 4)) ok = fail(&c, "'x' has %" PRId64 " dimensions; it must have 1 to 4", x.dim);
-  if (ok && x.cols > 1 && x.v.n && x.step[x.dim - 1] != 1) ok = fail(&c, "the last dimension of 'x' has gaps; pass x.contiguous()");
-  ok = ok && look_table(&c, as_tensor(stack[1]), "cos", &x, &cos, a.cos_stride) && look_table(&c, as_tensor(stack[2]), "sin", &x, &sin, a.sin_stride);
-  if (ok && (cos.cols != sin.cols || cos.v.dtype != sin.v.dtype)) ok = fail(&c, "'cos' and 'sin' differ in their last dimension or dtype");
+  if (ok && x.cols > 1 && x.v.n && x.step[x.dim - 1] != 1)
+    ok = fail(&c, "the last dimension of 'x' has gaps; pass x.contiguous()");
+  ok = ok && look_table(&c, as_tensor(stack[1]), "cos", &x, &cos, a.cos_stride) &&
+       look_table(&c, as_tensor(stack[2]), "sin", &x, &sin, a.sin_stride);
+  if (ok && (cos.cols != sin.cols || cos.v.dtype != sin.v.dtype))
+    ok = fail(&c, "'cos' and 'sin' differ in their last dimension or dtype");
   if (ok) packed_like(&x, step);
   if (ok && result(&c, &o, x.dim, x.size, step, x.v.dtype, &a.out) && x.v.n) {
     for (int64_t k = 0; k < x.dim - 1; k++)
       a.size[k + 4 - x.dim] = x.size[k], a.x_stride[k + 4 - x.dim] = x.step[k], a.out_stride[k + 4 - x.dim] = step[k];
-    a.x = x.v.ptr, a.cos = cos.v.ptr, a.sin = sin.v.ptr, a.cols = x.cols, a.rotated = cos.cols, a.dtype = x.v.dtype, a.table_dtype = cos.v.dtype;
+    a.x = x.v.ptr, a.cos = cos.v.ptr, a.sin = sin.v.ptr, a.cols = x.cols, a.rotated = cos.cols, a.dtype = x.v.dtype,
+    a.table_dtype = cos.v.dtype;
     status(&c, c.cuda ? c.cuda->rotary(&a, c.stream) : dc_rotary(&a));
   }
   leave(&c, stack, 3, &o, __LINE__);
 }
 
-/* ---- the table ------------------------------------------------------------------------------------------------------------------ */
+/* ---- the table --------------------------------------------------------------------------------------------------- */
 static const dct_operator operators[] = {
     {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", rms_norm},
-    {"add_rms_norm", "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)", add_rms_norm},
-    {"layer_norm", "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)", layer_norm},
-    {"add_layer_norm", "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    {"add_rms_norm",
+     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)",
+     add_rms_norm},
+    {"layer_norm", "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+     layer_norm},
+    {"add_layer_norm",
+     "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, "
+     "Tensor)",
      add_layer_norm},
     {"norm_grad",
-     "norm_grad(Tensor dy, Tensor dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, float offset, bool dweight, bool dbias) "
+     "norm_grad(Tensor dy, Tensor dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, float offset, bool dweight, "
+     "bool dbias) "
      "-> (Tensor, Tensor, Tensor)",
      norm_grad},
     {"swiglu", "swiglu(Tensor gate, Tensor up) -> Tensor", swiglu},
     {"swiglu_grad", "swiglu_grad(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_grad},
     {"gelu", "gelu(Tensor x, Tensor bias, bool tanh) -> Tensor", gelu},
-    {"gelu_grad", "gelu_grad(Tensor dout, Tensor x, Tensor bias, bool tanh, bool dbias) -> (Tensor, Tensor)", gelu_grad},
+    {"gelu_grad", "gelu_grad(Tensor dout, Tensor x, Tensor bias, bool tanh, bool dbias) -> (Tensor, Tensor)",
+     gelu_grad},
     {"rotary", "rotary(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor", rotary},
 };
 

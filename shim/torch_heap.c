@@ -1,11 +1,14 @@
-/* torch_heap.c: lets torch's CPU tensors of at least 1 MiB live in the core's heap (ops/base/heap.c), where a step finds the memory of the one before.
+/* torch_heap.c: lets torch's CPU tensors of at least 1 MiB live in the core's heap (ops/base/heap.c), where a step
+ * finds the memory of the one before.
  *
- * torch has no C interface for a CPU allocator (c10::SetCPUAllocator takes a C++ class whose layout changes), but all of it goes through two
- * functions of the C library that libc10.so imports: posix_memalign and free. Their slots in libc10's table of imported functions (ELF gABI,
- * "Global Offset Table" and DT_JMPREL) are pointed here; nothing else of the process is touched. free() stays here for good, because
- * blocks of the heap may live longer than the wish for it. Where a slot is not found (another build of torch), nothing changes.
+ * torch has no C interface for a CPU allocator (c10::SetCPUAllocator takes a C++ class whose layout changes), but all
+ * of it goes through two functions of the C library that libc10.so imports: posix_memalign and free. Their slots in
+ * libc10's table of imported functions (ELF gABI, "Global Offset Table" and DT_JMPREL) are pointed here; nothing else
+ * of the process is touched. free() stays here for good, because blocks of the heap may live longer than the wish for
+ * it. Where a slot is not found (another build of torch), nothing changes.
  *
- * Assumes that what libc10 got from posix_memalign is freed by libc10 (c10::free_cpu): there is no other way to a tensor's memory. */
+ * Assumes that what libc10 got from posix_memalign is freed by libc10 (c10::free_cpu): there is no other way to a
+ * tensor's memory. */
 #include "base/base.h"
 
 #include <elf.h>
@@ -69,14 +72,14 @@ static const void *at(const struct dl_phdr_info *info, ElfW(Addr) value) {
 static bool read_tables(const struct dl_phdr_info *info, const ElfW(Dyn) * d, struct tables *t) {
   bool is_rela = true;
   for (; d->d_tag != DT_NULL; d++) switch (d->d_tag) {
-      case DT_JMPREL: t->rela[0] = at(info, d->d_un.d_ptr); break;
-      case DT_PLTRELSZ: t->count[0] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
-      case DT_PLTREL: is_rela = d->d_un.d_val == DT_RELA; break;
-      case DT_RELA: t->rela[1] = at(info, d->d_un.d_ptr); break;
-      case DT_RELASZ: t->count[1] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
-      case DT_SYMTAB: t->symbols = at(info, d->d_un.d_ptr); break;
-      case DT_STRTAB: t->names = at(info, d->d_un.d_ptr); break;
-      default: break;
+    case DT_JMPREL: t->rela[0] = at(info, d->d_un.d_ptr); break;
+    case DT_PLTRELSZ: t->count[0] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
+    case DT_PLTREL: is_rela = d->d_un.d_val == DT_RELA; break;
+    case DT_RELA: t->rela[1] = at(info, d->d_un.d_ptr); break;
+    case DT_RELASZ: t->count[1] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
+    case DT_SYMTAB: t->symbols = at(info, d->d_un.d_ptr); break;
+    case DT_STRTAB: t->names = at(info, d->d_un.d_ptr); break;
+    default: break;
     }
   return is_rela && t->symbols && t->names;
 }
@@ -102,7 +105,8 @@ static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
     for (size_t i = 0; t.rela[k] && i < t.count[k]; i++) {
       unsigned type = (unsigned)ELF64_R_TYPE(t.rela[k][i].r_info);
       if (type != JUMP_SLOT && type != GLOB_DAT) continue;
-      note(s, t.names + t.symbols[ELF64_R_SYM(t.rela[k][i].r_info)].st_name, (void **)(info->dlpi_addr + t.rela[k][i].r_offset));
+      note(s, t.names + t.symbols[ELF64_R_SYM(t.rela[k][i].r_info)].st_name,
+           (void **)(info->dlpi_addr + t.rela[k][i].r_offset));
     }
   return 1;
 }
@@ -133,8 +137,8 @@ static bool patch(void) {
   return true;
 }
 
-/* on: torch's large CPU tensors are taken from the core's heap from now on; otherwise from the C library again (those that live stay where they are).
- * Returns 1 if they are now taken from the heap. Any thread. */
+/* on: torch's large CPU tensors are taken from the core's heap from now on; otherwise from the C library again (those
+ * that live stay where they are). Returns 1 if they are now taken from the heap. Any thread. */
 DC_API int dct_heap_use(int on) {
   pthread_mutex_lock(&lock);
   if (on && !patched) patched = patch();

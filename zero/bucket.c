@@ -43,8 +43,8 @@ int dc_zero_pieces(const dc_zero_layout *l, int64_t b, dc_zero_piece *pieces, in
       int64_t param_end = l->offset[p] + l->numel[p];
       int64_t from = l->offset[p] > begin ? l->offset[p] : begin;
       int64_t to = param_end < end ? param_end : end;
-      pieces[k++] = (dc_zero_piece){.param = p, .param_begin = from - l->offset[p], .flat_begin = from,
-          .len = to - from};
+      pieces[k++] = (dc_zero_piece){
+          .param = p, .param_begin = from - l->offset[p], .flat_begin = from, .len = to - from};
     }
   }
   *count = n;

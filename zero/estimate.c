@@ -3,7 +3,10 @@
 #include "zero.h"
 
 /* A sum of products that remembers whether it overflowed, so that the formulas read as formulas. */
-typedef struct sum { int64_t value; int overflow; } sum;
+typedef struct sum {
+  int64_t value;
+  int overflow;
+} sum;
 
 static void add_product(sum *s, int64_t a, int64_t b) {
   int64_t product;
@@ -11,14 +14,24 @@ static void add_product(sum *s, int64_t a, int64_t b) {
 }
 
 static int check_counts(const dc_zero_bytes_in *in) {
-  const struct { const char *name; int64_t value, least; } rows[] = {
-      {"total", in->total, 0},           {"shard", in->shard, 0},
-      {"frozen", in->frozen, 0},         {"world", in->world, 1},
-      {"ranks_per_node", in->ranks_per_node, 1}, {"slots", in->slots, 0},
-      {"bucket_elems", in->bucket_elems, 0},     {"param_size", in->param_size, 1},
-      {"grad_wire_size", in->grad_wire_size, 1}, {"state_size", in->state_size, 0},
-      {"nstates", in->nstates, 0},       {"master", in->master, 0},
-      {"resident", in->resident, 0},     {"exchange", in->exchange, 0},
+  const struct {
+    const char *name;
+    int64_t value, least;
+  } rows[] = {
+      {"total", in->total, 0},
+      {"shard", in->shard, 0},
+      {"frozen", in->frozen, 0},
+      {"world", in->world, 1},
+      {"ranks_per_node", in->ranks_per_node, 1},
+      {"slots", in->slots, 0},
+      {"bucket_elems", in->bucket_elems, 0},
+      {"param_size", in->param_size, 1},
+      {"grad_wire_size", in->grad_wire_size, 1},
+      {"state_size", in->state_size, 0},
+      {"nstates", in->nstates, 0},
+      {"master", in->master, 0},
+      {"resident", in->resident, 0},
+      {"exchange", in->exchange, 0},
       {"grad_buffers", in->grad_buffers, 0},
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
@@ -79,9 +92,14 @@ int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
       rank.overflow | node.overflow)
     return DC_FAIL(DC_E_OVERFLOW, "the bytes of %lld elements on %lld ranks don't fit in 64 bits", (long long)in->total,
                    (long long)in->world);
-  *out = (dc_zero_bytes){.params_private = params.value, .params_shared = shared.value, .grads_private = grads.value,
-                         .master_private = master.value, .states_private = states.value,
-                         .staging_shared = staging.value, .rank_total = rank.value, .node_total = node.value,
+  *out = (dc_zero_bytes){.params_private = params.value,
+                         .params_shared = shared.value,
+                         .grads_private = grads.value,
+                         .master_private = master.value,
+                         .states_private = states.value,
+                         .staging_shared = staging.value,
+                         .rank_total = rank.value,
+                         .node_total = node.value,
                          .exchange_private = in->exchange};
   return DC_OK;
 }

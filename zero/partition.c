@@ -32,14 +32,13 @@ static int place_params(const int64_t *numel, int64_t nparams, int64_t *offset, 
   for (int64_t i = 0; i < nparams; i++) {
     if (numel[i] < 0)
       return DC_FAIL(DC_E_INVALID, "parameter %lld has %lld elements; a count is >= 0", (long long)i,
-          (long long)numel[i]);
+                     (long long)numel[i]);
     DC_TRY(round_up(at, DC_ZERO_ALIGN, &at));
     offset[i] = at;
     size[i] = numel[i];
     if (__builtin_add_overflow(at, numel[i], &at))
       return DC_FAIL(DC_E_OVERFLOW, "parameter %lld of %lld elements ends beyond 64 bits of the flat space",
-          (long long)i,
-                     (long long)numel[i]);
+                     (long long)i, (long long)numel[i]);
   }
   *end = at;
   return DC_OK;
@@ -60,13 +59,12 @@ static int cut_buckets(dc_zero_layout *l, int64_t end, int64_t bucket_wish) {
 }
 
 int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems,
-    dc_zero_layout **out) {
+                        dc_zero_layout **out) {
   if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL; give the address of a dc_zero_layout pointer");
   if (nparams < 0) return DC_FAIL(DC_E_INVALID, "nparams is %lld; it must be >= 0", (long long)nparams);
   if (nparams > 0 && !numel) return DC_FAIL(DC_E_INVALID, "numel is NULL with %lld parameters", (long long)nparams);
   if (world < 1) return DC_FAIL(DC_E_INVALID, "world is %lld; it must be >= 1", (long long)world);
-  if (bucket_elems < 1)
-    return DC_FAIL(DC_E_INVALID, "bucket_elems is %lld; it must be >= 1", (long long)bucket_elems);
+  if (bucket_elems < 1) return DC_FAIL(DC_E_INVALID, "bucket_elems is %lld; it must be >= 1", (long long)bucket_elems);
   int64_t bytes;
   if (__builtin_mul_overflow(nparams, (int64_t)(2 * sizeof(int64_t)), &bytes) ||
       __builtin_add_overflow(bytes, (int64_t)sizeof(layout_block), &bytes))
@@ -94,10 +92,8 @@ int64_t dc__zero_first_param(const dc_zero_layout *l, int64_t flat) {
   int64_t lo = 0, hi = l->nparams;
   while (lo < hi) {
     int64_t mid = lo + (hi - lo) / 2;
-    if (l->offset[mid] + l->numel[mid] > flat)
-      hi = mid;
-    else
-      lo = mid + 1;
+    if (l->offset[mid] + l->numel[mid] > flat) hi = mid;
+    else lo = mid + 1;
   }
   return lo;
 }
@@ -125,8 +121,7 @@ static void emit(emitter *e, dc_zero_segment s) {
   dc_zero_segment *p = &e->last;
   /* Of one rank's elements, those that are next to each other in the flat space are so in the shard. */
   int joins = e->count > 0 && p->param == s.param && p->flat_begin + p->len == s.flat_begin;
-  if (joins)
-    p->len += s.len;
+  if (joins) p->len += s.len;
   else {
     *p = s;
     e->count++;
@@ -142,8 +137,11 @@ static void emit_range(const dc_zero_layout *l, int64_t begin, int64_t end, int6
     int64_t from = l->offset[p] > begin ? l->offset[p] : begin;
     int64_t to = param_end < end ? param_end : end;
     if (from >= to) continue; /* no elements */
-    emit(e, (dc_zero_segment){.param = p, .param_begin = from - l->offset[p], .flat_begin = from,
-                              .shard_begin = shard_begin + (from - begin), .len = to - from});
+    emit(e, (dc_zero_segment){.param = p,
+                              .param_begin = from - l->offset[p],
+                              .flat_begin = from,
+                              .shard_begin = shard_begin + (from - begin),
+                              .len = to - from});
   }
 }
 

@@ -16,7 +16,9 @@
 
 #define NEVER INT64_MAX
 
-typedef struct kept { int64_t next_use, unit; } kept;
+typedef struct kept {
+  int64_t next_use, unit;
+} kept;
 
 typedef struct planner {
   const int64_t *use, *elems;
@@ -122,10 +124,8 @@ static void run_uses(planner *p) {
     }
     fly_ahead(p, i);
     act(p, DC_ZERO_USE, unit);
-    if (keeps(p, i))
-      heap_push(p, (kept){.next_use = p->next[i], .unit = unit});
-    else
-      release(p, unit);
+    if (keeps(p, i)) heap_push(p, (kept){.next_use = p->next[i], .unit = unit});
+    else release(p, unit);
   }
 }
 
@@ -182,8 +182,13 @@ int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int
   if (!count) return DC_FAIL(DC_E_INVALID, "count is NULL");
   const int64_t limits[3] = {prefetch_elems, max_live_elems, max_reuse_elems};
   DC_TRY(check_args(use, nuse, elems, nunits, limits));
-  planner p = {.use = use, .elems = elems, .nuse = nuse, .nunits = nunits,
-               .prefetch = prefetch_elems, .max_live = max_live_elems, .max_reuse = max_reuse_elems};
+  planner p = {.use = use,
+               .elems = elems,
+               .nuse = nuse,
+               .nunits = nunits,
+               .prefetch = prefetch_elems,
+               .max_live = max_live_elems,
+               .max_reuse = max_reuse_elems};
   p.next = calloc((size_t)nuse + 1, sizeof *p.next);
   p.prev = calloc((size_t)nuse + 1, sizeof *p.prev);
   p.before = calloc((size_t)nuse + 1, sizeof *p.before);
@@ -194,8 +199,7 @@ int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int
   int rc;
   if (!p.next || !p.prev || !p.before || !p.heap || !p.live || !p.flying || !last)
     rc = DC_FAIL(DC_E_NOMEM, "no memory to plan %lld uses of %lld units", (long long)nuse, (long long)nunits);
-  else
-    rc = make_plan(&p, last, actions, capacity, count);
+  else rc = make_plan(&p, last, actions, capacity, count);
   free(last);
   free(p.flying);
   free(p.live);

@@ -29,27 +29,31 @@ typedef struct dc_zero_layout {
 /* numel[i] >= 0. world >= 1. bucket_elems >= 1 is a wish: rounded up to a multiple of world * DC_BLOCK, and not
  * beyond total (one unit of that if total is 0; then nbuckets is 0). *out is owned: dc_zero_layout_free. */
 DC_API int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, int64_t bucket_elems,
-    dc_zero_layout **out);
+                               dc_zero_layout **out);
 DC_API void dc_zero_layout_free(dc_zero_layout *layout);
 
 /* Bucket b: [*begin, *end) of the flat space. */
 DC_API int dc_zero_bucket(const dc_zero_layout *l, int64_t b, int64_t *begin, int64_t *end);
 /* Slice of rank r in bucket b: [*begin, *end) of the flat space, and where it starts in r's shard. */
 DC_API int dc_zero_slice(const dc_zero_layout *l, int64_t b, int64_t r, int64_t *begin, int64_t *end,
-    int64_t *shard_begin);
+                         int64_t *shard_begin);
 /* Where flat element `flat` lives: its rank and index in that rank's shard. */
 DC_API int dc_zero_locate(const dc_zero_layout *l, int64_t flat, int64_t *rank, int64_t *shard_index);
 
 /* One run of consecutive elements of one parameter inside one rank's shard. */
-typedef struct dc_zero_segment { int64_t param, param_begin, flat_begin, shard_begin, len; } dc_zero_segment;
+typedef struct dc_zero_segment {
+  int64_t param, param_begin, flat_begin, shard_begin, len;
+} dc_zero_segment;
 /* All segments of rank r, in shard order (which is also flat order). With segments == NULL only *count; a capacity
  * below it is DC_E_INVALID. Adjacent slices of one parameter are not merged across buckets unless they are
  * contiguous in both spaces. */
 DC_API int dc_zero_segments(const dc_zero_layout *l, int64_t r, dc_zero_segment *segments, int64_t capacity,
-    int64_t *count);
+                            int64_t *count);
 
 /* Which ranges of bucket b belong to which parameter: pieces in flat order (padding in none). */
-typedef struct dc_zero_piece { int64_t param, param_begin, flat_begin, len; } dc_zero_piece;
+typedef struct dc_zero_piece {
+  int64_t param, param_begin, flat_begin, len;
+} dc_zero_piece;
 DC_API int dc_zero_pieces(const dc_zero_layout *l, int64_t b, dc_zero_piece *pieces, int64_t capacity, int64_t *count);
 
 /* Prefetch order (streamed mode): `use` is the recorded sequence of units (a unit may occur more than once); unit u
@@ -61,21 +65,25 @@ DC_API int dc_zero_pieces(const dc_zero_layout *l, int64_t b, dc_zero_piece *pie
  * USE that hides them. Writes the action list (3 * nuse actions at most; with actions == NULL only *count); all
  * units are released at its end. */
 enum dc_zero_action_kind { DC_ZERO_GATHER = 1, DC_ZERO_USE = 2, DC_ZERO_RELEASE = 3 };
-typedef struct dc_zero_action { int32_t kind; int32_t reserved; int64_t unit; } dc_zero_action;
+typedef struct dc_zero_action {
+  int32_t kind;
+  int32_t reserved;
+  int64_t unit;
+} dc_zero_action;
 DC_API int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int64_t nunits,
-    int64_t prefetch_elems,
-                            int64_t max_live_elems, int64_t max_reuse_elems, dc_zero_action *actions, int64_t capacity,
-                                int64_t *count);
+                            int64_t prefetch_elems, int64_t max_live_elems, int64_t max_reuse_elems,
+                            dc_zero_action *actions, int64_t capacity, int64_t *count);
 
-/* Copies `bytes` bytes of gathered parameters and counts them (counter gather_bytes). Like dc_copy: any alignment, no overlap. */
+/* Copies `bytes` bytes of gathered parameters and counts them (counter gather_bytes). Like dc_copy: any alignment, no
+ * overlap. */
 DC_API int dc_zero_gather(void *dst, const void *src, int64_t bytes);
 
 /* Bytes of model states. Private is per rank, shared is once per node. Staging: slots of all ranks (shared).
  *   n = stage 0 ? total : shard
  *   params: stage 0-2 private (total + frozen) * param_size; stage 3 resident: the same, shared; stage 3 streamed:
  *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
- *   grads:  n * 4 (the fp32 accumulator), times grad_buffers if > 1 (the tree of micro-batches); master: n * 4 if set; states: n * nstates * state_size
- *   staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
+ *   grads:  n * 4 (the fp32 accumulator), times grad_buffers if > 1 (the tree of micro-batches); master: n * 4 if set;
+ * states: n * nstates * state_size staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
  *   exchange: as given, private: what a rank keeps for gradients on their way between nodes
  *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
 typedef struct dc_zero_bytes_in {

@@ -1,8 +1,9 @@
-/* base.h: status, errors, data types, memory, threads, counters. The bottom layer of libdeepc.so: includes nothing of ours.
+/* base.h: status, errors, data types, memory, threads, counters. The bottom layer of libdeepc.so: includes nothing of
+ * ours.
  *
  * Conventions of the whole C core:
- *  - A function that can fail returns int: DC_OK (0) or a negative DC_E_* value (status.def). Outputs are written only on
- *    DC_OK. The text of the last failure of this thread, with its place, is dc_last_error().
+ *  - A function that can fail returns int: DC_OK (0) or a negative DC_E_* value (status.def). Outputs are written only
+ * on DC_OK. The text of the last failure of this thread, with its place, is dc_last_error().
  *  - Sizes are int64_t counts of elements unless the name says _bytes. Pointers are borrowed unless "owned" is said.
  *  - No function calls abort, exit or assert on input or I/O.
  *  - dc_ is public, dc__ is shared between files of the core only. */
@@ -37,16 +38,17 @@ DC_API const char *dc_status_text(int status);
 /* Row i of status.def, for bindings: returns 0 and fills name/value, or DC_E_INVALID past the end. */
 DC_API int dc_status_at(int i, const char **name, int *value);
 
-/* Text of this thread's last failure: "what (file.c:123, dc_function)". Never NULL; valid until the thread's next failure. */
+/* Text of this thread's last failure: "what (file.c:123, dc_function)". Never NULL; valid until the thread's next
+ * failure. */
 DC_API const char *dc_last_error(void);
 /* Records the failure and returns `status`, so that `return DC_FAIL(DC_E_SHAPE, "...", ...)` reads as one thing. */
 DC_API int dc_fail(int status, const char *file, int line, const char *func, const char *fmt, ...)
     __attribute__((format(printf, 5, 6)));
 #define DC_FAIL(status, ...) dc_fail((status), __FILE__, __LINE__, __func__, __VA_ARGS__)
-#define DC_TRY(expr)                                                                                                   \
-  do {                                                                                                                 \
-    int dc_try_rc_ = (expr);                                                                                           \
-    if (dc_try_rc_ != DC_OK) return dc_try_rc_;                                                                        \
+#define DC_TRY(expr)                            \
+  do {                                          \
+    int dc_try_rc_ = (expr);                    \
+    if (dc_try_rc_ != DC_OK) return dc_try_rc_; \
   } while (0)
 
 /* ---- data types -------------------------------------------------------------------------------------------------- */
@@ -73,8 +75,8 @@ enum dc_isa { DC_ISA_SCALAR = 0, DC_ISA_AVX2 = 1, DC_ISA_AVX512 = 2, DC_ISA_AVX5
 DC_API const char *dc_isa_name(int isa);
 /* 1 if this processor and this binary can run `isa`. */
 DC_API int dc_isa_available(int isa);
-/* The instruction set in use: DEEPC_ISA if set, else the best available. *isa is written on DC_OK. DC_E_ENV if DEEPC_ISA is
- * not a name or names a set that this processor lacks. */
+/* The instruction set in use: DEEPC_ISA if set, else the best available. *isa is written on DC_OK. DC_E_ENV if
+ * DEEPC_ISA is not a name or names a set that this processor lacks. */
 DC_API int dc_isa_current(int *isa);
 /* Forces one set for the whole process (tests). DC_E_UNSUPPORTED if the processor lacks it. Not thread safe. */
 DC_API int dc_isa_force(int isa);
@@ -82,11 +84,12 @@ DC_API int dc_isa_force(int isa);
 /* ---- threads ----------------------------------------------------------------------------------------------------- */
 typedef void (*dc_range_fn)(int64_t begin, int64_t end, void *ctx);
 typedef void (*dc_parallel_hook)(int64_t begin, int64_t end, int64_t grain, dc_range_fn fn, void *ctx);
-/* Calls fn on disjoint sub-ranges of [0, n) that cover it, on up to dc_num_threads() threads (the caller is one of them);
- * cut points are multiples of `grain`. Returns when all are done. Runs inline when n <= grain or one thread is set. Which
- * thread runs what never changes a result: callers write results by index. */
+/* Calls fn on disjoint sub-ranges of [0, n) that cover it, on up to dc_num_threads() threads (the caller is one of
+ * them); cut points are multiples of `grain`. Returns when all are done. Runs inline when n <= grain or one thread is
+ * set. Which thread runs what never changes a result: callers write results by index. */
 DC_API void dc_parallel_for(int64_t n, int64_t grain, dc_range_fn fn, void *ctx);
-/* Hands parallel_for to a framework's pool, so that a process has one pool, not two. NULL restores our own (pthreads). */
+/* Hands parallel_for to a framework's pool, so that a process has one pool, not two. NULL restores our own (pthreads).
+ */
 DC_API void dc_set_parallel_hook(dc_parallel_hook hook, int (*num_threads)(void));
 /* n >= 1. Affects our own pool only. */
 DC_API int dc_set_num_threads(int n);
@@ -94,11 +97,11 @@ DC_API int dc_num_threads(void);
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 #define DC_HUGE_PAGE ((size_t)2 << 20)
-/* Private anonymous memory, zeroed, faulted in, on huge pages where the kernel gives them. Rounded up to 2 MiB above 1 MiB.
- * `color` (0..15) staggers the start address within a huge page: arrays that are walked together get different colors,
- * because arrays congruent modulo 2 MiB evict each other (3x slower, measured). *ptr is 64-byte aligned. Owned by the caller: dc_mem_free(ptr). DC_E_NOMEM names the size and
- * what is available; the limit of the cgroup path and MemAvailable are read first, because the kernel kills instead of
- * failing. bytes == 0 gives a valid pointer. */
+/* Private anonymous memory, zeroed, faulted in, on huge pages where the kernel gives them. Rounded up to 2 MiB above 1
+ * MiB. `color` (0..15) staggers the start address within a huge page: arrays that are walked together get different
+ * colors, because arrays congruent modulo 2 MiB evict each other (3x slower, measured). *ptr is 64-byte aligned. Owned
+ * by the caller: dc_mem_free(ptr). DC_E_NOMEM names the size and what is available; the limit of the cgroup path and
+ * MemAvailable are read first, because the kernel kills instead of failing. bytes == 0 gives a valid pointer. */
 DC_API int dc_mem_alloc(size_t bytes, int color, void **ptr);
 /* NULL is allowed. DC_E_INVALID for a pointer that is not from dc_mem_alloc, and for a second free. */
 DC_API int dc_mem_free(void *ptr);
@@ -106,14 +109,18 @@ DC_API int dc_mem_free(void *ptr);
 DC_API int dc_mem_available(int64_t *bytes);
 /* The same, read from another mount of procfs than /proc (a test's, a host's seen from a container). */
 DC_API int dc_mem_available_in(const char *proc, int64_t *bytes);
-/* The heap for large blocks that come and go every step (heap.c). `bytes` of memory whose pages stay resident when it is given back, at a multiple of
- * 16 KiB, not zeroed. NULL if the range of addresses is full or could not be reserved: take the memory elsewhere. Any thread. */
+/* The heap for large blocks that come and go every step (heap.c). `bytes` of memory whose pages stay resident when it
+ * is given back, at a multiple of 16 KiB, not zeroed. NULL if the range of addresses is full or could not be reserved:
+ * take the memory elsewhere. Any thread. */
 DC_API void *dc_heap_take(size_t bytes);
-/* The same in whole huge pages, as high in the heap as its free blocks allow: for what must not cut the place of large blocks into pieces. */
+/* The same in whole huge pages, as high in the heap as its free blocks allow: for what must not cut the place of large
+ * blocks into pieces. */
 DC_API void *dc_heap_take_high(size_t bytes);
-/* Gives a block back. 1: done. 0: not from this heap (NULL too). -1: inside the heap but no block starts there, or it was given back before. */
+/* Gives a block back. 1: done. 0: not from this heap (NULL too). -1: inside the heap but no block starts there, or it
+ * was given back before. */
 DC_API int dc_heap_give(void *p);
-/* Bytes: `extent` of [base, base + limit) was ever handed out and may be resident; `in_use`, its `peak`; `free` in `free_blocks` holes. */
+/* Bytes: `extent` of [base, base + limit) was ever handed out and may be resident; `in_use`, its `peak`; `free` in
+ * `free_blocks` holes. */
 struct dc_heap_stats {
   void *base;
   int64_t limit, extent, in_use, peak, free, free_blocks, largest_free;
@@ -123,17 +130,19 @@ DC_API int dc_heap_stats(struct dc_heap_stats *out);
 DC_API int dc_heap_usable(void);
 /* Gives what this heap and malloc hold free back to the system, once. */
 DC_API int dc_heap_trim(void);
-/* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: glibc's defaults again. *kept: 1 if malloc keeps,
- * 0 if not: another C library than glibc, or thresholds that the user set (MALLOC_*_, GLIBC_TUNABLES), which stay. Process-wide. DC_E_INVALID: kept is NULL. */
+/* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: glibc's
+ * defaults again. *kept: 1 if malloc keeps, 0 if not: another C library than glibc, or thresholds that the user set
+ * (MALLOC_*_, GLIBC_TUNABLES), which stay. Process-wide. DC_E_INVALID: kept is NULL. */
 DC_API int dc_heap_keep_small(int keep, int *kept);
-/* A range of addresses that has memory only while it is used, and then the heap's (lease.c): what a phase of a step needs and the other phases'
- * tensors can have. One user at a time per lease. */
+/* A range of addresses that has memory only while it is used, and then the heap's (lease.c): what a phase of a step
+ * needs and the other phases' tensors can have. One user at a time per lease. */
 typedef struct dc_lease dc_lease;
-/* *at: the start of `bytes` that read as zeros, on cache lines, with a color as in dc_mem_alloc. *out is owned by the caller: dc_lease_close.
- * DC_E_NOMEM: no addresses are left. */
+/* *at: the start of `bytes` that read as zeros, on cache lines, with a color as in dc_mem_alloc. *out is owned by the
+ * caller: dc_lease_close. DC_E_NOMEM: no addresses are left. */
 DC_API int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at);
-/* [offset, offset + bytes) has memory until dc_lease_end. What it holds where it had none is anything: write it before it is read. Where the kernel can't
- * move pages (before Linux 5.7) or the heap is not there, the range gets memory of its own and keeps it. DC_E_INVALID outside of the range. */
+/* [offset, offset + bytes) has memory until dc_lease_end. What it holds where it had none is anything: write it before
+ * it is read. Where the kernel can't move pages (before Linux 5.7) or the heap is not there, the range gets memory of
+ * its own and keeps it. DC_E_INVALID outside of the range. */
 DC_API int dc_lease_need(dc_lease *lease, size_t offset, size_t bytes);
 /* The memory goes back to the heap; the contents are lost, the range reads as zeros. */
 DC_API int dc_lease_end(dc_lease *lease);
@@ -159,8 +168,9 @@ DC_API int64_t dc_counter_get(int counter);
 DC_API void dc_counter_reset(void);
 DC_API const char *dc_counter_name(int counter); /* NULL past the end */
 void dc__count(int counter, int64_t n);
-/* A block of counters that one thread at a time adds to without locked instructions (dc__count_in): a communicator's. Its numbers are part of
- * dc_counter_get while it is attached, and stay in it after detach. A block lies still while attached. */
+/* A block of counters that one thread at a time adds to without locked instructions (dc__count_in): a communicator's.
+ * Its numbers are part of dc_counter_get while it is attached, and stay in it after detach. A block lies still while
+ * attached. */
 typedef struct dc__counts {
   struct dc__counts *next, *prev;
   int64_t v[DC_COUNTER_COUNT]; /* accessed atomically */
@@ -173,7 +183,8 @@ static inline void dc__count_in(dc__counts *b, int counter, int64_t n) {
 /* *on: whether the variable `name` is 1, or unset (then `fallback`). DC_E_ENV if it is neither 0 nor 1. */
 int dc__env_switch(const char *name, bool fallback, bool *on);
 enum { DC__COLORS = 16, DC__COLOR_STEP = 4096 + 256 }; /* of dc_mem_alloc, see mem.c */
-/* A private mapping of `length` bytes (a multiple of DC_HUGE_PAGE) on a huge page's boundary; flags: further ones of mmap. NULL with errno on failure. */
+/* A private mapping of `length` bytes (a multiple of DC_HUGE_PAGE) on a huge page's boundary; flags: further ones of
+ * mmap. NULL with errno on failure. */
 void *dc__map_aligned(size_t length, int flags);
 /* Row i of env.def; DC_E_INVALID past the end. */
 DC_API int dc_env_at(int i, const char **name, const char **value_or_default, const char **help);

@@ -1,7 +1,8 @@
-/* Included before every C file on x86-64 Linux (see CMakeLists.txt): asks glibc for the old versions of the few symbols that
- * it renumbered after 2.17, so that a library built on a new distribution loads on an old one. 2.29 made exp, log and pow not
- * set errno through the SVID wrapper (the results are the same code's); 2.34 moved libpthread and libdl into libc.
- * tests/python/test_wheel.py reads the libraries' version needs; scripts/manylinux.py names the wheel by them. */
+/* Included before every C file on x86-64 Linux (see CMakeLists.txt): asks glibc for the old versions of the few symbols
+ * that it renumbered after 2.17, so that a library built on a new distribution loads on an old one. 2.29 made exp, log
+ * and pow not set errno through the SVID wrapper (the results are the same code's); 2.34 moved libpthread and libdl
+ * into libc. tests/python/test_wheel.py reads the libraries' version needs; scripts/manylinux.py names the wheel by
+ * them. */
 #if defined(__linux__) && defined(__x86_64__) && !defined(__ASSEMBLER__)
 #include <features.h>
 #ifdef __GLIBC__

@@ -1,20 +1,26 @@
 /* lease.c: memory that one phase of a step needs, out of what the tensors of the other phases have left.
  *
- * The gradients' accumulators are written during backward and dead after the optimizer's step; the largest activations are dead before the first
- * gradient is there. Both would be resident all the time, since the heap keeps its pages. Here the accumulators are a range of addresses only: when a
- * bucket is about to be written, huge pages that are free in the heap are moved to its place (mremap: page tables change, no byte is copied, no page is
- * faulted), and after the step they move back. A rank's peak falls from activations + accumulators to the larger of what is live before and within backward.
+ * The gradients' accumulators are written during backward and dead after the optimizer's step; the largest activations
+ * are dead before the first gradient is there. Both would be resident all the time, since the heap keeps its pages.
+ * Here the accumulators are a range of addresses only: when a bucket is about to be written, huge pages that are free
+ * in the heap are moved to its place (mremap: page tables change, no byte is copied, no page is faulted), and after the
+ * step they move back. A rank's peak falls from activations + accumulators to the larger of what is live before and
+ * within backward.
  *
- * Owns the range and the list of what was moved. Assumes that one thread at a time calls it, that nobody reads the range where it has no memory for other
- * values than zeros, and that the heap's blocks hold nothing that must stay where it is by its physical page (pinned memory, registered buffers).
+ * Owns the range and the list of what was moved. Assumes that one thread at a time calls it, that nobody reads the
+ * range where it has no memory for other values than zeros, and that the heap's blocks hold nothing that must stay
+ * where it is by its physical page (pinned memory, registered buffers).
  *
- * Measured (2 virtual cores, Linux 6.18): 2 to 3 us to move a huge page, either way, 119 of them among 400: no fault, all stay huge. Mappings: one more per
- * piece that is away and one per border of pieces, so a piece is larger than a huge page in ranges of many (MOST_PIECES; the kernel's limit is 65,530).
+ * Measured (2 virtual cores, Linux 6.18): 2 to 3 us to move a huge page, either way, 119 of them among 400: no fault,
+ * all stay huge. Mappings: one more per piece that is away and one per border of pieces, so a piece is larger than a
+ * huge page in ranges of many (MOST_PIECES; the kernel's limit is 65,530).
  *
- * GPT-2 125 M fp32, 2 ranks (tests/bench/train.py --model 125M --contenders ddp deepc-3, sum of PSS): 3,806 MiB, where the heap alone took 4,283 and DDP takes 6,633; no
- * difference in speed. Ways not taken: accumulators as separate blocks of the heap, which cuts what the optimizer walks in one call into pieces and leaves
- * torch's optimizers without a tensor to step on; MADV_DONTNEED after the step, which pays for zeroed pages again in each. With gradient accumulation the pieces
- * lie among the next forward's activations: 8 % more memory than accumulators of their own, so there they are (state.leases_gradients). */
+ * GPT-2 125 M fp32, 2 ranks (tests/bench/train.py --model 125M --contenders ddp deepc-3, sum of PSS): 3,806 MiB, where
+ * the heap alone took 4,283 and DDP takes 6,633; no difference in speed. Ways not taken: accumulators as separate
+ * blocks of the heap, which cuts what the optimizer walks in one call into pieces and leaves torch's optimizers without
+ * a tensor to step on; MADV_DONTNEED after the step, which pays for zeroed pages again in each. With gradient
+ * accumulation the pieces lie among the next forward's activations: 8 % more memory than accumulators of their own, so
+ * there they are (state.leases_gradients). */
 #include "base.h"
 
 #include <stdbool.h>
@@ -50,7 +56,8 @@ int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
   if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_lease_open: out or at is NULL; pass their addresses");
   if (color < 0 || color >= DC__COLORS)
     return DC_FAIL(DC_E_INVALID, "dc_lease_open: color is %d; expected 0 to %d", color, DC__COLORS - 1);
-  if (bytes > SIZE_MAX / 4) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: %zu bytes are more than there are addresses", bytes);
+  if (bytes > SIZE_MAX / 4)
+    return DC_FAIL(DC_E_NOMEM, "dc_lease_open: %zu bytes are more than there are addresses", bytes);
   DC_TRY(dc__env_switch("DEEPC_HUGEPAGES", true, &huge));
   size_t begin = (size_t)color * DC__COLOR_STEP, pages = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
   if (!pages) pages = 1;
@@ -64,7 +71,8 @@ int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
   if (!l->base) {
     free(l->from);
     free(l);
-    return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
+    return DC_FAIL(DC_E_NOMEM,
+                   "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
   }
   (void)madvise(l->base, length_of(l), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   *at = l->base + begin;
@@ -86,7 +94,8 @@ static void fill(dc_lease *l, int64_t k) {
 int dc_lease_need(dc_lease *l, size_t offset, size_t bytes) {
   if (!l) return DC_FAIL(DC_E_INVALID, "dc_lease_need: the lease is NULL");
   if (offset > l->bytes || bytes > l->bytes - offset)
-    return DC_FAIL(DC_E_INVALID, "dc_lease_need: bytes [%zu, %zu + %zu) are outside of the range's %zu", offset, offset, bytes, l->bytes);
+    return DC_FAIL(DC_E_INVALID, "dc_lease_need: bytes [%zu, %zu + %zu) are outside of the range's %zu", offset, offset,
+                   bytes, l->bytes);
   if (!bytes) return DC_OK;
   int64_t last = (int64_t)((l->begin + offset + bytes - 1) / l->piece);
   for (int64_t k = (int64_t)((l->begin + offset) / l->piece); k <= last; k++)
@@ -99,7 +108,8 @@ int dc_lease_end(dc_lease *l) {
   for (int64_t k = 0; k < l->pieces; k++) {
     if (!l->from[k] || l->from[k] == OWN) continue;
     if (!move(l->base + (size_t)k * l->piece, l->from[k], l->piece)) {
-      l->moves = false; /* too many mappings: the range keeps this piece, and the heap's place for it gets new pages when it is used */
+      l->moves = false; /* too many mappings: the range keeps this piece, and the heap's place for it gets new pages
+                           when it is used */
       dc_heap_give(l->from[k]);
       l->from[k] = OWN;
       continue;

@@ -23,9 +23,9 @@
 
 enum { CACHE_LINE = 64 };
 static const size_t small_limit = (size_t)1 << 20;
-/* DC__COLOR_STEP: all differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x slower when
- * congruent modulo 2 MiB). The 256 bytes keep two colors from being congruent modulo 4 KiB, where loads wait for
- * unrelated stores. */
+/* DC__COLOR_STEP: all differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x
+ * slower when congruent modulo 2 MiB). The 256 bytes keep two colors from being congruent modulo 4 KiB, where loads
+ * wait for unrelated stores. */
 static const size_t fault_step = (size_t)64 << 20;
 
 /* ---- the table of blocks: open addressing, keyed by the user's pointer ------------------------------------------- */

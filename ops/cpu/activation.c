@@ -1,8 +1,8 @@
-/* activation.c: bodies of dc_swiglu and dc_gelu and their gradients: elements [begin, end) of the rows laid end to end, a
- * row at a time. Arrays without strides come as one long row.
+/* activation.c: bodies of dc_swiglu and dc_gelu and their gradients: elements [begin, end) of the rows laid end to end,
+ * a row at a time. Arrays without strides come as one long row.
  *
- * GELU by exp and two divisions took 0.59 ns an element (3 Mi elements, fp32, one thread, thread time) and was slower than
- * torch's (0.40); by the table of ref/activation.h it is faster than torch's: tests/bench/fused.py --only gelu. */
+ * GELU by exp and two divisions took 0.59 ns an element (3 Mi elements, fp32, one thread, thread time) and was slower
+ * than torch's (0.40); by the table of ref/activation.h it is faster than torch's: tests/bench/fused.py --only gelu. */
 #include "cpu/activation.h"
 
 /* What of row e / cols lies in [e, end): the row, its columns [from, to). */
@@ -14,7 +14,7 @@ DC_INLINE piece piece_at(int64_t e, int64_t end, int64_t cols) {
   return (piece){row, from, left < cols ? left : cols};
 }
 
-/* ---- SwiGLU ---------------------------------------------------------------------------------------------------- */
+/* ---- SwiGLU ------------------------------------------------------------------------------------------------------ */
 DC_INLINE void swiglu_step(const dc_swiglu_args *a, int dt, piece p, int64_t i, int r) {
   const vf gate = v_get(a->gate, dt, p.row * a->gate_stride + i, r);
   const vf up = v_get(a->up, dt, p.row * a->up_stride + i, r);
@@ -38,9 +38,9 @@ DC_INLINE void swiglu_loop(const dc_swiglu_args *args, int dt, int64_t begin, in
 
 void DC_BODY(swiglu)(const dc_swiglu_args *a, int64_t begin, int64_t end) {
   switch (a->dtype) {
-    case DC_F32: swiglu_loop(a, DC_F32, begin, end); return;
-    case DC_BF16: swiglu_loop(a, DC_BF16, begin, end); return;
-    default: swiglu_loop(a, DC_F16, begin, end); return;
+  case DC_F32: swiglu_loop(a, DC_F32, begin, end); return;
+  case DC_BF16: swiglu_loop(a, DC_BF16, begin, end); return;
+  default: swiglu_loop(a, DC_F16, begin, end); return;
   }
 }
 
@@ -71,13 +71,13 @@ DC_INLINE void swiglu_grad_loop(const dc_swiglu_grad_args *args, int dt, int64_t
 
 void DC_BODY(swiglu_grad)(const dc_swiglu_grad_args *a, int64_t begin, int64_t end) {
   switch (a->dtype) {
-    case DC_F32: swiglu_grad_loop(a, DC_F32, begin, end); return;
-    case DC_BF16: swiglu_grad_loop(a, DC_BF16, begin, end); return;
-    default: swiglu_grad_loop(a, DC_F16, begin, end); return;
+  case DC_F32: swiglu_grad_loop(a, DC_F32, begin, end); return;
+  case DC_BF16: swiglu_grad_loop(a, DC_BF16, begin, end); return;
+  default: swiglu_grad_loop(a, DC_F16, begin, end); return;
   }
 }
 
-/* ---- GELU ------------------------------------------------------------------------------------------------------ */
+/* ---- GELU -------------------------------------------------------------------------------------------------------- */
 DC_INLINE vf gelu_input(const void *x, int dt, int64_t at, const void *bias, int bias_dt, int64_t i, int r) {
   const vf v = v_get(x, dt, at, r);
   return bias ? v_add(v, v_get(bias, bias_dt, i, r)) : v;
@@ -103,17 +103,15 @@ DC_INLINE void gelu_loop(const dc_gelu_args *args, int dt, int form, int64_t beg
 }
 
 DC_INLINE void gelu_form(const dc_gelu_args *a, int dt, int64_t begin, int64_t end) {
-  if (a->form == DC_GELU_TANH)
-    gelu_loop(a, dt, DC_GELU_TANH, begin, end);
-  else
-    gelu_loop(a, dt, DC_GELU_ERF, begin, end);
+  if (a->form == DC_GELU_TANH) gelu_loop(a, dt, DC_GELU_TANH, begin, end);
+  else gelu_loop(a, dt, DC_GELU_ERF, begin, end);
 }
 
 void DC_BODY(gelu)(const dc_gelu_args *a, int64_t begin, int64_t end) {
   switch (a->dtype) {
-    case DC_F32: gelu_form(a, DC_F32, begin, end); return;
-    case DC_BF16: gelu_form(a, DC_BF16, begin, end); return;
-    default: gelu_form(a, DC_F16, begin, end); return;
+  case DC_F32: gelu_form(a, DC_F32, begin, end); return;
+  case DC_BF16: gelu_form(a, DC_BF16, begin, end); return;
+  default: gelu_form(a, DC_F16, begin, end); return;
   }
 }
 
@@ -141,16 +139,14 @@ DC_INLINE void gelu_grad_loop(const dc_gelu_grad_args *args, int dt, int form, i
 }
 
 DC_INLINE void gelu_grad_form(const dc_gelu_grad_args *a, int dt, int64_t begin, int64_t end, float *dbias) {
-  if (a->form == DC_GELU_TANH)
-    gelu_grad_loop(a, dt, DC_GELU_TANH, begin, end, dbias);
-  else
-    gelu_grad_loop(a, dt, DC_GELU_ERF, begin, end, dbias);
+  if (a->form == DC_GELU_TANH) gelu_grad_loop(a, dt, DC_GELU_TANH, begin, end, dbias);
+  else gelu_grad_loop(a, dt, DC_GELU_ERF, begin, end, dbias);
 }
 
 void DC_BODY(gelu_grad)(const dc_gelu_grad_args *a, int64_t begin, int64_t end, float *dbias) {
   switch (a->dtype) {
-    case DC_F32: gelu_grad_form(a, DC_F32, begin, end, dbias); return;
-    case DC_BF16: gelu_grad_form(a, DC_BF16, begin, end, dbias); return;
-    default: gelu_grad_form(a, DC_F16, begin, end, dbias); return;
+  case DC_F32: gelu_grad_form(a, DC_F32, begin, end, dbias); return;
+  case DC_BF16: gelu_grad_form(a, DC_BF16, begin, end, dbias); return;
+  default: gelu_grad_form(a, DC_F16, begin, end, dbias); return;
   }
 }

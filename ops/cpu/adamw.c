@@ -19,9 +19,10 @@
  * element against 0.29 with Newton steps. Arrays of a training step are larger than that cache, so the plain division
  * stays: it needs no proof. tests/bench/bench_ops.c --only adamw shows the ratio on any machine.
  *
- * On a quiet machine (docs/bench.md) the step runs at 1.05 to 1.08 of that limit on huge pages and at 0.96 to 1.05 on a user's own
- * tensors, and torch's fused step as it comes takes 1.1 to 1.2 times the limit: what is left to win over it in fp32 is that 1.1 to
- * 1.2, not the 1.5 (engine) and 1.2 (drop-in) that were aimed at. Only fewer bytes (narrower states) can do more. */
+ * On a quiet machine (docs/bench.md) the step runs at 1.05 to 1.08 of that limit on huge pages and at 0.96 to 1.05 on a
+ * user's own tensors, and torch's fused step as it comes takes 1.1 to 1.2 times the limit: what is left to win over it
+ * in fp32 is that 1.1 to 1.2, not the 1.5 (engine) and 1.2 (drop-in) that were aimed at. Only fewer bytes (narrower
+ * states) can do more. */
 #include "cpu/vec.h"
 
 typedef struct consts {
@@ -81,10 +82,10 @@ DC_INLINE void adamw_loop(const dc_adamw_args *args, layout l, const dc__adamw_c
   if (i < end) adamw_step(&t, l, &k, i, (int)(end - i));
 }
 
-#define LOOP(name, grad_dt, low_dt, low)                                                                               \
-  static void name(const dc_adamw_args *t, const dc__adamw_coef *c, int64_t begin, int64_t end) {                      \
-    const layout l = {DC_F32, grad_dt, DC_F32, low_dt, low, 0, 0};                                                     \
-    adamw_loop(t, l, c, begin, end);                                                                                   \
+#define LOOP(name, grad_dt, low_dt, low)                                                          \
+  static void name(const dc_adamw_args *t, const dc__adamw_coef *c, int64_t begin, int64_t end) { \
+    const layout l = {DC_F32, grad_dt, DC_F32, low_dt, low, 0, 0};                                \
+    adamw_loop(t, l, c, begin, end);                                                              \
   }
 LOOP(f32, DC_F32, 0, 0)
 LOOP(f32_to_bf16, DC_F32, DC_BF16, 1)
@@ -102,16 +103,10 @@ static void any_layout(const dc_adamw_args *t, const dc__adamw_coef *c, int64_t 
 void DC_BODY(adamw)(const dc_adamw_args *t, const dc__adamw_coef *c, int64_t begin, int64_t end) {
   const int plain = t->param_dtype == DC_F32 && t->state_dtype == DC_F32 && !t->max_exp_avg_sq && c->l2 == 0.0f;
   const int g = t->grad_dtype, low = t->lowp ? t->lowp_dtype : -1;
-  if (plain && g == DC_F32 && low == -1)
-    f32(t, c, begin, end);
-  else if (plain && g == DC_F32 && low == DC_BF16)
-    f32_to_bf16(t, c, begin, end);
-  else if (plain && g == DC_F32 && low == DC_F16)
-    f32_to_f16(t, c, begin, end);
-  else if (plain && g == DC_BF16 && low == DC_BF16)
-    bf16_to_bf16(t, c, begin, end);
-  else if (plain && g == DC_F16 && low == DC_F16)
-    f16_to_f16(t, c, begin, end);
-  else
-    any_layout(t, c, begin, end);
+  if (plain && g == DC_F32 && low == -1) f32(t, c, begin, end);
+  else if (plain && g == DC_F32 && low == DC_BF16) f32_to_bf16(t, c, begin, end);
+  else if (plain && g == DC_F32 && low == DC_F16) f32_to_f16(t, c, begin, end);
+  else if (plain && g == DC_BF16 && low == DC_BF16) bf16_to_bf16(t, c, begin, end);
+  else if (plain && g == DC_F16 && low == DC_F16) f16_to_f16(t, c, begin, end);
+  else any_layout(t, c, begin, end);
 }

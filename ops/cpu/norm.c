@@ -1,9 +1,9 @@
-/* norm.c: bodies of dc_norm and dc_norm_grad, rows [begin, end). A row is read from memory once: the passes over it that
- * follow find it in the first-level cache.
+/* norm.c: bodies of dc_norm and dc_norm_grad, rows [begin, end). A row is read from memory once: the passes over it
+ * that follow find it in the first-level cache.
  *
- * Measured (1024 rows of 768, one thread of a shared machine, AVX-512-BF16, least of 25, ns an element; a copy by torch):
- * fp32 layer norm 0.27, gradient 0.53, RMS norm 0.27 and 0.48, copy 0.27; bf16 0.26, 0.35, 0.19, 0.30, copy 0.12. So
- * fp32 waits for memory and bf16 for the conversions, which each pass repeats. */
+ * Measured (1024 rows of 768, one thread of a shared machine, AVX-512-BF16, least of 25, ns an element; a copy by
+ * torch): fp32 layer norm 0.27, gradient 0.53, RMS norm 0.27 and 0.48, copy 0.27; bf16 0.26, 0.35, 0.19, 0.30, copy
+ * 0.12. So fp32 waits for memory and bf16 for the conversions, which each pass repeats. */
 #include "cpu/vec.h"
 #include "ref/activation.h"
 
@@ -15,21 +15,21 @@ DC_INLINE sums sums_zero(void) { return (sums){v_set1(0.0f), v_set1(0.0f), v_set
 DC_INLINE float sums_total(sums s) { return v_tree(v_add(v_add(s.a, s.b), v_add(s.c, s.d))); }
 
 /* step(chain, i, r) for the columns of a row, vector i / LANES on chain i / LANES % 4. */
-#define REST_STEP(step, chain)                                                                                         \
-  if (i < cols) {                                                                                                      \
-    step(chain, i, (int)(cols - i < LANES ? cols - i : LANES));                                                        \
-    i += LANES;                                                                                                        \
+#define REST_STEP(step, chain)                                  \
+  if (i < cols) {                                               \
+    step(chain, i, (int)(cols - i < LANES ? cols - i : LANES)); \
+    i += LANES;                                                 \
   }
-#define EACH_VECTOR(step)                                                                                              \
-  {                                                                                                                    \
-    int64_t i = 0;                                                                                                     \
-    for (; i + 4 * LANES <= cols; i += 4 * LANES) {                                                                    \
-      step(a, i, LANES);                                                                                               \
-      step(b, i + LANES, LANES);                                                                                       \
-      step(c, i + 2 * LANES, LANES);                                                                                   \
-      step(d, i + 3 * LANES, LANES);                                                                                   \
-    }                                                                                                                  \
-    REST_STEP(step, a) REST_STEP(step, b) REST_STEP(step, c) REST_STEP(step, d)                                        \
+#define EACH_VECTOR(step)                                                       \
+  {                                                                             \
+    int64_t i = 0;                                                              \
+    for (; i + 4 * LANES <= cols; i += 4 * LANES) {                             \
+      step(a, i, LANES);                                                        \
+      step(b, i + LANES, LANES);                                                \
+      step(c, i + 2 * LANES, LANES);                                            \
+      step(d, i + 3 * LANES, LANES);                                            \
+    }                                                                           \
+    REST_STEP(step, a) REST_STEP(step, b) REST_STEP(step, c) REST_STEP(step, d) \
   }
 
 DC_INLINE const void *at_row(const void *p, int dt, int64_t stride, int64_t k) {
@@ -43,17 +43,17 @@ DC_INLINE vf weight_at(const void *weight, int dt, vf offset, int64_t i, int r) 
   return weight ? v_add(v_get(weight, dt, i, r), offset) : v_set1(1.0f);
 }
 
-/* ---- forward --------------------------------------------------------------------------------------------------- */
-DC_INLINE void add_rows(void *sum, const void *x, const void *residual, int dt, int64_t cols) {
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
+DC_INLINE void add_rows(void *sum, const void *x, const void *residual, int dt, int64_t cols){
 #define STEP(chain, i, r) v_put(sum, dt, i, r, v_add(v_get(x, dt, i, r), v_get(residual, dt, i, r)))
-  EACH_VECTOR(STEP)
+    EACH_VECTOR(STEP)
 #undef STEP
 }
 
 DC_INLINE float mean_of(const void *x, int dt, int64_t cols) {
   sums s = sums_zero();
-#define STEP(chain, i, r)                                                                                              \
-  v_ahead(x, dt, i, AHEAD);                                                                                            \
+#define STEP(chain, i, r)   \
+  v_ahead(x, dt, i, AHEAD); \
   s.chain = v_add(s.chain, v_get(x, dt, i, r))
   EACH_VECTOR(STEP)
 #undef STEP
@@ -63,14 +63,12 @@ DC_INLINE float mean_of(const void *x, int dt, int64_t cols) {
 DC_INLINE float rstd_of(const void *x, int dt, int center, int64_t cols, float mean, float eps) {
   const vf m = v_set1(mean);
   sums s = sums_zero();
-#define STEP(chain, i, r)                                                                                              \
-  if (!center) v_ahead(x, dt, i, AHEAD);                                                                               \
-  const vf d = center ? v_keep(v_sub(v_get(x, dt, i, r), m), r) : v_get(x, dt, i, r);                                  \
+#define STEP(chain, i, r)                                                             \
+  if (!center) v_ahead(x, dt, i, AHEAD);                                              \
+  const vf d = center ? v_keep(v_sub(v_get(x, dt, i, r), m), r) : v_get(x, dt, i, r); \
   s.chain = v_fma(d, d, s.chain)
-#define BLOCK(chain, i, r)                                                                                             \
-  {                                                                                                                    \
-    STEP(chain, i, r);                                                                                                 \
-  }
+#define BLOCK(chain, i, r) \
+  { STEP(chain, i, r); }
   EACH_VECTOR(BLOCK)
 #undef BLOCK
 #undef STEP
@@ -82,11 +80,11 @@ DC_INLINE void norm_out(const dc_norm_args *a, int dt, int wdt, int center, cons
   const int64_t cols = a->cols;
   const vf m = v_set1(mean), scale = v_set1(rstd), offset = v_set1(a->offset);
   int64_t i = 0;
-#define STEP(i, r)                                                                                                     \
-  {                                                                                                                    \
-    const vf v = v_get(x, dt, i, r), h = v_mul(center ? v_sub(v, m) : v, scale);                                       \
-    const vf w = weight_at(a->weight, wdt, offset, i, r);                                                              \
-    v_put(y, dt, i, r, a->bias ? v_fma(h, w, v_get(a->bias, wdt, i, r)) : v_mul(h, w));                                \
+#define STEP(i, r)                                                                      \
+  {                                                                                     \
+    const vf v = v_get(x, dt, i, r), h = v_mul(center ? v_sub(v, m) : v, scale);        \
+    const vf w = weight_at(a->weight, wdt, offset, i, r);                               \
+    v_put(y, dt, i, r, a->bias ? v_fma(h, w, v_get(a->bias, wdt, i, r)) : v_mul(h, w)); \
   }
   for (; i + LANES <= cols; i += LANES) STEP(i, LANES)
   if (i < cols) STEP(i, (int)(cols - i))
@@ -111,28 +109,24 @@ DC_INLINE void norm_loop(const dc_norm_args *args, int dt, int wdt, int center, 
 }
 
 DC_INLINE void norm_weights(const dc_norm_args *a, int dt, int center, int64_t begin, int64_t end) {
-  if (a->weight_dtype == dt)
-    norm_loop(a, dt, dt, center, begin, end);
-  else
-    norm_loop(a, dt, a->weight_dtype, center, begin, end);
+  if (a->weight_dtype == dt) norm_loop(a, dt, dt, center, begin, end);
+  else norm_loop(a, dt, a->weight_dtype, center, begin, end);
 }
 
 DC_INLINE void norm_dtype(const dc_norm_args *a, int dt, int64_t begin, int64_t end) {
-  if (a->mean)
-    norm_weights(a, dt, 1, begin, end);
-  else
-    norm_weights(a, dt, 0, begin, end);
+  if (a->mean) norm_weights(a, dt, 1, begin, end);
+  else norm_weights(a, dt, 0, begin, end);
 }
 
 void DC_BODY(norm)(const dc_norm_args *a, int64_t begin, int64_t end) {
   switch (a->dtype) {
-    case DC_F32: norm_dtype(a, DC_F32, begin, end); return;
-    case DC_BF16: norm_dtype(a, DC_BF16, begin, end); return;
-    default: norm_dtype(a, DC_F16, begin, end); return;
+  case DC_F32: norm_dtype(a, DC_F32, begin, end); return;
+  case DC_BF16: norm_dtype(a, DC_BF16, begin, end); return;
+  default: norm_dtype(a, DC_F16, begin, end); return;
   }
 }
 
-/* ---- gradient -------------------------------------------------------------------------------------------------- */
+/* ---- gradient ---------------------------------------------------------------------------------------------------- */
 /* One row of the operands, and the two means that its gradient takes out. */
 typedef struct grad_row {
   const void *x, *dy, *dsum;
@@ -150,14 +144,14 @@ DC_INLINE void row_means(const dc_norm_grad_args *a, int dt, int wdt, int center
   const vf offset = v_set1(a->offset);
   const grad_row at = *row;
   sums along = sums_zero(), level = sums_zero();
-#define STEP(chain, i, r)                                                                                              \
-  {                                                                                                                    \
-    v_ahead(at.x, dt, i, AHEAD);                                                                                       \
-    v_ahead(at.dy, dt, i, AHEAD);                                                                                      \
-    const vf h = v_keep(unit_at(&at, dt, center, i, r), r);                                                            \
-    const vf g = v_mul(v_get(at.dy, dt, i, r), weight_at(a->weight, wdt, offset, i, r));                               \
-    along.chain = v_fma(g, h, along.chain);                                                                            \
-    if (center) level.chain = v_add(level.chain, g);                                                                   \
+#define STEP(chain, i, r)                                                                \
+  {                                                                                      \
+    v_ahead(at.x, dt, i, AHEAD);                                                         \
+    v_ahead(at.dy, dt, i, AHEAD);                                                        \
+    const vf h = v_keep(unit_at(&at, dt, center, i, r), r);                              \
+    const vf g = v_mul(v_get(at.dy, dt, i, r), weight_at(a->weight, wdt, offset, i, r)); \
+    along.chain = v_fma(g, h, along.chain);                                              \
+    if (center) level.chain = v_add(level.chain, g);                                     \
   }
   EACH_VECTOR(STEP)
 #undef STEP
@@ -171,14 +165,14 @@ DC_INLINE void row_grad(const dc_norm_grad_args *a, int dt, int wdt, int center,
   const vf offset = v_set1(a->offset);
   const grad_row at = *row;
   int64_t i = 0;
-#define STEP(i, r)                                                                                                     \
-  {                                                                                                                    \
-    const vf d = v_get(at.dy, dt, i, r), h = unit_at(&at, dt, center, i, r);                                           \
-    const vf g = v_mul(d, weight_at(a->weight, wdt, offset, i, r));                                                    \
-    const vf t = v_fma(at.slope, h, v_sub(g, at.base));                                                                \
-    v_put(at.dx, dt, i, r, at.dsum ? v_fma(t, at.rstd, v_get(at.dsum, dt, i, r)) : v_mul(t, at.rstd));                 \
-    if (dweight) v_store32(dweight + i, r, v_fma(d, h, v_get(dweight, DC_F32, i, r)));                                 \
-    if (dbias) v_store32(dbias + i, r, v_add(v_get(dbias, DC_F32, i, r), d));                                          \
+#define STEP(i, r)                                                                                     \
+  {                                                                                                    \
+    const vf d = v_get(at.dy, dt, i, r), h = unit_at(&at, dt, center, i, r);                           \
+    const vf g = v_mul(d, weight_at(a->weight, wdt, offset, i, r));                                    \
+    const vf t = v_fma(at.slope, h, v_sub(g, at.base));                                                \
+    v_put(at.dx, dt, i, r, at.dsum ? v_fma(t, at.rstd, v_get(at.dsum, dt, i, r)) : v_mul(t, at.rstd)); \
+    if (dweight) v_store32(dweight + i, r, v_fma(d, h, v_get(dweight, DC_F32, i, r)));                 \
+    if (dbias) v_store32(dbias + i, r, v_add(v_get(dbias, DC_F32, i, r), d));                          \
   }
   for (; i + LANES <= cols; i += LANES) STEP(i, LANES)
   if (i < cols) STEP(i, (int)(cols - i))
@@ -202,29 +196,25 @@ DC_INLINE void grad_loop(const dc_norm_grad_args *args, int dt, int wdt, int cen
 
 DC_INLINE void grad_weights(const dc_norm_grad_args *a, int dt, int center, int64_t begin, int64_t end, float *dweight,
                             float *dbias) {
-  if (a->weight_dtype == dt)
-    grad_loop(a, dt, dt, center, begin, end, dweight, dbias);
-  else
-    grad_loop(a, dt, a->weight_dtype, center, begin, end, dweight, dbias);
+  if (a->weight_dtype == dt) grad_loop(a, dt, dt, center, begin, end, dweight, dbias);
+  else grad_loop(a, dt, a->weight_dtype, center, begin, end, dweight, dbias);
 }
 
 DC_INLINE void grad_dtype(const dc_norm_grad_args *a, int dt, int64_t begin, int64_t end, float *dweight,
                           float *dbias) {
-  if (a->mean)
-    grad_weights(a, dt, 1, begin, end, dweight, dbias);
-  else
-    grad_weights(a, dt, 0, begin, end, dweight, dbias);
+  if (a->mean) grad_weights(a, dt, 1, begin, end, dweight, dbias);
+  else grad_weights(a, dt, 0, begin, end, dweight, dbias);
 }
 
 void DC_BODY(norm_grad)(const dc_norm_grad_args *a, int64_t begin, int64_t end, float *dweight, float *dbias) {
   switch (a->dtype) {
-    case DC_F32: grad_dtype(a, DC_F32, begin, end, dweight, dbias); return;
-    case DC_BF16: grad_dtype(a, DC_BF16, begin, end, dweight, dbias); return;
-    default: grad_dtype(a, DC_F16, begin, end, dweight, dbias); return;
+  case DC_F32: grad_dtype(a, DC_F32, begin, end, dweight, dbias); return;
+  case DC_BF16: grad_dtype(a, DC_BF16, begin, end, dweight, dbias); return;
+  default: grad_dtype(a, DC_F16, begin, end, dweight, dbias); return;
   }
 }
 
-/* ---- sums of blocks of rows ------------------------------------------------------------------------------------ */
+/* ---- sums of blocks of rows -------------------------------------------------------------------------------------- */
 DC_INLINE void fold_step(void *out, int dt, const float *partial, int64_t rows, int64_t stride, int64_t i, int r) {
   vf sum = v_get(partial, DC_F32, i, r);
   for (int64_t k = 1; k < rows; k++) sum = v_add(sum, v_get(partial + k * stride, DC_F32, i, r));

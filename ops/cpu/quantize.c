@@ -18,7 +18,7 @@ DC_INLINE void ahead(const void *x, int dt, const float *error, int fed, int64_t
   if (fed) v_ahead(error, DC_F32, i, AHEAD);
 }
 
-/* ---- 8 and 4 bits ---------------------------------------------------------------------------------------------- */
+/* ---- 8 and 4 bits ------------------------------------------------------------------------------------------------ */
 DC_INLINE uint32_t top_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
   vi top = vi_set1(0);
   int64_t i = begin;
@@ -31,10 +31,8 @@ DC_INLINE uint32_t top_of(const void *x, int dt, const float *error, int fed, in
 }
 
 DC_INLINE void put_codes(uint8_t *codes, int bits, int64_t i, int r, vi q) {
-  if (bits == 8)
-    v_store8(codes + i, r, vi_narrow8(q));
-  else
-    v_store4(codes + i / 2, r, vi_narrow8(q));
+  if (bits == 8) v_store8(codes + i, r, vi_narrow8(q));
+  else v_store4(codes + i / 2, r, vi_narrow8(q));
 }
 
 DC_INLINE void levels_step(uint8_t *codes, int bits, vf inverse, vf scale_neg, const void *x, int dt, float *error,
@@ -60,7 +58,7 @@ DC_INLINE void levels_block(uint8_t *codes, float *scale, int bits, const void *
   if (i < end) levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, (int)(end - i));
 }
 
-/* ---- 1 bit ----------------------------------------------------------------------------------------------------- */
+/* ---- 1 bit ------------------------------------------------------------------------------------------------------- */
 DC_INLINE double sum_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
   vd sum = vd_zero();
   int64_t i = begin;
@@ -93,55 +91,51 @@ DC_INLINE void sign_block(uint8_t *codes, float *scale, const void *x, int dt, f
   if (i < end) sign_step(codes, v_set1(s), x, dt, error, fed, i, (int)(end - i));
 }
 
-/* ---- loops of constants ---------------------------------------------------------------------------------------- */
+/* ---- loops of constants ------------------------------------------------------------------------------------------ */
 DC_INLINE void quantize_blocks(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt,
                                float *error, int fed, int64_t n) {
   for (int64_t begin = 0; begin < n; begin += block, scales++) {
     const int64_t end = n - begin < block ? n : begin + block;
-    if (bits == 1)
-      sign_block(codes, scales, x, dt, error, fed, begin, end);
-    else
-      levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
+    if (bits == 1) sign_block(codes, scales, x, dt, error, fed, begin, end);
+    else levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
   }
 }
 
 DC_INLINE void quantize_fed(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt, float *error,
                             int64_t n) {
-  if (error)
-    quantize_blocks(codes, scales, bits, block, x, dt, error, 1, n);
-  else
-    quantize_blocks(codes, scales, bits, block, x, dt, error, 0, n);
+  if (error) quantize_blocks(codes, scales, bits, block, x, dt, error, 1, n);
+  else quantize_blocks(codes, scales, bits, block, x, dt, error, 0, n);
 }
 
 DC_INLINE void quantize_bits(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt,
                              float *error, int64_t n) {
   switch (dt) {
-    case DC_F32: quantize_fed(codes, scales, bits, block, x, DC_F32, error, n); return;
-    case DC_BF16: quantize_fed(codes, scales, bits, block, x, DC_BF16, error, n); return;
-    default: quantize_fed(codes, scales, bits, block, x, DC_F16, error, n); return;
+  case DC_F32: quantize_fed(codes, scales, bits, block, x, DC_F32, error, n); return;
+  case DC_BF16: quantize_fed(codes, scales, bits, block, x, DC_BF16, error, n); return;
+  default: quantize_fed(codes, scales, bits, block, x, DC_F16, error, n); return;
   }
 }
 
 void DC_BODY(quantize)(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt, float *error,
                        int64_t n) {
   switch (bits) {
-    case 8: quantize_bits(codes, scales, 8, block, x, dt, error, n); return;
-    case 4: quantize_bits(codes, scales, 4, block, x, dt, error, n); return;
-    default: quantize_bits(codes, scales, 1, block, x, dt, error, n); return;
+  case 8: quantize_bits(codes, scales, 8, block, x, dt, error, n); return;
+  case 4: quantize_bits(codes, scales, 4, block, x, dt, error, n); return;
+  default: quantize_bits(codes, scales, 1, block, x, dt, error, n); return;
   }
 }
 
-/* ---- back ------------------------------------------------------------------------------------------------------ */
+/* ---- back -------------------------------------------------------------------------------------------------------- */
 /* The codes of r elements as numbers. */
 DC_INLINE vf levels(const uint8_t *codes, int bits, int64_t i, int r) {
   unsigned signs = 0;
   switch (bits) {
-    case 8: return vi_float(vi_widen8(v_load8(codes + i, r)));
-    case 4: return vi_float(vi_widen8(v_load4(codes + i / 2, r)));
-    default:
-      signs = codes[i / 8];
-      if (r > 8) signs |= (unsigned)codes[i / 8 + 1] << 8;
-      return v_flip(v_set1(1.0f), signs);
+  case 8: return vi_float(vi_widen8(v_load8(codes + i, r)));
+  case 4: return vi_float(vi_widen8(v_load4(codes + i / 2, r)));
+  default:
+    signs = codes[i / 8];
+    if (r > 8) signs |= (unsigned)codes[i / 8 + 1] << 8;
+    return v_flip(v_set1(1.0f), signs);
   }
 }
 
@@ -159,18 +153,18 @@ DC_INLINE void dequantize_bits(void *out, int dt, const uint8_t *codes, const fl
 DC_INLINE void dequantize_to(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
                              int64_t n) {
   switch (dt) {
-    case DC_F32: dequantize_bits(out, DC_F32, codes, scales, bits, block, n); return;
-    case DC_BF16: dequantize_bits(out, DC_BF16, codes, scales, bits, block, n); return;
-    default: dequantize_bits(out, DC_F16, codes, scales, bits, block, n); return;
+  case DC_F32: dequantize_bits(out, DC_F32, codes, scales, bits, block, n); return;
+  case DC_BF16: dequantize_bits(out, DC_BF16, codes, scales, bits, block, n); return;
+  default: dequantize_bits(out, DC_F16, codes, scales, bits, block, n); return;
   }
 }
 
 void DC_BODY(dequantize)(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
                          int64_t n) {
   switch (bits) {
-    case 8: dequantize_to(out, dt, codes, scales, 8, block, n); return;
-    case 4: dequantize_to(out, dt, codes, scales, 4, block, n); return;
-    default: dequantize_to(out, dt, codes, scales, 1, block, n); return;
+  case 8: dequantize_to(out, dt, codes, scales, 8, block, n); return;
+  case 4: dequantize_to(out, dt, codes, scales, 4, block, n); return;
+  default: dequantize_to(out, dt, codes, scales, 1, block, n); return;
   }
 }
 
@@ -192,8 +186,8 @@ DC_INLINE void add_bits(float *acc, const uint8_t *codes, const float *scales, i
 void DC_BODY(dequantize_add)(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block,
                              float factor, int64_t n) {
   switch (bits) {
-    case 8: add_bits(acc, codes, scales, 8, block, factor, n); return;
-    case 4: add_bits(acc, codes, scales, 4, block, factor, n); return;
-    default: add_bits(acc, codes, scales, 1, block, factor, n); return;
+  case 8: add_bits(acc, codes, scales, 8, block, factor, n); return;
+  case 4: add_bits(acc, codes, scales, 4, block, factor, n); return;
+  default: add_bits(acc, codes, scales, 1, block, factor, n); return;
   }
 }

@@ -14,13 +14,13 @@
 
 enum { UNROLL = 4, PART = 512 };
 
-/* ---- fp32, bf16, fp16 ------------------------------------------------------------------------------------------ */
+/* ---- fp32, bf16, fp16 -------------------------------------------------------------------------------------------- */
 DC_INLINE vf combine(int op, vf a, vf b) {
   switch (op) {
-    case DC_RED_MIN: return v_min(a, b);
-    case DC_RED_MAX: return v_max(a, b);
-    case DC_RED_PROD: return v_mul(a, b);
-    default: return v_add(a, b);
+  case DC_RED_MIN: return v_min(a, b);
+  case DC_RED_MAX: return v_max(a, b);
+  case DC_RED_PROD: return v_mul(a, b);
+  default: return v_add(a, b);
   }
 }
 
@@ -40,10 +40,8 @@ DC_INLINE void ahead_all(const void *const *src, int nsrc, int dt, int64_t i) {
 }
 
 DC_INLINE void put_or_stream(void *p, int dt, int64_t i, int r, vf a, int stream) {
-  if (stream && r == LANES)
-    v_put_stream(p, dt, i, a);
-  else
-    v_put(p, dt, i, r, a);
+  if (stream && r == LANES) v_put_stream(p, dt, i, a);
+  else v_put(p, dt, i, r, a);
 }
 
 DC_INLINE void reduce_step(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t i, int unroll, int r,
@@ -71,54 +69,50 @@ DC_INLINE void reduce_loop(void *dst, const void *const *src, int nsrc, int dt, 
 DC_INLINE void reduce_low(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   stream = stream && v_can_stream(dst, dt);
   switch (op) {
-    case DC_RED_MIN: reduce_loop(dst, src, nsrc, dt, DC_RED_MIN, n, 0); return;
-    case DC_RED_MAX: reduce_loop(dst, src, nsrc, dt, DC_RED_MAX, n, 0); return;
-    case DC_RED_PROD: reduce_loop(dst, src, nsrc, dt, DC_RED_PROD, n, 0); return;
-    case DC_RED_AVG:
-      if (stream)
-        reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n, 1);
-      else
-        reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n, 0);
-      return;
-    default:
-      if (stream)
-        reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n, 1);
-      else
-        reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n, 0);
-      return;
+  case DC_RED_MIN: reduce_loop(dst, src, nsrc, dt, DC_RED_MIN, n, 0); return;
+  case DC_RED_MAX: reduce_loop(dst, src, nsrc, dt, DC_RED_MAX, n, 0); return;
+  case DC_RED_PROD: reduce_loop(dst, src, nsrc, dt, DC_RED_PROD, n, 0); return;
+  case DC_RED_AVG:
+    if (stream) reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n, 1);
+    else reduce_loop(dst, src, nsrc, dt, DC_RED_AVG, n, 0);
+    return;
+  default:
+    if (stream) reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n, 1);
+    else reduce_loop(dst, src, nsrc, dt, DC_RED_SUM, n, 0);
+    return;
   }
 }
 
-/* ---- fp64 and integers ----------------------------------------------------------------------------------------- */
+/* ---- fp64 and integers ------------------------------------------------------------------------------------------- */
 /* s[] holds a part; dst is written after all sources were read, so it may be one of them. `expr` combines a and b. */
-#define EACH(expr)                                                                                                     \
-  for (int k = 1; k < nsrc; k++) {                                                                                     \
-    const elem *x = (const elem *)src[k] + begin;                                                                      \
-    for (int64_t i = 0; i < len; i++) {                                                                                \
-      const elem a = s[i], b = x[i];                                                                                   \
-      s[i] = (elem)(expr);                                                                                             \
-    }                                                                                                                  \
-  }                                                                                                                    \
+#define EACH(expr)                                \
+  for (int k = 1; k < nsrc; k++) {                \
+    const elem *x = (const elem *)src[k] + begin; \
+    for (int64_t i = 0; i < len; i++) {           \
+      const elem a = s[i], b = x[i];              \
+      s[i] = (elem)(expr);                        \
+    }                                             \
+  }                                               \
   break
 
-#define REDUCE_INT(suffix, type, utype)                                                                                \
-  static void reduce_##suffix(type *dst, const void *const *src, int nsrc, int op, int64_t n) {                        \
-    typedef type elem;                                                                                                 \
-    elem s[PART];                                                                                                      \
-    for (int64_t begin = 0; begin < n; begin += PART) {                                                                \
-      const int64_t len = n - begin < PART ? n - begin : PART;                                                         \
-      memcpy(s, (const elem *)src[0] + begin, (size_t)len * sizeof *s);                                                \
-      switch (op) {                                                                                                    \
-        case DC_RED_MIN: EACH(a < b ? a : b);                                                                          \
-        case DC_RED_MAX: EACH(a > b ? a : b);                                                                          \
-        case DC_RED_PROD: EACH((utype)a * (utype)b);                                                                   \
-        case DC_RED_BAND: EACH(a & b);                                                                                 \
-        case DC_RED_BOR: EACH(a | b);                                                                                  \
-        case DC_RED_BXOR: EACH(a ^ b);                                                                                 \
-        default: EACH((utype)a + (utype)b);                                                                            \
-      }                                                                                                                \
-      memcpy(dst + begin, s, (size_t)len * sizeof *s);                                                                 \
-    }                                                                                                                  \
+#define REDUCE_INT(suffix, type, utype)                                                         \
+  static void reduce_##suffix(type *dst, const void *const *src, int nsrc, int op, int64_t n) { \
+    typedef type elem;                                                                          \
+    elem s[PART];                                                                               \
+    for (int64_t begin = 0; begin < n; begin += PART) {                                         \
+      const int64_t len = n - begin < PART ? n - begin : PART;                                  \
+      memcpy(s, (const elem *)src[0] + begin, (size_t)len * sizeof *s);                         \
+      switch (op) {                                                                             \
+      case DC_RED_MIN: EACH(a < b ? a : b);                                                     \
+      case DC_RED_MAX: EACH(a > b ? a : b);                                                     \
+      case DC_RED_PROD: EACH((utype)a * (utype)b);                                              \
+      case DC_RED_BAND: EACH(a & b);                                                            \
+      case DC_RED_BOR: EACH(a | b);                                                             \
+      case DC_RED_BXOR: EACH(a ^ b);                                                            \
+      default: EACH((utype)a + (utype)b);                                                       \
+      }                                                                                         \
+      memcpy(dst + begin, s, (size_t)len * sizeof *s);                                          \
+    }                                                                                           \
   }
 /* utype: unsigned and at least int, so that wrapping is defined. */
 REDUCE_INT(i8, int8_t, unsigned)
@@ -135,10 +129,10 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
     const int64_t len = n - begin < PART ? n - begin : PART;
     memcpy(s, (const double *)src[0] + begin, (size_t)len * sizeof *s);
     switch (op) {
-      case DC_RED_MIN: EACH(dc__min_f64(a, b));
-      case DC_RED_MAX: EACH(dc__max_f64(a, b));
-      case DC_RED_PROD: EACH(a * b);
-      default: EACH(a + b);
+    case DC_RED_MIN: EACH(dc__min_f64(a, b));
+    case DC_RED_MAX: EACH(dc__max_f64(a, b));
+    case DC_RED_PROD: EACH(a * b);
+    default: EACH(a + b);
     }
     for (int64_t i = 0; i < len; i++) dst[begin + i] = dc__canonical_f64(s[i] * share);
   }
@@ -146,19 +140,19 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
 
 void DC_BODY(reduce)(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   switch (dt) {
-    case DC_F32: reduce_low(dst, src, nsrc, DC_F32, op, n, stream); return;
-    case DC_BF16: reduce_low(dst, src, nsrc, DC_BF16, op, n, stream); return;
-    case DC_F16: reduce_low(dst, src, nsrc, DC_F16, op, n, stream); return;
-    case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
-    case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
-    case DC_U8: reduce_u8(dst, src, nsrc, op, n); return;
-    case DC_I16: reduce_i16(dst, src, nsrc, op, n); return;
-    case DC_I32: reduce_i32(dst, src, nsrc, op, n); return;
-    default: reduce_i64(dst, src, nsrc, op, n); return;
+  case DC_F32: reduce_low(dst, src, nsrc, DC_F32, op, n, stream); return;
+  case DC_BF16: reduce_low(dst, src, nsrc, DC_BF16, op, n, stream); return;
+  case DC_F16: reduce_low(dst, src, nsrc, DC_F16, op, n, stream); return;
+  case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
+  case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
+  case DC_U8: reduce_u8(dst, src, nsrc, op, n); return;
+  case DC_I16: reduce_i16(dst, src, nsrc, op, n); return;
+  case DC_I32: reduce_i32(dst, src, nsrc, op, n); return;
+  default: reduce_i64(dst, src, nsrc, op, n); return;
   }
 }
 
-/* ---- into the fp32 accumulator, with the norm ------------------------------------------------------------------ */
+/* ---- into the fp32 accumulator, with the norm -------------------------------------------------------------------- */
 DC_INLINE vd acc_step(vd sq, float *acc, const void *const *src, int nsrc, int dt, int assign, int norm, int64_t i,
                       int unroll, int r, int stream) {
   vf s[UNROLL];
@@ -192,25 +186,19 @@ DC_INLINE void acc_loop(float *acc, const void *const *src, int nsrc, int dt, in
 DC_INLINE void acc_low(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
                        int stream) {
   stream = stream && v_can_stream(acc, DC_F32);
-  if (assign && partial && stream)
-    acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 1);
-  else if (assign && partial)
-    acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 0);
-  else if (assign && stream)
-    acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 1);
-  else if (assign)
-    acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 0);
-  else if (partial)
-    acc_loop(acc, src, nsrc, dt, n, 0, partial, 1, 0);
-  else
-    acc_loop(acc, src, nsrc, dt, n, 0, partial, 0, 0);
+  if (assign && partial && stream) acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 1);
+  else if (assign && partial) acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 0);
+  else if (assign && stream) acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 1);
+  else if (assign) acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 0);
+  else if (partial) acc_loop(acc, src, nsrc, dt, n, 0, partial, 1, 0);
+  else acc_loop(acc, src, nsrc, dt, n, 0, partial, 0, 0);
 }
 
 void DC_BODY(reduce_acc)(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
                          int stream) {
   switch (dt) {
-    case DC_F32: acc_low(acc, src, nsrc, DC_F32, n, assign, partial, stream); return;
-    case DC_BF16: acc_low(acc, src, nsrc, DC_BF16, n, assign, partial, stream); return;
-    default: acc_low(acc, src, nsrc, DC_F16, n, assign, partial, stream); return;
+  case DC_F32: acc_low(acc, src, nsrc, DC_F32, n, assign, partial, stream); return;
+  case DC_BF16: acc_low(acc, src, nsrc, DC_BF16, n, assign, partial, stream); return;
+  default: acc_low(acc, src, nsrc, DC_F16, n, assign, partial, stream); return;
   }
 }

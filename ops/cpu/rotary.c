@@ -45,23 +45,19 @@ DC_INLINE void rotary_loop(const dc_rotary_args *args, int dt, int tdt, int inve
 }
 
 DC_INLINE void rotary_way(const dc_rotary_args *a, int dt, int tdt, int64_t begin, int64_t end) {
-  if (a->inverse)
-    rotary_loop(a, dt, tdt, 1, begin, end);
-  else
-    rotary_loop(a, dt, tdt, 0, begin, end);
+  if (a->inverse) rotary_loop(a, dt, tdt, 1, begin, end);
+  else rotary_loop(a, dt, tdt, 0, begin, end);
 }
 
 DC_INLINE void rotary_table(const dc_rotary_args *a, int dt, int64_t begin, int64_t end) {
-  if (a->table_dtype == dt)
-    rotary_way(a, dt, dt, begin, end);
-  else
-    rotary_way(a, dt, a->table_dtype, begin, end);
+  if (a->table_dtype == dt) rotary_way(a, dt, dt, begin, end);
+  else rotary_way(a, dt, a->table_dtype, begin, end);
 }
 
 void DC_BODY(rotary)(const dc_rotary_args *a, int64_t begin, int64_t end) {
   switch (a->dtype) {
-    case DC_F32: rotary_table(a, DC_F32, begin, end); return;
-    case DC_BF16: rotary_table(a, DC_BF16, begin, end); return;
-    default: rotary_table(a, DC_F16, begin, end); return;
+  case DC_F32: rotary_table(a, DC_F32, begin, end); return;
+  case DC_BF16: rotary_table(a, DC_BF16, begin, end); return;
+  default: rotary_table(a, DC_F16, begin, end); return;
   }
 }

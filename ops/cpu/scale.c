@@ -10,8 +10,8 @@ DC_INLINE void scale_loop(void *x, int dt, float a, int64_t n) {
 
 void DC_BODY(scale)(void *x, int dt, float a, int64_t n) {
   switch (dt) {
-    case DC_F32: scale_loop(x, DC_F32, a, n); return;
-    case DC_BF16: scale_loop(x, DC_BF16, a, n); return;
-    default: scale_loop(x, DC_F16, a, n); return;
+  case DC_F32: scale_loop(x, DC_F32, a, n); return;
+  case DC_BF16: scale_loop(x, DC_BF16, a, n); return;
+  default: scale_loop(x, DC_F16, a, n); return;
   }
 }

@@ -72,7 +72,7 @@ DC_INLINE void error_left(float *error, const float *v, const uint16_t *index, i
 }
 
 DC_INLINE void keys_step(float *v, uint32_t *keys, const void *x, int dt, const float *error, int fed, int64_t from,
-                             int64_t to, int r, vi *top) {
+                         int64_t to, int r, vi *top) {
   vf f = v_get(x, dt, from, r);
   if (fed) f = v_add(f, v_get(error, DC_F32, from, r));
   f = v_canonical(f); /* one magnitude for all NaN */
@@ -105,17 +105,15 @@ DC_INLINE void topk_blocks(float *values, uint16_t *index, const void *x, int dt
 
 DC_INLINE void topk_fed(float *values, uint16_t *index, const void *x, int dt, float *error, int64_t block, int64_t k,
                         int64_t n) {
-  if (error)
-    topk_blocks(values, index, x, dt, error, 1, block, k, n);
-  else
-    topk_blocks(values, index, x, dt, error, 0, block, k, n);
+  if (error) topk_blocks(values, index, x, dt, error, 1, block, k, n);
+  else topk_blocks(values, index, x, dt, error, 0, block, k, n);
 }
 
 void DC_BODY(topk)(float *values, uint16_t *index, const void *x, int dt, float *error, int64_t block, int64_t k,
                    int64_t n) {
   switch (dt) {
-    case DC_F32: topk_fed(values, index, x, DC_F32, error, block, k, n); return;
-    case DC_BF16: topk_fed(values, index, x, DC_BF16, error, block, k, n); return;
-    default: topk_fed(values, index, x, DC_F16, error, block, k, n); return;
+  case DC_F32: topk_fed(values, index, x, DC_F32, error, block, k, n); return;
+  case DC_BF16: topk_fed(values, index, x, DC_BF16, error, block, k, n); return;
+  default: topk_fed(values, index, x, DC_F16, error, block, k, n); return;
   }
 }

@@ -108,19 +108,15 @@ DC_INLINE __m256i v_load16(const void *p, int r) {
   return r == LANES ? _mm256_loadu_si256(p) : _mm256_maskz_loadu_epi16(v_mask(r), p);
 }
 DC_INLINE void v_store16(void *p, int r, __m256i h) {
-  if (r == LANES)
-    _mm256_storeu_si256(p, h);
-  else
-    _mm256_mask_storeu_epi16(p, v_mask(r), h);
+  if (r == LANES) _mm256_storeu_si256(p, h);
+  else _mm256_mask_storeu_epi16(p, v_mask(r), h);
 }
 DC_INLINE vf v_load32(const void *p, int r) {
   return r == LANES ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(v_mask(r), p);
 }
 DC_INLINE void v_store32(void *p, int r, vf a) {
-  if (r == LANES)
-    _mm512_storeu_ps(p, a);
-  else
-    _mm512_mask_storeu_ps(p, v_mask(r), a);
+  if (r == LANES) _mm512_storeu_ps(p, a);
+  else _mm512_mask_storeu_ps(p, v_mask(r), a);
 }
 DC_INLINE vf v_widen_f16(__m256i h) { return _mm512_cvtph_ps(h); }
 DC_INLINE void v_stream32(void *p, vf a) { _mm512_stream_ps(p, a); }
@@ -181,7 +177,7 @@ typedef struct vd {
   __m256d q[4];
 } vd;
 
-#define DC__PAIR(op, x, y)                                                                                             \
+#define DC__PAIR(op, x, y) \
   (vf) { op((x).a, (y).a), op((x).b, (y).b) }
 DC_INLINE vf v_set1(float f) { return (vf){_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
 DC_INLINE vf v_add(vf x, vf y) { return DC__PAIR(_mm256_add_ps, x, y); }
@@ -296,9 +292,7 @@ typedef struct vi {
   __m256i a, b;
 } vi;
 DC_INLINE vi vi_set1(int i) { return (vi){_mm256_set1_epi32(i), _mm256_set1_epi32(i)}; }
-DC_INLINE vi vi_load(const void *p) {
-  return (vi){_mm256_loadu_si256(p), _mm256_loadu_si256((const __m256i *)p + 1)};
-}
+DC_INLINE vi vi_load(const void *p) { return (vi){_mm256_loadu_si256(p), _mm256_loadu_si256((const __m256i *)p + 1)}; }
 DC_INLINE void vi_store(void *p, vi x) {
   _mm256_storeu_si256(p, x.a);
   _mm256_storeu_si256((__m256i *)p + 1, x.b);
@@ -332,13 +326,9 @@ DC_INLINE __m128i vi_narrow8(vi x) {
   const __m256i h = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   return _mm_packs_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
 }
-DC_INLINE vi vi_widen8(__m128i b) {
-  return (vi){_mm256_cvtepi8_epi32(b), _mm256_cvtepi8_epi32(_mm_srli_si128(b, 8))};
-}
+DC_INLINE vi vi_widen8(__m128i b) { return (vi){_mm256_cvtepi8_epi32(b), _mm256_cvtepi8_epi32(_mm_srli_si128(b, 8))}; }
 /* Bit j: the sign of element j. */
-DC_INLINE unsigned v_signs(vf x) {
-  return (unsigned)_mm256_movemask_ps(x.a) | (unsigned)_mm256_movemask_ps(x.b) << 8;
-}
+DC_INLINE unsigned v_signs(vf x) { return (unsigned)_mm256_movemask_ps(x.a) | (unsigned)_mm256_movemask_ps(x.b) << 8; }
 DC_INLINE __m256 v_flip8(__m256 x, unsigned bits) {
   const __m256i one_each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), one_each), one_each);
@@ -383,18 +373,18 @@ DC_INLINE __m256d vd_half(vd acc) {
 /* float(p[i]) of r elements, the rest zero. dt is a constant where speed matters, and the switch is gone. */
 DC_INLINE vf v_get(const void *p, int dt, int64_t i, int r) {
   switch (dt) {
-    case DC_F32: return v_load32((const float *)p + i, r);
-    case DC_BF16: return v_widen_bf16(v_load16((const uint16_t *)p + i, r));
-    default: return v_widen_f16(v_load16((const uint16_t *)p + i, r));
+  case DC_F32: return v_load32((const float *)p + i, r);
+  case DC_BF16: return v_widen_bf16(v_load16((const uint16_t *)p + i, r));
+  default: return v_widen_f16(v_load16((const uint16_t *)p + i, r));
   }
 }
 
 /* p[i] = round_to(dt, a) of r elements; a holds no NaN but the canonical one. */
 DC_INLINE void v_put_canonical(void *p, int dt, int64_t i, int r, vf a) {
   switch (dt) {
-    case DC_F32: v_store32((float *)p + i, r, a); return;
-    case DC_BF16: v_store16((uint16_t *)p + i, r, v_narrow_bf16(a)); return;
-    default: v_store16((uint16_t *)p + i, r, v_narrow_f16(a)); return;
+  case DC_F32: v_store32((float *)p + i, r, a); return;
+  case DC_BF16: v_store16((uint16_t *)p + i, r, v_narrow_bf16(a)); return;
+  default: v_store16((uint16_t *)p + i, r, v_narrow_f16(a)); return;
   }
 }
 
@@ -408,9 +398,9 @@ DC_INLINE int v_can_stream(const void *p, int dt) { return (uintptr_t)p % (dt ==
 DC_INLINE void v_put_stream(void *p, int dt, int64_t i, vf a) {
   a = v_canonical(a);
   switch (dt) {
-    case DC_F32: v_stream32((float *)p + i, a); return;
-    case DC_BF16: v_stream16((uint16_t *)p + i, v_narrow_bf16(a)); return;
-    default: v_stream16((uint16_t *)p + i, v_narrow_f16(a)); return;
+  case DC_F32: v_stream32((float *)p + i, a); return;
+  case DC_BF16: v_stream16((uint16_t *)p + i, v_narrow_bf16(a)); return;
+  default: v_stream16((uint16_t *)p + i, v_narrow_f16(a)); return;
   }
 }
 

@@ -3,11 +3,11 @@
  * computed twice rather than kept: keeping it would cost a write more and, in 16 bits, a rounding.
  *
  * Measured (torch.ops.deepc.cross_entropy_rows, 512 rows of 50,257, one thread of a shared machine with AVX-512 BF16,
- * the third of 3 calls): loss and gradient 1.34 ns an element in fp32, 1.41 in bf16, 1.21 in fp16; the loss alone 0.96, 0.68,
- * 0.68. With AVX2 1.90, 2.19, 2.40. Beside that the three GEMMs of 384 columns take some 15 ns an element in fp32 and
- * 3.4 in bf16. */
-#include "cpu/exp.h"
+ * the third of 3 calls): loss and gradient 1.34 ns an element in fp32, 1.41 in bf16, 1.21 in fp16; the loss alone 0.96,
+ * 0.68, 0.68. With AVX2 1.90, 2.19, 2.40. Beside that the three GEMMs of 384 columns take some 15 ns an element in fp32
+ * and 3.4 in bf16. */
 #include "ref/xent.h"
+#include "cpu/exp.h"
 
 /* The last r elements, -inf behind them: e^(-inf) adds nothing. */
 DC_INLINE vf padded(const void *x, int dt, int64_t i, int r) {
@@ -83,10 +83,8 @@ DC_INLINE void one_row(const dc_xent_args *a, int dt, int64_t r) {
   const int totals = a->label_smoothing != 0.0f;
   for (int64_t i = 0; i < n; i += DC_BLOCK) {
     const int64_t end = n - i < DC_BLOCK ? n : i + DC_BLOCK;
-    if (totals)
-      add_block(&o, x, dt, i, end, 1);
-    else
-      add_block(&o, x, dt, i, end, 0);
+    if (totals) add_block(&o, x, dt, i, end, 1);
+    else add_block(&o, x, dt, i, end, 0);
   }
   const float at_label = dc__get(x, dt, label);
   if (a->loss) a->loss[r] = dc__row_loss(a, &o, at_label);
@@ -102,8 +100,8 @@ DC_INLINE void rows_loop(const dc_xent_args *a, int dt, int64_t begin, int64_t e
 
 void DC_BODY(xent)(const dc_xent_args *a, int64_t begin, int64_t end) {
   switch (a->dtype) {
-    case DC_F32: rows_loop(a, DC_F32, begin, end); return;
-    case DC_BF16: rows_loop(a, DC_BF16, begin, end); return;
-    default: rows_loop(a, DC_F16, begin, end); return;
+  case DC_F32: rows_loop(a, DC_F32, begin, end); return;
+  case DC_BF16: rows_loop(a, DC_BF16, begin, end); return;
+  default: rows_loop(a, DC_F16, begin, end); return;
   }
 }

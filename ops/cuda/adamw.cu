@@ -8,7 +8,7 @@ __global__ void __launch_bounds__(THREADS) adamw_kernel(const __grid_constant__ 
   dc_gpu::adamw(table, (int32_t)blockIdx.x, (int)threadIdx.x, (int)blockDim.x);
 }
 
-// ---- validation: as in ops/dispatch.c -------------------------------------------------------------------------------
+// ---- validation: as in ops/dispatch.c ------------------------------------------------------------------------------
 static int check_scalars(const dc_adamw_args *t, int64_t k) {
   const long long i = k;
   if (t->step < 1)

@@ -25,11 +25,10 @@
 
 namespace dc_gpu {
 
-// ---- memory: vectors of up to 16 bytes, one instruction each --------------------------------------------------------
+// ---- memory: vectors of up to 16 bytes, one instruction each -------------------------------------------------------
 #if defined(__CUDACC__)
 // Stores go through __stwb (a plain store, written back): the compiler breaks up a store of a struct after arithmetic.
-template <class Word>
-DC_GPU void store_word(void *to, const void *from) {
+template <class Word> DC_GPU void store_word(void *to, const void *from) {
   Word word;
   memcpy(&word, from, sizeof word);
   __stwb(static_cast<Word *>(to), word);
@@ -41,13 +40,11 @@ DC_GPU void store_bytes8(void *to, const void *from) { store_word<uint2>(to, fro
 #endif
 
 // W elements of type T side by side. 16-byte alignment, because in registers it costs nothing.
-template <class T, int W>
-struct alignas(16) Pack {
+template <class T, int W> struct alignas(16) Pack {
   T x[W];
 };
 
-template <class T, int W>
-DC_GPU Pack<T, W> load(const T *p) {
+template <class T, int W> DC_GPU Pack<T, W> load(const T *p) {
   Pack<T, W> v;
   if constexpr (sizeof(T) * W == 16) load_bytes16(v.x, p);
   else if constexpr (W > 1 && sizeof(T) * W == 8) load_bytes8(v.x, p);
@@ -58,29 +55,26 @@ DC_GPU Pack<T, W> load(const T *p) {
   return v;
 }
 
-template <class T, int W>
-DC_GPU void store(T *p, const Pack<T, W> &v) {
+template <class T, int W> DC_GPU void store(T *p, const Pack<T, W> &v) {
   if constexpr (sizeof(T) * W == 16) store_bytes16(p, v.x);
   else if constexpr (W > 1 && sizeof(T) * W == 8) store_bytes8(p, v.x);
   else *p = v.x[0];
 }
 
-template <int N>
-struct Width {
+template <int N> struct Width {
   static constexpr int value = N;
 };
 
 // Calls each(Width<V>, i) for the whole vectors of [0, n) that fall to this thread, then each(Width<1>, i) for the
 // rest.
-template <int V, class F>
-DC_GPU void for_each(int64_t n, int64_t thread, int64_t threads, F each) {
+template <int V, class F> DC_GPU void for_each(int64_t n, int64_t thread, int64_t threads, F each) {
   const int64_t vectors = n / V;
   for (int64_t k = thread; k < vectors; k += threads) each(Width<V>(), k * V);
   if constexpr (V > 1)
     for (int64_t i = vectors * V + thread; i < n; i += threads) each(Width<1>(), i);
 }
 
-// ---- dtypes: how an element is stored, the type that arithmetic has, and the way between ----------------------------
+// ---- dtypes: how an element is stored, the type that arithmetic has, and the way between ---------------------------
 DC_GPU float canonical(float f) { return f != f ? __uint_as_float(0x7fc00000u) : f; }
 DC_GPU double canonical(double d) { return d != d ? __longlong_as_double(0x7ff8000000000000ll) : d; }
 
@@ -97,10 +91,10 @@ struct Float32Steps {
   typedef float wide;
   static DC_GPU float step(int op, float a, float b) {
     switch (op) {
-      case DC_RED_MIN: return a != a || a < b ? a : b;
-      case DC_RED_MAX: return a != a || a > b ? a : b;
-      case DC_RED_PROD: return __fmul_rn(a, b);
-      default: return __fadd_rn(a, b);
+    case DC_RED_MIN: return a != a || a < b ? a : b;
+    case DC_RED_MAX: return a != a || a > b ? a : b;
+    case DC_RED_PROD: return __fmul_rn(a, b);
+    default: return __fadd_rn(a, b);
     }
   }
   static DC_GPU float times(float s, double share) { return __fmul_rn(s, (float)share); }
@@ -127,42 +121,40 @@ struct F64 {
   static DC_GPU double down(double d) { return canonical(d); }
   static DC_GPU double step(int op, double a, double b) {
     switch (op) {
-      case DC_RED_MIN: return a != a || a < b ? a : b;
-      case DC_RED_MAX: return a != a || a > b ? a : b;
-      case DC_RED_PROD: return __dmul_rn(a, b);
-      default: return __dadd_rn(a, b);
+    case DC_RED_MIN: return a != a || a < b ? a : b;
+    case DC_RED_MAX: return a != a || a > b ? a : b;
+    case DC_RED_PROD: return __dmul_rn(a, b);
+    default: return __dadd_rn(a, b);
     }
   }
   static DC_GPU double times(double s, double share) { return __dmul_rn(s, share); }
 };
 // Integers wrap around, through the unsigned 64-bit type.
-template <class I>
-struct Int {
+template <class I> struct Int {
   typedef I stored, wide;
   static DC_GPU I up(I i) { return i; }
   static DC_GPU I down(I i) { return i; }
   static DC_GPU I step(int op, I a, I b) {
     switch (op) {
-      case DC_RED_MIN: return a < b ? a : b;
-      case DC_RED_MAX: return a > b ? a : b;
-      case DC_RED_PROD: return (I)((uint64_t)a * (uint64_t)b);
-      case DC_RED_BAND: return (I)(a & b);
-      case DC_RED_BOR: return (I)(a | b);
-      case DC_RED_BXOR: return (I)(a ^ b);
-      default: return (I)((uint64_t)a + (uint64_t)b);
+    case DC_RED_MIN: return a < b ? a : b;
+    case DC_RED_MAX: return a > b ? a : b;
+    case DC_RED_PROD: return (I)((uint64_t)a * (uint64_t)b);
+    case DC_RED_BAND: return (I)(a & b);
+    case DC_RED_BOR: return (I)(a | b);
+    case DC_RED_BXOR: return (I)(a ^ b);
+    default: return (I)((uint64_t)a + (uint64_t)b);
     }
   }
   static DC_GPU I times(I s, double) { return s; } // the launcher refuses averages of integers
 };
 
 // Elements of a vector when the widest array moves 16 bytes at a time.
-template <class A, class B>
-constexpr int vector_width() {
+template <class A, class B> constexpr int vector_width() {
   const int a = (int)sizeof(typename A::stored), b = (int)sizeof(typename B::stored);
   return 16 / (a > b ? a : b);
 }
 
-// ---- cast, scale, axpy ----------------------------------------------------------------------------------------------
+// ---- cast, scale, axpy ---------------------------------------------------------------------------------------------
 template <class D, class S, int V>
 DC_GPU void cast(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n, int64_t thread,
                  int64_t threads) {
@@ -200,8 +192,7 @@ DC_GPU int64_t block_length(int64_t n, int64_t block) {
 // The square of an fp32 is exact in fp64, so the fused form has the bits of the separate one.
 DC_GPU double add_square(double sum, float f) { return __fma_rn((double)f, (double)f, sum); }
 
-template <class T>
-DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block, int lane) {
+template <class T> DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block, int lane) {
   const int length = (int)block_length(n, block);
   const typename T::stored *p = x + block * DC_BLOCK;
   double sum = 0;
@@ -210,10 +201,9 @@ DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block,
   return sum;
 }
 
-// ---- reductions over arrays -----------------------------------------------------------------------------------------
+// ---- reductions over arrays ----------------------------------------------------------------------------------------
 // The source pointers travel as a kernel parameter: 64 bytes for up to 8 sources, 8 KiB for more.
-template <int CAPACITY>
-struct Sources {
+template <int CAPACITY> struct Sources {
   const void *p[CAPACITY];
 };
 
@@ -296,7 +286,7 @@ DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, 
   return square;
 }
 
-// ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block --------------------------
+// ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block -------------------------
 enum { ADAMW_CHUNK = 4096, ADAMW_WIDTH = 4, ADAMW_TENSORS = 37 };
 
 struct AdamwTensor {
@@ -329,29 +319,25 @@ DC_GPU int adamw_find(const AdamwTable &table, int32_t block) {
 
 // W elements as they lie in memory. Loading and unpacking are apart, so that all loads are under way before the first
 // is used.
-template <int W>
-struct Raw {
+template <int W> struct Raw {
   Pack<float, W> wide;      // fp32
   Pack<uint16_t, W> narrow; // bf16, fp16
 };
 
-template <int W>
-DC_GPU Raw<W> load_raw(const void *p, int dtype, int64_t i) {
+template <int W> DC_GPU Raw<W> load_raw(const void *p, int dtype, int64_t i) {
   Raw<W> raw;
   if (dtype == DC_F32) raw.wide = load<float, W>(static_cast<const float *>(p) + i);
   else raw.narrow = load<uint16_t, W>(static_cast<const uint16_t *>(p) + i);
   return raw;
 }
 
-template <int W>
-DC_GPU void unpack(float *to, const Raw<W> &raw, int dtype) {
+template <int W> DC_GPU void unpack(float *to, const Raw<W> &raw, int dtype) {
   DC_UNROLL
   for (int j = 0; j < W; j++)
     to[j] = dtype == DC_F32 ? raw.wide.x[j] : dtype == DC_BF16 ? up_bf16(raw.narrow.x[j]) : up_f16(raw.narrow.x[j]);
 }
 
-template <int W>
-DC_GPU void store_as(void *p, int dtype, int64_t i, const float *from) {
+template <int W> DC_GPU void store_as(void *p, int dtype, int64_t i, const float *from) {
   if (dtype == DC_F32) {
     Pack<float, W> out;
     DC_UNROLL
@@ -365,8 +351,7 @@ DC_GPU void store_as(void *p, int dtype, int64_t i, const float *from) {
   }
 }
 
-template <int W>
-DC_GPU void adamw_elements(const AdamwTensor &t, int64_t i) {
+template <int W> DC_GPU void adamw_elements(const AdamwTensor &t, int64_t i) {
   const Raw<W> raw_p = load_raw<W>(t.param, t.param_dtype, i), raw_g = load_raw<W>(t.grad, t.grad_dtype, i);
   const Raw<W> raw_m = load_raw<W>(t.exp_avg, t.state_dtype, i), raw_v = load_raw<W>(t.exp_avg_sq, t.state_dtype, i);
   float p[W], g[W], m[W], v[W];
@@ -410,8 +395,7 @@ DC_GPU void adamw(const AdamwTable &table, int32_t block, int thread, int thread
   if (t.vectors)
     for_each<ADAMW_WIDTH>(length, thread, threads,
                           [&, begin](auto width, int64_t i) { adamw_elements<decltype(width)::value>(t, begin + i); });
-  else
-    for_each<1>(length, thread, threads, [&, begin](auto, int64_t i) { adamw_elements<1>(t, begin + i); });
+  else for_each<1>(length, thread, threads, [&, begin](auto, int64_t i) { adamw_elements<1>(t, begin + i); });
 }
 
 } // namespace dc_gpu

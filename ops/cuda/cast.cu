@@ -3,7 +3,7 @@
 
 template <class D, class S, int V>
 __global__ void __launch_bounds__(THREADS)
-cast_kernel(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n) {
+    cast_kernel(typename D::stored *dst, const typename S::stored *src, float scale, int64_t n) {
   dc_gpu::cast<D, S, V>(dst, src, scale, n, grid_thread(), grid_threads());
 }
 
@@ -16,8 +16,7 @@ static int launch_cast(void *dst, const void *src, float scale, int64_t n, cudaS
   const from *s = static_cast<const from *>(src);
   if (aligned_to(dst, V * sizeof(to)) && aligned_to(src, V * sizeof(from)))
     cast_kernel<D, S, V><<<grid_for(n / V + 1), THREADS, 0, stream>>>(d, s, scale, n);
-  else
-    cast_kernel<D, S, 1><<<grid_for(n), THREADS, 0, stream>>>(d, s, scale, n);
+  else cast_kernel<D, S, 1><<<grid_for(n), THREADS, 0, stream>>>(d, s, scale, n);
   return launched();
 }
 

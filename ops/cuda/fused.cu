@@ -11,24 +11,27 @@ enum { WARPS = THREADS / WARP, MAX_ROWS_Y = 1 << 15 };
 // The sum of a row's 64 accumulators as fused.h combines them, in every lane. All 32 threads must be here.
 __device__ __forceinline__ float warp_tree(Sums s) {
   const unsigned all = 0xffffffffu;
-  const float lo = __fadd_rn(s.lo, __shfl_down_sync(all, s.lo, 16)), hi = __fadd_rn(s.hi, __shfl_down_sync(all, s.hi, 16));
+  const float lo = __fadd_rn(s.lo, __shfl_down_sync(all, s.lo, 16)),
+              hi = __fadd_rn(s.hi, __shfl_down_sync(all, s.hi, 16));
   float sum = __fadd_rn(lo, hi);
   for (int width = 8; width > 0; width /= 2) sum = __fadd_rn(sum, __shfl_down_sync(all, sum, width, 16));
   return __shfl_sync(all, sum, 0);
 }
 
 // Calls f(row, lane) with a warp per row.
-template <class F>
-__device__ __forceinline__ void each_row(int64_t rows, F f) {
+template <class F> __device__ __forceinline__ void each_row(int64_t rows, F f) {
   for (int64_t row = grid_thread() / WARP; row < rows; row += grid_threads() / WARP) f(row, (int)(threadIdx.x % WARP));
 }
-static inline unsigned grid_for_rows(int64_t rows) { return grid_for(rows > INT64_MAX / WARP ? INT64_MAX : rows * WARP); }
+static inline unsigned grid_for_rows(int64_t rows) {
+  return grid_for(rows > INT64_MAX / WARP ? INT64_MAX : rows * WARP);
+}
 
-// ---- validation: as in ops/fused.c ----------------------------------------------------------------------------------
+// ---- validation: as in ops/fused.c ---------------------------------------------------------------------------------
 static int check_shape(int64_t rows, int64_t cols) {
   int64_t n;
   if (rows < 0 || cols < 0)
-    return CUDA_FAIL(DC_E_INVALID, "rows = %lld, cols = %lld; neither may be negative", (long long)rows, (long long)cols);
+    return CUDA_FAIL(DC_E_INVALID, "rows = %lld, cols = %lld; neither may be negative", (long long)rows,
+                     (long long)cols);
   if (__builtin_mul_overflow(rows, cols, &n)) n = INT64_MAX;
   return dc__cuda_check_count(n);
 }
@@ -37,7 +40,8 @@ static int check_rows(const void *p, int dt, int64_t rows, int64_t cols, int64_t
   int64_t n;
   DC_TRY(dc__cuda_check_array(p, dc__cuda_dtype_size(dt), rows * cols, what));
   if (rows > 1 && (stride < cols || __builtin_mul_overflow(rows, stride, &n) || n > INT64_MAX / 16))
-    return CUDA_FAIL(DC_E_INVALID, "%s: rows start %lld elements apart; it must be at least cols = %lld, and fit memory", what,
+    return CUDA_FAIL(DC_E_INVALID,
+                     "%s: rows start %lld elements apart; it must be at least cols = %lld, and fit memory", what,
                      (long long)stride, (long long)cols);
   return DC_OK;
 }
@@ -46,9 +50,9 @@ static int check_maybe(const void *p, int dt, const char *what) {
   return p ? dc__cuda_check_array(p, dc__cuda_dtype_size(dt), 0, what) : (int)DC_OK;
 }
 
-// ---- sums over rows ---------------------------------------------------------------------------------------------------
+// ---- sums over rows ------------------------------------------------------------------------------------------------
 __global__ void __launch_bounds__(THREADS)
-fold_kernel(void *out, int dt, const float *partial, int64_t blocks, int64_t cols) {
+    fold_kernel(void *out, int dt, const float *partial, int64_t blocks, int64_t cols) {
   for (int64_t i = grid_thread(); i < cols; i += grid_threads()) dc_gpu::fold_column(out, dt, partial, blocks, cols, i);
 }
 
@@ -61,9 +65,8 @@ static inline dim3 grid_for_columns(int64_t cols, int64_t blocks) {
   return dim3(grid_for(cols), (unsigned)(blocks < MAX_ROWS_Y ? blocks : (int64_t)MAX_ROWS_Y));
 }
 
-// ---- norms ------------------------------------------------------------------------------------------------------------
-template <class T>
-__global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ dc_norm_args a) {
+// ---- norms ---------------------------------------------------------------------------------------------------------
+template <class T> __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ dc_norm_args a) {
   each_row(a.rows, [&](int64_t row, int lane) {
     const typename T::stored *x = dc_gpu::norm_source<T>(a, row, lane);
     const float mean = a.mean ? __fdiv_rn(warp_tree(dc_gpu::norm_total<T>(x, a.cols, lane)), (float)a.cols) : 0.0f;
@@ -109,11 +112,13 @@ __global__ void __launch_bounds__(THREADS) norm_grad_kernel(const __grid_constan
 
 template <class T>
 __global__ void __launch_bounds__(THREADS)
-norm_columns_kernel(const __grid_constant__ dc_norm_grad_args a, int64_t block, int64_t blocks, float *dweight, float *dbias) {
+    norm_columns_kernel(const __grid_constant__ dc_norm_grad_args a, int64_t block, int64_t blocks, float *dweight,
+                        float *dbias) {
   for (int64_t k = blockIdx.y; k < blocks; k += gridDim.y) {
     const int64_t end = (k + 1) * block < a.rows ? (k + 1) * block : a.rows;
     for (int64_t i = grid_thread(); i < a.cols; i += grid_threads())
-      dc_gpu::grad_column<T>(a, k * block, end, i, dweight ? dweight + k * a.cols : nullptr, dbias ? dbias + k * a.cols : nullptr);
+      dc_gpu::grad_column<T>(a, k * block, end, i, dweight ? dweight + k * a.cols : nullptr,
+                             dbias ? dbias + k * a.cols : nullptr);
   }
 }
 
@@ -147,7 +152,8 @@ int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
       using T = decltype(t);
       norm_grad_kernel<T><<<grid_for_rows(a.rows), THREADS, 0, stream>>>(a);
       if (sums)
-        norm_columns_kernel<T><<<grid_for_columns(a.cols, blocks), THREADS, 0, stream>>>(a, block, blocks, dweight, dbias);
+        norm_columns_kernel<T>
+            <<<grid_for_columns(a.cols, blocks), THREADS, 0, stream>>>(a, block, blocks, dweight, dbias);
       return 0;
     });
   if (a.dweight) launch_fold(a.dweight, a.weight_dtype, dweight, blocks, a.cols, stream);
@@ -155,10 +161,9 @@ int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
   return launched();
 }
 
-// ---- activations ------------------------------------------------------------------------------------------------------
+// ---- activations ---------------------------------------------------------------------------------------------------
 // Whether vectors of 16 bytes may be used: pointers and strides are multiples of them.
-template <class T, size_t N>
-static bool wide(const void *const (&p)[N], const int64_t (&stride)[N]) {
+template <class T, size_t N> static bool wide(const void *const (&p)[N], const int64_t (&stride)[N]) {
   const int V = dc_gpu::vector_width<T, T>();
   for (size_t k = 0; k < N; k++)
     if (!aligned_to(p[k], 16) || stride[k] % V) return false;
@@ -168,11 +173,11 @@ static bool wide(const void *const (&p)[N], const int64_t (&stride)[N]) {
 // Blocks of a grid that has a CUDA block per row.
 static inline unsigned grid_of_rows(int64_t rows) { return (unsigned)(rows < MAX_GRID ? rows : (int64_t)MAX_GRID); }
 
-#define ROWS_KERNEL(name)                                                                                              \
-  template <class T, int V>                                                                                            \
-  __global__ void __launch_bounds__(THREADS) name##_kernel(const __grid_constant__ dc_##name##_args a, int64_t n) {    \
-    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x)                                                     \
-      dc_gpu::name<T, V>(a, n, row, threadIdx.x, blockDim.x);                                                          \
+#define ROWS_KERNEL(name)                                                                                           \
+  template <class T, int V>                                                                                         \
+  __global__ void __launch_bounds__(THREADS) name##_kernel(const __grid_constant__ dc_##name##_args a, int64_t n) { \
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x)                                                  \
+      dc_gpu::name<T, V>(a, n, row, threadIdx.x, blockDim.x);                                                       \
   }
 ROWS_KERNEL(swiglu)
 ROWS_KERNEL(swiglu_grad)
@@ -207,8 +212,7 @@ int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream_) {
     using T = decltype(t);
     if (wide<T>({a.gate, a.up, a.out}, {a.gate_stride, a.up_stride, a.out_stride}))
       swiglu_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else
-      swiglu_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    else swiglu_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -235,10 +239,10 @@ int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
   DC_TRY(device.enter(a.dgate, "dgate"));
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
-    if (wide<T>({a.dout, a.gate, a.up, a.dgate, a.dup}, {a.dout_stride, a.gate_stride, a.up_stride, a.dgate_stride, a.dup_stride}))
+    if (wide<T>({a.dout, a.gate, a.up, a.dgate, a.dup},
+                {a.dout_stride, a.gate_stride, a.up_stride, a.dgate_stride, a.dup_stride}))
       swiglu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else
-      swiglu_grad_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    else swiglu_grad_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -271,15 +275,14 @@ int dc_cuda_gelu(const dc_gelu_args *args, void *stream_) {
     using T = decltype(t);
     if (wide<T>({a.x, a.out}, {a.x_stride, a.cols}))
       gelu_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else
-      gelu_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    else gelu_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
 
 template <class T>
 __global__ void __launch_bounds__(THREADS)
-gelu_columns_kernel(const __grid_constant__ dc_gelu_grad_args a, int64_t block, int64_t blocks) {
+    gelu_columns_kernel(const __grid_constant__ dc_gelu_grad_args a, int64_t block, int64_t blocks) {
   for (int64_t k = blockIdx.y; k < blocks; k += gridDim.y) {
     const int64_t end = (k + 1) * block < a.rows ? (k + 1) * block : a.rows;
     for (int64_t i = grid_thread(); i < a.cols; i += grid_threads())
@@ -315,8 +318,7 @@ int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
       using T = decltype(t);
       if (wide<T>({a.x, a.dout, a.dx}, {a.x_stride, a.cols, a.cols}))
         gelu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-      else
-        gelu_grad_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+      else gelu_grad_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
       if (a.dbias)
         gelu_columns_kernel<T><<<grid_for_columns(whole.cols, blocks), THREADS, 0, stream>>>(whole, block, blocks);
       return 0;
@@ -325,7 +327,7 @@ int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
   return launched();
 }
 
-// ---- rotary embedding -------------------------------------------------------------------------------------------------
+// ---- rotary embedding ----------------------------------------------------------------------------------------------
 template <class T>
 __global__ void __launch_bounds__(THREADS) rotary_kernel(const __grid_constant__ dc_rotary_args a, int64_t rows) {
   each_row(rows, [&](int64_t row, int lane) { dc_gpu::rotary<T>(a, row, lane); });

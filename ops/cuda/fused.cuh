@@ -1,9 +1,10 @@
 // fused.cuh: bodies.cuh for the ops of ops/fused.h: what one CUDA thread does, compiled as plain C++ too
 // (tests/c/test_cuda_fused.cpp). Operations and their order are those of ops/ref, so results have the CPU's bits.
 //
-// Norms: a warp has a row; its lane t holds accumulators t and t + 32 of the row's 64, and touches no elements but those of
-// index t modulo 32, in every pass: no barrier is needed between them. Gradients of weights and biases: a thread has a
-// column of a block of rows. Activations: a CUDA block has a row (arrays without strides come cut into rows of CHUNK).
+// Norms: a warp has a row; its lane t holds accumulators t and t + 32 of the row's 64, and touches no elements but
+// those of index t modulo 32, in every pass: no barrier is needed between them. Gradients of weights and biases: a
+// thread has a column of a block of rows. Activations: a CUDA block has a row (arrays without strides come cut into
+// rows of CHUNK).
 #ifndef DEEPC_CUDA_FUSED_CUH
 #define DEEPC_CUDA_FUSED_CUH
 
@@ -33,7 +34,7 @@ DC_GPU void write(void *p, int dt, int64_t i, float f) {
 DC_GPU bool negative(float f) { return (__float_as_uint(f) >> 31) != 0; }
 DC_GPU float magnitude(float f) { return __uint_as_float(__float_as_uint(f) & 0x7fffffffu); }
 
-// ---- ref/exp.h and ref/activation.h ---------------------------------------------------------------------------------
+// ---- ref/exp.h and ref/activation.h --------------------------------------------------------------------------------
 DC_GPU float exp_nonpos(float x) {
   const float shifted = __fmaf_rn(x, DC__EXP_LOG2E, DC__EXP_ROUND), n = __fsub_rn(shifted, DC__EXP_ROUND);
   const float r = __fmaf_rn(n, -DC__EXP_LN2_LO, __fmaf_rn(n, -DC__EXP_LN2_HI, x));
@@ -85,13 +86,12 @@ DC_GPU float gelu_slope_of(float x, int form) {
   return __fmul_rn(s.at, __fmaf_rn(x, __fmul_rn(s.rest, gelu_inner_slope(x)), 1.0f));
 }
 
-// ---- norms ----------------------------------------------------------------------------------------------------------
+// ---- norms ---------------------------------------------------------------------------------------------------------
 struct Sums {
   float lo, hi; // accumulators t and t + 32 of the row
 };
 // Adds step(i) of the elements of this lane.
-template <class F>
-DC_GPU Sums lane_sums(int64_t cols, int lane, F step) {
+template <class F> DC_GPU Sums lane_sums(int64_t cols, int lane, F step) {
   Sums s = {0.0f, 0.0f};
   for (int64_t i = lane; i < cols; i += 2 * WARP) {
     s.lo = step(i, s.lo);
@@ -100,12 +100,10 @@ DC_GPU Sums lane_sums(int64_t cols, int lane, F step) {
   return s;
 }
 
-template <class T>
-DC_GPU const typename T::stored *row_of(const void *p, int64_t stride, int64_t row) {
+template <class T> DC_GPU const typename T::stored *row_of(const void *p, int64_t stride, int64_t row) {
   return static_cast<const typename T::stored *>(p) + row * stride;
 }
-template <class T>
-DC_GPU typename T::stored *row_to(void *p, int64_t cols, int64_t row) {
+template <class T> DC_GPU typename T::stored *row_to(void *p, int64_t cols, int64_t row) {
   return static_cast<typename T::stored *>(p) + row * cols;
 }
 DC_GPU float weight_at(const void *weight, int dt, float offset, int64_t i) {
@@ -113,8 +111,7 @@ DC_GPU float weight_at(const void *weight, int dt, float offset, int64_t i) {
 }
 
 // What is normalised: x, or x + residual, which this lane then stores.
-template <class T>
-DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row, int lane) {
+template <class T> DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row, int lane) {
   const typename T::stored *x = row_of<T>(a.x, a.x_stride, row);
   if (!a.residual) return x;
   const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
@@ -122,12 +119,10 @@ DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row,
   for (int64_t i = lane; i < a.cols; i += WARP) sum[i] = T::down(__fadd_rn(T::up(x[i]), T::up(residual[i])));
   return sum;
 }
-template <class T>
-DC_GPU Sums norm_total(const typename T::stored *x, int64_t cols, int lane) {
+template <class T> DC_GPU Sums norm_total(const typename T::stored *x, int64_t cols, int lane) {
   return lane_sums(cols, lane, [=](int64_t i, float sum) { return __fadd_rn(sum, T::up(x[i])); });
 }
-template <class T>
-DC_GPU Sums norm_squares(const typename T::stored *x, int64_t cols, int lane, float mean) {
+template <class T> DC_GPU Sums norm_squares(const typename T::stored *x, int64_t cols, int lane, float mean) {
   return lane_sums(cols, lane, [=](int64_t i, float sum) {
     const float d = __fsub_rn(T::up(x[i]), mean);
     return __fmaf_rn(d, d, sum);
@@ -137,7 +132,8 @@ DC_GPU float norm_rstd(float squares, int64_t cols, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)cols), eps)));
 }
 template <class T>
-DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t row, int lane, float mean, float rstd) {
+DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t row, int lane, float mean,
+                     float rstd) {
   typename T::stored *y = row_to<T>(a.y, a.cols, row);
   if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
   if (lane == 0) a.rstd[row] = canonical(rstd);
@@ -147,29 +143,24 @@ DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t
   }
 }
 
-template <class T>
-DC_GPU float unit_at(const dc_norm_grad_args &a, int64_t row, int64_t i) {
+template <class T> DC_GPU float unit_at(const dc_norm_grad_args &a, int64_t row, int64_t i) {
   const float x = T::up(row_of<T>(a.x, a.x_stride, row)[i]);
   return __fmul_rn(__fsub_rn(x, a.mean ? a.mean[row] : 0.0f), a.rstd[row]);
 }
-template <class T>
-DC_GPU float slope_at(const dc_norm_grad_args &a, int64_t row, int64_t i) {
+template <class T> DC_GPU float slope_at(const dc_norm_grad_args &a, int64_t row, int64_t i) {
   const float d = T::up(row_of<T>(a.dy, a.cols, row)[i]);
   return __fmul_rn(d, weight_at(a.weight, a.weight_dtype, a.offset, i));
 }
-template <class T>
-DC_GPU Sums grad_along(const dc_norm_grad_args &a, int64_t row, int lane) {
+template <class T> DC_GPU Sums grad_along(const dc_norm_grad_args &a, int64_t row, int lane) {
   return lane_sums(a.cols, lane, [&, row](int64_t i, float sum) {
     return __fmaf_rn(slope_at<T>(a, row, i), unit_at<T>(a, row, i), sum);
   });
 }
-template <class T>
-DC_GPU Sums grad_level(const dc_norm_grad_args &a, int64_t row, int lane) {
+template <class T> DC_GPU Sums grad_level(const dc_norm_grad_args &a, int64_t row, int lane) {
   return lane_sums(a.cols, lane, [&, row](int64_t i, float sum) { return __fadd_rn(sum, slope_at<T>(a, row, i)); });
 }
 // along, level: the sums over the row; level counts for layer norm only.
-template <class T>
-DC_GPU void grad_out(const dc_norm_grad_args &a, int64_t row, int lane, float along, float level) {
+template <class T> DC_GPU void grad_out(const dc_norm_grad_args &a, int64_t row, int lane, float along, float level) {
   const float slope = __fdiv_rn(along, (float)a.cols), base = a.mean ? __fdiv_rn(level, (float)a.cols) : 0.0f;
   typename T::stored *dx = row_to<T>(a.dx, a.cols, row);
   for (int64_t i = lane; i < a.cols; i += WARP) {
@@ -180,7 +171,8 @@ DC_GPU void grad_out(const dc_norm_grad_args &a, int64_t row, int lane, float al
 }
 // Column i of rows [begin, end): one partial sum each of dweight and dbias, either of which may be NULL.
 template <class T>
-DC_GPU void grad_column(const dc_norm_grad_args &a, int64_t begin, int64_t end, int64_t i, float *dweight, float *dbias) {
+DC_GPU void grad_column(const dc_norm_grad_args &a, int64_t begin, int64_t end, int64_t i, float *dweight,
+                        float *dbias) {
   float weight = 0.0f, bias = 0.0f;
   for (int64_t row = begin; row < end; row++) {
     const float d = T::up(row_of<T>(a.dy, a.cols, row)[i]);
@@ -196,7 +188,7 @@ DC_GPU void fold_column(void *out, int dt, const float *partial, int64_t blocks,
   write(out, dt, i, sum);
 }
 
-// ---- activations: row `row` of n elements in rows of cols -------------------------------------------------------------
+// ---- activations: row `row` of n elements in rows of cols ----------------------------------------------------------
 DC_GPU int64_t row_length(int64_t n, int64_t cols, int64_t row) {
   const int64_t left = n - row * cols;
   return left < cols ? left : cols;
@@ -287,9 +279,8 @@ DC_GPU void gelu_column(const dc_gelu_grad_args &a, int64_t begin, int64_t end, 
   dbias[i] = sum;
 }
 
-// ---- rotary embedding: lane `lane` of the warp that has row `row` -----------------------------------------------------
-template <class T>
-DC_GPU void rotary(const dc_rotary_args &a, int64_t row, int lane) {
+// ---- rotary embedding: lane `lane` of the warp that has row `row` --------------------------------------------------
+template <class T> DC_GPU void rotary(const dc_rotary_args &a, int64_t row, int lane) {
   typedef typename T::stored stored;
   const int64_t at[3] = {row / a.size[2] / a.size[1], row / a.size[2] % a.size[1], row % a.size[2]};
   int64_t from = 0, to = 0, cos = 0, sin = 0;

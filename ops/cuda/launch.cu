@@ -26,12 +26,12 @@ int dc__cuda_fail(int status, const char *file, int line, const char *func, cons
 
 static const char *advice(cudaError_t error) {
   switch (error) {
-    case cudaErrorInsufficientDriver:
-    case cudaErrorNoDevice: return "there is no usable GPU; install a driver for CUDA 13, or use CPU tensors";
-    case cudaErrorNoKernelImageForDevice:
-    case cudaErrorUnsupportedPtxVersion:
-      return "this build has kernels for sm_80, sm_90 and sm_100 and up; build deepc for this GPU";
-    default: return "an earlier kernel on this device may be the cause; CUDA_LAUNCH_BLOCKING=1 shows which";
+  case cudaErrorInsufficientDriver:
+  case cudaErrorNoDevice: return "there is no usable GPU; install a driver for CUDA 13, or use CPU tensors";
+  case cudaErrorNoKernelImageForDevice:
+  case cudaErrorUnsupportedPtxVersion:
+    return "this build has kernels for sm_80, sm_90 and sm_100 and up; build deepc for this GPU";
+  default: return "an earlier kernel on this device may be the cause; CUDA_LAUNCH_BLOCKING=1 shows which";
   }
 }
 
@@ -60,12 +60,12 @@ int DeviceScope::enter(const void *array, const char *what) {
   return DC_OK;
 }
 
-// ---- validation: the rules of ops/dispatch.c ------------------------------------------------------------------------
+// ---- validation: the rules of ops/dispatch.c -----------------------------------------------------------------------
 static const struct {
   size_t size;
   const char *name;
-} dtypes[DC_DTYPE_COUNT] = {{4, "fp32"}, {2, "bf16"}, {2, "fp16"}, {8, "fp64"}, {1, "int8"}, {1, "uint8"},
-                            {2, "int16"}, {4, "int32"}, {8, "int64"}};
+} dtypes[DC_DTYPE_COUNT] = {{4, "fp32"},  {2, "bf16"},  {2, "fp16"},  {8, "fp64"}, {1, "int8"},
+                            {1, "uint8"}, {2, "int16"}, {4, "int32"}, {8, "int64"}};
 
 size_t dc__cuda_dtype_size(int dt) { return dt < 0 || dt >= DC_DTYPE_COUNT ? 0 : dtypes[dt].size; }
 const char *dc__cuda_dtype_name(int dt) { return dt < 0 || dt >= DC_DTYPE_COUNT ? "?" : dtypes[dt].name; }

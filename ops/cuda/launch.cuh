@@ -31,13 +31,13 @@ enum { MAX_SOURCES = 1024, FEW_SOURCES = 8, THREADS = 256, MAX_GRID = 1 << 16 };
 // Makes the device that holds `array` current for one scope. A launch goes to the current device, whatever its stream
 // is.
 class DeviceScope {
- public:
+public:
   ~DeviceScope() {
     if (restore_ >= 0) (void)cudaSetDevice(restore_);
   }
   int enter(const void *array, const char *what);
 
- private:
+private:
   int restore_ = -1;
 };
 
@@ -53,12 +53,11 @@ static inline int launched(void) {
 }
 
 // Calls f(tag) with the type of a floating dtype that was checked before.
-template <class F>
-int with_low(int dt, F f) {
+template <class F> int with_low(int dt, F f) {
   switch (dt) {
-    case DC_F32: return f(dc_gpu::F32());
-    case DC_BF16: return f(dc_gpu::BF16());
-    default: return f(dc_gpu::F16());
+  case DC_F32: return f(dc_gpu::F32());
+  case DC_BF16: return f(dc_gpu::BF16());
+  default: return f(dc_gpu::F16());
   }
 }
 

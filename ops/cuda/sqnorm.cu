@@ -7,7 +7,7 @@
 // half has no elements and writes nothing.
 template <class T>
 __global__ void __launch_bounds__(THREADS)
-sqnorm_kernel(const typename T::stored *x, int64_t n, int64_t blocks, double *partial) {
+    sqnorm_kernel(const typename T::stored *x, int64_t n, int64_t blocks, double *partial) {
   const int half = threadIdx.x % 32 / dc_gpu::LANES, lane = threadIdx.x % dc_gpu::LANES;
   for (int64_t pair = grid_thread() / 32; pair * 2 < blocks; pair += grid_threads() / 32) {
     const int64_t block = pair * 2 + half;
@@ -16,8 +16,7 @@ sqnorm_kernel(const typename T::stored *x, int64_t n, int64_t blocks, double *pa
   }
 }
 
-template <class T>
-static int launch_sqnorm(const void *x, int64_t n, double *partial, cudaStream_t stream) {
+template <class T> static int launch_sqnorm(const void *x, int64_t n, double *partial, cudaStream_t stream) {
   const int64_t blocks = dc_sqnorm_blocks(n);
   const typename T::stored *p = static_cast<const typename T::stored *>(x);
   sqnorm_kernel<T><<<grid_for(blocks * dc_gpu::LANES), THREADS, 0, stream>>>(p, n, blocks, partial);

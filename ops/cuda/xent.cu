@@ -12,7 +12,8 @@ enum { XENT_WARPS = THREADS / WARP };
 
 // Combined over the block, in every thread. `room`: one element per warp.
 __device__ float block_max(float mine, float *room) {
-  for (int width = WARP / 2; width > 0; width /= 2) mine = dc_gpu::larger(mine, __shfl_down_sync(0xffffffffu, mine, width));
+  for (int width = WARP / 2; width > 0; width /= 2)
+    mine = dc_gpu::larger(mine, __shfl_down_sync(0xffffffffu, mine, width));
   if (threadIdx.x % WARP == 0) room[threadIdx.x / WARP] = mine;
   __syncthreads();
   float all = room[0];
@@ -32,8 +33,7 @@ __device__ XentSums block_sums(XentSums mine, XentSums *room) {
   return all;
 }
 
-template <class T>
-__device__ void one_row(const dc_xent_args &a, int64_t r, float *maxima, XentSums *sums) {
+template <class T> __device__ void one_row(const dc_xent_args &a, int64_t r, float *maxima, XentSums *sums) {
   typename T::stored *x = static_cast<typename T::stored *>(a.logits) + r * a.stride;
   const int64_t label = a.labels[r];
   if (label == a.ignore_index || label < 0 || label >= a.classes) { /* the same for the whole block */
@@ -45,11 +45,11 @@ __device__ void one_row(const dc_xent_args &a, int64_t r, float *maxima, XentSum
   const float max = block_max(dc_gpu::xent_max<T>(x, a.classes, threadIdx.x, THREADS), maxima);
   const XentSums all = block_sums(dc_gpu::xent_sums<T>(x, a.classes, max, threadIdx.x, THREADS), sums);
   if (a.loss && threadIdx.x == 0) a.loss[r] = dc_gpu::xent_loss(a, max, all, at_label);
-  if (a.gradient) dc_gpu::xent_gradient<T>(x, a.classes, dc_gpu::xent_row(a, r, max, all.exps), label, threadIdx.x, THREADS);
+  if (a.gradient)
+    dc_gpu::xent_gradient<T>(x, a.classes, dc_gpu::xent_row(a, r, max, all.exps), label, threadIdx.x, THREADS);
 }
 
-template <class T>
-__global__ void __launch_bounds__(THREADS) xent_kernel(const __grid_constant__ dc_xent_args a) {
+template <class T> __global__ void __launch_bounds__(THREADS) xent_kernel(const __grid_constant__ dc_xent_args a) {
   __shared__ float maxima[XENT_WARPS];
   __shared__ XentSums sums[XENT_WARPS];
   for (int64_t r = blockIdx.x; r < a.rows; r += gridDim.x) {

@@ -14,8 +14,7 @@ namespace dc_gpu {
 // The larger; NaN if either is.
 DC_GPU float larger(float a, float b) { return a != a || a > b ? a : b; }
 
-template <class T>
-DC_GPU float xent_max(const typename T::stored *x, int64_t n, int64_t thread, int64_t threads) {
+template <class T> DC_GPU float xent_max(const typename T::stored *x, int64_t n, int64_t thread, int64_t threads) {
   float max = -INFINITY;
   for (int64_t i = thread; i < n; i += threads) max = larger(max, T::up(x[i]));
   return max;
@@ -54,15 +53,15 @@ DC_GPU XentRow xent_row(const dc_xent_args &a, int64_t r, float max, double exps
 
 // A thread writes what it has read, so no barrier is needed after the label's logit was read by all who want it.
 template <class T>
-DC_GPU void xent_gradient(typename T::stored *x, int64_t n, const XentRow &row, int64_t label, int64_t thread, int64_t threads) {
+DC_GPU void xent_gradient(typename T::stored *x, int64_t n, const XentRow &row, int64_t label, int64_t thread,
+                          int64_t threads) {
   for (int64_t i = thread; i < n; i += threads) {
     const float g = __fmaf_rn(exp_nonpos(__fsub_rn(T::up(x[i]), row.max)), row.factor, -row.spread);
     x[i] = T::down(i == label ? __fsub_rn(g, row.label) : g);
   }
 }
 
-template <class T>
-DC_GPU void xent_clear(typename T::stored *x, int64_t n, int64_t thread, int64_t threads) {
+template <class T> DC_GPU void xent_clear(typename T::stored *x, int64_t n, int64_t thread, int64_t threads) {
   for (int64_t i = thread; i < n; i += threads) x[i] = T::down(0.0f);
 }
 

@@ -1,5 +1,5 @@
-/* activation.c: scalar reference of dc_swiglu and dc_gelu and their gradients: elements [begin, end) of the rows laid end
- * to end. */
+/* activation.c: scalar reference of dc_swiglu and dc_gelu and their gradients: elements [begin, end) of the rows laid
+ * end to end. */
 #include "ref/activation.h"
 
 void dc__swiglu_scalar(const dc_swiglu_args *a, int64_t begin, int64_t end) {

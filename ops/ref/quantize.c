@@ -6,14 +6,11 @@ static float value(const void *x, int dt, const float *error, int64_t i) {
   return error ? v + error[i] : v;
 }
 
-/* ---- 8 and 4 bits ---------------------------------------------------------------------------------------------- */
+/* ---- 8 and 4 bits ------------------------------------------------------------------------------------------------ */
 static void put_code(uint8_t *codes, int bits, int64_t i, int q) {
-  if (bits == 8)
-    codes[i] = (uint8_t)q;
-  else if (i % 2 == 0)
-    codes[i / 2] = (uint8_t)(q & 15); /* an odd length leaves the upper half zero */
-  else
-    codes[i / 2] = (uint8_t)(codes[i / 2] | (q & 15) << 4);
+  if (bits == 8) codes[i] = (uint8_t)q;
+  else if (i % 2 == 0) codes[i / 2] = (uint8_t)(q & 15); /* an odd length leaves the upper half zero */
+  else codes[i / 2] = (uint8_t)(codes[i / 2] | (q & 15) << 4);
 }
 
 static float get_code(const uint8_t *codes, int bits, int64_t i) {
@@ -39,7 +36,7 @@ static void levels_block(uint8_t *codes, float *scale, int bits, const void *x, 
   }
 }
 
-/* ---- 1 bit ----------------------------------------------------------------------------------------------------- */
+/* ---- 1 bit ------------------------------------------------------------------------------------------------------- */
 static void sign_block(uint8_t *codes, float *scale, const void *x, int dt, float *error, int64_t begin, int64_t end) {
   double acc[16] = {0};
   for (int64_t i = begin; i < end; i++) acc[(i - begin) % 16] += fabs((double)value(x, dt, error, i));
@@ -56,14 +53,12 @@ void dc__quantize_scalar(uint8_t *codes, float *scales, int bits, int64_t block,
                          int64_t n) {
   for (int64_t begin = 0; begin < n; begin += block) {
     const int64_t end = n - begin < block ? n : begin + block;
-    if (bits == 1)
-      sign_block(codes, scales + begin / block, x, dt, error, begin, end);
-    else
-      levels_block(codes, scales + begin / block, bits, x, dt, error, begin, end);
+    if (bits == 1) sign_block(codes, scales + begin / block, x, dt, error, begin, end);
+    else levels_block(codes, scales + begin / block, bits, x, dt, error, begin, end);
   }
 }
 
-/* ---- back ------------------------------------------------------------------------------------------------------ */
+/* ---- back -------------------------------------------------------------------------------------------------------- */
 static float level(const uint8_t *codes, int bits, int64_t i) {
   if (bits == 1) return codes[i / 8] >> (i % 8) & 1 ? -1.0f : 1.0f;
   return get_code(codes, bits, i);

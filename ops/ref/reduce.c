@@ -3,19 +3,19 @@
 
 static float step_f32(int op, float a, float b) {
   switch (op) {
-    case DC_RED_MIN: return dc__min_f32(a, b);
-    case DC_RED_MAX: return dc__max_f32(a, b);
-    case DC_RED_PROD: return a * b;
-    default: return a + b;
+  case DC_RED_MIN: return dc__min_f32(a, b);
+  case DC_RED_MAX: return dc__max_f32(a, b);
+  case DC_RED_PROD: return a * b;
+  default: return a + b;
   }
 }
 
 static double step_f64(int op, double a, double b) {
   switch (op) {
-    case DC_RED_MIN: return dc__min_f64(a, b);
-    case DC_RED_MAX: return dc__max_f64(a, b);
-    case DC_RED_PROD: return a * b;
-    default: return a + b;
+  case DC_RED_MIN: return dc__min_f64(a, b);
+  case DC_RED_MAX: return dc__max_f64(a, b);
+  case DC_RED_PROD: return a * b;
+  default: return a + b;
   }
 }
 
@@ -39,24 +39,24 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
 
 /* Integers wrap around: sums and products are taken in the unsigned 64-bit type, whose low bits are those of any width.
  */
-#define STEP_INT(suffix, type)                                                                                         \
-  static type step_##suffix(int op, type a, type b) {                                                                  \
-    switch (op) {                                                                                                      \
-      case DC_RED_MIN: return a < b ? a : b;                                                                           \
-      case DC_RED_MAX: return a > b ? a : b;                                                                           \
-      case DC_RED_PROD: return (type)((uint64_t)a * (uint64_t)b);                                                      \
-      case DC_RED_BAND: return (type)(a & b);                                                                          \
-      case DC_RED_BOR: return (type)(a | b);                                                                           \
-      case DC_RED_BXOR: return (type)(a ^ b);                                                                          \
-      default: return (type)((uint64_t)a + (uint64_t)b);                                                               \
-    }                                                                                                                  \
-  }                                                                                                                    \
-  static void reduce_##suffix(type *dst, const void *const *src, int nsrc, int op, int64_t n) {                        \
-    for (int64_t i = 0; i < n; i++) {                                                                                  \
-      type s = ((const type *)src[0])[i];                                                                              \
-      for (int k = 1; k < nsrc; k++) s = step_##suffix(op, s, ((const type *)src[k])[i]);                              \
-      dst[i] = s;                                                                                                      \
-    }                                                                                                                  \
+#define STEP_INT(suffix, type)                                                                  \
+  static type step_##suffix(int op, type a, type b) {                                           \
+    switch (op) {                                                                               \
+    case DC_RED_MIN: return a < b ? a : b;                                                      \
+    case DC_RED_MAX: return a > b ? a : b;                                                      \
+    case DC_RED_PROD: return (type)((uint64_t)a * (uint64_t)b);                                 \
+    case DC_RED_BAND: return (type)(a & b);                                                     \
+    case DC_RED_BOR: return (type)(a | b);                                                      \
+    case DC_RED_BXOR: return (type)(a ^ b);                                                     \
+    default: return (type)((uint64_t)a + (uint64_t)b);                                          \
+    }                                                                                           \
+  }                                                                                             \
+  static void reduce_##suffix(type *dst, const void *const *src, int nsrc, int op, int64_t n) { \
+    for (int64_t i = 0; i < n; i++) {                                                           \
+      type s = ((const type *)src[0])[i];                                                       \
+      for (int k = 1; k < nsrc; k++) s = step_##suffix(op, s, ((const type *)src[k])[i]);       \
+      dst[i] = s;                                                                               \
+    }                                                                                           \
   }
 STEP_INT(i8, int8_t)
 STEP_INT(u8, uint8_t)
@@ -68,13 +68,13 @@ STEP_INT(i64, int64_t)
 void dc__reduce_scalar(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   (void)stream;
   switch (dt) {
-    case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
-    case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
-    case DC_U8: reduce_u8(dst, src, nsrc, op, n); return;
-    case DC_I16: reduce_i16(dst, src, nsrc, op, n); return;
-    case DC_I32: reduce_i32(dst, src, nsrc, op, n); return;
-    case DC_I64: reduce_i64(dst, src, nsrc, op, n); return;
-    default: reduce_low(dst, src, nsrc, dt, op, n); return;
+  case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
+  case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
+  case DC_U8: reduce_u8(dst, src, nsrc, op, n); return;
+  case DC_I16: reduce_i16(dst, src, nsrc, op, n); return;
+  case DC_I32: reduce_i32(dst, src, nsrc, op, n); return;
+  case DC_I64: reduce_i64(dst, src, nsrc, op, n); return;
+  default: reduce_low(dst, src, nsrc, dt, op, n); return;
   }
 }
 

@@ -12,8 +12,10 @@ void dc__rotary_scalar(const dc_rotary_args *a, int64_t begin, int64_t end) {
     }
     for (int64_t j = 0; j < h; j++) {
       const float lo = dc__get(a->x, a->dtype, x + j), hi = dc__get(a->x, a->dtype, x + j + h);
-      const float cos_lo = dc__get(a->cos, a->table_dtype, cos + j), cos_hi = dc__get(a->cos, a->table_dtype, cos + j + h);
-      const float sin_lo = dc__get(a->sin, a->table_dtype, sin + j), sin_hi = dc__get(a->sin, a->table_dtype, sin + j + h);
+      const float cos_lo = dc__get(a->cos, a->table_dtype, cos + j),
+                  cos_hi = dc__get(a->cos, a->table_dtype, cos + j + h);
+      const float sin_lo = dc__get(a->sin, a->table_dtype, sin + j),
+                  sin_hi = dc__get(a->sin, a->table_dtype, sin + j + h);
       const float from_hi = a->inverse ? sin_hi : -sin_lo, from_lo = a->inverse ? -sin_lo : sin_hi;
       dc__put(a->out, a->dtype, out + j, fmaf(hi, from_hi, lo * cos_lo));
       dc__put(a->out, a->dtype, out + j + h, fmaf(lo, from_lo, hi * cos_hi));

@@ -69,18 +69,18 @@ static inline uint16_t dc__f16_of_f32(float f) {
 /* float(p[i]) of dtype dt: fp32, bf16 or fp16. */
 static inline float dc__get(const void *p, int dt, int64_t i) {
   switch (dt) {
-    case DC_F32: return ((const float *)p)[i];
-    case DC_BF16: return dc__f32_of_bf16(((const uint16_t *)p)[i]);
-    default: return dc__f32_of_f16(((const uint16_t *)p)[i]);
+  case DC_F32: return ((const float *)p)[i];
+  case DC_BF16: return dc__f32_of_bf16(((const uint16_t *)p)[i]);
+  default: return dc__f32_of_f16(((const uint16_t *)p)[i]);
   }
 }
 
 /* p[i] = round_to(dt, f). */
 static inline void dc__put(void *p, int dt, int64_t i, float f) {
   switch (dt) {
-    case DC_F32: ((float *)p)[i] = dc__canonical_f32(f); return;
-    case DC_BF16: ((uint16_t *)p)[i] = dc__bf16_of_f32(f); return;
-    default: ((uint16_t *)p)[i] = dc__f16_of_f32(f); return;
+  case DC_F32: ((float *)p)[i] = dc__canonical_f32(f); return;
+  case DC_BF16: ((uint16_t *)p)[i] = dc__bf16_of_f32(f); return;
+  default: ((uint16_t *)p)[i] = dc__f16_of_f32(f); return;
   }
 }
 
@@ -91,7 +91,7 @@ static inline float dc__min_f32(float a, float b) { return a != a || a < b ? a :
 static inline double dc__max_f64(double a, double b) { return a != a || a > b ? a : b; }
 static inline double dc__min_f64(double a, double b) { return a != a || a < b ? a : b; }
 
-/* ---- scales of quantised blocks (ops.h) ------------------------------------------------------------------------- */
+/* ---- scales of quantised blocks (ops.h) -------------------------------------------------------------------------- */
 #define DC__INF_F32 0x7f800000u
 /* Below this largest magnitude the reciprocal of a scale would leave fp32's normal range. */
 #define DC__TINY_F32 0x1p-100f

@@ -6,7 +6,8 @@
 
 #include "ref/exp.h"
 
-/* max and sum of e^(x - max) over the blocks so far (M. Milakov and N. Gimelshein, arXiv:1805.02867); total: of x, for smoothing. */
+/* max and sum of e^(x - max) over the blocks so far (M. Milakov and N. Gimelshein, arXiv:1805.02867); total: of x, for
+ * smoothing. */
 typedef struct dc__online {
   float max;
   double sum, total;

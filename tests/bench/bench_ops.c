@@ -34,7 +34,7 @@ typedef struct bench {
   uint32_t sink;
 } bench;
 
-/* ---- limits ---------------------------------------------------------------------------------------------------- */
+/* ---- limits ------------------------------------------------------------------------------------------------------ */
 BEST_ISA static void loop_4r3w(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
                                int64_t n) {
   for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += g[i], v[i] += g[i];
@@ -74,10 +74,10 @@ BEST_ISA static void loop_2r1w_16(float *restrict y, const uint16_t *restrict a,
 #define F(k) ((float *)b->at[k] + lo)
 #define H(k) ((uint16_t *)b->at[k] + lo)
 #define U(k) ((uint32_t *)b->at[k] + lo)
-#define LIMIT(name, call)                                                                                              \
-  static void name(int64_t lo, int64_t hi, void *ctx) {                                                                \
-    bench *b = ctx;                                                                                                    \
-    call;                                                                                                              \
+#define LIMIT(name, call)                               \
+  static void name(int64_t lo, int64_t hi, void *ctx) { \
+    bench *b = ctx;                                     \
+    call;                                               \
   }
 LIMIT(limit_adamw, loop_4r3w(F(0), F(1), F(2), F(3), hi - lo))
 LIMIT(limit_adamw_low, loop_4r3w_low(F(0), F(1), F(2), F(3), H(4), hi - lo))
@@ -92,7 +92,7 @@ LIMIT(limit_read16, b->sink |= loop_read((const uint32_t *)b->at[0] + lo / 2, (h
 LIMIT(limit_reduce, loop_2r1w(F(2), F(0), F(1), hi - lo))
 LIMIT(limit_reduce16, loop_2r1w_16(F(2), H(0), H(1), hi - lo))
 
-/* ---- ops ------------------------------------------------------------------------------------------------------- */
+/* ---- ops --------------------------------------------------------------------------------------------------------- */
 static dc_adamw_args adamw_args(bench *b, int grad_dtype, int lowp) {
   return (dc_adamw_args){.param = b->at[0],
                          .grad = b->at[1],
@@ -177,7 +177,7 @@ static const bench_case cases[] = {
     {"axpy", "fp32", op_axpy, limit_axpy, 12},
 };
 
-/* ---- timing ---------------------------------------------------------------------------------------------------- */
+/* ---- timing ------------------------------------------------------------------------------------------------------ */
 static double now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -236,10 +236,8 @@ static int allocate(bench *b, int huge) {
 
 static void release(bench *b, int huge) {
   for (int k = 0; k < 5; k++) {
-    if (huge)
-      dc_mem_free(b->at[k]);
-    else
-      free(b->at[k]);
+    if (huge) dc_mem_free(b->at[k]);
+    else free(b->at[k]);
   }
   free(b->partial);
 }

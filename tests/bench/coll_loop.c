@@ -18,9 +18,23 @@ typedef int64_t i64;
 
 /* The same numbers as KIND in coll_rank.py. */
 enum {
-  DC_BARRIER, DC_REDUCES, DC_MOVES, DC_BROADCAST, DC_REDUCE, DC_ROOTED, DC_PINGPONG,
-  MPI_BARRIER, MPI_REDUCES, MPI_MOVES, MPI_BROADCAST, MPI_REDUCE, MPI_ROOTED, MPI_PINGPONG,
-  COPY, DC_COPY, PEER_COPY
+  DC_BARRIER,
+  DC_REDUCES,
+  DC_MOVES,
+  DC_BROADCAST,
+  DC_REDUCE,
+  DC_ROOTED,
+  DC_PINGPONG,
+  MPI_BARRIER,
+  MPI_REDUCES,
+  MPI_MOVES,
+  MPI_BROADCAST,
+  MPI_REDUCE,
+  MPI_ROOTED,
+  MPI_PINGPONG,
+  COPY,
+  DC_COPY,
+  PEER_COPY
 };
 
 typedef struct bench_call {
@@ -78,28 +92,24 @@ static int once(const bench_call *c, int kind, i64 i) {
   const int root = (int)(c->ranks ? i % c->ranks : c->root);
   int rc;
   switch (kind) {
-    case DC_BARRIER: return ((dc_barrier_fn *)c->fn)(c->comm, 0);
-    case DC_REDUCES: return ((dc_reduces_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, op, 0);
-    case DC_MOVES: return ((dc_moves_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, 0);
-    case DC_BROADCAST: return ((dc_one_fn *)c->fn)(c->comm, c->out, c->count, dtype, root, 0);
-    case DC_REDUCE: return ((dc_reduce_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, op, root, 0);
-    case DC_ROOTED: return ((dc_rooted_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, root, 0);
-    case DC_PINGPONG:
-      rc = c->first ? dc_send(c) : dc_recv(c);
-      return rc ? rc : c->first ? dc_recv(c) : dc_send(c);
-    case MPI_BARRIER: return ((mpi_barrier_fn *)c->fn)(c->comm);
-    case MPI_REDUCES: return ((mpi_reduces_fn *)c->fn)(c->in, c->out, n, c->dtype, c->op, c->comm);
-    case MPI_MOVES: return ((mpi_moves_fn *)c->fn)(c->in, n, c->dtype, c->out, n, c->dtype, c->comm);
-    case MPI_BROADCAST: return ((mpi_broadcast_fn *)c->fn)(c->out, n, c->dtype, root, c->comm);
-    case MPI_REDUCE: return ((mpi_reduce_fn *)c->fn)(c->in, c->out, n, c->dtype, c->op, root, c->comm);
-    case MPI_ROOTED: return ((mpi_rooted_fn *)c->fn)(c->in, n, c->dtype, c->out, n, c->dtype, root, c->comm);
-    case MPI_PINGPONG:
-      rc = c->first ? mpi_send(c) : mpi_recv(c);
-      return rc ? rc : c->first ? mpi_recv(c) : mpi_send(c);
-    case COPY: memcpy(c->out, c->in, (size_t)c->count); return 0;
-    case DC_COPY: return ((dc_copy_fn *)c->fn)(c->out, c->in, c->count);
-    case PEER_COPY: return peer_copy(c, i);
-    default: return -1;
+  case DC_BARRIER: return ((dc_barrier_fn *)c->fn)(c->comm, 0);
+  case DC_REDUCES: return ((dc_reduces_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, op, 0);
+  case DC_MOVES: return ((dc_moves_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, 0);
+  case DC_BROADCAST: return ((dc_one_fn *)c->fn)(c->comm, c->out, c->count, dtype, root, 0);
+  case DC_REDUCE: return ((dc_reduce_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, op, root, 0);
+  case DC_ROOTED: return ((dc_rooted_fn *)c->fn)(c->comm, c->in, c->out, c->count, dtype, root, 0);
+  case DC_PINGPONG: rc = c->first ? dc_send(c) : dc_recv(c); return rc ? rc : c->first ? dc_recv(c) : dc_send(c);
+  case MPI_BARRIER: return ((mpi_barrier_fn *)c->fn)(c->comm);
+  case MPI_REDUCES: return ((mpi_reduces_fn *)c->fn)(c->in, c->out, n, c->dtype, c->op, c->comm);
+  case MPI_MOVES: return ((mpi_moves_fn *)c->fn)(c->in, n, c->dtype, c->out, n, c->dtype, c->comm);
+  case MPI_BROADCAST: return ((mpi_broadcast_fn *)c->fn)(c->out, n, c->dtype, root, c->comm);
+  case MPI_REDUCE: return ((mpi_reduce_fn *)c->fn)(c->in, c->out, n, c->dtype, c->op, root, c->comm);
+  case MPI_ROOTED: return ((mpi_rooted_fn *)c->fn)(c->in, n, c->dtype, c->out, n, c->dtype, root, c->comm);
+  case MPI_PINGPONG: rc = c->first ? mpi_send(c) : mpi_recv(c); return rc ? rc : c->first ? mpi_recv(c) : mpi_send(c);
+  case COPY: memcpy(c->out, c->in, (size_t)c->count); return 0;
+  case DC_COPY: return ((dc_copy_fn *)c->fn)(c->out, c->in, c->count);
+  case PEER_COPY: return peer_copy(c, i);
+  default: return -1;
   }
 }
 

@@ -1,5 +1,6 @@
-/* limit.c: the memory traffic of AdamW without its arithmetic, on the threads of libdeepc.so: per element 4 reads and 3 writes in
- * place (and, with `low`, one 2-byte write). What a machine needs for that is the limit of any AdamW step on the same memory. */
+/* limit.c: the memory traffic of AdamW without its arithmetic, on the threads of libdeepc.so: per element 4 reads and 3
+ * writes in place (and, with `low`, one 2-byte write). What a machine needs for that is the limit of any AdamW step on
+ * the same memory. */
 #include <stdint.h>
 
 #include "base/base.h"
@@ -16,7 +17,8 @@ typedef struct arrays {
   float zero; /* a factor that the compiler does not know: values stay, traffic stays */
 } arrays;
 
-BEST_ISA static void walk(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, float z, int64_t n) {
+BEST_ISA static void walk(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, float z,
+                          int64_t n) {
   for (int64_t i = 0; i < n; i++) p[i] += z * g[i], m[i] += z * g[i], v[i] += z * g[i];
 }
 BEST_ISA static void walk_low(float *restrict p, const float *restrict g, float *restrict m, float *restrict v,
@@ -26,14 +28,13 @@ BEST_ISA static void walk_low(float *restrict p, const float *restrict g, float 
 
 static void range(int64_t begin, int64_t end, void *ctx) {
   const arrays *a = ctx;
-  if (a->low)
-    walk_low(a->p + begin, a->g + begin, a->m + begin, a->v + begin, a->low + begin, a->zero, end - begin);
-  else
-    walk(a->p + begin, a->g + begin, a->m + begin, a->v + begin, a->zero, end - begin);
+  if (a->low) walk_low(a->p + begin, a->g + begin, a->m + begin, a->v + begin, a->low + begin, a->zero, end - begin);
+  else walk(a->p + begin, a->g + begin, a->m + begin, a->v + begin, a->zero, end - begin);
 }
 
-__attribute__((visibility("default"))) void bench_limit(void (*parallel_for)(int64_t, int64_t, dc_range_fn, void *), float *p,
-                                                        float *g, float *m, float *v, uint16_t *low, int64_t n, int64_t grain) {
+__attribute__((visibility("default"))) void bench_limit(void (*parallel_for)(int64_t, int64_t, dc_range_fn, void *),
+                                                        float *p, float *g, float *m, float *v, uint16_t *low,
+                                                        int64_t n, int64_t grain) {
   arrays a = {p, g, m, v, low, 0.0f};
   parallel_for(n, grain, range, &a);
 }

@@ -22,7 +22,7 @@ namespace {
 const int kLow[] = {DC_F32, DC_BF16, DC_F16};
 const int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097, 3 * 4096 + 5, 1 << 17};
 
-// ---- memory with a forbidden page on both sides -------------------------------------------------------------------
+// ---- memory with a forbidden page on both sides --------------------------------------------------------------------
 enum Place {
   kAtEnd,
   kAtStart,
@@ -30,7 +30,7 @@ enum Place {
 }; // the array ends at the page behind; starts at the page before; one element later
 
 class Guarded {
- public:
+public:
   Guarded(const std::vector<uint8_t> &init, size_t element, Place place) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     room_ = (init.size() + element + page - 1) / page * page;
@@ -46,12 +46,12 @@ class Guarded {
   Guarded &operator=(const Guarded &) = delete;
   uint8_t *data;
 
- private:
+private:
   uint8_t *map_;
   size_t room_, whole_;
 };
 
-// ---- values -------------------------------------------------------------------------------------------------------
+// ---- values --------------------------------------------------------------------------------------------------------
 enum Fill { kOrdinary, kAnyBits, kSpecial };
 
 const uint32_t kSpecialF32[] = {0x00000000, 0x80000000, 0x3f800000, 0xbf800000, 0x7f800000, 0xff800000, 0x7fc00000,
@@ -96,8 +96,8 @@ Array make(int dt, int64_t n, Fill fill, uint64_t seed) {
       const uint64_t bits = rng();
       memcpy(to, &bits, a.element());
     } else if (dt == DC_F64) {
-      const double d =
-          fill == kSpecial && rng() % 4 == 0 ? (double)std::numeric_limits<float>::quiet_NaN() : (double)unit(rng);
+      const double d = fill == kSpecial && rng() % 4 == 0 ? (double)std::numeric_limits<float>::quiet_NaN()
+                                                          : (double)unit(rng);
       memcpy(to, &d, 8);
     } else if (fill == kSpecial) {
       if (dt == DC_F32) memcpy(to, &kSpecialF32[rng() % (sizeof kSpecialF32 / 4)], 4);
@@ -106,10 +106,8 @@ Array make(int dt, int64_t n, Fill fill, uint64_t seed) {
     } else {
       const float f = unit(rng);
       const uint16_t h = dt == DC_BF16 ? bf16_of(f) : f16_of(f);
-      if (dt == DC_F32)
-        memcpy(to, &f, 4);
-      else
-        memcpy(to, &h, 2);
+      if (dt == DC_F32) memcpy(to, &f, 4);
+      else memcpy(to, &h, 2);
     }
   }
   return a;
@@ -127,7 +125,7 @@ std::vector<int> isas() {
 
 // The last instruction set stays forced: back to the one that the environment chooses.
 class Ops : public ::testing::Test {
- protected:
+protected:
   void SetUp() override {
     ASSERT_EQ(dc_isa_current(&isa_), DC_OK) << dc_last_error();
     dc_set_num_threads(1);
@@ -137,7 +135,7 @@ class Ops : public ::testing::Test {
     dc_set_num_threads(1);
   }
 
- private:
+private:
   int isa_ = 0;
 };
 
@@ -195,8 +193,7 @@ std::string name_of(const char *op, int dt, int64_t n) {
   return std::string(op) + " " + dc_dtype_name(dt) + " n=" + std::to_string(n);
 }
 
-template <class T>
-std::vector<T> as(const std::vector<uint8_t> &bytes) {
+template <class T> std::vector<T> as(const std::vector<uint8_t> &bytes) {
   std::vector<T> out(bytes.size() / sizeof(T));
   if (!out.empty()) memcpy(out.data(), bytes.data(), bytes.size());
   return out;

@@ -1,5 +1,5 @@
-// ranks.h: runs a test body in several processes. Every rank is a fork of the test body (the parent has no threads yet); it
-// reports through a pipe: nothing means success.
+// ranks.h: runs a test body in several processes. Every rank is a fork of the test body (the parent has no threads
+// yet); it reports through a pipe: nothing means success.
 #ifndef DEEPC_TESTS_RANKS_H
 #define DEEPC_TESTS_RANKS_H
 
@@ -142,17 +142,16 @@ inline dc_comm_config config_of(const char *address, int rank, int size, int slo
 #define FINE(expr)                                                                                                     \
   do {                                                                                                                 \
     int rc_ = (expr);                                                                                                  \
-    if (rc_ != DC_OK)                                                                                                  \
-      return ranks::fmt("line %d: %s: %s: %s", __LINE__, #expr, dc_status_name(rc_), dc_last_error());                 \
+    if (rc_ != DC_OK) return ranks::fmt("line %d: %s: %s: %s", __LINE__, #expr, dc_status_name(rc_), dc_last_error()); \
   } while (0)
-#define WANT(cond, ...)                                                                                                \
-  do {                                                                                                                 \
-    if (!(cond)) return ranks::fmt("line %d: not (%s): ", __LINE__, #cond) + ranks::fmt(" " __VA_ARGS__);                  \
+#define WANT(cond, ...)                                                                                   \
+  do {                                                                                                    \
+    if (!(cond)) return ranks::fmt("line %d: not (%s): ", __LINE__, #cond) + ranks::fmt(" " __VA_ARGS__); \
   } while (0)
-#define WANT_STATUS(want, expr)                                                                                        \
-  do {                                                                                                                 \
-    int rc_ = (expr);                                                                                                  \
-    WANT(rc_ == (want), "%s gave %s: %s", #expr, dc_status_name(rc_), rc_ ? dc_last_error() : "");                     \
+#define WANT_STATUS(want, expr)                                                                    \
+  do {                                                                                             \
+    int rc_ = (expr);                                                                              \
+    WANT(rc_ == (want), "%s gave %s: %s", #expr, dc_status_name(rc_), rc_ ? dc_last_error() : ""); \
   } while (0)
 #define WANT_TEXT(part) WANT(strstr(dc_last_error(), part), "the error lacks '%s': %s", part, dc_last_error())
 

@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -32,7 +32,7 @@ constexpr bool kThreadSanitizer = false;
 
 // Sets a variable for one scope.
 class ScopedEnv {
- public:
+public:
   ScopedEnv(const char *name, const char *value) : name_(name) {
     const char *old = getenv(name);
     had_ = old != nullptr;
@@ -45,7 +45,7 @@ class ScopedEnv {
     else unsetenv(name_.c_str());
   }
 
- private:
+private:
   std::string name_, old_;
   bool had_;
 };
@@ -58,7 +58,7 @@ struct ScopedThreads {
 
 bool contains(const char *text, const char *part) { return strstr(text, part) != nullptr; }
 
-// ---- statuses, errors, dtypes, counters, variables ------------------------------------------------------------------
+// ---- statuses, errors, dtypes, counters, variables -----------------------------------------------------------------
 TEST(Status, RowsAreTheEnumAndUnknownIsSaid) {
   EXPECT_STREQ(dc_version(), DC_VERSION_STRING);
   std::set<int> values;
@@ -115,9 +115,9 @@ TEST(Error, BelongsToItsThread) {
 
 TEST(Dtype, SizesAndNames) {
   const std::map<int, std::pair<size_t, const char *>> rows = {
-      {DC_F32, {4, "fp32"}}, {DC_BF16, {2, "bf16"}}, {DC_F16, {2, "fp16"}},  {DC_F64, {8, "fp64"}},
-      {DC_I8, {1, "int8"}},
-      {DC_U8, {1, "uint8"}}, {DC_I16, {2, "int16"}}, {DC_I32, {4, "int32"}}, {DC_I64, {8, "int64"}},
+      {DC_F32, {4, "fp32"}},  {DC_BF16, {2, "bf16"}}, {DC_F16, {2, "fp16"}},
+      {DC_F64, {8, "fp64"}},  {DC_I8, {1, "int8"}},   {DC_U8, {1, "uint8"}},
+      {DC_I16, {2, "int16"}}, {DC_I32, {4, "int32"}}, {DC_I64, {8, "int64"}},
   };
   ASSERT_EQ((int)rows.size(), DC_DTYPE_COUNT);
   for (auto &row : rows) {
@@ -165,7 +165,7 @@ TEST(Env, RowsGiveTheValueOrTheDefault) {
   EXPECT_EQ(dc_env_at(0, &name, &value, nullptr), DC_E_INVALID);
 }
 
-// ---- threads --------------------------------------------------------------------------------------------------------
+// ---- threads -------------------------------------------------------------------------------------------------------
 struct Recorder {
   std::vector<std::atomic<int>> visits;
   std::mutex lock;
@@ -197,9 +197,7 @@ TEST(ParallelFor, CoversEveryElementOnceAndCutsAtTheGrain) {
         Recorder recorder(n);
         dc_parallel_for(n, grain, Recorder::run, &recorder);
         recorder.expect_whole(n, grain);
-        if (n <= grain || threads == 1) {
-          EXPECT_EQ(recorder.ranges.size(), n > 0 ? 1u : 0u);
-        }
+        if (n <= grain || threads == 1) { EXPECT_EQ(recorder.ranges.size(), n > 0 ? 1u : 0u); }
       }
   }
 }
@@ -357,7 +355,7 @@ int run_self(const char *value) {
     if (value) setenv("DEEPC_NUM_THREADS", value, 1);
     else unsetenv("DEEPC_NUM_THREADS");
     execl(self, self, "--gtest_filter=ParallelFor.DISABLED_PrintThreads", "--gtest_also_run_disabled_tests",
-        (char *)nullptr);
+          (char *)nullptr);
     _exit(255);
   }
   int status = -1;
@@ -381,7 +379,7 @@ TEST(ParallelFor, NumberOfThreadsComesFromTheVariable) {
     EXPECT_EQ(run_self(bad), 100 + by_default) << bad;
 }
 
-// ---- memory ---------------------------------------------------------------------------------------------------------
+// ---- memory --------------------------------------------------------------------------------------------------------
 constexpr size_t kMiB = 1 << 20;
 
 TEST(Mem, BlocksAreZeroedAlignedAndWritable) {
@@ -528,7 +526,7 @@ TEST(Mem, HugePagesAreUsedWhereTheKernelHasThem) {
 
 // A procfs and cgroup tree of our own making, to see which limits are read.
 class FakeProc : public testing::Test {
- protected:
+protected:
   void SetUp() override {
     char dir[] = "/tmp/deepc_proc_XXXXXX";
     ASSERT_NE(mkdtemp(dir), nullptr);
@@ -621,7 +619,7 @@ TEST_F(FakeProc, OddFilesAreNoLimits) {
   EXPECT_EQ(dc_mem_available_in(nullptr, &bytes), DC_E_INVALID);
 }
 
-// ---- CRC-32C --------------------------------------------------------------------------------------------------------
+// ---- CRC-32C -------------------------------------------------------------------------------------------------------
 uint32_t crc_bitwise(const unsigned char *p, size_t n) {
   uint32_t crc = ~0u;
   for (size_t i = 0; i < n; i++) {
@@ -632,7 +630,7 @@ uint32_t crc_bitwise(const unsigned char *p, size_t n) {
 }
 
 class Crc : public testing::TestWithParam<int> {
- protected:
+protected:
   void SetUp() override {
     ASSERT_EQ(dc_isa_current(&before_), DC_OK) << dc_last_error();
     if (!dc_isa_available(GetParam())) GTEST_SKIP() << "this processor or this build lacks " << dc_isa_name(GetParam());

@@ -30,20 +30,20 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Bytes = std::vector<char>;
 
-// ---- ranks ----------------------------------------------------------------------------------------------------------
+// ---- ranks ---------------------------------------------------------------------------------------------------------
 // What a rank finds wrong is thrown; the parent prints it.
 struct Wrong {
   std::string text;
 };
 
-#define WANT(cond, ...)                                                                \
-  do {                                                                                 \
-    if (!(cond)) throw Wrong{place(__LINE__, #cond) + format("" __VA_ARGS__)};         \
+#define WANT(cond, ...)                                                        \
+  do {                                                                         \
+    if (!(cond)) throw Wrong{place(__LINE__, #cond) + format("" __VA_ARGS__)}; \
   } while (0)
-#define WANT_OK(expr)                                                                  \
-  do {                                                                                 \
-    int rc_ = (expr);                                                                  \
-    if (rc_ != DC_OK) throw Wrong{place(__LINE__, #expr) + dc_last_error()};           \
+#define WANT_OK(expr)                                                        \
+  do {                                                                       \
+    int rc_ = (expr);                                                        \
+    if (rc_ != DC_OK) throw Wrong{place(__LINE__, #expr) + dc_last_error()}; \
   } while (0)
 
 std::string place(int line, const char *what) { return "line " + std::to_string(line) + ": " + what + ": "; }
@@ -57,8 +57,7 @@ __attribute__((format(printf, 1, 2))) std::string format(const char *fmt, ...) {
   return s;
 }
 
-template <class T>
-T *shared(size_t n) {
+template <class T> T *shared(size_t n) {
   void *p = mmap(nullptr, n * sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   EXPECT_NE(MAP_FAILED, p);
   return static_cast<T *>(p);
@@ -99,8 +98,8 @@ void run_ranks(int world, const std::function<void(int)> &body, const Ints &kill
     int status = 0;
     ASSERT_EQ(pid[(size_t)r], waitpid(pid[(size_t)r], &status, 0));
     if (std::count(killed.begin(), killed.end(), r)) {
-      EXPECT_TRUE(WIFSIGNALED(status) &&
-          WTERMSIG(status) == SIGKILL) << "rank " << r << " was to be killed: " << status;
+      EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)
+          << "rank " << r << " was to be killed: " << status;
       continue;
     }
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
@@ -109,7 +108,7 @@ void run_ranks(int world, const std::function<void(int)> &body, const Ints &kill
   munmap(text, size * (size_t)world);
 }
 
-// ---- one configuration ----------------------------------------------------------------------------------------------
+// ---- one configuration ---------------------------------------------------------------------------------------------
 struct Config {
   int world = 2;
   int wire = DC_F32, grad = DC_F32;
@@ -235,8 +234,7 @@ std::vector<float> expected(const Config &k, const dc_zero_layout &l, int n) {
       for (size_t i = 0; i < sum.size(); i++) {
         if (k.world == 1 && k.pre_scale != 1.0f)
           to[i] = mb == 0 ? sum[i] * k.pre_scale : fmaf(k.pre_scale, sum[i], to[i]);
-        else
-          to[i] = mb == 0 ? sum[i] : to[i] + sum[i];
+        else to[i] = mb == 0 ? sum[i] : to[i] + sum[i];
       }
     }
   return acc;
@@ -382,8 +380,8 @@ struct Rank {
       if (!mine(i, &at)) continue;
       seen++;
       WANT(memcmp(&want[(size_t)i], &acc[(size_t)at], sizeof(float)) == 0,
-          "micro-batch %d, flat %lld: got %.9g, expected %.9g",
-           mb, (long long)i, (double)acc[(size_t)at], (double)want[(size_t)i]);
+           "micro-batch %d, flat %lld: got %.9g, expected %.9g", mb, (long long)i, (double)acc[(size_t)at],
+           (double)want[(size_t)i]);
     }
     WANT(seen == (int64_t)acc.size());
     if (!norm || k.ring) return;
@@ -391,8 +389,7 @@ struct Rank {
     WANT_OK(dc_sqnorm(acc.data(), DC_F32, (int64_t)acc.size(), p.data()));
     for (size_t b = 0; b < p.size(); b++)
       WANT(memcmp(&p[b], &partial[b], sizeof(double)) == 0, "micro-batch %d, partial %zu: got %.17g, expected %.17g",
-          mb, b,
-           partial[b], p[b]);
+           mb, b, partial[b], p[b]);
   }
 
   // The norm is asked for in the last micro-batch only: the others must leave `partial` alone.
@@ -420,7 +417,7 @@ void check_steps(const Config &k, int steps = 1) {
   });
 }
 
-// ---- results --------------------------------------------------------------------------------------------------------
+// ---- results -------------------------------------------------------------------------------------------------------
 TEST(Reducer, DtypesWorldsAndOwners) {
   unsigned seed = 10;
   for (int world : {1, 2, 4})
@@ -759,7 +756,8 @@ TEST(Reducer, OwnAllEqualsShards) {
       int64_t begin, end, shard;
       WANT_OK(dc_zero_slice(part.layout.get(), b, rank, &begin, &end, &shard));
       WANT(memcmp(&part.partial[(size_t)(shard / DC_BLOCK)], &whole.partial[(size_t)(begin / DC_BLOCK)],
-                  (size_t)((end - begin) / DC_BLOCK) * sizeof(double)) == 0, "bucket %lld", (long long)b);
+                  (size_t)((end - begin) / DC_BLOCK) * sizeof(double)) == 0,
+           "bucket %lld", (long long)b);
     }
   });
 }
@@ -823,7 +821,7 @@ TEST(Reducer, NonFiniteGradientsReachTheNorm) {
   }
 }
 
-// ---- how it behaves -------------------------------------------------------------------------------------------------
+// ---- how it behaves ------------------------------------------------------------------------------------------------
 TEST(Reducer, GradientsAreReleasedAtOnceWhereThereIsRoom) {
   for (int world : {1, 2}) {
     Config k;
@@ -864,7 +862,7 @@ TEST(Reducer, PendingBytesStayBelowTheLimit) {
       WANT_OK(r.add(0, p));
       r.drop_released();
       WANT(r.held_bytes() <= k.limit, "%lld bytes are held after parameter %lld", (long long)r.held_bytes(),
-          (long long)p);
+           (long long)p);
     }
     WANT_OK(dc_reducer_finish(r.reducer.get()));
     r.drop_released();
@@ -910,7 +908,7 @@ TEST(Reducer, CountersTellWhatMoved) {
   });
 }
 
-// ---- errors ---------------------------------------------------------------------------------------------------------
+// ---- errors --------------------------------------------------------------------------------------------------------
 TEST(Reducer, WrongCallsAreNamedAndLeaveThePassAlone) {
   for (int world : {1, 2}) {
     Config k;
@@ -1030,26 +1028,25 @@ TEST(Reducer, AKilledRankRaisesOnTheOthers) {
     k.slots = 2;
     k.unused = 0;
     const std::string address = fresh_address();
-    run_ranks(
-        k.world,
-        [&](int rank) {
-          Rank r(k, rank, address);
-          r.step();
-          r.held.clear();
-          r.held.resize(k.numel.size());
-          WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 1));
-          int rc = DC_OK;
-          for (int64_t p = 0; p < r.layout->nparams && rc == DC_OK; p++) {
-            if (rank == 2 && p == 4) raise(SIGKILL);
-            rc = r.add(0, p);
-            r.drop_released();
-          }
-          if (rc == DC_OK) rc = dc_reducer_finish(r.reducer.get());
-          WANT(rc == DC_E_PEER_DIED, "status %d: %s", rc, dc_last_error());
-          WANT(strstr(dc_last_error(), "rank 2"), "%s", dc_last_error());
-          expect_broken(r, rc);
-        },
-        {2});
+    run_ranks(k.world,
+              [&](int rank) {
+                Rank r(k, rank, address);
+                r.step();
+                r.held.clear();
+                r.held.resize(k.numel.size());
+                WANT_OK(dc_reducer_begin(r.reducer.get(), 1, 1));
+                int rc = DC_OK;
+                for (int64_t p = 0; p < r.layout->nparams && rc == DC_OK; p++) {
+                  if (rank == 2 && p == 4) raise(SIGKILL);
+                  rc = r.add(0, p);
+                  r.drop_released();
+                }
+                if (rc == DC_OK) rc = dc_reducer_finish(r.reducer.get());
+                WANT(rc == DC_E_PEER_DIED, "status %d: %s", rc, dc_last_error());
+                WANT(strstr(dc_last_error(), "rank 2"), "%s", dc_last_error());
+                expect_broken(r, rc);
+              },
+              {2});
   }
 }
 
@@ -1133,7 +1130,7 @@ TEST(Reducer, AForkedChildMayNotUseIt) {
   });
 }
 
-// ---- gather ---------------------------------------------------------------------------------------------------------
+// ---- gather --------------------------------------------------------------------------------------------------------
 unsigned char byte_at(int64_t i, int round) { return (unsigned char)(i * 131 + (i >> 9) * 7 + round * 13 + 5); }
 
 TEST(Reducer, GatherRestoresReplicas) {
@@ -1153,8 +1150,8 @@ TEST(Reducer, GatherRestoresReplicas) {
           for (int64_t i = 0; i < total; i++) {
             int64_t owner, at;
             WANT_OK(dc_zero_locate(r.layout.get(), i, &owner, &at));
-            for (int64_t b = i * elem; owner == rank && b < (i + 1) * elem; b++) flat[(size_t)b] = (char)byte_at(b,
-                round);
+            for (int64_t b = i * elem; owner == rank && b < (i + 1) * elem; b++)
+              flat[(size_t)b] = (char)byte_at(b, round);
           }
           WANT_OK(dc_reducer_gather(r.reducer.get(), flat.data(), dtype));
           for (int64_t b = 0; b < total * elem; b++)

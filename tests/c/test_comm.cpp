@@ -569,11 +569,11 @@ TEST(Arguments, BadConfigs) {
   std::string long_address(91, 'a');
   EXPECT_EQ(dc_comm_open(nullptr, &c), DC_E_INVALID);
   EXPECT_EQ(dc_comm_open(&good, nullptr), DC_E_INVALID);
-#define BAD(field, value)                                                                                              \
-  do {                                                                                                                 \
-    k = good;                                                                                                          \
-    k.field = value;                                                                                                   \
-    EXPECT_EQ(dc_comm_open(&k, &c), DC_E_INVALID) << #field " " #value;                                                \
+#define BAD(field, value)                                               \
+  do {                                                                  \
+    k = good;                                                           \
+    k.field = value;                                                    \
+    EXPECT_EQ(dc_comm_open(&k, &c), DC_E_INVALID) << #field " " #value; \
   } while (0)
   BAD(rank, 1);
   BAD(rank, -1);

@@ -37,7 +37,7 @@ std::vector<float> floats_of(const Array &a) {
   return out;
 }
 
-// ---- every instruction set ------------------------------------------------------------------------------------------
+// ---- every instruction set -----------------------------------------------------------------------------------------
 TEST_F(Compress, QuantizeEqualsReference) {
   for (int64_t n : kSizes)
     for (int bits : kBits)
@@ -59,13 +59,15 @@ TEST_F(Compress, DequantizeEqualsReference) { // payloads of any bytes: also sca
       for (int dt : kLow) {
         const int64_t block = kBlockSizes[n % 3];
         Array payload{DC_I32, raw(quant_bytes(bits, block, n), 62).bytes};
-        same_everywhere({make(dt, n, kAnyBits, 63), payload},
-                        [=](auto &p) { return dc_dequantize(p[0], dt, p[1], bits, block, n); },
-                        name_of("dequantize", dt, n) + " bits=" + std::to_string(bits));
+        same_everywhere(
+            {make(dt, n, kAnyBits, 63), payload},
+            [=](auto &p) { return dc_dequantize(p[0], dt, p[1], bits, block, n); },
+            name_of("dequantize", dt, n) + " bits=" + std::to_string(bits));
         if (dt != DC_F32) continue;
-        same_everywhere({make(dt, n, fill_of(n, bits), 64), payload},
-                        [=](auto &p) { return dc_dequantize_add((float *)p[0], p[1], bits, block, -0.75f, n); },
-                        name_of("dequantize_add", dt, n) + " bits=" + std::to_string(bits));
+        same_everywhere(
+            {make(dt, n, fill_of(n, bits), 64), payload},
+            [=](auto &p) { return dc_dequantize_add((float *)p[0], p[1], bits, block, -0.75f, n); },
+            name_of("dequantize_add", dt, n) + " bits=" + std::to_string(bits));
       }
 }
 
@@ -98,7 +100,7 @@ TEST_F(Compress, TopkTakesEqualNumbersInOrder) {
   }
 }
 
-// ---- the definitions ------------------------------------------------------------------------------------------------
+// ---- the definitions -----------------------------------------------------------------------------------------------
 TEST_F(Compress, LevelsAreNearestAndErrorsAreWhatIsLeft) {
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
@@ -107,7 +109,8 @@ TEST_F(Compress, LevelsAreNearestAndErrorsAreWhatIsLeft) {
         for (float size : {1.0f, 1e-25f, 1e30f}) {
           const int64_t n = 5 * block + 17;
           const double most = bits == 8 ? 127 : 7;
-          auto x = as<float>(make(DC_F32, n, kOrdinary, 70).bytes), error = as<float>(make(DC_F32, n, kOrdinary, 71).bytes);
+          auto x = as<float>(make(DC_F32, n, kOrdinary, 70).bytes),
+               error = as<float>(make(DC_F32, n, kOrdinary, 71).bytes);
           for (size_t i = 0; i < x.size(); i++) x[i] *= size, error[i] *= size;
           const auto before = error;
           std::vector<uint8_t> payload((size_t)quant_bytes(bits, block, n));
@@ -128,7 +131,8 @@ TEST_F(Compress, LevelsAreNearestAndErrorsAreWhatIsLeft) {
               ASSERT_LE(std::fabs(std::nearbyint(code)), most) << i;
               ASSERT_LE(std::fabs(v - out[i]), scale * 0.5 * (1 + 0x1p-16)) << i;
               ASSERT_NEAR(error[i], v - std::nearbyint(code) * (double)scale, 0x1p-23 * std::fabs(scale)) << i;
-              ASSERT_NEAR(acc[i], size + 0.5 * std::nearbyint(code) * (double)scale, 0x1p-22 * (size + std::fabs(v))) << i;
+              ASSERT_NEAR(acc[i], size + 0.5 * std::nearbyint(code) * (double)scale, 0x1p-22 * (size + std::fabs(v)))
+                  << i;
             }
           }
         }
@@ -138,7 +142,8 @@ TEST_F(Compress, LevelsAreNearestAndErrorsAreWhatIsLeft) {
 TEST_F(Compress, CodesRoundToEven) { // top = 127 makes the scale 1: the codes are the rounded numbers
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
-    std::vector<float> x = {127.0f, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, -2.5f, 126.5f, -126.5f, 0.49999997f, -127.0f, 125.5f};
+    std::vector<float> x = {127.0f, 0.5f,   1.5f,    2.5f,        -0.5f,   -1.5f,
+                            -2.5f,  126.5f, -126.5f, 0.49999997f, -127.0f, 125.5f};
     const int8_t want[] = {127, 0, 2, 2, 0, -2, -2, 126, -126, 0, -127, 126};
     std::vector<uint8_t> payload((size_t)quant_bytes(8, 64, 12));
     ASSERT_EQ(dc_quantize(payload.data(), 8, 64, x.data(), DC_F32, nullptr, 12), DC_OK);
@@ -146,7 +151,8 @@ TEST_F(Compress, CodesRoundToEven) { // top = 127 makes the scale 1: the codes a
     x = {7.0f, 0.5f, 1.5f, -7.0f, -6.5f, 5.5f, 3.0f};
     payload.assign((size_t)quant_bytes(4, 64, 7), 0xff);
     ASSERT_EQ(dc_quantize(payload.data(), 4, 64, x.data(), DC_F32, nullptr, 7), DC_OK);
-    EXPECT_EQ((std::vector<uint8_t>(payload.begin() + 4, payload.end())), (std::vector<uint8_t>{0x07, 0x92, 0x6a, 0x03}));
+    EXPECT_EQ((std::vector<uint8_t>(payload.begin() + 4, payload.end())),
+              (std::vector<uint8_t>{0x07, 0x92, 0x6a, 0x03}));
   }
 }
 
@@ -226,23 +232,26 @@ TEST_F(Compress, DecodedSumsFollowTheInputs) {
         ASSERT_EQ(dc_topk(payload.data(), 256, 16, x.data(), DC_F32, error.data(), n), DC_OK);
         ASSERT_EQ(dc_topk_spread(out.data(), DC_F32, payload.data(), 256, 16, n), DC_OK);
       }
-      for (size_t i = 0; i < (size_t)n; i++) given[i] += x[i], got[i] += out[i], largest = std::max(largest, std::fabs((double)error[i]));
+      for (size_t i = 0; i < (size_t)n; i++)
+        given[i] += x[i], got[i] += out[i], largest = std::max(largest, std::fabs((double)error[i]));
     }
-    // Every step rounds v and error once: 300 * 2 half ulps of values below 64. The error itself: a fraction of one step for
-    // levels, a few steps' worth for signs and top-k of inputs below 2.
+    // Every step rounds v and error once: 300 * 2 half ulps of values below 64. The error itself: a fraction of one
+    // step for levels, a few steps' worth for signs and top-k of inputs below 2.
     EXPECT_LT(largest, bits == 8 ? 0.01 : bits == 4 ? 0.2 : 40.0) << bits;
-    for (size_t i = 0; i < (size_t)n; i++) ASSERT_NEAR(got[i] + error[i], given[i], 300 * 2 * 0x1p-20) << bits << " " << i;
+    for (size_t i = 0; i < (size_t)n; i++)
+      ASSERT_NEAR(got[i] + error[i], given[i], 300 * 2 * 0x1p-20) << bits << " " << i;
   }
 }
 
-// ---- what is not finite, what is tiny, what is huge -------------------------------------------------------------------
+// ---- what is not finite, what is tiny, what is huge ----------------------------------------------------------------
 TEST_F(Compress, NonFiniteBlocksArriveAsNan) {
   for (int isa : isas()) {
     ASSERT_EQ(dc_isa_force(isa), DC_OK);
     for (int bits : kBits)
       for (float bad : {(float)INFINITY, -(float)INFINITY, (float)NAN})
         for (int64_t at : {0, 63, 127, 190}) {
-          auto x = as<float>(make(DC_F32, 200, kOrdinary, 80).bytes), error = as<float>(make(DC_F32, 200, kOrdinary, 81).bytes);
+          auto x = as<float>(make(DC_F32, 200, kOrdinary, 80).bytes),
+               error = as<float>(make(DC_F32, 200, kOrdinary, 81).bytes);
           const auto before = error;
           x[(size_t)at] = bad;
           std::vector<uint8_t> payload((size_t)quant_bytes(bits, 64, 200));
@@ -320,7 +329,7 @@ TEST_F(Compress, EveryNibbleAndByteDecodes) {
   }
 }
 
-// ---- payloads, threads, arguments -------------------------------------------------------------------------------------
+// ---- payloads, threads, arguments ----------------------------------------------------------------------------------
 TEST_F(Compress, PayloadSizesAreExact) {
   EXPECT_EQ(quant_bytes(8, 2048, 0), 0);
   EXPECT_EQ(quant_bytes(8, 2048, 1), 8);

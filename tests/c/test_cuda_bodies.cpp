@@ -17,12 +17,12 @@ namespace {
 
 using namespace dc_gpu;
 
-const int64_t kSizes[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 1023, 4095, 4096, 4097, 8192, 8197,
-    20011};
+const int64_t kSizes[] = {0,  1,  2,  3,   4,    5,    7,    8,    9,    15,   16,
+                          17, 31, 33, 255, 1023, 4095, 4096, 4097, 8192, 8197, 20011};
 const int kGrids[] = {1, 5, 64, 777};
-const float kSpecial[] = {0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, -NAN, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f,
-                          65504.0f, 65519.9f, 65520.0f, 6e-8f, 3e-8f, 2.9e-8f, 6.1e-5f, 1e-30f, 1.00390625f, 1.01171875f,
-                          3.39e38f};
+const float kSpecial[] = {0.0f,   -0.0f,   1.0f,    -1.0f,    INFINITY,    -INFINITY,   NAN,      -NAN,
+                          1e-45f, -1e-40f, 3.4e38f, -3.4e38f, 65504.0f,    65519.9f,    65520.0f, 6e-8f,
+                          3e-8f,  2.9e-8f, 6.1e-5f, 1e-30f,   1.00390625f, 1.01171875f, 3.39e38f};
 
 // n elements of a dtype at `shift` elements past a 64-byte boundary, with a guard behind them.
 struct Array {
@@ -31,8 +31,8 @@ struct Array {
   size_t size;
   std::vector<unsigned char> memory;
   size_t start;
-  Array(int dt, int64_t count, int shift = 0) : dtype(dt), n(count), size(dc_dtype_size(dt)),
-      memory(count * size + 64 + 64 + shift * size, 0x5a) {
+  Array(int dt, int64_t count, int shift = 0)
+      : dtype(dt), n(count), size(dc_dtype_size(dt)), memory(count * size + 64 + 64 + shift * size, 0x5a) {
     uintptr_t base = reinterpret_cast<uintptr_t>(memory.data());
     start = (64 - base % 64) % 64 + shift * size;
   }
@@ -40,8 +40,7 @@ struct Array {
   Array &operator=(const Array &) = delete;
   unsigned char *data() { return memory.data() + start; }
   const unsigned char *data() const { return memory.data() + start; }
-  template <class T>
-  T *as() { return reinterpret_cast<T *>(data()); }
+  template <class T> T *as() { return reinterpret_cast<T *>(data()); }
   bool aligned(size_t bytes) const { return reinterpret_cast<uintptr_t>(data()) % bytes == 0; }
   // Numbers of every size; a few special ones; raw bits for integers.
   void fill(unsigned seed, bool special = true) {
@@ -55,11 +54,11 @@ struct Array {
   }
   void put(int64_t i, float f, uint64_t bits) {
     switch (dtype) {
-      case DC_F32: as<float>()[i] = f; break;
-      case DC_BF16: as<uint16_t>()[i] = dc__bf16_of_f32(f); break;
-      case DC_F16: as<uint16_t>()[i] = dc__f16_of_f32(f); break;
-      case DC_F64: as<double>()[i] = f; break;
-      default: memcpy(data() + i * size, &bits, size);
+    case DC_F32: as<float>()[i] = f; break;
+    case DC_BF16: as<uint16_t>()[i] = dc__bf16_of_f32(f); break;
+    case DC_F16: as<uint16_t>()[i] = dc__f16_of_f32(f); break;
+    case DC_F64: as<double>()[i] = f; break;
+    default: memcpy(data() + i * size, &bits, size);
     }
   }
   void expect_equal(const Array &other, const std::string &what) const {
@@ -73,18 +72,16 @@ struct Array {
 };
 
 class CudaBodies : public testing::Test {
- protected:
+protected:
   void SetUp() override { misaligned_accesses = 0; }
   void TearDown() override { EXPECT_EQ(misaligned_accesses, 0); }
 };
 
-template <class F>
-void each_thread(int threads, F f) {
+template <class F> void each_thread(int threads, F f) {
   for (int t = 0; t < threads; t++) f((int64_t)t, (int64_t)threads);
 }
 
-template <class F>
-void each_low(F f) {
+template <class F> void each_low(F f) {
   f(F32(), DC_F32);
   f(BF16(), DC_BF16);
   f(F16(), DC_F16);
@@ -190,15 +187,13 @@ TEST_F(CudaBodies, Sqnorm) {
   });
 }
 
-template <int CAPACITY>
-Sources<CAPACITY> sources(const std::vector<const void *> &src) {
+template <int CAPACITY> Sources<CAPACITY> sources(const std::vector<const void *> &src) {
   Sources<CAPACITY> s = {};
   for (size_t k = 0; k < src.size(); k++) s.p[k] = src[k];
   return s;
 }
 
-template <class T>
-void check_reduce(int dt, int op, int nsrc, int64_t n, int shift, bool in_place) {
+template <class T> void check_reduce(int dt, int op, int nsrc, int64_t n, int shift, bool in_place) {
   constexpr int V = vector_width<T, T>();
   std::vector<Array> arrays;
   arrays.reserve(nsrc);
@@ -225,8 +220,7 @@ void check_reduce(int dt, int op, int nsrc, int64_t n, int shift, bool in_place)
   dst.expect_equal(expected, label(dt, op, n, shift) + " nsrc=" + std::to_string(nsrc));
 }
 
-template <class T>
-void check_reduce_all(int dt) {
+template <class T> void check_reduce_all(int dt) {
   const bool floating = dt <= DC_F64;
   for (int op = DC_RED_SUM; op <= DC_RED_BXOR; op++) {
     if (floating ? op >= DC_RED_BAND : op == DC_RED_AVG) continue;
@@ -377,7 +371,7 @@ TEST_F(CudaBodies, AdamwTablesFindEveryChunkOfLargeTensors) {
   float memory[64] alignas(64) = {};
   std::vector<dc_adamw_args> tensors;
   for (int64_t n : {(int64_t)1, (int64_t)ADAMW_CHUNK * INT32_MAX / 2, (int64_t)0,
-      (int64_t)ADAMW_CHUNK * INT32_MAX / 2 + 1, (int64_t)5}) {
+                    (int64_t)ADAMW_CHUNK * INT32_MAX / 2 + 1, (int64_t)5}) {
     dc_adamw_args a = {};
     a.param = a.exp_avg = a.exp_avg_sq = memory;
     a.grad = memory;

@@ -1,5 +1,5 @@
-// test_cuda_fused.cpp: what each CUDA thread of the fused ops does (ops/cuda/fused.cuh, compiled for the CPU), thread by
-// thread over whole grids, against the C core, bit for bit. What runs only on a GPU (launches, shuffles) is in
+// test_cuda_fused.cpp: what each CUDA thread of the fused ops does (ops/cuda/fused.cuh, compiled for the CPU), thread
+// by thread over whole grids, against the C core, bit for bit. What runs only on a GPU (launches, shuffles) is in
 // tests/python/test_fused_ops.py.
 #include <algorithm>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 using namespace dc_gpu;
 
 class CudaFused : public Ops {
- protected:
+protected:
   void SetUp() override {
     Ops::SetUp();
     misaligned_accesses = 0;
@@ -23,8 +23,7 @@ class CudaFused : public Ops {
   }
 };
 
-template <class F>
-void each_low(F f) {
+template <class F> void each_low(F f) {
   f(F32(), DC_F32);
   f(BF16(), DC_BF16);
   f(F16(), DC_F16);
@@ -43,8 +42,8 @@ struct Bytes {
   bool operator==(Bytes &o) { return size == o.size && memcmp(data(), o.data(), size) == 0; }
 };
 
-// warp_tree of fused.cu over the sums of 32 lanes, with the meaning of __shfl_down_sync within 32 and 16 lanes: past the
-// last lane a thread gets its own value.
+// warp_tree of fused.cu over the sums of 32 lanes, with the meaning of __shfl_down_sync within 32 and 16 lanes: past
+// the last lane a thread gets its own value.
 float tree(const std::vector<Sums> &lanes) {
   float sum[32];
   for (int t = 0; t < 32; t++) {
@@ -59,8 +58,7 @@ float tree(const std::vector<Sums> &lanes) {
   return sum[0];
 }
 
-template <class F>
-float lanes(F f) {
+template <class F> float lanes(F f) {
   std::vector<Sums> s;
   for (int lane = 0; lane < WARP; lane++) s.push_back(f(lane));
   return tree(s);
@@ -79,13 +77,16 @@ TEST_F(CudaFused, NormAndItsGradient) {
           const Fill fill = (Fill)(k % 3);
           const int64_t n = rows * cols, blocks = dc_row_blocks(rows), stride = cols + k % 2;
           const std::string what = name_of("norm", dt, cols) + " rows=" + std::to_string(rows);
-          Bytes x(make(dt, rows * stride, fill, 1)), residual(make(dt, n, fill, 2)), w(make(wdt, cols, fill, 3)), b(make(wdt, cols, fill, 4));
-          Bytes y(dt, n), y2(dt, n), sum(dt, n), sum2(dt, n), mean(DC_F32, rows), mean2(DC_F32, rows), rstd(DC_F32, rows), rstd2(DC_F32, rows);
+          Bytes x(make(dt, rows * stride, fill, 1)), residual(make(dt, n, fill, 2)), w(make(wdt, cols, fill, 3)),
+              b(make(wdt, cols, fill, 4));
+          Bytes y(dt, n), y2(dt, n), sum(dt, n), sum2(dt, n), mean(DC_F32, rows), mean2(DC_F32, rows),
+              rstd(DC_F32, rows), rstd2(DC_F32, rows);
           dc_norm_args a = {};
           a.x = x.data(), a.residual = add ? residual.data() : nullptr, a.weight = weighted ? w.data() : nullptr;
           a.bias = biased ? b.data() : nullptr, a.y = y.data(), a.sum = add ? sum.data() : nullptr;
           a.mean = center ? (float *)mean.data() : nullptr, a.rstd = (float *)rstd.data();
-          a.rows = rows, a.cols = cols, a.x_stride = stride, a.residual_stride = cols, a.eps = 1e-5f, a.offset = k % 7 ? 0.0f : 1.0f;
+          a.rows = rows, a.cols = cols, a.x_stride = stride, a.residual_stride = cols, a.eps = 1e-5f,
+          a.offset = k % 7 ? 0.0f : 1.0f;
           a.dtype = dt, a.weight_dtype = wdt;
           ASSERT_EQ(dc_norm(&a), DC_OK) << dc_last_error();
           a.y = y2.data(), a.sum = add ? sum2.data() : nullptr, a.rstd = (float *)rstd2.data();
@@ -93,17 +94,20 @@ TEST_F(CudaFused, NormAndItsGradient) {
           for (int64_t row = 0; row < rows; row++) {
             const typename T::stored *from = nullptr;
             for (int lane = 0; lane < WARP; lane++) from = norm_source<T>(a, row, lane);
-            const float m = center ? lanes([&](int lane) { return norm_total<T>(from, cols, lane); }) / (float)cols : 0.0f;
+            const float m = center ? lanes([&](int lane) { return norm_total<T>(from, cols, lane); }) / (float)cols
+                                   : 0.0f;
             const float squares = lanes([&](int lane) { return norm_squares<T>(from, cols, lane, m); });
             for (int lane = 0; lane < WARP; lane++) norm_out<T>(a, from, row, lane, m, norm_rstd(squares, cols, a.eps));
           }
           ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what;
 
-          Bytes dy(make(dt, n, fill, 5)), dsum(make(dt, n, fill, 6)), dx(dt, n), dx2(dt, n), dw(wdt, cols), dw2(wdt, cols), db(wdt, cols), db2(wdt, cols);
+          Bytes dy(make(dt, n, fill, 5)), dsum(make(dt, n, fill, 6)), dx(dt, n), dx2(dt, n), dw(wdt, cols),
+              dw2(wdt, cols), db(wdt, cols), db2(wdt, cols);
           Bytes partial(DC_F32, 2 * blocks * cols), partial2(DC_F32, 2 * blocks * cols);
           dc_norm_grad_args g = {};
           g.dy = dy.data(), g.dsum = add ? dsum.data() : nullptr, g.x = x.data(), g.weight = a.weight;
-          g.mean = a.mean, g.rstd = a.rstd, g.dx = dx.data(), g.dweight = weighted ? dw.data() : nullptr, g.dbias = biased ? db.data() : nullptr;
+          g.mean = a.mean, g.rstd = a.rstd, g.dx = dx.data(), g.dweight = weighted ? dw.data() : nullptr,
+          g.dbias = biased ? db.data() : nullptr;
           g.partial = (float *)partial.data(), g.rows = rows, g.cols = cols, g.x_stride = stride, g.offset = a.offset;
           g.dtype = dt, g.weight_dtype = wdt;
           ASSERT_EQ(dc_norm_grad(&g), DC_OK) << dc_last_error();
@@ -128,8 +132,7 @@ TEST_F(CudaFused, NormAndItsGradient) {
 }
 
 // Every thread of `threads` over all rows, in vectors or not.
-template <class F>
-void each_thread(int64_t rows, int64_t threads, F f) {
+template <class F> void each_thread(int64_t rows, int64_t threads, F f) {
   for (int64_t row = 0; row < rows; row++)
     for (int64_t t = 0; t < threads; t++) f(row, t, threads);
 }
@@ -146,14 +149,16 @@ TEST_F(CudaFused, Activations) {
         const bool flat = stride == cols, bias = k % 4 == 0;
         const int form = k % 2 ? DC_GELU_ERF : DC_GELU_TANH, bdt = kLow[k % 3];
         const std::string what = name_of("activation", dt, cols) + " rows=" + std::to_string(rows);
-        Bytes gate(make(dt, span, fill, 1)), up(make(dt, n, fill, 2)), d(make(dt, n, fill, 3)), b(make(bdt, cols, fill, 4));
+        Bytes gate(make(dt, span, fill, 1)), up(make(dt, n, fill, 2)), d(make(dt, n, fill, 3)),
+            b(make(bdt, cols, fill, 4));
         Bytes out(dt, n), out2(dt, n), dg(dt, n), dg2(dt, n), du(dt, n), du2(dt, n);
         dc_swiglu_args s = {};
         s.gate = gate.data(), s.up = up.data(), s.out = out.data(), s.rows = rows, s.cols = cols;
         s.gate_stride = stride, s.up_stride = s.out_stride = cols, s.dtype = dt;
         ASSERT_EQ(dc_swiglu(&s), DC_OK);
         dc_swiglu_grad_args sg = {};
-        sg.gate = gate.data(), sg.up = up.data(), sg.dout = d.data(), sg.dgate = dg.data(), sg.dup = du.data(), sg.rows = rows, sg.cols = cols;
+        sg.gate = gate.data(), sg.up = up.data(), sg.dout = d.data(), sg.dgate = dg.data(), sg.dup = du.data(),
+        sg.rows = rows, sg.cols = cols;
         sg.gate_stride = stride, sg.up_stride = sg.dout_stride = sg.dgate_stride = sg.dup_stride = cols, sg.dtype = dt;
         ASSERT_EQ(dc_swiglu_grad(&sg), DC_OK);
         s.out = out2.data(), sg.dgate = dg2.data(), sg.dup = du2.data();
@@ -172,18 +177,18 @@ TEST_F(CudaFused, Activations) {
         const int64_t blocks = dc_row_blocks(rows);
         Bytes partial(DC_F32, blocks * cols), partial2(DC_F32, blocks * cols), db(bdt, cols), db2(bdt, cols);
         dc_gelu_args g = {};
-        g.x = gate.data(), g.bias = bias ? b.data() : nullptr, g.out = out.data(), g.rows = rows, g.cols = cols, g.x_stride = stride;
+        g.x = gate.data(), g.bias = bias ? b.data() : nullptr, g.out = out.data(), g.rows = rows, g.cols = cols,
+        g.x_stride = stride;
         g.dtype = dt, g.bias_dtype = bdt, g.form = form;
         ASSERT_EQ(dc_gelu(&g), DC_OK);
         dc_gelu_grad_args gg = {};
-        gg.x = gate.data(), gg.bias = g.bias, gg.dout = d.data(), gg.dx = dg.data(), gg.dbias = bias ? db.data() : nullptr, gg.partial = (float *)partial.data();
+        gg.x = gate.data(), gg.bias = g.bias, gg.dout = d.data(), gg.dx = dg.data(),
+        gg.dbias = bias ? db.data() : nullptr, gg.partial = (float *)partial.data();
         gg.rows = rows, gg.cols = cols, gg.x_stride = stride, gg.dtype = dt, gg.bias_dtype = bdt, gg.form = form;
         ASSERT_EQ(dc_gelu_grad(&gg), DC_OK);
         const dc_gelu_grad_args whole = gg;
         g.out = out2.data(), gg.dx = dg2.data();
-        if (flat && !bias) {
-          g.rows = gg.rows = (n + 63) / 64, g.cols = gg.cols = g.x_stride = gg.x_stride = 64;
-        }
+        if (flat && !bias) { g.rows = gg.rows = (n + 63) / 64, g.cols = gg.cols = g.x_stride = gg.x_stride = 64; }
         const bool gelu_wide = g.x_stride % V == 0 && g.cols % V == 0;
         each_thread(g.rows, 7, [&](int64_t row, int64_t t, int64_t all) {
           if (gelu_wide) gelu<T, V>(g, n, row, t, all), gelu_grad<T, V>(gg, n, row, t, all);
@@ -191,8 +196,10 @@ TEST_F(CudaFused, Activations) {
         });
         for (int64_t block = 0; bias && block < blocks; block++)
           for (int64_t i = 0; i < cols; i++)
-            gelu_column<T>(whole, block * dc_row_block(rows), std::min(rows, (block + 1) * dc_row_block(rows)), i, (float *)partial2.data() + block * cols);
-        for (int64_t i = 0; bias && i < cols; i++) fold_column(db2.data(), bdt, (float *)partial2.data(), blocks, cols, i);
+            gelu_column<T>(whole, block * dc_row_block(rows), std::min(rows, (block + 1) * dc_row_block(rows)), i,
+                           (float *)partial2.data() + block * cols);
+        for (int64_t i = 0; bias && i < cols; i++)
+          fold_column(db2.data(), bdt, (float *)partial2.data(), blocks, cols, i);
         ASSERT_TRUE(out == out2 && dg == dg2 && db == db2) << what << " gelu";
       }
   });
@@ -207,9 +214,11 @@ TEST_F(CudaFused, Rotary) {
         for (int64_t more : {0, 33}) {
           const Fill fill = (Fill)(++k % 3);
           const int64_t cols = rotated + more, size[3] = {2, 3, 5}, n = 30 * cols;
-          Bytes x(make(dt, n, fill, 1)), cos(make(tdt, 5 * rotated, fill, 2)), sin(make(tdt, 5 * rotated, fill, 3)), out(dt, n), out2(dt, n);
+          Bytes x(make(dt, n, fill, 1)), cos(make(tdt, 5 * rotated, fill, 2)), sin(make(tdt, 5 * rotated, fill, 3)),
+              out(dt, n), out2(dt, n);
           dc_rotary_args a = {};
-          a.x = x.data(), a.cos = cos.data(), a.sin = sin.data(), a.out = out.data(), a.cols = cols, a.rotated = rotated;
+          a.x = x.data(), a.cos = cos.data(), a.sin = sin.data(), a.out = out.data(), a.cols = cols,
+          a.rotated = rotated;
           a.dtype = dt, a.table_dtype = tdt, a.inverse = k % 2;
           const int64_t turned[3] = {15 * cols, cols, 3 * cols};
           for (int i = 0; i < 3; i++) a.size[i] = size[i], a.x_stride[i] = a.out_stride[i] = turned[i];

@@ -23,7 +23,7 @@ bool has_gpu() {
 }
 
 class CudaLoad : public testing::Test {
- protected:
+protected:
   void SetUp() override {
     Dl_info info;
     ASSERT_NE(dladdr(reinterpret_cast<void *>(&dc_version), &info), 0);
@@ -44,8 +44,7 @@ class CudaLoad : public testing::Test {
     get(reduce_acc_, "dc_cuda_reduce_acc");
     get(adamw_, "dc_cuda_adamw");
   }
-  template <class F>
-  void get(F &slot, const char *name) {
+  template <class F> void get(F &slot, const char *name) {
     slot = reinterpret_cast<F>(dlsym(library_, name));
     ASSERT_NE(slot, nullptr) << name;
   }

@@ -12,8 +12,7 @@ using namespace dc_gpu;
 
 class CudaXent : public Ops {};
 
-template <class T>
-void check(int dt, int64_t classes, int threads, float smoothing, Fill fill) {
+template <class T> void check(int dt, int64_t classes, int threads, float smoothing, Fill fill) {
   const int64_t rows = 3, stride = classes + 3;
   Array logits = make(dt, rows * stride, fill, 81);
   std::vector<int64_t> labels = {classes - 1, 0, classes / 2};
@@ -24,7 +23,9 @@ void check(int dt, int64_t classes, int threads, float smoothing, Fill fill) {
   a.rows = rows, a.classes = classes, a.stride = stride, a.ignore_index = -100;
   a.scale = 0.7f, a.label_smoothing = smoothing, a.dtype = dt, a.gradient = 1;
   ASSERT_EQ(dc_cross_entropy_rows(&a), DC_OK) << dc_last_error();
-  const float step = dt == DC_F32 ? 1e-6f : dt == DC_BF16 ? 0x1p-7f : 0x1p-9f; // of a rounding that falls to the other side
+  const float step = dt == DC_F32    ? 1e-6f
+                     : dt == DC_BF16 ? 0x1p-7f
+                                     : 0x1p-9f; // of a rounding that falls to the other side
   for (int64_t r = 0; r < rows; r++) {
     typename T::stored *x = mine.data() + r * stride;
     const float at_label = T::up(x[labels[(size_t)r]]);
@@ -48,7 +49,8 @@ void check(int dt, int64_t classes, int threads, float smoothing, Fill fill) {
       if (std::isnan(want) || i >= classes) {
         ASSERT_EQ(memcmp(&x[i], &core[(size_t)(r * stride + i)], sizeof *x), 0) << "element " << i << " of " << classes;
       } else {
-        ASSERT_NEAR(g, want, step * std::fabs(want) + 1e-7f) << "element " << i << " of " << classes << " in " << dc_dtype_name(dt);
+        ASSERT_NEAR(g, want, step * std::fabs(want) + 1e-7f)
+            << "element " << i << " of " << classes << " in " << dc_dtype_name(dt);
       }
     }
   }
@@ -59,7 +61,8 @@ TEST_F(CudaXent, ThreadByThreadEqualsTheCore) {
     for (int threads : {1, 32, 256})
       for (float smoothing : {0.0f, 0.1f})
         for (Fill fill : {kOrdinary, kSpecial}) {
-          if (fill == kSpecial && smoothing != 0.0f) continue; // sums of +-3e38: their order decides whether they overflow
+          if (fill == kSpecial && smoothing != 0.0f)
+            continue; // sums of +-3e38: their order decides whether they overflow
           check<F32>(DC_F32, classes, threads, smoothing, fill);
           check<BF16>(DC_BF16, classes, threads, smoothing, fill);
           check<F16>(DC_F16, classes, threads, smoothing, fill);

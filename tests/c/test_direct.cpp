@@ -27,8 +27,8 @@ std::string open_comm(const std::string &address, int rank, int size, const char
 }
 
 enum Op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, ALL_TO_ALLV, REDUCE, GATHER, SCATTER, OPS };
-const char *const kNames[OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
-                                 "all_to_allv", "reduce", "gather", "scatter"};
+const char *const kNames[OPS] = {"all_reduce",  "reduce_scatter", "all_gather", "broadcast", "all_to_all",
+                                 "all_to_allv", "reduce",         "gather",     "scatter"};
 const char *const kStaged =
     "all_reduce=staged,reduce_scatter=staged,all_gather=staged,broadcast=staged,all_to_all=staged,"
     "reduce=staged,gather=staged,scatter=staged";
@@ -47,21 +47,19 @@ struct Case {
 int in_parts(const Case &k, int size) {
   return k.op == REDUCE_SCATTER || k.op == ALL_TO_ALL || k.op == SCATTER ? size : 1;
 }
-int out_parts(const Case &k, int size) {
-  return k.op == ALL_GATHER || k.op == ALL_TO_ALL || k.op == GATHER ? size : 1;
-}
+int out_parts(const Case &k, int size) { return k.op == ALL_GATHER || k.op == ALL_TO_ALL || k.op == GATHER ? size : 1; }
 
 int call(dc_comm *c, const Case &k, const void *in, void *out) {
   switch (k.op) {
-    case ALL_REDUCE: return dc_all_reduce(c, in, out, k.count, k.dtype, k.red, 0);
-    case REDUCE_SCATTER: return dc_reduce_scatter(c, in, out, k.count, k.dtype, k.red, 0);
-    case ALL_GATHER: return dc_all_gather(c, in, out, k.count, k.dtype, 0);
-    case BROADCAST: return dc_broadcast(c, out, k.count, k.dtype, k.root, 0);
-    case ALL_TO_ALL: return dc_all_to_all(c, in, out, k.count, k.dtype, 0);
-    case ALL_TO_ALLV: return dc_all_to_allv(c, in, k.give.data(), out, k.take.data(), k.dtype, 0);
-    case REDUCE: return dc_reduce_to(c, in, out, k.count, k.dtype, k.red, k.root, 0);
-    case GATHER: return dc_gather(c, in, out, k.count, k.dtype, k.root, 0);
-    default: return dc_scatter(c, in, out, k.count, k.dtype, k.root, 0);
+  case ALL_REDUCE: return dc_all_reduce(c, in, out, k.count, k.dtype, k.red, 0);
+  case REDUCE_SCATTER: return dc_reduce_scatter(c, in, out, k.count, k.dtype, k.red, 0);
+  case ALL_GATHER: return dc_all_gather(c, in, out, k.count, k.dtype, 0);
+  case BROADCAST: return dc_broadcast(c, out, k.count, k.dtype, k.root, 0);
+  case ALL_TO_ALL: return dc_all_to_all(c, in, out, k.count, k.dtype, 0);
+  case ALL_TO_ALLV: return dc_all_to_allv(c, in, k.give.data(), out, k.take.data(), k.dtype, 0);
+  case REDUCE: return dc_reduce_to(c, in, out, k.count, k.dtype, k.red, k.root, 0);
+  case GATHER: return dc_gather(c, in, out, k.count, k.dtype, k.root, 0);
+  default: return dc_scatter(c, in, out, k.count, k.dtype, k.root, 0);
   }
 }
 
@@ -95,19 +93,26 @@ int64_t sum(const std::vector<int64_t> &v) {
 void fill(std::mt19937 &g, unsigned char *p, int64_t n, int dtype) {
   for (int64_t i = 0; i < n; i++) {
     const float x = (float)(int)(g() % 2001 - 1000) / 64;
-    const uint32_t bits = [&] { uint32_t u; memcpy(&u, &x, 4); return u; }();
+    const uint32_t bits = [&] {
+      uint32_t u;
+      memcpy(&u, &x, 4);
+      return u;
+    }();
     const uint16_t half = (uint16_t)(0x3000 + g() % 0x1000), bf = (uint16_t)(bits >> 16);
     const double d = x;
     const uint64_t whole = g();
     const size_t e = dc_dtype_size(dtype);
-    const void *from = dtype == DC_F32 ? (const void *)&x : dtype == DC_F64 ? (const void *)&d
-                     : dtype == DC_BF16 ? (const void *)&bf : dtype == DC_F16 ? (const void *)&half : (const void *)&whole;
+    const void *from = dtype == DC_F32    ? (const void *)&x
+                       : dtype == DC_F64  ? (const void *)&d
+                       : dtype == DC_BF16 ? (const void *)&bf
+                       : dtype == DC_F16  ? (const void *)&half
+                                          : (const void *)&whole;
     memcpy(p + i * (int64_t)e, from, e);
   }
 }
 
-// Runs the case on both communicators with buffers at a, b (direct) and private ones (staged), and compares every byte of
-// every out, untouched parts included.
+// Runs the case on both communicators with buffers at a, b (direct) and private ones (staged), and compares every byte
+// of every out, untouched parts included.
 std::string compare(dc_comm *staged, dc_comm *direct, const Case &k, int size, int rank, unsigned char *a,
                     unsigned char *b, uint32_t seed) {
   std::mt19937 g(seed * 64 + (uint32_t)rank);
@@ -137,8 +142,7 @@ std::string compare(dc_comm *staged, dc_comm *direct, const Case &k, int size, i
     WANT(b[i] == want[i], "%s %s red %d root %d count %lld in_place %d seed %u: byte %zu of %lld is %02x, staged %02x",
          kNames[k.op], dc_dtype_name(k.dtype), k.red, k.root, (long long)k.count, k.in_place, seed, i,
          (long long)out_bytes, b[i], want[i]);
-  if (!k.in_place)
-    WANT(memcmp(a, in.data(), (size_t)in_bytes) == 0, "%s seed %u wrote its in", kNames[k.op], seed);
+  if (!k.in_place) WANT(memcmp(a, in.data(), (size_t)in_bytes) == 0, "%s seed %u wrote its in", kNames[k.op], seed);
   return "";
 }
 

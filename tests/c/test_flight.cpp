@@ -31,8 +31,8 @@ enum { SET_ASIDE = 8 }; // rows that a group may have claimed for its next calls
 // Wants every rank to report nothing.
 void all_fine(int size, const Body &body) { expect_all_fine(run_ranks(size, body, 100)); }
 
-int open_group(const std::string &address, int rank, int size, dc_comm **c, const char *label = "test_pg", int timeout_ms = 60000,
-               const int32_t *names = nullptr) {
+int open_group(const std::string &address, int rank, int size, dc_comm **c, const char *label = "test_pg",
+               int timeout_ms = 60000, const int32_t *names = nullptr) {
   dc_comm_config k = config_of(address.c_str(), rank, size, 2, 4096, timeout_ms);
   k.label = label;
   k.global_rank = names;
@@ -74,7 +74,8 @@ int record_of(pid_t pid) {
   while (dirent *e = readdir(d)) {
     char name[256] = {0};
     std::string path = dir + "/" + e->d_name;
-    if (readlink(path.c_str(), name, sizeof name - 1) > 0 && strstr(name, "memfd:deepc-flight")) found = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (readlink(path.c_str(), name, sizeof name - 1) > 0 && strstr(name, "memfd:deepc-flight"))
+      found = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   }
   closedir(d);
   return found;
@@ -118,16 +119,20 @@ TEST(Flight, EveryCallIsThere) {
     size_t at = calls.size() - 7;
     for (int i = 0; i < 5; i++) {
       dc_flight_row &r = calls[at + (size_t)i];
-      WANT(r.op == DC_CALL_ALL_REDUCE && r.dtype == DC_F32 && r.red_op == DC_RED_MAX && r.count == i && r.tag == 5 && r.status == DC_OK);
+      WANT(r.op == DC_CALL_ALL_REDUCE && r.dtype == DC_F32 && r.red_op == DC_RED_MAX && r.count == i && r.tag == 5 &&
+           r.status == DC_OK);
       WANT(r.where == "train.py:" + std::to_string(i + 1));
       WANT(r.begin_ns > 0 && r.end_ns >= r.begin_ns && r.ranks == 2 && r.group == 0);
-      if (i) WANT(r.seq == calls[at + (size_t)i - 1].seq + 1 && r.number == calls[at + (size_t)i - 1].number + 1 && r.begin_ns >= calls[at + (size_t)i - 1].end_ns);
+      if (i)
+        WANT(r.seq == calls[at + (size_t)i - 1].seq + 1 && r.number == calls[at + (size_t)i - 1].number + 1 &&
+             r.begin_ns >= calls[at + (size_t)i - 1].end_ns);
     }
     WANT(calls[at + 5].op == DC_CALL_BARRIER && calls[at + 5].tag == 3);
     WANT(calls[at + 6].op == DC_CALL_BROADCAST && calls[at + 6].root == 1);
     WANT(has(read.json, "\"rank\": " + std::to_string(names[rank]) + ", \"world\": 2"));
     WANT(has(read.json, "\"label\": \"a \\\"label\\\"\\u000a\""));
-    WANT(has(read.json, "{\"rank\": 4, \"pid\": ") && has(read.json, "{\"rank\": 7, \"pid\": " + std::to_string(rank ? getpid() : 0).substr(0, rank ? 20 : 0)));
+    WANT(has(read.json, "{\"rank\": 4, \"pid\": ") &&
+         has(read.json, "{\"rank\": 7, \"pid\": " + std::to_string(rank ? getpid() : 0).substr(0, rank ? 20 : 0)));
     WANT(has(read.json, "\"pid\": " + std::to_string(getpid())));
     FINE(dc_comm_close(c));
     return "";
@@ -185,7 +190,8 @@ TEST(Flight, AnotherProcessReadsAHungOne) {
         if (r.rc) return dc_last_error();
         WANT(has(r.json, "\"pid\": " + std::to_string(first)));
         for (auto &row : r.rows) {
-          WANT(row.number > 0 && row.begin_ns > 0 && row.group >= -1 && row.group < 2 && row.ranks >= 2 && row.ranks <= 3);
+          WANT(row.number > 0 && row.begin_ns > 0 && row.group >= -1 && row.group < 2 && row.ranks >= 2 &&
+               row.ranks <= 3);
           if (row.op == DC_CALL_BARRIER) WANT(row.ranks == 2 && row.group == 1 && row.tag < 2 * DC_FLIGHT_CALLS);
           if (row.tag == 1234 && row.op == DC_CALL_ALL_REDUCE) {
             WANT(std::string(row.where) == "loop.py:9" && row.count == 1 && row.end_ns == 0);
@@ -195,7 +201,8 @@ TEST(Flight, AnotherProcessReadsAHungOne) {
       }
       // when the barriers are through, the row of the call that hangs has survived all of them
       for (bool last = false; !last;) {
-        for (auto &row : parse(fd).rows) last |= row.op == DC_CALL_BARRIER && row.tag == 2 * DC_FLIGHT_CALLS - 1 && row.end_ns;
+        for (auto &row : parse(fd).rows)
+          last |= row.op == DC_CALL_BARRIER && row.tag == 2 * DC_FLIGHT_CALLS - 1 && row.end_ns;
         poll(nullptr, 0, 1);
       }
       seen = 0;
@@ -279,7 +286,8 @@ TEST(Flight, AForkedChildHasNoneOfItsParents) {
       dc_comm *d;
       float x = 1;
       none = none && dc_all_reduce(c, &x, &x, 1, DC_F32, DC_RED_SUM, 0) == DC_E_STATE;
-      none = none && open_group(fresh_address(), 0, 1, &d) == DC_OK && dc_all_reduce(d, &x, &x, 1, DC_F32, DC_RED_SUM, 0) == DC_OK;
+      none = none && open_group(fresh_address(), 0, 1, &d) == DC_OK &&
+             dc_all_reduce(d, &x, &x, 1, DC_F32, DC_RED_SUM, 0) == DC_OK;
       none = none && own().rows.size() == 1 && has(parse(dc_flight_fd()).json, "\"pid\": " + std::to_string(getpid()));
       _exit(none ? 0 : 1);
     }
@@ -294,7 +302,9 @@ TEST(Flight, AForkedChildHasNoneOfItsParents) {
 
 struct Folder {
   char path[64] = "/tmp/deepc-flight-XXXXXX";
-  Folder() { if (!mkdtemp(path)) abort(); }
+  Folder() {
+    if (!mkdtemp(path)) abort();
+  }
   std::vector<std::string> files() const {
     std::vector<std::string> out;
     DIR *d = opendir(path);
@@ -319,7 +329,8 @@ TEST(Flight, AnErrorThatBreaksWritesADump) {
     FINE(open_group(address, rank, 2, &c, "grads"));
     WANT(dc_all_reduce(c, x, x, -1, DC_F32, DC_RED_SUM, 0) == DC_E_SHAPE); // a local mistake breaks nothing
     FINE(dc_barrier(c, 0));
-    std::string name = std::string(folder.path) + "/deepc-flight-" + std::to_string(rank) + "-" + std::to_string(getpid()) + ".bin";
+    std::string name = std::string(folder.path) + "/deepc-flight-" + std::to_string(rank) + "-" +
+                       std::to_string(getpid()) + ".bin";
     WANT(access(name.c_str(), F_OK) != 0);
     FINE(dc_comm_set_caller(c, rank ? "one.py:11" : "zero.py:10"));
     int rc = rank ? dc_all_gather(c, x, x, 2, DC_F32, 0) : dc_all_reduce(c, x, x, 2, DC_F32, DC_RED_SUM, 0);
@@ -371,9 +382,11 @@ TEST(Flight, StepsOfTheExchangeAreRows) {
       FINE(dc_exchange_begin(c, &step, &slot));
       FINE(dc_exchange_post(c, &call));
       auto rows = own().rows;
-      WANT(rows.size() == before + (size_t)i + 1 && rows.back().end_ns == 0 && rows.back().op == DC_CALL_BUCKET && rows.back().tag == 6);
+      WANT(rows.size() == before + (size_t)i + 1 && rows.back().end_ns == 0 && rows.back().op == DC_CALL_BUCKET &&
+           rows.back().tag == 6);
       FINE(dc_exchange_wait(c, step));
-      WANT(dc_exchange_wait(c, step + 5) == DC_E_STATE && dc_exchange_wait(c, -3) == DC_E_STATE && dc_exchange_post(c, &call) == DC_E_STATE);
+      WANT(dc_exchange_wait(c, step + 5) == DC_E_STATE && dc_exchange_wait(c, -3) == DC_E_STATE &&
+           dc_exchange_post(c, &call) == DC_E_STATE);
       WANT(own().rows.back().end_ns == 0);
       FINE(dc_exchange_done(c, step));
       WANT(own().rows.back().end_ns != 0 && own().rows.back().status == DC_OK);
@@ -397,7 +410,8 @@ TEST(Flight, TheLogHoldsWhatTheRecordHasForgotten) {
     FINE(dc_flight_log(4000));
     for (int i = 0; i < 3500; i++) FINE(dc_all_reduce(c, &x, &x, 1, DC_F32, DC_RED_SUM, i));
     FINE(dc_flight_log_take(rows.data(), 1000, &n, &lost));
-    WANT(n == 1000 && lost == 0 && rows[0].tag == 0 && rows[999].tag == 999 && rows[999].end_ns >= rows[999].begin_ns && rows[999].ranks == 1);
+    WANT(n == 1000 && lost == 0 && rows[0].tag == 0 && rows[999].tag == 999 && rows[999].end_ns >= rows[999].begin_ns &&
+         rows[999].ranks == 1);
     FINE(dc_flight_log_take(rows.data(), 6000, &n, &lost));
     WANT(n == 2500 && lost == 0 && rows[0].tag == 1000 && rows[2499].tag == 3499);
     for (int i = 0; i < 5000; i++) FINE(dc_all_reduce(c, &x, &x, 1, DC_F32, DC_RED_SUM, i));

@@ -30,7 +30,7 @@ std::vector<double> doubles_of(const Array &a) {
 // Half a unit in the last place of a result of dtype dt, relative, and what fp32 arithmetic may add to it.
 double half_ulp(int dt) { return dt == DC_F32 ? 0x1p-24 : dt == DC_BF16 ? 0x1p-9 : 0x1p-11; }
 
-// ---- every instruction set ------------------------------------------------------------------------------------------
+// ---- every instruction set -----------------------------------------------------------------------------------------
 struct NormCase {
   int dt, wdt;
   int64_t rows, cols, stride;
@@ -50,8 +50,9 @@ int run_norm(const NormCase &c, const std::vector<uint8_t *> &p) {
 
 std::vector<Array> norm_arrays(const NormCase &c, Fill fill) {
   const int64_t n = c.rows * c.cols, span = (c.rows - 1) * c.stride + c.cols;
-  return {make(c.dt, span, fill, 1), make(c.dt, n, fill, 2), make(c.wdt, c.cols, fill, 3), make(c.wdt, c.cols, fill, 4),
-          blank(c.dt, n), blank(c.dt, n), blank(DC_F32, c.rows), blank(DC_F32, c.rows)};
+  return {make(c.dt, span, fill, 1),    make(c.dt, n, fill, 2), make(c.wdt, c.cols, fill, 3),
+          make(c.wdt, c.cols, fill, 4), blank(c.dt, n),         blank(c.dt, n),
+          blank(DC_F32, c.rows),        blank(DC_F32, c.rows)};
 }
 
 int run_norm_grad(const NormCase &c, const std::vector<uint8_t *> &p) {
@@ -65,13 +66,19 @@ int run_norm_grad(const NormCase &c, const std::vector<uint8_t *> &p) {
 
 std::vector<Array> norm_grad_arrays(const NormCase &c, Fill fill) {
   const int64_t n = c.rows * c.cols, span = (c.rows - 1) * c.stride + c.cols;
-  return {make(c.dt, span, fill, 1), make(c.dt, n, fill, 2), make(c.dt, n, fill, 3), make(c.wdt, c.cols, fill, 4),
-          make(DC_F32, c.rows, fill == kAnyBits ? kOrdinary : fill, 5), make(DC_F32, c.rows, kOrdinary, 6), blank(c.dt, n), blank(c.wdt, c.cols),
-          blank(c.wdt, c.cols), blank(DC_F32, 2 * dc_row_blocks(c.rows) * c.cols)};
+  return {make(c.dt, span, fill, 1),
+          make(c.dt, n, fill, 2),
+          make(c.dt, n, fill, 3),
+          make(c.wdt, c.cols, fill, 4),
+          make(DC_F32, c.rows, fill == kAnyBits ? kOrdinary : fill, 5),
+          make(DC_F32, c.rows, kOrdinary, 6),
+          blank(c.dt, n),
+          blank(c.wdt, c.cols),
+          blank(c.wdt, c.cols),
+          blank(DC_F32, 2 * dc_row_blocks(c.rows) * c.cols)};
 }
 
-template <class F>
-void each_norm(F f) {
+template <class F> void each_norm(F f) {
   int k = 0;
   for (int dt : kLow)
     for (int wdt : kLow)
@@ -79,8 +86,16 @@ void each_norm(F f) {
         for (int64_t cols : kCols) {
           k++;
           if (cols > 100 && rows == 70 && dt != wdt) continue;
-          const NormCase c = {dt, wdt, rows, cols, cols + (k % 2) * 3, k % 3 == 0 || dt == DC_F32, k % 5 == 0,
-                              k % 7 != 0, k % 4 != 0, k % 6 == 0 ? 1.0f : 0.0f};
+          const NormCase c = {dt,
+                              wdt,
+                              rows,
+                              cols,
+                              cols + (k % 2) * 3,
+                              k % 3 == 0 || dt == DC_F32,
+                              k % 5 == 0,
+                              k % 7 != 0,
+                              k % 4 != 0,
+                              k % 6 == 0 ? 1.0f : 0.0f};
           f(c, fill_of(k), about("norm", dt, rows, cols) + " weights " + dc_dtype_name(wdt));
         }
 }
@@ -94,11 +109,14 @@ TEST_F(Fused, NormEqualsReference) {
 TEST_F(Fused, NormGradEqualsReference) {
   each_norm([](const NormCase &c, Fill fill, const std::string &what) {
     auto arrays = norm_grad_arrays(c, fill);
-    same_everywhere(arrays, [=](auto &p) {
-      const int rc = run_norm_grad(c, p);
-      memset(p[9], 0, (size_t)(2 * dc_row_blocks(c.rows) * c.cols) * 4); // a NaN in the workspace may have any bits
-      return rc;
-    }, what + " gradient", {kAtEnd, kOffStart});
+    same_everywhere(
+        arrays,
+        [=](auto &p) {
+          const int rc = run_norm_grad(c, p);
+          memset(p[9], 0, (size_t)(2 * dc_row_blocks(c.rows) * c.cols) * 4); // a NaN in the workspace may have any bits
+          return rc;
+        },
+        what + " gradient", {kAtEnd, kOffStart});
   });
 }
 
@@ -116,17 +134,20 @@ int run_swiglu_grad(int dt, int64_t rows, int64_t cols, int64_t stride, const st
   return dc_swiglu_grad(&a);
 }
 
-int run_gelu(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, int64_t stride, const std::vector<uint8_t *> &p) {
+int run_gelu(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, int64_t stride,
+             const std::vector<uint8_t *> &p) {
   dc_gelu_args a = {};
   a.x = p[0], a.bias = bias ? p[1] : nullptr, a.out = p[2], a.rows = rows, a.cols = cols, a.x_stride = stride;
   a.dtype = dt, a.bias_dtype = bdt, a.form = form;
   return dc_gelu(&a);
 }
 
-int run_gelu_grad(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, int64_t stride, const std::vector<uint8_t *> &p) {
+int run_gelu_grad(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, int64_t stride,
+                  const std::vector<uint8_t *> &p) {
   dc_gelu_grad_args a = {};
   a.x = p[0], a.bias = bias ? p[1] : nullptr, a.dout = p[2], a.dx = p[3], a.dbias = bias ? p[4] : nullptr;
-  a.partial = (float *)p[5], a.rows = rows, a.cols = cols, a.x_stride = stride, a.dtype = dt, a.bias_dtype = bdt, a.form = form;
+  a.partial = (float *)p[5], a.rows = rows, a.cols = cols, a.x_stride = stride, a.dtype = dt, a.bias_dtype = bdt,
+  a.form = form;
   const int rc = dc_gelu_grad(&a);
   if (bias) memset(p[5], 0, (size_t)(dc_row_blocks(rows) * cols) * 4);
   return rc;
@@ -141,18 +162,21 @@ TEST_F(Fused, ActivationsEqualReference) {
         const int64_t stride = cols + (k % 2) * 5, n = rows * cols, span = (rows - 1) * stride + cols;
         const int bdt = kLow[k % 3], form = k % 2 ? DC_GELU_ERF : DC_GELU_TANH;
         const bool bias = k % 5 < 2;
-        same_everywhere({make(dt, span, fill, 1), make(dt, n, fill, 2), blank(dt, n)},
-                        [=](auto &p) { return run_swiglu(dt, rows, cols, stride, p); }, about("swiglu", dt, rows, cols));
-        same_everywhere({make(dt, span, fill, 1), make(dt, n, fill, 2), make(dt, n, fill, 3), blank(dt, span), blank(dt, n)},
-                        [=](auto &p) { return run_swiglu_grad(dt, rows, cols, stride, p); },
-                        about("swiglu_grad", dt, rows, cols));
-        same_everywhere({make(dt, span, fill, 1), make(bdt, cols, fill, 2), blank(dt, n)},
-                        [=](auto &p) { return run_gelu(dt, bdt, form, bias, rows, cols, stride, p); },
-                        about("gelu", dt, rows, cols));
-        same_everywhere({make(dt, span, fill, 1), make(bdt, cols, fill, 2), make(dt, n, fill, 3), blank(dt, n), blank(bdt, cols),
-                         blank(DC_F32, dc_row_blocks(rows) * cols)},
-                        [=](auto &p) { return run_gelu_grad(dt, bdt, form, bias, rows, cols, stride, p); },
-                        about("gelu_grad", dt, rows, cols));
+        same_everywhere(
+            {make(dt, span, fill, 1), make(dt, n, fill, 2), blank(dt, n)},
+            [=](auto &p) { return run_swiglu(dt, rows, cols, stride, p); }, about("swiglu", dt, rows, cols));
+        same_everywhere(
+            {make(dt, span, fill, 1), make(dt, n, fill, 2), make(dt, n, fill, 3), blank(dt, span), blank(dt, n)},
+            [=](auto &p) { return run_swiglu_grad(dt, rows, cols, stride, p); }, about("swiglu_grad", dt, rows, cols));
+        same_everywhere(
+            {make(dt, span, fill, 1), make(bdt, cols, fill, 2), blank(dt, n)},
+            [=](auto &p) { return run_gelu(dt, bdt, form, bias, rows, cols, stride, p); },
+            about("gelu", dt, rows, cols));
+        same_everywhere(
+            {make(dt, span, fill, 1), make(bdt, cols, fill, 2), make(dt, n, fill, 3), blank(dt, n), blank(bdt, cols),
+             blank(DC_F32, dc_row_blocks(rows) * cols)},
+            [=](auto &p) { return run_gelu_grad(dt, bdt, form, bias, rows, cols, stride, p); },
+            about("gelu_grad", dt, rows, cols));
       }
 }
 
@@ -167,13 +191,16 @@ TEST_F(Fused, ActivationsOfAllValues) {
     }
     for (int form : {DC_GELU_ERF, DC_GELU_TANH}) {
       same_everywhere({x, blank(dt, 1), blank(dt, 65536)},
-                      [=](auto &p) { return run_gelu(dt, dt, form, false, 1, 65536, 65536, p); }, "gelu of all", {kAtStart, kAtEnd});
-      same_everywhere({x, blank(dt, 1), make(dt, 65536, kOrdinary, 9), blank(dt, 65536), blank(dt, 1), blank(DC_F32, 1)},
-                      [=](auto &p) { return run_gelu_grad(dt, dt, form, false, 1, 65536, 65536, p); }, "gelu_grad of all",
+                      [=](auto &p) { return run_gelu(dt, dt, form, false, 1, 65536, 65536, p); }, "gelu of all",
                       {kAtStart, kAtEnd});
+      same_everywhere(
+          {x, blank(dt, 1), make(dt, 65536, kOrdinary, 9), blank(dt, 65536), blank(dt, 1), blank(DC_F32, 1)},
+          [=](auto &p) { return run_gelu_grad(dt, dt, form, false, 1, 65536, 65536, p); }, "gelu_grad of all",
+          {kAtStart, kAtEnd});
     }
-    same_everywhere({x, make(dt, 65536, kOrdinary, 8), make(dt, 65536, kOrdinary, 9), blank(dt, 65536), blank(dt, 65536)},
-                    [=](auto &p) { return run_swiglu_grad(dt, 1, 65536, 65536, p); }, "swiglu_grad of all", {kAtStart, kAtEnd});
+    same_everywhere(
+        {x, make(dt, 65536, kOrdinary, 8), make(dt, 65536, kOrdinary, 9), blank(dt, 65536), blank(dt, 65536)},
+        [=](auto &p) { return run_swiglu_grad(dt, 1, 65536, 65536, p); }, "swiglu_grad of all", {kAtStart, kAtEnd});
   }
 }
 
@@ -191,7 +218,8 @@ dc_rotary_args rotary_args(const RotaryCase &c, const std::vector<uint8_t *> &p)
   const int64_t size[3] = {c.batch, c.heads, c.positions};
   const int64_t plain[3] = {c.heads * c.positions * c.cols, c.positions * c.cols, c.cols};
   const int64_t turned[3] = {c.positions * c.heads * c.cols, c.cols, c.heads * c.cols};
-  for (int k = 0; k < 3; k++) a.size[k] = size[k], a.x_stride[k] = a.out_stride[k] = c.transposed ? turned[k] : plain[k];
+  for (int k = 0; k < 3; k++)
+    a.size[k] = size[k], a.x_stride[k] = a.out_stride[k] = c.transposed ? turned[k] : plain[k];
   a.cos_stride[2] = a.sin_stride[2] = c.rotated;
   return a;
 }
@@ -210,14 +238,16 @@ TEST_F(Fused, RotaryEqualsReference) {
           k++;
           const RotaryCase c = {dt, tdt, 2, 5, 3, rotated + more, rotated, k % 2 == 0, k % 3 == 0};
           if (c.cols == 0) continue;
-          same_everywhere(rotary_arrays(c, fill_of(k)), [=](auto &p) {
-            const dc_rotary_args a = rotary_args(c, p);
-            return dc_rotary(&a);
-          }, about("rotary", dt, rotated, c.cols), {kAtEnd, kOffStart});
+          same_everywhere(rotary_arrays(c, fill_of(k)),
+                          [=](auto &p) {
+                            const dc_rotary_args a = rotary_args(c, p);
+                            return dc_rotary(&a);
+                          },
+                          about("rotary", dt, rotated, c.cols), {kAtEnd, kOffStart});
         }
 }
 
-// ---- the definitions ------------------------------------------------------------------------------------------------
+// ---- the definitions -----------------------------------------------------------------------------------------------
 double normal(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
 double bell(double x) { return 0.39894228040143267794 * std::exp(-0.5 * x * x); }
 double logistic(double x) { return 1.0 / (1.0 + std::exp(-x)); }
@@ -230,8 +260,7 @@ double ulps(float got, double exact) {
 }
 
 // About a million fp32 numbers of all sizes and both signs, `least` and up.
-template <class F>
-void each_float(float least, F f) {
+template <class F> void each_float(float least, F f) {
   for (uint64_t u = 0; u < (1ull << 32); u += 4099) {
     const float x = f32((uint32_t)u);
     if (std::isfinite(x) && x >= least) f(x);
@@ -279,11 +308,16 @@ TEST_F(Fused, ActivationsAreWhatTheySay) {
         const auto xs = doubles_of(x), ds = doubles_of(d), outs = doubles_of(out), dxs = doubles_of(dx);
         for (size_t i = 0; i < xs.size(); i++) {
           const double v = xs[i], u = std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v), t = std::tanh(u);
-          const double tanh_slope = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * v * v);
+          const double tanh_slope = 0.5 * (1 + t) +
+                                    0.5 * v * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * v * v);
           const double want = form == DC_GELU_ERF ? v * normal(v) : 0.5 * v * (1 + t);
           const double slope = form == DC_GELU_ERF ? normal(v) + v * bell(v) : tanh_slope;
-          ASSERT_NEAR(outs[i], want, 2 * half_ulp(dt) * std::fabs(want) + 0x1p-22 * std::fabs(v) * (1 + std::fabs(v)) + 0x1p-25) << v;
-          ASSERT_NEAR(dxs[i], ds[i] * slope, 2 * half_ulp(dt) * std::fabs(ds[i] * slope) + 0x1p-20 * std::fabs(ds[i]) + 0x1p-25) << v;
+          ASSERT_NEAR(outs[i], want,
+                      2 * half_ulp(dt) * std::fabs(want) + 0x1p-22 * std::fabs(v) * (1 + std::fabs(v)) + 0x1p-25)
+              << v;
+          ASSERT_NEAR(dxs[i], ds[i] * slope,
+                      2 * half_ulp(dt) * std::fabs(ds[i] * slope) + 0x1p-20 * std::fabs(ds[i]) + 0x1p-25)
+              << v;
         }
       }
     for (int dt : kLow) {
@@ -294,12 +328,14 @@ TEST_F(Fused, ActivationsAreWhatTheySay) {
       ASSERT_EQ(run_swiglu(dt, 10, n / 10, n / 10, p), DC_OK) << dc_last_error();
       p = {gate.bytes.data(), up.bytes.data(), d.bytes.data(), dgate.bytes.data(), dup.bytes.data()};
       ASSERT_EQ(run_swiglu_grad(dt, 10, n / 10, n / 10, p), DC_OK) << dc_last_error();
-      const auto g = doubles_of(gate), u = doubles_of(up), ds = doubles_of(d), o = doubles_of(out), dg = doubles_of(dgate), du = doubles_of(dup);
+      const auto g = doubles_of(gate), u = doubles_of(up), ds = doubles_of(d), o = doubles_of(out),
+                 dg = doubles_of(dgate), du = doubles_of(dup);
       for (size_t i = 0; i < g.size(); i++) {
         const double s = logistic(g[i]), silu = g[i] * s, slope = s * (1 + g[i] * (1 - s));
         const double wants[3] = {silu * u[i], ds[i] * silu, ds[i] * u[i] * slope}, got[3] = {o[i], du[i], dg[i]};
         for (int k = 0; k < 3; k++)
-          ASSERT_NEAR(got[k], wants[k], 2 * half_ulp(dt) * std::fabs(wants[k]) + 0x1p-21 * (1 + std::fabs(g[i])) * 0.25) << g[i];
+          ASSERT_NEAR(got[k], wants[k], 2 * half_ulp(dt) * std::fabs(wants[k]) + 0x1p-21 * (1 + std::fabs(g[i])) * 0.25)
+              << g[i];
       }
     }
   }
@@ -320,8 +356,10 @@ TEST_F(Fused, NormsAndTheirGradientsAreWhatTheySay) {
         ASSERT_EQ(run_norm(c, p), DC_OK) << dc_last_error();
         q[0] = p[5], q[3] = p[2], q[4] = p[6], q[5] = p[7];
         ASSERT_EQ(run_norm_grad(c, q), DC_OK) << dc_last_error();
-        const auto x = doubles_of(f[0]), r = doubles_of(f[1]), w = doubles_of(f[2]), bias = doubles_of(f[3]), y = doubles_of(f[4]), s = doubles_of(f[5]);
-        const auto dy = doubles_of(b[1]), dsum = doubles_of(b[2]), dx = doubles_of(b[6]), dw = doubles_of(b[7]), db = doubles_of(b[8]);
+        const auto x = doubles_of(f[0]), r = doubles_of(f[1]), w = doubles_of(f[2]), bias = doubles_of(f[3]),
+                   y = doubles_of(f[4]), s = doubles_of(f[5]);
+        const auto dy = doubles_of(b[1]), dsum = doubles_of(b[2]), dx = doubles_of(b[6]), dw = doubles_of(b[7]),
+                   db = doubles_of(b[8]);
         std::vector<double> want_dw((size_t)cols), want_db((size_t)cols);
         for (int64_t k = 0; k < rows; k++) {
           double mean = 0, var = 0, along = 0, level = 0;
@@ -359,7 +397,8 @@ TEST_F(Fused, RotaryTurnsPairsAndItsInverseIsItsTranspose) {
     for (auto &a : arrays) p.push_back(a.bytes.data());
     dc_rotary_args a = rotary_args(c, p);
     ASSERT_EQ(dc_rotary(&a), DC_OK) << dc_last_error();
-    const auto x = doubles_of(arrays[0]), cos = doubles_of(arrays[1]), sin = doubles_of(arrays[2]), out = doubles_of(arrays[3]);
+    const auto x = doubles_of(arrays[0]), cos = doubles_of(arrays[1]), sin = doubles_of(arrays[2]),
+               out = doubles_of(arrays[3]);
     Array g = make(DC_F32, (int64_t)x.size(), kOrdinary, 30), back = blank(DC_F32, (int64_t)x.size());
     a.x = g.bytes.data(), a.out = back.bytes.data(), a.inverse = 1;
     ASSERT_EQ(dc_rotary(&a), DC_OK) << dc_last_error();
@@ -378,7 +417,7 @@ TEST_F(Fused, RotaryTurnsPairsAndItsInverseIsItsTranspose) {
   }
 }
 
-// ---- threads, arguments ---------------------------------------------------------------------------------------------
+// ---- threads, arguments --------------------------------------------------------------------------------------------
 TEST_F(Fused, ThreadsChangeNothing) {
   const NormCase c = {DC_F32, DC_F32, 1500, 96, 96, true, true, true, true, 0.0f};
   const int64_t n = c.rows * c.cols;
@@ -387,8 +426,10 @@ TEST_F(Fused, ThreadsChangeNothing) {
     dc_set_num_threads(threads);
     auto f = norm_arrays(c, kOrdinary);
     auto b = norm_grad_arrays(c, kOrdinary);
-    Array x = make(DC_F32, n, kOrdinary, 40), d = make(DC_F32, n, kOrdinary, 41), dx = blank(DC_F32, n), db = blank(DC_F32, 96);
-    Array bias = make(DC_F32, 96, kOrdinary, 42), partial = blank(DC_F32, dc_row_blocks(c.rows) * 96), out = blank(DC_F32, n);
+    Array x = make(DC_F32, n, kOrdinary, 40), d = make(DC_F32, n, kOrdinary, 41), dx = blank(DC_F32, n),
+          db = blank(DC_F32, 96);
+    Array bias = make(DC_F32, 96, kOrdinary, 42), partial = blank(DC_F32, dc_row_blocks(c.rows) * 96),
+          out = blank(DC_F32, n);
     std::vector<uint8_t *> p, q;
     for (auto &a : f) p.push_back(a.bytes.data());
     for (auto &a : b) q.push_back(a.bytes.data());
@@ -398,10 +439,11 @@ TEST_F(Fused, ThreadsChangeNothing) {
     ASSERT_EQ(run_gelu_grad(DC_F32, DC_F32, DC_GELU_ERF, true, c.rows, 96, 96, p), DC_OK);
     p = {x.bytes.data(), d.bytes.data(), out.bytes.data()};
     ASSERT_EQ(run_swiglu(DC_F32, c.rows, 96, 96, p), DC_OK);
-    std::vector<std::vector<uint8_t>> got = {f[4].bytes, f[5].bytes, f[6].bytes, f[7].bytes, b[6].bytes, b[7].bytes,
-                                             b[8].bytes, dx.bytes,   db.bytes,   out.bytes};
+    std::vector<std::vector<uint8_t>> got = {f[4].bytes, f[5].bytes, f[6].bytes, f[7].bytes, b[6].bytes,
+                                             b[7].bytes, b[8].bytes, dx.bytes,   db.bytes,   out.bytes};
     if (first.empty()) first = got;
-    for (size_t k = 0; k < got.size(); k++) EXPECT_EQ(got[k], first[k]) << "array " << k << " with " << threads << " threads";
+    for (size_t k = 0; k < got.size(); k++)
+      EXPECT_EQ(got[k], first[k]) << "array " << k << " with " << threads << " threads";
   }
 }
 

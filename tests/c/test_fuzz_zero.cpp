@@ -32,4 +32,4 @@ TEST(FuzzZero, ShortInputs) {
     }
 }
 
-}  // namespace
+} // namespace

@@ -1,4 +1,5 @@
-// The heap for large blocks (ops/base/heap.c): blocks never overlap, holes are joined and found again, foreign and doubled pointers are refused.
+// The heap for large blocks (ops/base/heap.c): blocks never overlap, holes are joined and found again, foreign and
+// doubled pointers are refused.
 #include <gtest/gtest.h>
 
 #include <sys/wait.h>
@@ -19,7 +20,7 @@ namespace {
 constexpr size_t kGranule = size_t{16} << 10;
 
 class Heap : public ::testing::Test {
- protected:
+protected:
   void SetUp() override {
     if (!dc_heap_usable()) GTEST_SKIP() << "this process may not reserve addresses";
     before_ = stats();

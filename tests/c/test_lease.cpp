@@ -1,4 +1,5 @@
-// Memory for one phase (ops/base/lease.c): it comes from what the heap has free, without faults or copies, and goes back; the range reads as zeros between.
+// Memory for one phase (ops/base/lease.c): it comes from what the heap has free, without faults or copies, and goes
+// back; the range reads as zeros between.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace {
 
 class Lease : public ::testing::Test {
- protected:
+protected:
   void SetUp() override {
     if (!dc_heap_usable()) GTEST_SKIP() << "this process may not reserve addresses";
     in_use_ = stats().in_use;
@@ -46,7 +47,10 @@ TEST_F(Lease, ReadsAsZerosWhereItHasNothing) {
 TEST_F(Lease, TakesOnlyWhatIsNeededAndGivesItBack) {
   char *at = Open(9 * kMiB);
   ASSERT_EQ(dc_lease_need(lease_, 4 * kMiB, 10), DC_OK) << dc_last_error();
-  if (Borrowed() == 0) { dc_lease_close(lease_); GTEST_SKIP() << "this kernel can't move pages"; }
+  if (Borrowed() == 0) {
+    dc_lease_close(lease_);
+    GTEST_SKIP() << "this kernel can't move pages";
+  }
   EXPECT_EQ(Borrowed(), static_cast<int64_t>(2 * kMiB));
   EXPECT_EQ(stats().in_use - in_use_, static_cast<int64_t>(2 * kMiB));
   ASSERT_EQ(dc_lease_need(lease_, 0, 9 * kMiB), DC_OK);
@@ -73,7 +77,10 @@ TEST_F(Lease, LivesInTheHolesOfTheHeap) {
   for (int round = 0; round < 3; round++) {
     long before = faults();
     ASSERT_EQ(dc_lease_need(lease_, 0, 40 * kMiB), DC_OK);
-    if (Borrowed() == 0) { dc_lease_close(lease_); GTEST_SKIP() << "this kernel can't move pages"; }
+    if (Borrowed() == 0) {
+      dc_lease_close(lease_);
+      GTEST_SKIP() << "this kernel can't move pages";
+    }
     for (size_t i = 0; i < 40 * kMiB; i += 4096) at[i] = static_cast<char>(round);
     ASSERT_EQ(dc_lease_end(lease_), DC_OK);
     if (round) EXPECT_LT(faults() - before, 500) << "40 MiB of fresh pages are 10,240 faults, or 20 of huge ones";
@@ -85,7 +92,11 @@ TEST_F(Lease, LivesInTheHolesOfTheHeap) {
 // Blocks and leases come and go at random: nobody's bytes change.
 TEST_F(Lease, NeverTouchesWhatOthersHold) {
   std::mt19937 random(5);
-  struct Block { char *at; size_t bytes; char mark; };
+  struct Block {
+    char *at;
+    size_t bytes;
+    char mark;
+  };
   std::vector<Block> live;
   auto holds = [](const Block &b) { return std::all_of(b.at, b.at + b.bytes, [&](char c) { return c == b.mark; }); };
   char *at = Open(23 * kMiB + 77, 3);
@@ -112,7 +123,9 @@ TEST_F(Lease, NeverTouchesWhatOthersHold) {
       needed[k] = 1;
     }
     for (size_t k = 0; k < 23; k++)
-      if (needed[k]) ASSERT_TRUE(at[k * kMiB] == static_cast<char>(k + 1) && at[(k + 1) * kMiB - 1] == static_cast<char>(k + 1)) << k;
+      if (needed[k])
+        ASSERT_TRUE(at[k * kMiB] == static_cast<char>(k + 1) && at[(k + 1) * kMiB - 1] == static_cast<char>(k + 1))
+            << k;
     if (what == 7 && random() % 6 == 0) {
       ASSERT_EQ(dc_lease_end(lease_), DC_OK);
       std::fill(needed.begin(), needed.end(), 0);
@@ -132,7 +145,10 @@ TEST_F(Lease, TakesTheHighEndOfWhatIsFree) {
   int64_t extent = stats().extent;
   Open(16 * kMiB);
   ASSERT_EQ(dc_lease_need(lease_, 0, 16 * kMiB), DC_OK);
-  if (Borrowed() == 0) { dc_lease_close(lease_); GTEST_SKIP() << "this kernel can't move pages"; }
+  if (Borrowed() == 0) {
+    dc_lease_close(lease_);
+    GTEST_SKIP() << "this kernel can't move pages";
+  }
   void *large = dc_heap_take(40 * kMiB);
   EXPECT_EQ(stats().extent, extent);
   EXPECT_EQ(dc_heap_give(large), 1);

@@ -10,8 +10,8 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <limits>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -25,7 +25,7 @@
 
 namespace {
 
-// ---- every op, every instruction set ------------------------------------------------------------------------------
+// ---- every op, every instruction set -------------------------------------------------------------------------------
 TEST_F(Ops, CastEqualsReference) {
   for (int64_t n : kSizes)
     for (int ddt : kLow)
@@ -157,7 +157,7 @@ TEST_F(Ops, LargeReductionsStream) { // large enough for streaming stores; align
     }
 }
 
-// ---- AdamW --------------------------------------------------------------------------------------------------------
+// ---- AdamW ---------------------------------------------------------------------------------------------------------
 struct Layout {
   int param, grad, state, lowp; // lowp < 0: none
   bool amsgrad, decoupled;
@@ -330,7 +330,7 @@ TEST_F(Ops, AdamwFirstStepMovesByTheLearningRate) { // m / sqrt(v) is the sign o
   }
 }
 
-// ---- the reference itself -----------------------------------------------------------------------------------------
+// ---- the reference itself ------------------------------------------------------------------------------------------
 double value_of(uint16_t h, int ebits, int mbits) { // IEEE 754-2019, 3.4, for formats of 16 bits
   const int bias = (1 << (ebits - 1)) - 1, e = (h >> mbits) & ((1 << ebits) - 1), m = h & ((1 << mbits) - 1);
   const double s = h & 0x8000 ? -1 : 1;
@@ -479,8 +479,7 @@ TEST_F(Ops, FindNonfiniteReturnsTheFirst) {
   EXPECT_EQ(index, -1);
 }
 
-template <class T>
-void integers_reduce(int dt) {
+template <class T> void integers_reduce(int dt) {
   const int64_t n = 700;
   const Array a = make(dt, n, kAnyBits, 50), b = make(dt, n, kAnyBits, 51);
   const auto x = as<T>(a.bytes), y = as<T>(b.bytes);
@@ -561,7 +560,7 @@ TEST_F(Ops, ReduceAccAddsToWhatIsThere) {
   }
 }
 
-// ---- threads, counters, environment -------------------------------------------------------------------------------
+// ---- threads, counters, environment --------------------------------------------------------------------------------
 TEST_F(Ops, ThreadsDoNotChangeABit) {
   const int64_t n = 600011;
   const std::vector<Array> arrays = {make(DC_F32, n, kOrdinary, 60), make(DC_F32, n, kOrdinary, 61),
@@ -601,9 +600,7 @@ TEST_F(Ops, CountersCount) {
   ASSERT_EQ(dc_reduce(y, src, 1, DC_F32, DC_RED_SUM, 4), DC_OK);
   ASSERT_EQ(dc_reduce_acc(y, src, 1, DC_F32, 4, 1, nullptr), DC_OK);
   dc_adamw_args t[2] = {};
-  for (auto &a : t) {
-    a.param = y, a.grad = x, a.exp_avg = m, a.exp_avg_sq = v, a.n = 4, a.step = 1, a.grad_scale = 1;
-  }
+  for (auto &a : t) { a.param = y, a.grad = x, a.exp_avg = m, a.exp_avg_sq = v, a.n = 4, a.step = 1, a.grad_scale = 1; }
   t[1].n = 3;
   ASSERT_EQ(dc_adamw(t, 2), DC_OK) << dc_last_error();
   EXPECT_NE(dc_cast(y, 99, x, DC_F32, 1, 4), DC_OK); // a refused call is not counted
@@ -698,7 +695,7 @@ TEST_F(Ops, IsaNamesAndForce) {
   }
 }
 
-// ---- arguments ----------------------------------------------------------------------------------------------------
+// ---- arguments -----------------------------------------------------------------------------------------------------
 TEST_F(Ops, BadArgumentsAreRefusedAndNothingIsWritten) {
   alignas(64) float a[64], b[64];
   double partial[2] = {-1, -1};

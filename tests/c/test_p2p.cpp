@@ -497,9 +497,11 @@ TEST(MessageMismatch, NamesBothCallsOnBothSides) {
         }
       }
       WANT_TEXT(fmt("rank 0 called send(%s, count %ld, tag 3, to rank 1) [message call 1 at left.py:7]",
-                    dc_dtype_name(k.sent_type), (long)k.sent).c_str());
+                    dc_dtype_name(k.sent_type), (long)k.sent)
+                    .c_str());
       WANT_TEXT(fmt("rank 1 called recv(%s, count %ld, tag 3, from rank 0) [message call %d at right.py:9]",
-                    dc_dtype_name(k.wanted_type), (long)k.wanted, k.posted_first ? 1 : 2).c_str());
+                    dc_dtype_name(k.wanted_type), (long)k.wanted, k.posted_first ? 1 : 2)
+                    .c_str());
       WANT_STATUS(DC_E_MISMATCH, dc_barrier(c, 0)); // the group is broken for collectives too
       return "";
     }));
@@ -561,21 +563,24 @@ TEST(MessageTimeout, TellsWhereTheOtherIs) {
 TEST(MessageTimeout, OfALargeSendAndOfARingThatStaysFull) {
   for (bool small : {false, true}) {
     SCOPED_TRACE(small);
-    expect_all_fine(run_group({2, true}, [small](dc_comm *c, int rank) -> std::string {
-      FINE(dc_barrier(c, 0));
-      Buffer b(kLarge);
-      if (rank == 1) {
-        while (dc_comm_error(c)[0] == 0) nap_ms(2);
-        return "";
-      }
-      int rc = DC_OK;
-      for (int i = 0; i < 1000 && !rc; i++) rc = dc_send(c, b.data(), small ? 4096 : kLarge, DC_U8, 1, 0);
-      WANT(rc == DC_E_TIMEOUT, "%s: %s", dc_status_name(rc), dc_last_error());
-      WANT_TEXT("time-out after 400 ms: rank 0 waits in send(uint8");
-      WANT_TEXT("rank 1 (pid ");
-      WANT_TEXT("has sent and received nothing yet");
-      return "";
-    }, 400));
+    expect_all_fine(run_group(
+        {2, true},
+        [small](dc_comm *c, int rank) -> std::string {
+          FINE(dc_barrier(c, 0));
+          Buffer b(kLarge);
+          if (rank == 1) {
+            while (dc_comm_error(c)[0] == 0) nap_ms(2);
+            return "";
+          }
+          int rc = DC_OK;
+          for (int i = 0; i < 1000 && !rc; i++) rc = dc_send(c, b.data(), small ? 4096 : kLarge, DC_U8, 1, 0);
+          WANT(rc == DC_E_TIMEOUT, "%s: %s", dc_status_name(rc), dc_last_error());
+          WANT_TEXT("time-out after 400 ms: rank 0 waits in send(uint8");
+          WANT_TEXT("rank 1 (pid ");
+          WANT_TEXT("has sent and received nothing yet");
+          return "";
+        },
+        400));
   }
 }
 

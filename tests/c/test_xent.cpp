@@ -30,8 +30,8 @@ struct Case {
 
 // Arrays in the order logits, labels, row_scale, loss.
 std::vector<Array> arrays_of(const Case &c, Fill fill) {
-  return {make(c.dt, c.rows * c.stride, fill, 71), labels_of(c.rows, c.classes, true), make(DC_F32, c.per_row ? c.rows : 0, kOrdinary, 72),
-          make(DC_F32, c.rows, kAnyBits, 73)};
+  return {make(c.dt, c.rows * c.stride, fill, 71), labels_of(c.rows, c.classes, true),
+          make(DC_F32, c.per_row ? c.rows : 0, kOrdinary, 72), make(DC_F32, c.rows, kAnyBits, 73)};
 }
 
 dc_xent_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
@@ -50,13 +50,12 @@ TEST_F(Xent, EqualsReference) {
     for (int dt : kLow)
       for (int k = 0; k < 6; k++) {
         const Case c = {dt, 4, classes, classes + (k % 2) * 5, k % 3 ? 0.1f : 0.0f, k % 2 == 1, k < 5};
-        same_everywhere(
-            arrays_of(c, (Fill)(k % 3)),
-            [=](auto &p) {
-              const dc_xent_args a = args_of(c, p);
-              return dc_cross_entropy_rows(&a);
-            },
-            name_of("xent", dt, classes) + " case " + std::to_string(k), {kAtEnd, kOffStart});
+        same_everywhere(arrays_of(c, (Fill)(k % 3)),
+                        [=](auto &p) {
+                          const dc_xent_args a = args_of(c, p);
+                          return dc_cross_entropy_rows(&a);
+                        },
+                        name_of("xent", dt, classes) + " case " + std::to_string(k), {kAtEnd, kOffStart});
       }
 }
 
@@ -92,7 +91,8 @@ TEST_F(Xent, IsItsDefinition) {
           EXPECT_NEAR(loss[(size_t)r], want, 4e-7L * fabsl(want) + 2e-7L * range * (smoothing > 0));
           for (int64_t j = 0; j < classes; j++) {
             const long double p = expl(row[j] - lse), g = p - (j == labels[(size_t)r] ? 1 - e : 0) - e / classes;
-            ASSERT_NEAR(grad[(size_t)(r * classes + j)], g, 2e-6L * p + 1.2e-7L * (1 + e) * (j == labels[(size_t)r]) + 2e-7L * e / classes + 2e-38L)
+            ASSERT_NEAR(grad[(size_t)(r * classes + j)], g,
+                        2e-6L * p + 1.2e-7L * (1 + e) * (j == labels[(size_t)r]) + 2e-7L * e / classes + 2e-38L)
                 << "row " << r << ", class " << j << ", range " << range << " on " << dc_isa_name(isa);
           }
         }
@@ -142,7 +142,8 @@ TEST_F(Xent, RefusesWrongArguments) {
   std::vector<float> x(20, 1.0f), loss(2, 5.0f);
   std::vector<int64_t> labels = {1, 9};
   dc_xent_args good = {};
-  good.logits = x.data(), good.labels = labels.data(), good.loss = loss.data(), good.rows = 2, good.classes = good.stride = 10;
+  good.logits = x.data(), good.labels = labels.data(), good.loss = loss.data(), good.rows = 2,
+  good.classes = good.stride = 10;
   good.ignore_index = kIgnored, good.scale = 1.0f, good.gradient = 1;
   const auto refuses = [&](auto change, int status, const char *says) {
     dc_xent_args a = good;

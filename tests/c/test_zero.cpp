@@ -84,9 +84,20 @@ struct Case {
 };
 
 std::vector<Case> all_cases() {
-  const std::vector<Ints> lists = {
-      {}, {0}, {1}, {0, 0, 5, 0}, {64}, {63, 65, 1, 64}, {4096}, {4095, 4097, 0}, {0, 8192, 0, 0, 8192, 3},
-      {10000, 3, 0, 20000, 192}, {50001}, {1, 12288, 1, 12288, 1}, Ints(100, 1), Ints(300, 130)};
+  const std::vector<Ints> lists = {{},
+                                   {0},
+                                   {1},
+                                   {0, 0, 5, 0},
+                                   {64},
+                                   {63, 65, 1, 64},
+                                   {4096},
+                                   {4095, 4097, 0},
+                                   {0, 8192, 0, 0, 8192, 3},
+                                   {10000, 3, 0, 20000, 192},
+                                   {50001},
+                                   {1, 12288, 1, 12288, 1},
+                                   Ints(100, 1),
+                                   Ints(300, 130)};
   std::vector<Case> cases;
   for (const Ints &numel : lists)
     for (int64_t world = 1; world <= 5; world++)
@@ -95,8 +106,7 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-template <class F>
-void each_case(F check) {
+template <class F> void each_case(F check) {
   for (const Case &c : all_cases()) {
     SCOPED_TRACE("world " + std::to_string(c.world) + ", bucket " + std::to_string(c.bucket) + ", parameters " +
                  std::to_string(c.numel.size()) + ", first " + std::to_string(c.numel.empty() ? -1 : c.numel[0]));
@@ -239,7 +249,7 @@ TEST(ZeroLayout, PiecesAreThoseOfTheOracle) {
       }
       for (int64_t i = begin; i < end; i++)
         wrong += seen[(size_t)(i - begin)].param != o.cell[i].param ||
-            seen[(size_t)(i - begin)].index != o.cell[i].index;
+                 seen[(size_t)(i - begin)].index != o.cell[i].index;
       EXPECT_EQ(0, wrong);
     }
   });
@@ -333,7 +343,7 @@ TEST(ZeroLayout, AMillionParameters) {
   EXPECT_EQ(sum, in_pieces);
 }
 
-// ---- prefetch -------------------------------------------------------------------------------------------------------
+// ---- prefetch ------------------------------------------------------------------------------------------------------
 struct Limits {
   int64_t prefetch, live, reuse;
 };
@@ -523,8 +533,7 @@ TEST(ZeroPrefetch, LongSequences) {
   int64_t count = 0;
   std::vector<dc_zero_action> a(3 * (size_t)n);
   ASSERT_EQ(DC_OK, dc_zero_prefetch(use.data(), n, elems.data(), (int64_t)elems.size(), k.prefetch, k.live, k.reuse,
-      a.data(),
-                                    (int64_t)a.size(), &count));
+                                    a.data(), (int64_t)a.size(), &count));
   EXPECT_GT(count, n);
   EXPECT_LT(count, 3 * n);
 }
@@ -547,7 +556,7 @@ TEST(ZeroPrefetch, WrongArguments) {
   EXPECT_EQ(-7, n);
 }
 
-// ---- estimate -------------------------------------------------------------------------------------------------------
+// ---- estimate ------------------------------------------------------------------------------------------------------
 dc_zero_bytes_in sizes(int stage) {
   dc_zero_bytes_in in = {};
   in.total = 1000 * 4096 * 4;

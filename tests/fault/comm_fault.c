@@ -1,14 +1,17 @@
-/* comm_fault.c: storms of faults against comm/: ranks that die at any moment, and ranks that make other calls than the rest.
+/* comm_fault.c: storms of faults against comm/: ranks that die at any moment, and ranks that make other calls than the
+ * rest.
  *
- *   comm_fault kills SEED N      cases SEED .. SEED + N - 1; every survivor must name the dead rank, its pid and the call, and what calls
- *                                that succeeded before gave must be right
- *   comm_fault desyncs SEED N    the same; every rank must get DC_E_MISMATCH with a text that names both calls
+ *   comm_fault kills SEED N      cases SEED .. SEED + N - 1; every survivor must name the dead rank, its pid and the
+ * call, and what calls that succeeded before gave must be right comm_fault desyncs SEED N    the same; every rank must
+ * get DC_E_MISMATCH with a text that names both calls
  *
  * A case follows from its seed (but for the moment at which a death meets the calls), so a failing one is repeated by
- * `comm_fault MODE SEED 1`. Afterwards nothing may be left: see leftovers(). The last line is a JSON summary; exit code 0: all as promised.
+ * `comm_fault MODE SEED 1`. Afterwards nothing may be left: see leftovers(). The last line is a JSON summary; exit code
+ * 0: all as promised.
  *
- * Ranks are forks of this process, which makes no call of the library itself. They report through shared memory. Times are
- * measured (from the death to each survivor's error), but only a hang fails: other work on the machine may delay anything. */
+ * Ranks are forks of this process, which makes no call of the library itself. They report through shared memory. Times
+ * are measured (from the death to each survivor's error), but only a hang fails: other work on the machine may delay
+ * anything. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -37,7 +40,7 @@ enum { MAX_RANKS = 4, MAX_CALLS = 24, HALF = (1 << 20) + (64 << 10), BUFFER = 2 
 #define TIMEOUT_MS 15000  /* below HANG_S, so that a hang comes with the library's own account of it */
 #define LAST_TAG 0x5eed
 
-/* ---- randomness ------------------------------------------------------------------------------------------------------- */
+/* ---- randomness -------------------------------------------------------------------------------------------------- */
 typedef struct rng {
   uint64_t s;
 } rng;
@@ -61,7 +64,7 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- a case ------------------------------------------------------------------------------------------------------------- */
+/* ---- a case ------------------------------------------------------------------------------------------------------ */
 typedef struct call {
   int op, dtype, red, root, line; /* DC_CALL_SEND stands for the pair: src sends, dst receives, the others do nothing */
   int src, dst, send_dtype;
@@ -74,7 +77,8 @@ static const char *const death_name[] = {"SIGKILL", "SIGSEGV", "_exit(3)"};
 static const char *const death_text[] = {"killed by signal 9", "killed by signal 11", "exited with code 3"};
 
 enum { OTHER_OP, OTHER_COUNT, OTHER_DTYPE, OTHER_ROOT, OTHER_RED, OTHER_TAG, LEFT_OUT, SWAPPED, OTHER_PAIR, KINDS };
-static const char *const kind_name[] = {"op", "count", "dtype", "root", "reduction", "tag", "left_out", "swapped", "send_recv"};
+static const char *const kind_name[] = {"op",  "count",    "dtype",   "root",     "reduction",
+                                        "tag", "left_out", "swapped", "send_recv"};
 
 typedef struct plan {
   uint64_t seed;
@@ -87,18 +91,21 @@ typedef struct plan {
   call a[MAX_CALLS + 2], b[MAX_CALLS + 2];
 } plan;
 
-static const int collectives[] = {DC_CALL_BARRIER,    DC_CALL_ALL_REDUCE, DC_CALL_REDUCE_SCATTER, DC_CALL_ALL_GATHER, DC_CALL_BROADCAST,
-                                  DC_CALL_ALL_TO_ALL, DC_CALL_ALL_TO_ALLV, DC_CALL_REDUCE,        DC_CALL_GATHER,     DC_CALL_SCATTER};
+static const int collectives[] = {DC_CALL_BARRIER,   DC_CALL_ALL_REDUCE, DC_CALL_REDUCE_SCATTER, DC_CALL_ALL_GATHER,
+                                  DC_CALL_BROADCAST, DC_CALL_ALL_TO_ALL, DC_CALL_ALL_TO_ALLV,    DC_CALL_REDUCE,
+                                  DC_CALL_GATHER,    DC_CALL_SCATTER};
 enum { OPS = sizeof collectives / sizeof *collectives };
 static const int dtypes[] = {DC_F32, DC_I32, DC_BF16, DC_F16, DC_I64, DC_F64, DC_U8, DC_I8};
 enum { DTYPES = sizeof dtypes / sizeof *dtypes };
 static const int reds[] = {DC_RED_SUM, DC_RED_MIN, DC_RED_MAX, DC_RED_PROD}; /* of every dtype */
 
 static bool reduces(int op) { return op == DC_CALL_ALL_REDUCE || op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_REDUCE; }
-static bool rooted(int op) { return op == DC_CALL_BROADCAST || op == DC_CALL_REDUCE || op == DC_CALL_GATHER || op == DC_CALL_SCATTER; }
+static bool rooted(int op) {
+  return op == DC_CALL_BROADCAST || op == DC_CALL_REDUCE || op == DC_CALL_GATHER || op == DC_CALL_SCATTER;
+}
 static bool divided(int op) {
-  return op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_ALL_GATHER || op == DC_CALL_ALL_TO_ALL || op == DC_CALL_ALL_TO_ALLV ||
-         op == DC_CALL_GATHER || op == DC_CALL_SCATTER;
+  return op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_ALL_GATHER || op == DC_CALL_ALL_TO_ALL ||
+         op == DC_CALL_ALL_TO_ALLV || op == DC_CALL_GATHER || op == DC_CALL_SCATTER;
 }
 
 /* Around the sizes at which the ways of the algorithm table, the small slots and eager messages change. */
@@ -135,7 +142,10 @@ static call call_make(const plan *p, rng *g, int i, bool pairs) {
 static plan plan_make(uint64_t seed) {
   rng g = rng_of(seed, 1);
   static const int64_t slot_bytes[] = {4096, 16384, 65536, 1 << 20};
-  plan p = {.seed = seed, .size = 2 + below(&g, MAX_RANKS - 1), .slots = 2 + below(&g, 3), .slot_bytes = slot_bytes[below(&g, 4)]};
+  plan p = {.seed = seed,
+            .size = 2 + below(&g, MAX_RANKS - 1),
+            .slots = 2 + below(&g, 3),
+            .slot_bytes = slot_bytes[below(&g, 4)]};
   p.who = below(&g, p.size);
   p.names = below(&g, 3) ? 0 : 10;
   p.segment = below(&g, 2);
@@ -145,7 +155,7 @@ static plan plan_make(uint64_t seed) {
   return p;
 }
 
-/* ---- what the ranks tell the parent ------------------------------------------------------------------------------------- */
+/* ---- what the ranks tell the parent ------------------------------------------------------------------------------ */
 typedef struct report {
   _Atomic int ready, over; /* over: 1 fine, 2 not as promised (why) */
   _Atomic int64_t died_ns, error_ns;
@@ -166,7 +176,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void wrong(report *r, con
   _exit(1);
 }
 
-/* ---- a rank ------------------------------------------------------------------------------------------------------------- */
+/* ---- a rank ------------------------------------------------------------------------------------------------------ */
 typedef struct rank_state {
   const plan *p;
   int rank;
@@ -210,17 +220,17 @@ static int make(const rank_state *s, const call *k) {
   where_of(where, s->rank, k->line);
   dc_comm_set_caller(c, where);
   switch (k->op) {
-    case DC_CALL_BARRIER: return dc_barrier(c, k->tag);
-    case DC_CALL_ALL_REDUCE: return dc_all_reduce(c, in, out, k->count, k->dtype, k->red, k->tag);
-    case DC_CALL_REDUCE_SCATTER: return dc_reduce_scatter(c, in, out, k->count, k->dtype, k->red, k->tag);
-    case DC_CALL_ALL_GATHER: return dc_all_gather(c, in, out, k->count, k->dtype, k->tag);
-    case DC_CALL_BROADCAST: return dc_broadcast(c, in, k->count, k->dtype, k->root, k->tag);
-    case DC_CALL_ALL_TO_ALL: return dc_all_to_all(c, in, out, k->count, k->dtype, k->tag);
-    case DC_CALL_ALL_TO_ALLV: return make_blocks(s, k, k->registered);
-    case DC_CALL_REDUCE: return dc_reduce_to(c, in, out, k->count, k->dtype, k->red, k->root, k->tag);
-    case DC_CALL_GATHER: return dc_gather(c, in, out, k->count, k->dtype, k->root, k->tag);
-    case DC_CALL_SCATTER: return dc_scatter(c, in, out, k->count, k->dtype, k->root, k->tag);
-    default: break;
+  case DC_CALL_BARRIER: return dc_barrier(c, k->tag);
+  case DC_CALL_ALL_REDUCE: return dc_all_reduce(c, in, out, k->count, k->dtype, k->red, k->tag);
+  case DC_CALL_REDUCE_SCATTER: return dc_reduce_scatter(c, in, out, k->count, k->dtype, k->red, k->tag);
+  case DC_CALL_ALL_GATHER: return dc_all_gather(c, in, out, k->count, k->dtype, k->tag);
+  case DC_CALL_BROADCAST: return dc_broadcast(c, in, k->count, k->dtype, k->root, k->tag);
+  case DC_CALL_ALL_TO_ALL: return dc_all_to_all(c, in, out, k->count, k->dtype, k->tag);
+  case DC_CALL_ALL_TO_ALLV: return make_blocks(s, k, k->registered);
+  case DC_CALL_REDUCE: return dc_reduce_to(c, in, out, k->count, k->dtype, k->red, k->root, k->tag);
+  case DC_CALL_GATHER: return dc_gather(c, in, out, k->count, k->dtype, k->root, k->tag);
+  case DC_CALL_SCATTER: return dc_scatter(c, in, out, k->count, k->dtype, k->root, k->tag);
+  default: break;
   }
   if (s->rank != k->src && s->rank != k->dst) return DC_OK;
   return k->blocking ? make_message(s, k, in, out) : make_request(s, k, in, out, where);
@@ -230,11 +240,18 @@ static void open_all(rank_state *s, const char *address) {
   const plan *p = s->p;
   int32_t names[MAX_RANKS];
   for (int r = 0; r < p->size; r++) names[r] = r + p->names;
-  dc_comm_config k = {.rank = s->rank, .size = p->size, .address = address, .label = LABEL, .global_rank = names,
-                      .timeout_ms = TIMEOUT_MS, .slot_bytes = p->slot_bytes, .slots = p->slots};
+  dc_comm_config k = {.rank = s->rank,
+                      .size = p->size,
+                      .address = address,
+                      .label = LABEL,
+                      .global_rank = names,
+                      .timeout_ms = TIMEOUT_MS,
+                      .slot_bytes = p->slot_bytes,
+                      .slots = p->slots};
   if (dc_comm_open(&k, &s->c)) wrong(s->r, "dc_comm_open: %s", dc_last_error());
   void *base = NULL;
-  if (p->segment && dc_segment_create(s->c, (int64_t)BUFFER * p->size, &s->segment, &base)) wrong(s->r, "dc_segment_create: %s", dc_last_error());
+  if (p->segment && dc_segment_create(s->c, (int64_t)BUFFER * p->size, &s->segment, &base))
+    wrong(s->r, "dc_segment_create: %s", dc_last_error());
   if (base) s->shared = (char *)base + (int64_t)BUFFER * s->rank;
   s->private = mmap(NULL, BUFFER, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (s->private == MAP_FAILED) wrong(s->r, "mmap: %s", strerror(errno));
@@ -252,7 +269,8 @@ static void finish(rank_state *s, int rc) {
   if (again != rc) wrong(r, "%s (%s), but the next call gave %s", dc_status_name(rc), r->text, dc_status_name(again));
   char later[TEXT];
   snprintf(later, sizeof later, "%s", dc_comm_error(s->c));
-  if (!later[0] || strncmp(later, r->text, strlen(later))) wrong(r, "the call said '%s', but the group's error is '%s'", r->text, later);
+  if (!later[0] || strncmp(later, r->text, strlen(later)))
+    wrong(r, "the call said '%s', but the group's error is '%s'", r->text, later);
   if (dc_comm_close(s->c)) wrong(r, "dc_comm_close: %s", dc_last_error());
   if (dc_segment_free(s->segment)) wrong(r, "dc_segment_free: %s", dc_last_error());
   atomic_store(&r->over, 1);
@@ -284,7 +302,7 @@ static void arm(rank_state *s) {
   setitimer(ITIMER_REAL, &t, NULL);
 }
 
-/* ---- what successful calls must give ------------------------------------------------------------------------------------ */
+/* ---- what successful calls must give ----------------------------------------------------------------------------- */
 /* Calls of int32 are checked: element e of what rank r puts into the call at `line`. */
 static int32_t element(int r, int line, int64_t e) { return (r + 1) * (int32_t)(e % 1000 + 1) + line; }
 
@@ -304,7 +322,9 @@ static void check_block(const rank_state *s, const call *k, const int32_t *out, 
   for (int64_t e = 0; e < n; e++) {
     const int32_t want = reduces(k->op) ? reduced(s->p, k, first + e) : element(from, k->line, first + e);
     if (out[e] != want)
-      wrong(s->r, "%s(count %lld, reduction %d, root %d) of line %d succeeded, but element %lld of rank %d's block is %d instead of %d",
+      wrong(s->r,
+            "%s(count %lld, reduction %d, root %d) of line %d succeeded, but element %lld of rank %d's block is %d "
+            "instead of %d",
             dc_call_name(k->op), (long long)k->count, k->red, k->root, k->line, (long long)e, from, out[e], want);
   }
 }
@@ -333,20 +353,20 @@ static void check(const rank_state *s, const call *k) {
   const char *in = k->registered ? s->shared : s->private;
   const int32_t *out = (const int32_t *)(in + HALF);
   switch (k->op) {
-    case DC_CALL_ALL_REDUCE: check_block(s, k, out, k->count, 0, 0); break;
-    case DC_CALL_REDUCE_SCATTER: check_block(s, k, out, k->count, 0, s->rank * k->count); break;
-    case DC_CALL_BROADCAST: check_block(s, k, (const int32_t *)in, k->count, k->root, 0); break;
-    case DC_CALL_SCATTER: check_block(s, k, out, k->count, k->root, s->rank * k->count); break;
-    case DC_CALL_REDUCE:
-      if (s->rank == k->root) check_block(s, k, out, k->count, 0, 0);
-      break;
-    case DC_CALL_GATHER:
-      if (s->rank == k->root) check_blocks(s, k, out);
-      break;
-    case DC_CALL_SEND:
-      if (s->rank == k->dst) check_block(s, k, out, k->count, k->src, 0);
-      break;
-    default: check_blocks(s, k, out);
+  case DC_CALL_ALL_REDUCE: check_block(s, k, out, k->count, 0, 0); break;
+  case DC_CALL_REDUCE_SCATTER: check_block(s, k, out, k->count, 0, s->rank * k->count); break;
+  case DC_CALL_BROADCAST: check_block(s, k, (const int32_t *)in, k->count, k->root, 0); break;
+  case DC_CALL_SCATTER: check_block(s, k, out, k->count, k->root, s->rank * k->count); break;
+  case DC_CALL_REDUCE:
+    if (s->rank == k->root) check_block(s, k, out, k->count, 0, 0);
+    break;
+  case DC_CALL_GATHER:
+    if (s->rank == k->root) check_blocks(s, k, out);
+    break;
+  case DC_CALL_SEND:
+    if (s->rank == k->dst) check_block(s, k, out, k->count, k->src, 0);
+    break;
+  default: check_blocks(s, k, out);
   }
 }
 
@@ -375,7 +395,7 @@ static void rank_desynced(rank_state *s) {
   wrong(s->r, "all calls were taken for equal");
 }
 
-/* ---- running a case ----------------------------------------------------------------------------------------------------- */
+/* ---- running a case ---------------------------------------------------------------------------------------------- */
 typedef struct run {
   const plan *p;
   pid_t pid[MAX_RANKS];
@@ -449,12 +469,13 @@ static void wait_end(run *x, int not_yet) {
   for (double end = now() + HANG_S; !all_ended(x, not_yet); usleep(300)) {
     if (now() < end) continue;
     for (int r = 0; r < x->p->size; r++)
-      if (r != not_yet && !x->reaped[r]) blame(x, "rank %d hangs: no end within %.0f s, after %d calls", r, HANG_S, reports[r].calls);
+      if (r != not_yet && !x->reaped[r])
+        blame(x, "rank %d hangs: no end within %.0f s, after %d calls", r, HANG_S, reports[r].calls);
     return;
   }
 }
 
-/* ---- the promised texts ------------------------------------------------------------------------------------------------- */
+/* ---- the promised texts ------------------------------------------------------------------------------------------ */
 static void has(run *x, int r, const char *part) {
   if (!strstr(reports[r].text, part)) blame(x, "rank %d: the error lacks '%s': %s", r, part, reports[r].text);
 }
@@ -495,9 +516,12 @@ static void check_survivor(run *x, int r) {
 static void check_victim(run *x) {
   const plan *p = x->p;
   const int s = x->status[p->who];
-  const bool as_planned = p->death == DEATH_EXIT ? WIFEXITED(s) && WEXITSTATUS(s) == 3
-                                                 : WIFSIGNALED(s) && WTERMSIG(s) == (p->death == DEATH_KILL ? SIGKILL : SIGSEGV);
-  if (!as_planned) blame(x, "rank %d should have died by %s; its wait status is %d: %s", p->who, death_name[p->death], s, reports[p->who].why);
+  const bool as_planned = p->death == DEATH_EXIT
+                              ? WIFEXITED(s) && WEXITSTATUS(s) == 3
+                              : WIFSIGNALED(s) && WTERMSIG(s) == (p->death == DEATH_KILL ? SIGKILL : SIGSEGV);
+  if (!as_planned)
+    blame(x, "rank %d should have died by %s; its wait status is %d: %s", p->who, death_name[p->death], s,
+          reports[p->who].why);
 }
 
 static void address_of(char s[90], uint64_t seed) {
@@ -505,7 +529,7 @@ static void address_of(char s[90], uint64_t seed) {
   snprintf(s, 90, "deepc-storm-%d-%llu-%d", (int)getpid(), (unsigned long long)seed, count++);
 }
 
-/* ---- kills -------------------------------------------------------------------------------------------------------------- */
+/* ---- kills ------------------------------------------------------------------------------------------------------- */
 static double *times; /* milliseconds from a death to a survivor's error */
 static int ntimes;
 static double slowest_ms;
@@ -545,10 +569,11 @@ static void case_killed(run *x, const char *address) {
   note_times(x);
 }
 
-/* ---- desyncs ------------------------------------------------------------------------------------------------------------ */
+/* ---- desyncs ----------------------------------------------------------------------------------------------------- */
 static bool same(const call *a, const call *b) {
   return a->op == b->op && a->dtype == b->dtype && a->red == b->red && a->root == b->root && a->tag == b->tag &&
-         a->src == b->src && a->dst == b->dst && a->send_count == b->send_count && a->send_dtype == b->send_dtype && a->count == b->count;
+         a->src == b->src && a->dst == b->dst && a->send_count == b->send_count && a->send_dtype == b->send_dtype &&
+         a->count == b->count;
 }
 
 static int other_of(rng *g, const int *of, int n, int than, bool no_larger) {
@@ -561,24 +586,20 @@ static int other_of(rng *g, const int *of, int n, int than, bool no_larger) {
 /* Makes `k` another call than it was; false if it has no such part. */
 static bool differ(const plan *p, rng *g, call *k, int kind) {
   switch (kind) {
-    case OTHER_OP:
-      if (k->op == DC_CALL_BARRIER) k->count = 2;
-      k->op = other_of(g, collectives, OPS, k->op, false);
-      if (divided(k->op)) k->count = k->count / p->size + 1; /* fits the buffers */
-      if (k->op == DC_CALL_BARRIER) k->count = 0, k->dtype = DC_F32;
-      k->red = reduces(k->op) ? k->red : 0;
-      k->root = rooted(k->op) ? k->root : 0;
-      return true;
-    case OTHER_COUNT:
-      k->count += k->count > 1 && below(g, 2) ? -1 : 1 + below(g, 40);
-      return k->op != DC_CALL_BARRIER;
-    case OTHER_DTYPE:
-      k->dtype = other_of(g, dtypes, DTYPES, k->dtype, true);
-      return k->op != DC_CALL_BARRIER;
-    case OTHER_ROOT: k->root = (k->root + 1 + below(g, p->size - 1)) % p->size; return rooted(k->op);
-    case OTHER_RED: k->red = other_of(g, reds, 4, k->red, false); return reduces(k->op);
-    case OTHER_TAG: k->tag += 1 + below(g, 5); return true;
-    default: return true;
+  case OTHER_OP:
+    if (k->op == DC_CALL_BARRIER) k->count = 2;
+    k->op = other_of(g, collectives, OPS, k->op, false);
+    if (divided(k->op)) k->count = k->count / p->size + 1; /* fits the buffers */
+    if (k->op == DC_CALL_BARRIER) k->count = 0, k->dtype = DC_F32;
+    k->red = reduces(k->op) ? k->red : 0;
+    k->root = rooted(k->op) ? k->root : 0;
+    return true;
+  case OTHER_COUNT: k->count += k->count > 1 && below(g, 2) ? -1 : 1 + below(g, 40); return k->op != DC_CALL_BARRIER;
+  case OTHER_DTYPE: k->dtype = other_of(g, dtypes, DTYPES, k->dtype, true); return k->op != DC_CALL_BARRIER;
+  case OTHER_ROOT: k->root = (k->root + 1 + below(g, p->size - 1)) % p->size; return rooted(k->op);
+  case OTHER_RED: k->red = other_of(g, reds, 4, k->red, false); return reduces(k->op);
+  case OTHER_TAG: k->tag += 1 + below(g, 5); return true;
+  default: return true;
   }
 }
 
@@ -591,8 +612,8 @@ static void differ_pair(const plan *p, rng *g, call *k) {
   else k->count = both.count, k->dtype = both.dtype;
 }
 
-/* The difference. Messages come only before it: a rank that waits for a message while the others wait in a collective is a
- * time-out, not a mismatch, as nothing tells that the message will not come. */
+/* The difference. Messages come only before it: a rank that waits for a message while the others wait in a collective
+ * is a time-out, not a mismatch, as nothing tells that the message will not come. */
 static void plan_desync(plan *p) {
   rng g = rng_of(p->seed, 3);
   const int n = 2 + below(&g, MAX_CALLS - 2);
@@ -616,7 +637,8 @@ static void plan_desync(plan *p) {
   const call last = {.op = DC_CALL_BARRIER, .dtype = DC_F32, .tag = LAST_TAG, .line = n + 1};
   p->a[p->na++] = last;
   p->b[p->nb++] = last;
-  if (p->kind == LEFT_OUT) p->b[p->nb++] = (call){.op = DC_CALL_BARRIER, .dtype = DC_F32, .tag = LAST_TAG + 1, .line = n + 2};
+  if (p->kind == LEFT_OUT)
+    p->b[p->nb++] = (call){.op = DC_CALL_BARRIER, .dtype = DC_F32, .tag = LAST_TAG + 1, .line = n + 2};
 }
 
 /* The first call that differs; -1: swapped ones that were equal. */
@@ -636,10 +658,12 @@ static void expect_call(char *s, size_t room, const plan *p, const call *k, int 
   for (int j = 0; j <= i; j++) number += p->a[j].op != DC_CALL_SEND;
   size_t n = (size_t)snprintf(s, room, "%s(", dc_call_name(k->op));
   if (k->op != DC_CALL_BARRIER) n += (size_t)snprintf(s + n, room - n, "%s", dc_dtype_name(k->dtype));
-  if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_ALL_TO_ALLV) n += (size_t)snprintf(s + n, room - n, ", count %lld", (long long)k->count);
+  if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_ALL_TO_ALLV)
+    n += (size_t)snprintf(s + n, room - n, ", count %lld", (long long)k->count);
   if (reduces(k->op)) n += (size_t)snprintf(s + n, room - n, ", %s", red_text(k->red));
   if (rooted(k->op)) n += (size_t)snprintf(s + n, room - n, ", root %d", k->root);
-  if (k->tag) n += (size_t)snprintf(s + n, room - n, "%stag %lld", k->op == DC_CALL_BARRIER ? "" : ", ", (long long)k->tag);
+  if (k->tag)
+    n += (size_t)snprintf(s + n, room - n, "%stag %lld", k->op == DC_CALL_BARRIER ? "" : ", ", (long long)k->tag);
   snprintf(s + n, room - n, ") [call %d at rank", number);
 }
 
@@ -649,7 +673,8 @@ static void has_call(run *x, int r, const char *start, int line, bool of_who) {
     int rank, at;
     if (sscanf(s + strlen(start), "%d.py:%d]", &rank, &at) == 2 && at == line && (rank == x->p->who) == of_who) return;
   }
-  blame(x, "rank %d: the error lacks the call '%s%s.py:%d]': %s", r, start, of_who ? "(who)" : "(others)", line, reports[r].text);
+  blame(x, "rank %d: the error lacks the call '%s%s.py:%d]': %s", r, start, of_who ? "(who)" : "(others)", line,
+        reports[r].text);
 }
 
 static void check_pair(run *x, int r, int i) {
@@ -671,11 +696,11 @@ static void check_pair(run *x, int r, int i) {
     snprintf(at[1], sizeof at[1], " at rank%d.py:%d", k->dst, k->line);
   }
   const call *send = sends ? k : o, *recv = sends ? o : k;
-  snprintf(text, sizeof text, "%s called send(%s, count %lld, tag %lld, to %s) [message call %u%s]", src, dc_dtype_name(send->send_dtype),
-           (long long)send->send_count, (long long)k->tag, dst, nsend, at[0]);
+  snprintf(text, sizeof text, "%s called send(%s, count %lld, tag %lld, to %s) [message call %u%s]", src,
+           dc_dtype_name(send->send_dtype), (long long)send->send_count, (long long)k->tag, dst, nsend, at[0]);
   has(x, r, text);
-  snprintf(text, sizeof text, "%s called recv(%s, count %lld, tag %lld, from %s) [message call %u%s]", dst, dc_dtype_name(recv->dtype),
-           (long long)recv->count, (long long)k->tag, src, nrecv, at[1]);
+  snprintf(text, sizeof text, "%s called recv(%s, count %lld, tag %lld, from %s) [message call %u%s]", dst,
+           dc_dtype_name(recv->dtype), (long long)recv->count, (long long)k->tag, src, nrecv, at[1]);
   has(x, r, text);
 }
 
@@ -689,7 +714,8 @@ static void check_desynced(run *x, int r, int i) {
   }
   char text[400], who[64];
   rank_name(who, p, p->who);
-  if (p->a[i].op == DC_CALL_ALL_TO_ALLV && p->kind == OTHER_COUNT) { /* differs only in the counts, which are compared behind the call */
+  if (p->a[i].op == DC_CALL_ALL_TO_ALLV &&
+      p->kind == OTHER_COUNT) { /* differs only in the counts, which are compared behind the call */
     has(x, r, " elements to rank ");
     has(x, r, "which expects");
   }
@@ -714,7 +740,7 @@ static void case_desynced(run *x, const char *address) {
   for (int r = 0; r < p->size && !x->why[0]; r++) check_desynced(x, r, i);
 }
 
-/* ---- leftovers ---------------------------------------------------------------------------------------------------------- */
+/* ---- leftovers --------------------------------------------------------------------------------------------------- */
 static int entries(const char *dir, const char *with) {
   int n = 0;
   DIR *d = opendir(dir);
@@ -751,7 +777,7 @@ static const char *leftovers(traces before) {
   return NULL;
 }
 
-/* ---- main --------------------------------------------------------------------------------------------------------------- */
+/* ---- main -------------------------------------------------------------------------------------------------------- */
 static int by_size(const void *a, const void *b) {
   const double x = *(const double *)a, y = *(const double *)b;
   return x < y ? -1 : x > y;
@@ -765,8 +791,9 @@ static void no_core_dumps(void) {
 }
 
 static void fail(const char *mode, const plan *p, const char *why) {
-  printf("FAILED %s seed %llu (%d ranks, rank %d: %s): %s\nrepeat with: comm_fault %s %llu 1\n", mode, (unsigned long long)p->seed, p->size,
-         p->who, mode[0] == 'k' ? death_name[p->death] : kind_name[p->kind], why, mode, (unsigned long long)p->seed);
+  printf("FAILED %s seed %llu (%d ranks, rank %d: %s): %s\nrepeat with: comm_fault %s %llu 1\n", mode,
+         (unsigned long long)p->seed, p->size, p->who, mode[0] == 'k' ? death_name[p->death] : kind_name[p->kind], why,
+         mode, (unsigned long long)p->seed);
   fflush(stdout);
 }
 
@@ -798,12 +825,13 @@ int main(int argc, char **argv) {
     if (x.why[0]) failed++, fail(argv[1], &p, x.why);
   }
   qsort(times, (size_t)ntimes, sizeof *times, by_size);
-  printf("{\"mode\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failed\": %d, \"seconds\": %.1f", argv[1], (unsigned long long)seed, n, failed,
-         now() - start);
-  for (int i = 0; i < (kills ? DEATHS : KINDS); i++) printf(", \"%s\": %d", kills ? death_name[i] : kind_name[i], by[i]);
+  printf("{\"mode\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failed\": %d, \"seconds\": %.1f", argv[1],
+         (unsigned long long)seed, n, failed, now() - start);
+  for (int i = 0; i < (kills ? DEATHS : KINDS); i++)
+    printf(", \"%s\": %d", kills ? death_name[i] : kind_name[i], by[i]);
   if (kills)
-    printf(", \"errors\": %d, \"median_ms\": %.3f, \"p99_ms\": %.3f, \"max_ms\": %.3f, \"slowest_seed\": %llu", ntimes, part_of_times(0.5),
-           part_of_times(0.99), part_of_times(1), (unsigned long long)slowest_seed);
+    printf(", \"errors\": %d, \"median_ms\": %.3f, \"p99_ms\": %.3f, \"max_ms\": %.3f, \"slowest_seed\": %llu", ntimes,
+           part_of_times(0.5), part_of_times(0.99), part_of_times(1), (unsigned long long)slowest_seed);
   printf("}\n");
   free(times);
   return failed ? 1 : 0;

@@ -16,14 +16,14 @@
 /* Fails the body with the place of the broken rule. */
 #define FUZZ_STR2(x) #x
 #define FUZZ_STR(x) FUZZ_STR2(x)
-#define RULE(cond)                                                            \
-  do {                                                                        \
-    if (!(cond)) return "fuzz_zero.c:" FUZZ_STR(__LINE__) ": " #cond;         \
+#define RULE(cond)                                                    \
+  do {                                                                \
+    if (!(cond)) return "fuzz_zero.c:" FUZZ_STR(__LINE__) ": " #cond; \
   } while (0)
-#define PASS_ON(expr)                    \
-  do {                                   \
-    const char *why_ = (expr);           \
-    if (why_) return why_;               \
+#define PASS_ON(expr)          \
+  do {                         \
+    const char *why_ = (expr); \
+    if (why_) return why_;     \
   } while (0)
 
 enum { FUZZ_PARAMS = 40, FUZZ_USES = 40, FUZZ_UNITS = 8 };
@@ -41,8 +41,8 @@ static uint64_t fuzz_take(fuzz_input *in, int bytes) {
 
 /* Mostly a small number, sometimes an edge or any 64 bits. */
 static int64_t fuzz_number(fuzz_input *in, int64_t small) {
-  static const int64_t edge[] = {0, 1, -1, DC_BLOCK - 1, DC_BLOCK, DC_BLOCK + 1, INT64_MAX, INT64_MAX - 4095,
-      INT64_MAX / 2, INT64_MIN};
+  static const int64_t edge[] = {
+      0, 1, -1, DC_BLOCK - 1, DC_BLOCK, DC_BLOCK + 1, INT64_MAX, INT64_MAX - 4095, INT64_MAX / 2, INT64_MIN};
   uint64_t kind = fuzz_take(in, 1);
   if (kind < 6) return edge[fuzz_take(in, 1) % (sizeof edge / sizeof edge[0])];
   if (kind < 8) {
@@ -54,8 +54,7 @@ static int64_t fuzz_number(fuzz_input *in, int64_t small) {
   return (int64_t)(fuzz_take(in, 3) % (uint64_t)(small + 1));
 }
 
-/* ---- layout
- * ------------------------------------------------------------------------------------------------------------ */
+/* ---- layout ------------------------------------------------------------------------------------------------------ */
 /* What must hold whatever the sizes. */
 static const char *fuzz_check_sizes(const dc_zero_layout *l, const int64_t *numel, int64_t nparams, int64_t world) {
   RULE(l->nparams == nparams && l->world == world);
@@ -64,7 +63,7 @@ static const char *fuzz_check_sizes(const dc_zero_layout *l, const int64_t *nume
   int64_t end = 0;
   for (int64_t p = 0; p < nparams; p++) {
     RULE(l->numel[p] == numel[p] && l->offset[p] % DC_ZERO_ALIGN == 0 && l->offset[p] >= end &&
-        l->offset[p] - end < DC_ZERO_ALIGN);
+         l->offset[p] - end < DC_ZERO_ALIGN);
     RULE(numel[p] <= l->total - l->offset[p]);
     end = l->offset[p] + numel[p];
   }
@@ -102,7 +101,7 @@ static const char *fuzz_check_cover(const dc_zero_layout *l, uint8_t *seen) {
       const dc_zero_segment s = segment[k];
       RULE(s.len > 0 && s.shard_begin >= last && s.param >= 0 && s.param < l->nparams);
       RULE(s.param_begin >= 0 && s.param_begin + s.len <= l->numel[s.param] &&
-          s.flat_begin == l->offset[s.param] + s.param_begin);
+           s.flat_begin == l->offset[s.param] + s.param_begin);
       last = s.shard_begin + s.len;
       for (int64_t i = 0; i < s.len; i += s.len > 1 ? s.len - 1 : 1) { /* both ends */
         int64_t rank, index;
@@ -123,7 +122,7 @@ static const char *fuzz_check_cover(const dc_zero_layout *l, uint8_t *seen) {
     for (int64_t k = 0; k < count; k++) {
       const dc_zero_piece s = piece[k];
       RULE(s.len > 0 && s.flat_begin >= begin && s.flat_begin + s.len <= end &&
-          s.flat_begin == l->offset[s.param] + s.param_begin);
+           s.flat_begin == l->offset[s.param] + s.param_begin);
       for (int64_t i = 0; i < s.len; i++) RULE(seen[s.flat_begin + i]++ == 1);
       covered -= s.len;
     }
@@ -134,7 +133,7 @@ static const char *fuzz_check_cover(const dc_zero_layout *l, uint8_t *seen) {
 }
 
 static const char *fuzz_check_layout(fuzz_input *in, const dc_zero_layout *l, const int64_t *numel, int64_t nparams,
-    int64_t world) {
+                                     int64_t world) {
   PASS_ON(fuzz_check_sizes(l, numel, nparams, world));
   int64_t rank, index;
   RULE(dc_zero_locate(l, l->total, &rank, &index) == DC_E_INVALID);
@@ -173,8 +172,7 @@ static const char *fuzz_layout(fuzz_input *in) {
   return why;
 }
 
-/* ---- prefetch
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- prefetch ---------------------------------------------------------------------------------------------------- */
 typedef struct fuzz_play {
   const int64_t *use, *elems;
   int64_t nuse, at, live_elems, flying_elems, prefetch, max_live;
@@ -224,7 +222,7 @@ static const char *fuzz_prefetch(fuzz_input *in) {
   }
   RULE(!bad && count >= 0 && count <= 3 * nuse);
   RULE(dc_zero_prefetch(use, nuse, elems, nunits, prefetch, max_live, reuse, action, count, &again) == DC_OK &&
-      again == count);
+       again == count);
   fuzz_play g;
   memset(&g, 0, sizeof g);
   g.use = use, g.elems = elems, g.nuse = nuse, g.prefetch = prefetch, g.max_live = max_live;
@@ -236,8 +234,7 @@ static const char *fuzz_prefetch(fuzz_input *in) {
   return NULL;
 }
 
-/* ---- estimate
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- estimate ---------------------------------------------------------------------------------------------------- */
 static const char *fuzz_estimate(fuzz_input *in) {
   dc_zero_bytes_in b;
   dc_zero_bytes out;
@@ -246,9 +243,9 @@ static const char *fuzz_estimate(fuzz_input *in) {
   b.world = fuzz_number(in, 8), b.ranks_per_node = fuzz_number(in, 8), b.slots = fuzz_number(in, 4);
   b.bucket_elems = fuzz_number(in, 65536);
   b.stage = (int32_t)(fuzz_take(in, 1) % 5), b.param_size = (int32_t)fuzz_take(in, 1),
-      b.grad_wire_size = (int32_t)fuzz_take(in, 1);
+  b.grad_wire_size = (int32_t)fuzz_take(in, 1);
   b.master = (int32_t)(fuzz_take(in, 1) & 1), b.state_size = (int32_t)fuzz_take(in, 4),
-      b.nstates = (int32_t)fuzz_take(in, 4);
+  b.nstates = (int32_t)fuzz_take(in, 4);
   b.resident = (int32_t)(fuzz_take(in, 1) & 1), b.exchange = fuzz_number(in, 10000);
   int rc = dc_zero_estimate(&b, &out);
   if (rc != DC_OK) {
@@ -258,9 +255,9 @@ static const char *fuzz_estimate(fuzz_input *in) {
   RULE(out.params_private >= 0 && out.params_shared >= 0 && out.grads_private >= 0 && out.master_private >= 0 &&
        out.states_private >= 0 && out.staging_shared >= 0 && out.exchange_private == b.exchange);
   RULE((out.params_private == 0) == (b.stage == 3 && (b.resident || (b.shard == 0 && b.frozen == 0))) ||
-      b.total + b.frozen == 0);
-  RULE(out.rank_total == out.params_private + out.grads_private + out.master_private + out.states_private +
-                            out.exchange_private);
+       b.total + b.frozen == 0);
+  RULE(out.rank_total ==
+       out.params_private + out.grads_private + out.master_private + out.states_private + out.exchange_private);
   RULE(out.node_total == b.ranks_per_node * out.rank_total + out.params_shared + out.staging_shared);
   return NULL;
 }
@@ -269,9 +266,9 @@ static const char *fuzz_estimate(fuzz_input *in) {
 static const char *fuzz_zero_one(const uint8_t *data, size_t size) {
   fuzz_input in = {data, size};
   switch (fuzz_take(&in, 1) % 4) {
-    case 0: return fuzz_prefetch(&in);
-    case 1: return fuzz_estimate(&in);
-    default: return fuzz_layout(&in);
+  case 0: return fuzz_prefetch(&in);
+  case 1: return fuzz_estimate(&in);
+  default: return fuzz_layout(&in);
   }
 }
 
