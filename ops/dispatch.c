@@ -68,9 +68,10 @@ static void init_tables(void) {
   for (int isa = 0; isa < DC_ISA_COUNT; isa++) fill_scalar(&g_table[isa]);
 #if defined(DEEPC_X86_BODIES)
   detect_x86();
-  dc__ops_fill_avx2(&g_table[DC_ISA_AVX2]);
-  dc__ops_fill_avx512(&g_table[DC_ISA_AVX512]);
-  dc__ops_fill_avx512_bf16(&g_table[DC_ISA_AVX512_BF16]);
+  /* the filling itself is compiled for its instruction set, so that it may run only where there is one */
+  if (g_have[DC_ISA_AVX2]) dc__ops_fill_avx2(&g_table[DC_ISA_AVX2]);
+  if (g_have[DC_ISA_AVX512]) dc__ops_fill_avx512(&g_table[DC_ISA_AVX512]);
+  if (g_have[DC_ISA_AVX512_BF16]) dc__ops_fill_avx512_bf16(&g_table[DC_ISA_AVX512_BF16]);
 #endif
 }
 
