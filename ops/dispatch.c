@@ -1,7 +1,7 @@
-/* dispatch.c: owns the op table (one filled copy per instruction set), the choice among them, and the public wrappers:
+/* dispatch.c: owns the op tables (one per instruction set), the choice among them, and the public wrappers:
  * each validates, counts, computes what all elements share, and splits its range over dc_parallel_for.
  *
- * A table starts as the scalar reference and is overridden by the bodies of its instruction set (cpu/table.c). Grains
+ * The tables are constant (cpu/table.c; here the scalar one): no code of an instruction set runs before cpuid. Grains
  * are multiples of DC_BLOCK so that reduction blocks are never cut and vector starts stay aligned as the arrays are. */
 #include "call.h"
 
@@ -17,24 +17,28 @@
 
 #if defined(DEEPC_X86_BODIES)
 #include <cpuid.h>
-void dc__ops_fill_avx2(dc__ops *table);
-void dc__ops_fill_avx512(dc__ops *table);
-void dc__ops_fill_avx512_bf16(dc__ops *table);
+extern const dc__ops dc__ops_avx2, dc__ops_avx512, dc__ops_avx512_bf16;
 #endif
 
 /* ---- instruction sets -------------------------------------------------------------------------------------------- */
-static dc__ops g_table[DC_ISA_COUNT];
+static const dc__ops ops_scalar = {
+#define DC_OP(name, params) .name = dc__##name##_scalar,
+#include "ops.def"
+#undef DC_OP
+};
+static const dc__ops *const g_table[DC_ISA_COUNT] = {
+    [DC_ISA_SCALAR] = &ops_scalar,
+#if defined(DEEPC_X86_BODIES)
+    [DC_ISA_AVX2] = &dc__ops_avx2,
+    [DC_ISA_AVX512] = &dc__ops_avx512,
+    [DC_ISA_AVX512_BF16] = &dc__ops_avx512_bf16,
+#endif
+};
 static int g_have[DC_ISA_COUNT];
 static pthread_once_t g_once = PTHREAD_ONCE_INIT;
 static _Atomic int g_isa = -1;
 
 static const char *const isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
-
-static void fill_scalar(dc__ops *table) {
-#define DC_OP(name, params) table->name = dc__##name##_scalar;
-#include "ops.def"
-#undef DC_OP
-}
 
 #if defined(DEEPC_X86_BODIES)
 /* The register state that the kernel saves (XCR0): a processor may have AVX-512 and the kernel not. */
@@ -63,22 +67,17 @@ static void detect_x86(void) {
 }
 #endif
 
-static void init_tables(void) {
+static void detect(void) {
   g_have[DC_ISA_SCALAR] = 1;
-  for (int isa = 0; isa < DC_ISA_COUNT; isa++) fill_scalar(&g_table[isa]);
 #if defined(DEEPC_X86_BODIES)
   detect_x86();
-  /* the filling itself is compiled for its instruction set, so that it may run only where there is one */
-  if (g_have[DC_ISA_AVX2]) dc__ops_fill_avx2(&g_table[DC_ISA_AVX2]);
-  if (g_have[DC_ISA_AVX512]) dc__ops_fill_avx512(&g_table[DC_ISA_AVX512]);
-  if (g_have[DC_ISA_AVX512_BF16]) dc__ops_fill_avx512_bf16(&g_table[DC_ISA_AVX512_BF16]);
 #endif
 }
 
 const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? isa_names[isa] : "?"; }
 
 int dc_isa_available(int isa) {
-  pthread_once(&g_once, init_tables);
+  pthread_once(&g_once, detect);
   return isa >= 0 && isa < DC_ISA_COUNT && g_have[isa];
 }
 
@@ -133,15 +132,13 @@ int dc_isa_force(int isa) {
 
 const dc__ops *dc__ops_get(void) {
   int isa;
-  pthread_once(&g_once, init_tables);
-  return dc_isa_current(&isa) == DC_OK ? &g_table[isa] : NULL;
+  return dc_isa_current(&isa) == DC_OK ? g_table[isa] : NULL;
 }
 
 static int get_table(const dc__ops **ops) {
   int isa;
   DC_TRY(dc_isa_current(&isa));
-  pthread_once(&g_once, init_tables);
-  *ops = &g_table[isa];
+  *ops = g_table[isa];
   return DC_OK;
 }
 
