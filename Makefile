@@ -6,7 +6,7 @@
 # JOBS=N the compilers at a time, DEEPC_CUDA=ON the CUDA kernels where there is no GPU (with one they are built wherever nvcc is).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-full test-gpu bench bench-full wheel sdist docs clean distclean
+.PHONY: help setup build format lint train test test-full test-gpu bench bench-full wheel sdist docs clean distclean
 
 export PYTHON ?= python3
 export TORCH ?=
@@ -50,6 +50,12 @@ sdist: setup  ## dist/*.tar.gz: the sources, from which pip builds the same whee
 
 docs: build  ## build/site: the documentation as web pages
 	@scripts/docs
+
+format: setup  ## lay out all sources: ruff (Python) and clang-format (C, C++, CUDA), 120 columns
+	@scripts/lint format
+
+lint: setup  ## check the layout and the rules of pyproject.toml, changing nothing
+	@scripts/lint check
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist

@@ -1,20 +1,19 @@
-"""Actor-critic on a game of its own, Catch: a ball falls through a grid, a paddle on the lowest row moves left, right or not, and catches
-it or does not.
+"""Actor-critic on a game of its own, Catch: a ball falls through a grid, a paddle on the lowest row moves left, right
+or not, and catches it or does not.
 
-Two engines with two optimizers and one shared trunk: the actor's engine trains trunk and policy, the critic's engine the value head alone.
-The critic's loss goes through the trunk, and what it leaves there is part of the actor's step. With --separate the critic has a trunk of
-its own."""
+Two engines with two optimizers and one shared trunk: the actor's engine trains trunk and policy, the critic's engine
+the value head alone. The critic's loss goes through the trunk, and what it leaves there is part of the actor's step.
+With --separate the critic has a trunk of its own."""
 
 from __future__ import annotations
 
 import copy
 
+import deepc
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import deepc
 from example import config, draw, mean_over_ranks, mine, options, say
+from torch import Tensor, nn
 
 ROWS, COLUMNS, ACTIONS = 7, 6, 3
 DISCOUNT = 0.97
@@ -40,8 +39,8 @@ def make(seed: int, separate: bool = False) -> tuple[Head, Head]:
 
 
 class Catch:
-    """`games` games at once. ball, paddle, drift: int64 [games], columns; the ball drifts by -1, 0 or 1 column a row, and bounces off the
-    walls."""
+    """`games` games at once. ball, paddle, drift: int64 [games], columns; the ball drifts by -1, 0 or 1 column a row,
+    and bounces off the walls."""
 
     def __init__(self, ball: Tensor, paddle: Tensor, drift: Tensor) -> None:
         self.ball, self.paddle, self.drift, self.row = ball.clone(), paddle.clone(), drift.clone(), 0
@@ -80,14 +79,20 @@ def play(actor, ball: Tensor, paddle: Tensor, drift: Tensor, chance: Tensor) -> 
     boards, actions = [], []
     for move in range(ROWS - 1):
         boards.append(game.boards().to(dtype))
-        chosen = (actor(boards[-1]).float().softmax(dim=1).cumsum(dim=1) < chance[:, move: move + 1]).sum(dim=1).clamp_max(ACTIONS - 1)
+        chosen = (
+            (actor(boards[-1]).float().softmax(dim=1).cumsum(dim=1) < chance[:, move : move + 1])
+            .sum(dim=1)
+            .clamp_max(ACTIONS - 1)
+        )
         actions.append(chosen)
         reward = game.act(chosen)
     returns = [reward * DISCOUNT ** (ROWS - 2 - move) for move in range(ROWS - 1)]
     return torch.stack(boards), torch.stack(actions), torch.stack(returns)
 
 
-def train_step(actor, critic, ball: Tensor, paddle: Tensor, drift: Tensor, chance: Tensor) -> tuple[float, float, float]:
+def train_step(
+    actor, critic, ball: Tensor, paddle: Tensor, drift: Tensor, chance: Tensor
+) -> tuple[float, float, float]:
     """One game each, one step of both engines. Returns (policy loss, value loss, share of the balls caught)."""
     boards, actions, returns = play(actor, ball, paddle, drift, chance)
     boards, actions, flat = boards.flatten(0, 1), actions.flatten(), returns.flatten()
@@ -110,10 +115,14 @@ def main() -> None:
     actor, critic = make(args.seed, args.separate)
     actor_engine, *_ = deepc.initialize(model=actor, config=config(args, lr=3e-3, weight_decay=0.0))
     heads = critic.parameters() if args.separate else critic.head.parameters()
-    critic_engine, *_ = deepc.initialize(model=critic, model_parameters=heads, config=config(args, lr=3e-3, weight_decay=0.0))
+    critic_engine, *_ = deepc.initialize(
+        model=critic, model_parameters=heads, config=config(args, lr=3e-3, weight_decay=0.0)
+    )
     caught = []
     for step in range(args.steps):
-        policy_loss, value_loss, share = train_step(actor_engine, critic_engine, *mine(*starts(args.seed, step, args.batch)))
+        policy_loss, value_loss, share = train_step(
+            actor_engine, critic_engine, *mine(*starts(args.seed, step, args.batch))
+        )
         caught.append(mean_over_ranks(share))
         if step % 50 == 0:
             say(f"step {step}: policy {policy_loss:.3f}, value {value_loss:.3f}, caught {caught[-1]:.1%}")

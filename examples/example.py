@@ -1,22 +1,25 @@
-"""What the small examples share: options, the configuration, who this rank is. Each example is one file beside this one and runs as
+"""What the small examples share: options, the configuration, who this rank is. Each example is one file beside this one
+and runs as
 
-    python examples/gan.py                                         one process
-    deepc run --num_ranks 2 --cpu examples/gan.py --stage 3        two ranks (or torchrun)"""
+python examples/gan.py                                         one process
+deepc run --num_ranks 2 --cpu examples/gan.py --stage 3        two ranks (or torchrun)"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
+import deepc
 import torch
 import torch.distributed as dist
 
-import deepc
 
-
-def options(description: str, *, steps: int, batch: int, argv: Sequence[str] | None = None, **more: Any) -> argparse.Namespace:
+def options(
+    description: str, *, steps: int, batch: int, argv: Sequence[str] | None = None, **more: Any
+) -> argparse.Namespace:
     """The options of every example; `more`: further ones, name=default."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
@@ -26,7 +29,11 @@ def options(description: str, *, steps: int, batch: int, argv: Sequence[str] | N
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--deepspeed_config", help="a DeepSpeed JSON whose keys replace those of this script")
     for name, default in more.items():
-        kind = {"action": "store_true"} if default is False else {"default": default, "type": type(default) if default is not None else str}
+        kind = (
+            {"action": "store_true"}
+            if default is False
+            else {"default": default, "type": type(default) if default is not None else str}
+        )
         p.add_argument(f"--{name.replace('_', '-')}", **kind)
     args = p.parse_args(argv)
     deepc.init_distributed()

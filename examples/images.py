@@ -1,20 +1,29 @@
 """An image classifier: a small convolutional network on pictures of the ten digits.
 
-The pictures are made here: 5 x 3 glyphs, enlarged, shifted, of random contrast, under noise. With --data digits they are scikit-learn's 8 x
-8 scans of handwriting, where that package is installed."""
+The pictures are made here: 5 x 3 glyphs, enlarged, shifted, of random contrast, under noise. With --data digits they
+are scikit-learn's 8 x 8 scans of handwriting, where that package is installed."""
 
 from __future__ import annotations
 
+import deepc
 import torch
 import torch.nn.functional as F
+from example import config, draw, mean_over_ranks, mine, options, say
 from torch import Tensor, nn
 
-import deepc
-from example import config, draw, mean_over_ranks, mine, options, say
-
 SIDE = 16
-_GLYPHS = ["111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001",
-           "111100111001111", "111100111101111", "111001001001001", "111101111101111", "111101111001111"]
+_GLYPHS = [
+    "111101101101111",
+    "010110010010111",
+    "111001111100111",
+    "111001111001111",
+    "101101111001001",
+    "111100111001111",
+    "111100111101111",
+    "111001001001001",
+    "111101111101111",
+    "111101111001111",
+]
 GLYPHS = torch.tensor([[float(c) for c in g] for g in _GLYPHS]).view(10, 1, 5, 3)
 
 
@@ -54,20 +63,28 @@ class Pictures:
 
 
 class Net(nn.Module):
-    """[n, 1, 16, 16] -> logits [n, 10]. Three residual stages; GroupNorm, so that a picture's result does not depend on its batch."""
+    """[n, 1, 16, 16] -> logits [n, 10]. Three residual stages; GroupNorm, so that a picture's result does not depend on
+    its batch."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
-                          nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
-            for _ in range(3))
+            nn.Sequential(
+                nn.GroupNorm(4, width),
+                nn.SiLU(),
+                nn.Conv2d(width, width, 3, padding=1),
+                nn.GroupNorm(4, width),
+                nn.SiLU(),
+                nn.Conv2d(width, width, 3, padding=1),
+            )
+            for _ in range(3)
+        )
         self.head = nn.Linear(width * 4, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.blocks):  # noqa: B007
             h = h + block(h)
             h = F.max_pool2d(h, 2)
         return self.head(h.flatten(1))

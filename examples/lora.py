@@ -1,8 +1,9 @@
-"""LoRA without a library (Hu et al., 2021): a small language model learns Python's source, is frozen, and learns text of swapped case by
-low-rank additions.
+"""LoRA without a library (Hu et al., 2021): a small language model learns Python's source, is frozen, and learns text
+of swapped case by low-rank additions.
 
-Only the additions are trained: under ZeRO-3 the frozen weights lie once per node and cost nothing else, and a checkpoint without them is
-small. With --out the checkpoint goes there, and the model with its additions merged in, as safetensors."""
+Only the additions are trained: under ZeRO-3 the frozen weights lie once per node and cost nothing else, and a
+checkpoint without them is small. With --out the checkpoint goes there, and the model with its additions merged in, as
+safetensors."""
 
 from __future__ import annotations
 
@@ -11,12 +12,11 @@ import math
 import sysconfig
 from pathlib import Path
 
+import deepc
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import deepc
 from example import config, draw, mean_over_ranks, mine, options, say
+from torch import Tensor, nn
 
 WIDTH, LAYERS, HEADS, CONTEXT = 64, 2, 2, 48
 
@@ -72,7 +72,10 @@ class LoRA(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, scale: float = 2.0) -> None:
         super().__init__()
         self.base, self.scale = base.requires_grad_(False), scale
-        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +137,10 @@ def main() -> None:
     engine, *_ = deepc.initialize(model=make(args.seed), config=config(args, lr=3e-3))
     for step in range(args.base_steps):
         train_step(engine, *mine(windows(python, args.seed, step, args.batch)))
-    say(f"base: {bits(engine, python, args.seed):.3f} bits per byte of Python, {bits(engine, other, args.seed):.3f} with case swapped")
+    say(
+        f"base: {bits(engine, python, args.seed):.3f} bits per byte of Python, {bits(engine, other, args.seed):.3f}"
+        " with case swapped"
+    )
     base = copy.deepcopy(engine.module)
     engine.destroy()
 
@@ -149,8 +155,10 @@ def main() -> None:
             say(f"step {step}: {loss:.3f} bits per byte")
     last = bits(engine, other, args.seed)
     whole = merge(copy.deepcopy(engine.module))
-    say(f"bits per byte with case swapped: {first:.3f} before, {last:.3f} after; merged into the weights "
-        f"{bits(whole, other, args.seed):.3f}")
+    say(
+        f"bits per byte with case swapped: {first:.3f} before, {last:.3f} after; merged into the weights "
+        f"{bits(whole, other, args.seed):.3f}"
+    )
     if args.out:
         engine.save_checkpoint(args.out, exclude_frozen_parameters=True)
         deepc.export(whole, Path(args.out, "merged"), dtype="bf16")

@@ -1,19 +1,19 @@
-"""Semi-supervised learning with a mean teacher (Tarvainen and Valpola, 2017): few labels, many points without, two moons in the plane.
+"""Semi-supervised learning with a mean teacher (Tarvainen and Valpola, 2017): few labels, many points without, two
+moons in the plane.
 
-The teacher is the moving average of the student. deepc.EMA keeps it beside the student under ZeRO-3: every rank averages the part of the
-weights that it owns, and the teacher's model lies once per node. Checkpoints of the engine hold the teacher too: --out DIR --stop 300
-leaves one at step 300, --out DIR --resume goes on from it."""
+The teacher is the moving average of the student. deepc.EMA keeps it beside the student under ZeRO-3: every rank
+averages the part of the weights that it owns, and the teacher's model lies once per node. Checkpoints of the engine
+hold the teacher too: --out DIR --stop 300 leaves one at step 300, --out DIR --resume goes on from it."""
 
 from __future__ import annotations
 
 import math
 
+import deepc
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import deepc
 from example import config, draw, mean_over_ranks, mine, options, say
+from torch import Tensor, nn
 
 LABELLED = 6  # per moon
 
@@ -45,9 +45,11 @@ def make(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
 
 
-def train_step(student, average, few: tuple[Tensor, Tensor], points: Tensor, noise: Tensor, noise2: Tensor,
-               weight: float) -> tuple[float, float]:
-    """student: engine; average: its EMA; weight: of the teacher's part. Returns (loss of the labels, disagreement with the teacher)."""
+def train_step(
+    student, average, few: tuple[Tensor, Tensor], points: Tensor, noise: Tensor, noise2: Tensor, weight: float
+) -> tuple[float, float]:
+    """student: engine; average: its EMA; weight: of the teacher's part. Returns (loss of the labels, disagreement with
+    the teacher)."""
     dtype = next(student.parameters()).dtype
     with torch.no_grad():
         target = average.module((points + noise2).to(dtype)).float().softmax(dim=1)
@@ -80,14 +82,20 @@ def main() -> None:
     few = labelled(args.seed)
     first = accuracy(average.module, args.seed)
     for step in range(engine.global_steps, args.stop or args.steps):
-        loss, apart = train_step(engine, average, few, *mine(*batch(args.seed, step, args.batch)), ramp(step, args.steps))
+        loss, apart = train_step(
+            engine, average, few, *mine(*batch(args.seed, step, args.batch)), ramp(step, args.steps)
+        )
         if step % 100 == 0:
-            say(f"step {step}: labels {mean_over_ranks(loss):.4f}, disagreement {mean_over_ranks(apart):.4f}, teacher's accuracy "
-                f"{accuracy(average.module, args.seed):.1%}")
+            say(
+                f"step {step}: labels {mean_over_ranks(loss):.4f}, disagreement {mean_over_ranks(apart):.4f}, teacher's"
+                f" accuracy {accuracy(average.module, args.seed):.1%}"
+            )
     if args.out:
         engine.save_checkpoint(args.out)
-    say(f"accuracy with {2 * LABELLED} labels: {first:.1%} before, student {accuracy(engine, args.seed):.1%}, teacher "
-        f"{accuracy(average.module, args.seed):.1%} after")
+    say(
+        f"accuracy with {2 * LABELLED} labels: {first:.1%} before, student {accuracy(engine, args.seed):.1%}, teacher "
+        f"{accuracy(average.module, args.seed):.1%} after"
+    )
 
 
 if __name__ == "__main__":

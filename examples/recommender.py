@@ -1,18 +1,17 @@
-"""A recommender: will this user click on this item? Embedding tables with sparse gradients, bags of items that a user liked before, dense
-features.
+"""A recommender: will this user click on this item? Embedding tables with sparse gradients, bags of items that a user
+liked before, dense features.
 
-The clicks are made here from hidden tastes: items are popular by a power law, and a user clicks on what lies near the own taste. The tables
-have sparse=True, as they would under torch's Adagrad; deepc makes the gradients dense when it reduces them, and with Adagrad a row without
-a gradient stays as it is."""
+The clicks are made here from hidden tastes: items are popular by a power law, and a user clicks on what lies near the
+own taste. The tables have sparse=True, as they would under torch's Adagrad; deepc makes the gradients dense when it
+reduces them, and with Adagrad a row without a gradient stays as it is."""
 
 from __future__ import annotations
 
+import deepc
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import deepc
 from example import config, draw, mean_over_ranks, mine, options, say
+from torch import Tensor, nn
 
 ITEMS, TASTE, HISTORY, DENSE = 20_000, 8, 12, 4
 
@@ -26,10 +25,13 @@ class World:
         self.popularity = (1.0 / torch.arange(1, ITEMS + 1)).cumsum(0)
 
     def _items(self, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-        return torch.searchsorted(self.popularity, torch.rand(shape, generator=g) * self.popularity[-1]).clamp_max(ITEMS - 1)
+        return torch.searchsorted(self.popularity, torch.rand(shape, generator=g) * self.popularity[-1]).clamp_max(
+            ITEMS - 1
+        )
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(history int64 [size, HISTORY], items that the user liked; item int64 [size]; dense [size, DENSE]; clicked fp32 [size])."""
+        """(history int64 [size, HISTORY], items that the user liked; item int64 [size]; dense [size, DENSE]; clicked
+        fp32 [size])."""
         g = draw(self.seed, step)
         taste = torch.randn(size, TASTE, generator=g)
         seen = self._items((size, 4 * HISTORY), g)
@@ -41,8 +43,8 @@ class World:
 
 
 class Recommender(nn.Module):
-    """Logits [n] of a click: the mean of the history's vectors and the item's vector, multiplied; and a network over both and the dense
-    features."""
+    """Logits [n] of a click: the mean of the history's vectors and the item's vector, multiplied; and a network over
+    both and the dense features."""
 
     def __init__(self, width: int = 16, sparse: bool = True) -> None:
         super().__init__()

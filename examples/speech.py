@@ -1,29 +1,34 @@
-"""Sequence to sequence without alignment, as in speech recognition: a recurrent network with CTC over frames of features.
+"""Sequence to sequence without alignment, as in speech recognition: a recurrent network with CTC over frames of
+features.
 
-The features look like a speech front end's: each of 8 phones has a spectrum of its own, lasts 2 to 5 frames of 20 bands, and is spoken
-louder or softer under noise. The network hears the frames and writes the phones; nobody tells it which frame belongs to which."""
+The features look like a speech front end's: each of 8 phones has a spectrum of its own, lasts 2 to 5 frames of 20
+bands, and is spoken louder or softer under noise. The network hears the frames and writes the phones; nobody tells it
+which frame belongs to which.
+"""
 
 from __future__ import annotations
 
+import deepc
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import deepc
 from example import config, draw, mean_over_ranks, mine, options, say
+from torch import Tensor, nn
 
 PHONES, BANDS, LONGEST, FRAMES = 8, 20, 6, 30
 SPECTRA = 1.5 * torch.randn(PHONES, BANDS, generator=torch.Generator().manual_seed(7))
 
 
 def utterances(seed: int, step: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(frames fp32 [count, FRAMES, BANDS], frame counts [count], phones 1..8 int64 [count, LONGEST], phone counts [count])."""
+    """(frames fp32 [count, FRAMES, BANDS], frame counts [count], phones 1..8 int64 [count, LONGEST], phone counts
+    [count])."""
     g = draw(seed, step)
     lengths = torch.randint(3, LONGEST + 1, (count,), generator=g)
     phones = torch.randint(1, PHONES + 1, (count, LONGEST), generator=g)
     lasts = torch.randint(2, 6, (count, LONGEST), generator=g) * (torch.arange(LONGEST) < lengths[:, None])
     ends = lasts.cumsum(dim=1)
-    at = torch.searchsorted(ends, torch.arange(FRAMES).expand(count, -1).contiguous(), right=True).clamp_max(LONGEST - 1)
+    at = torch.searchsorted(ends, torch.arange(FRAMES).expand(count, -1).contiguous(), right=True).clamp_max(
+        LONGEST - 1
+    )
     loud = 0.7 + 0.6 * torch.rand(count, 1, 1, generator=g)
     frames = SPECTRA[phones.gather(1, at) - 1] * loud * (torch.arange(FRAMES) < ends[:, -1:])[:, :, None]
     return frames + 0.5 * torch.randn(frames.shape, generator=g), ends[:, -1], phones, lengths
@@ -79,7 +84,9 @@ def phone_error_rate(model, frames: Tensor, frame_counts: Tensor, phones: Tensor
 
 def main() -> None:
     args = options(__doc__, steps=150, batch=64)
-    engine, *_ = deepc.initialize(model=make(args.seed), config=config(args, lr=1e-2, weight_decay=0.0) | {"gradient_clipping": 5.0})
+    engine, *_ = deepc.initialize(
+        model=make(args.seed), config=config(args, lr=1e-2, weight_decay=0.0) | {"gradient_clipping": 5.0}
+    )
     test = utterances(args.seed, -1, 300)
     first = phone_error_rate(engine, *test)
     for step in range(args.steps):

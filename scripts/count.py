@@ -1,8 +1,9 @@
-"""Adds up the results of ctest and pytest. The last line is 'N passed, N failed, N skipped'; before it what was skipped, and why.
+"""Adds up the results of ctest and pytest. The last line is 'N passed, N failed, N skipped'; before it what was
+skipped, and why.
 
-Usage: count.py FOLDER CLASS. FOLDER holds ctest.log (ctest's LastTest.log), pytest.xml (JUnit), skipped.tsv (kind, number, reason),
-pytest.broke (the exit code of a pytest that ended otherwise than by its tests); each may be missing. GoogleTest's own cases are counted,
-not its executables."""
+Usage: count.py FOLDER CLASS. FOLDER holds ctest.log (ctest's LastTest.log), pytest.xml (JUnit), skipped.tsv (kind,
+number, reason), pytest.broke (the exit code of a pytest that ended otherwise than by its tests); each may be missing.
+GoogleTest's own cases are counted, not its executables."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ from pathlib import Path
 
 
 def count_ctest(text: str) -> tuple[Counter, Counter]:
-    """(passed, failed, skipped) of LastTest.log, and the reasons of the skipped. A suite that failed without naming a case (crash, sanitizer,
-    time-out) is one failure."""
+    """(passed, failed, skipped) of LastTest.log, and the reasons of the skipped. A suite that failed without naming a
+    case (crash, sanitizer, time-out) is one failure."""
     total, reasons = Counter(), Counter()
     for suite in re.split(r"^\d+/\d+ Testing: ", text, flags=re.M)[1:]:
-        found = Counter({word.lower(): int(n) for word, n in re.findall(r"^\[ +(PASSED|FAILED|SKIPPED) +\] (\d+) tests?[.,]", suite, flags=re.M)})
+        found = Counter(
+            {
+                word.lower(): int(n)
+                for word, n in re.findall(r"^\[ +(PASSED|FAILED|SKIPPED) +\] (\d+) tests?[.,]", suite, flags=re.M)
+            }
+        )
         ended_well = re.search(r"^Test Passed\.", suite, flags=re.M)
         if not ended_well and not found["failed"]:
             found["failed"] = 1

@@ -1,16 +1,18 @@
 """Writes docs/errors.md and docs/env.md from their sources, and lists every message for the site (docs/messages.md).
 
-Sources: the exceptions in python/deepc (docstrings: what it means, then 'Fix: ...'), the table of statuses in python/deepc/_lib.py,
-ops/base/status.def and ops/base/env.def. Nothing is imported, so it runs without torch and without a build. `--check` writes nothing and
-fails if a page is not current; mkdocs calls on_page_markdown, so the list of messages is never older than the site."""
+Sources: the exceptions in python/deepc (docstrings: what it means, then 'Fix: ...'), the table of statuses in
+python/deepc/_lib.py, ops/base/status.def and ops/base/env.def. Nothing is imported, so it runs without torch and
+without a build. `--check` writes nothing and fails if a page is not current; mkdocs calls on_page_markdown, so the list
+of messages is never older than the site."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "deepc"
@@ -63,7 +65,8 @@ def _words(text: str) -> str:
 
 
 def errors() -> list[Error]:
-    """Every exception of the package that is a DeepcError, those of errors.py first. ValueError for one without a docstring."""
+    """Every exception of the package that is a DeepcError, those of errors.py first. ValueError for one without a
+    docstring."""
     found: list[Error] = []
     for module, tree in _trees():
         for node in tree.body:
@@ -85,7 +88,10 @@ def errors() -> list[Error]:
 def _rows(name: str, macro: str) -> list[tuple[Any, ...]]:
     """The rows of a .def file: the first argument is a name, the others are literals."""
     text = (ROOT / "ops" / "base" / name).read_text(encoding="utf-8")
-    return [(first, *ast.literal_eval(f"[{rest}]")) for first, rest in re.findall(rf"^{macro}\((\w+), (.*)\)$", text, flags=re.M)]
+    return [
+        (first, *ast.literal_eval(f"[{rest}]"))
+        for first, rest in re.findall(rf"^{macro}\((\w+), (.*)\)$", text, flags=re.M)
+    ]
 
 
 def statuses() -> list[tuple[str, int, str, str]]:
@@ -93,15 +99,22 @@ def statuses() -> list[tuple[str, int, str, str]]:
     tree = ast.parse((PACKAGE / "_lib.py").read_text(encoding="utf-8"))
     table = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_EXCEPTIONS")
     assert isinstance(table, ast.Dict)
-    raised = {ast.literal_eval(k): ast.unparse(v).rpartition(".")[2] for k, v in zip(table.keys, table.values) if k is not None}
-    rows = [(name, value, text, raised.get(name, "DeepcError")) for name, value, text in _rows("status.def", "DC_STATUS")]
+    raised = {
+        ast.literal_eval(k): ast.unparse(v).rpartition(".")[2]
+        for k, v in zip(table.keys, table.values)
+        if k is not None
+    }
+    rows = [
+        (name, value, text, raised.get(name, "DeepcError")) for name, value, text in _rows("status.def", "DC_STATUS")
+    ]
     if unknown := [name for name, *_ in rows if name not in STATUS_FIX]:
         raise ValueError(f"scripts/errors_page.py: STATUS_FIX lacks {', '.join(unknown)}")
     return rows
 
 
 def _template(node: ast.expr) -> str | None:
-    """The text of an expression that makes a string, with an ellipsis for each value; None where nothing of it is literal."""
+    """The text of an expression that makes a string, with an ellipsis for each value; None where nothing of it is
+    literal."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -113,12 +126,17 @@ def _template(node: ast.expr) -> str | None:
 
 
 def messages() -> list[Message]:
-    """Every message with literal text that the package gives to one of its exceptions, in the order of exception, file and line."""
+    """Every message with literal text that the package gives to one of its exceptions, in the order of exception, file
+    and line."""
     names = {e.name: i for i, e in enumerate(errors())}
     out: list[Message] = []
     for module, tree in _trees():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and node.args and (name := ast.unparse(node.func).rpartition(".")[2]) in names:
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and (name := ast.unparse(node.func).rpartition(".")[2]) in names
+            ):
                 text = _template(node.args[0])
                 if text and re.search(r"[A-Za-z]{3}", text.replace("…", "")):
                     out.append(Message(name, _words(text), module))
@@ -131,31 +149,68 @@ def _cell(text: str) -> str:
 
 def errors_page() -> str:
     lines = [
-        "# Errors", "",
-        "Each exception of deepc, what it means and what to do. All are `deepc.DeepcError`. A message names the value, the place and the",
-        "fix; what the ranks of a job were doing is in [When something is wrong](diagnosis.md). All messages, to search in:",
-        "[messages](messages.md).", "",
-        "This page is made by `python scripts/errors_page.py` from the docstrings and `ops/base/status.def`.", "",
-        "## Exceptions", "", "| exception | is also | means | what to do |", "|---|---|---|---|",
+        "# Errors",
+        "",
+        (
+            "Each exception of deepc, what it means and what to do. All are `deepc.DeepcError`. A message names the"
+            " value, the place and the"
+        ),
+        (
+            "fix; what the ranks of a job were doing is in [When something is wrong](diagnosis.md). All messages, to"
+            " search in:"
+        ),
+        "[messages](messages.md).",
+        "",
+        "This page is made by `python scripts/errors_page.py` from the docstrings and `ops/base/status.def`.",
+        "",
+        "## Exceptions",
+        "",
+        "| exception | is also | means | what to do |",
+        "|---|---|---|---|",
     ]
     for e in errors():
-        place = "" if e.module == "errors.py" else f" (`deepc.{e.module.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}`)"
+        place = (
+            ""
+            if e.module == "errors.py"
+            else f" (`deepc.{e.module.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}`)"
+        )
         fix = e.fix or "as the message says."
         also = ", ".join(f"`{b}`" for b in e.bases)
         lines.append(f"| `{e.name}`{place} | {also} | {_cell(e.meaning)} | {_cell(fix[0].upper() + fix[1:])} |")
-    lines += ["", "## Statuses of the C core", "",
-              "A function of `libdeepc.so` returns one of these; Python raises the exception beside it with the core's own text of the",
-              "failure.", "",
-              "| status | value | means | exception | what to do |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "## Statuses of the C core",
+        "",
+        (
+            "A function of `libdeepc.so` returns one of these; Python raises the exception beside it with the core's"
+            " own text of the"
+        ),
+        "failure.",
+        "",
+        "| status | value | means | exception | what to do |",
+        "|---|---|---|---|---|",
+    ]
     for name, value, text, exception in statuses():
-        lines.append(f"| `DC_{name}` | {value} | {_cell(text)} | {f'`{exception}`' if value else ''} | {_cell(STATUS_FIX[name])} |")
+        lines.append(
+            f"| `DC_{name}` | {value} | {_cell(text)} | {f'`{exception}`' if value else ''} |"
+            f" {_cell(STATUS_FIX[name])} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def env_page() -> str:
-    lines = ["# Environment variables", "",
-             "Read when `import deepc` or the first call that needs them runs. This page is made by `python scripts/errors_page.py` from",
-             "`ops/base/env.def`.", "", "| variable | default | meaning |", "|---|---|---|"]
+    lines = [
+        "# Environment variables",
+        "",
+        (
+            "Read when `import deepc` or the first call that needs them runs. This page is made by `python"
+            " scripts/errors_page.py` from"
+        ),
+        "`ops/base/env.def`.",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
     for name, default, text in _rows("env.def", "DC_ENV"):
         lines.append(f"| `{name}` | {f'`{default}`' if default else ''} | {_cell(text)} |")
     return "\n".join(lines) + "\n"

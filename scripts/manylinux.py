@@ -1,8 +1,8 @@
 """Names a wheel by what its libraries need of the system: manylinux_2_N for the newest glibc symbol in them.
 
-Usage: manylinux.py WHEEL. Renames the wheel in place of the one that was built (platform tag linux_*) and prints its new name. Fails, and
-leaves the wheel, if a library needs what no manylinux system promises. Standard library only; reads ELF itself, because the tools that do
-(auditwheel, readelf) are not on every machine that builds."""
+Usage: manylinux.py WHEEL. Renames the wheel in place of the one that was built (platform tag linux_*) and prints its
+new name. Fails, and leaves the wheel, if a library needs what no manylinux system promises. Standard library only;
+reads ELF itself, because the tools that do (auditwheel, readelf) are not on every machine that builds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from typing import NamedTuple
 
 FLOOR = (2, 28)  # torch's own wheels need this glibc, so an older name would promise nothing
 # What the manylinux policies let a library ask the system for, as far as C and CUDA's host code need it.
-ALLOWED = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1",
-           "libstdc++.so.6", "libgcc_s.so.1"}
+ALLOWED = {
+    "libc.so.6",
+    "libm.so.6",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "librt.so.1",
+    "ld-linux-x86-64.so.2",
+    "ld-linux-aarch64.so.1",
+    "libstdc++.so.6",
+    "libgcc_s.so.1",
+}
 CXX = {"CXXABI_1.3", "GCC_3.0"}  # nothing but the oldest of the C++ runtime
 
 
@@ -43,11 +52,12 @@ class _Elf:
 
     def text(self, strings: int, offset: int) -> str:
         at = self.sections[strings][1] + offset
-        return self.data[at:self.data.index(b"\0", at)].decode()
+        return self.data[at : self.data.index(b"\0", at)].decode()
 
 
 def elf_needs(data: bytes) -> Needs:
-    """What the dynamic loader will ask for (sections .dynamic and .gnu.version_r; System V ABI, and the LSB for versions)."""
+    """What the dynamic loader will ask for (sections .dynamic and .gnu.version_r; System V ABI, and the LSB for
+    versions)."""
     elf = _Elf(data)
     libraries: list[str] = []
     versions: dict[str, set[str]] = {}
@@ -89,7 +99,8 @@ def glibc_needed(needs: Needs) -> tuple[int, int]:
 
 
 def glibc_of(wheel: Path) -> tuple[int, int]:
-    """The oldest glibc on which all libraries of the wheel load, at least FLOOR. ValueError names a library that asks for more than glibc."""
+    """The oldest glibc on which all libraries of the wheel load, at least FLOOR. ValueError names a library that asks
+    for more than glibc."""
     libraries = libraries_of(wheel)
     own = {Path(n).name for n in libraries}
     newest = FLOOR
@@ -109,10 +120,13 @@ def _retag(text: str, new: str) -> str:
 
 
 def rename(wheel: Path) -> Path:
-    """Writes the wheel under its manylinux name, with the tag in WHEEL and its line in RECORD, and removes the one under the old name."""
+    """Writes the wheel under its manylinux name, with the tag in WHEEL and its line in RECORD, and removes the one
+    under the old name."""
     found = re.fullmatch(r"(.+-)linux_(\w+)\.whl", wheel.name)
     if not found:
-        raise ValueError(f"{wheel.name} has no platform tag linux_*: it is named already, or it is no wheel of this project")
+        raise ValueError(
+            f"{wheel.name} has no platform tag linux_*: it is named already, or it is no wheel of this project"
+        )
     tag = "manylinux_{}_{}".format(*glibc_of(wheel))
     new = wheel.with_name(f"{found[1]}{tag}_{found[2]}.whl")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as out:
@@ -124,7 +138,9 @@ def rename(wheel: Path) -> Path:
             if item.filename == info:
                 data = content
             elif item.filename.endswith(".dist-info/RECORD"):
-                data = re.sub(rf"^{re.escape(info)},.*$", f"{info},sha256={digest},{len(content)}", data.decode(), flags=re.M).encode()
+                data = re.sub(
+                    rf"^{re.escape(info)},.*$", f"{info},sha256={digest},{len(content)}", data.decode(), flags=re.M
+                ).encode()
             out.writestr(item, data, zipfile.ZIP_DEFLATED)
     wheel.unlink()
     return new

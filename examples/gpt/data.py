@@ -1,8 +1,8 @@
 """Bytes to train on: finds the files, splits them into training and validation, draws windows of them.
 
-By default the text is the Python standard library's own source, read from the interpreter's installation: some 10 MB of real
-text that every machine with Python has. The split is by file, so that no validation byte was seen in training, and by a hash of the
-file's relative name, so that it is the same on every machine, rank and run."""
+By default the text is the Python standard library's own source, read from the interpreter's installation: some 10 MB of
+real text that every machine with Python has. The split is by file, so that no validation byte was seen in training, and
+by a hash of the file's relative name, so that it is the same on every machine, rank and run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from torch import Tensor
 
 VALIDATION_SHARE = 0.05
 MAX_BYTES = 1 << 30  # a folder larger than this is cut: the example holds its text in memory
-_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "node_modules", "pydoc_data"}
+_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "node_modules",
+    "pydoc_data",
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,8 @@ class Corpus:
 
     @property
     def bits_per_byte_order0(self) -> float:
-        """Entropy of a byte of the validation text given only how often each byte occurs in it: the best that a model without
-        context could reach, in bits per byte."""
+        """Entropy of a byte of the validation text given only how often each byte occurs in it: the best that a model
+        without context could reach, in bits per byte."""
         counts = torch.bincount(self.validation.long(), minlength=256).double()
         p = counts[counts > 0] / counts.sum()
         return float(-(p * p.log2()).sum())
@@ -52,8 +62,14 @@ def _find(data: str | None, limit: int) -> tuple[Path, list[Path], str]:
     if path.is_file():
         return path.parent, [path], str(path)
     if path.is_dir():
-        return path, [f for f in path.rglob("*") if f.is_file() and not f.is_symlink() and not _hidden(f.relative_to(path))], str(path)
-    raise FileNotFoundError(f"no file or folder {data!r} to train on: give DATA=path of a text file or of a folder of them")
+        return (
+            path,
+            [f for f in path.rglob("*") if f.is_file() and not f.is_symlink() and not _hidden(f.relative_to(path))],
+            str(path),
+        )
+    raise FileNotFoundError(
+        f"no file or folder {data!r} to train on: give DATA=path of a text file or of a folder of them"
+    )
 
 
 def _hidden(relative: Path) -> bool:
@@ -66,14 +82,19 @@ def _in_validation(name: str) -> bool:
 
 
 def _tensor(parts: list[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
+        if parts
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def load(data: str | None, context: int) -> Corpus:
     """Reads the text: the standard library (data=None), one file, or every file below a folder.
 
-    One file, or so few that a side would be empty, is split at the end: the last 5 % of the bytes are validation. Raises ValueError
-    if what is there is too short for windows of `context` bytes, FileNotFoundError if nothing is there."""
+    One file, or so few that a side would be empty, is split at the end: the last 5 % of the bytes are validation.
+    Raises ValueError if what is there is too short for windows of `context` bytes, FileNotFoundError if nothing is
+    there."""
     root, files, source = _find(data, MAX_BYTES)
     sides: dict[bool, list[bytes]] = {False: [], True: []}
     total = 0
@@ -94,7 +115,10 @@ def load(data: str | None, context: int) -> Corpus:
         whole = _tensor(sides[False] + sides[True])
         cut = len(whole) - max(need, int(len(whole) * VALIDATION_SHARE))
         if cut < need:
-            raise ValueError(f"{source} holds {len(whole)} bytes of text: at least {2 * need} are needed for windows of {context} bytes")
+            raise ValueError(
+                f"{source} holds {len(whole)} bytes of text: at least {2 * need} are needed for windows of {context}"
+                " bytes"
+            )
         train, validation = whole[:cut], whole[cut:]
     return Corpus(train, validation, len(sides[False]) + len(sides[True]), source)
 
@@ -106,8 +130,8 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 
 class Sampler:
-    """Random windows of the training text, a pure function of (seed, global micro-batch index): the global batch of a step
-    is the same however many ranks share it, and a resumed run draws what the first would have drawn."""
+    """Random windows of the training text, a pure function of (seed, global micro-batch index): the global batch of a
+    step is the same however many ranks share it, and a resumed run draws what the first would have drawn."""
 
     def __init__(self, text: Tensor, context: int, micro_batch: int, seed: int) -> None:
         self.text, self.context, self.micro_batch, self.seed = text, context, micro_batch, seed

@@ -37,8 +37,10 @@ SIZES = {
 def look_back(x: Tensor) -> Tensor:
     """Half of the channels come from the token before. (batch, tokens, width) -> the same shape.
 
-    Bytes are short tokens: which pair of them stands here is what a model must learn first, and with this it need not learn it by
-    attention. (Token shift: Peng et al., 2023, RWKV.) Validation after 256 k tokens: 2.83 bits per byte, without it 3.53."""
+    Bytes are short tokens: which pair of them stands here is what a model must learn first, and with this it need not
+    learn it by attention. (Token shift: Peng et al., 2023, RWKV.) Validation after 256 k tokens: 2.83 bits per byte,
+    without it 3.53.
+    """
     own, before = x.chunk(2, dim=-1)
     return torch.cat((own, F.pad(before, (0, 0, 1, -1))), dim=-1)
 
@@ -106,9 +108,19 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, length: int, *, context: int, device: torch.device | str = "cpu", seed: int = 0,
-             temperature: float = 0.8, top_k: int = 40) -> bytes:
-    """Continues `prompt` by `length` bytes drawn at `temperature` from the `top_k` likeliest. The same seed gives the same text."""
+def generate(
+    model: nn.Module,
+    prompt: bytes,
+    length: int,
+    *,
+    context: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_k: int = 40,
+) -> bytes:
+    """Continues `prompt` by `length` bytes drawn at `temperature` from the `top_k` likeliest. The same seed gives the
+    same text."""
     draw = torch.Generator().manual_seed(seed)
     text = list(prompt or b"\n")
     for _ in range(length):

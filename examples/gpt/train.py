@@ -5,8 +5,8 @@
     python examples/gpt/train.py                            one process
     python examples/gpt/train.py --ranks 4 --stage 2        starts four ranks by itself
 
-The loop is the one every deepc (or DeepSpeed) script has: forward, engine.backward(loss), engine.step(). All the rest of this file
-is what a run needs around it: options, a budget of time, evaluation, a picture, a sample."""
+The loop is the one every deepc (or DeepSpeed) script has: forward, engine.backward(loss), engine.step(). All the rest
+of this file is what a run needs around it: options, a budget of time, evaluation, a picture, a sample."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 import data
 import deepc
 import model as gpt
 import report
+import torch
+import torch.distributed as dist
 from deepc.precision import recommended_dtype
 
 BITS = 1 / math.log(2)  # a nat in bits
@@ -33,21 +32,47 @@ UNKNOWN_STEPS = 10**6  # until the speed is measured
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description="Trains a byte-level GPT with deepc.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--size", choices=sorted(gpt.SIZES), default="base", help="tiny 0.1 M, small 3 M, base 11 M, large 25 M parameters")
+    p = argparse.ArgumentParser(
+        description="Trains a byte-level GPT with deepc.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    p.add_argument(
+        "--size",
+        choices=sorted(gpt.SIZES),
+        default="base",
+        help="tiny 0.1 M, small 3 M, base 11 M, large 25 M parameters",
+    )
     p.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
-    p.add_argument("--precision", choices=["auto", "fp32", "bf16", "fp16"], default="auto", help="auto: bf16 where the hardware computes in it")
-    p.add_argument("--ranks", help="a number, or auto: all GPUs, or 2 on the CPU; without it, one process (or what the launcher started)")
+    p.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        default="auto",
+        help="auto: bf16 where the hardware computes in it",
+    )
+    p.add_argument(
+        "--ranks",
+        help="a number, or auto: all GPUs, or 2 on the CPU; without it, one process (or what the launcher started)",
+    )
     p.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: stay off the GPUs (with --ranks)")
     p.add_argument("--steps", type=int, help="optimizer steps in all; default: what fits into --minutes")
-    p.add_argument("--minutes", type=float, default=2.75, help="training stops after this, or after --steps, whichever comes first")
+    p.add_argument(
+        "--minutes", type=float, default=2.75, help="training stops after this, or after --steps, whichever comes first"
+    )
     p.add_argument("--micro-batch", type=int, default=2, help="sequences per rank and pass")
     p.add_argument("--accumulation", type=int, default=1, help="passes per optimizer step")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--data", default=os.environ.get("DATA") or None, help="a file or folder of text; default: Python's standard library")
+    p.add_argument(
+        "--data",
+        default=os.environ.get("DATA") or None,
+        help="a file or folder of text; default: Python's standard library",
+    )
     p.add_argument("--config", "--deepspeed_config", help="a DeepSpeed JSON whose keys replace those of this script")
-    p.add_argument("--out", type=Path, default=Path("runs/gpt"), help="checkpoint, metrics.jsonl, loss.csv, loss.png and sample.txt go here")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/gpt"),
+        help="checkpoint, metrics.jsonl, loss.csv, loss.png and sample.txt go here",
+    )
     p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     p.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
     return p.parse_args(argv)
@@ -72,10 +97,23 @@ def make_config(args: argparse.Namespace, precision: str) -> dict:
         "gradient_accumulation_steps": args.accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": args.stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": args.steps or UNKNOWN_STEPS, "warmup_num_steps": warmup,
-                                                           "warmup_type": "linear", "cos_min_ratio": 0.05}},
-        "deepc": {"run_dir": str(args.out), "log": {"seconds": 5}},  # run.json and metrics.jsonl go to --out, a line every 5 seconds
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": args.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": args.steps or UNKNOWN_STEPS,
+                "warmup_num_steps": warmup,
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.05,
+            },
+        },
+        "deepc": {
+            "run_dir": str(args.out),
+            "log": {"seconds": 5},
+        },  # run.json and metrics.jsonl go to --out, a line every 5 seconds
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
@@ -96,7 +134,8 @@ def choose_config(args: argparse.Namespace) -> tuple[dict, str, str]:
 
 
 class Budget:
-    """Steps and seconds that a run may take. Rank 0's clock decides for all: `share` is a collective of one small message a step."""
+    """Steps and seconds that a run may take. Rank 0's clock decides for all: `share` is a collective of one small
+    message a step."""
 
     def __init__(self, engine, steps: int | None, seconds: float) -> None:
         self.engine, self.steps, self.seconds = engine, steps, seconds
@@ -107,7 +146,9 @@ class Budget:
 
     def tick(self, want_report: bool) -> tuple[bool, bool]:
         """(training is over, it is time to report), the same on every rank. Also estimates how many steps fit."""
-        message = torch.tensor([time.monotonic() - self.begin, float(want_report)], dtype=torch.float64, device=self.engine.device)
+        message = torch.tensor(
+            [time.monotonic() - self.begin, float(want_report)], dtype=torch.float64, device=self.engine.device
+        )
         dist.broadcast(message, 0)
         self.spent, report_now = message.tolist()
         done = self.engine.global_steps
@@ -125,7 +166,10 @@ class Budget:
 
     @property
     def share(self) -> float:
-        return max(self.spent / self.seconds, (self.engine.global_steps - self.done_before) / max(1, self.total - self.done_before))
+        return max(
+            self.spent / self.seconds,
+            (self.engine.global_steps - self.done_before) / max(1, self.total - self.done_before),
+        )
 
 
 @torch.no_grad()
@@ -134,10 +178,12 @@ def evaluate(engine, text: torch.Tensor, context: int, count: int, batch: int = 
     engine.eval()
     starts = data.validation_starts(text, context, count)
     each = -(-len(starts) // engine.world_size)
-    mine = starts[engine.global_rank * each: (engine.global_rank + 1) * each]
+    mine = starts[engine.global_rank * each : (engine.global_rank + 1) * each]
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for first in range(0, each, batch):  # every rank runs as many passes as the others; one without windows counts for nothing
-        part = mine[first: first + batch]
+    for first in range(
+        0, each, batch
+    ):  # every rank runs as many passes as the others; one without windows counts for nothing
+        part = mine[first : first + batch]
         x, y = data.windows(text, part if len(part) else starts[:1], context)
         loss = engine(x.to(engine.device), y.to(engine.device))
         total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64, device=engine.device)
@@ -147,8 +193,11 @@ def evaluate(engine, text: torch.Tensor, context: int, count: int, batch: int = 
 
 
 def measure(engine, loss: float) -> tuple[float, int]:
-    """(loss in bits per byte averaged over the ranks, memory of all ranks in bytes: PSS, which counts a shared page once)."""
-    both = torch.tensor([loss / engine.world_size, engine.memory_summary()["pss_bytes"]], dtype=torch.float64, device=engine.device)
+    """(loss in bits per byte averaged over the ranks, memory of all ranks in bytes: PSS, which counts a shared page
+    once)."""
+    both = torch.tensor(
+        [loss / engine.world_size, engine.memory_summary()["pss_bytes"]], dtype=torch.float64, device=engine.device
+    )
     dist.all_reduce(both)
     return float(both[0]) * BITS, int(both[1])
 
@@ -172,8 +221,18 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
         validation = None
         if budget.share - evaluated >= 0.1:  # a glance; the verdict comes at the end
             validation, evaluated = evaluate(engine, corpus.validation, context, 32), budget.share
-        points.append(report.Point(engine.global_steps, tokens_before + done * tokens_per_step, before + seconds, bits, validation,
-                                   engine.get_lr()[0], done * tokens_per_step / seconds, memory))
+        points.append(
+            report.Point(
+                engine.global_steps,
+                tokens_before + done * tokens_per_step,
+                before + seconds,
+                bits,
+                validation,
+                engine.get_lr()[0],
+                done * tokens_per_step / seconds,
+                memory,
+            )
+        )
         engine.log({"bits/byte": bits})
 
     while True:
@@ -205,28 +264,63 @@ def conclude(engine, corpus: data.Corpus, args: argparse.Namespace, points: list
     bits = evaluate(engine, corpus.validation, context, 256)
     train_bits, memory = measure(engine, points[-1].train / BITS if points else math.nan)
     last = points[-1] if points else report.Point(engine.global_steps, 0, 0.0, train_bits, None, 0.0, 0.0, memory)
-    points.append(report.Point(engine.global_steps, last.tokens, last.seconds, last.train, bits, last.lr, last.tokens_per_second, memory))
-    engine.save_checkpoint(args.out / "checkpoint", client_state={"size": args.size, "precision": precision, "bits_per_byte": bits})
+    points.append(
+        report.Point(
+            engine.global_steps, last.tokens, last.seconds, last.train, bits, last.lr, last.tokens_per_second, memory
+        )
+    )
+    engine.save_checkpoint(
+        args.out / "checkpoint", client_state={"size": args.size, "precision": precision, "bits_per_byte": bits}
+    )
     engine.eval()
     sample = gpt.generate(engine.module, b"def ", args.sample, context=context, device=engine.device, seed=args.seed)
     if engine.global_rank != 0:
         return
-    print(f"validation {bits:.3f} bits per byte; order-0 entropy of the same text {order0:.3f}: {order0 - bits:.3f} below it")
+    print(
+        f"validation {bits:.3f} bits per byte; order-0 entropy of the same text {order0:.3f}: {order0 - bits:.3f}"
+        " below it"
+    )
     write_results(engine, corpus, args, points, precision, sample, order0 - bits)
 
 
-def write_results(engine, corpus: data.Corpus, args: argparse.Namespace, points: list[report.Point], precision: str, sample: bytes, gain: float) -> None:
+def write_results(
+    engine,
+    corpus: data.Corpus,
+    args: argparse.Namespace,
+    points: list[report.Point],
+    precision: str,
+    sample: bytes,
+    gain: float,
+) -> None:
     last = points[-1]
     report.write_csv(args.out / "loss.csv", points)
     (args.out / "sample.txt").write_bytes(sample)
-    summary = {"steps": last.step, "tokens": last.tokens, "seconds": round(last.seconds, 1), "ranks": engine.world_size, "stage": args.stage,
-               "precision": precision, "size": args.size, "validation_bits_per_byte": last.validation,
-               "order0_bits_per_byte": corpus.bits_per_byte_order0, "below_order0": gain, "tokens_per_second": last.tokens_per_second,
-               "memory_bytes_all_ranks": last.memory, "data": corpus.source}
+    summary = {
+        "steps": last.step,
+        "tokens": last.tokens,
+        "seconds": round(last.seconds, 1),
+        "ranks": engine.world_size,
+        "stage": args.stage,
+        "precision": precision,
+        "size": args.size,
+        "validation_bits_per_byte": last.validation,
+        "order0_bits_per_byte": corpus.bits_per_byte_order0,
+        "below_order0": gain,
+        "tokens_per_second": last.tokens_per_second,
+        "memory_bytes_all_ranks": last.memory,
+        "data": corpus.source,
+    }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    title = f"byte-level GPT, {args.size}, ZeRO-{args.stage}, {precision}, {engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
+    title = (
+        f"byte-level GPT, {args.size}, ZeRO-{args.stage}, {precision}, {engine.world_size}"
+        f" rank{'s' if engine.world_size > 1 else ''}"
+    )
     missing = report.write_png(args.out / "loss.png", points, corpus.bits_per_byte_order0, title)
-    picture = f"loss curve {args.out / 'loss.png'}" if missing is None else f"no picture, {missing}; its numbers are in {args.out / 'loss.csv'}"
+    picture = (
+        f"loss curve {args.out / 'loss.png'}"
+        if missing is None
+        else f"no picture, {missing}; its numbers are in {args.out / 'loss.csv'}"
+    )
     print(f"checkpoint {args.out / 'checkpoint'}, {picture}")
     print(f"\na sample that the model wrote, from 'def ':\n{'-' * 80}\n{sample.decode(errors='replace')}\n{'-' * 80}")
 
@@ -245,8 +339,10 @@ def main() -> int:
     torch.manual_seed(args.seed)
     model = gpt.GPT(gpt.SIZES[args.size])
     corpus = data.load(args.data, model.config.context)
-    say(f"data: {corpus.source}, {corpus.files} files, {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} to validate; "
-        f"order-0 entropy {corpus.bits_per_byte_order0:.3f} bits per byte")
+    say(
+        f"data: {corpus.source}, {corpus.files} files, {len(corpus.train):,} bytes to train on,"
+        f" {len(corpus.validation):,} to validate; order-0 entropy {corpus.bits_per_byte_order0:.3f} bits per byte"
+    )
     say(f"precision: {precision} ({why}){'' if precision == 'fp32' else ', master weights in fp32'}")
     say(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {args.size}")
 
@@ -255,7 +351,9 @@ def main() -> int:
     if args.resume:
         path, state = engine.load_checkpoint(args.out / "checkpoint")
         if path is None:
-            raise FileNotFoundError(f"--resume: there is no checkpoint in {args.out / 'checkpoint'}; train once without --resume")
+            raise FileNotFoundError(
+                f"--resume: there is no checkpoint in {args.out / 'checkpoint'}; train once without --resume"
+            )
         points = report.read_csv(args.out / "loss.csv", engine.global_steps)
         say(f"resumed at step {engine.global_steps} from {path} ({state['bits_per_byte']:.3f} bits per byte)")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,9 @@
 
     deepc run --num_gpus 2 --as-deepspeed examples/huggingface/accelerate_loop.py --output_dir out
 
-accumulate, clip_grad_norm_, save_state, load_state, get_state_dict and unwrap_model as in Accelerate's documentation; prints one line a step."""
+accumulate, clip_grad_norm_, save_state, load_state, get_state_dict and unwrap_model as in Accelerate's documentation;
+prints one line a step.
+"""
 
 # import deepc.compat.deepspeed          # the one line, where the script is not started with --as-deepspeed
 
@@ -15,7 +17,7 @@ from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 from transformers import AutoModelForCausalLM, GPT2Config
 
 sys.path.insert(0, __file__.rpartition("/")[0] or ".")
-from trainer import Sequences  # noqa: E402
+from trainer import Sequences
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[float, float, float]]:
@@ -23,17 +25,28 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float, float]]
     parser.add_argument("--output_dir", default="out")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--from_config", action="store_true", help="optimizer and schedule come from the DeepSpeed configuration")
+    parser.add_argument(
+        "--from_config", action="store_true", help="optimizer and schedule come from the DeepSpeed configuration"
+    )
     parser.add_argument("--resume", action="store_true", help="load output_dir/state first")
     args = parser.parse_args(arguments)
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
-              "zero_optimization": {"stage": args.stage, "stage3_gather_16bit_weights_on_model_save": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": args.stage, "stage3_gather_16bit_weights_on_model_save": True},
+    }
     if args.from_config:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
-        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+        config["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        }
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     set_seed(7)
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63))
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63)
+    )
     if args.from_config:
         optimizer = DummyOptim(model.parameters(), lr=3e-3, weight_decay=0.1)
         scheduler = DummyScheduler(optimizer, warmup_num_steps=3)

@@ -1,35 +1,54 @@
-"""A training loop of one's own: Accelerate for data, ranks, gathering and trackers, deepc's engine for model, gradients and optimizer.
+"""A training loop of one's own: Accelerate for data, ranks, gathering and trackers, deepc's engine for model, gradients
+and optimizer.
 
     deepc run --num_gpus 2 examples/huggingface/accelerate_native.py --stage 3 --output_dir out
-    torchrun --nproc_per_node 2 examples/huggingface/accelerate_native.py --output_dir out          # or plain python, for one rank
+    torchrun --nproc_per_node 2 examples/huggingface/accelerate_native.py --output_dir out          # or plain python,
+    for one rank
 
-Nothing here is named deepspeed. What `accelerator.prepare`, `backward`, `accumulate` and `clip_grad_norm_` do to a model is the engine's part; prepare gets
-the loaders alone. --resume continues from the last checkpoint at the sample where that was written."""
+Nothing here is named deepspeed. What `accelerator.prepare`, `backward`, `accumulate` and `clip_grad_norm_` do to a
+model is the engine's part; prepare gets the loaders alone. --resume continues from the last checkpoint at the sample
+where that was written."""
 
 import argparse
 import sys
 
+import deepc
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from deepc.engine import Engine
 from transformers import AutoModelForCausalLM, GPT2Config
 
-import deepc
-from deepc.engine import Engine
-
 sys.path.insert(0, __file__.rpartition("/")[0] or ".")
-from trainer import Sequences  # noqa: E402
+from trainer import Sequences
 
 
 def make_engine(args: argparse.Namespace, steps: int) -> Engine:
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "zero_optimization": {"stage": args.stage},
-              "bf16": {"enabled": args.bf16}}
-    shape = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, resid_pdrop=0.0, embd_pdrop=0.0,
-                       attn_pdrop=0.0)  # no dropout: a resumed run gives the same numbers without the state of the random generators
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": args.stage},
+        "bf16": {"enabled": args.bf16},
+    }
+    shape = GPT2Config(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=62,
+        eos_token_id=63,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )  # no dropout: a resumed run gives the same numbers without the state of the random generators
     model = AutoModelForCausalLM.from_config(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    return deepc.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]  # engine.step() steps the schedule
+    return deepc.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[
+        0
+    ]  # engine.step() steps the schedule
 
 
 @torch.no_grad()
@@ -53,8 +72,10 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float, float]]
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     set_seed(7)
     engine = make_engine(args, args.steps)
-    loader, held_out = accelerator.prepare(torch.utils.data.DataLoader(Sequences(256), batch_size=4),
-                                           torch.utils.data.DataLoader(Sequences(22, seed=1), batch_size=4))
+    loader, held_out = accelerator.prepare(
+        torch.utils.data.DataLoader(Sequences(256), batch_size=4),
+        torch.utils.data.DataLoader(Sequences(22, seed=1), batch_size=4),
+    )
     state = engine.load_checkpoint(args.output_dir + "/state")[1] if args.resume else {}
     told, total = [], 0.0
     for batch in accelerator.skip_first_batches(loader, state.get("batches", 0)):

@@ -1,9 +1,13 @@
 """A language model with Hugging Face's Trainer: train, evaluate, save, resume. The script knows nothing of deepc.
 
-    deepc run --num_gpus 2 --as-deepspeed examples/huggingface/trainer.py --deepspeed examples/huggingface/ds_zero3.json --output_dir out
-    torchrun --nproc_per_node 2 examples/huggingface/trainer.py --deepspeed ... --output_dir out      # with the line below instead of the flag
+    deepc run --num_gpus 2 --as-deepspeed examples/huggingface/trainer.py --deepspeed examples/huggingface/ds_zero3.json
+    --output_dir out
+    torchrun --nproc_per_node 2 examples/huggingface/trainer.py --deepspeed ... --output_dir out      # with the line
+    below instead of the flag
 
-The model is a GPT-2 made from a configuration and the text is generated, so it runs offline. All arguments are TrainingArguments' own."""
+The model is a GPT-2 made from a configuration and the text is generated, so it runs offline. All arguments are
+TrainingArguments' own.
+"""
 
 # import deepc.compat.deepspeed          # the one line, where the script is not started with --as-deepspeed
 
@@ -32,14 +36,20 @@ class Sequences(torch.utils.data.Dataset):
 def main(arguments: list[str] | None = None) -> Trainer:
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
     set_seed(args.seed)
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, pad_token_id=63)
+    config = GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, pad_token_id=63
+    )
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(model=model, args=args, train_dataset=Sequences(512), eval_dataset=Sequences(64, seed=1))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if args.process_index == 0:
         for entry in trainer.state.log_history:
-            shown = {k: v for k, v in entry.items() if k in ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")}
+            shown = {
+                k: v
+                for k, v in entry.items()
+                if k in ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
+            }
             print("history:", shown)
     return trainer
 

@@ -1,7 +1,7 @@
 """deepc: DeepSpeed-class training for PyTorch with its core in plain C.
 
-    engine, optimizer, loader, scheduler = deepc.initialize(model=model, config="ds_config.json")
-    loss = engine(x); engine.backward(loss); engine.step()
+engine, optimizer, loader, scheduler = deepc.initialize(model=model, config="ds_config.json")
+loss = engine(x); engine.backward(loss); engine.step()
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
-    # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults. torch has a switch for
-    # huge pages and reads it at its first CPU allocation. A value that the user set stays.
+    # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults.
+    # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from . import ops  # noqa: F401  registers torch.ops.deepc.*
-from . import optim, profile, utils, zero
-from .access import view
+from . import (
+    ops,  # noqa: F401
+    optim,
+    profile,
+    utils,
+    zero,
+)
 from ._lib import C as _C
 from ._lib import counters
+from .access import view
 from .backend import register_backend
 from .comm import init_distributed
 from .errors import DeepcError
@@ -48,8 +53,26 @@ if TYPE_CHECKING:
     Schedule = Scheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any]
 
 __version__ = _C.dc_version().decode()
-__all__ = ["EMA", "DeepcError", "InferenceEngine", "add_config_arguments", "counters", "estimate", "export", "fuse", "inference",
-           "init_distributed", "initialize", "linear_cross_entropy", "notebook", "optim", "profile", "utils", "view", "zero"]
+__all__ = [
+    "EMA",
+    "DeepcError",
+    "InferenceEngine",
+    "add_config_arguments",
+    "counters",
+    "estimate",
+    "export",
+    "fuse",
+    "inference",
+    "init_distributed",
+    "initialize",
+    "linear_cross_entropy",
+    "notebook",
+    "optim",
+    "profile",
+    "utils",
+    "view",
+    "zero",
+]
 
 register_backend()
 
@@ -63,63 +86,138 @@ if not _log.handlers:
 
 
 @overload
-def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
-               model_parameters: Iterable[Any] | None = None, training_data: None = None, lr_scheduler: Schedule | None = None,
-               distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None,
-               collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None, config_params: ConfigSource | None = None,
-               *, device: torch.device | str | None = None, sample_batch: Any = None,
-               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, None, Scheduler | None]: ...
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: None = None,
+    lr_scheduler: Schedule | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    device: torch.device | str | None = None,
+    sample_batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> tuple[Engine, ShardedOptimizer, None, Scheduler | None]: ...
 
 
 @overload
-def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
-               model_parameters: Iterable[Any] | None = None, *, training_data: torch.utils.data.Dataset[Any],
-               lr_scheduler: Schedule | None = None, distributed_port: int | None = None, mpu: Any = None,
-               dist_init_required: bool | None = None, collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None,
-               config_params: ConfigSource | None = None, device: torch.device | str | None = None, sample_batch: Any = None,
-               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, TimedLoader, Scheduler | None]: ...
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    *,
+    training_data: torch.utils.data.Dataset[Any],
+    lr_scheduler: Schedule | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+    device: torch.device | str | None = None,
+    sample_batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> tuple[Engine, ShardedOptimizer, TimedLoader, Scheduler | None]: ...
 
 
 @overload
-def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
-               model_parameters: Iterable[Any] | None = None, training_data: Sequence[Any] | torch.utils.data.Dataset[Any] | None = None,
-               lr_scheduler: Schedule | None = None, distributed_port: int | None = None, mpu: Any = None,
-               dist_init_required: bool | None = None, collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None,
-               config_params: ConfigSource | None = None, *, device: torch.device | str | None = None, sample_batch: Any = None,
-               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]: ...
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Sequence[Any] | torch.utils.data.Dataset[Any] | None = None,
+    lr_scheduler: Schedule | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    device: torch.device | str | None = None,
+    sample_batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]: ...
 
 
-def initialize(args: Any = None, model: torch.nn.Module | None = None, optimizer: OptimizerLike | None = None,
-               model_parameters: Iterable[Any] | None = None, training_data: Any = None, lr_scheduler: Schedule | None = None,
-               distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None,
-               collate_fn: Callable[..., Any] | None = None, config: ConfigSource | None = None, config_params: ConfigSource | None = None,
-               *, device: torch.device | str | None = None, sample_batch: Any = None,
-               loss_fn: Callable[..., Any] | None = None) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Schedule | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    device: torch.device | str | None = None,
+    sample_batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> tuple[Engine, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
     """Makes an engine of a model and a configuration. Collective over the ranks.
 
-    model: torch.nn.Module; it is cast to the config's precision and its parameters move into deepc's flat memory. config: path of a
-    DeepSpeed JSON, JSON text or a dict (also args.deepspeed_config). optimizer: a torch.optim.Optimizer over the model's parameters, a
-    function that makes one from parameters, or None (the config's, else AdamW with DeepSpeed's defaults). model_parameters: parameters or
-    param groups to train (default: all that require a gradient). lr_scheduler: an object with step(), a function of the optimizer, or None (the
-    config's). training_data: a Dataset; collate_fn: for its DataLoader. sample_batch: one rank's micro-batch, passed as in model(*batch) or
-    model(**batch); with it the peak memory is predicted, activations included (deepc.estimate), printed, and refused if the node has not so much left.
-    loss_fn(output, batch): its loss, where the model's output is none.
+    model: torch.nn.Module; it is cast to the config's precision and its parameters move into deepc's flat memory.
+    config: path of a DeepSpeed JSON, JSON text or a dict (also args.deepspeed_config). optimizer: a
+    torch.optim.Optimizer over the model's parameters, a function that makes one from parameters, or None (the config's,
+    else AdamW with DeepSpeed's defaults). model_parameters: parameters or param groups to train (default: all that
+    require a gradient). lr_scheduler: an object with step(), a function of the optimizer, or None (the config's).
+    training_data: a Dataset; collate_fn: for its DataLoader. sample_batch: one rank's micro-batch, passed as in
+    model(*batch) or model(**batch); with it the peak memory is predicted, activations included (deepc.estimate),
+    printed, and refused if the node has not so much left. loss_fn(output, batch): its loss, where the model's output is
+    none.
 
-    Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong configuration, OutOfMemoryError before
-    anything is allocated if the plan does not fit."""
+    Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong
+    configuration, OutOfMemoryError before anything is allocated if the plan does not fit."""
     from .engine import Engine
 
-    return _initialize(Engine, args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
-                       lr_scheduler=lr_scheduler, mpu=mpu, collate_fn=collate_fn, config=config if config is not None else config_params, device=device,
-                       sample_batch=sample_batch, loss_fn=loss_fn)
+    return _initialize(
+        Engine,
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=config if config is not None else config_params,
+        device=device,
+        sample_batch=sample_batch,
+        loss_fn=loss_fn,
+    )
 
 
 _E = TypeVar("_E", bound="Engine")
 
 
-def _initialize(kind: type[_E], *, args: Any, model: Any, optimizer: Any, model_parameters: Any, training_data: Any,
-                lr_scheduler: Any, mpu: Any, collate_fn: Any, config: Any, device: Any = None, sample_batch: Any = None,
-                loss_fn: Any = None) -> tuple[_E, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
+def _initialize(
+    kind: type[_E],
+    *,
+    args: Any,
+    model: Any,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Any,
+    lr_scheduler: Any,
+    mpu: Any,
+    collate_fn: Any,
+    config: Any,
+    device: Any = None,
+    sample_batch: Any = None,
+    loss_fn: Any = None,
+) -> tuple[_E, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
     """initialize, with the engine's class (deepc.compat has its own)."""
     import torch
     import torch.distributed as dist
@@ -136,7 +234,9 @@ def _initialize(kind: type[_E], *, args: Any, model: Any, optimizer: Any, model_
     if source is None and args is not None:
         source = getattr(args, "deepspeed_config", None)
     if source is None:
-        raise ConfigError("no configuration: pass config= (a DeepSpeed JSON path or dict), or args with deepspeed_config")
+        raise ConfigError(
+            "no configuration: pass config= (a DeepSpeed JSON path or dict), or args with deepspeed_config"
+        )
     init_distributed()
     device = torch.device(device) if device is not None else comm.default_device()
     parsed = Config.load(source, world_size=dist.get_world_size(), device_type=device.type)
@@ -145,8 +245,18 @@ def _initialize(kind: type[_E], *, args: Any, model: Any, optimizer: Any, model_
         _log.setLevel(parsed.log_level.upper())
     if device.type != "cpu":
         model.to(device)
-    engine = kind(model, parsed, optimizer=optimizer, model_parameters=model_parameters, lr_scheduler=lr_scheduler, training_data=training_data,
-                  collate_fn=collate_fn, device=device, sample_batch=sample_batch, loss_fn=loss_fn)
+    engine = kind(
+        model,
+        parsed,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        device=device,
+        sample_batch=sample_batch,
+        loss_fn=loss_fn,
+    )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -163,9 +273,14 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def add_config_arguments(parser: "argparse.ArgumentParser") -> "argparse.ArgumentParser":
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds DeepSpeed's command-line arguments (--deepspeed, --deepspeed_config) to an argparse parser."""
     group = parser.add_argument_group("deepc", "configuration of deepc (DeepSpeed's argument names)")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="accepted for compatibility; deepc is on when initialize is called")
+    group.add_argument(
+        "--deepspeed",
+        default=False,
+        action="store_true",
+        help="accepted for compatibility; deepc is on when initialize is called",
+    )
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
     return parser

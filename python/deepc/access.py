@@ -1,18 +1,19 @@
-"""Whole and local values of a parameter that an engine trains: fp32 weights, gradient, optimizer states; read and written.
+"""Whole and local values of a parameter that an engine trains: fp32 weights, gradient, optimizer states; read and
+written.
 
     v = deepc.view(p)                    # p: a parameter of a model that was passed to deepc.initialize
     v.fp32; v.grad; v.state["exp_avg"]   # whole, fp32, p's shape, on every rank; can be assigned
     v.local.fp32; v.local.ranges         # this rank's part, 1-D, and where it lies in the flattened parameter
 
-Every whole value, read or written, is collective: all ranks ask for the same parameters in the same order. So is writing `local.fp32`,
-because what the model computes with follows at once. The other local values are this rank's own.
+Every whole value, read or written, is collective: all ranks ask for the same parameters in the same order. So is
+writing `local.fp32`, because what the model computes with follows at once. The other local values are this rank's own.
 
 utils.py has DeepSpeed's names for the same (safe_get_full_grad, ...)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -34,19 +35,22 @@ def engine_of(p: torch.Tensor) -> Engine | None:
     return _owner_of.get(id(p))
 
 
-def view(p: torch.Tensor) -> "View":
+def view(p: torch.Tensor) -> View:
     """The values behind parameter `p`; see View. ArgumentError if no engine trains it."""
     engine = engine_of(p)
     if engine is None:
-        raise ArgumentError(f"no deepc engine trains this parameter of shape {tuple(p.shape)}: it is frozen, not part of a model that was "
-                            "passed to "
-                            "deepc.initialize, or its engine was destroyed")
+        raise ArgumentError(
+            f"no deepc engine trains this parameter of shape {tuple(p.shape)}: it is frozen, not part of a model that"
+            " was passed to deepc.initialize, or its engine was destroyed"
+        )
     return View(engine, p)
 
 
 class View:
-    """One trained parameter, whole. Values are fp32 copies of the parameter's shape on every rank, and may be assigned a tensor (of any
-    floating dtype, with as many elements), the same on all ranks, of which each rank keeps the part that it owns. All collective."""
+    """One trained parameter, whole. Values are fp32 copies of the parameter's shape on every rank, and may be assigned
+    a tensor (of any floating dtype, with as many elements), the same on all ranks, of which each rank keeps the part
+    that it owns. All collective.
+    """
 
     def __init__(self, engine: Engine, p: torch.Tensor) -> None:
         self._access = _Access(engine, p)
@@ -60,7 +64,8 @@ class View:
 
     @property
     def fp32(self) -> torch.Tensor:
-        """The fp32 weights (masters where the model computes in 16 bits). Assigning: the model's values follow at once."""
+        """The fp32 weights (masters where the model computes in 16 bits). Assigning: the model's values follow at
+        once."""
         return self._access.fp32()
 
     @fp32.setter
@@ -69,8 +74,10 @@ class View:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Average over ranks and micro-batches so far, unscaled, before clipping; None outside of backward .. step. What no_sync() left on
-        the ranks is reduced for it. Assigning: between backward and step; the step uses it, its norm and clipping too."""
+        """Average over ranks and micro-batches so far, unscaled, before clipping; None outside of backward .. step.
+        What no_sync() left on the ranks is reduced for it. Assigning: between backward and step; the step uses it, its
+        norm and clipping too.
+        """
         return self._access.grad(self._access.engine._unit())
 
     @grad.setter
@@ -79,14 +86,17 @@ class View:
 
     def __repr__(self) -> str:
         dtype = str(self._access.engine.plan.dtype).removeprefix("torch.")
-        return f"deepc.view('{self.name}', shape {tuple(self.param.shape)}, {dtype}, states {', '.join(self.state) or 'none yet'})"
+        return (
+            f"deepc.view('{self.name}', shape {tuple(self.param.shape)}, {dtype}, states"
+            f" {', '.join(self.state) or 'none yet'})"
+        )
 
 
 class States(Mapping[str, torch.Tensor]):
-    """Optimizer states of one parameter by name ("exp_avg", ...), whole; see View. `in`, len and iteration are this rank's knowledge;
-    reading and writing one is collective."""
+    """Optimizer states of one parameter by name ("exp_avg", ...), whole; see View. `in`, len and iteration are this
+    rank's knowledge; reading and writing one is collective."""
 
-    def __init__(self, access: "_Access") -> None:
+    def __init__(self, access: _Access) -> None:
         self._access = access
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -106,10 +116,10 @@ class States(Mapping[str, torch.Tensor]):
 
 
 class Local:
-    """This rank's part of one parameter: 1-D fp32 copies, empty where it owns nothing of it. `ranges`: which elements of the flattened
-    parameter they are, as [begin, end), in this order. At stage 0 every rank owns all."""
+    """This rank's part of one parameter: 1-D fp32 copies, empty where it owns nothing of it. `ranges`: which elements
+    of the flattened parameter they are, as [begin, end), in this order. At stage 0 every rank owns all."""
 
-    def __init__(self, access: "_Access") -> None:
+    def __init__(self, access: _Access) -> None:
         self._access = access
         self.state = LocalStates(access)
 
@@ -128,8 +138,8 @@ class Local:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As View.grad; None outside of backward .. step. Over several nodes at stage 0, where sums are completed when someone looks,
-        collective."""
+        """As View.grad; None outside of backward .. step. Over several nodes at stage 0, where sums are completed when
+        someone looks, collective."""
         return self._access.local_grad(self._access.engine._unit())
 
     @grad.setter
@@ -156,17 +166,20 @@ class _Access:
         if self.index < 0:
             raise ArgumentError(f"this parameter of shape {tuple(p.shape)} is not trained by this engine")
         self.name = engine.state.names[self.index]
-        self.mine = sorted((s for r, s in engine.state.owners(self.index) if r == engine.global_rank), key=lambda s: s.param_begin)
+        self.mine = sorted(
+            (s for r, s in engine.state.owners(self.index) if r == engine.global_rank), key=lambda s: s.param_begin
+        )
 
-    # ---- pieces <-> tensors ------------------------------------------------------------------------------------------------
+    # ---- pieces <-> tensors ------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _whole(self, pieces: _Pieces) -> torch.Tensor:
-        """The owners' pieces on every rank. [shape] fp32 on the engine's device. No rank holds more than this one tensor."""
+        """The owners' pieces on every rank. [shape] fp32 on the engine's device. No rank holds more than this one
+        tensor."""
         engine = self.engine
         out = torch.empty(self.param.numel(), dtype=torch.float32, device=engine.device)
         alone = engine.plan.own_all or engine.world_size == 1
         for rank, s in engine.state.owners(self.index):
-            part = out[s.param_begin: s.param_begin + s.length]
+            part = out[s.param_begin : s.param_begin + s.length]
             if rank == engine.global_rank:
                 part.copy_(pieces(s))
             if not alone:
@@ -183,15 +196,19 @@ class _Access:
         """This rank's pieces = its elements of the whole `value` * factor."""
         flat = self._checked(value, self.param.numel(), "the parameter's").reshape(-1)
         for s in self.mine:
-            part = flat[s.param_begin: s.param_begin + s.length]
+            part = flat[s.param_begin : s.param_begin + s.length]
             pieces(s).copy_(part if factor == 1.0 else part.float() * factor)
 
     @torch.no_grad()
     def _put_mine(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:
-        flat, at = self._checked(value, sum(s.length for s in self.mine), "this rank's part of the parameter, view(p).local.ranges, "
-                                                                          "has").reshape(-1), 0
+        flat, at = (
+            self._checked(
+                value, sum(s.length for s in self.mine), "this rank's part of the parameter, view(p).local.ranges, has"
+            ).reshape(-1),
+            0,
+        )
         for s in self.mine:
-            part = flat[at: at + s.length]
+            part = flat[at : at + s.length]
             pieces(s).copy_(part if factor == 1.0 else part.float() * factor)
             at += s.length
 
@@ -201,12 +218,13 @@ class _Access:
             raise ArgumentError(f"the new value for '{self.name}' has {got}; {whose} {numel}")
         return value.detach()
 
-    # ---- fp32 weights --------------------------------------------------------------------------------------------------------
+    # ---- fp32 weights ------------------------------------------------------------------------------------------------
     def value(self) -> torch.Tensor:
         return self.engine.state.full_param(self.index).clone().view(self.param.shape)
 
     def _catch_up(self) -> None:
-        """Stages 0 to 2: what the user wrote into the replica counts; the step would make the master follow, a reader wants it now."""
+        """Stages 0 to 2: what the user wrote into the replica counts; the step would make the master follow, a reader
+        wants it now."""
         if self.engine.plan.stage < 3 and self.param._version != self.engine.state.versions[self.index]:
             self.engine.state.master_from_params([self.index])
 
@@ -241,7 +259,7 @@ class _Access:
         engine.state.follow(self.index)
         engine._remember_checksums()
 
-    # ---- gradient ------------------------------------------------------------------------------------------------------------
+    # ---- gradient ----------------------------------------------------------------------------------------------------
     def _grad_piece(self, s: Segment) -> torch.Tensor:
         return self.engine.reducer.sums(s.shard_begin, s.length)
 
@@ -260,8 +278,10 @@ class _Access:
 
     def _outside_of_backward(self) -> None:
         if torch._C._current_graph_task_id() != -1:
-            raise ArgumentError(f"the gradient of '{self.name}' was asked for inside backward: it is not reduced yet. Ask after "
-                                "engine.backward(loss)")
+            raise ArgumentError(
+                f"the gradient of '{self.name}' was asked for inside backward: it is not reduced yet. Ask after "
+                "engine.backward(loss)"
+            )
 
     def grad(self, factor: float) -> torch.Tensor | None:
         self._take_left_behind()
@@ -272,14 +292,18 @@ class _Access:
 
     def _need_grad(self) -> None:
         if not self._have_grad():
-            raise ArgumentError(f"'{self.name}' has no gradient to set: there was no backward since the last step. Set it between "
-                                "engine.backward(loss) and "
-                                "engine.step()")
+            raise ArgumentError(
+                f"'{self.name}' has no gradient to set: there was no backward since the last step. Set it between "
+                "engine.backward(loss) and "
+                "engine.step()"
+            )
         tree = getattr(self.engine.reducer, "tree", None)
         if tree is not None and not tree.closed:
-            raise UnsupportedError(f"the gradient of '{self.name}' can't be set before the step's last micro-batch with "
-                                   "deepc.deterministic = \"layout\": it "
-                                   "lies in parts that have their order. Set it after the last backward")
+            raise UnsupportedError(
+                f"the gradient of '{self.name}' can't be set before the step's last micro-batch with "
+                'deepc.deterministic = "layout": it '
+                "lies in parts that have their order. Set it after the last backward"
+            )
         self.engine.hooks.norm_ready = False  # the norm was made of the old one
 
     def set_grad(self, value: torch.Tensor, factor: float) -> None:
@@ -292,7 +316,7 @@ class _Access:
         self._need_grad()
         self._put_mine(self._grad_piece, value, 1.0 / factor)
 
-    # ---- optimizer states ----------------------------------------------------------------------------------------------------
+    # ---- optimizer states --------------------------------------------------------------------------------------------
     def state_names(self) -> list[str]:
         optimizer = self.engine.optimizer
         return list(optimizer.states) if optimizer.core else optimizer.torch_state_names()
@@ -302,9 +326,11 @@ class _Access:
 
     def _raise_without(self, name: str) -> NoReturn:
         names = self.state_names()
-        raise ArgumentError(f"'{self.name}' has no optimizer state '{name}'; there "
-                            f"{'is none yet' if not names else 'are ' + ', '.join(names)}"
-                            + ("" if self.engine.optimizer.core else " (torch's optimizers make theirs at the first step)"))
+        raise ArgumentError(
+            f"'{self.name}' has no optimizer state '{name}'; there "
+            f"{'is none yet' if not names else 'are ' + ', '.join(names)}"
+            + ("" if self.engine.optimizer.core else " (torch's optimizers make theirs at the first step)")
+        )
 
     def _agreed_views(self, name: str) -> dict[Segment, torch.Tensor]:
         """As _state_views; an error on all ranks if an owner lacks the state. Collective."""
@@ -328,7 +354,9 @@ class _Access:
 
     def _local_views(self, name: str) -> dict[Segment, torch.Tensor]:
         views = self._state_views(name)
-        if any(s not in views for s in self.mine) or (self.engine.optimizer.core and name not in self.engine.optimizer.states):
+        if any(s not in views for s in self.mine) or (
+            self.engine.optimizer.core and name not in self.engine.optimizer.states
+        ):
             self._raise_without(name)
         return views
 
@@ -339,10 +367,10 @@ class _Access:
         self._put_mine(self._local_views(name).__getitem__, value)
 
 
-# ---- the model's values, for saving ------------------------------------------------------------------------------------------
+# ---- the model's values, for saving ----------------------------------------------------------------------------------
 def module_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-    """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its tensors are the model's
-    own memory (of released parameters: copies). Collective."""
+    """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its
+    tensors are the model's own memory (of released parameters: copies). Collective."""
     engine.group.barrier()  # other ranks' updates are complete
     out: dict[str, torch.Tensor] = engine.module.state_dict()
     if exclude_frozen_parameters:
@@ -362,8 +390,8 @@ def consolidated_state_dict(engine: Engine, exclude_frozen_parameters: bool = Fa
 
 
 def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
-    """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that no rank makes a
-    copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
+    """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that
+    no rank makes a copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
     from . import zero
 
     params = [*engine.state.trained, *(p for _, p in engine.state.frozen)]

@@ -34,8 +34,8 @@ def _create(options: Any, backend_options: Any) -> DeepcProcessGroup:
 
 
 def _at_exit(pid: int) -> None:
-    """A script that ends without destroy_process_group: leaves the groups, and drops them before the interpreter goes, because
-    torch's registry would drop Python objects after it."""
+    """A script that ends without destroy_process_group: leaves the groups, and drops them before the interpreter goes,
+    because torch's registry would drop Python objects after it."""
     import sys
 
     module = sys.modules.get(f"{__package__}.process_group")

@@ -1,8 +1,8 @@
-"""`deepc bench`: what this machine gives, in about 20 seconds: matrix products, memory, the optimizer step against memory, collectives
-between ranks, disk.
+"""`deepc bench`: what this machine gives, in about 20 seconds: matrix products, memory, the optimizer step against
+memory, collectives between ranks, disk.
 
-Each figure is the median of repetitions in the time that its part has; another process on the machine makes all of them worse. The
-comparison with other libraries is the repository's `make bench`."""
+Each figure is the median of repetitions in the time that its part has; another process on the machine makes all of them
+worse. The comparison with other libraries is the repository's `make bench`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _median_s(what: Callable[[], Any], budget_s: float, least: int = 3, most: in
     return statistics.median(times)
 
 
-# ---- parts --------------------------------------------------------------------------------------------------------------------------
+# ---- parts -----------------------------------------------------------------------------------------------------------
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import ctypes
@@ -52,7 +52,10 @@ def machine() -> dict[str, Any]:
     from ._lib import C
 
     isa = ctypes.c_int(-1)
-    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
     return {
         "host": platform.node(),
         "processor": model,
@@ -62,7 +65,11 @@ def machine() -> dict[str, Any]:
         "isa": C.dc_isa_name(isa.value).decode() if C.dc_isa_current(ctypes.byref(isa)) == 0 else "?",
         "torch": str(torch.__version__),
         "deepc": C.dc_version().decode(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "gpus": (
+            [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            if torch.cuda.is_available()
+            else []
+        ),
         "load": os.getloadavg()[0],
     }
 
@@ -80,7 +87,12 @@ def gemm(budget_s: float) -> list[dict[str, Any]]:
 
     out = []
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    cases = [(d, t, n) for d in devices for t in (torch.float32, torch.bfloat16) for n in ((1024,) if d == "cpu" else (8192,))]
+    cases = [
+        (d, t, n)
+        for d in devices
+        for t in (torch.float32, torch.bfloat16)
+        for n in ((1024,) if d == "cpu" else (8192,))
+    ]
     for device, dtype, n in cases:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         c = torch.empty(n, n, dtype=dtype, device=device)
@@ -92,13 +104,20 @@ def gemm(budget_s: float) -> list[dict[str, Any]]:
 
         took = _median_s(product, budget_s / len(cases))
         out.append(
-            {"dtype": str(dtype).removeprefix("torch."), "n": n, "device": device, "seconds": took, "tflops": 2 * n**3 / took / 1e12}
+            {
+                "dtype": str(dtype).removeprefix("torch."),
+                "n": n,
+                "device": device,
+                "seconds": took,
+                "tflops": 2 * n**3 / took / 1e12,
+            }
         )
     return out
 
 
 def memory_rate(budget_s: float) -> dict[str, Any]:
-    """GB/s of c = a + b on arrays far larger than the caches (2 reads, 1 write; memory itself moves more where a write reads first)."""
+    """GB/s of c = a + b on arrays far larger than the caches (2 reads, 1 write; memory itself moves more where a write
+    reads first)."""
     import torch
 
     n = _elements(3 * 4, 32 * _MIB)
@@ -132,8 +151,8 @@ def optimizer(budget_s: float) -> dict[str, Any]:
 
 
 def disk(budget_s: float, folder: str) -> dict[str, Any]:
-    """MB/s of writing (made durable) and reading a file past the page cache. direct: False where the file system has no O_DIRECT: then
-    reading may come from memory."""
+    """MB/s of writing (made durable) and reading a file past the page cache. direct: False where the file system has no
+    O_DIRECT: then reading may come from memory."""
     import mmap
 
     stat = os.statvfs(folder)
@@ -186,18 +205,25 @@ def _open_direct(name: str, flags: int) -> tuple[int, bool]:
         return os.open(name, flags), False
 
 
-# ---- collectives --------------------------------------------------------------------------------------------------------------------
-_RANK = "import sys; from deepc.bench import _bench_rank; _bench_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))"
+# ---- collectives -----------------------------------------------------------------------------------------------------
+_RANK = (
+    "import sys; from deepc.bench import _bench_rank; _bench_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3],"
+    " float(sys.argv[4]))"
+)
 
 
 def collectives(budget_s: float, ranks: int) -> list[dict[str, Any]]:
-    """Rows {"op", "bytes", "seconds", "bus_gb_per_s", "gloo_seconds"} of torch.distributed's calls on the backend "deepc" between `ranks`
-    processes of this machine, one thread each; gloo_seconds: the same on Gloo, of some sizes of all_reduce, else None."""
+    """Rows {"op", "bytes", "seconds", "bus_gb_per_s", "gloo_seconds"} of torch.distributed's calls on the backend
+    "deepc" between `ranks` processes of this machine, one thread each; gloo_seconds: the same on Gloo, of some sizes of
+    all_reduce, else None.
+    """
     with tempfile.TemporaryDirectory(prefix="deepc-bench-") as folder:
         skip = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         env = {k: v for k, v in os.environ.items() if k not in skip}
         path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", DEEPC_LOG_LEVEL="WARNING", PYTHONPATH=os.pathsep.join(path))
+        env.update(
+            CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", DEEPC_LOG_LEVEL="WARNING", PYTHONPATH=os.pathsep.join(path)
+        )
         started = []
         try:
             for r in range(ranks):
@@ -231,7 +257,7 @@ def _bench_rank(rank: int, ranks: int, folder: str, budget_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    import deepc  # noqa: F401  the backend
+    import deepc  # noqa: F401
 
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("deepc", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
@@ -243,11 +269,23 @@ def _bench_rank(rank: int, ranks: int, folder: str, budget_s: float) -> None:
             call = _call(op, nbytes, ranks)
             took = _agreed(call, each)
             share = 2 * (ranks - 1) / ranks if op == "all_reduce" else 1.0 if op == "broadcast" else (ranks - 1) / ranks
-            with_gloo = _agreed(_call(op, nbytes, ranks, gloo), each / 2) if op == "all_reduce" and nbytes in (4096, 16 << 20) else None
-            rows.append(
-                {"op": op, "bytes": nbytes, "seconds": took, "bus_gb_per_s": nbytes * share / took / 1e9, "gloo_seconds": with_gloo}
+            with_gloo = (
+                _agreed(_call(op, nbytes, ranks, gloo), each / 2)
+                if op == "all_reduce" and nbytes in (4096, 16 << 20)
+                else None
             )
-    rows.append({"op": "barrier", "bytes": 0, "seconds": _agreed(dist.barrier, each), "bus_gb_per_s": 0.0, "gloo_seconds": None})
+            rows.append(
+                {
+                    "op": op,
+                    "bytes": nbytes,
+                    "seconds": took,
+                    "bus_gb_per_s": nbytes * share / took / 1e9,
+                    "gloo_seconds": with_gloo,
+                }
+            )
+    rows.append(
+        {"op": "barrier", "bytes": 0, "seconds": _agreed(dist.barrier, each), "bus_gb_per_s": 0.0, "gloo_seconds": None}
+    )
     dist.destroy_process_group()
     torch.set_num_threads(1)
     print(json.dumps(rows), flush=True)
@@ -288,7 +326,7 @@ def _agreed(what: Callable[[], Any], budget_s: float) -> float:
     return statistics.median(found)
 
 
-# ---- all --------------------------------------------------------------------------------------------------------------------------
+# ---- all -------------------------------------------------------------------------------------------------------------
 def measure(
     parts: tuple[str, ...] = PARTS,
     *,
@@ -297,8 +335,8 @@ def measure(
     folder: str | None = None,
     say: Callable[[str, Any], None] | None = None,
 ) -> dict[str, Any]:
-    """{"machine", part: result or {"error"}}; say(part, result) is called as each is there. folder: for the disk part; default the
-    current one."""
+    """{"machine", part: result or {"error"}}; say(part, result) is called as each is there. folder: for the disk part;
+    default the current one."""
     if unknown := [p for p in parts if p not in PARTS]:
         raise ArgumentError(f"unknown part {unknown[0]!r}; expected some of {', '.join(PARTS)}")
     if ranks < 2:
@@ -347,15 +385,16 @@ def _print(part: str, found: Any) -> None:
     elif part == "machine":
         gpus = f"; GPUs: {', '.join(found['gpus'])}" if found["gpus"] else ""
         print(
-            f"{found['processor']}: {found['cores']} cores, {found['isa']}, {found['available_bytes'] / 2**30:.1f} GiB available{gpus}\n"
-            f"deepc {found['deepc']}, torch {found['torch']}, {found['threads']} threads"
+            f"{found['processor']}: {found['cores']} cores, {found['isa']}, {found['available_bytes'] / 2**30:.1f} GiB"
+            f" available{gpus}\ndeepc {found['deepc']}, torch {found['torch']}, {found['threads']} threads"
             + (f"; load {found['load']:.1f}: other processes run, figures will be low" if found["load"] > 1 else ""),
             flush=True,
         )
     elif part == "gemm":
         for r in found:
             print(
-                f"matrix product, {r['n']} x {r['n']}, {r['dtype']}, {r['device']}:  {_seconds(r['seconds'])}, {r['tflops']:.3g} TFLOP/s",
+                f"matrix product, {r['n']} x {r['n']}, {r['dtype']}, {r['device']}:  {_seconds(r['seconds'])},"
+                f" {r['tflops']:.3g} TFLOP/s",
                 flush=True,
             )
     elif part == "memory":
@@ -363,14 +402,14 @@ def _print(part: str, found: Any) -> None:
     elif part == "optimizer":
         share = f", {found['of_memory_rate']:.2f} of the rate of c = a + b" if "of_memory_rate" in found else ""
         print(
-            f"AdamW step on {found['parameters'] / 1e6:.3g} M fp32 parameters:  {_seconds(found['seconds'])}, {found['gb_per_s']:.3g} "
-            f"GB/s{share}",
+            f"AdamW step on {found['parameters'] / 1e6:.3g} M fp32 parameters:  {_seconds(found['seconds'])},"
+            f" {found['gb_per_s']:.3g} GB/s{share}",
             flush=True,
         )
     elif part == "disk":
         print(
-            f"disk at {found['folder']}:  write {found['write_mb_per_s']:,.0f} MB/s, read {found['read_mb_per_s']:,.0f} MB/s"
-            + ("" if found["direct"] else " (no O_DIRECT here: reading may come from memory)"),
+            f"disk at {found['folder']}:  write {found['write_mb_per_s']:,.0f} MB/s, read {found['read_mb_per_s']:,.0f}"
+            " MB/s" + ("" if found["direct"] else " (no O_DIRECT here: reading may come from memory)"),
             flush=True,
         )
     else:
@@ -397,16 +436,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PART,...", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the collectives (2)")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S", help="about how long it may take, without starting the ranks (20)"
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="about how long it may take, without starting the ranks (20)",
     )
-    parser.add_argument("--folder", metavar="DIR", help="where the disk is measured; up to 256 MiB are written and removed (here)")
+    parser.add_argument(
+        "--folder", metavar="DIR", help="where the disk is measured; up to 256 MiB are written and removed (here)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit code."""
     parts = tuple(args.only.split(",")) if args.only else PARTS
-    found = measure(parts, seconds=args.seconds, ranks=args.ranks, folder=args.folder, say=None if args.json else _print)
+    found = measure(
+        parts, seconds=args.seconds, ranks=args.ranks, folder=args.folder, say=None if args.json else _print
+    )
     if args.json:
         print(json.dumps(found, indent=1))
     return 1 if any(isinstance(v, dict) and "error" in v for v in found.values()) else 0

@@ -1,5 +1,5 @@
-"""The command `deepc` (also `python -m deepc`). One subcommand is one row of _COMMANDS, whose module is imported when the subcommand is
-used. What each does, with examples and exit codes: docs/cli.md."""
+"""The command `deepc` (also `python -m deepc`). One subcommand is one row of _COMMANDS, whose module is imported when
+the subcommand is used. What each does, with examples and exit codes: docs/cli.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .errors import DeepcError
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand. arguments, run: "module:function" of this package; run takes the parsed arguments and returns the exit code."""
+    """One subcommand. arguments, run: "module:function" of this package; run takes the parsed arguments and returns the
+    exit code."""
 
     help: str
     description: str
@@ -31,10 +32,10 @@ _TWO = "2 the question can't be answered (a wrong argument, a file that is not t
 _COMMANDS: dict[str, Command] = {
     "run": Command(
         "start a training script on several ranks, here and on other hosts",
-        "Starts PROGRAM on every GPU, or on N ranks of the CPU, of this machine or of the hosts of a hostfile, and waits. A rank that "
-        "dies ends the run: its traceback is shown last, the exit code is its own, and no "
-        "process is left. The script finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under "
-        "torchrun.",
+        "Starts PROGRAM on every GPU, or on N ranks of the CPU, of this machine or of the hosts of a hostfile, and"
+        " waits. A rank that dies ends the run: its traceback is shown last, the exit code is its own, and no process"
+        " is left. The script finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as"
+        " under torchrun.",
         (
             "deepc run --num_gpus 2 train.py --deepspeed_config ds_config.json",
             "deepc run --num_ranks 2 -m package.train --epochs 3",
@@ -55,9 +56,13 @@ _COMMANDS: dict[str, Command] = {
     ),
     "estimate": Command(
         "predict the peak memory of a training",
-        "Model states by arithmetic, activations by a dry run of the model without values: per tier, per rank and per node.",
+        "Model states by arithmetic, activations by a dry run of the model without values: per tier, per rank and per"
+        " node.",
         (
-            "deepc estimate --config ds_config.json --model train.py:make_model --batch 8x1024:int64 8x1024:int64 --ranks 2",
+            (
+                "deepc estimate --config ds_config.json --model train.py:make_model --batch 8x1024:int64 8x1024:int64"
+                " --ranks 2"
+            ),
             "deepc estimate --params 7e9 --largest-layer 131072000 --ranks 8",
         ),
         f"0 it fits here, 1 it does not; {_TWO}",
@@ -67,17 +72,20 @@ _COMMANDS: dict[str, Command] = {
     "config": Command(
         "explain a ds_config.json, list all keys",
         "What a configuration means here, key by key, and what is wrong in it.",
-        ("deepc config check ds_config.json --ranks 2", "deepc config keys zero_optimization", "deepc config schema -o deepc.schema.json"),
+        (
+            "deepc config check ds_config.json --ranks 2",
+            "deepc config keys zero_optimization",
+            "deepc config schema -o deepc.schema.json",
+        ),
         f"0; 1 the configuration is wrong; {_TWO}",
         "config_check:add_arguments",
         "config_check:run",
     ),
     "report": Command(
         "make a page of a run, or compare several",
-        "One HTML file that loads nothing: curves, time of a step, timeline, memory against its plan, communication, what happened, and "
-        "what stands out. Of several runs: "
-        'one page that compares them. A run writes its folder when its configuration has {"deepc": {"run_dir": "runs/name"}}, or under '
-        "DEEPC_RUN_DIR=runs/name.",
+        "One HTML file that loads nothing: curves, time of a step, timeline, memory against its plan, communication,"
+        " what happened, and what stands out. Of several runs: one page that compares them. A run writes its folder"
+        ' when its configuration has {"deepc": {"run_dir": "runs/name"}}, or under DEEPC_RUN_DIR=runs/name.',
         ("deepc report runs/name", "deepc report runs/a runs/b -o compare.html", "deepc report runs/name --open"),
         f"0; 1 the page can't be written; {_TWO}",
         "report:add_arguments",
@@ -85,8 +93,8 @@ _COMMANDS: dict[str, Command] = {
     ),
     "ckpt": Command(
         "look into checkpoints, verify, compare, export them",
-        "What is in a checkpoint, whether every byte is as it was written, what differs between two, and its weights as Hugging Face "
-        "safetensors.",
+        "What is in a checkpoint, whether every byte is as it was written, what differs between two, and its weights as"
+        " Hugging Face safetensors.",
         (
             "deepc ckpt ls checkpoints",
             "deepc ckpt verify checkpoints --all",
@@ -99,8 +107,8 @@ _COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "measure this machine in 20 seconds",
-        "Matrix products, memory, the optimizer step against memory, collectives between ranks, disk. Medians; other processes make "
-        "them worse.",
+        "Matrix products, memory, the optimizer step against memory, collectives between ranks, disk. Medians; other"
+        " processes make them worse.",
         ("deepc bench", "deepc bench --only collectives --ranks 4", "deepc bench --only disk --folder /data --json"),
         f"0; 1 a part could not be measured; {_TWO}",
         "bench:add_arguments",
@@ -108,9 +116,9 @@ _COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command(
         "check this machine, or tell where the ranks of a run hang",
-        "Without an argument: build, machine and limits, and a self-test of two ranks, with the fix for each thing that is wrong. With "
-        "the pid of one rank, --all, or dumps: "
-        "where every rank of the run is, which one is behind, and which call differs.",
+        "Without an argument: build, machine and limits, and a self-test of two ranks, with the fix for each thing that"
+        " is wrong. With the pid of one rank, --all, or dumps: where every rank of the run is, which one is behind, and"
+        " which call differs.",
         ("deepc doctor", "deepc doctor --no-test --json", "deepc doctor 12345", "deepc doctor --all"),
         f"0 all is well, 1 something is wrong; {_TWO}",
         "doctor:add_arguments",
@@ -128,7 +136,7 @@ _GUIDE = """deepc trains PyTorch models that one process can't hold or would tak
 
   deepc COMMAND --help    options, examples, exit codes
   deepc --version         versions of deepc, its C core, torch and Python
-  New here?               deepc doctor   checks this machine in half a minute"""
+  New here?               deepc doctor   checks this machine in half a minute"""  # noqa: E501
 
 
 def _resolve(name: str) -> Callable[..., Any]:
@@ -191,14 +199,17 @@ def _wrap(text: str) -> str:
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all subcommands; `only`: just that one's arguments are added (their modules are not free to import)."""
+    """The parser of all subcommands; `only`: just that one's arguments are added (their modules are not free to
+    import)."""
     parser = _Parser(
         prog="deepc",
         description="Trains PyTorch models that one process can't hold or would take too long for.",
         epilog="deepc COMMAND --help shows examples and exit codes.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="versions of deepc, its C core, torch and Python")
+    parser.add_argument(
+        "--version", action=_ShowVersion, nargs=0, help="versions of deepc, its C core, torch and Python"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, c in _COMMANDS.items():
         sub = commands.add_parser(

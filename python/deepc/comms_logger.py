@@ -1,15 +1,15 @@
-"""The communication logger: per collective and message size the number of calls, latency and bandwidth, as DeepSpeed's `comms_logger`
-section and `log_summary` give them.
+"""The communication logger: per collective and message size the number of calls, latency and bandwidth, as DeepSpeed's
+`comms_logger` section and `log_summary` give them.
 
-Calls of the C core come from its flight record (dc_flight_log): nothing of Python runs in a call. What Gloo and NCCL carry, and
-collectives over several nodes, are timed here: CPU calls when their future completes, CUDA calls by waiting for the device, as DeepSpeed
-does.
+Calls of the C core come from its flight record (dc_flight_log): nothing of Python runs in a call. What Gloo and NCCL
+carry, and collectives over several nodes, are timed here: CPU calls when their future completes, CUDA calls by waiting
+for the device, as DeepSpeed does.
 
-Units as in DeepSpeed: latency in milliseconds, bandwidth in Gbit/s; averages without the lowest and highest tenth. Bandwidth as in
-nccl-tests: for n ranks and a message of S bytes, all_reduce moves 2 S (bus: 2 S (n - 1) / n), all_gather and reduce_scatter n S (bus:
-S (n - 1)), all_to_all S (bus: S (n - 1) / n), all others S. The message is what one rank gives (all_reduce, all_gather, all_to_all, send)
-or gets (reduce_scatter). A gradient bucket ("reduce_bucket") is a reduce_scatter that runs beside backward: its latency is from the post of
-this rank to the end of its reduction."""
+Units as in DeepSpeed: latency in milliseconds, bandwidth in Gbit/s; averages without the lowest and highest tenth.
+Bandwidth as in nccl-tests: for n ranks and a message of S bytes, all_reduce moves 2 S (bus: 2 S (n - 1) / n),
+all_gather and reduce_scatter n S (bus: S (n - 1)), all_to_all S (bus: S (n - 1) / n), all others S. The message is what
+one rank gives (all_reduce, all_gather, all_to_all, send) or gets (reduce_scatter). A gradient bucket ("reduce_bucket")
+is a reduce_scatter that runs beside backward: its latency is from the post of this rank to the end of its reduction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 from ._lib import C, FlightRow, call
 from .errors import ArgumentError
@@ -103,8 +104,8 @@ class _Calls:
 
 
 class Finished(NamedTuple):
-    """One finished call, for taps. Times are CLOCK_MONOTONIC. group: index in the flight record (-1: not in it); label: of a group over several nodes. seq:
-    number of the call in its group, the same on all its ranks; -1: not known."""
+    """One finished call, for taps. Times are CLOCK_MONOTONIC. group: index in the flight record (-1: not in it); label:
+    of a group over several nodes. seq: number of the call in its group, the same on all its ranks; -1: not known."""
 
     op: str
     nbytes: int
@@ -130,22 +131,34 @@ class CommsLogger:
         self._lock = threading.Lock()
         self._taps: list[Callable[[Finished], None]] = []
 
-    # ---- switching ---------------------------------------------------------------------------------------------------------
+    # ---- switching ---------------------------------------------------------------------------------------------------
     def configure(
-        self, enabled: bool, prof_all: bool = True, prof_ops: Iterable[str] | None = None, verbose: bool = False, debug: bool = False
+        self,
+        enabled: bool,
+        prof_all: bool = True,
+        prof_ops: Iterable[str] | None = None,
+        verbose: bool = False,
+        debug: bool = False,
     ) -> None:
-        """Starts or stops logging. prof_all: all operations, else those of prof_ops. verbose: a line per call. debug: the caller's line is
-        part of the name. What was logged stays."""
+        """Starts or stops logging. prof_all: all operations, else those of prof_ops. verbose: a line per call. debug:
+        the caller's line is part of the name. What was logged stays."""
         wanted = [_ALIASES.get(op, op) for op in prof_ops or ()]
         unknown = [op for op in wanted if op not in OPS]
         if unknown:
             raise ArgumentError(
-                f"comms_logger.prof_ops: unknown operation {', '.join(map(repr, unknown))}; expected some of {', '.join(OPS)}"
+                f"comms_logger.prof_ops: unknown operation {', '.join(map(repr, unknown))}; expected some of"
+                f" {', '.join(OPS)}"
             )
         if self.enabled and not enabled:
             self.drain()
         call("dc_flight_log", _RING if enabled or self._taps else 0)
-        self.enabled, self.prof_all, self.prof_ops, self.verbose, self.debug = bool(enabled), prof_all, wanted, verbose, debug
+        self.enabled, self.prof_all, self.prof_ops, self.verbose, self.debug = (
+            bool(enabled),
+            prof_all,
+            wanted,
+            verbose,
+            debug,
+        )
 
     def tap(self, take: Callable[[Finished], None]) -> None:
         """From now on `take` gets every finished call of this process, whatever is logged (a timeline does this)."""
@@ -168,7 +181,7 @@ class CommsLogger:
     def wants(self, op: str) -> bool:
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
-    # ---- feeding -----------------------------------------------------------------------------------------------------------
+    # ---- feeding -----------------------------------------------------------------------------------------------------
     def finished(self, done: Finished) -> None:
         """One finished call, for the log and for taps."""
         for take in self._taps:
@@ -197,7 +210,8 @@ class CommsLogger:
             )
 
     def drain(self) -> None:
-        """Takes what the C core has recorded since the last time. The engine calls it at every step, log_summary before it prints."""
+        """Takes what the C core has recorded since the last time. The engine calls it at every step, log_summary before
+        it prints."""
         if not self.active:
             return
         if self._rows is None:
@@ -220,9 +234,20 @@ class CommsLogger:
         elif op == "all_to_allv":  # its count is that of all blocks
             op = "all_to_all"
         if op in OPS:
-            self.finished(Finished(op, nbytes, row.begin_ns, row.end_ns, row.ranks, row.where.decode(errors="replace"), row.group, row.seq))
+            self.finished(
+                Finished(
+                    op,
+                    nbytes,
+                    row.begin_ns,
+                    row.end_ns,
+                    row.ranks,
+                    row.where.decode(errors="replace"),
+                    row.group,
+                    row.seq,
+                )
+            )
 
-    # ---- reading -----------------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forgets everything."""
         self.drain()
@@ -232,10 +257,13 @@ class CommsLogger:
 
     def _latencies(self) -> dict[str, dict[int, list[float]]]:
         with self._lock:
-            return {name: {size: list(c.ms) for size, c in sorted(sizes.items())} for name, sizes in self._calls.items()}
+            return {
+                name: {size: list(c.ms) for size, c in sorted(sizes.items())} for name, sizes in self._calls.items()
+            }
 
     def summary(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """name -> message bytes -> count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps, msg_size_bytes, msg_size_str."""
+        """name -> message bytes -> count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps,
+        msg_size_bytes, msg_size_str."""
         self.drain()
         with self._lock:
             return {
@@ -255,8 +283,9 @@ class CommsLogger:
             }
 
     def straggler(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Collective over all ranks. Of the k-th call of a name and size the shortest latency of any rank is communication, what this rank
-        took beyond it is waiting for a straggler. Only calls that all ranks that know the name and size have."""
+        """Collective over all ranks. Of the k-th call of a name and size the shortest latency of any rank is
+        communication, what this rank took beyond it is waiting for a straggler. Only calls that all ranks that know the
+        name and size have."""
         import torch.distributed as dist
 
         self.drain()
@@ -282,8 +311,11 @@ class CommsLogger:
                 }
         return out
 
-    def log_all(self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-        """Prints the table (and that of the stragglers: collective then) and returns it if asked for, in DeepSpeed's form."""
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Prints the table (and that of the stragglers: collective then) and returns it if asked for, in DeepSpeed's
+        form."""
         import datetime
 
         import torch.distributed as dist
@@ -309,11 +341,29 @@ class CommsLogger:
         def row(*cells: Any) -> str:
             return "".join(f"{f'{c:.2f}' if isinstance(c, float) else c!s:<20}" for c in cells)
 
-        lines = [row("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")]
+        lines = [
+            row(
+                "Comm. Op",
+                "Message Size",
+                "Count",
+                "Total Latency(ms)",
+                "Avg Latency(ms)",
+                "tput_avg (Gbps)",
+                "busbw_avg (Gbps)",
+            )
+        ]
         for name, sizes in summary.items():
             lines.append(name)
             lines += [
-                row("", v["msg_size_str"], v["count"], v["total_latency_ms"], v["avg_latency_ms"], v["tput_avg_gbps"], v["busbw_avg_gbps"])
+                row(
+                    "",
+                    v["msg_size_str"],
+                    v["count"],
+                    v["total_latency_ms"],
+                    v["avg_latency_ms"],
+                    v["tput_avg_gbps"],
+                    v["busbw_avg_gbps"],
+                )
                 for v in sizes.values()
             ]
         if late is not None:
@@ -353,9 +403,10 @@ class CommsLogger:
 logger = CommsLogger()
 
 
-# ---- what does not run in the C core ------------------------------------------------------------------------------------------
+# ---- what does not run in the C core ---------------------------------------------------------------------------------
 def observed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of hierarchy.Hierarchy._run(self, call, plan_of, source, target, unit, ...): logs it as one call over self.size ranks."""
+    """Decorator of hierarchy.Hierarchy._run(self, call, plan_of, source, target, unit, ...): logs it as one call over
+    self.size ranks."""
 
     @functools.wraps(run)
     def timed(self: Any, c: Any, plan_of: Any, source: int, target: int, unit: int, *rest: Any) -> Any:
@@ -365,14 +416,16 @@ def observed(run: Callable[..., Any]) -> Callable[..., Any]:
         out = run(self, c, plan_of, source, target, unit, *rest)
         op = _ALIASES.get(c.name, c.name)
         nbytes = c.count * unit * (self.size if op == "all_to_all" else 1)
-        logger.finished(Finished(op, nbytes, begin, time.monotonic_ns(), self.size, "", seq=self._seq, label=self.label))
+        logger.finished(
+            Finished(op, nbytes, begin, time.monotonic_ns(), self.size, "", seq=self._seq, label=self.label)
+        )
         return out
 
     return timed
 
 
-# Method of a torch backend: (operation, index of the argument whose bytes are the message). Messages between two ranks are missing: to wait
-# for one of them could wait for ever.
+# Method of a torch backend: (operation, index of the argument whose bytes are the message). Messages between two ranks
+# are missing: to wait for one of them could wait for ever.
 _BACKEND = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),

@@ -1,38 +1,41 @@
-"""Compressed collectives: codecs that turn numbers into short payloads, and all_gather, reduce_scatter and all_reduce that move the
-payloads.
+"""Compressed collectives: codecs that turn numbers into short payloads, and all_gather, reduce_scatter and all_reduce
+that move the payloads.
 
     codec = Int8Blocks()
     state = ErrorFeedback()                                        # one per tensor (or bucket) and call site
     sent = all_reduce(grad, group, codec, state, op="avg")         # bytes that this rank put on the wire
 
-A codec encodes x [n] (fp32, bf16 or fp16, contiguous) into a uint8 payload of nbytes(n) bytes and decodes it again; the work is done by
-torch.ops.deepc.* (ops/ops.h has the formats and bounds). With an error tensor (fp32 [n]), x + error is what is encoded, and error gets in
-the same pass what the payload did not carry, so that the sum of what was decoded over many steps follows the sum of what was put in (error
-feedback: Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847).
+A codec encodes x [n] (fp32, bf16 or fp16, contiguous) into a uint8 payload of nbytes(n) bytes and decodes it again; the
+work is done by torch.ops.deepc.* (ops/ops.h has the formats and bounds). With an error tensor (fp32 [n]), x + error is
+what is encoded, and error gets in the same pass what the payload did not carry, so that the sum of what was decoded
+over many steps follows the sum of what was put in (error feedback: Seide et al., Interspeech 2014; Karimireddy et al.,
+arXiv:1901.09847).
 
-The collectives run over any torch.distributed group, move uint8, decode on every rank from the same bytes, and add in fp32 in rank order:
-results are equal bit for bit on all ranks. A NaN or an infinity in a block arrives as NaN on every rank (top-k: as it is), never as a
-number."""
+The collectives run over any torch.distributed group, move uint8, decode on every rank from the same bytes, and add in
+fp32 in rank order: results are equal bit for bit on all ranks. A NaN or an infinity in a block arrives as NaN on every
+rank (top-k: as it is), never as a number."""
 
 from __future__ import annotations
 
 import abc
 import threading
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
-from . import ops as _ops  # noqa: F401  registers torch.ops.deepc.*
+from . import ops as _ops  # noqa: F401
 from .errors import ArgumentError
 
 ALIGN = 64  # elements: slices of a tensor begin at multiples of it, so that vectors and bytes of packed codes are whole
 _NO_ERROR = torch.empty(0)
 
 
-# ---- codecs -------------------------------------------------------------------------------------------------------------------
+# ---- codecs ----------------------------------------------------------------------------------------------------------
 class Codec(abc.ABC):
-    """What a payload looks like. Immutable, comparable, and without state: the same object serves any number of tensors and threads."""
+    """What a payload looks like. Immutable, comparable, and without state: the same object serves any number of tensors
+    and threads."""
 
     @abc.abstractmethod
     def nbytes(self, n: int) -> int:
@@ -40,8 +43,9 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
-        """x [n] (fp32, bf16, fp16) into payload, uint8 [nbytes(n)], 4-aligned. error: fp32 [n], read and rewritten (error feedback), or
-        None. All contiguous, on the CPU. Raises RuntimeError naming the argument that does not fit."""
+        """x [n] (fp32, bf16, fp16) into payload, uint8 [nbytes(n)], 4-aligned. error: fp32 [n], read and rewritten
+        (error feedback), or None. All contiguous, on the CPU. Raises RuntimeError naming the argument that does not
+        fit."""
 
     @abc.abstractmethod
     def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
@@ -98,8 +102,8 @@ class Int8Blocks(_Blocks):
 
 
 class Int4Blocks(_Blocks):
-    """Symmetric 4-bit integers, scale = max|x| / 7 per block: 0.516 bytes an element; error <= scale / 2. The smaller block keeps one
-    outlier from taking the few levels away from many elements."""
+    """Symmetric 4-bit integers, scale = max|x| / 7 per block: 0.516 bytes an element; error <= scale / 2. The smaller
+    block keeps one outlier from taking the few levels away from many elements."""
 
     bits = 4
 
@@ -117,8 +121,8 @@ class OneBit(_Blocks):
 
 
 class TopK(Codec):
-    """The largest magnitudes of each block, fraction of it, exactly (fp32 values and 16-bit indices): 6 * fraction bytes an element. Only
-    with error feedback (Lin et al., arXiv:1712.01887)."""
+    """The largest magnitudes of each block, fraction of it, exactly (fp32 values and 16-bit indices): 6 * fraction
+    bytes an element. Only with error feedback (Lin et al., arXiv:1712.01887)."""
 
     def __init__(self, fraction: float = 0.01, block: int = 4096) -> None:
         self.block = _check_block(block, 4096)
@@ -145,11 +149,11 @@ class TopK(Codec):
         torch.ops.deepc.add_topk(payload, acc, self.block, self.k, scale)
 
 
-# ---- error feedback -----------------------------------------------------------------------------------------------------------
+# ---- error feedback --------------------------------------------------------------------------------------------------
 class ErrorFeedback:
-    """What earlier calls did not carry, of one tensor at one call site. worker: fp32 [n], of this rank's own contribution. server: fp32, of
-    the slice that this rank reduces (all_reduce only). Both begin as zeros, at the first call. Each rank's are its own: a checkpoint saves
-    them per rank."""
+    """What earlier calls did not carry, of one tensor at one call site. worker: fp32 [n], of this rank's own
+    contribution. server: fp32, of the slice that this rank reduces (all_reduce only). Both begin as zeros, at the first
+    call. Each rank's are its own: a checkpoint saves them per rank."""
 
     def __init__(self) -> None:
         self.worker: torch.Tensor | None = None
@@ -160,9 +164,11 @@ class ErrorFeedback:
         if self._key is None:
             self._key = (n, world, rank)
         if self._key != (n, world, rank):
-            raise ArgumentError(f"error feedback of {self._key[0]} elements, rank {self._key[2]} of {self._key[1]}, used for {n} elements, "
-                                f"rank {rank} of {world}: one ErrorFeedback belongs to one tensor; call reset() if the tensor or the group "
-                                "has changed")
+            raise ArgumentError(
+                f"error feedback of {self._key[0]} elements, rank {self._key[2]} of {self._key[1]}, used for {n}"
+                f" elements, rank {rank} of {world}: one ErrorFeedback belongs to one tensor; call reset() if the"
+                " tensor or the group has changed"
+            )
         if self.worker is None:
             self.worker = torch.zeros(n)
         if server and self.server is None:
@@ -173,14 +179,16 @@ class ErrorFeedback:
         self.worker = self.server = self._key = None
 
     def folded(self, average: bool) -> torch.Tensor | None:
-        """A copy of the worker error with the server's added where this rank's slice lies (average: of op "avg"). Summed over ranks it is
-        all that is owed to the result, so it can be cut up and used for other tensors of the same elements. None before the first call."""
+        """A copy of the worker error with the server's added where this rank's slice lies (average: of op "avg").
+        Summed over ranks it is all that is owed to the result, so it can be cut up and used for other tensors of the
+        same elements. None before the first call.
+        """
         if self.worker is None or self._key is None:
             return None
         out, (n, world, rank) = self.worker.clone(), self._key
         if self.server is not None:
             begin, length = _slice(n, world, rank)
-            out[begin: begin + length] += self.server[:length] * (world if average else 1)
+            out[begin : begin + length] += self.server[:length] * (world if average else 1)
         return out
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,14 +208,19 @@ class ErrorFeedback:
         sizes = {"worker": n, "server": _slice_elements(n, world)}
         for name, size in sizes.items():
             if (t := state.get(name)) is not None and (t.dtype != torch.float32 or t.numel() != size):
-                raise ArgumentError(f"error feedback: '{name}' is {t.dtype} of {t.numel()} elements; expected torch.float32 of {size}")
+                raise ArgumentError(
+                    f"error feedback: '{name}' is {t.dtype} of {t.numel()} elements; expected torch.float32 of {size}"
+                )
         self._key = (n, world, rank)
-        self.worker, self.server = (None if (t := state.get(k)) is None else t.detach().clone().flatten() for k in sizes)
+        self.worker, self.server = (
+            None if (t := state.get(k)) is None else t.detach().clone().flatten() for k in sizes
+        )
 
 
-# ---- bytes on the wire --------------------------------------------------------------------------------------------------------
+# ---- bytes on the wire -----------------------------------------------------------------------------------------------
 class Traffic(NamedTuple):
-    """calls, bytes that this rank sent to others, and what the uncompressed collective of the tensor's dtype would have sent."""
+    """calls, bytes that this rank sent to others, and what the uncompressed collective of the tensor's dtype would have
+    sent."""
 
     calls: int = 0
     sent_bytes: int = 0
@@ -234,8 +247,8 @@ def _count(name: str, sent: int, dense: int) -> int:
     return sent
 
 
-# ---- collectives --------------------------------------------------------------------------------------------------------------
-Group = Optional[dist.ProcessGroup]  # None: the default group
+# ---- collectives -----------------------------------------------------------------------------------------------------
+Group = Optional[dist.ProcessGroup]  # None: the default group  # noqa: UP045
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -271,8 +284,9 @@ def _flat(t: torch.Tensor, what: str) -> torch.Tensor:
     return t.detach().view(-1)
 
 
-def _encode_slices(x: torch.Tensor, world: int, codec: Codec, error: torch.Tensor | None,
-                   spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+def _encode_slices(
+    x: torch.Tensor, world: int, codec: Codec, error: torch.Tensor | None, spans: Sequence[tuple[int, int, int]]
+) -> torch.Tensor:
     """One payload per destination, uint8 [world, nbytes of the longest]."""
     lengths = [length for _, _, length in spans]
     make = torch.empty if min(lengths) == max(lengths) else torch.zeros  # bytes that no slice fills are sent too
@@ -301,10 +315,18 @@ def _sum_rows(acc: torch.Tensor, rows: torch.Tensor, codec: Codec, op: str) -> N
         acc.mul_(1.0 / len(rows))
 
 
-def all_gather_begin(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None, *,
-                     async_op: bool = True) -> tuple[int, Callable[[], None]]:
-    """all_gather in two parts: x is encoded and on its way when this returns (sent bytes, finish); out holds the result after finish(),
-    which waits for the payloads and decodes them. x may be overwritten in between, out may not be read."""
+def all_gather_begin(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Group,
+    codec: Codec,
+    state: ErrorFeedback | None = None,
+    *,
+    async_op: bool = True,
+) -> tuple[int, Callable[[], None]]:
+    """all_gather in two parts: x is encoded and on its way when this returns (sent bytes, finish); out holds the result
+    after finish(), which waits for the payloads and decodes them. x may be overwritten in between, out may not be
+    read."""
     rank, world = _place(group)
     out, x = _flat(out, "out"), _flat(x, "x")
     n = x.numel()
@@ -324,24 +346,31 @@ def all_gather_begin(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Co
         if work is not None:
             work.wait()
         for r in range(world):
-            codec.decode(out[r * n: (r + 1) * n], rows[r])
+            codec.decode(out[r * n : (r + 1) * n], rows[r])
 
     return _count("all_gather", (world - 1) * mine.numel(), (world - 1) * n * x.element_size()), finish
 
 
-def all_gather(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None) -> int:
-    """out [world * n] = the x [n] of all ranks in rank order, each as its payload carries it: also this rank's own part, so that out is
-    equal on all ranks. out: fp32, bf16 or fp16, also of another dtype than x; x may lie in out. Returns the bytes that this rank sent:
-    (world - 1) * nbytes(n). With one rank out = x. Collective; CPU tensors; group: a torch.distributed group or None."""
+def all_gather(
+    out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None
+) -> int:
+    """out [world * n] = the x [n] of all ranks in rank order, each as its payload carries it: also this rank's own
+    part, so that out is equal on all ranks. out: fp32, bf16 or fp16, also of another dtype than x; x may lie in out.
+    Returns the bytes that this rank sent: (world - 1) * nbytes(n). With one rank out = x. Collective; CPU tensors;
+    group: a torch.distributed group or None.
+    """
     sent, finish = all_gather_begin(out, x, group, codec, state, async_op=False)
     finish()
     return sent
 
 
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None,
-                   op: str = "sum") -> int:
-    """out [n] = this rank's n elements of the sum (or "avg") over ranks of their x [world * n], each as its payload carries it, added in
-    fp32 in rank order. Returns the bytes that this rank sent: (world - 1) * nbytes(n). With one rank out = x. Collective; CPU tensors."""
+def reduce_scatter(
+    out: torch.Tensor, x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None, op: str = "sum"
+) -> int:
+    """out [n] = this rank's n elements of the sum (or "avg") over ranks of their x [world * n], each as its payload
+    carries it, added in fp32 in rank order. Returns the bytes that this rank sent: (world - 1) * nbytes(n). With one
+    rank out = x. Collective; CPU tensors.
+    """
     _check_op(op)
     rank, world = _place(group)
     out, x = _flat(out, "out"), _flat(x, "x")
@@ -363,11 +392,11 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group, codec: Code
 
 
 def all_reduce(x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback | None = None, op: str = "sum") -> int:
-    """x [n] = the sum (or "avg") of all ranks' x, in place; equal bits on all ranks. Two steps, as in 1-bit Adam (Tang et al.,
-    arXiv:2102.02888) and ZeRO++ (Wang et al., arXiv:2306.10209): each rank sends slice r of its x, compressed, to rank r, which adds them
-    in fp32 in rank order, compresses the sum again (state: with an error of its own), and sends that to all. Slices are equal, rounded up
-    to 64 elements. Returns the bytes that this rank sent: 2 * (world - 1) * nbytes(the longest slice). With one rank x stays. Collective;
-    CPU tensors."""
+    """x [n] = the sum (or "avg") of all ranks' x, in place; equal bits on all ranks. Two steps, as in 1-bit Adam (Tang
+    et al., arXiv:2102.02888) and ZeRO++ (Wang et al., arXiv:2306.10209): each rank sends slice r of its x, compressed,
+    to rank r, which adds them in fp32 in rank order, compresses the sum again (state: with an error of its own), and
+    sends that to all. Slices are equal, rounded up to 64 elements. Returns the bytes that this rank sent: 2 * (world -
+    1) * nbytes(the longest slice). With one rank x stays. Collective; CPU tensors."""
     _check_op(op)
     rank, world = _place(group)
     x = _flat(x, "x")
@@ -389,5 +418,5 @@ def all_reduce(x: torch.Tensor, group: Group, codec: Codec, state: ErrorFeedback
     _gather(rows.view(-1), mine, group=group)
     for r, begin, length in spans:
         if length:
-            codec.decode(x[begin: begin + length], rows[r, : codec.nbytes(length)])
+            codec.decode(x[begin : begin + length], rows[r, : codec.nbytes(length)])
     return _count("all_reduce", 2 * (world - 1) * mine.numel(), 2 * (world - 1) * min(size, n) * x.element_size())

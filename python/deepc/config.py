@@ -1,15 +1,17 @@
 """The configuration: a DeepSpeed JSON (file, text, base64 or dict) read into frozen, typed, validated objects.
 
-Owns the typed tree and the rules between keys; the keys themselves are rows of config_keys.py, the text is read by config_source.py, one
-value is checked by config_value.py, config_schema.py writes the JSON Schema. Needs only the standard library: torch is imported when an
-optimizer or a schedule of torch is named. Everything that is wrong in a configuration is reported at once, each with its key, its value,
-its file and the fix.
+Owns the typed tree and the rules between keys; the keys themselves are rows of config_keys.py, the text is read by
+config_source.py, one value is checked by config_value.py, config_schema.py writes the JSON Schema. Needs only the
+standard library: torch is imported when an optimizer or a schedule of torch is named. Everything that is wrong in a
+configuration is reported at once, each with its key, its value, its file and the fix.
 
     cfg = Config.load("ds_config.json", world_size=2)
     cfg.zero.stage, cfg.fp16.enabled, cfg.gradient_clipping
     print(cfg.explain())
 
-`python -m deepc.config --schema [FILE]` writes the JSON Schema of all keys; `--explain FILE` shows what a configuration means."""
+`python -m deepc.config --schema [FILE]` writes the JSON Schema of all keys; `--explain FILE` shows what a configuration
+means.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
-from .config_keys import (ANY, AUTO_SCHEDULER_PARAMS, ELEMENTWISE, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, RENAMED_SECTIONS, TABLE, Key,
-                          State)
-from .config_schema import json_schema, write_schema  # noqa: F401  looked for here
+from .config_keys import (
+    ANY,
+    AUTO_SCHEDULER_PARAMS,
+    ELEMENTWISE,
+    KEYS,
+    LATER_OPTIMIZERS,
+    OPTIMIZER_PARAMS,
+    RENAMED_SECTIONS,
+    TABLE,
+    Key,
+    State,
+)
+from .config_schema import json_schema, write_schema  # noqa: F401
 from .config_source import _read
 from .config_value import _ALIASES, _KIND_WORDS, _SECTIONS, AUTO, _auto_message, _Bad, _show, check_value, suggest
 from .errors import ConfigError
@@ -114,8 +126,8 @@ class ZeroConfig:
 class OptimizerConfig:
     """Section optimizer, resolved.
 
-    `backend` is "deepc" (deepc.optim.AdamW, `params` complete: lr, betas, eps, weight_decay, amsgrad; `decoupled` False means Adam
-    with L2) or "torch" (torch.optim.<type>(**params), `params` as given)."""
+    `backend` is "deepc" (deepc.optim.AdamW, `params` complete: lr, betas, eps, weight_decay, amsgrad; `decoupled` False
+    means Adam with L2) or "torch" (torch.optim.<type>(**params), `params` as given)."""
 
     type: str
     params: dict[str, Any]
@@ -297,7 +309,8 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        """ "fp16", "bf16" or "fp32": the type of parameters and activations; with precision "auto" the one that training starts with."""
+        """ "fp16", "bf16" or "fp32": the type of parameters and activations; with precision "auto" the one that
+        training starts with."""
         if self.precision == AUTO:
             from .precision import recommended_dtype
 
@@ -306,19 +319,25 @@ class Config:
 
     @property
     def pre_scale(self) -> float:
-        """What a gradient is multiplied by before the sum over ranks; the sum times `1 / (world_size * pre_scale)` is the mean. As in
-        DeepSpeed: 1 / ranks with prescale_gradients, else 1 / gradient_predivide_factor."""
+        """What a gradient is multiplied by before the sum over ranks; the sum times `1 / (world_size * pre_scale)` is
+        the mean. As in DeepSpeed: 1 / ranks with prescale_gradients, else 1 / gradient_predivide_factor."""
         return 1.0 / (self.world_size if self.prescale_gradients else self.gradient_predivide_factor)
 
     @classmethod
-    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Config, *, world_size: int, device_type: str = "cpu",
-             allow_auto: bool = False) -> Config:
+    def load(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | Config,
+        *,
+        world_size: int,
+        device_type: str = "cpu",
+        allow_auto: bool = False,
+    ) -> Config:
         """Reads and validates a configuration.
 
-        source: path of a JSON file (comments and trailing commas are allowed, as DeepSpeed does), JSON text, base64 of JSON text, a dict
-        (copied), or a Config. world_size: number of data-parallel ranks. device_type: "cpu" or "cuda", decides which hints are
-        inert. allow_auto: keep "auto" values (the keys are listed in `.auto`, their fields hold the default) instead of raising.
-        Raises ConfigError, which lists everything that is wrong."""
+        source: path of a JSON file (comments and trailing commas are allowed, as DeepSpeed does), JSON text, base64 of
+        JSON text, a dict (copied), or a Config. world_size: number of data-parallel ranks. device_type: "cpu" or
+        "cuda", decides which hints are inert. allow_auto: keep "auto" values (the keys are listed in `.auto`, their
+        fields hold the default) instead of raising. Raises ConfigError, which lists everything that is wrong."""
         if isinstance(source, Config):
             source = source.raw
         raw, name = _read(source)
@@ -334,7 +353,8 @@ class Config:
         return "\n".join(f"inert: {i.key} = {json.dumps(i.value, default=str)}: {i.reason}" for i in self.inert)
 
     def explain(self) -> str:
-        """What this configuration means: every active key with its value, where that comes from and what it does; then what is inert."""
+        """What this configuration means: every active key with its value, where that comes from and what it does; then
+        what is inert."""
         lines = [f"configuration from {self.source}, {self.world_size} rank(s) on {self.device_type}, {self.dtype}"]
         for row in KEYS:
             value = _MISSING if row.state is not State.ACTIVE else self._value(row)
@@ -348,7 +368,7 @@ class Config:
         if self.inert:
             lines += ["without effect here:", *("  " + line for line in self.describe_inert().splitlines())]
         if self.auto:
-            lines.append("still \"auto\": " + ", ".join(self.auto))
+            lines.append('still "auto": ' + ", ".join(self.auto))
         return "\n".join(lines)
 
     def _value(self, row: Key) -> Any:
@@ -362,7 +382,8 @@ _TRIANGLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_acc
 
 
 def default_optimizer() -> OptimizerConfig:
-    """What is used when neither the configuration nor the caller gives an optimizer: AdamW with DeepSpeed's defaults."""
+    """What is used when neither the configuration nor the caller gives an optimizer: AdamW with DeepSpeed's
+    defaults."""
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     return OptimizerConfig("AdamW", {n: OPTIMIZER_PARAMS[n].default for n in names}, "deepc", True)
 
@@ -374,13 +395,16 @@ _T = TypeVar("_T")
 
 
 class _Loader:
-    """One load: walks the raw dict, checks each value against its row, applies the rules between keys, builds the tree."""
+    """One load: walks the raw dict, checks each value against its row, applies the rules between keys, builds the
+    tree."""
 
     def __init__(self, raw: dict[str, Any], name: str, world_size: int, device_type: str, allow_auto: bool) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError(f"world_size {world_size!r} must be a positive integer: the number of data-parallel ranks")
+            raise ConfigError(
+                f"world_size {world_size!r} must be a positive integer: the number of data-parallel ranks"
+            )
         if device_type not in ("cpu", "cuda"):
-            raise ConfigError(f"device_type {device_type!r} must be \"cpu\" or \"cuda\"")
+            raise ConfigError(f'device_type {device_type!r} must be "cpu" or "cuda"')
         self.raw, self.name, self.world, self.device, self.allow_auto = raw, name, world_size, device_type, allow_auto
         self.values: dict[str, Any] = {}
         self.auto: list[str] = []
@@ -399,8 +423,12 @@ class _Loader:
         if self.auto and not self.allow_auto:
             self.errors.append(_auto_message(self.name, self.auto))
         if self.errors:
-            raise ConfigError(self.errors[0] if len(self.errors) == 1 else
-                              f"{len(self.errors)} things are wrong in the configuration:\n" + "\n".join(f"- {e}" for e in self.errors))
+            raise ConfigError(
+                self.errors[0]
+                if len(self.errors) == 1
+                else f"{len(self.errors)} things are wrong in the configuration:\n"
+                + "\n".join(f"- {e}" for e in self.errors)
+            )
         return self._build(optimizer, scheduler)
 
     def get(self, path: str) -> Any:
@@ -437,7 +465,12 @@ class _Loader:
         if path in self.values or path in self.auto:
             self.errors.append(f"{self.name}: {path} is given twice, under its old and its new name. Remove one.")
             return
-        if value == AUTO and isinstance(value, str) and row.kind != "any" and not (row.kind == "str" and (row.ok is ANY or AUTO in row.choices)):
+        if (
+            value == AUTO
+            and isinstance(value, str)
+            and row.kind != "any"
+            and not (row.kind == "str" and (row.ok is ANY or AUTO in row.choices))
+        ):
             self._take_auto(row)
             return
         if path == "steps_per_print" and value == math.inf:
@@ -450,7 +483,11 @@ class _Loader:
         if row.kind == "gated":
             self._gated(row, checked)
             return
-        if row.state in (State.LATER, State.REMOVED) and row.ok is not ANY and not any(_same(checked, o) for o in row.ok):
+        if (
+            row.state in (State.LATER, State.REMOVED)
+            and row.ok is not ANY
+            and not any(_same(checked, o) for o in row.ok)
+        ):
             self._refuse(row, path, value)
             return
         self.values[path] = checked
@@ -461,28 +498,39 @@ class _Loader:
         if row.auto:
             self.auto.append(row.path)
         else:
-            self.fail(row.path, AUTO, f"is not possible: no integration fills this key. Write {_KIND_WORDS.get(row.kind, 'a value')}, or "
-                                      f"remove the key to get the default, {_show(row.default)}.")
+            self.fail(
+                row.path,
+                AUTO,
+                f"is not possible: no integration fills this key. Write {_KIND_WORDS.get(row.kind, 'a value')}, or "
+                f"remove the key to get the default, {_show(row.default)}.",
+            )
 
     def _gated(self, row: Key, section: Any) -> None:
-        """A section that is off unless `enabled` says otherwise; a section without `enabled` is off only if it is empty."""
+        """A section that is off unless `enabled` says otherwise; a section without `enabled` is off only if it is
+        empty."""
         if section is None or section == {}:
             return
         enabled = section.get("enabled", True)
         if enabled == AUTO:
             self.auto.append(f"{row.path}.enabled")
         elif enabled is not False:
-            self._refuse(row, f"{row.path}.enabled" if "enabled" in section else row.path, section.get("enabled", section))
+            self._refuse(
+                row, f"{row.path}.enabled" if "enabled" in section else row.path, section.get("enabled", section)
+            )
 
     def _refuse(self, row: Key, path: str, value: Any) -> None:
         off = " or ".join(_show(o) for o in row.ok if o is not None) if row.ok is not ANY else ""
         if row.kind == "gated":
-            off = "{\"enabled\": false}" if not path.endswith(".enabled") else "false"
+            off = '{"enabled": false}' if not path.endswith(".enabled") else "false"
         fix = f"Remove the key{' or set it to ' + off if off else ''}."
         if row.state is State.LATER:
             self.fail(path, value, f"asks for {row.why}, which deepc does not have yet. {fix}")
         else:
-            self.fail(path, value, f"asks for a feature that DeepSpeed removed and deepc does not have; instead: {row.why}. {fix}")
+            self.fail(
+                path,
+                value,
+                f"asks for a feature that DeepSpeed removed and deepc does not have; instead: {row.why}. {fix}",
+            )
 
     # -- rules between keys --
 
@@ -492,7 +540,9 @@ class _Loader:
             old, new = f"zero_optimization.{old}", f"zero_optimization.{new}"
             if old in self.values and self.values[old] is not None:
                 if new in self.values or new in self.auto:
-                    self.errors.append(f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it.")
+                    self.errors.append(
+                        f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it."
+                    )
                 self.values[new] = "cpu" if self.values[old] else "none"
         old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
         old, new = f"zero_optimization.{old}", f"zero_optimization.{new}"
@@ -507,10 +557,14 @@ class _Loader:
         auto = self.get("precision") == AUTO
         for path in ("fp16.enabled", "bf16.enabled"):
             if auto and (path in self.auto or (path in self.values and (self.values[path] or path == "bf16.enabled"))):
-                self.fail("precision", AUTO, f"chooses between bf16 and fp32 by itself, and {path} is given too. Remove one of them.")
+                self.fail(
+                    "precision",
+                    AUTO,
+                    f"chooses between bf16 and fp32 by itself, and {path} is given too. Remove one of them.",
+                )
         for path in (k.path for k in KEYS if k.section == "deepc.precision"):
             if path in self.values and not auto:
-                self.inert.append(InertKey(path, self.values[path], "it needs \"precision\": \"auto\""))
+                self.inert.append(InertKey(path, self.values[path], 'it needs "precision": "auto"'))
 
     def _offload_rules(self) -> None:
         stage = self.get("zero_optimization.stage")
@@ -518,14 +572,24 @@ class _Loader:
             path = f"zero_optimization.{what}.device"
             device = self.get(path)
             if device == "nvme":
-                self.fail(path, device, "asks for offload to disk (NVMe), which deepc does not have yet. Set it to \"cpu\" or \"none\".")
+                self.fail(
+                    path,
+                    device,
+                    'asks for offload to disk (NVMe), which deepc does not have yet. Set it to "cpu" or "none".',
+                )
             elif device == "cpu" and self.device == "cpu":
                 self.inert.append(InertKey(path, device, "a CPU run keeps everything in host memory anyway"))
             elif device == "cpu" and stage < needs:
-                self.inert.append(InertKey(path, device, f"it needs ZeRO stage {needs} or higher, the stage is {stage}"))
+                self.inert.append(
+                    InertKey(path, device, f"it needs ZeRO stage {needs} or higher, the stage is {stage}")
+                )
             elif device == "cpu" and what == "offload_param":
-                self.fail(path, device, "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
-                                        "to \"none\".")
+                self.fail(
+                    path,
+                    device,
+                    "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
+                    'to "none".',
+                )
         pin = "zero_optimization.offload_optimizer.pin_memory"
         if pin in self.values and self.device == "cpu":
             self.inert.append(InertKey(pin, self.values[pin], "page-locked memory serves copies to a GPU"))
@@ -533,8 +597,11 @@ class _Loader:
     def _zeropp_rules(self) -> None:
         """ZeRO++ acts on what crosses between CPU nodes; how many there are the engine knows."""
         stage = self.get("zero_optimization.stage")
-        for leaf, needs, why in (("zero_quantized_gradients", 0, ""), ("zero_quantized_weights", 1, "stage 0 sends no parameters"),
-                                 ("zero_hpz_partition_size", 3, "parameters are partitioned at stage 3 only")):
+        for leaf, needs, why in (
+            ("zero_quantized_gradients", 0, ""),
+            ("zero_quantized_weights", 1, "stage 0 sends no parameters"),
+            ("zero_hpz_partition_size", 3, "parameters are partitioned at stage 3 only"),
+        ):
             path = f"zero_optimization.{leaf}"
             value = self.get(path)
             if value <= (leaf == "zero_hpz_partition_size"):  # 0, 1 or false: not asked for
@@ -542,15 +609,27 @@ class _Loader:
             if stage < needs:
                 self.inert.append(InertKey(path, value, why))
             elif self.device == "cuda":
-                self.fail(path, value, "asks for ZeRO++ on GPUs, which deepc does not have yet (CPU nodes have it). Remove the key.")
+                self.fail(
+                    path,
+                    value,
+                    "asks for ZeRO++ on GPUs, which deepc does not have yet (CPU nodes have it). Remove the key.",
+                )
             elif leaf == "zero_hpz_partition_size" and self.world % value:
-                self.fail(path, value, f"does not divide the {self.world} rank(s). Set it to the number of ranks of a node, or to 1.")
+                self.fail(
+                    path,
+                    value,
+                    f"does not divide the {self.world} rank(s). Set it to the number of ranks of a node, or to 1.",
+                )
 
     def _timeline_rules(self) -> None:
         path = "deepc.timeline.steps"
         first, last = self.get(path)
-        if path in self.values and (first != int(first) or last != int(last) or not first <= last or (last > 0 and first < 1)):
-            self.fail(path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off).")
+        if path in self.values and (
+            first != int(first) or last != int(last) or not first <= last or (last > 0 and first < 1)
+        ):
+            self.fail(
+                path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off)."
+            )
 
     def _triangle(self) -> None:
         if any(f"{k}" in self.auto for k in _TRIANGLE):
@@ -563,13 +642,15 @@ class _Loader:
         triangle = resolve_batch(train, micro, accum, self.world)
         train2, micro2, accum2 = triangle
         if min(triangle) < 1 or train2 != micro2 * accum2 * self.world:
+
             def shown(key: str, given: int | None, now: int) -> str:
                 return f"{key} {now}{'' if given is not None else ' (derived)'}"
 
             self.errors.append(
                 f"{self.name}: {shown(_TRIANGLE[0], train, train2)} is not {shown(_TRIANGLE[1], micro, micro2)} * "
                 f"{shown(_TRIANGLE[2], accum, accum2)} * {self.world} rank(s) = {micro2 * accum2 * self.world}. "
-                "Change one of them, or remove one: it is then derived.")
+                "Change one of them, or remove one: it is then derived."
+            )
             return
         self.triangle = triangle
 
@@ -579,18 +660,28 @@ class _Loader:
         kind, params = self.values.get("optimizer.type"), self.values.get("optimizer.params")
         if kind is None:
             if params:
-                self.fail("optimizer.params", params, "is given without optimizer.type. Add \"type\": \"AdamW\", or remove the section.")
+                self.fail(
+                    "optimizer.params",
+                    params,
+                    'is given without optimizer.type. Add "type": "AdamW", or remove the section.',
+                )
             return None
         params = dict(params or {})
         if "max_grad_norm" in params:
-            self.fail("optimizer.params.max_grad_norm", params.pop("max_grad_norm"),
-                      "is not an argument of an optimizer. Use gradient_clipping.")
+            self.fail(
+                "optimizer.params.max_grad_norm",
+                params.pop("max_grad_norm"),
+                "is not an argument of an optimizer. Use gradient_clipping.",
+            )
         lower = kind.lower()
         if lower in ("adam", "adamw"):
             return self._adam(lower, params)
         if lower in LATER_OPTIMIZERS:
-            self.fail("optimizer.type", kind, f"asks for {LATER_OPTIMIZERS[lower]}, which deepc does not have yet. Use AdamW or a "
-                                              "torch.optim class.")
+            self.fail(
+                "optimizer.type",
+                kind,
+                f"asks for {LATER_OPTIMIZERS[lower]}, which deepc does not have yet. Use AdamW or a torch.optim class.",
+            )
             return None
         return self._torch_optimizer("Adagrad" if lower == "adagrad" else kind, params)
 
@@ -621,25 +712,44 @@ class _Loader:
         if checked.pop("torch_adam", False):
             return OptimizerConfig("AdamW" if decoupled else "Adam", checked, "torch", decoupled)
         checked.pop("foreach", None), checked.pop("fused", None)
-        return OptimizerConfig("AdamW" if decoupled else "Adam", {**default_optimizer().params, **checked}, "deepc", decoupled)
+        return OptimizerConfig(
+            "AdamW" if decoupled else "Adam", {**default_optimizer().params, **checked}, "deepc", decoupled
+        )
 
     def _torch_optimizer(self, kind: str, params: dict[str, Any]) -> OptimizerConfig | None:
         import torch
 
-        classes = {n: c for n, c in vars(torch.optim).items()
-                   if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
+        classes = {
+            n: c
+            for n, c in vars(torch.optim).items()
+            if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer
+        }
         path = "optimizer.type"
         if kind not in classes:
-            self.fail(path, kind, f"is neither Adam, AdamW nor a class of torch.optim.{suggest(kind, ['Adam', 'AdamW', *classes])}")
+            self.fail(
+                path,
+                kind,
+                f"is neither Adam, AdamW nor a class of torch.optim.{suggest(kind, ['Adam', 'AdamW', *classes])}",
+            )
             return None
         if kind == "LBFGS":
-            self.fail(path, kind, "needs a closure that runs the model again, which an engine's step() has not. Use another optimizer.")
+            self.fail(
+                path,
+                kind,
+                "needs a closure that runs the model again, which an engine's step() has not. Use another optimizer.",
+            )
             return None
         stage = self.get("zero_optimization.stage")
         if kind not in ELEMENTWISE and stage > 0 and not self.get("zero_allow_untested_optimizer"):
-            self.fail(path, kind, f"does not work element by element, so that ZeRO stage {stage} would change its result. Use stage 0, "
-                                  "another optimizer, or set zero_allow_untested_optimizer to true.")
-        self._check_signature(classes[kind], "optimizer.params", params, auto=("lr", "betas", "eps", "weight_decay"), skip=1)
+            self.fail(
+                path,
+                kind,
+                f"does not work element by element, so that ZeRO stage {stage} would change its result. Use stage 0, "
+                "another optimizer, or set zero_allow_untested_optimizer to true.",
+            )
+        self._check_signature(
+            classes[kind], "optimizer.params", params, auto=("lr", "betas", "eps", "weight_decay"), skip=1
+        )
         return OptimizerConfig(kind, {k: v for k, v in params.items() if v != AUTO}, "torch", kind != "Adam")
 
     def _scheduler(self) -> SchedulerConfig | None:
@@ -671,13 +781,19 @@ class _Loader:
         names = {a.name for a in arguments}
         for key, value in params.items():
             if key not in names:
-                self.errors.append(f"{self.name}: unknown key {json.dumps(f'{prefix}.{key}')}: {cls.__name__} has no such "
-                                   f"argument.{suggest(key, names)}")
+                self.errors.append(
+                    f"{self.name}: unknown key {json.dumps(f'{prefix}.{key}')}: {cls.__name__} has no such "
+                    f"argument.{suggest(key, names)}"
+                )
             elif isinstance(value, str) and value == AUTO:
                 if key in auto:
                     self.auto.append(f"{prefix}.{key}")
                 else:
-                    self.fail(f"{prefix}.{key}", value, "is not possible: no integration fills this key. Write a value or remove it.")
+                    self.fail(
+                        f"{prefix}.{key}",
+                        value,
+                        "is not possible: no integration fills this key. Write a value or remove it.",
+                    )
         for a in arguments:
             if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD and a.name not in params:
                 self.errors.append(f"{self.name}: {prefix}.{a.name} is missing: {cls.__name__} needs it.")
@@ -691,21 +807,47 @@ class _Loader:
     def _build(self, optimizer: OptimizerConfig | None, scheduler: SchedulerConfig | None) -> Config:
         zero = "zero_optimization"
         stage, overlap = self.get(f"{zero}.stage"), self.get(f"{zero}.overlap_comm")
-        batch = dict(zip(_TRIANGLE, getattr(self, "triangle", None) or (self.values.get(k) for k in _TRIANGLE), strict=True))
+        batch = dict(
+            zip(_TRIANGLE, getattr(self, "triangle", None) or (self.values.get(k) for k in _TRIANGLE), strict=True)
+        )
         return self._fill(
-            Config, "", **batch, optimizer=optimizer, scheduler=scheduler,
-            fp16=self._fill(Fp16Config, "fp16"), bf16=self._fill(Bf16Config, "bf16"),
-            zero=self._fill(ZeroConfig, zero, overlap_comm=stage == 3 if overlap is None else overlap,
-                            offload_optimizer=self._fill(OffloadOptimizerConfig, f"{zero}.offload_optimizer"),
-                            offload_param=self._fill(OffloadParamConfig, f"{zero}.offload_param")),
-            data_types=DataTypesConfig("fp32"), checkpoint=self._fill(CheckpointConfig, "checkpoint"),
-            comms_logger=self._fill(CommsLoggerConfig, "comms_logger"), flops_profiler=self._fill(FlopsProfilerConfig, "flops_profiler"),
-            tensorboard=self._fill(TensorBoardConfig, "tensorboard"), csv_monitor=self._fill(CSVConfig, "csv_monitor"),
-            wandb=self._fill(WandbConfig, "wandb"), comet=self._fill(CometConfig, "comet"),
-            deepc=self._fill(DeepcConfig, "deepc", precision=self._fill(PrecisionConfig, "deepc.precision"), log=self._fill(LogConfig, "deepc.log"),
-                             timeline=self._fill(TimelineConfig, "deepc.timeline")),
-            world_size=self.world, device_type=self.device, source=self.name, raw=self.raw,
-            inert=tuple(self.inert), auto=tuple(self.auto), given=frozenset(self.values))
+            Config,
+            "",
+            **batch,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            fp16=self._fill(Fp16Config, "fp16"),
+            bf16=self._fill(Bf16Config, "bf16"),
+            zero=self._fill(
+                ZeroConfig,
+                zero,
+                overlap_comm=stage == 3 if overlap is None else overlap,
+                offload_optimizer=self._fill(OffloadOptimizerConfig, f"{zero}.offload_optimizer"),
+                offload_param=self._fill(OffloadParamConfig, f"{zero}.offload_param"),
+            ),
+            data_types=DataTypesConfig("fp32"),
+            checkpoint=self._fill(CheckpointConfig, "checkpoint"),
+            comms_logger=self._fill(CommsLoggerConfig, "comms_logger"),
+            flops_profiler=self._fill(FlopsProfilerConfig, "flops_profiler"),
+            tensorboard=self._fill(TensorBoardConfig, "tensorboard"),
+            csv_monitor=self._fill(CSVConfig, "csv_monitor"),
+            wandb=self._fill(WandbConfig, "wandb"),
+            comet=self._fill(CometConfig, "comet"),
+            deepc=self._fill(
+                DeepcConfig,
+                "deepc",
+                precision=self._fill(PrecisionConfig, "deepc.precision"),
+                log=self._fill(LogConfig, "deepc.log"),
+                timeline=self._fill(TimelineConfig, "deepc.timeline"),
+            ),
+            world_size=self.world,
+            device_type=self.device,
+            source=self.name,
+            raw=self.raw,
+            inert=tuple(self.inert),
+            auto=tuple(self.auto),
+            given=frozenset(self.values),
+        )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -714,8 +856,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def resolve_batch(train: int | None, micro: int | None, accum: int | None, world: int) -> tuple[int, int, int]:
-    """(train_batch_size, micro batch, accumulation) with the missing ones derived, by DeepSpeed's integer arithmetic. At least one of
-    `train` and `micro` is given. The result need not fit together: the caller checks train == micro * accum * world."""
+    """(train_batch_size, micro batch, accumulation) with the missing ones derived, by DeepSpeed's integer arithmetic.
+    At least one of `train` and `micro` is given. The result need not fit together: the caller checks train == micro *
+    accum * world."""
     if train is not None and micro is not None:
         return train, micro, accum if accum is not None else train // micro // world
     if train is not None:
@@ -726,7 +869,7 @@ def resolve_batch(train: int | None, micro: int | None, accum: int | None, world
     return micro * accum * world, micro, accum
 
 
-# ---- the command -------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -736,7 +879,9 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m deepc.config", description="The keys of a deepc configuration.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schema", nargs="?", const="-", metavar="FILE", help="write the JSON Schema of all keys to FILE, or print it")
+    what.add_argument(
+        "--schema", nargs="?", const="-", metavar="FILE", help="write the JSON Schema of all keys to FILE, or print it"
+    )
     what.add_argument("--explain", metavar="CONFIG", help="check a configuration and show what it means")
     parser.add_argument("--world-size", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -1,5 +1,5 @@
-"""`deepc config`: what a configuration means here, key by key, and the list of all keys. Owns the words; the keys are rows of
-config_keys.py, the rules are config.py's."""
+"""`deepc config`: what a configuration means here, key by key, and the list of all keys. Owns the words; the keys are
+rows of config_keys.py, the rules are config.py's."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One key of a configuration. state: "used", "inert", "off" or "auto"; says: what it does, or why it does nothing; differs: from
-    DeepSpeed, or ""."""
+    """One key of a configuration. state: "used", "inert", "off" or "auto"; says: what it does, or why it does nothing;
+    differs: from DeepSpeed, or ""."""
 
     key: str
     value: Any
@@ -50,7 +50,8 @@ class Wrong:
 
 @dataclass
 class Check:
-    """What a configuration means. batch: the three numbers and which of them are derived; None if they don't fit together or are "auto"."""
+    """What a configuration means. batch: the three numbers and which of them are derived; None if they don't fit
+    together or are "auto"."""
 
     source: str
     ranks: int
@@ -74,13 +75,16 @@ class Check:
 
 
 def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Check:
-    """Explains a configuration (what Config.load takes). ranks: None: what the batch sizes say if all three are given, else 1. Wrong
-    configurations are explained as well, as far as they can be read."""
+    """Explains a configuration (what Config.load takes). ranks: None: what the batch sizes say if all three are given,
+    else 1. Wrong configurations are explained as well, as far as they can be read."""
     try:
         raw, name = _read(source)
     except ConfigError as exc:
         return Check(
-            str(source) if isinstance(source, (str, os.PathLike)) else "the configuration", ranks or 1, device, errors=[Wrong("", str(exc))]
+            str(source) if isinstance(source, (str, os.PathLike)) else "the configuration",
+            ranks or 1,
+            device,
+            errors=[Wrong("", str(exc))],
         )
     world, said = (ranks, "given") if ranks is not None else _ranks_of(raw)
     loader = _Loader(raw, name, world, device, True)
@@ -113,7 +117,8 @@ def _wrong(text: str, name: str) -> Wrong:
     if match["unknown"]:
         rest = body[match.end() :]
         return Wrong(
-            match["unknown"], "unknown key. " + (rest or "It is not among DeepSpeed's or deepc's; `deepc config keys` lists them.")
+            match["unknown"],
+            "unknown key. " + (rest or "It is not among DeepSpeed's or deepc's; `deepc config keys` lists them."),
         )
     return Wrong(match["known"], body)
 
@@ -152,7 +157,9 @@ def _finding(row: Key, value: Any, why: dict[str, Any]) -> Finding:
     if row.path in why:
         return Finding(row.path, value, "inert", why[row.path].reason)
     if row.state in (State.LATER, State.REMOVED):
-        return Finding(row.path, value, "off", row.help if row.state is State.LATER else f"{row.help} Instead: {row.why}.")
+        return Finding(
+            row.path, value, "off", row.help if row.state is State.LATER else f"{row.help} Instead: {row.why}."
+        )
     return Finding(row.path, value, "used", row.help, DIFFERS.get(row.path, ""))
 
 
@@ -169,11 +176,18 @@ def _arguments(loader: _Loader, why: dict[str, Any]) -> list[Finding]:
         if path in why:
             out.append(Finding(path, value, "inert", why[path].reason))
         else:
-            out.append(Finding(path, value, "auto" if path in loader.auto else "off" if row.state is State.LATER else "used", row.help))
+            out.append(
+                Finding(
+                    path,
+                    value,
+                    "auto" if path in loader.auto else "off" if row.state is State.LATER else "used",
+                    row.help,
+                )
+            )
     return out
 
 
-# ---- in words ------------------------------------------------------------------------------------------------------------------------
+# ---- in words --------------------------------------------------------------------------------------------------------
 def _value(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 90 else text[:87] + "..."
@@ -181,7 +195,9 @@ def _value(value: Any) -> str:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     pad = " " * indent
-    return textwrap.wrap(text, 118, initial_indent=pad, subsequent_indent=pad, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, 118, initial_indent=pad, subsequent_indent=pad, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _lines(c: Check) -> list[str]:
@@ -200,9 +216,11 @@ def _lines(c: Check) -> list[str]:
         out += [
             "",
             "batch:",
-            f"  train_batch_size {b[_TRIANGLE[0]]}{note[_TRIANGLE[0]]} = train_micro_batch_size_per_gpu "
-            f"{b[_TRIANGLE[1]]}{note[_TRIANGLE[1]]} * "
-            f"gradient_accumulation_steps {b[_TRIANGLE[2]]}{note[_TRIANGLE[2]]} * {c.ranks} rank{'s' * (c.ranks > 1)}",
+            (
+                f"  train_batch_size {b[_TRIANGLE[0]]}{note[_TRIANGLE[0]]} = train_micro_batch_size_per_gpu"
+                f" {b[_TRIANGLE[1]]}{note[_TRIANGLE[1]]} * gradient_accumulation_steps"
+                f" {b[_TRIANGLE[2]]}{note[_TRIANGLE[2]]} * {c.ranks} rank{'s' * (c.ranks > 1)}"
+            ),
         ]
     for state, title in _STATES.items():
         found = [k for k in c.keys if k.state == state]
@@ -216,7 +234,7 @@ def _lines(c: Check) -> list[str]:
     return out
 
 
-# ---- all keys ------------------------------------------------------------------------------------------------------------------------
+# ---- all keys --------------------------------------------------------------------------------------------------------
 _STATE_WORDS = {State.ACTIVE: "used", State.INERT: "inert", State.LATER: "error", State.REMOVED: "error"}
 _KINDS = {
     "bool": "true, false",
@@ -234,7 +252,9 @@ _KINDS = {
 def _kind(row: Key) -> str:
     if row.choices:
         return ", ".join(f'"{c}"' for c in row.choices)
-    limits = " and ".join(f"{op} {b:g}" for op, b in ((">=", row.ge), (">", row.gt), ("<=", row.le), ("<", row.lt)) if b is not None)
+    limits = " and ".join(
+        f"{op} {b:g}" for op, b in ((">=", row.ge), (">", row.gt), ("<=", row.le), ("<", row.lt)) if b is not None
+    )
     return _KINDS[row.kind] + (f" {limits}" if limits else "")
 
 
@@ -266,7 +286,8 @@ def _does(row: Key, prefix: str = "") -> str:
 
 
 def key_rows() -> list[dict[str, str]]:
-    """Every key: {"key", "values", "default", "state" (used, inert, error: asking for it is one), "does"}, in the order of the table."""
+    """Every key: {"key", "values", "default", "state" (used, inert, error: asking for it is one), "does"}, in the order
+    of the table."""
     out = []
     for row in KEYS:
         out.append(
@@ -305,7 +326,7 @@ that is not here is an error, with the nearest spelling.
 
 The batch: `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks`. Give one or two of them; the others
 are derived.
-"""
+"""  # noqa: E501
 
 
 def markdown() -> str:
@@ -322,7 +343,13 @@ def markdown() -> str:
         out.append(f"## {section or 'Top level'}\n")
         out.append("| key | values | default | | what it does here |\n|---|---|---|---|---|")
         for r in found:
-            cells = [f"`{r['key']}`", r["values"].replace("|", "\\|"), f"`{r['default']}`", r["state"], r["does"].replace("|", "\\|")]
+            cells = [
+                f"`{r['key']}`",
+                r["values"].replace("|", "\\|"),
+                f"`{r['default']}`",
+                r["state"],
+                r["does"].replace("|", "\\|"),
+            ]
             out.append("| " + " | ".join(cells) + " |")
         out.append("")
     names = ", ".join(f"`{k}` ({v})" for k, v in LATER_OPTIMIZERS.items())
@@ -330,23 +357,29 @@ def markdown() -> str:
     return "\n".join(out)
 
 
-# ---- command line --------------------------------------------------------------------------------------------------------------------
+# ---- command line ----------------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     commands = parser.add_subparsers(dest="config_command", metavar="COMMAND", required=True)
     one = commands.add_parser(
         "check",
         help="explain a configuration and find what is wrong in it",
-        description="Explains each key of a configuration: what it does here, what differs from "
-        "DeepSpeed, what is inert\nand why, what is wrong and the nearest spelling; and the batch sizes as derived.",
-        epilog="examples:\n  deepc config check ds_config.json --ranks 2\n  deepc config check ds_config.json --device cuda "
-        "--json\n\nexit code: 0 no errors, 1 the "
-        "configuration is wrong",
+        description=(
+            "Explains each key of a configuration: what it does here, what differs from "
+            "DeepSpeed, what is inert\nand why, what is wrong and the nearest spelling; and the batch sizes as derived."
+        ),
+        epilog=(
+            "examples:\n  deepc config check ds_config.json --ranks 2\n  deepc config check ds_config.json --device"
+            " cuda --json\n\nexit code: 0 no errors, 1 the configuration is wrong"
+        ),
         **form,
     )
     one.add_argument("config", metavar="FILE", help="the DeepSpeed JSON; - reads standard input")
     one.add_argument(
-        "--ranks", type=int, metavar="N", help="data-parallel ranks; default: what the batch sizes say if all three are given, else 1"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="data-parallel ranks; default: what the batch sizes say if all three are given, else 1",
     )
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="decides which hints are inert (cpu)")
     one.add_argument("--json", action="store_true", help="for programs")
@@ -378,7 +411,9 @@ def run(args: argparse.Namespace) -> int:
 def _run_check(args: argparse.Namespace) -> int:
     if args.config != "-" and not os.path.isfile(args.config):
         what = f"{args.config!r} is a folder" if os.path.isdir(args.config) else f"there is no file {args.config!r}"
-        raise ArgumentError(f"{what} (looked in {os.getcwd()}). Give the DeepSpeed JSON, or - to read it from standard input")
+        raise ArgumentError(
+            f"{what} (looked in {os.getcwd()}). Give the DeepSpeed JSON, or - to read it from standard input"
+        )
     source = sys.stdin.read() if args.config == "-" else Path(args.config)
     found = check(source, ranks=args.ranks, device=args.device)
     print(json.dumps(found.to_dict(), indent=1, default=str) if args.json else found)

@@ -11,7 +11,14 @@ from typing import Any
 from .config_keys import ANY, KEYS, OPTIMIZER_PARAMS, RENAMED_SECTIONS, Key, State
 from .config_value import AUTO
 
-_JSON_TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string", "object": "object", "gated": "object"}
+_JSON_TYPES = {
+    "bool": "boolean",
+    "int": "integer",
+    "number": "number",
+    "str": "string",
+    "object": "object",
+    "gated": "object",
+}
 
 
 def _row_schema(row: Key) -> dict[str, Any]:
@@ -29,11 +36,23 @@ def _row_schema(row: Key) -> dict[str, Any]:
     elif row.kind != "any":
         out.update(type=_JSON_TYPES[row.kind], **(_bounds(row) if row.kind in ("int", "number") else {}))
     if row.kind == "gated":
-        out = {"anyOf": [{"type": "object", "required": ["enabled"], "properties": {"enabled": {"const": False}}}, {"const": {}}]}
+        out = {
+            "anyOf": [
+                {"type": "object", "required": ["enabled"], "properties": {"enabled": {"const": False}}},
+                {"const": {}},
+            ]
+        }
     elif row.state in (State.LATER, State.REMOVED) and row.ok is not ANY:
         accepted = [o for o in row.ok if o is not None]
-        out = {"enum": accepted} if not row.choices else ({"allOf": [out, {"pattern": "^(?:" + "|".join(map(_any_case, accepted)) + ")$"}]}
-                                                          if accepted else {"enum": []})
+        out = (
+            {"enum": accepted}
+            if not row.choices
+            else (
+                {"allOf": [out, {"pattern": "^(?:" + "|".join(map(_any_case, accepted)) + ")$"}]}
+                if accepted
+                else {"enum": []}
+            )
+        )
     options = [o for o in (out,) if o.get("enum", True) != []]
     if row.auto:
         options.append({"const": AUTO})
@@ -41,8 +60,15 @@ def _row_schema(row: Key) -> dict[str, Any]:
         options.append({"type": "null"})
     schema: dict[str, Any] = dict(options[0]) if len(options) == 1 else {"anyOf": options}
     if row.path == "optimizer.params":
-        schema = {"anyOf": [{"type": "object", "properties": {k: _row_schema(r) for k, r in OPTIMIZER_PARAMS.items()}}, {"type": "null"}]}
-        schema["anyOf"][0]["description"] = "For Adam and AdamW; other optimizers take the arguments of their torch class."
+        schema = {
+            "anyOf": [
+                {"type": "object", "properties": {k: _row_schema(r) for k, r in OPTIMIZER_PARAMS.items()}},
+                {"type": "null"},
+            ]
+        }
+        schema["anyOf"][0]["description"] = (
+            "For Adam and AdamW; other optimizers take the arguments of their torch class."
+        )
         for r in OPTIMIZER_PARAMS.values():  # a torch class may use the same name for something wider
             if r.state is State.LATER:
                 schema["anyOf"][0]["properties"].pop(r.path)
@@ -64,13 +90,19 @@ def _bounds(row: Key) -> dict[str, float]:
 
 def json_schema() -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of everything that Config.load accepts, for editors and CI."""
-    root: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "deepc configuration (DeepSpeed JSON)",
-                            "type": "object", "additionalProperties": False, "properties": {}}
+    root: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "deepc configuration (DeepSpeed JSON)",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {},
+    }
     for row in KEYS:
         node = root
         for part in row.path.split(".")[:-1]:
-            entry = node["properties"].setdefault(part, {"anyOf": [{"type": "object", "additionalProperties": False, "properties": {}},
-                                                                   {"type": "null"}]})
+            entry = node["properties"].setdefault(
+                part, {"anyOf": [{"type": "object", "additionalProperties": False, "properties": {}}, {"type": "null"}]}
+            )
             node = entry["anyOf"][0]
         node["properties"][row.leaf] = _row_schema(row)
         if row.alias:

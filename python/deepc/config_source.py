@@ -1,5 +1,7 @@
-"""Where a configuration comes from: a path, JSON text, base64 of it or a dict, read into a plain dict. JSON as DeepSpeed takes it, with
-comments and trailing commas. What is wrong with the text is a ConfigError that names the source, and line and column."""
+"""Where a configuration comes from: a path, JSON text, base64 of it or a dict, read into a plain dict. JSON as
+DeepSpeed takes it, with comments and trailing commas. What is wrong with the text is a ConfigError that names the
+source, and line and column.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
         if decoded is not None:
             return _parse(decoded, "the base64 configuration"), "the base64 configuration"
         shown = text if len(text) <= 200 else text[:200] + "..."
-        raise ConfigError(f"can't read the configuration file {shown!r}: {getattr(exc, 'strerror', None) or exc}. Give the path of a JSON "
-                          "file, JSON text or a dict.") from exc
+        raise ConfigError(
+            f"can't read the configuration file {shown!r}: {getattr(exc, 'strerror', None) or exc}. Give the path of a"
+            " JSON file, JSON text or a dict."
+        ) from exc
     return _parse(content, text), text
 
 
@@ -53,7 +57,11 @@ def _plain(value: Any, where: str) -> Any:
                 raise ConfigError(f"{where}: key {key!r} is {type(key).__name__}, keys are strings")
         return {k: _plain(v, where) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(v, where) for v in value) if type(value) in (list, tuple) else [_plain(v, where) for v in value]
+        return (
+            type(value)(_plain(v, where) for v in value)
+            if type(value) in (list, tuple)
+            else [_plain(v, where) for v in value]
+        )
     return copy.copy(value)
 
 
@@ -74,7 +82,9 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         if len(seen) != len(items):
             keys = [k for k, _ in items]
             twice = sorted({k for k in keys if keys.count(k) > 1})
-            raise ConfigError(f"{name}: the key {', '.join(map(repr, twice))} stands twice in one section. Remove one of them.")
+            raise ConfigError(
+                f"{name}: the key {', '.join(map(repr, twice))} stands twice in one section. Remove one of them."
+            )
         return seen
 
     def constant(word: str) -> None:

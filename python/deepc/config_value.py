@@ -1,5 +1,5 @@
-"""One key and one value of a configuration: the canonical form of a value, or what is wrong with it; and which known key an unknown one
-may have meant."""
+"""One key and one value of a configuration: the canonical form of a value, or what is wrong with it; and which known
+key an unknown one may have meant."""
 
 from __future__ import annotations
 
@@ -33,14 +33,24 @@ def suggest(key: str, known: Any = None) -> str:
 
 
 def _auto_message(source: str, keys: Any) -> str:
-    return (f"{source}: these keys are still \"auto\": {', '.join(keys)}. An integration (Hugging Face Trainer, Accelerate) fills them "
-            "before initialize(); without one, write values, or remove the keys to get the defaults.")
+    return (
+        f'{source}: these keys are still "auto": {", ".join(keys)}. An integration (Hugging Face Trainer, Accelerate)'
+        " fills them before initialize(); without one, write values, or remove the keys to get the defaults."
+    )
 
 
 # ---- one value -------------------------------------------------------------------------------------------------------
 
-_KIND_WORDS = {"bool": "true or false", "int": "an integer", "number": "a number", "str": "a string", "strings": "a list of strings",
-               "numbers": "a list of numbers", "object": "an object {...}", "gated": "an object {...}"}
+_KIND_WORDS = {
+    "bool": "true or false",
+    "int": "an integer",
+    "number": "a number",
+    "str": "a string",
+    "strings": "a list of strings",
+    "numbers": "a list of numbers",
+    "object": "an object {...}",
+    "gated": "an object {...}",
+}
 
 
 class _Bad(Exception):
@@ -52,12 +62,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _range_text(row: Key) -> str:
-    return " and ".join(f"{op} {b:g}" for op, b in ((">=", row.ge), (">", row.gt), ("<=", row.le), ("<", row.lt)) if b is not None)
+    return " and ".join(
+        f"{op} {b:g}" for op, b in ((">=", row.ge), (">", row.gt), ("<=", row.le), ("<", row.lt)) if b is not None
+    )
 
 
 def _in_range(row: Key, value: float) -> bool:
-    return not ((row.ge is not None and value < row.ge) or (row.gt is not None and value <= row.gt)
-                or (row.le is not None and value > row.le) or (row.lt is not None and value >= row.lt))
+    return not (
+        (row.ge is not None and value < row.ge)
+        or (row.gt is not None and value <= row.gt)
+        or (row.le is not None and value > row.le)
+        or (row.lt is not None and value >= row.lt)
+    )
 
 
 def _check_number(row: Key, value: Any, integer: bool) -> Any:

@@ -1,4 +1,5 @@
-"""What flight records say together: where every rank of a group is, which one is behind, which call differs, who is missing.
+"""What flight records say together: where every rank of a group is, which one is behind, which call differs, who is
+missing.
 
 Pure functions over records (flight.py): the same for processes that hang and for dumps."""
 
@@ -7,8 +8,9 @@ from __future__ import annotations
 import datetime
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Sequence, cast
+from typing import Any, cast
 
 from .flight import MESSAGES, Call, Group, Member, Record, process_status
 
@@ -25,8 +27,8 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank of a group is. what: "in" a call, "failed" in one, "between" calls, "closed" (left the group), "gone" (no process),
-    "silent" (no record of it). call: that call, or the last one; None if there was none."""
+    """Where one rank of a group is. what: "in" a call, "failed" in one, "between" calls, "closed" (left the group),
+    "gone" (no process), "silent" (no record of it). call: that call, or the last one; None if there was none."""
 
     member: Member
     what: str
@@ -60,7 +62,8 @@ class Finding:
 
 @dataclass
 class GroupView:
-    """One group, over all its ranks. lateness: per rank, seconds that it came after the first one, on average over `common` calls."""
+    """One group, over all its ranks. lateness: per rank, seconds that it came after the first one, on average over
+    `common` calls."""
 
     id: str
     label: str
@@ -105,7 +108,9 @@ def _names(members: Sequence[Member]) -> str:
 
 def _collectives(record: Record, group: Group) -> list[Call]:
     """By sequence number."""
-    return sorted((c for c in record.rows if c.group == group.index and c.op not in MESSAGES), key=lambda c: (c.seq, c.number))
+    return sorted(
+        (c for c in record.rows if c.group == group.index and c.op not in MESSAGES), key=lambda c: (c.seq, c.number)
+    )
 
 
 def _open_calls(record: Record, but: int | None = None) -> list[Call]:
@@ -137,20 +142,24 @@ def _place(member: Member, record: Record | None, group: Group | None, near: Rec
     waiting = [c for c in calls if c.end is None]
     elsewhere = _open_calls(record, group.index)
     other = min(elsewhere, key=lambda c: c.begin) if elsewhere else None
-    what = "in" if waiting else "closed" if group.closed else "failed" if last is not None and last.status else "between"
+    what = (
+        "in" if waiting else "closed" if group.closed else "failed" if last is not None and last.status else "between"
+    )
     if what == "in":
         last = waiting[0]  # of several steps the oldest is what it waits for
     return Place(member, what, last, other, record.groups[cast(int, other.group)].label if other else "", record.state)
 
 
-# ---- sentences --------------------------------------------------------------------------------------------------------------
+# ---- sentences -------------------------------------------------------------------------------------------------------
 def describe(place: Place, now: float) -> str:
     """Where a rank is, as half a sentence behind its name."""
     call: Any = place.call  # a call that is open or failed is there, and one that has ended has an end
     if place.what == "gone":
         return "is gone: its process has ended"
     if place.what == "silent":
-        return "left no flight record" + (f"; {_STATES[place.state].format(pid=place.member.pid)}" if place.state in _STATES else "")
+        return "left no flight record" + (
+            f"; {_STATES[place.state].format(pid=place.member.pid)}" if place.state in _STATES else ""
+        )
     if place.what == "in":
         text = f"is in call {call.seq}, {call}, {_since(call.begin, now)}"
     elif place.what == "failed":
@@ -162,7 +171,10 @@ def describe(place: Place, now: float) -> str:
             "left the group; its" if place.what == "closed" else "is in no call of this group: its"
         ) + f" last was call {call.seq}, {call}, finished {_ago(max(0.0, now - call.end))} ago ({_clock(call.end)})"
     if place.elsewhere is not None:
-        text += f"; meanwhile it is in {place.elsewhere} of group {place.elsewhere_label} {_since(place.elsewhere.begin, now)}"
+        text += (
+            f"; meanwhile it is in {place.elsewhere} of group {place.elsewhere_label}"
+            f" {_since(place.elsewhere.begin, now)}"
+        )
     if place.state in _STATES:
         text += "; " + _STATES[place.state].format(pid=place.member.pid)
     return text
@@ -214,7 +226,9 @@ def _absent(view: GroupView, stuck_s: float) -> list[Finding]:
         absent = [p for p in view.places if p.what == kind and not (kind == "closed" and p.seq >= front)]
         if absent:
             said = "; ".join(f"{_who(p.member)} {describe(p, view.now)}" for p in absent[:8])
-            found.append(Finding(words, view.label, tuple(p.member.rank for p in absent), f"group {view.label}: {waits}; {said}"))
+            found.append(
+                Finding(words, view.label, tuple(p.member.rank for p in absent), f"group {view.label}: {waits}; {said}")
+            )
     behind = [p for p in view.places if p.what in ("in", "between", "failed") and p.seq < front]
     if behind:
         said = "; ".join(f"{_who(p.member)} {describe(p, view.now)}" for p in behind[:8])
@@ -256,7 +270,12 @@ def _straggler(view: GroupView) -> Finding | None:
         return None
     worst = max(view.lateness, key=lambda r: view.lateness[r])
     others = [t for r, t in view.lateness.items() if r != worst]
-    if view.lateness[worst] < _LATE_S or view.last_share[worst] < 0.8 or not others or view.lateness[worst] < 3 * max(others):
+    if (
+        view.lateness[worst] < _LATE_S
+        or view.last_share[worst] < 0.8
+        or not others
+        or view.lateness[worst] < 3 * max(others)
+    ):
         return None
     member = next(p.member for p in view.places if p.member.rank == worst)
     return Finding(
@@ -285,8 +304,8 @@ def _messages(records: Sequence[Record], stuck_s: float) -> list[Finding]:
                     "message",
                     group.label,
                     (me.rank,) if peer is None else (me.rank, peer.rank),
-                    f"group {group.label}: {_who(me)} is in {c} "
-                    f"{word} {other} {_since(c.begin, record.taken)}" + _candidates(records, group, me, peer, c),
+                    f"group {group.label}: {_who(me)} is in {c} {word} {other} {_since(c.begin, record.taken)}"
+                    + _candidates(records, group, me, peer, c),
                 )
             )
     return found
@@ -299,20 +318,26 @@ def _candidates(records: Sequence[Record], group: Group, me: Member, peer: Membe
         theirs = next((g for g in record.groups.values() if g.id == group.id), None)
         if theirs is None or peer is None or theirs.members[theirs.rank] != peer:
             continue
-        open_calls = [o for o in _open_calls(record) if o.group == theirs.index and o.op == want and o.root in (group.rank, -1)]
+        open_calls = [
+            o for o in _open_calls(record) if o.group == theirs.index and o.op == want and o.root in (group.rank, -1)
+        ]
         if open_calls:
             return f"; {_who(peer)} has open towards it: " + ", ".join(map(str, open_calls[:4]))
         return f"; {_who(peer)} has no {want} open towards it"
     return ""
 
 
-# ---- the whole ---------------------------------------------------------------------------------------------------------------
+# ---- the whole -------------------------------------------------------------------------------------------------------
 def _view(group: Group, owners: dict[int, tuple[Record, Group]]) -> tuple[GroupView, dict[int, dict[int, Call]]]:
     near = next(iter(owners.values()))[0]
     nobody: tuple[Record | None, Group | None] = (None, None)
     places = [_place(m, *(owners[i] if i in owners else nobody), near) for i, m in enumerate(group.members)]
     view = GroupView(
-        group.id, group.label, places, live=all(r.live for r, _ in owners.values()), now=max(r.taken for r, _ in owners.values())
+        group.id,
+        group.label,
+        places,
+        live=all(r.live for r, _ in owners.values()),
+        now=max(r.taken for r, _ in owners.values()),
     )
     calls: dict[int, dict[int, Call]] = defaultdict(dict)
     for i, (record, own) in owners.items():
@@ -352,7 +377,8 @@ def diagnose(records: Sequence[Record], stuck_s: float = STUCK_S) -> Report:
                 "error",
                 "",
                 ranks,
-                f"rank {', '.join(map(str, ranks))} ended with {next(r.status for r in records if r.reason == reason)}: {reason}",
+                f"rank {', '.join(map(str, ranks))} ended with {next(r.status for r in records if r.reason == reason)}:"
+                f" {reason}",
             )
         )
     order = {"desync": 0, "missing": 1, "behind": 2, "message": 3, "straggler": 4, "error": 5}
@@ -376,7 +402,8 @@ def as_text(records: Sequence[Record], report: Report) -> str:
     for record in records:
         if record.dropped:
             lines.append(
-                f"rank {record.rank} (pid {record.pid}): {record.dropped} calls are not in the record: too many were open at a time"
+                f"rank {record.rank} (pid {record.pid}): {record.dropped} calls are not in the record: too many were"
+                " open at a time"
             )
     lines.append("")
     if not report.findings:

@@ -1,7 +1,8 @@
 """`deepc doctor`: is this machine fit for deepc, and where do the ranks of a run stand.
 
     deepc doctor                 build, machine, limits, and a self-test of a few seconds on two ranks
-    deepc doctor PID...          where the ranks of a run that hangs are (one pid of it is enough), which is behind, which call differs
+    deepc doctor PID...          where the ranks of a run that hangs are (one pid of it is enough), which is behind,
+    which call differs
     deepc doctor --all           the same of every run of this user
     deepc doctor FOLDER|FILE...  the same from dumps (DEEPC_FLIGHT_DIR)
 
@@ -21,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Callable, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from . import diagnosis, flight
 from .errors import ArgumentError, DeepcError
@@ -32,7 +34,8 @@ _MIB = 1 << 20
 
 
 class Check(NamedTuple):
-    """One line of the report. state: "ok", "warn" (works, but slower or only just) or "fail" (will not work). fix: "" if ok."""
+    """One line of the report. state: "ok", "warn" (works, but slower or only just) or "fail" (will not work). fix: ""
+    if ok."""
 
     name: str
     state: str
@@ -40,14 +43,18 @@ class Check(NamedTuple):
     fix: str = ""
 
 
-# ---- what is installed ------------------------------------------------------------------------------------------------------
+# ---- what is installed -----------------------------------------------------------------------------------------------
 def _build() -> list[Check]:
     import torch
 
     from ._lib import C, library_dir
 
     where = library_dir()
-    shim = "" if (where / "libdeepc_torch.so").exists() else f"{where}/libdeepc_torch.so is missing: install deepc-torch again"
+    shim = (
+        ""
+        if (where / "libdeepc_torch.so").exists()
+        else f"{where}/libdeepc_torch.so is missing: install deepc-torch again"
+    )
     return [
         Check("deepc", "fail" if shim else "ok", f"{C.dc_version().decode()} in {where}{_libraries(where)}", shim),
         _isa(),
@@ -112,7 +119,10 @@ def _isa() -> Check:
     name = C.dc_isa_name(current.value).decode()
     if current.value != best:
         return Check(
-            "instruction set", "warn", f"{name}, forced by DEEPC_ISA", f"unset DEEPC_ISA: this processor has {C.dc_isa_name(best).decode()}"
+            "instruction set",
+            "warn",
+            f"{name}, forced by DEEPC_ISA",
+            f"unset DEEPC_ISA: this processor has {C.dc_isa_name(best).decode()}",
         )
     return Check(
         "instruction set",
@@ -141,10 +151,20 @@ def _gpus() -> list[Check]:
     from ._lib import library_dir
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    free = [f"{f / 2**30:.0f} of {t / 2**30:.0f} GiB" for f, t in (torch.cuda.mem_get_info(i) for i in range(len(names)))]
+    free = [
+        f"{f / 2**30:.0f} of {t / 2**30:.0f} GiB" for f, t in (torch.cuda.mem_get_info(i) for i in range(len(names)))
+    ]
     value = f"{len(names)}: {', '.join(sorted(set(names)))}; free {', '.join(free)}; CUDA {torch.version.cuda}"
     if not (library_dir() / "libdeepc_cuda.so").exists():
-        return [Check("GPUs", "fail", value, "this build of deepc has no libdeepc_cuda.so: install the wheel, or build with DEEPC_CUDA=ON where nvcc is")]
+        return [
+            Check(
+                "GPUs",
+                "fail",
+                value,
+                "this build of deepc has no libdeepc_cuda.so: install the wheel, or build with DEEPC_CUDA=ON where"
+                " nvcc is",
+            )
+        ]
     return [Check("GPUs", "ok", value)]
 
 
@@ -159,19 +179,30 @@ def _variables() -> list[Check]:
     while C.dc_env_at(i, ctypes.byref(name), ctypes.byref(value), ctypes.byref(text)) == 0:
         known.append((name.value or b"").decode())
         i += 1
-    python_side = "AS_DEEPSPEED BIND CUDA LAUNCHER_PID LOCAL_RANK_ARGUMENT LOG LOG_LEVEL LOG_RANKS REPORT_TO RUN_DIR TIMELINE"
+    python_side = (
+        "AS_DEEPSPEED BIND CUDA LAUNCHER_PID LOCAL_RANK_ARGUMENT LOG LOG_LEVEL LOG_RANKS REPORT_TO RUN_DIR TIMELINE"
+    )
     own = {f"DEEPC_{n}" for n in python_side.split()}
     found = []
-    for var in sorted(v for v in os.environ if v.startswith("DEEPC_") and not v.startswith("DEEPC_TEST") and v not in own):
+    for var in sorted(
+        v for v in os.environ if v.startswith("DEEPC_") and not v.startswith("DEEPC_TEST") and v not in own
+    ):
         if var in known:
             found.append(Check(var, "ok", os.environ[var]))
         else:
             near = difflib.get_close_matches(var, [*known, *own], 1)
-            found.append(Check(var, "warn", f"{os.environ[var]} (no such variable)", f"did you mean {near[0]}?" if near else "unset it"))
+            found.append(
+                Check(
+                    var,
+                    "warn",
+                    f"{os.environ[var]} (no such variable)",
+                    f"did you mean {near[0]}?" if near else "unset it",
+                )
+            )
     return found
 
 
-# ---- the machine ------------------------------------------------------------------------------------------------------------
+# ---- the machine -----------------------------------------------------------------------------------------------------
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
@@ -217,10 +248,15 @@ def _cores() -> Check:
     value = f"{may} of {has}" + (f", CPU quota {quota:.3g}" if quota else "")
     if quota is not None and quota < may:
         return Check(
-            "cores", "warn", value, f"start at most {max(1, int(quota))} ranks x threads: beyond the quota the kernel stops all of them"
+            "cores",
+            "warn",
+            value,
+            f"start at most {max(1, int(quota))} ranks x threads: beyond the quota the kernel stops all of them",
         )
     if may < has:
-        return Check("cores", "warn", value, "this shell is bound to some cores (taskset, cpuset): ranks that it starts are too")
+        return Check(
+            "cores", "warn", value, "this shell is bound to some cores (taskset, cpuset): ranks that it starts are too"
+        )
     return Check("cores", "ok", value)
 
 
@@ -234,8 +270,12 @@ def _memory() -> Check:
     by = "the memory cgroup's limit" if free.value < 0.95 * available else "MemAvailable"
     value = f"{free.value / 2**30:.1f} GiB available (by {by}; MemAvailable {available / 2**30:.1f} GiB)"
     if free.value < 256 * _MIB:
-        return Check("memory", "fail", value, "free memory or raise the limit: deepc refuses what the kernel would kill for")
-    return Check("memory", "warn" if free.value < 2**30 else "ok", value, "less than 1 GiB is left" if free.value < 2**30 else "")
+        return Check(
+            "memory", "fail", value, "free memory or raise the limit: deepc refuses what the kernel would kill for"
+        )
+    return Check(
+        "memory", "warn" if free.value < 2**30 else "ok", value, "less than 1 GiB is left" if free.value < 2**30 else ""
+    )
 
 
 def _limit(name: str, kind: int, least: int, unit: int, flag: str, why: str, state: str = "warn") -> Check:
@@ -254,11 +294,16 @@ def _shm() -> Check:
     try:
         stat = os.statvfs("/dev/shm")
     except OSError as exc:
-        return Check("/dev/shm", "warn", str(exc), "mount a tmpfs there: DataLoader workers need it (deepc itself does not)")
+        return Check(
+            "/dev/shm", "warn", str(exc), "mount a tmpfs there: DataLoader workers need it (deepc itself does not)"
+        )
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     value = f"{free / _MIB:,.0f} of {size / _MIB:,.0f} MiB free"
     if free < 256 * _MIB:
-        fix = "start the container with --shm-size=1g or more: DataLoader workers hand batches over there (deepc itself does not use it)"
+        fix = (
+            "start the container with --shm-size=1g or more: DataLoader workers hand batches over there (deepc itself"
+            " does not use it)"
+        )
         return Check("/dev/shm", "warn", value, fix)
     return Check("/dev/shm", "ok", value)
 
@@ -279,7 +324,9 @@ def _io_uring() -> Check:
 def _limits() -> list[Check]:
     return [
         _limit("open files", resource.RLIMIT_NOFILE, 1024, 1, "-n", "a group of n ranks holds 2 n descriptors in each"),
-        _limit("locked memory", resource.RLIMIT_MEMLOCK, 8 * _MIB, 1024, "-l", "only pinned host memory and RDMA need it"),
+        _limit(
+            "locked memory", resource.RLIMIT_MEMLOCK, 8 * _MIB, 1024, "-l", "only pinned host memory and RDMA need it"
+        ),
         _limit("file size", resource.RLIMIT_FSIZE, 1 << 34, 1024, "-f", "shared segments count as files", "fail"),
         _shm(),
         _io_uring(),
@@ -339,10 +386,17 @@ print("read" if n == 8 and to.value == b"deepc" else os.strerror(ctypes.get_errn
 def _single_copy() -> Check:
     """Two children, because a parent may read its child where siblings may not read each other (yama)."""
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
-    lender = subprocess.Popen([sys.executable, "-S", "-c", _LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    lender = subprocess.Popen(
+        [sys.executable, "-S", "-c", _LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         address = cast(IO[str], lender.stdout).readline().strip()
-        done = subprocess.run([sys.executable, "-S", "-c", _BORROWER, str(lender.pid), address], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", _BORROWER, str(lender.pid), address],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
         said = done.stdout.strip() or done.stderr.strip()[-200:]
     except subprocess.TimeoutExpired:
         said = "no answer within 20 s"
@@ -370,7 +424,10 @@ def _huge_pages() -> Check:
         text = _read(path)
         return text[text.find("[") + 1 : text.find("]")] if "[" in text else "?"
 
-    own, shared = chosen("/sys/kernel/mm/transparent_hugepage/enabled"), chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    own, shared = (
+        chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+    )
     value = f"private memory: {own}; shared memory: {shared}"
     if own == "never":
         return Check("huge pages", "warn", value, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")
@@ -386,7 +443,12 @@ def _heap() -> Check:
         return Check("kept heap", "ok", "works: a step finds the memory of the one before, without page faults")
     if os.environ.get("DEEPC_KEEP_HEAP") == "0":
         return Check("kept heap", "ok", "off (DEEPC_KEEP_HEAP=0)")
-    return Check("kept heap", "warn", "not with this build of torch", "install torch's own wheel: large tensors are mapped anew at every step else")
+    return Check(
+        "kept heap",
+        "warn",
+        "not with this build of torch",
+        "install torch's own wheel: large tensors are mapped anew at every step else",
+    )
 
 
 def _hostname() -> Check:
@@ -396,7 +458,10 @@ def _hostname() -> Check:
         addresses = {str(a[4][0]) for a in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)}
     except OSError as exc:
         return Check(
-            "host name", "warn", f"{name} has no address ({exc})", f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+            "host name",
+            "warn",
+            f"{name} has no address ({exc})",
+            f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
     return Check("host name", "ok", f"{name}: {', '.join(sorted(addresses))}")
 
@@ -419,7 +484,7 @@ def machine_checks() -> list[Check]:
     ]
 
 
-# ---- the self-test ----------------------------------------------------------------------------------------------------------
+# ---- the self-test ---------------------------------------------------------------------------------------------------
 _TEST_RANK = "import sys; from deepc.doctor import _test_rank; _test_rank(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -430,11 +495,13 @@ def _test_rank(rank: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    import deepc  # noqa: F401  the backend
+    import deepc  # noqa: F401
 
     from . import counters, node
 
-    dist.init_process_group("deepc", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group(
+        "deepc", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+    )
     wrong = _wrong_collectives(rank)
     comm = node.open_comm(
         dist.PrefixStore("doctor", dist.distributed_c10d._get_default_store()),
@@ -528,15 +595,26 @@ def _await_ranks(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> tuple[
 def self_test(limit_s: float = _SELF_TEST_S) -> list[Check]:
     """Two ranks on this machine: right results, latency, bandwidth. A rank that hangs is told about and killed."""
     with tempfile.TemporaryDirectory(prefix="deepc-doctor-") as folder:
-        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
         env.update(
             CUDA_VISIBLE_DEVICES="",
             OMP_NUM_THREADS="1",
             DEEPC_LOG_LEVEL="WARNING",
-            PYTHONPATH=os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            PYTHONPATH=os.pathsep.join(
+                [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         )
         ranks = [
-            subprocess.Popen([sys.executable, "-c", _TEST_RANK, str(r), folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+            subprocess.Popen(
+                [sys.executable, "-c", _TEST_RANK, str(r), folder],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
             for r in range(2)
         ]
         try:
@@ -579,19 +657,37 @@ def _judge(results: list[dict[str, Any]]) -> list[Check]:
     wrong = sorted({w for r in results for w in r["wrong"]})
     if wrong:
         return [
-            Check("self-test", "fail", f"wrong results: {', '.join(wrong)}", "please report this with the output of `deepc doctor --json`")
+            Check(
+                "self-test",
+                "fail",
+                f"wrong results: {', '.join(wrong)}",
+                "please report this with the output of `deepc doctor --json`",
+            )
         ]
     if not all(r["on_core"] and r["recorded"] for r in results):
-        return [Check("self-test", "fail", "the collectives did not run in deepc's core, or were not recorded", "see the limits above")]
+        return [
+            Check(
+                "self-test",
+                "fail",
+                "the collectives did not run in deepc's core, or were not recorded",
+                "see the limits above",
+            )
+        ]
     worst = {k: max(r[k] for r in results) for k in results[0] if k.endswith(("_us", "_ms"))}
-    checks = [Check("collectives", "ok", "right on 2 ranks: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send and recv")]
+    checks = [
+        Check(
+            "collectives",
+            "ok",
+            "right on 2 ranks: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send and recv",
+        )
+    ]
     slow = worst["all_reduce_4k_us"] > 100
     checks.append(
         Check(
             "latency",
             "warn" if slow else "ok",
-            f"barrier {worst['barrier_us']:.2g} us, all_reduce of 4 KiB {worst['all_reduce_4k_us']:.2g} us from Python, "
-            f"{worst['torch_all_reduce_4k_us']:.3g} us through torch.distributed",
+            f"barrier {worst['barrier_us']:.2g} us, all_reduce of 4 KiB {worst['all_reduce_4k_us']:.2g} us from Python,"
+            f" {worst['torch_all_reduce_4k_us']:.3g} us through torch.distributed",
             "two ranks wait for a core: other processes use them, or there is only one" if slow else "",
         )
     )
@@ -601,12 +697,17 @@ def _judge(results: list[dict[str, Any]]) -> list[Check]:
     fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     fix += "; memory may also be too fragmented (echo 1 > /proc/sys/vm/compact_memory)"
     checks.append(
-        Check("huge shared pages", "ok" if huge >= total else "warn", f"{huge:.0f} of {total:.0f} MiB", "" if huge >= total else fix)
+        Check(
+            "huge shared pages",
+            "ok" if huge >= total else "warn",
+            f"{huge:.0f} of {total:.0f} MiB",
+            "" if huge >= total else fix,
+        )
     )
     return checks
 
 
-# ---- runs -------------------------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------------------
 def _with_peers(pids: list[int]) -> list[flight.Record]:
     """The records of these processes and of the other members of their groups, where their pids are pids here."""
     found: dict[int, flight.Record] = {}
@@ -651,7 +752,8 @@ def _records(args: argparse.Namespace) -> list[flight.Record]:
         here = flight.read_folder(target)
         if not here:
             raise ArgumentError(
-                f"{target}: no deepc-flight-*.bin in this folder. Ranks write them when a group breaks and DEEPC_FLIGHT_DIR names it"
+                f"{target}: no deepc-flight-*.bin in this folder. Ranks write them when a group breaks and"
+                " DEEPC_FLIGHT_DIR names it"
             )
         records += here
     return records
@@ -686,12 +788,18 @@ def _doctor_of_machine(args: argparse.Namespace) -> int:
         print(json.dumps({"checks": [c._asdict() for c in checks], "ok": not failed}, indent=1))
     else:
         warned = sum(c.state == "warn" for c in checks)
-        print(f"\n{len(failed)} failed, {warned} warning{'s' if warned != 1 else ''}" if failed or warned else "\nAll is well.")
+        print(
+            f"\n{len(failed)} failed, {warned} warning{'s' if warned != 1 else ''}"
+            if failed or warned
+            else "\nAll is well."
+        )
     return 1 if failed else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("targets", nargs="*", metavar="PID|FOLDER|FILE", help="ranks of a run, or dumps of one; nothing: this machine")
+    parser.add_argument(
+        "targets", nargs="*", metavar="PID|FOLDER|FILE", help="ranks of a run, or dumps of one; nothing: this machine"
+    )
     parser.add_argument("--all", action="store_true", help="all runs of this user on this machine")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(

@@ -1,14 +1,16 @@
 """A training step without its numbers: which memory it would take, allocation by allocation.
 
-The model runs forward, backward and optimizer step on fake tensors (torch's FakeTensorMode: shapes and dtypes, no data), in a forked child, so
-that nothing of it reaches the caller: no parameter, counter, random state or page. A dispatch mode sees every storage come and go. For each, the
-child asks this process's own malloc for as many bytes and never touches them: so the C library itself says which blocks fall into which holes, what
-goes back to the kernel and what stays, and a map of pages says how much would be resident. That matters: with glibc's thresholds, which rise at the first
-large frees, the heap of a CPU training holds 10 to 40 % more than its live tensors (measured on GPT-2 shapes), and sums of live bytes miss it.
+The model runs forward, backward and optimizer step on fake tensors (torch's FakeTensorMode: shapes and dtypes, no
+data), in a forked child, so that nothing of it reaches the caller: no parameter, counter, random state or page. A
+dispatch mode sees every storage come and go. For each, the child asks this process's own malloc for as many bytes and
+never touches them: so the C library itself says which blocks fall into which holes, what goes back to the kernel and
+what stays, and a map of pages says how much would be resident. That matters: with glibc's thresholds, which rise at the
+first large frees, the heap of a CPU training holds 10 to 40 % more than its live tensors (measured on GPT-2 shapes),
+and sums of live bytes miss it.
 
-What it can't see: buffers inside of kernels, and models that read values of tensors (a loss's `.item()` gets a guess, and a note says so).
-Tried before: replaying the recorded events in a fresh heap gave 2 % of holes where the real run had 10 to 35 %, because the small objects of
-autograd, which split the holes, were missing."""
+What it can't see: buffers inside of kernels, and models that read values of tensors (a loss's `.item()` gets a guess,
+and a note says so). Tried before: replaying the recorded events in a fresh heap gave 2 % of holes where the real run
+had 10 to 35 %, because the small objects of autograd, which split the holes, were missing."""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,9 +41,10 @@ _IS_MMAPPED = 2  # in the word before a block of glibc's
 THP_BYTES = 2 << 20  # from here on torch aligns to pages where its huge-page switch is on (c10/core/impl/alloc_cpu.cpp)
 
 
-# ---- in a child -----------------------------------------------------------------------------------------------------------------
+# ---- in a child ------------------------------------------------------------------------------------------------------
 def forked(work: Callable[[], dict[str, Any]], limit_s: float = 300.0) -> dict[str, Any]:
-    """What `work` returns (JSON types) when a forked child calls it. Raises UnsupportedError with the reason if it fails, dies or takes longer."""
+    """What `work` returns (JSON types) when a forked child calls it. Raises UnsupportedError with the reason if it
+    fails, dies or takes longer."""
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
@@ -49,7 +52,9 @@ def forked(work: Callable[[], dict[str, Any]], limit_s: float = 300.0) -> dict[s
         import warnings
 
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads; the child uses none of them
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns of forks beside threads; the child uses none of them
         pid = os.fork()
     if pid == 0:
         os.close(read)
@@ -63,9 +68,15 @@ def forked(work: Callable[[], dict[str, Any]], limit_s: float = 300.0) -> dict[s
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if text is None:
-        raise UnsupportedError(f"the dry run took longer than {limit_s:.0f} s; use a smaller sample batch, or estimate without one (model states only)")
+        raise UnsupportedError(
+            f"the dry run took longer than {limit_s:.0f} s; use a smaller sample batch, or estimate without one (model"
+            " states only)"
+        )
     if not text:
-        raise UnsupportedError(f"the dry run's process ended without an answer (exit code {code}); estimate without a sample batch (model states only)")
+        raise UnsupportedError(
+            f"the dry run's process ended without an answer (exit code {code}); estimate without a sample batch (model"
+            " states only)"
+        )
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
         raise UnsupportedError(answer["error"])
@@ -76,13 +87,19 @@ def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
     """Never returns, runs nothing of the parent's exit."""
     try:
         torch.set_num_threads(1)  # a forked child has no OpenMP threads to wait for
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is in the answer, without torch's traceback
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(
+            logging.CRITICAL
+        )  # what fails is in the answer, without torch's traceback
         answer = work()
     except DeepcError as exc:
         answer = {"error": str(exc)}
     except BaseException as exc:
-        answer = {"error": f"the dry run failed with {type(exc).__name__}: {str(exc)[:600]} (at {_place(exc)}). A dry run has shapes but no values; "
-                           "estimate without a sample batch for the model states alone"}
+        answer = {
+            "error": (
+                f"the dry run failed with {type(exc).__name__}: {str(exc)[:600]} (at {_place(exc)}). A dry run has"
+                " shapes but no values; estimate without a sample batch for the model states alone"
+            )
+        }
     try:
         with os.fdopen(write, "w") as f:
             f.write(json.dumps(answer))
@@ -94,7 +111,11 @@ def _place(exc: BaseException) -> str:
     """The innermost frame outside of torch."""
     import traceback
 
-    frames = [f for f in traceback.extract_tb(exc.__traceback__) if f"{os.sep}torch{os.sep}" not in f.filename and f.filename != __file__]
+    frames = [
+        f
+        for f in traceback.extract_tb(exc.__traceback__)
+        if f"{os.sep}torch{os.sep}" not in f.filename and f.filename != __file__
+    ]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the dry run"
 
 
@@ -111,7 +132,8 @@ def _read_all(fd: int, limit_s: float) -> str | None:
 
 
 def load_compiler() -> int:
-    """Imports what the first torch optimizer of a process imports (torch's compiler, some 65 MB); returns the memory that this took."""
+    """Imports what the first torch optimizer of a process imports (torch's compiler, some 65 MB); returns the memory
+    that this took."""
     if "torch._dynamo" in sys.modules:
         return 0
     before = anonymous_bytes()
@@ -129,7 +151,7 @@ def anonymous_bytes() -> int:
     return 0
 
 
-# ---- malloc's own answer ----------------------------------------------------------------------------------------------------------
+# ---- malloc's own answer ---------------------------------------------------------------------------------------------
 class _Pages:
     """Which pages of a range of addresses are resident, from page number `start` on."""
 
@@ -167,15 +189,21 @@ class _Pages:
 
 
 class ShadowHeap:
-    """Blocks from this process's malloc, and from the core's heap where the engine uses it, that stand for tensors. `resident`: how many more bytes
-    would be resident than at the start if every block were written from end to end; `peak`: the most of it. Pages of a heap count from their first
-    use until they go back to the system.
+    """Blocks from this process's malloc, and from the core's heap where the engine uses it, that stand for tensors.
+    `resident`: how many more bytes would be resident than at the start if every block were written from end to end;
+    `peak`: the most of it. Pages of a heap count from their first use until they go back to the system.
 
-    Only for the main thread of glibc (its mmap flag and program break are read); `usable` says if that is what runs here."""
+    Only for the main thread of glibc (its mmap flag and program break are read); `usable` says if that is what runs
+    here.
+    """
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
-        self.usable = hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "posix_memalign") and not os.environ.get("LD_PRELOAD")
+        self.usable = (
+            hasattr(libc, "gnu_get_libc_version")
+            and hasattr(libc, "posix_memalign")
+            and not os.environ.get("LD_PRELOAD")
+        )
         self.resident = self.peak = self._mapped = self._heap = self._base = 0
         self._blocks: dict[int, tuple[int, int]] = {}  # key -> (address, or 0 if it has a mapping of its own; bytes)
         self._huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
@@ -243,9 +271,13 @@ class ShadowHeap:
             return
         at = self._pointer.value or 0
         self._follow_top()
-        # A mapping of its own, or in another arena than the one that grows by the program break: glibc goes there, and stays there, once the
-        # break could not grow. Its addresses are a terabyte away from the heap's, which is no place for a map of pages.
-        own = bool(ctypes.c_size_t.from_address(at - 8).value & _IS_MMAPPED) or not self._pages.start <= at // PAGE < self._top
+        # A mapping of its own, or in another arena than the one that grows by the program break: glibc goes there, and
+        # stays there, once the break could not grow. Its addresses are a terabyte away from the heap's, which is no
+        # place for a map of pages.
+        own = (
+            bool(ctypes.c_size_t.from_address(at - 8).value & _IS_MMAPPED)
+            or not self._pages.start <= at // PAGE < self._top
+        )
         self._blocks[key] = (at, nbytes if own else -nbytes)
         if own:
             self._mapped += nbytes
@@ -276,7 +308,8 @@ class ShadowHeap:
         self.resident = self.peak = keep
 
     def come_and_go(self, sizes: list[int]) -> int:
-        """Blocks that are all allocated and then all freed, as a model's parameters are. Returns how much `resident` falls at the end."""
+        """Blocks that are all allocated and then all freed, as a model's parameters are. Returns how much `resident`
+        falls at the end."""
         for i, n in enumerate(sizes):
             self.alloc(-2 - i, n)
         most = self.resident
@@ -303,7 +336,7 @@ def _heap_start() -> int:
     return 0
 
 
-# ---- storages, born and gone ----------------------------------------------------------------------------------------------------
+# ---- storages, born and gone -----------------------------------------------------------------------------------------
 def _guess(func: Any, args: tuple[Any, ...]) -> Any:
     """What a model gets that asks a fake tensor for a value: masks are full, numbers are 1."""
     dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else torch.bool
@@ -327,10 +360,14 @@ def _make_tracker() -> type[Any]:
             self._keys: dict[int, int] = {}
             self._count = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
             self.op = str(func)
             if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-                raise UnsupportedError(f"the model calls the collective {func} in its forward, which a dry run of one rank can't do")
+                raise UnsupportedError(
+                    f"the model calls the collective {func} in its forward, which a dry run of one rank can't do"
+                )
             if func in _READS:
                 self.guesses.append(self.op)
                 return _guess(func, args)
@@ -372,7 +409,8 @@ _WORKSPACE: dict[Any, Callable[..., int]] = {}  # bytes of a kernel's own buffer
 
 
 class _Accumulators:
-    """Accumulators that borrow their memory from the heap, bucket by bucket, until the step ends (state.leases_gradients)."""
+    """Accumulators that borrow their memory from the heap, bucket by bucket, until the step ends
+    (state.leases_gradients)."""
 
     _FIRST_KEY = -(1 << 40)
     _MOST_PIECES = 8192  # ops/base/lease.c
@@ -444,9 +482,10 @@ class _Window:
         return done
 
 
-# ---- the run ----------------------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 def loss_of(output: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
-    """The scalar to call backward on: loss_fn(output, batch), or the output itself, its `.loss`, ["loss"] or first element."""
+    """The scalar to call backward on: loss_fn(output, batch), or the output itself, its `.loss`, ["loss"] or first
+    element."""
     if loss_fn is not None:
         output = loss_fn(output, batch)
     elif not isinstance(output, torch.Tensor):
@@ -458,8 +497,10 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> torc
             output = output[0]
     if not isinstance(output, torch.Tensor) or output.numel() != 1:
         what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise ArgumentError(f"the model's output ({what}) is no scalar loss and has none as .loss; give a function of (output, batch) "
-                            "that makes it: loss_fn=, or --loss MODULE:FUNCTION of the command")
+        raise ArgumentError(
+            f"the model's output ({what}) is no scalar loss and has none as .loss; give a function of (output, batch) "
+            "that makes it: loss_fn=, or --loss MODULE:FUNCTION of the command"
+        )
     return output
 
 
@@ -478,8 +519,8 @@ def first_rows(batch: Any, rows: int) -> Any:
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> str:
-    """Recomputes the model's repeated blocks in backward (in place): by its own method if it has one, else every element of its largest
-    ModuleList or Sequential. Returns what was done, "" if there is nothing to recompute."""
+    """Recomputes the model's repeated blocks in backward (in place): by its own method if it has one, else every
+    element of its largest ModuleList or Sequential. Returns what was done, "" if there is nothing to recompute."""
     own = getattr(model, "gradient_checkpointing_enable", None)
     if callable(own):
         with contextlib.suppress(ValueError):  # transformers: this architecture can't
@@ -487,22 +528,36 @@ def checkpoint_blocks(model: torch.nn.Module) -> str:
             return "model.gradient_checkpointing_enable()"
     from torch.utils.checkpoint import checkpoint
 
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1]
+    lists = [
+        (n, m)
+        for n, m in model.named_modules()
+        if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1
+    ]
     if not lists:
         return ""
     name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     for block in blocks:
+
         def recomputed(*args: Any, _forward: Any = block.forward, **kwargs: Any) -> Any:
             return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
         block.forward = recomputed
     return f"torch.utils.checkpoint around each of {name}"
 
 
 class _FakeModel:
-    """Puts fake tensors in the place of a model's parameters and buffers, in this process for good, and frees the real ones."""
+    """Puts fake tensors in the place of a model's parameters and buffers, in this process for good, and frees the real
+    ones."""
 
-    def __init__(self, model: torch.nn.Module, mode: Any, tracker: Any, dtype: torch.dtype, trained: list[torch.nn.Parameter],
-                 keeps_frozen: bool) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mode: Any,
+        tracker: Any,
+        dtype: torch.dtype,
+        trained: list[torch.nn.Parameter],
+        keeps_frozen: bool,
+    ) -> None:
         self._mode, self._tracker, self._dtype, self._keeps_frozen = mode, tracker, dtype, keeps_frozen
         self._trained = {id(p) for p in trained}
         self._swapped: dict[int, torch.Tensor] = {}
@@ -518,7 +573,9 @@ class _FakeModel:
             if id(p) in self._trained and not _is_fake(p):
                 with contextlib.suppress(RuntimeError):  # memory that torch does not own
                     p.untyped_storage().resize_(0)
-        self.never_real = [p for p in self._originals if id(p) in self._trained and _is_fake(p)]  # of a model that was made without memory
+        self.never_real = [
+            p for p in self._originals if id(p) in self._trained and _is_fake(p)
+        ]  # of a model that was made without memory
 
     def _fake(self, value: torch.Tensor, parameter: bool) -> torch.Tensor:
         if id(value) not in self._swapped:
@@ -539,15 +596,33 @@ def _is_fake(t: torch.Tensor) -> bool:
     return isinstance(t, FakeTensor)
 
 
-def run(model: torch.nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, dtype: torch.dtype, trained: list[torch.nn.Parameter],
-        layout: Layout, slots: int, own_all: bool, leases: bool, acc_color: int, accumulation: int, steps: int, update: Callable[..., Callable[[], Any]] | None, keeps_frozen: bool,
-        cast_inputs: bool = False) -> dict[str, Any]:
-    """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is spoilt.
+def run(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    dtype: torch.dtype,
+    trained: list[torch.nn.Parameter],
+    layout: Layout,
+    slots: int,
+    own_all: bool,
+    leases: bool,
+    acc_color: int,
+    accumulation: int,
+    steps: int,
+    update: Callable[..., Callable[[], Any]] | None,
+    keeps_frozen: bool,
+    cast_inputs: bool = False,
+) -> dict[str, Any]:
+    """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is
+    spoilt.
 
-    trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all, acc_color: of the accumulators, which borrow their memory if
-    `leases` and the heap is there. update(fake parameters, known) makes a
-    function that does a torch optimizer's step on shards, or None. Returns bytes: "freed" by the model's move into the flat space (negative: less resident
-    memory), "live" and "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first forward, "gradients" the largest one."""
+    trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all,
+    acc_color: of the accumulators, which borrow their memory if `leases` and the heap is there. update(fake parameters,
+    known) makes a function that does a torch optimizer's step on shards, or None. Returns bytes: "freed" by the model's
+    move into the flat space (negative: less resident memory), "live" and "resident" peaks (with "leased" accumulators
+    in the latter) above what is left then, "saved" at the end of the first forward, "gradients" the largest one.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
@@ -570,8 +645,16 @@ def run(model: torch.nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, 
     saved = largest = 0
     step = update(fake.trained, mode, tracker) if update is not None else None
     with mode, tracker:
-        batch = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), device=t.device if t.device.type != "meta" else "cpu",
-                              dtype=dtype if cast_inputs and t.is_floating_point() else t.dtype), batch)
+        batch = tree_map_only(
+            torch.Tensor,
+            lambda t: torch.empty_strided(
+                t.shape,
+                t.stride(),
+                device=t.device if t.device.type != "meta" else "cpu",
+                dtype=dtype if cast_inputs and t.is_floating_point() else t.dtype,
+            ),
+            batch,
+        )
         tracker.peak = tracker.live
         for _ in range(steps):
             for _ in range(accumulation):
@@ -587,8 +670,17 @@ def run(model: torch.nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, 
             if sums is not None:
                 sums.end()
     largest = max((p.numel() for p in fake.trained), default=0) * dtype.itemsize
-    return {"freed": freed, "live": tracker.peak, "resident": heap.peak, "saved": saved, "largest_gradient": largest, "at": tracker.peak_op,
-            "malloc": heap.usable, "leased": sums is not None, "guesses": sorted(set(tracker.guesses))}
+    return {
+        "freed": freed,
+        "live": tracker.peak,
+        "resident": heap.peak,
+        "saved": saved,
+        "largest_gradient": largest,
+        "at": tracker.peak_op,
+        "malloc": heap.usable,
+        "leased": sums is not None,
+        "guesses": sorted(set(tracker.guesses)),
+    }
 
 
 class _Reducer:
@@ -604,11 +696,13 @@ class _Reducer:
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """For the parameter at `index`, when its gradient is there."""
+
         def take(p: torch.Tensor) -> None:
             if p.grad is not None and not p.grad.is_contiguous():
                 p.grad = p.grad.contiguous()
             for i in self._take(index):
                 self._params[i].grad = None
+
         return take
 
     def _take(self, index: int) -> list[int]:

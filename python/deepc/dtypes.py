@@ -7,8 +7,15 @@ import torch
 from .errors import ArgumentError
 
 CODES: dict[torch.dtype, int] = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4, torch.uint8: 5, torch.int16: 6,
-    torch.int32: 7, torch.int64: 8,
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -18,4 +25,6 @@ def code(dtype: torch.dtype, what: str = "tensor") -> int:
     try:
         return CODES[dtype]
     except KeyError:
-        raise ArgumentError(f"{what} has dtype {dtype}; deepc's core takes {', '.join(str(d) for d in CODES)}") from None
+        raise ArgumentError(
+            f"{what} has dtype {dtype}; deepc's core takes {', '.join(str(d) for d in CODES)}"
+        ) from None

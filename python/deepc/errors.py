@@ -6,8 +6,8 @@ from __future__ import annotations
 class DeepcError(RuntimeError):
     """Base of all errors of deepc.
 
-    Fix: as the message says. Catch this class to catch all of them; each is also the builtin exception that fits (ValueError,
-    MemoryError, ...)."""
+    Fix: as the message says. Catch this class to catch all of them; each is also the builtin exception that fits
+    (ValueError, MemoryError, ...)."""
 
 
 class ConfigError(DeepcError, ValueError):
@@ -31,8 +31,8 @@ class ArgumentError(DeepcError, ValueError):
 class OutOfMemoryError(DeepcError, MemoryError):
     """An allocation would exceed what the machine or the memory cgroup has left; nothing was allocated.
 
-    Fix: one of the options that the message lists with their sizes (stage 3, a smaller micro-batch with accumulation, checkpointing,
-    bf16)."""
+    Fix: one of the options that the message lists with their sizes (stage 3, a smaller micro-batch with accumulation,
+    checkpointing, bf16)."""
 
 
 class CommError(DeepcError):
@@ -44,20 +44,23 @@ class CommError(DeepcError):
 class MismatchError(CommError):
     """Ranks called different collectives.
 
-    Fix: the message has the Python line of both sides. Usually a branch on the rank, or data loaders of unequal length."""
+    Fix: the message has the Python line of both sides. Usually a branch on the rank, or data loaders of unequal length.
+    """
 
 
 class RankDiedError(CommError):
     """A peer process died or left the group.
 
-    Fix: look at the output of the rank that the message names: it has the first error. SIGKILL without one is often the kernel out of
-    memory (dmesg)."""
+    Fix: look at the output of the rank that the message names: it has the first error. SIGKILL without one is often the
+    kernel out of memory (dmesg)."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
     """A peer did not arrive in time; the message tells where every rank is.
 
-    Fix: the rank that is behind (`deepc doctor PID` shows it while it hangs), or a longer timeout= of init_process_group."""
+    Fix: the rank that is behind (`deepc doctor PID` shows it while it hangs), or a longer timeout= of
+    init_process_group.
+    """
 
 
 class AbortedError(CommError):
@@ -75,8 +78,8 @@ class StrayWriteError(DeepcError):
 class CheckpointError(DeepcError):
     """A checkpoint is missing, incomplete, corrupt or does not fit the model.
 
-    Fix: load another tag (`deepc.checkpoint.list_tags`), or the model that the checkpoint was made of; the message names the file and the
-    tensor."""
+    Fix: load another tag (`deepc.checkpoint.list_tags`), or the model that the checkpoint was made of; the message
+    names the file and the tensor."""
 
 
 class CheckpointTypeError(CheckpointError, TypeError):
@@ -92,6 +95,7 @@ class ReleasedParameterError(DeepcError):
 
 
 class LaunchError(DeepcError):
-    """A rank that deepc.notebook.launch started has failed, or could not be started; the message ends with its traceback.
+    """A rank that deepc.notebook.launch started has failed, or could not be started; the message ends with its
+    traceback.
 
     Fix: what the traceback shows, in the function that was launched."""

@@ -1,6 +1,9 @@
-"""The flight record (comm/flight.h) as Python sees it: of this process, of another one that runs or hangs, of a dump file.
+"""The flight record (comm/flight.h) as Python sees it: of this process, of another one that runs or hangs, of a dump
+file.
 
-A record holds the last 1,024 calls of a process on all its groups. Knows nothing of what they mean: see diagnosis.py. Imports no torch."""
+A record holds the last 1,024 calls of a process on all its groups. Knows nothing of what they mean: see diagnosis.py.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ _RED_OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 
 @dataclass(frozen=True)
 class Call:
-    """One call. Times are seconds since the epoch; end is None while it is not finished. group: index into Record.groups, None if that
-    group is not known any more. status: "" or the name of its error."""
+    """One call. Times are seconds since the epoch; end is None while it is not finished. group: index into
+    Record.groups, None if that group is not known any more. status: "" or the name of its error."""
 
     number: int
     seq: int
@@ -88,8 +91,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Record:
-    """What one process recorded. taken: when (seconds since the epoch). live: read from a running process, else from a dump, which was
-    written because of the error `status`, `reason`. state: of a running process, the letter of /proc/PID/status."""
+    """What one process recorded. taken: when (seconds since the epoch). live: read from a running process, else from a
+    dump, which was written because of the error `status`, `reason`. state: of a running process, the letter of
+    /proc/PID/status."""
 
     source: str
     pid: int
@@ -142,7 +146,12 @@ def parse(fd: int, source: str, state: str = "") -> Record:
     offset = (h["start_real_ns"] - h["start_ns"]) / 1e9
     groups = {
         g["index"]: Group(
-            g["index"], g["id"], g["label"], g["rank"], tuple(Member(m["rank"], m["pid"]) for m in g["members"]), g["closed_ns"] != 0
+            g["index"],
+            g["id"],
+            g["label"],
+            g["rank"],
+            tuple(Member(m["rank"], m["pid"]) for m in g["members"]),
+            g["closed_ns"] != 0,
         )
         for g in h["groups"]
     }
@@ -178,7 +187,9 @@ def read_file(path: str | os.PathLike[str]) -> Record:
         with open(path, "rb") as f:
             return parse(f.fileno(), str(path))
     except OSError as exc:
-        raise ArgumentError(f"{path}: {exc.strerror or exc}. Give the pid of a rank, or a dump (deepc-flight-*.bin) or a folder of them") from exc
+        raise ArgumentError(
+            f"{path}: {exc.strerror or exc}. Give the pid of a rank, or a dump (deepc-flight-*.bin) or a folder of them"
+        ) from exc
 
 
 def read_folder(path: str | os.PathLike[str]) -> list[Record]:
@@ -196,8 +207,8 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 def read_process(pid: int) -> Record | None:
-    """Of a process of this user that runs, hangs or is stopped; None if it has no record. ArgumentError if there is no such process or it
-    can't be looked into."""
+    """Of a process of this user that runs, hangs or is stopped; None if it has no record. ArgumentError if there is no
+    such process or it can't be looked into."""
     status = process_status(pid)
     if not status:
         raise ArgumentError(f"there is no process {pid}")

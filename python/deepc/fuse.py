@@ -1,21 +1,23 @@
 """deepc.fuse(model): Hugging Face models (and torch.nn's norms and GELUs) on deepc's fused operators, in place.
 
-A module is fused by giving it a class made of its own class and one of the mixins below: parameters, buffers, hooks and names stay what they
-are, so state_dict, checkpoints, save_pretrained and isinstance do too. Modules are known by the name of their class, so transformers is never
-imported here; a subclass, or a module whose forward was replaced, is left alone.
+A module is fused by giving it a class made of its own class and one of the mixins below: parameters, buffers, hooks and
+names stay what they are, so state_dict, checkpoints, save_pretrained and isinstance do too. Modules are known by the
+name of their class, so transformers is never imported here; a subclass, or a module whose forward was replaced, is left
+alone.
 
-The loss: with labels and in training mode, the model's own forward runs with the head handing its input through, and the loss is
-deepc.linear_cross_entropy on that, called through the head (whose hooks, a gather among them, run as for any use of its weight).
-The logits are never made: outputs.logits is None then. Without labels, in eval mode, with return_dict=False, with logits_to_keep or with a loss
-of the user's own, forward is the model's."""
+The loss: with labels and in training mode, the model's own forward runs with the head handing its input through, and
+the loss is deepc.linear_cross_entropy on that, called through the head (whose hooks, a gather among them, run as for
+any use of its weight). The logits are never made: outputs.logits is None then. Without labels, in eval mode, with
+return_dict=False, with logits_to_keep or with a loss of the user's own, forward is the model's."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Iterable, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +33,13 @@ _SUPPORTED = """deepc.fuse replaces
   norm    nn.LayerNorm over the last dimension, nn.RMSNorm, and the RMSNorm of Llama, Mistral, Mixtral, Qwen2, Qwen3 and T5
   mlp     nn.GELU and transformers' GELU modules (GPT-2, BERT, ViT, T5 v1.1); SwiGLU of Llama, Mistral, Qwen2 and Qwen3 MLPs and of Mixtral's experts
   rotary  apply_rotary_pos_emb in the attention of Llama, Mistral, Mixtral, Qwen2 and Qwen3
-  loss    head and cross-entropy of the causal language models GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3, of T5ForConditionalGeneration and BertForMaskedLM"""
+  loss    head and cross-entropy of the causal language models GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3, of T5ForConditionalGeneration and BertForMaskedLM"""  # noqa: E501
 
 
 @dataclass
 class FuseSummary:
-    """What fuse did. replaced: kind -> names of modules (the model itself is ""); already: how many were fused before; skipped: name -> why."""
+    """What fuse did. replaced: kind -> names of modules (the model itself is ""); already: how many were fused before;
+    skipped: name -> why."""
 
     replaced: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in KINDS})
     already: int = 0
@@ -53,12 +56,15 @@ class FuseSummary:
 
 
 def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
-    """Puts the modules of `model` that deepc has fused operators for onto them, in place; call it before deepc.initialize and torch.compile.
+    """Puts the modules of `model` that deepc has fused operators for onto them, in place; call it before
+    deepc.initialize and torch.compile.
 
-    only: kinds to replace, of "norm", "mlp", "rotary", "loss" (default all). Calling it again changes nothing. Results equal the model's up to
-    rounding (norms and activations of 16-bit inputs are rounded once); float64 inputs, meta tensors, and norms whose weight has another dtype than their
-    input take the model's own code. Returns what was
-    replaced. Raises UnsupportedError, with the list of what is supported, if nothing in the model can be fused, and ArgumentError for an unknown kind."""
+    only: kinds to replace, of "norm", "mlp", "rotary", "loss" (default all). Calling it again changes nothing. Results
+    equal the model's up to rounding (norms and activations of 16-bit inputs are rounded once); float64 inputs, meta
+    tensors, and norms whose weight has another dtype than their input take the model's own code. Returns what was
+    replaced. Raises UnsupportedError, with the list of what is supported, if nothing in the model can be fused, and
+    ArgumentError for an unknown kind.
+    """
     kinds = (only,) if isinstance(only, str) else tuple(only)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"fuse takes a torch.nn.Module, got {type(model).__name__}")
@@ -69,7 +75,9 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
         _fuse_module(name, module, kinds, summary)
     if not summary.total and not summary.already:
         reasons = "".join(f"\n{name or type(model).__name__}: {why}" for name, why in summary.skipped.items())
-        raise UnsupportedError(f"nothing in {type(model).__name__} can be fused with only={kinds!r}.{reasons}\n{_SUPPORTED}")
+        raise UnsupportedError(
+            f"nothing in {type(model).__name__} can be fused with only={kinds!r}.{reasons}\n{_SUPPORTED}"
+        )
     return summary
 
 
@@ -92,7 +100,7 @@ def _obstacle(module: nn.Module) -> str | None:
     return "its forward was replaced by somebody else" if "forward" in vars(module) else None
 
 
-# ---- classes -----------------------------------------------------------------------------------------------------------------------
+# ---- classes ---------------------------------------------------------------------------------------------------------
 if TYPE_CHECKING:
     _Mixed = nn.Module  # what the mixins are mixed into
 else:
@@ -100,8 +108,9 @@ else:
 
 
 class _Fused(_Mixed):
-    """Base of the mixins. A fused module's class is (mixin, the module's class), under that class's name: save_pretrained writes it to disk.
-    What it adds is called _deepc_...: another name could hide one of the module's own (nn.Module.apply)."""
+    """Base of the mixins. A fused module's class is (mixin, the module's class), under that class's name:
+    save_pretrained writes it to disk. What it adds is called _deepc_...: another name could hide one of the module's
+    own (nn.Module.apply)."""
 
     _deepc_kind = ""
     _deepc_made_of: tuple[type[nn.Module], type[_Fused]]
@@ -122,7 +131,11 @@ class _Fused(_Mixed):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         original, mixin = type(self)._deepc_made_of
-        return _empty, (original, mixin), cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return (
+            _empty,
+            (original, mixin),
+            cast(Any, self).__getstate__() if hasattr(self, "__getstate__") else vars(self),
+        )
 
 
 _classes: dict[tuple[type[nn.Module], type[_Fused]], type[nn.Module]] = {}
@@ -131,9 +144,17 @@ _classes: dict[tuple[type[nn.Module], type[_Fused]], type[nn.Module]] = {}
 def _fused_class(original: type[nn.Module], mixin: type[_Fused]) -> type[nn.Module]:
     made = _classes.get((original, mixin))
     if made is None:
-        made = _classes[original, mixin] = type(original.__name__, (mixin, original), {
-            "__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__,
-            "_deepc_made_of": (original, mixin), **mixin._deepc_body(original)})
+        made = _classes[original, mixin] = type(
+            original.__name__,
+            (mixin, original),
+            {
+                "__module__": original.__module__,
+                "__qualname__": original.__qualname__,
+                "__doc__": original.__doc__,
+                "_deepc_made_of": (original, mixin),
+                **mixin._deepc_body(original),
+            },
+        )
     return made
 
 
@@ -144,7 +165,8 @@ def _empty(original: type[nn.Module], mixin: type[_Fused]) -> nn.Module:
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-    """With a weight of another dtype (autocast, fp32 norms in a 16-bit model) the result's dtype is the model's business: not ours."""
+    """With a weight of another dtype (autocast, fp32 norms in a 16-bit model) the result's dtype is the model's
+    business: not ours."""
     return x.dtype in _DTYPES and x.device.type in ("cpu", "cuda") and (weight is None or weight.dtype == x.dtype)
 
 
@@ -186,7 +208,11 @@ class _LayerNorm(_Fused):
     eps: float
 
     def forward(self, input: torch.Tensor) -> Any:
-        return ops.layer_norm(input, self.weight, self.bias, self.eps) if _takes(input, self.weight) else super().forward(input)
+        return (
+            ops.layer_norm(input, self.weight, self.bias, self.eps)
+            if _takes(input, self.weight)
+            else super().forward(input)
+        )
 
 
 class _GELU(_Fused):
@@ -222,11 +248,16 @@ class _SwiGLU(_Fused):
 
 
 class _Experts(_SwiGLU):
-    """Mixtral's experts: transformers' batched and grouped products call _apply_gate; the plain loop over experts is here."""
+    """Mixtral's experts: transformers' batched and grouped products call _apply_gate; the plain loop over experts is
+    here."""
 
     @classmethod
     def _deepc_obstacle(cls, module: Any) -> str | None:
-        if not getattr(module, "is_concatenated", True) or getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
+        if (
+            not getattr(module, "is_concatenated", True)
+            or getattr(module, "is_transposed", False)
+            or getattr(module, "has_bias", False)
+        ):
             return "its experts' weights are interleaved, transposed or have a bias"
         return super()._deepc_obstacle(module)
 
@@ -238,8 +269,12 @@ class _Experts(_SwiGLU):
         gate, up = gate_up.chunk(2, dim=-1)
         return ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,  # type: ignore[override]  # of experts, not of a dense MLP
-                top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,  # type: ignore[override]  # of experts, not of a dense MLP
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
         if getattr(self.config, "_experts_implementation", None) not in (None, "eager"):
             plain: torch.Tensor = super(_SwiGLU, self).forward(hidden_states, top_k_index, top_k_weights)
             return plain
@@ -259,8 +294,9 @@ def _is_silu(act: Any) -> bool:
 
 
 class _Rotary(_Fused):
-    """Attention whose forward calls the global apply_rotary_pos_emb: the same code, where that name means the fused one. Its other globals are
-    those of the moment; without __name__, so that torch.compile reads them here and not in the module of that name."""
+    """Attention whose forward calls the global apply_rotary_pos_emb: the same code, where that name means the fused
+    one. Its other globals are those of the moment; without __name__, so that torch.compile reads them here and not in
+    the module of that name."""
 
     _deepc_kind = "rotary"
 
@@ -277,16 +313,20 @@ class _Rotary(_Fused):
         names = {k: v for k, v in function.__globals__.items() if k != "__name__"}
         plain = names["apply_rotary_pos_emb"]
 
-        def apply_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+        def apply_rotary_pos_emb(
+            q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+        ) -> Any:
             return (ops.apply_rotary if _takes(q) and _takes(k) else plain)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
         names["apply_rotary_pos_emb"] = apply_rotary_pos_emb
-        made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+        made = types.FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        )
         made.__kwdefaults__ = function.__kwdefaults__
         return {"forward": functools.update_wrapper(made, function)}
 
 
-# ---- head and loss -----------------------------------------------------------------------------------------------------------------
+# ---- head and loss ---------------------------------------------------------------------------------------------------
 class _Head(_Fused):
     """A Linear that hands its input through while `_deepc_hold`, and is called with labels for the loss."""
 
@@ -333,7 +373,7 @@ class _LanguageModel(_Fused):
         @functools.wraps(plain)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if len(args) > place:
-                names = parameters[1: 1 + len(args)]
+                names = parameters[1 : 1 + len(args)]
                 args, kwargs = (), {**dict(zip(names, args)), **kwargs}
             if not self._deepc_takes(kwargs):
                 return plain(self, *args, **kwargs)
@@ -379,7 +419,11 @@ class _Causal(_LanguageModel):
         return super()._deepc_obstacle(module) if known else f"its loss is {kind}, not ForCausalLM"
 
     def _deepc_loss(self, head: nn.Module, outputs: Any, labels: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        ignore, count, shifted = kwargs.get("ignore_index", -100), kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+        ignore, count, shifted = (
+            kwargs.get("ignore_index", -100),
+            kwargs.get("num_items_in_batch"),
+            kwargs.get("shift_labels"),
+        )
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
         hidden = outputs.logits
@@ -413,7 +457,7 @@ class _MaskedLM(_LanguageModel):
     _deepc_head = "cls.predictions.decoder"
 
 
-# ---- which class takes which mixin ---------------------------------------------------------------------------------------------------
+# ---- which class takes which mixin -----------------------------------------------------------------------------------
 def _full_name(module: Any) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 

@@ -1,9 +1,11 @@
-"""The fast paths of the process group: one dense CPU tensor, synchronous, one node; see process_group.py for what a call costs."""
+"""The fast paths of the process group: one dense CPU tensor, synchronous, one node; see process_group.py for what a
+call costs."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 class FastPaths:
-    """Of DeepcProcessGroup, which has the attributes. Repeated rather than shared, because each further Python call costs as much as all
-    their checks. False, None: take the general way."""
+    """Of DeepcProcessGroup, which has the attributes. Repeated rather than shared, because each further Python call
+    costs as much as all their checks. False, None: take the general way."""
 
     _size: int
     _rank: int
@@ -73,7 +75,9 @@ class FastPaths:
     def _quick_all_gather(self, core: node.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
         if not (t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()):
             return False
-        if not (out.__class__ in PLAIN and out.is_cpu and out.layout is STRIDED and out.is_contiguous() and not out.is_neg()):
+        if not (
+            out.__class__ in PLAIN and out.is_cpu and out.layout is STRIDED and out.is_contiguous() and not out.is_neg()
+        ):
             return False
         dtype, n = t.dtype, t.numel()
         found = _MOVES.get(dtype)
@@ -89,7 +93,9 @@ class FastPaths:
     def _quick_reduce_scatter(self, core: node.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
         if not (t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()):
             return False
-        if not (out.__class__ in PLAIN and out.is_cpu and out.layout is STRIDED and out.is_contiguous() and not out.is_neg()):
+        if not (
+            out.__class__ in PLAIN and out.is_cpu and out.layout is STRIDED and out.is_contiguous() and not out.is_neg()
+        ):
             return False
         dtype, n, reduce_op = t.dtype, out.numel(), opts.reduceOp
         found = _SUMS.get(dtype) if reduce_op == _SUM else node.REDUCTIONS.get((dtype, OPS.get(reduce_op.op, "")))
@@ -116,7 +122,8 @@ class FastPaths:
         return True
 
     def _pointers(self, parts: Tensors, t: torch.Tensor, nbytes: int) -> list[int] | None:
-        """Where the tensors of a list lie that has one for each rank, each as t; None if a fast path can't take them."""
+        """Where the tensors of a list lie that has one for each rank, each as t; None if a fast path can't take
+        them."""
         if len(parts) != self._size or nbytes * self._size > _LISTS_BYTES:
             return None
         for part in parts:
@@ -174,7 +181,14 @@ class FastPaths:
     def _quick_all_to_all(self, core: node.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
         """Without split sizes."""
         found, n = _MOVES.get(t.dtype), t.numel()
-        if found is None or not is_plain(t) or not is_plain(out) or out.dtype is not t.dtype or out.numel() != n or opts.timeout.days >= 0:
+        if (
+            found is None
+            or not is_plain(t)
+            or not is_plain(out)
+            or out.dtype is not t.dtype
+            or out.numel() != n
+            or opts.timeout.days >= 0
+        ):
             return False
         if not t.dim() or not out.dim() or t.shape[0] % self._size or out.shape[0] % self._size:
             return False

@@ -1,9 +1,11 @@
-"""What the process group asks of the tensors and options that torch.distributed hands it: dense memory, adjacency, reductions, blocks."""
+"""What the process group asks of the tensors and options that torch.distributed hands it: dense memory, adjacency,
+reductions, blocks."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,19 @@ from .errors import ArgumentError
 STRIDED = torch.strided
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _Type: Any = dist.ReduceOp.RedOpType  # torch's stub lists no members
-OPS = {_Type.SUM: "sum", _Type.AVG: "avg", _Type.MIN: "min", _Type.MAX: "max", _Type.PRODUCT: "prod", _Type.BAND: "band", _Type.BOR: "bor",
-        _Type.BXOR: "bxor"}
+OPS = {
+    _Type.SUM: "sum",
+    _Type.AVG: "avg",
+    _Type.MIN: "min",
+    _Type.MAX: "max",
+    _Type.PRODUCT: "prod",
+    _Type.BAND: "band",
+    _Type.BOR: "bor",
+    _Type.BXOR: "bxor",
+}
 
-# ---- tensors ------------------------------------------------------------------------------------------------------------------
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 def is_dense(t: torch.Tensor) -> bool:
     """Its memory holds its values, one behind the other."""
     return t.is_contiguous() and not t.is_neg() and not t.is_conj()
@@ -103,25 +114,31 @@ def are_fake(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def blocks_of(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Elements of each rank's block of t, which is cut along its first dimension as torch.distributed.all_to_all_single says."""
+    """Elements of each rank's block of t, which is cut along its first dimension as torch.distributed.all_to_all_single
+    says."""
     if t.dim() == 0:
         raise ArgumentError(f"all_to_all_single: {what} has no dimension to be cut")
     rows = t.shape[0]
     row = t.numel() // rows if rows else 0
     if not splits:
         if rows % size:
-            raise ArgumentError(f"all_to_all_single: the first dimension of {what}, {rows}, can't be cut into {size} equal blocks; give "
-                                "split sizes")
+            raise ArgumentError(
+                f"all_to_all_single: the first dimension of {what}, {rows}, can't be cut into {size} equal blocks; give"
+                " split sizes"
+            )
         return [rows // size * row] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise ArgumentError(f"all_to_all_single: split sizes {list(splits)} of {what} don't cut its first dimension of {rows} for {size} "
-                            "ranks")
+        raise ArgumentError(
+            f"all_to_all_single: split sizes {list(splits)} of {what} don't cut its first dimension of {rows} for"
+            f" {size} ranks"
+        )
     return [n * row for n in splits]
 
 
-# ---- options --------------------------------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 def reduction_of(reduce_op: Any) -> tuple[str, Any]:
-    """("sum", None), ("sum", factor) for a premultiplied sum. Never compare RedOpType == ReduceOp: that way round it is False."""
+    """("sum", None), ("sum", factor) for a premultiplied sum. Never compare RedOpType == ReduceOp: that way round it is
+    False."""
     kind = getattr(reduce_op, "op", reduce_op)
     name = OPS.get(kind)
     if name is not None:
@@ -132,7 +149,8 @@ def reduction_of(reduce_op: Any) -> tuple[str, Any]:
 
 
 def options_of(given: Any, kind: type, **fields: Any) -> Any:
-    """The options object of a call: as given, or made of the fields of torch's short forms, such as broadcast(tensor, root)."""
+    """The options object of a call: as given, or made of the fields of torch's short forms, such as broadcast(tensor,
+    root)."""
     if isinstance(given, kind):
         return given
     made = kind()

@@ -1,9 +1,10 @@
-"""Collectives of a group whose ranks lie on several nodes: by memory inside a node, by an existing engine (Gloo) between nodes.
+"""Collectives of a group whose ranks lie on several nodes: by memory inside a node, by an existing engine (Gloo)
+between nodes.
 
-What crosses the wire is what one rank per node would send: every node reduces or collects in a shared segment, and local rank i of
-each node (a leader, i < the smallest number of ranks on a node) carries slice i of it. All collectives are data for one executor, a Plan of
-lanes. A lane is a row of elements that some nodes have (sources), one node combines or takes over (home), and others get from there
-(dests):
+What crosses the wire is what one rank per node would send: every node reduces or collects in a shared segment, and
+local rank i of each node (a leader, i < the smallest number of ranks on a node) carries slice i of it. All collectives
+are data for one executor, a Plan of lanes. A lane is a row of elements that some nodes have (sources), one node
+combines or takes over (home), and others get from there (dests):
 
                     lanes                          sources     home            dests
     all_reduce      one per node, N/n elements     all nodes   that node       all others
@@ -15,29 +16,35 @@ lanes. A lane is a row of elements that some nodes have (sources), one node comb
     scatter         one per node, its ranks' part  root's      that node       -
     all_to_all(v)   one per pair of nodes          first       second          -
 
-so phase 1 goes from sources to home, phase 2 from home to dests. Bytes that a node sends (n nodes, N bytes, frames of 320 bytes apart):
-all_reduce 2 (n-1)/n N, reduce_scatter (n-1)/n N, reduce and gather at most N, broadcast at most N, all_gather (n-1) times its ranks' data.
+so phase 1 goes from sources to home, phase 2 from home to dests. Bytes that a node sends (n nodes, N bytes, frames of
+320 bytes apart): all_reduce 2 (n-1)/n N, reduce_scatter (n-1)/n N, reduce and gather at most N, broadcast at most N,
+all_gather (n-1) times its ranks' data.
 
-Lanes are cut into rounds of at most 2 MiB. Round t is staged and reduced in the node while rounds before it are on the wire: Gloo's
-thread moves bytes between sockets and the shared segment, without a copy of ours. A round's slot is used again `_SLOTS` rounds later;
-because every round has barriers of the node, the one before says that nobody still reads it.
+Lanes are cut into rounds of at most 2 MiB. Round t is staged and reduced in the node while rounds before it are on the
+wire: Gloo's thread moves bytes between sockets and the shared segment, without a copy of ours. A round's slot is used
+again `_SLOTS` rounds later; because every round has barriers of the node, the one before says that nobody still reads
+it.
 
-Before data moves, leaders exchange a frame: the fingerprint of the call (operation, dtype, count, reduction, root, tag, number of the
-call) and who calls. Small calls travel in that frame (up to `_INLINE` bytes per peer): one message each way between the nodes' first
-leaders, and every node combines for itself. Large calls exchange frames while the first round is staged. A frame is received into room
-for the longest one, because Gloo ends the process at a message longer than its receive.
+Before data moves, leaders exchange a frame: the fingerprint of the call (operation, dtype, count, reduction, root, tag,
+number of the call) and who calls. Small calls travel in that frame (up to `_INLINE` bytes per peer): one message each
+way between the nodes' first leaders, and every node combines for itself. Large calls exchange frames while the first
+round is staged. A frame is received into room for the longest one, because Gloo ends the process at a message longer
+than its receive.
 
-Floating sums: inside the node and across nodes in fp32 (fp64 for float64), each in rank or node order, with one rounding to the payload's
-dtype per node and one at the end; the same bits on all ranks, because one node combines an element and the others copy it (small calls: all
-combine the same frames in the same order). 16-bit averages are scaled before they cross, so that they can't overflow. With
-DEEPC_WIRE_FP32=1 partial sums of 16-bit dtypes cross as fp32: one rounding in all, for 1.5 times the bytes of an all_reduce and
-twice those of a reduce_scatter.
+Floating sums: inside the node and across nodes in fp32 (fp64 for float64), each in rank or node order, with one
+rounding to the payload's dtype per node and one at the end; the same bits on all ranks, because one node combines an
+element and the others copy it (small calls: all combine the same frames in the same order). 16-bit averages are scaled
+before they cross, so that they can't overflow. With DEEPC_WIRE_FP32=1 partial sums of 16-bit dtypes cross as fp32: one
+rounding in all, for 1.5 times the bytes of an all_reduce and twice those of a reduce_scatter.
 
-Failures: whoever fails writes why to the store, breaks its node's communicator and closes its connections, so the failure runs through
-the group as fast as connections close; who is told by a closed connection alone asks the store why. A leader that waits for the wire
-is not in the node's communicator: one thread per process looks after the local peers of such waits every 50 ms.
+Failures: whoever fails writes why to the store, breaks its node's communicator and closes its connections, so the
+failure runs through the group as fast as connections close; who is told by a closed connection alone asks the store
+why. A leader that waits for the wire is not in the node's communicator: one thread per process looks after the local
+peers of such waits every 50 ms.
 
-Gloo can neither interrupt nor poll a receive, so a wait is broken by a receive that times out on the same pair, which closes it."""
+Gloo can neither interrupt nor poll a receive, so a wait is broken by a receive that times out on the same pair, which
+closes it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +59,8 @@ import threading
 import time
 import weakref
 import zlib
-from typing import Any, Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,17 +68,33 @@ from . import errors, node
 from ._lib import C, call, check
 from .comms_logger import observed
 from .errors import AbortedError, ArgumentError, CommError, CommTimeoutError, MismatchError, RankDiedError
-from .lanes import (ALIGN, EVERY, Job, Plan, Topology, cut, longest_pair, plan_all_gather, plan_all_reduce, plan_all_to_all, plan_broadcast,
-                    plan_gather, plan_reduce, plan_reduce_scatter, plan_scatter)
+from .lanes import (
+    ALIGN,
+    EVERY,
+    Job,
+    Plan,
+    Topology,
+    cut,
+    longest_pair,
+    plan_all_gather,
+    plan_all_reduce,
+    plan_all_to_all,
+    plan_broadcast,
+    plan_gather,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_scatter,
+)
 from .memory import tensor_at
 from .wire import GlooWire, Pids, WireError, shortened, within
 
-# Rounds have _SLOTS slots. When round t is staged, round t - _PASS is combined and passed on, round t - _FINISH copied out, and receives
-# are posted up to round t + _AHEAD (Gloo's "ready to receive" queues behind data). Slots are free then: see the head of this file; _AHEAD
-# + _FINISH < _SLOTS.
+# Rounds have _SLOTS slots. When round t is staged, round t - _PASS is combined and passed on, round t - _FINISH copied
+# out, and receives are posted up to round t + _AHEAD (Gloo's "ready to receive" queues behind data). Slots are free
+# then: see the head of this file; _AHEAD + _FINISH < _SLOTS.
 _SLOTS, _PASS, _FINISH, _AHEAD = 6, 2, 3, 2
-# Tried on 2 hosts x 2 ranks at 1 Gbit/s, on 2 busy cores: rounds of 0.5 to 4 MiB, at least 2, 4 or 8 of them, one round less in flight: no
-# difference beyond noise (32 MiB: 285 to 315 ms; limit 268). Lanes of 64 instead of 128 KiB: 10 to 20 % slower at 4 MiB.
+# Tried on 2 hosts x 2 ranks at 1 Gbit/s, on 2 busy cores: rounds of 0.5 to 4 MiB, at least 2, 4 or 8 of them, one round
+# less in flight: no difference beyond noise (32 MiB: 285 to 315 ms; limit 268). Lanes of 64 instead of 128 KiB: 10 to
+# 20 % slower at 4 MiB.
 _ROUND = 2 << 20  # bytes of a round's lanes together, at most
 _MIN_LANE = 128 << 10  # bytes of a lane in a round, at least
 _ROUNDS = 4  # of a call, at least, as far as _MIN_LANE allows
@@ -82,11 +106,27 @@ _NODE_STAGING = (64 << 10, 2)  # slot bytes, slots of the node's communicator: b
 _F32 = 0  # enum dc_dtype
 _PLACE = re.compile(r"( \(\w+\.c:\d+, \w+\))+$")  # of the C core's errors
 _SIXTEEN = (torch.bfloat16, torch.float16)
-_NUMBERS = {name: i for i, name in enumerate((
-    "barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "all_to_allv", "reduce", "gather", "scatter"), 1)}
+_NUMBERS = {
+    name: i
+    for i, name in enumerate(
+        (
+            "barrier",
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "all_to_all",
+            "all_to_allv",
+            "reduce",
+            "gather",
+            "scatter",
+        ),
+        1,
+    )
+}
 
 
-# ---- reductions --------------------------------------------------------------------------------------------------------------------
+# ---- reductions ------------------------------------------------------------------------------------------------------
 class _Reduction:
     """What is computed on the partial results of one call."""
 
@@ -130,7 +170,7 @@ def _array(addresses: Sequence[int]):
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-# ---- one call ----------------------------------------------------------------------------------------------------------------------
+# ---- one call --------------------------------------------------------------------------------------------------------
 class _Call(NamedTuple):
     name: str
     text: str  # for messages
@@ -148,43 +188,64 @@ _MAGIC = 0x44435748
 def _header(c: _Call, seq: int, where: bytes) -> bytes:
     told = f"{c.text} (call {seq})".encode() + (b" at " + where if where else b"")
     room = _HEADER - _FINGERPRINT.size
-    return _FINGERPRINT.pack(_MAGIC, _NUMBERS[c.name], c.red, c.root, c.count, c.dtype, c.tag, seq) + told[:room].ljust(room, b"\0")
+    return _FINGERPRINT.pack(_MAGIC, _NUMBERS[c.name], c.red, c.root, c.count, c.dtype, c.tag, seq) + told[:room].ljust(
+        room, b"\0"
+    )
 
 
 def _told(header: bytes) -> str:
-    return header[_FINGERPRINT.size:_HEADER].rstrip(b"\0").decode(errors="replace")
+    return header[_FINGERPRINT.size : _HEADER].rstrip(b"\0").decode(errors="replace")
 
 
 class _Round(NamedTuple):
-    first: dict[tuple[int, int], Any]   # (lane, source) -> receive of phase 1
-    second: list[tuple[int, Any]]       # (node, receive of phase 2)
-    sends: list[tuple[int, Any]]        # (node, send)
+    first: dict[tuple[int, int], Any]  # (lane, source) -> receive of phase 1
+    second: list[tuple[int, Any]]  # (node, receive of phase 2)
+    sends: list[tuple[int, Any]]  # (node, send)
 
 
-# ---- the communicator ----------------------------------------------------------------------------------------------------------------
+# ---- the communicator ------------------------------------------------------------------------------------------------
 class Hierarchy:
-    """A group over several nodes, used as node.Comm: collectives block, give equal bits on every rank, and raise MismatchError,
-    RankDiedError, CommTimeoutError or AbortedError on all ranks; after such an error it is broken. Calls from several threads are
-    serialised. Tensors are contiguous CPU tensors, or ArgumentError is raised before anything is shared.
+    """A group over several nodes, used as node.Comm: collectives block, give equal bits on every rank, and raise
+    MismatchError, RankDiedError, CommTimeoutError or AbortedError on all ranks; after such an error it is broken. Calls
+    from several threads are serialised. Tensors are contiguous CPU tensors, or ArgumentError is raised before anything
+    is shared.
 
-    topology: which ranks share a node. node: the node.Comm of this node's ranks (local rank order = rank order), free for others' use
-    between calls. sent_bytes, received_bytes: what this rank moved between nodes, without TCP's headers; zero on ranks that are not
-    leaders."""
+    topology: which ranks share a node. node: the node.Comm of this node's ranks (local rank order = rank order), free
+    for others' use between calls. sent_bytes, received_bytes: what this rank moved between nodes, without TCP's
+    headers; zero on ranks that are not leaders."""
 
-    def __init__(self, comm: node.Comm, wire: Any | None, topology: Topology, rank: int, label: str, timeout: datetime.timedelta, store,
-                 who: Sequence[str], pids: Sequence[int]) -> None:
-        """By open_hierarchy. wire: None on ranks that lead no slice. who: every rank in words. pids: of this node's other ranks, as far
-        as they can be watched."""
+    def __init__(
+        self,
+        comm: node.Comm,
+        wire: Any | None,
+        topology: Topology,
+        rank: int,
+        label: str,
+        timeout: datetime.timedelta,
+        store,
+        who: Sequence[str],
+        pids: Sequence[int],
+    ) -> None:
+        """By open_hierarchy. wire: None on ranks that lead no slice. who: every rank in words. pids: of this node's
+        other ranks, as far as they can be watched."""
         self.rank, self.size, self.label, self.topology, self.node = rank, topology.size, label, topology, comm
         self.sent_bytes = self.received_bytes = 0
         self._wire, self._timeout, self._store, self._who = wire, timeout, store, who
-        self._host, self._slice, self._local = topology.node_of[rank], topology.local_of[rank], len(topology.nodes[topology.node_of[rank]])
-        self._peers = [(self._host + k) % topology.count for k in range(1, topology.count)]  # rotated: not all to node 0 first
+        self._host, self._slice, self._local = (
+            topology.node_of[rank],
+            topology.local_of[rank],
+            len(topology.nodes[topology.node_of[rank]]),
+        )
+        self._peers = [
+            (self._host + k) % topology.count for k in range(1, topology.count)
+        ]  # rotated: not all to node 0 first
         self._wire_fp32 = os.environ.get("DEEPC_WIRE_FP32", "0") not in ("", "0")
         self._inline = max(1 << 10, min(_INLINE, (256 << 10) // topology.count))
         self._frame = -(-(_HEADER + self._inline + 16 * topology.count) // ALIGN) * ALIGN
         self._leads = self._slice < topology.leaders
-        self._heads = torch.zeros((topology.count + 1) * self._frame, dtype=torch.uint8) if self._leads else None  # frames of large calls
+        self._heads = (
+            torch.zeros((topology.count + 1) * self._frame, dtype=torch.uint8) if self._leads else None
+        )  # frames of large calls
         self._head, self._tag, self._note = b"", 0, ""
         self._jobs: dict[tuple, Job] = {}
         self._segment: node.Segment | None = None
@@ -197,7 +258,7 @@ class Hierarchy:
         self._pidfds = Pids(pids)
         _watch(self)
 
-    # ---- collectives -------------------------------------------------------------------------------------------------------
+    # ---- collectives -------------------------------------------------------------------------------------------------
     def barrier(self, tag: int = 0, note: str = "") -> None:
         """Returns when every rank has called it with the same tag. note: for messages."""
         self._run(_Call("barrier", f"barrier{note}", 0, 0, 0, 0, tag), lambda small: Plan([], [], [], 0, 0), 0, 0, 1)
@@ -208,44 +269,74 @@ class Hierarchy:
         red = self._reduction(tensor, op)
         self._sizes(out, tensor, 1, 1)
         count = tensor.numel()
-        self._run(self._call("all_reduce", tensor, count, op, tag=tag), lambda small: plan_all_reduce(self.topology, count, small),
-                  tensor.data_ptr(), out.data_ptr(), red.unit, red)
+        self._run(
+            self._call("all_reduce", tensor, count, op, tag=tag),
+            lambda small: plan_all_reduce(self.topology, count, small),
+            tensor.data_ptr(),
+            out.data_ptr(),
+            red.unit,
+            red,
+        )
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: str = "sum", out: torch.Tensor | None = None, tag: int = 0) -> None:
-        """On group rank `root`: out (default: tensor itself) = the reduction of `tensor` over the ranks; elsewhere nothing is written."""
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: str = "sum", out: torch.Tensor | None = None, tag: int = 0
+    ) -> None:
+        """On group rank `root`: out (default: tensor itself) = the reduction of `tensor` over the ranks; elsewhere
+        nothing is written."""
         out = tensor if out is None else out
         red = self._reduction(tensor, op)
         self._sizes(out, tensor, 1, 1)
         self._rooted(root)
         count = tensor.numel()
-        self._run(self._call("reduce", tensor, count, op, root, tag),
-                  lambda small: plan_reduce(self.topology, self.rank, root, count, small), tensor.data_ptr(), out.data_ptr(), red.unit, red)
+        self._run(
+            self._call("reduce", tensor, count, op, root, tag),
+            lambda small: plan_reduce(self.topology, self.rank, root, count, small),
+            tensor.data_ptr(),
+            out.data_ptr(),
+            red.unit,
+            red,
+        )
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum", tag: int = 0) -> None:
-        """out[n] = slice `rank` of the reduction of tensor[size * n]. `out` may be that slice of `tensor`, no other part of it."""
+        """out[n] = slice `rank` of the reduction of tensor[size * n]. `out` may be that slice of `tensor`, no other
+        part of it."""
         red = self._reduction(tensor, op)
         self._sizes(out, tensor, 1, self.size)
         count = out.numel()
-        self._run(self._call("reduce_scatter", tensor, count, op, tag=tag),
-                  lambda small: plan_reduce_scatter(self.topology, self.rank, count, small),
-                  tensor.data_ptr(), out.data_ptr(), red.unit, red)
+        self._run(
+            self._call("reduce_scatter", tensor, count, op, tag=tag),
+            lambda small: plan_reduce_scatter(self.topology, self.rank, count, small),
+            tensor.data_ptr(),
+            out.data_ptr(),
+            red.unit,
+            red,
+        )
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """out[size * n] = tensor[n] of every rank in rank order. `tensor` may be this rank's part of `out`."""
         node._require(tensor, "tensor")
         self._sizes(out, tensor, self.size, 1)
         count = tensor.numel()
-        self._run(self._call("all_gather", tensor, count), lambda small: plan_all_gather(self.topology, self.rank, count, small),
-                  tensor.data_ptr(), out.data_ptr(), tensor.element_size())
+        self._run(
+            self._call("all_gather", tensor, count),
+            lambda small: plan_all_gather(self.topology, self.rank, count, small),
+            tensor.data_ptr(),
+            out.data_ptr(),
+            tensor.element_size(),
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """tensor of group rank `root` to all."""
         node._require(tensor, "tensor")
         self._rooted(root)
         count = tensor.numel()
-        self._run(self._call("broadcast", tensor, count, root=root),
-                  lambda small: plan_broadcast(self.topology, self.rank, root, count, small),
-                  tensor.data_ptr(), tensor.data_ptr(), tensor.element_size())
+        self._run(
+            self._call("broadcast", tensor, count, root=root),
+            lambda small: plan_broadcast(self.topology, self.rank, root, count, small),
+            tensor.data_ptr(),
+            tensor.data_ptr(),
+            tensor.element_size(),
+        )
 
     def gather(self, out: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
         """On group rank `root`: out[size * n] = tensor[n] of every rank in rank order; elsewhere `out` is None."""
@@ -254,8 +345,13 @@ class Hierarchy:
         if self.rank == root:
             self._sizes(out, tensor, self.size, 1)
         count = tensor.numel()
-        self._run(self._call("gather", tensor, count, root=root), lambda small: plan_gather(self.topology, self.rank, root, count, small),
-                  tensor.data_ptr(), 0 if out is None else out.data_ptr(), tensor.element_size())
+        self._run(
+            self._call("gather", tensor, count, root=root),
+            lambda small: plan_gather(self.topology, self.rank, root, count, small),
+            tensor.data_ptr(),
+            0 if out is None else out.data_ptr(),
+            tensor.element_size(),
+        )
 
     def scatter(self, out: torch.Tensor, tensor: torch.Tensor | None, root: int) -> None:
         """out[n] = part `rank` of the tensor[size * n] of group rank `root`; elsewhere `tensor` is None."""
@@ -265,8 +361,13 @@ class Hierarchy:
             node._require(tensor, "tensor")
             self._sizes(out, tensor, 1, self.size)
         count = out.numel()
-        self._run(self._call("scatter", out, count, root=root), lambda small: plan_scatter(self.topology, self.rank, root, count, small),
-                  0 if tensor is None else tensor.data_ptr(), out.data_ptr(), out.element_size())
+        self._run(
+            self._call("scatter", out, count, root=root),
+            lambda small: plan_scatter(self.topology, self.rank, root, count, small),
+            0 if tensor is None else tensor.data_ptr(),
+            out.data_ptr(),
+            out.element_size(),
+        )
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Block j of out[size * n] = block `rank` of rank j's tensor[size * n]. The tensors don't overlap."""
@@ -276,39 +377,63 @@ class Hierarchy:
             raise ArgumentError(f"{tensor.numel()} elements can't be cut into {self.size} equal blocks")
         count = tensor.numel() // self.size
         longest = self.topology.most**2 * count
-        self._run(self._call("all_to_all", tensor, count),
-                  lambda small: plan_all_to_all(self.topology, self.rank, lambda i, j: count, longest),
-                  tensor.data_ptr(), out.data_ptr(), tensor.element_size())
+        self._run(
+            self._call("all_to_all", tensor, count),
+            lambda small: plan_all_to_all(self.topology, self.rank, lambda i, j: count, longest),
+            tensor.data_ptr(),
+            out.data_ptr(),
+            tensor.element_size(),
+        )
 
-    def all_to_allv(self, out: torch.Tensor, out_counts: Sequence[int], tensor: torch.Tensor, in_counts: Sequence[int]) -> None:
-        """As all_to_all with blocks of any sizes: in_counts[j] elements of `tensor` go to rank j, out_counts[j] of `out` come from rank
-        j, in rank order. The ranks exchange their counts first: MismatchError on all ranks where those of two ranks disagree."""
+    def all_to_allv(
+        self, out: torch.Tensor, out_counts: Sequence[int], tensor: torch.Tensor, in_counts: Sequence[int]
+    ) -> None:
+        """As all_to_all with blocks of any sizes: in_counts[j] elements of `tensor` go to rank j, out_counts[j] of
+        `out` come from rank j, in rank order. The ranks exchange their counts first: MismatchError on all ranks where
+        those of two ranks disagree.
+        """
         node._require(tensor, "tensor")
         node._require(out, "out")
         if out.dtype != tensor.dtype:
             raise ArgumentError(f"out has dtype {out.dtype} and the input {tensor.dtype}; expected the same")
         for counts, t, what in ((in_counts, tensor, "the input"), (out_counts, out, "out")):
             if len(counts) != self.size or min(counts) < 0 or sum(counts) != t.numel():
-                raise ArgumentError(f"counts {list(counts)} don't fit {what} of {t.numel()} elements and {self.size} ranks")
+                raise ArgumentError(
+                    f"counts {list(counts)} don't fit {what} of {t.numel()} elements and {self.size} ranks"
+                )
         with self._lock:
             mine = torch.tensor([*in_counts, *out_counts], dtype=torch.int64)
             everyone = torch.empty(self.size * 2 * self.size, dtype=torch.int64)
-            self._run(self._call("all_to_allv", tensor, mine.numel()),
-                      lambda small: plan_all_gather(self.topology, self.rank, mine.numel(), small), mine.data_ptr(), everyone.data_ptr(), 8)
+            self._run(
+                self._call("all_to_allv", tensor, mine.numel()),
+                lambda small: plan_all_gather(self.topology, self.rank, mine.numel(), small),
+                mine.data_ptr(),
+                everyone.data_ptr(),
+                8,
+            )
             table = everyone.view(self.size, 2, self.size).tolist()
             for i in range(self.size):
                 for j in range(self.size):
                     if table[i][0][j] != table[j][1][i]:
-                        raise self._break(MismatchError(
-                            f"group {self.label}: all_to_allv at {node.caller_line().decode(errors='replace')}: {self._who[i]} sends "
-                            f"{table[i][0][j]} elements to {self._who[j]}, which expects {table[j][1][i]}"), told=True)
+                        raise self._break(
+                            MismatchError(
+                                f"group {self.label}: all_to_allv at {node.caller_line().decode(errors='replace')}:"
+                                f" {self._who[i]} sends {table[i][0][j]} elements to {self._who[j]}, which expects"
+                                f" {table[j][1][i]}"
+                            ),
+                            told=True,
+                        )
             counts = [row[0] for row in table]
             longest = longest_pair(self.topology, lambda i, j: counts[i][j])
-            self._run(self._call("all_to_allv", tensor, longest),
-                      lambda small: plan_all_to_all(self.topology, self.rank, lambda i, j: counts[i][j], longest),
-                      tensor.data_ptr(), out.data_ptr(), tensor.element_size())
+            self._run(
+                self._call("all_to_allv", tensor, longest),
+                lambda small: plan_all_to_all(self.topology, self.rank, lambda i, j: counts[i][j], longest),
+                tensor.data_ptr(),
+                out.data_ptr(),
+                tensor.element_size(),
+            )
 
-    # ---- state ---------------------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Of the calls that follow."""
         with self._lock:
@@ -320,11 +445,12 @@ class Hierarchy:
         self._break(AbortedError(f"group {self.label}: {self._who[self.rank]} aborted: {reason}"))
 
     def error(self) -> str:
-        """"" or what broke the group."""
+        """ "" or what broke the group."""
         return self._broken[1] if self._broken else self.node.error()
 
     def close(self) -> None:
-        """Leaves the group. Peers that still wait for this rank get RankDiedError. Not collective; a second close does nothing."""
+        """Leaves the group. Peers that still wait for this rank get RankDiedError. Not collective; a second close does
+        nothing."""
         _watched.discard(self)
         with self._lock:
             wire, self._wire = self._wire, None
@@ -336,7 +462,7 @@ class Hierarchy:
             self.node.close()
             self._pidfds.close()
 
-    # ---- arguments -----------------------------------------------------------------------------------------------------------
+    # ---- arguments ---------------------------------------------------------------------------------------------------
     def _reduction(self, tensor: torch.Tensor, op: str) -> _Reduction:
         node._require(tensor, "tensor")
         return _Reduction(tensor.dtype, op, self.size, self._wire_fp32)
@@ -344,8 +470,10 @@ class Hierarchy:
     def _sizes(self, out: torch.Tensor, tensor: torch.Tensor, out_per: int, in_per: int) -> None:
         node._require(out, "out")
         if out.dtype != tensor.dtype or out.numel() * in_per != tensor.numel() * out_per:
-            raise ArgumentError(f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype}; expected "
-                                f"the same dtype and a ratio of {out_per} to {in_per} for {self.size} ranks")
+            raise ArgumentError(
+                f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype};"
+                f" expected the same dtype and a ratio of {out_per} to {in_per} for {self.size} ranks"
+            )
 
     def _rooted(self, root: int) -> None:
         if not 0 <= root < self.size:
@@ -353,12 +481,23 @@ class Hierarchy:
 
     def _call(self, name: str, tensor: torch.Tensor, count: int, op: str = "", root: int = -1, tag: int = 0) -> _Call:
         dtype = str(tensor.dtype)
-        text = f"{name}{' ' + op if op else ''} of {dtype.removeprefix('torch.')}[{count}]{f' root {root}' if root >= 0 else ''}"
+        text = (
+            f"{name}{' ' + op if op else ''} of"
+            f" {dtype.removeprefix('torch.')}[{count}]{f' root {root}' if root >= 0 else ''}"
+        )
         return _Call(name, text, node.REDUCE_OPS.get(op, -1), root, count, zlib.crc32(dtype.encode()), tag)
 
-    # ---- execution -----------------------------------------------------------------------------------------------------------
+    # ---- execution ---------------------------------------------------------------------------------------------------
     @observed
-    def _run(self, c: _Call, plan_of: Callable[[bool], Plan], source: int, target: int, unit: int, red: _Reduction | None = None) -> None:
+    def _run(
+        self,
+        c: _Call,
+        plan_of: Callable[[bool], Plan],
+        source: int,
+        target: int,
+        unit: int,
+        red: _Reduction | None = None,
+    ) -> None:
         """One collective: addresses of the input and the output of this rank, bytes per element."""
         with self._lock:
             self._usable()
@@ -366,7 +505,7 @@ class Hierarchy:
             try:
                 job = self._job(c, plan_of, unit, red)
                 self._head = _header(c, self._seq, node.caller_line(2))
-                self._tag = zlib.crc32(self._head[:_FINGERPRINT.size])
+                self._tag = zlib.crc32(self._head[: _FINGERPRINT.size])
                 self._note = f" ({c.text} #{self._seq})"
                 self._room(job.end)
                 if job.small:
@@ -390,7 +529,9 @@ class Hierarchy:
         if plan.inline * part_unit <= self._inline:
             plan = plan_of(True)
             per_round = -(-max([0, *(lane.count for lane in plan.lanes)]) // ALIGN) * ALIGN
-            job = Job(plan, self._host, self._local, per_round, unit, part_unit, red, self._frames(), _HEADER, self._frame)
+            job = Job(
+                plan, self._host, self._local, per_round, unit, part_unit, red, self._frames(), _HEADER, self._frame
+            )
         else:
             most = max(_MIN_LANE, _ROUND // self.topology.count)
             lane_bytes = min(most, max(_MIN_LANE, plan.longest * part_unit // _ROUNDS))
@@ -416,7 +557,11 @@ class Hierarchy:
         """Slots of at least `nbytes`. Collective in the node."""
         if nbytes <= self._slot_bytes:
             return
-        total = max(2 << 20, 1 << (nbytes * _SLOTS - 1).bit_length()) if nbytes * _SLOTS < 16 << 20 else -(-nbytes * _SLOTS >> 21) << 21
+        total = (
+            max(2 << 20, 1 << (nbytes * _SLOTS - 1).bit_length())
+            if nbytes * _SLOTS < 16 << 20
+            else -(-nbytes * _SLOTS >> 21) << 21
+        )
         self._segment = self.node.segment(total)
         self._slot_bytes = total // _SLOTS // 4096 * 4096
         self._bytes = self._segment.tensor(torch.uint8, 0, total)
@@ -430,8 +575,10 @@ class Hierarchy:
         """All data in the frames of the nodes' first leaders."""
         slot = self._next_slot()
         leads = self._slice == 0
-        receives = [(peer, self._receive(peer, self._bytes, slot + peer * self._frame, self._frame, _FRAME_TAG))
-                    for peer in (self._peers if leads else ())]
+        receives = [
+            (peer, self._receive(peer, self._bytes, slot + peer * self._frame, self._frame, _FRAME_TAG))
+            for peer in (self._peers if leads else ())
+        ]
         self._put(job, 0, slot, source)
         self.node.barrier(self._tag, self._note)
         if leads:
@@ -467,20 +614,26 @@ class Hierarchy:
         return at
 
     def _check_frames(self, receives: Sequence[tuple[int, Any]], frames: torch.Tensor) -> None:
-        """Waits for the peers' frames (frame of node n at n * self._frame) and compares their fingerprints with this call's."""
+        """Waits for the peers' frames (frame of node n at n * self._frame) and compares their fingerprints with this
+        call's."""
         for peer, work in receives:
             self._await(work, peer)
             at = peer * self._frame
-            other = frames[at:at + _HEADER].numpy().tobytes()
-            if other[:_FINGERPRINT.size] != self._head[:_FINGERPRINT.size]:
-                raise MismatchError(f"group {self.label}: ranks called different collectives: {self._who[self.rank]}: {_told(self._head)}; "
-                                    f"{self._who[self._leader(peer)]}: {_told(other)}")
+            other = frames[at : at + _HEADER].numpy().tobytes()
+            if other[: _FINGERPRINT.size] != self._head[: _FINGERPRINT.size]:
+                raise MismatchError(
+                    f"group {self.label}: ranks called different collectives: {self._who[self.rank]}:"
+                    f" {_told(self._head)}; {self._who[self._leader(peer)]}: {_told(other)}"
+                )
 
     def _exchange_heads(self) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
         """Starts the exchange of this call's header with the leaders of this slice. (receives, sends)"""
         own = self.topology.count * self._frame
         _write(self._heads.data_ptr() + own, self._head)
-        receives = [(peer, self._receive(peer, self._heads, peer * self._frame, self._frame, _FRAME_TAG)) for peer in self._peers]
+        receives = [
+            (peer, self._receive(peer, self._heads, peer * self._frame, self._frame, _FRAME_TAG))
+            for peer in self._peers
+        ]
         self.received_bytes += _HEADER * len(receives)
         return receives, [(peer, self._send(peer, self._heads, own, _HEADER, _FRAME_TAG)) for peer in self._peers]
 
@@ -518,7 +671,7 @@ class Hierarchy:
                 self._get(job, done, slots[done], target)
         self._await_all(sends)
 
-    # ---- steps of a round ------------------------------------------------------------------------------------------------------
+    # ---- steps of a round --------------------------------------------------------------------------------------------
     def _put(self, job: Job, t: int, slot: int, source: int) -> None:
         for lane in job.puts:
             area = job.areas[lane]
@@ -542,7 +695,8 @@ class Hierarchy:
         return (0, 0) if self._slice >= parts else (cut(count, parts, self._slice), cut(count, parts, self._slice + 1))
 
     def _reduce_local(self, job: Job, t: int, slot: int, whole: bool = False) -> bool:
-        """This rank's slice of the node's partial results (whole: all of it). True if a leader sends what others have reduced."""
+        """This rank's slice of the node's partial results (whole: all of it). True if a leader sends what others have
+        reduced."""
         shared = False
         for k, area in enumerate(job.areas):
             count = job.interval(k, t) if area is not None and area.inputs else 0
@@ -550,11 +704,17 @@ class Hierarchy:
                 continue
             if not whole:
                 shared |= self._parts(job, count) != self._local
-            low, high = (0, count) if whole else (cut(count, self._local, self._slice), cut(count, self._local, self._slice + 1))
+            low, high = (
+                (0, count)
+                if whole
+                else (cut(count, self._local, self._slice), cut(count, self._local, self._slice + 1))
+            )
             if low == high or (self._local == 1 and job.red.plain):  # one input is the part already
                 continue
             here = self._base + slot
-            job.red.local(here + area.part + low * job.part_unit, [here + i + low * job.unit for i in area.inputs], high - low)
+            job.red.local(
+                here + area.part + low * job.part_unit, [here + i + low * job.unit for i in area.inputs], high - low
+            )
         return shared
 
     def _combine(self, job: Job, lane: int, slot: int, low: int, high: int) -> None:
@@ -575,10 +735,14 @@ class Hierarchy:
                 for s in lane.sources:
                     if s != self._host:
                         at = area.parts[s] if job.red else area.result
-                        out.first[k, s] = self._receive(s, self._bytes, slot + at + low * unit, (high - low) * unit, _FIRST_TAG)
+                        out.first[k, s] = self._receive(
+                            s, self._bytes, slot + at + low * unit, (high - low) * unit, _FIRST_TAG
+                        )
             elif self._host in lane.dests:
                 at = slot + area.result + low * job.unit
-                out.second.append((lane.home, self._receive(lane.home, self._bytes, at, (high - low) * job.unit, _SECOND_TAG)))
+                out.second.append(
+                    (lane.home, self._receive(lane.home, self._bytes, at, (high - low) * job.unit, _SECOND_TAG))
+                )
         return out
 
     def _post_first(self, job: Job, t: int, slot: int, r: _Round) -> None:
@@ -616,7 +780,7 @@ class Hierarchy:
             if peer in dests:
                 r.sends.append((peer, self._send(peer, self._bytes, at, (high - low) * job.unit, _SECOND_TAG)))
 
-    # ---- the wire ----------------------------------------------------------------------------------------------------------------
+    # ---- the wire ----------------------------------------------------------------------------------------------------
     def _leader(self, peer: int) -> int:
         """Rank that this rank talks to on node `peer`."""
         return self.topology.nodes[peer][self._slice]
@@ -649,9 +813,10 @@ class Hierarchy:
         for peer, work in works:
             self._await(work, peer)
 
-    # ---- failures ------------------------------------------------------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """By the watching thread: ends a wait for the wire when this node's communicator is broken or a local peer is gone."""
+        """By the watching thread: ends a wait for the wire when this node's communicator is broken or a local peer is
+        gone."""
         if not self._waiting:
             return
         pid = self._pidfds.ended()
@@ -679,11 +844,20 @@ class Hierarchy:
         """Marks the group broken by `exc`, here and everywhere (told: all ranks know). Returns what to raise."""
         if self._broken is not None:
             return self._broken[0](self._broken[1])
-        learned = self._cause(exc) if isinstance(exc, WireError) else self._learned(str(exc)) if isinstance(exc, AbortedError) else None
+        learned = (
+            self._cause(exc)
+            if isinstance(exc, WireError)
+            else self._learned(str(exc))
+            if isinstance(exc, AbortedError)
+            else None
+        )
         if learned is None and isinstance(exc, (CommError, errors.OutOfMemoryError)):
             learned = (type(exc), _PLACE.sub("", str(exc)))
         if learned is None:
-            learned = (AbortedError, f"group {self.label}: {self._who[self.rank]} left a collective with {type(exc).__name__}: {exc}")
+            learned = (
+                AbortedError,
+                f"group {self.label}: {self._who[self.rank]} left a collective with {type(exc).__name__}: {exc}",
+            )
             raised: BaseException = exc
         else:
             raised = learned[0](learned[1])
@@ -699,7 +873,8 @@ class Hierarchy:
         return raised
 
     def _cause(self, exc: WireError) -> tuple[type[Exception], str]:
-        """Why a wait for the wire failed: what this node knows, what somebody wrote to the store, what the engine said."""
+        """Why a wait for the wire failed: what this node knows, what somebody wrote to the store, what the engine
+        said."""
         if self._dead:
             return RankDiedError, self._dead
         found = self._node_failure()
@@ -710,18 +885,31 @@ class Hierarchy:
         if record:
             name, text = json.loads(record)
             return getattr(errors, name, CommError), text
-        peer, doing = self._who[self.topology.nodes[exc.peer][exc.slice]], f"while {self._who[self.rank]} was in {_told(self._head)}"
+        peer, doing = (
+            self._who[self.topology.nodes[exc.peer][exc.slice]],
+            f"while {self._who[self.rank]} was in {_told(self._head)}",
+        )
         if "imed out" in exc.said or "timeout" in exc.said:
-            return CommTimeoutError, (f"group {self.label}: no word from {peer} within {self._timeout.total_seconds():g} s {doing}. It, "
-                                      f"or a rank of its node, has not joined that call. ({shortened(exc.said)})")
+            return (
+                CommTimeoutError,
+                (
+                    f"group {self.label}: no word from {peer} within {self._timeout.total_seconds():g} s {doing}. It, "
+                    f"or a rank of its node, has not joined that call. ({shortened(exc.said)})"
+                ),
+            )
         if closed:
-            return RankDiedError, (f"group {self.label}: {peer} died or left the group: its connection closed {doing} "
-                                   f"({shortened(exc.said)})")
+            return (
+                RankDiedError,
+                (
+                    f"group {self.label}: {peer} died or left the group: its connection closed {doing} "
+                    f"({shortened(exc.said)})"
+                ),
+            )
         return CommError, f"group {self.label}: the connection to {peer} failed {doing}: {shortened(exc.said)}"
 
     def _record(self, grace_s: float) -> bytes | None:
-        """What somebody wrote to the store. grace_s: to wait for it, because the kernel closes a dead process's connections before its
-        node has noticed."""
+        """What somebody wrote to the store. grace_s: to wait for it, because the kernel closes a dead process's
+        connections before its node has noticed."""
         end = time.monotonic() + grace_s
         while not self._store.check(["error"]):
             if time.monotonic() >= end:
@@ -744,7 +932,7 @@ def _write(address: int, data: bytes) -> None:
     ctypes.memmove(address, data, len(data))
 
 
-_watched: "weakref.WeakSet[Hierarchy]" = weakref.WeakSet()
+_watched: weakref.WeakSet[Hierarchy] = weakref.WeakSet()
 _watcher: tuple[int, threading.Thread] | None = None  # (pid, thread): a forked child starts its own
 
 
@@ -769,7 +957,7 @@ def _look_after() -> None:
                 pass
 
 
-# ---- opening -----------------------------------------------------------------------------------------------------------------------
+# ---- opening ---------------------------------------------------------------------------------------------------------
 def _pid_namespace() -> int:
     try:
         return os.stat("/proc/self/ns/pid").st_ino
@@ -777,14 +965,24 @@ def _pid_namespace() -> int:
         return 0
 
 
-def open_hierarchy(store, rank: int, size: int, *, label: str, timeout: datetime.timedelta, global_ranks: Sequence[int] | None = None,
-                   gloo: Callable[..., Any] | None = None, staging: tuple[int, int] = _NODE_STAGING) -> Hierarchy:
+def open_hierarchy(
+    store,
+    rank: int,
+    size: int,
+    *,
+    label: str,
+    timeout: datetime.timedelta,
+    global_ranks: Sequence[int] | None = None,
+    gloo: Callable[..., Any] | None = None,
+    staging: tuple[int, int] = _NODE_STAGING,
+) -> Hierarchy:
     """Opens a group of `size` ranks on any number of nodes. Collective.
 
-    store: a torch.distributed store that is this group's own (use a PrefixStore); it must live as long as the group, because reasons of
-    failures travel through it. timeout: of joining and of every wait. global_ranks: names of the ranks in messages. gloo: what makes the
-    engine between nodes, a class as GlooWire, which is the default (it uses the interface that Gloo does: GLOO_SOCKET_IFNAME). staging:
-    slot bytes and slots of the node's own communicator, Hierarchy.node."""
+    store: a torch.distributed store that is this group's own (use a PrefixStore); it must live as long as the group,
+    because reasons of failures travel through it. timeout: of joining and of every wait. global_ranks: names of the
+    ranks in messages. gloo: what makes the engine between nodes, a class as GlooWire, which is the default (it uses the
+    interface that Gloo does: GLOO_SOCKET_IFNAME). staging: slot bytes and slots of the node's own communicator,
+    Hierarchy.node."""
     import torch.distributed as dist
 
     me = [node.node_id(), socket.gethostname(), os.getpid(), _pid_namespace()]
@@ -795,8 +993,16 @@ def open_hierarchy(store, rank: int, size: int, *, label: str, timeout: datetime
     host, local = topology.node_of[rank], topology.local_of[rank]
     who = [f"rank {names[r]} (pid {ranks[r][2]} on {ranks[r][1]}, node {topology.node_of[r]})" for r in range(size)]
     mine = topology.nodes[host]
-    comm = node.open_comm(dist.PrefixStore(f"node{host}/", store), local, len(mine), label=label, timeout=timeout, slot_bytes=staging[0],
-                          slots=staging[1], global_ranks=[names[r] for r in mine])
+    comm = node.open_comm(
+        dist.PrefixStore(f"node{host}/", store),
+        local,
+        len(mine),
+        label=label,
+        timeout=timeout,
+        slot_bytes=staging[0],
+        slots=staging[1],
+        global_ranks=[names[r] for r in mine],
+    )
     wire = None
     if topology.count > 1 and local < topology.leaders:
         try:
@@ -804,7 +1010,9 @@ def open_hierarchy(store, rank: int, size: int, *, label: str, timeout: datetime
         except RuntimeError as exc:
             comm.abort(f"[CommError] {who[rank]} can't reach the other nodes: {shortened(str(exc))}")
             comm.close()
-            raise CommError(f"group {label}: {who[rank]} can't reach the other nodes: {shortened(str(exc))}. Is GLOO_SOCKET_IFNAME "
-                            "the interface between them?") from exc
+            raise CommError(
+                f"group {label}: {who[rank]} can't reach the other nodes: {shortened(str(exc))}. Is GLOO_SOCKET_IFNAME "
+                "the interface between them?"
+            ) from exc
     pids = [ranks[r][2] for r in mine if r != rank and ranks[r][3] == me[3]]
     return Hierarchy(comm, wire, topology, rank, label, timeout, store, who, pids)

@@ -1,17 +1,20 @@
 """The hooks that carry gradients from stock autograd into the reducer.
 
-A pass is one backward, and collective: all ranks make the same passes, whatever gradients each has. engine.backward opens and closes its
-pass. A bare `loss.backward()` opens one at its first gradient, and autograd closes it when the outermost backward ends: outputs of the engine
-are hooked to find that backward, because under reentrant checkpointing gradients come from backwards inside it.
+A pass is one backward, and collective: all ranks make the same passes, whatever gradients each has. engine.backward
+opens and closes its pass. A bare `loss.backward()` opens one at its first gradient, and autograd closes it when the
+outermost backward ends: outputs of the engine are hooked to find that backward, because under reentrant checkpointing
+gradients come from backwards inside it.
 
-A gradient leaves `.grad` as soon as its parameter has it. Another one for the same parameter in the same pass (it is used by several blocks
-under reentrant checkpointing) goes with the next pass, or with one more before the step: ranks may differ in that, so the engine asks all."""
+A gradient leaves `.grad` as soon as its parameter has it. Another one for the same parameter in the same pass (it is
+used by several blocks under reentrant checkpointing) goes with the next pass, or with one more before the step: ranks
+may differ in that, so the engine asks all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,14 +26,17 @@ if TYPE_CHECKING:
 
 
 class GradientHooks:
-    """Owns the post-accumulate hooks of one engine's trained parameters, and their gradients from autograd to the reducer.
+    """Owns the post-accumulate hooks of one engine's trained parameters, and their gradients from autograd to the
+    reducer.
 
-    bare: called when a backward of others than this engine brings the first gradient of a pass, with the hooks of the engine whose backward it
-    is (or None): returns (is it the last of its step, factor on its gradients), or raises."""
+    bare: called when a backward of others than this engine brings the first gradient of a pass, with the hooks of the
+    engine whose backward it is (or None): returns (is it the last of its step, factor on its gradients), or raises."""
 
-    _running: "GradientHooks | None" = None  # whose engine.backward is under way in this process
+    _running: GradientHooks | None = None  # whose engine.backward is under way in this process
 
-    def __init__(self, state: ModelState, reducer: Reducer, bare: Callable[["GradientHooks | None"], tuple[bool, float]]) -> None:
+    def __init__(
+        self, state: ModelState, reducer: Reducer, bare: Callable[[GradientHooks | None], tuple[bool, float]]
+    ) -> None:
         self._state, self._reducer, self._bare = state, reducer, bare
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
@@ -54,10 +60,10 @@ class GradientHooks:
         """True if this rank has gradients that no pass has taken."""
         return self._kept or bool(self._late)
 
-    # ---- a backward ------------------------------------------------------------------------------------------------------
+    # ---- a backward --------------------------------------------------------------------------------------------------
     def run(self, backward: Callable[[], None], boundary: bool, scale: float) -> None:
-        """One pass around `backward()` of a loss that was multiplied by `scale`. Collective. If it raises, the pass stays open and everything
-        but `discard` refuses."""
+        """One pass around `backward()` of a loss that was multiplied by `scale`. Collective. If it raises, the pass
+        stays open and everything but `discard` refuses."""
         self.check()
         self.scale = scale
         self.begin_pass(boundary)
@@ -101,6 +107,7 @@ class GradientHooks:
                 self._take(index, p)
             else:
                 self._kept = True
+
         return hook
 
     def _take(self, index: int, p: torch.Tensor) -> None:
@@ -117,8 +124,10 @@ class GradientHooks:
         if index in self._added:
             if self.one_gradient:
                 raise UnsupportedError(
-                    f"'{self._state.names[index]}' got two gradients in one backward (a module that is used again under reentrant checkpointing), and "
-                    'deepc.deterministic = "layout" adds one per micro-batch; use checkpoint(..., use_reentrant=False), or put the backward into engine.no_sync()')
+                    f"'{self._state.names[index]}' got two gradients in one backward (a module that is used again under"
+                    ' reentrant checkpointing), and deepc.deterministic = "layout" adds one per micro-batch; use'
+                    " checkpoint(..., use_reentrant=False), or put the backward into engine.no_sync()"
+                )
             self._late[index] = grad
         else:
             self._add(index, grad)
@@ -133,7 +142,7 @@ class GradientHooks:
         for i in self._reducer.released():
             self._held.pop(i, None)
 
-    # ---- a pass ----------------------------------------------------------------------------------------------------------
+    # ---- a pass ------------------------------------------------------------------------------------------------------
     def begin_pass(self, boundary: bool, factor: float = 1.0) -> None:
         """Opens a pass; the first since the last step overwrites the accumulators."""
         if self.blocked:
@@ -144,8 +153,8 @@ class GradientHooks:
         self._reducer.begin(not self.accumulated, boundary)
 
     def end_pass(self) -> None:
-        """Takes what earlier passes left, and reduces the rest (collective). Parameters without a gradient count as zero, whichever rank
-        lacks it."""
+        """Takes what earlier passes left, and reduces the rest (collective). Parameters without a gradient count as
+        zero, whichever rank lacks it."""
         if self._kept:
             self._kept = False
             for i, p in enumerate(self._params):
@@ -173,8 +182,11 @@ class GradientHooks:
             raise DeepcError(self.blocked)
         if self._failed or self.open or self._queued:
             self._failed = True
-            raise DeepcError("a backward since the last step raised an error part way, so the gradients are incomplete. Call engine.zero_grad() "
-                             "on every rank (it drops what was accumulated since the last step) and go on with a new forward")
+            raise DeepcError(
+                "a backward since the last step raised an error part way, so the gradients are incomplete. Call"
+                " engine.zero_grad() on every rank (it drops what was accumulated since the last step) and go on with a"
+                " new forward"
+            )
 
     def discard(self) -> None:
         """Drops all gradients since the last step (collective if a pass is open)."""
@@ -201,7 +213,8 @@ class GradientHooks:
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient without history and, where it is sparse (nn.Embedding(sparse=True)), dense: buckets are, and so is the update."""
+    """A gradient without history and, where it is sparse (nn.Embedding(sparse=True)), dense: buckets are, and so is the
+    update."""
     grad = grad.detach() if grad.requires_grad else grad
     return grad if grad.layout == torch.strided else grad.to_dense()
 

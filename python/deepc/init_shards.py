@@ -1,15 +1,18 @@
-"""zero.Init where ranks share no memory: each keeps its part of the parameters that are built, so that no rank ever holds the model.
+"""zero.Init where ranks share no memory: each keeps its part of the parameters that are built, so that no rank ever
+holds the model.
 
-A parameter is whole and this rank's own from its registration until others take its room (`KEEP` bytes, the last one in any case); then every rank keeps
-1/ranks of rank 0's values, and the parameter is released (param.py). A touch inside the context, of a constructor or a parent's weight init, makes it whole
-again. Both are collective: all ranks build the same model, and touch the same parameters in the same order. Each time they compare what they are about to
-do, so that ranks which don't raise MismatchError and none waits for the others in vain."""
+A parameter is whole and this rank's own from its registration until others take its room (`KEEP` bytes, the last one in
+any case); then every rank keeps 1/ranks of rank 0's values, and the parameter is released (param.py). A touch inside
+the context, of a constructor or a parent's weight init, makes it whole again. Both are collective: all ranks build the
+same model, and touch the same parameters in the same order. Each time they compare what they are about to do, so that
+ranks which don't raise MismatchError and none waits for the others in vain."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +39,8 @@ class _Part:
 
 
 class Shards:
-    """The parameters of one zero.Init, and their owner (param.Owner) while they are released. Made collectively. Private memory: KEEP bytes or one parameter,
-    and 1/ranks of all."""
+    """The parameters of one zero.Init, and their owner (param.Owner) while they are released. Made collectively.
+    Private memory: KEEP bytes or one parameter, and 1/ranks of all."""
 
     def __init__(self) -> None:
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
@@ -48,7 +51,7 @@ class Shards:
         self._number = 0
         self._building = True
 
-    # ---- while a model is built ------------------------------------------------------------------------------------------------------
+    # ---- while a model is built --------------------------------------------------------------------------------------
     @torch.no_grad()
     def take(self, p: torch.nn.Parameter, dtype: torch.dtype) -> None:
         """`p` was registered; it becomes `dtype`. Collective."""
@@ -83,7 +86,8 @@ class Shards:
 
     @contextlib.contextmanager
     def parameters_of_parameters(self) -> Iterator[None]:
-        """Inside, `nn.Parameter(p)` of a released p makes a parameter of its values: torch looks at p's class before it touches p."""
+        """Inside, `nn.Parameter(p)` of a released p makes a parameter of its values: torch looks at p's class before it
+        touches p."""
         before = torch.nn.Parameter.__dict__["__new__"]
 
         def new(cls: type[torch.nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
@@ -97,22 +101,26 @@ class Shards:
         finally:
             torch.nn.Parameter.__new__ = before  # type: ignore[method-assign]  # what it was
 
-    # ---- released and whole ----------------------------------------------------------------------------------------------------------
+    # ---- released and whole ------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _cut(self, p: torch.nn.Parameter, root: int | None) -> None:
-        """`p` is released; its values are those of rank `root` (None: those it was made whole with). Collective with a root."""
+        """`p` is released; its values are those of rank `root` (None: those it was made whole with). Collective with a
+        root."""
         part = self._parts[p]
         if root is not None:
             self._agree(_PART, part.number)
             value = p.detach().contiguous().view(-1)
-            if root != self._rank:  # not in place: p may be a view of a mapped file, whose pages a write would copy for as long as it is open
+            if (
+                root != self._rank
+                # not in place: p may be a view of a mapped file, whose pages a write would copy for as long as it is open  # noqa: E501
+            ):
                 value = torch.empty_like(value)
             if value.numel():
                 with self._errors():
                     dist.broadcast(value.view(torch.uint8), root, group=self._group)
             n = -(-value.numel() // self._world)
             part.mine = torch.zeros(n, dtype=value.dtype)
-            mine = value[self._rank * n: (self._rank + 1) * n]
+            mine = value[self._rank * n : (self._rank + 1) * n]
             part.mine[: mine.numel()].copy_(mine)
         part.kind = type(p)
         empty = torch.empty(p.shape, dtype=p.dtype)
@@ -148,9 +156,11 @@ class Shards:
         rows = table.view(self._world, 2).tolist()
         if any(row != rows[0] for row in rows):
             told = ", ".join(f"rank {r} {_DOING[what]} parameter {n}" for r, (what, n) in enumerate(rows))
-            raise MismatchError(f"zero.Init on ranks that share no memory: {told} (counted as they were registered). All ranks must build the same "
-                                "model, and read and write the same parameters in the same order while they do; put what one rank does alone behind the context, under "
-                                "deepc.zero.GatheredParameters")
+            raise MismatchError(
+                f"zero.Init on ranks that share no memory: {told} (counted as they were registered). All ranks must"
+                " build the same model, and read and write the same parameters in the same order while they do; put"
+                " what one rank does alone behind the context, under deepc.zero.GatheredParameters"
+            )
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -160,16 +170,20 @@ class Shards:
         except DeepcError:
             raise
         except RuntimeError as exc:
-            raise CommError(f"zero.Init over {self._world} ranks failed on rank {self._rank}: a rank died, left, raised an error, or can't be reached "
-                            f"({exc})") from exc
+            raise CommError(
+                f"zero.Init over {self._world} ranks failed on rank {self._rank}: a rank died, left, raised an error,"
+                f" or can't be reached ({exc})"
+            ) from exc
 
-    # ---- as the owner of released parameters -----------------------------------------------------------------------------------------
+    # ---- as the owner of released parameters -------------------------------------------------------------------------
     def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> None:
         """See param.Owner. In the context `p` becomes whole."""
         if not self._building:
             raise ReleasedParameterError(
-                f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between zero.Init and deepc.initialize, on ranks "
-                "that share no memory: each holds a part of its values. Read it under deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there")
+                f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between"
+                " zero.Init and deepc.initialize, on ranks that share no memory: each holds a part of its values. Read"
+                " it under deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there"
+            )
         self._make_whole(p)
         if func in (_data_of_tensor.__get__, _data_of_tensor.__set__):
             self.settle()  # of an operator's other arguments nothing is known before it is through
@@ -178,9 +192,10 @@ class Shards:
         """The values of `p`, in memory of their own. Collective."""
         return self._value(p)
 
-    # ---- until the engine takes them -------------------------------------------------------------------------------------------------
+    # ---- until the engine takes them ---------------------------------------------------------------------------------
     def open(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Makes `params` whole until `close`, which takes what this returns: those that no context around keeps whole. Collective."""
+        """Makes `params` whole until `close`, which takes what this returns: those that no context around keeps whole.
+        Collective."""
         mine = [p for p in params if id(p) not in self._held]
         for p in mine:
             if not isinstance(p, Released):
@@ -189,7 +204,9 @@ class Shards:
             self._held.add(id(p))
         return mine
 
-    def close(self, params: Sequence[torch.nn.Parameter], mine: Sequence[torch.nn.Parameter], writer: int | None) -> None:
+    def close(
+        self, params: Sequence[torch.nn.Parameter], mine: Sequence[torch.nn.Parameter], writer: int | None
+    ) -> None:
         """The end of that. writer: whose values count from now on (None: nobody wrote). Collective."""
         self._held.difference_update(id(p) for p in mine)
         for p in params:

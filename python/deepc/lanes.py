@@ -1,19 +1,23 @@
 """Plans of collectives between nodes: which element goes where. Pure data, no processes and no memory.
 
-A lane is a row of elements that some nodes have (sources), one node combines or takes over (home), and others get from there (dests).
-hierarchy.py says which lanes each collective has, and executes them; a Job is a plan laid out in the slots of one node's shared segment."""
+A lane is a row of elements that some nodes have (sources), one node combines or takes over (home), and others get from
+there (dests). hierarchy.py says which lanes each collective has, and executes them; a Job is a plan laid out in the
+slots of one node's shared segment.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Callable, Iterator, NamedTuple, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 EVERY = -1  # home of a lane that every node combines for itself
 ALIGN = 64  # bytes, and elements where work is cut
 
 
 class Topology:
-    """Which ranks share a node. Nodes are numbered in the order of their first ranks; the ranks of a node in rank order."""
+    """Which ranks share a node. Nodes are numbered in the order of their first ranks; the ranks of a node in rank
+    order."""
 
     def __init__(self, ids: Sequence[str]) -> None:
         """ids: the node's name per rank."""
@@ -35,13 +39,14 @@ class Topology:
 
 class Lane(NamedTuple):
     sources: tuple[int, ...]  # nodes
-    home: int                 # node, or EVERY
-    dests: tuple[int, ...]    # nodes
+    home: int  # node, or EVERY
+    dests: tuple[int, ...]  # nodes
     count: int  # type: ignore[assignment]  # elements (hides tuple.count, which nobody calls)
 
 
 class Run(NamedTuple):
     """`count` elements that lie at `at` of a lane and at `offset` of a rank's tensor."""
+
     lane: int
     at: int
     offset: int
@@ -50,10 +55,10 @@ class Run(NamedTuple):
 
 class Plan(NamedTuple):
     lanes: list[Lane]  # those that concern this rank's node
-    puts: list[Run]    # this rank's input
-    gets: list[Run]    # this rank's output
-    longest: int       # elements of the longest lane of any node: all nodes cut alike
-    inline: int        # elements that a node sends to a peer at most: small or not is decided alike
+    puts: list[Run]  # this rank's input
+    gets: list[Run]  # this rank's output
+    longest: int  # elements of the longest lane of any node: all nodes cut alike
+    inline: int  # elements that a node sends to a peer at most: small or not is decided alike
 
 
 def _runs(found: Iterator[tuple[int, int, int, int]]) -> list[Run]:
@@ -84,7 +89,9 @@ def plan_reduce(topology: Topology, rank: int, root: int, count: int, small: boo
     every, home = tuple(range(topology.count)), topology.node_of[root]
     if small:
         return _whole(Lane(every, home, (), count), True, rank == root)
-    return _shares(topology, count, [Lane(every, n, () if n == home else (home,), 0) for n in every], True, rank == root)
+    return _shares(
+        topology, count, [Lane(every, n, () if n == home else (home,), 0) for n in every], True, rank == root
+    )
 
 
 def plan_broadcast(topology: Topology, rank: int, root: int, count: int, small: bool) -> Plan:
@@ -110,7 +117,11 @@ def _shares(topology: Topology, count: int, lanes: list[Lane], put: bool, get: b
 
 def _blocks(topology: Topology, count: int) -> Iterator[tuple[int, int, int, int]]:
     """Lane n is the blocks of node n's ranks; block r of `count` elements lies at r * count of the tensor."""
-    return ((n, local * count, rank * count, count) for n, ranks in enumerate(topology.nodes) for local, rank in enumerate(ranks))
+    return (
+        (n, local * count, rank * count, count)
+        for n, ranks in enumerate(topology.nodes)
+        for local, rank in enumerate(ranks)
+    )
 
 
 def _own_block(topology: Topology, rank: int, count: int) -> list[Run]:
@@ -120,13 +131,27 @@ def _own_block(topology: Topology, rank: int, count: int) -> list[Run]:
 def plan_reduce_scatter(topology: Topology, rank: int, count: int, small: bool) -> Plan:
     every = tuple(range(topology.count))
     lanes = [Lane(every, n, (), len(topology.nodes[n]) * count) for n in every]
-    return Plan(lanes, _runs(_blocks(topology, count)), _own_block(topology, rank, count), topology.most * count, topology.most * count)
+    return Plan(
+        lanes,
+        _runs(_blocks(topology, count)),
+        _own_block(topology, rank, count),
+        topology.most * count,
+        topology.most * count,
+    )
 
 
 def plan_all_gather(topology: Topology, rank: int, count: int, small: bool) -> Plan:
-    lanes = [Lane((n,), EVERY if small else n, () if small else topology.others(n), len(topology.nodes[n]) * count)
-             for n in range(topology.count)]
-    return Plan(lanes, _own_block(topology, rank, count), _runs(_blocks(topology, count)), topology.most * count, topology.most * count)
+    lanes = [
+        Lane((n,), EVERY if small else n, () if small else topology.others(n), len(topology.nodes[n]) * count)
+        for n in range(topology.count)
+    ]
+    return Plan(
+        lanes,
+        _own_block(topology, rank, count),
+        _runs(_blocks(topology, count)),
+        topology.most * count,
+        topology.most * count,
+    )
 
 
 def plan_gather(topology: Topology, rank: int, root: int, count: int, small: bool) -> Plan:
@@ -167,11 +192,13 @@ def longest_pair(topology: Topology, counts: Callable[[int, int], int]) -> int:
     return max(sum(counts(i, j) for i in s for j in d) for s in topology.nodes for d in topology.nodes)
 
 
-# ---- a plan in the slots of a node ---------------------------------------------------------------------------------------------------
+# ---- a plan in the slots of a node -----------------------------------------------------------------------------------
 class Area(NamedTuple):
-    """Where a lane's data lies in a slot of this node (offsets). Copied lanes have one place for all of it: `result`."""
-    inputs: list[int]      # per local rank (reductions)
-    part: int              # this node's partial result
+    """Where a lane's data lies in a slot of this node (offsets). Copied lanes have one place for all of it:
+    `result`."""
+
+    inputs: list[int]  # per local rank (reductions)
+    part: int  # this node's partial result
     parts: dict[int, int]  # per other source
     result: int
 
@@ -179,12 +206,23 @@ class Area(NamedTuple):
 class Job:
     """The plan of one call, laid out in this node's slots."""
 
-    def __init__(self, plan: Plan, me: int, ranks: int, per_round: int, unit: int, part_unit: int, red: object, first_byte: int,
-                 header: int, frame: int | None) -> None:
-        """me, ranks: this node and how many ranks it has. per_round: elements of a lane in a round. unit, part_unit: bytes of an element
-        and of a partial result. red: None or the reduction (all nodes are sources), kept for the executor. first_byte: where areas begin
-        in a slot. frame: bytes between the received frames of two nodes, which then hold the data of other sources behind `header` bytes;
-        None: they get areas."""
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        ranks: int,
+        per_round: int,
+        unit: int,
+        part_unit: int,
+        red: object,
+        first_byte: int,
+        header: int,
+        frame: int | None,
+    ) -> None:
+        """me, ranks: this node and how many ranks it has. per_round: elements of a lane in a round. unit, part_unit:
+        bytes of an element and of a partial result. red: None or the reduction (all nodes are sources), kept for the
+        executor. first_byte: where areas begin in a slot. frame: bytes between the received frames of two nodes, which
+        then hold the data of other sources behind `header` bytes; None: they get areas."""
         self.plan, self.unit, self.part_unit, self.red, self.per_round = plan, unit, part_unit, red, per_round
         self.small, self._header = frame is not None, header
         self.rounds = max([1, *(-(-lane.count // per_round) for lane in plan.lanes)]) if per_round else 1
@@ -199,15 +237,24 @@ class Job:
                 continue
             parts: dict[int, int] = {}
             if red is None:
-                result = self._framed(lane, lane.sources[0], unit, frame) if frame and home and not source else self._take(unit)
+                result = (
+                    self._framed(lane, lane.sources[0], unit, frame)
+                    if frame and home and not source
+                    else self._take(unit)
+                )
                 self.areas.append(Area([], result, parts, result))
                 continue
-            # One place for the first input, the node's part and the result, if they are of one width: each is written after the one
-            # before was read, slice by slice (a result arrives only after its home has received this node's part).
+            # One place for the first input, the node's part and the result, if they are of one width: each is written
+            # after the one before was read, slice by slice (a result arrives only after its home has received this
+            # node's part).
             inputs = [self._take(unit) for _ in range(ranks)]
             part = inputs[0] if part_unit == unit else self._take(part_unit)
             if home:
-                parts = {s: self._framed(lane, s, part_unit, frame) if frame else self._take(part_unit) for s in lane.sources if s != me}
+                parts = {
+                    s: self._framed(lane, s, part_unit, frame) if frame else self._take(part_unit)
+                    for s in lane.sources
+                    if s != me
+                }
             self.areas.append(Area(inputs, part, parts, inputs[0]))
 
     def _take(self, unit: int) -> int:
@@ -232,7 +279,7 @@ class Job:
         low = t * self.per_round
         high = low + self.interval(lane, t)
         starts, runs = found
-        for run in runs[max(0, bisect_right(starts, low) - 1):]:
+        for run in runs[max(0, bisect_right(starts, low) - 1) :]:
             if run.at >= high:
                 return
             begin, end = max(run.at, low), min(run.at + run.count, high)

@@ -1,12 +1,13 @@
 """The five learning-rate schedules of DeepSpeed, with its exact values, and the way from a configuration to a schedule.
 
-Each value is a pure function of the step index (`ratio`/`rates` below), so resuming needs the index only. A schedule works on anything
-that has `.param_groups` (a torch optimizer, an engine's optimizer, a plain object). The index begins at -1 and is raised by one by
-`step()`, so the first two optimizer steps both run at the rate of index 0 (DeepSpeed's convention, kept because users compare curves).
+Each value is a pure function of the step index (`ratio`/`rates` below), so resuming needs the index only. A schedule
+works on anything that has `.param_groups` (a torch optimizer, an engine's optimizer, a plain object). The index begins
+at -1 and is raised by one by `step()`, so the first two optimizer steps both run at the rate of index 0 (DeepSpeed's
+convention, kept because users compare curves).
 
-LRRangeTest: L. N. Smith, "Cyclical learning rates for training neural networks" (2017), section 3.3. OneCycle: L. N. Smith, "A
-disciplined approach to neural network hyper-parameters: part 1" (2018), extended by a decay phase. The arithmetic is written in
-DeepSpeed's order of operations where a different order would round differently."""
+LRRangeTest: L. N. Smith, "Cyclical learning rates for training neural networks" (2017), section 3.3. OneCycle: L. N.
+Smith, "A disciplined approach to neural network hyper-parameters: part 1" (2018), extended by a decay phase. The
+arithmetic is written in DeepSpeed's order of operations where a different order would round differently."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value != int(value) or value < least:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value != int(value)
+        or value < least
+    ):
         raise ConfigError(f"{name} = {value!r} must be an integer >= {least}")
     return int(value)
 
@@ -65,7 +72,8 @@ def _warmup_type(value: Any) -> str:
 
 
 class Scheduler(Protocol):
-    """What a training loop may ask of a learning-rate schedule: of the five here, torch's, and a user's own, which need only step()."""
+    """What a training loop may ask of a learning-rate schedule: of the five here, torch's, and a user's own, which need
+    only step()."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Goes to the next rate."""
@@ -85,7 +93,8 @@ class NotSteppedError(ConfigError, AssertionError):
 
 
 class _Schedule:
-    """Index, step, last rate and state of all five. A subclass gives `get_lr()`: the rates at `last_batch_iteration`."""
+    """Index, step, last rate and state of all five. A subclass gives `get_lr()`: the rates at
+    `last_batch_iteration`."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = optimizer
@@ -106,13 +115,17 @@ class _Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Goes to the next index, or to the given one, and sets the rate of every parameter group."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._apply(self.get_lr())
 
     def get_last_lr(self) -> list[Any]:
         """The rates that were set last, one per parameter group."""
         if self._last_lr is None:
-            raise NotSteppedError(f"{type(self).__name__}.get_last_lr() was called before the first step(): need to call step() first")
+            raise NotSteppedError(
+                f"{type(self).__name__}.get_last_lr() was called before the first step(): need to call step() first"
+            )
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,8 +139,15 @@ class _Schedule:
 class LRRangeTest(_Schedule):
     """Rate = min * (1 + step_rate * index / step_size), rising without end, to find the largest usable rate."""
 
-    def __init__(self, optimizer: Any, lr_range_test_min_lr: float | list[float] = 1e-3, lr_range_test_step_size: int = 2000,
-                 lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | list[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = _per_group(self.param_groups, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = _integer("lr_range_test_step_size", lr_range_test_step_size, 1)
@@ -145,23 +165,46 @@ class LRRangeTest(_Schedule):
 class OneCycle(_Schedule):
     """Rate up from min to max and back over one cycle, momentum (betas[0]) the other way, then decay.
 
-    Steps are counts of optimizer steps. Stair counts > 0 hold the rate on that many steps of each half. decay_step_size 0: no decay."""
+    Steps are counts of optimizer steps. Stair counts > 0 hold the rate on that many steps of each half. decay_step_size
+    0: no decay.
+    """
 
-    def __init__(self, optimizer: Any, cycle_min_lr: float | list[float], cycle_max_lr: float | list[float], decay_lr_rate: float = 0.0,
-                 cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
-                 cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
-                 cycle_min_mom: float | list[float] = 0.8, cycle_max_mom: float | list[float] = 0.9, decay_mom_rate: float = 0.0,
-                 last_batch_iteration: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | list[float],
+        cycle_max_lr: float | list[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         groups = self.param_groups
         first = float(_number("cycle_first_step_size", cycle_first_step_size))
-        second = first if cycle_second_step_size is None else float(_number("cycle_second_step_size", cycle_second_step_size))
+        second = (
+            first
+            if cycle_second_step_size is None
+            else float(_number("cycle_second_step_size", cycle_second_step_size))
+        )
         if first <= 0 or second < 0:
-            raise ConfigError(f"cycle_first_step_size = {cycle_first_step_size!r} must be > 0 and cycle_second_step_size = "
-                              f"{cycle_second_step_size!r} >= 0")
+            raise ConfigError(
+                f"cycle_first_step_size = {cycle_first_step_size!r} must be > 0 and cycle_second_step_size = "
+                f"{cycle_second_step_size!r} >= 0"
+            )
         self.first, self.second, self.total = first, second, first + second
         self.peak = first / self.total
-        self.stairs = (cycle_first_stair_count, cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count)
+        self.stairs = (
+            cycle_first_stair_count,
+            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
+        )
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
         no_decay = math.isclose(decay_step_size, 0)
         self.decays_lr = not no_decay and not math.isclose(decay_lr_rate, 0)
@@ -249,14 +292,24 @@ class _Warmup(_Schedule):
 
 
 class WarmupLR(_Warmup):
-    """min -> max over warmup_num_steps (logarithmic or linear), then constant. warmup_max_lr None: the optimizer's own rate."""
+    """min -> max over warmup_num_steps (logarithmic or linear), then constant. warmup_max_lr None: the optimizer's own
+    rate."""
 
-    def __init__(self, optimizer: Any, warmup_min_lr: float | list[float] = 0.0, warmup_max_lr: float | list[float] | None = None,
-                 warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         groups = self.param_groups
         self.min_lrs = _per_group(groups, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = [g["lr"] for g in groups] if warmup_max_lr is None else _per_group(groups, warmup_max_lr, "warmup_max_lr")
+        self.max_lrs = (
+            [g["lr"] for g in groups] if warmup_max_lr is None else _per_group(groups, warmup_max_lr, "warmup_max_lr")
+        )
         self.max_lrs = [lr.clone() if hasattr(lr, "clone") else lr for lr in self.max_lrs]
         self.delta_lrs = [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
         if last_batch_iteration == -1:
@@ -275,8 +328,16 @@ class WarmupLR(_Warmup):
 class WarmupDecayLR(WarmupLR):
     """WarmupLR, then linearly down to min at total_num_steps."""
 
-    def __init__(self, optimizer: Any, total_num_steps: int, warmup_min_lr: float | list[float] = 0.0, warmup_max_lr: float | list[float] | None = 0.001,
-                 warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
         self.total_num_steps = _number("total_num_steps", total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_short(self.total_num_steps, self.warmup_num_steps)
@@ -289,10 +350,19 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """The optimizer's own rate times a ratio: warmup_min_ratio -> 1 over warmup_num_steps, then a half cosine down to cos_min_ratio."""
+    """The optimizer's own rate times a ratio: warmup_min_ratio -> 1 over warmup_num_steps, then a half cosine down to
+    cos_min_ratio."""
 
-    def __init__(self, optimizer: Any, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
-                 cos_min_ratio: float = 0.0001, warmup_type: str = "log", last_batch_iteration: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = _number("total_num_steps", total_num_steps)
         self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
@@ -322,7 +392,9 @@ class WarmupCosineLR(_Warmup):
 
 def _warn_short(total: float, warmup: int) -> None:
     if total < warmup:
-        _log.warning("total_num_steps %s is less than warmup_num_steps %s: the schedule never leaves its warm-up", total, warmup)
+        _log.warning(
+            "total_num_steps %s is less than warmup_num_steps %s: the schedule never leaves its warm-up", total, warmup
+        )
 
 
 # ---- from the configuration ------------------------------------------------------------------------------------------
@@ -335,15 +407,23 @@ def scheduler_class(name: str) -> type[Any]:
         return ours
     from torch.optim import lr_scheduler
 
-    known = [n for n, c in vars(lr_scheduler).items()
-             if inspect.isclass(c) and issubclass(c, lr_scheduler.LRScheduler) and not n.startswith("_") and n != "LRScheduler"]
+    known = [
+        n
+        for n, c in vars(lr_scheduler).items()
+        if inspect.isclass(c)
+        and issubclass(c, lr_scheduler.LRScheduler)
+        and not n.startswith("_")
+        and n != "LRScheduler"
+    ]
     if name in known:
         theirs: type[lr_scheduler.LRScheduler] = getattr(lr_scheduler, name)
         return theirs
     from .config_value import suggest
 
-    raise ConfigError(f"scheduler.type = \"{name}\" is neither one of {', '.join(VALID_LR_SCHEDULES)} nor a class of "
-                      f"torch.optim.lr_scheduler.{suggest(name, [*VALID_LR_SCHEDULES, *known])}")
+    raise ConfigError(
+        f'scheduler.type = "{name}" is neither one of {", ".join(VALID_LR_SCHEDULES)} nor a class of '
+        f"torch.optim.lr_scheduler.{suggest(name, [*VALID_LR_SCHEDULES, *known])}"
+    )
 
 
 class _Probe:
@@ -354,8 +434,8 @@ class _Probe:
 
 
 def check_params(name: str, params: dict[str, Any]) -> None:
-    """Raises ConfigError if one of the five schedules would refuse these arguments. Names are checked by the caller; arguments of
-    torch's classes are checked when they are built."""
+    """Raises ConfigError if one of the five schedules would refuse these arguments. Names are checked by the caller;
+    arguments of torch's classes are checked when they are built."""
     if name not in VALID_LR_SCHEDULES:
         return
     cls = scheduler_class(name)
@@ -371,8 +451,8 @@ def check_params(name: str, params: dict[str, Any]) -> None:
 
 
 def build_scheduler(type: str, params: dict[str, Any] | None, optimizer: Any) -> Any:
-    """The schedule of a configuration: `type` and `params` of its scheduler section, on an optimizer (for torch's classes a
-    torch.optim.Optimizer). Raises ConfigError for an unknown type or wrong arguments."""
+    """The schedule of a configuration: `type` and `params` of its scheduler section, on an optimizer (for torch's
+    classes a torch.optim.Optimizer). Raises ConfigError for an unknown type or wrong arguments."""
     cls = scheduler_class(type)
     try:
         return cls(optimizer, **(params or {}))

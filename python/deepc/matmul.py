@@ -1,13 +1,16 @@
 """16-bit matrix products on a CPU without 16-bit arithmetic.
 
-There, torch falls to a reference loop (measured on one AVX-512 thread limited to AVX2: bf16 2.1, fp16 2.4 GFLOP/s beside fp32's 131; with
-AVX-512 but no AVX512-BF16: bf16 34). `install(dtype)` overrides aten's mm, addmm, bmm and baddbmm for that dtype on the CPU key: operands are
-widened to fp32 by panels of rows, multiplied by the fp32 GEMM, and the result is rounded once. Every other dtype goes to torch's own kernel.
-Below autograd, so forward, backward, attention's products and torch.compile's extern calls all take it. Process-wide; installed once."""
+There, torch falls to a reference loop (measured on one AVX-512 thread limited to AVX2: bf16 2.1, fp16 2.4 GFLOP/s
+beside fp32's 131; with AVX-512 but no AVX512-BF16: bf16 34). `install(dtype)` overrides aten's mm, addmm, bmm and
+baddbmm for that dtype on the CPU key: operands are widened to fp32 by panels of rows, multiplied by the fp32 GEMM, and
+the result is rounded once. Every other dtype goes to torch's own kernel. Below autograd, so forward, backward,
+attention's products and torch.compile's extern calls all take it. Process-wide; installed once.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Callable, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -71,7 +74,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.float() @ wide).to(a.dtype)
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
     for i in range(0, a.shape[0], PANEL_ROWS):
-        out[i: i + PANEL_ROWS].copy_(a[i: i + PANEL_ROWS].float() @ wide)
+        out[i : i + PANEL_ROWS].copy_(a[i : i + PANEL_ROWS].float() @ wide)
     return out
 
 
@@ -83,7 +86,9 @@ def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
     bias = bias.expand(a.shape[0], b.shape[1])
     for i in range(0, a.shape[0], PANEL_ROWS):
-        out[i: i + PANEL_ROWS].copy_(torch.addmm(bias[i: i + PANEL_ROWS], a[i: i + PANEL_ROWS].float(), wide, beta=beta, alpha=alpha))
+        out[i : i + PANEL_ROWS].copy_(
+            torch.addmm(bias[i : i + PANEL_ROWS], a[i : i + PANEL_ROWS].float(), wide, beta=beta, alpha=alpha)
+        )
     return out
 
 

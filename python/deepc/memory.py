@@ -10,7 +10,6 @@ import torch
 from ._lib import C, HeapStats, call
 from .ops import use_heap
 
-
 COLOR_STEP = 4096 + 256  # bytes between the starts of two colors (DC__COLOR_STEP)
 
 
@@ -38,8 +37,8 @@ class _Block:
 
 
 def zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
-    """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays that are
-    walked together. Raises OutOfMemoryError before the kernel would kill."""
+    """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
+    that are walked together. Raises OutOfMemoryError before the kernel would kill."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     block = _Block(numel * dtype.itemsize, color)
@@ -47,8 +46,10 @@ def zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
 
 
 class Lease:
-    """A zeroed 1-D CPU tensor that has memory only between `need` and `end`, and then the heap's (ops/base/lease.c): for what is dead while a forward needs
-    the most. Contents are lost at `end`; where there was no memory `need` leaves anything. tensor: [numel] dtype; valid as long as a reference lives."""
+    """A zeroed 1-D CPU tensor that has memory only between `need` and `end`, and then the heap's (ops/base/lease.c):
+    for what is dead while a forward needs the most. Contents are lost at `end`; where there was no memory `need` leaves
+    anything. tensor: [numel] dtype; valid as long as a reference lives.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype, color: int = 0) -> None:
         handle, address = ctypes.c_void_p(), ctypes.c_void_p()
@@ -86,9 +87,11 @@ def heap_kept() -> bool:
 
 
 def keep_heap(keep: bool = True) -> bool:
-    """Large CPU tensors of torch come from the core's heap from now on, which keeps their pages, and malloc keeps what smaller ones free: so a step finds
-    the memory of the one before, without page faults (ops/base/heap.c). For the whole process. Returns whether they do: not where the user chose
-    otherwise (DEEPC_KEEP_HEAP=0) or where torch is built in another way than its wheels. keep=False: from the C library again; tensors that live stay."""
+    """Large CPU tensors of torch come from the core's heap from now on, which keeps their pages, and malloc keeps what
+    smaller ones free: so a step finds the memory of the one before, without page faults (ops/base/heap.c). For the
+    whole process. Returns whether they do: not where the user chose otherwise (DEEPC_KEEP_HEAP=0) or where torch is
+    built in another way than its wheels. keep=False: from the C library again; tensors that live stay.
+    """
     if os.environ.get("DEEPC_KEEP_HEAP", "1") == "0":
         return False
     kept = ctypes.c_int()
@@ -99,7 +102,8 @@ def keep_heap(keep: bool = True) -> bool:
 
 
 def heap() -> dict[str, int]:
-    """Bytes of the core's heap: "extent" was ever in use and may be resident, "in_use", its "peak", "free" in "free_blocks" holes, the "largest_free"."""
+    """Bytes of the core's heap: "extent" was ever in use and may be resident, "in_use", its "peak", "free" in
+    "free_blocks" holes, the "largest_free"."""
     stats = HeapStats()
     call("dc_heap_stats", ctypes.byref(stats))
     return {name: getattr(stats, name) or 0 for name, *_ in HeapStats._fields_}
@@ -118,7 +122,8 @@ def available() -> int:
 
 
 def process_bytes() -> dict[str, int]:
-    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes"}; PSS counts a page shared by n processes 1/n."""
+    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes"}; PSS counts a page shared by n processes
+    1/n."""
     out = {"rss_bytes": 0, "pss_bytes": 0, "peak_rss_bytes": 0}
     try:
         with open("/proc/self/smaps_rollup") as f:

@@ -1,14 +1,16 @@
-"""What crosses the network between CPU nodes: gradients after they were reduced inside the node, and the parameters that an owner has
-updated.
+"""What crosses the network between CPU nodes: gradients after they were reduced inside the node, and the parameters
+that an owner has updated.
 
-A bucket is cut into one slice per local index and a slice into one part per node (group.py: part = local_rank * nodes + node). Inside the
-node the C core reduces this rank's slice where the gradients lie (comm/bucket.h, with a ring: the slice only waits there). Then the ranks
-of one local index exchange parts: each gets its own part from every node, adds them up in fp32 in node order, and is its owner. So every
-gradient crosses once per node, whichever the stage, all stages see equal bits, and buckets are on the network while backward goes on.
+A bucket is cut into one slice per local index and a slice into one part per node (group.py: part = local_rank * nodes +
+node). Inside the node the C core reduces this rank's slice where the gradients lie (comm/bucket.h, with a ring: the
+slice only waits there). Then the ranks of one local index exchange parts: each gets its own part from every node, adds
+them up in fp32 in node order, and is its owner. So every gradient crosses once per node, whichever the stage, all
+stages see equal bits, and buckets are on the network while backward goes on.
 
-ZeRO++ (Wang et al., arXiv:2306.10209) is a matter of the two codecs: qgZ sends parts of gradients as 4-bit blocks (quantised once, added
-in fp32; a rank's own part is not quantised), qwZ sends updated parameters as 8-bit blocks. Blocks are 64 elements, the alignment of a
-parameter in the flat space: no block mixes a norm's weights with a matrix's."""
+ZeRO++ (Wang et al., arXiv:2306.10209) is a matter of the two codecs: qgZ sends parts of gradients as 4-bit blocks
+(quantised once, added in fp32; a rank's own part is not quantised), qwZ sends updated parameters as 8-bit blocks.
+Blocks are 64 elements, the alignment of a parameter in the flat space: no block mixes a norm's weights with a
+matrix's."""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _COLOR = 7  # where the buffers start within 2 MiB, see state.py
 
 
 class Plain:
-    """No compression: elements in `dtype`, with the interface of compress.py's codecs. fp16 travels as 1/`shares`: what is sent is a sum
-    of so many gradients, each within fp16's range, and the sum need not be."""
+    """No compression: elements in `dtype`, with the interface of compress.py's codecs. fp16 travels as 1/`shares`: what
+    is sent is a sum of so many gradients, each within fp16's range, and the sum need not be."""
 
     def __init__(self, dtype: torch.dtype, shares: int = 1) -> None:
         self.dtype, self.shares = dtype, shares if dtype == torch.float16 else 1
@@ -61,15 +63,25 @@ def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1) -> Plain | Co
 class NodesReducer(CoreReducer):
     """The reducer of several nodes. The interface of reduce.py, and `publish`."""
 
-    def __init__(self, plan: Plan, group: MultiNodeGroup, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype,
-                 pre_scale: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        group: MultiNodeGroup,
+        acc: torch.Tensor,
+        partial: torch.Tensor,
+        wire: torch.dtype,
+        pre_scale: float,
+    ) -> None:
         self._plan, self._group, self._acc, self._partial = plan, group, acc, partial
         self._nodes, self._here = plan.nodes, plan.part % plan.nodes
         self._none = torch.empty(0, dtype=torch.float64)
-        # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded and is pushed (determinism.py).
+        # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded
+        # and is pushed (determinism.py).
         self.tree = Tree(acc, plan.gradient_buffers) if plan.gradient_buffers else None
         self._codec = codec_for(plan.gradients_as, plan.crossing_dtype or plan.dtype, plan.ranks_per_node)
-        self._whole = isinstance(self._codec, Plain) and self._codec.shares == 1  # a slice is cast and added up in one call each
+        self._whole = (
+            isinstance(self._codec, Plain) and self._codec.shares == 1
+        )  # a slice is cast and added up in one call each
         # straight: not even cast, slices go as they lie
         self._straight = self._whole and isinstance(self._codec, Plain) and self._codec.dtype == torch.float32
         per_slice = plan.layout.bucket_elems // plan.ranks_per_node
@@ -82,12 +94,23 @@ class NodesReducer(CoreReducer):
         self._assign = self._norm = self._unsettled = False
         comm = group.open_comm("buckets", plan.layout.bucket_elems * max(wire.itemsize, plan.dtype.itemsize), SLOTS)
         self._keep = (plan.node_layout, comm, self._slots)  # borrowed by the C side
-        self._make(_lib.ReducerConfig(
-            comm=comm.handle, layout=cast("Layout", plan.node_layout).handle, dtype=code(wire),
-            own_all=0, rank=group.local_rank, ring=RING, tree=int(self.tree is not None),
-            pre_scale=pre_scale, pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize, acc=self._slots.data_ptr(), partial=None))
+        self._make(
+            _lib.ReducerConfig(
+                comm=comm.handle,
+                layout=cast("Layout", plan.node_layout).handle,
+                dtype=code(wire),
+                own_all=0,
+                rank=group.local_rank,
+                ring=RING,
+                tree=int(self.tree is not None),
+                pre_scale=pre_scale,
+                pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize,
+                acc=self._slots.data_ptr(),
+                partial=None,
+            )
+        )
 
-    # ---- gradients -------------------------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
     def begin(self, assign: bool, norm: bool) -> None:
         if self.tree is not None:
             self.tree.check(assign)
@@ -130,7 +153,11 @@ class NodesReducer(CoreReducer):
             at, part, m = self._part(b)
             if len(pending) == RING:
                 pending.popleft().wait()
-            pending.append(self._group.collect(self._acc[at: at + self._nodes * m], self._acc[part: part + m].clone(), "gradients"))
+            pending.append(
+                self._group.collect(
+                    self._acc[at : at + self._nodes * m], self._acc[part : part + m].clone(), "gradients"
+                )
+            )
         for sent in pending:
             sent.wait()
         self._inside(self._acc)
@@ -139,8 +166,10 @@ class NodesReducer(CoreReducer):
         if self.tree is None:
             return super().sums(begin, length)
         if self._plan.own_all and not self.tree.closed:
-            raise UnsupportedError('gradients at stage 0 over several nodes can be read after the step\'s last micro-batch only with deepc.deterministic = '
-                                   '"layout"; use stage 1, 2 or 3, or ask later')
+            raise UnsupportedError(
+                "gradients at stage 0 over several nodes can be read after the step's last micro-batch only with"
+                ' deepc.deterministic = "layout"; use stage 1, 2 or 3, or ask later'
+            )
         return self.tree.sums(begin, length)
 
     def _advance(self) -> None:
@@ -175,7 +204,7 @@ class NodesReducer(CoreReducer):
             else:
                 for n in range(self._nodes):
                     if n != self._here:
-                        self._codec.encode(payload[n * size: (n + 1) * size], slot[n * m: (n + 1) * m])
+                        self._codec.encode(payload[n * size : (n + 1) * size], slot[n * m : (n + 1) * m])
         self._under_way.append((b, self._group.exchange(received, payload, "gradients")))
 
     def _take_oldest(self) -> None:
@@ -185,9 +214,14 @@ class NodesReducer(CoreReducer):
         _, part, m = self._part(b)
         k, size = b % RING, self._codec.nbytes(m)
         start = part if self._plan.own_all else self._plan.slices[b].shard_begin
-        target, received = self._acc[start: start + m], self._in[k, : self._nodes * size]
+        target, received = self._acc[start : start + m], self._in[k, : self._nodes * size]
         if self.tree is not None:
-            self.tree.push(start, list(received.view(torch.float32).view(self._nodes, m)), self.tree.leaves // self._plan.ranks_per_node, self._norm)
+            self.tree.push(
+                start,
+                list(received.view(torch.float32).view(self._nodes, m)),
+                self.tree.leaves // self._plan.ranks_per_node,
+                self._norm,
+            )
         elif self._whole:
             parts = received.view(cast(Plain, self._codec).dtype).view(self._nodes, m)
             torch.ops.deepc.accumulate_tensors(target, list(parts), self._assign, self._none)
@@ -196,17 +230,18 @@ class NodesReducer(CoreReducer):
                 target.zero_()
             for n in range(self._nodes):
                 if n == self._here:
-                    torch.ops.deepc.accumulate_tensors(target, [self._slots[k, n * m: (n + 1) * m]], False, self._none)
+                    torch.ops.deepc.accumulate_tensors(target, [self._slots[k, n * m : (n + 1) * m]], False, self._none)
                 else:
-                    self._codec.decode_add(target, received[n * size: (n + 1) * size], 1.0)
+                    self._codec.decode_add(target, received[n * size : (n + 1) * size], 1.0)
         self._taken += 1
         check(C.dc_reducer_give_back(self.handle, self._taken))
 
-    # ---- parameters ------------------------------------------------------------------------------------------------------------
+    # ---- parameters --------------------------------------------------------------------------------------------------
     def publish(self, flat: torch.Tensor, master: torch.Tensor | None, resident: bool) -> None:
-        """Makes `flat` whole on every node: the owners' slices cross once per node. With qwZ they are made from `master` and every node,
-        the owner's too, gets the dequantised values, so that all nodes hold equal bits. resident: `flat` is node-shared and a fence of
-        the node is the caller's; otherwise the ranks of the node complete their replicas. Collective."""
+        """Makes `flat` whole on every node: the owners' slices cross once per node. With qwZ they are made from
+        `master` and every node, the owner's too, gets the dequantised values, so that all nodes hold equal bits.
+        resident: `flat` is node-shared and a fence of the node is the caller's; otherwise the ranks of the node
+        complete their replicas. Collective."""
         codec = codec_for(self._plan.parameters_as, flat.dtype)
         pending: collections.deque[Any] = collections.deque()
         for b in range(self._plan.layout.nbuckets):
@@ -218,23 +253,30 @@ class NodesReducer(CoreReducer):
         if not resident:
             self._inside(flat)
 
-    def _offer(self, flat: torch.Tensor, master: torch.Tensor | None, codec: Plain | Codec, b: int) -> tuple[_Sent, torch.Tensor | None]:
+    def _offer(
+        self, flat: torch.Tensor, master: torch.Tensor | None, codec: Plain | Codec, b: int
+    ) -> tuple[_Sent, torch.Tensor | None]:
         at, part, m = self._part(b)
         if isinstance(codec, Plain):
-            return self._group.collect(flat[at: at + self._nodes * m], flat[part: part + m].clone(), "parameters"), None
+            return (
+                self._group.collect(flat[at : at + self._nodes * m], flat[part : part + m].clone(), "parameters"),
+                None,
+            )
         mine = torch.empty(codec.nbytes(m), dtype=torch.uint8)
         everyone = torch.empty(self._nodes * mine.numel(), dtype=torch.uint8)
         shard = self._plan.slices[b].shard_begin
-        codec.encode(mine, cast(torch.Tensor, master)[shard: shard + m])
+        codec.encode(mine, cast(torch.Tensor, master)[shard : shard + m])
         return self._group.collect(everyone, mine, "parameters"), everyone
 
-    def _arrived(self, flat: torch.Tensor, codec: Plain | Codec, b: int, sent: _Sent, everyone: torch.Tensor | None) -> None:
+    def _arrived(
+        self, flat: torch.Tensor, codec: Plain | Codec, b: int, sent: _Sent, everyone: torch.Tensor | None
+    ) -> None:
         sent.wait()
         if everyone is None:
             return
         at, _, m = self._part(b)
         for n, payload in enumerate(everyone.view(self._nodes, -1)):
-            cast("Codec", codec).decode(flat[at + n * m: at + (n + 1) * m], payload)
+            cast("Codec", codec).decode(flat[at + n * m : at + (n + 1) * m], payload)
 
     def _inside(self, flat: torch.Tensor) -> None:
         """Completes the node's replicas from its ranks' slices."""
@@ -260,4 +302,3 @@ def published(plan: Plan, master: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         codec.encode(payload, master[piece])
         cast("Codec", codec).decode(out[piece], payload)
     return out
-

@@ -7,12 +7,12 @@
 
     losses = deepc.notebook.launch(train, (100,), ranks=2)     # what each rank returned, in rank order
 
-Each rank is a fresh process (no fork: torch's thread pools, autograd and CUDA do not survive one), so what the function needs is sent along: functions and
-classes of the notebook by their source, in dependency order; other functions by their code; modules by name; values by pickle. It travels in memory that the ranks
-inherit, never in a file. The ranks are watched and ended as by `deepc run` (launch/)."""
+Each rank is a fresh process (no fork: torch's thread pools, autograd and CUDA do not survive one), so what the function
+needs is sent along: functions and classes of the notebook by their source, in dependency order; other functions by
+their code; modules by name; values by pickle. It travels in memory that the ranks inherit, never in a file. The ranks
+are watched and ended as by `deepc run` (launch/)."""
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -36,15 +36,25 @@ from .errors import ArgumentError, LaunchError
 __all__ = ["launch"]
 
 
-def launch(function: Callable[..., Any], args: Sequence[Any] = (), ranks: int = 2, *, kwargs: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None,
-           bind_cores: bool = False) -> list[Any]:
-    """Calls function(*args, **kwargs) in `ranks` fresh processes of this machine and returns their results in rank order. Their output appears here, each line after
-    its rank. Inside, deepc.initialize and deepc.init_distributed find the ranks as under `deepc run`; each rank's device is its own GPU if there are GPUs.
+def launch(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    ranks: int = 2,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    bind_cores: bool = False,
+) -> list[Any]:
+    """Calls function(*args, **kwargs) in `ranks` fresh processes of this machine and returns their results in rank
+    order. Their output appears here, each line after its rank. Inside, deepc.initialize and deepc.init_distributed find
+    the ranks as under `deepc run`; each rank's device is its own GPU if there are GPUs.
 
-    function, args and results are copied: what a rank changes is changed there only. env: further variables of the ranks. bind_cores: each rank on its own cores.
+    function, args and results are copied: what a rank changes is changed there only. env: further variables of the
+    ranks. bind_cores: each rank on its own cores.
 
-    Raises LaunchError with the traceback of the rank that failed first (the others are ended then), ArgumentError if something can't be sent to the ranks. An
-    interrupt (the stop button, ^C) ends all ranks. In no case is a process left."""
+    Raises LaunchError with the traceback of the rank that failed first (the others are ended then), ArgumentError if
+    something can't be sent to the ranks. An interrupt (the stop button, ^C) ends all ranks. In no case is a process
+    left."""
     if not callable(function):
         raise ArgumentError(f"launch needs a function, got {type(function).__name__}")
     if not isinstance(ranks, int) or ranks < 1:
@@ -68,9 +78,22 @@ def _run(shipped: int, results: list[int], ranks: int, env: dict[str, str], bind
     from .launch.hosts import Host
     from .launch.options import Launch, cores, threads
 
-    path = os.pathsep.join(dict.fromkeys([str(Path(__file__).absolute().parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+    path = os.pathsep.join(
+        dict.fromkeys(
+            [
+                str(Path(__file__).absolute().parents[1]),
+                *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+            ]
+        )
+    )
     bound = "all" if bind_cores else ""
-    launch = Launch((Host("localhost", tuple(range(ranks)), True),), "call", (str(shipped),), bind=bound, env={**threads(ranks, cores(), bound), "PYTHONPATH": path, **env})
+    launch = Launch(
+        (Host("localhost", tuple(range(ranks)), True),),
+        "call",
+        (str(shipped),),
+        bind=bound,
+        env={**threads(ranks, cores(), bound), "PYTHONPATH": path, **env},
+    )
     printers: dict[tuple[int | str, int], Printer] = {}
 
     def show(rank: int | str, fd: int, data: bytes) -> None:
@@ -97,7 +120,7 @@ def _run(shipped: int, results: list[int], ranks: int, env: dict[str, str], bind
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view):]
+        view = view[os.write(fd, view) :]
 
 
 def _read(fd: int) -> bytes:
@@ -109,7 +132,7 @@ def _read(fd: int) -> bytes:
     return b"".join(parts)
 
 
-# ---- packing: here ----------------------------------------------------------------------------------------------------------------
+# ---- packing: here ---------------------------------------------------------------------------------------------------
 def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     packer = _Packer(sys.modules["__main__"].__dict__)
     call = packer.pickled((function, args, kwargs), "the function or its arguments")
@@ -117,8 +140,9 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Packer:
-    """Collects what the ranks' __main__ must have: items are ("import", name, module), ("source", name, text, filename, first line, compile flags, all lines of the
-    file), ("value", name, pickle), ("absent", name, why it can't be sent: an error only for who uses it)."""
+    """Collects what the ranks' __main__ must have: items are ("import", name, module), ("source", name, text, filename,
+    first line, compile flags, all lines of the file), ("value", name, pickle), ("absent", name, why it can't be sent:
+    an error only for who uses it)."""
 
     def __init__(self, main: dict[str, Any]) -> None:
         self.main = main
@@ -132,7 +156,10 @@ class _Packer:
         except ArgumentError:
             raise
         except Exception as exc:  # pickle raises whatever the object's own methods raise
-            raise ArgumentError(f"{what} can't be sent to the ranks: {type(exc).__name__}: {exc}. Make it inside the function, on each rank") from exc
+            raise ArgumentError(
+                f"{what} can't be sent to the ranks: {type(exc).__name__}: {exc}. Make it inside the function, on each"
+                " rank"
+            ) from exc
         return out.getvalue()
 
     def need(self, name: str) -> None:
@@ -149,13 +176,16 @@ class _Packer:
             self.items.append(definition)
         else:
             try:
-                self.items.append(("value", name, self.pickled(value, f"the variable {name!r} ({type(value).__name__})")))
+                self.items.append(
+                    ("value", name, self.pickled(value, f"the variable {name!r} ({type(value).__name__})"))
+                )
             except ArgumentError as exc:
                 self.items.append(("absent", name, str(exc)))
 
 
 def _definition(name: str, value: Any) -> tuple[Any, ...] | None:
-    """The item of a function or class that the notebook defines under this name, decorators included; None for anything else, and where no source is kept."""
+    """The item of a function or class that the notebook defines under this name, decorators included; None for anything
+    else, and where no source is kept."""
     if getattr(value, "__module__", None) != "__main__" or getattr(value, "__name__", None) != name:
         return None
     if not isinstance(value, (types.FunctionType, type)) and not hasattr(value, "__wrapped__"):
@@ -165,7 +195,10 @@ def _definition(name: str, value: Any) -> tuple[Any, ...] | None:
             text, filename, first = _class_source(value)
         else:
             lines, first = inspect.getsourcelines(value)
-            text, filename = textwrap.dedent("".join(lines)), inspect.getsourcefile(inspect.unwrap(value)) or "<notebook>"
+            text, filename = (
+                textwrap.dedent("".join(lines)),
+                inspect.getsourcefile(inspect.unwrap(value)) or "<notebook>",
+            )
         tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         return None
@@ -175,10 +208,14 @@ def _definition(name: str, value: Any) -> tuple[Any, ...] | None:
 
 
 def _class_source(kind: type) -> tuple[str, str, int]:
-    """Text, file and first line of a class; inspect knows only those of modules with a file. The cell is that of one of its methods, else the last one with a class
-    of this name. Raises OSError if there is none."""
+    """Text, file and first line of a class; inspect knows only those of modules with a file. The cell is that of one of
+    its methods, else the last one with a class of this name. Raises OSError if there is none."""
     methods = [inspect.unwrap(v) for v in vars(kind).values() if callable(v)]
-    files = [m.__code__.co_filename for m in methods if isinstance(m, types.FunctionType) and m.__qualname__.startswith(kind.__qualname__ + ".")]
+    files = [
+        m.__code__.co_filename
+        for m in methods
+        if isinstance(m, types.FunctionType) and m.__qualname__.startswith(kind.__qualname__ + ".")
+    ]
     for filename in dict.fromkeys([*files, *_cells()]):
         lines = linecache.getlines(filename)
         try:
@@ -188,12 +225,13 @@ def _class_source(kind: type) -> tuple[str, str, int]:
         found = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == kind.__name__]
         if found:
             first = min([found[-1].lineno, *(d.lineno for d in found[-1].decorator_list)])
-            return textwrap.dedent("".join(lines[first - 1:found[-1].end_lineno])), filename, first
+            return textwrap.dedent("".join(lines[first - 1 : found[-1].end_lineno])), filename, first
     raise OSError(f"no source of {kind.__name__}")
 
 
 def _cells() -> list[str]:
-    """Names under which linecache has what was typed, the last first: "<ipython-input-...>", "/tmp/ipykernel_1/2.py", and the script if there is one."""
+    """Names under which linecache has what was typed, the last first: "<ipython-input-...>", "/tmp/ipykernel_1/2.py",
+    and the script if there is one."""
     names = [str(name) for name in linecache.cache if str(name).startswith("<") or "ipykernel" in str(name)]
     script = getattr(sys.modules["__main__"], "__file__", None)
     return [*reversed(names), *([script] if script else [])]
@@ -216,7 +254,9 @@ def _compiled(text: str, filename: str, first: int, flags: int) -> types.CodeTyp
 def _globals(code: types.CodeType) -> list[str]:
     """Names that a code object looks up globally, its nested functions included."""
     own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    return list(dict.fromkeys([*own, *(n for c in code.co_consts if isinstance(c, types.CodeType) for n in _globals(c))]))
+    return list(
+        dict.fromkeys([*own, *(n for c in code.co_consts if isinstance(c, types.CodeType) for n in _globals(c))])
+    )
 
 
 def _attribute(main: Mapping[str, Any], path: str) -> Any:
@@ -241,7 +281,9 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, (types.FunctionType, type)) and not hasattr(obj, "__wrapped__"):
             return NotImplemented
         if getattr(obj, "__module__", None) != "__main__":
-            local = isinstance(obj, types.FunctionType) and "<" in obj.__qualname__  # a lambda or nested function of a file: pickle can't
+            local = (
+                isinstance(obj, types.FunctionType) and "<" in obj.__qualname__
+            )  # a lambda or nested function of a file: pickle can't
             return self._by_code(obj) if local else NotImplemented
         main, root = self._packer.main, obj.__qualname__.partition(".")[0]
         if _attribute(main, obj.__qualname__) is obj and _definition(root, main.get(root)) is not None:
@@ -249,20 +291,31 @@ class _Pickler(pickle.Pickler):
             return _from_main, (obj.__qualname__,)
         if isinstance(obj, types.FunctionType):
             return self._by_code(obj)
-        raise ArgumentError(f"{obj.__qualname__!r} can't be sent to the ranks: it has no source (a plain prompt keeps none before Python 3.13), or is not defined at the "
-                            "top level of a cell. Put it into a file and import it, or use IPython or Jupyter")
+        raise ArgumentError(
+            f"{obj.__qualname__!r} can't be sent to the ranks: it has no source (a plain prompt keeps none before"
+            " Python 3.13), or is not defined at the top level of a cell. Put it into a file and import it, or use"
+            " IPython or Jupyter"
+        )
 
     def _by_code(self, obj: types.FunctionType) -> Any:
-        """A lambda, a nested function, one typed at a prompt. Its globals are those of the ranks' __main__, or of its module."""
+        """A lambda, a nested function, one typed at a prompt. Its globals are those of the ranks' __main__, or of its
+        module."""
         module = obj.__module__
         if module == "__main__":
             for name in _globals(obj.__code__):
                 self._packer.need(name)
         cells = tuple(c.cell_contents for c in obj.__closure__ or ())
-        return _make_function, (marshal.dumps(obj.__code__), module, obj.__name__, obj.__defaults__, obj.__kwdefaults__, cells)
+        return _make_function, (
+            marshal.dumps(obj.__code__),
+            module,
+            obj.__name__,
+            obj.__defaults__,
+            obj.__kwdefaults__,
+            cells,
+        )
 
 
-# ---- unpacking: on the ranks --------------------------------------------------------------------------------------------------------
+# ---- unpacking: on the ranks -----------------------------------------------------------------------------------------
 def _from_main(path: str) -> Any:
     found = _attribute(sys.modules["__main__"].__dict__, path)
     if found is None:
@@ -270,9 +323,21 @@ def _from_main(path: str) -> Any:
     return found
 
 
-def _make_function(code: bytes, module: str, name: str, defaults: tuple[Any, ...] | None, kwdefaults: dict[str, Any] | None,
-                   cells: tuple[Any, ...]) -> types.FunctionType:
-    made = types.FunctionType(marshal.loads(code), importlib.import_module(module).__dict__, name, defaults, tuple(types.CellType(c) for c in cells))
+def _make_function(
+    code: bytes,
+    module: str,
+    name: str,
+    defaults: tuple[Any, ...] | None,
+    kwdefaults: dict[str, Any] | None,
+    cells: tuple[Any, ...],
+) -> types.FunctionType:
+    made = types.FunctionType(
+        marshal.loads(code),
+        importlib.import_module(module).__dict__,
+        name,
+        defaults,
+        tuple(types.CellType(c) for c in cells),
+    )
     made.__kwdefaults__ = kwdefaults
     return made
 
@@ -330,8 +395,10 @@ def _leave(fd: int, result: Any) -> None:
     try:
         data = pickle.dumps(result)
     except Exception as exc:  # as above
-        raise ArgumentError(f"the result ({type(result).__name__}) can't be sent back to the notebook: {type(exc).__name__}: {exc}. Return numbers, tensors or "
-                            "state_dict()s, or save it in a checkpoint") from exc
+        raise ArgumentError(
+            f"the result ({type(result).__name__}) can't be sent back to the notebook: {type(exc).__name__}: {exc}."
+            " Return numbers, tensors or state_dict()s, or save it in a checkpoint"
+        ) from exc
     _write(fd, data)
     if dist.is_initialized():
         dist.destroy_process_group()

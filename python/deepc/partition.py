@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from . import _lib
 from ._lib import C, call
@@ -23,7 +24,8 @@ class Segment(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A rank's part of one bucket: [flat_begin, flat_begin + length) of the flat space, at `shard_begin` of its shard."""
+    """A rank's part of one bucket: [flat_begin, flat_begin + length) of the flat space, at `shard_begin` of its
+    shard."""
 
     flat_begin: int
     shard_begin: int
@@ -31,7 +33,8 @@ class Slice(NamedTuple):
 
 
 class Layout:
-    """The flat space of `numels` (elements per parameter, in flat order) cut into buckets and shards for `world` ranks."""
+    """The flat space of `numels` (elements per parameter, in flat order) cut into buckets and shards for `world`
+    ranks."""
 
     def __init__(self, numels: Sequence[int], world: int, bucket_elems: int) -> None:
         handle = ctypes.POINTER(_lib.Layout)()

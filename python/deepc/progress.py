@@ -1,13 +1,15 @@
-"""The thread that can run asynchronous collectives while autograd computes, and the choice between it and running them inline.
+"""The thread that can run asynchronous collectives while autograd computes, and the choice between it and running them
+inline.
 
-Where asynchronous calls run is DEEPC_PROGRESS: "inline" (at once, in the caller), "thread" (a thread per process group, first in first
-out), or "auto": inline where the node has no core beyond one per rank, else what measure() found faster when the group was opened. Every
-rank could choose for itself, since the order of calls is kept either way; the measurement has to be taken by all, so they decide together,
-when the communicator opens and not at the first asynchronous call: whether a call is asynchronous may differ between ranks.
+Where asynchronous calls run is DEEPC_PROGRESS: "inline" (at once, in the caller), "thread" (a thread per process group,
+first in first out), or "auto": inline where the node has no core beyond one per rank, else what measure() found faster
+when the group was opened. Every rank could choose for itself, since the order of calls is kept either way; the
+measurement has to be taken by all, so they decide together, when the communicator opens and not at the first
+asynchronous call: whether a call is asynchronous may differ between ranks.
 
-Why "no core to spare" is inline without measuring: measure() on 2 ranks and 2 cores, 7 times each: the thread took 1.07 times as long as
-inline with 256 KiB and 1.18 times with 64 KiB (medians; 0.6 to 1.6, since others used the machine): nothing to gain, and a choice by
-chance.
+Why "no core to spare" is inline without measuring: measure() on 2 ranks and 2 cores, 7 times each: the thread took 1.07
+times as long as inline with 256 KiB and 1.18 times with 64 KiB (medians; 0.6 to 1.6, since others used the machine):
+nothing to gain, and a choice by chance.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import struct
 import threading
 import time
 from _thread import get_ident
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -43,9 +46,10 @@ def given_mode() -> str:
     return mode
 
 
-# ---- the thread ------------------------------------------------------------------------------------------------------------------
+# ---- the thread ------------------------------------------------------------------------------------------------------
 class Progress:
-    """Runs calls in the order in which they were submitted, in a thread that starts with the first. The calls release the GIL."""
+    """Runs calls in the order in which they were submitted, in a thread that starts with the first. The calls release
+    the GIL."""
 
     def __init__(self, label: str) -> None:
         self._label, self._lock = label, threading.Lock()
@@ -58,13 +62,18 @@ class Progress:
         """True in the thread itself: a callback of a future calls a collective."""
         return get_ident() == self._ident
 
-    def submit(self, job: Callable[[], None], tensors: Sequence[torch.Tensor], what: Callable[[], str], where: bytes) -> Pending:
+    def submit(
+        self, job: Callable[[], None], tensors: Sequence[torch.Tensor], what: Callable[[], str], where: bytes
+    ) -> Pending:
         work = Pending(tensors, what, where)
         with self._lock:
             if self._closed:
                 raise CommError(f"{what()}: process group {self._label} has been destroyed")
             if self._pid != os.getpid():
-                raise CommError(f"{what()}: process group {self._label} was opened before this process was forked; use it in the parent")
+                raise CommError(
+                    f"{what()}: process group {self._label} was opened before this process was forked; use it in the"
+                    " parent"
+                )
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=f"deepc {self._label}", daemon=True)
                 self._thread.start()
@@ -73,7 +82,8 @@ class Progress:
         return work
 
     def drain(self, seconds: float = -1) -> bool:
-        """Waits until all that was submitted is finished; their errors stay theirs. In the thread itself nothing is waited for."""
+        """Waits until all that was submitted is finished; their errors stay theirs. In the thread itself nothing is
+        waited for."""
         last = self.last
         return last is None or self.here() or self._pid != os.getpid() or last.join(seconds)
 
@@ -97,7 +107,8 @@ class Progress:
             del work, job, error
 
     def close(self, seconds: float) -> bool:
-        """Takes no more calls and waits so long for those it has. False if some are not finished: break the communicator, then join()."""
+        """Takes no more calls and waits so long for those it has. False if some are not finished: break the
+        communicator, then join()."""
         with self._lock:
             closed, self._closed = self._closed, True
             if self._thread is not None and not closed:
@@ -109,15 +120,19 @@ class Progress:
             self._thread.join(seconds)
 
 
-# ---- inline or thread --------------------------------------------------------------------------------------------------------------
+# ---- inline or thread ------------------------------------------------------------------------------------------------
 def choose(comm: node.Comm) -> str:
-    """"inline" or "thread" for a communicator that was just opened. Collective if any rank has DEEPC_PROGRESS=auto, so always."""
+    """ "inline" or "thread" for a communicator that was just opened. Collective if any rank has DEEPC_PROGRESS=auto, so
+    always."""
     mode = given_mode()
     if comm.size == 1:
         return "inline" if mode == "auto" else mode
     cores = os.sched_getaffinity(0)
     mask = sum(1 << c for c in cores if c < 512)
-    rows = [(row[0], int.from_bytes(row[1:65], "little")) for row in _swap(comm, bytes([MODES.index(mode)]) + mask.to_bytes(64, "little"))]
+    rows = [
+        (row[0], int.from_bytes(row[1:65], "little"))
+        for row in _swap(comm, bytes([MODES.index(mode)]) + mask.to_bytes(64, "little"))
+    ]
     together = 0
     for _, theirs in rows:
         together |= theirs
@@ -129,7 +144,8 @@ def choose(comm: node.Comm) -> str:
 
 
 def _step(comm: node.Comm, fill: Callable[[int], object], read: Callable[[list[int]], Any]) -> Any:
-    """One step of the exchange (comm.h): fill(address of this rank's slot), then read(addresses of all ranks' slots)."""
+    """One step of the exchange (comm.h): fill(address of this rank's slot), then read(addresses of all ranks'
+    slots)."""
     step, slot = ctypes.c_int64(), ctypes.c_void_p()
     with comm.lock:
         handle = comm.handle
@@ -143,15 +159,21 @@ def _step(comm: node.Comm, fill: Callable[[int], object], read: Callable[[list[i
 
 
 def _swap(comm: node.Comm, row: bytes) -> list[bytes]:
-    """Every rank's row, in rank order. Rows are of one length. (Not a collective that is counted: tests count those of the user.)"""
-    rows: list[bytes] = _step(comm, lambda slot: ctypes.memmove(slot, row, len(row)),
-                              lambda slots: [ctypes.string_at(s, len(row)) for s in slots])
+    """Every rank's row, in rank order. Rows are of one length. (Not a collective that is counted: tests count those of
+    the user.)"""
+    rows: list[bytes] = _step(
+        comm,
+        lambda slot: ctypes.memmove(slot, row, len(row)),
+        lambda slots: [ctypes.string_at(s, len(row)) for s in slots],
+    )
     return rows
 
 
 def measure(comm: node.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]:
-    """Seconds of ROUNDS times a computation and a reduction of nbytes (at most a slot): inline, and with the reductions in a thread. The
-    computation takes about as long as the reduction, where overlap can gain most. Collective; takes about ten milliseconds."""
+    """Seconds of ROUNDS times a computation and a reduction of nbytes (at most a slot): inline, and with the reductions
+    in a thread. The computation takes about as long as the reduction, where overlap can gain most. Collective; takes
+    about ten milliseconds.
+    """
     source = torch.ones(nbytes // 4)
     out = torch.empty_like(source)
     address, count, size = source.data_ptr(), source.numel(), comm.size

@@ -1,14 +1,18 @@
-"""Gathers over torch.distributed, for ranks that share no memory and need not agree on what they gather (ZeRO-3's streamed mode).
+"""Gathers over torch.distributed, for ranks that share no memory and need not agree on what they gather (ZeRO-3's
+streamed mode).
 
-A round is a message of 128 bytes per rank, in which every rank says what it wants and how many gradient buckets it has ready; then all give their part of
-everything that any rank wants. Before any other collective of the engine a rank takes part in rounds until all ranks are there (`fence`). So a rank that uses
-another expert, or leaves out a block, costs time and no deadlock. The groups are our own: what users send on theirs meanwhile does not meet it."""
+A round is a message of 128 bytes per rank, in which every rank says what it wants and how many gradient buckets it has
+ready; then all give their part of everything that any rank wants. Before any other collective of the engine a rank
+takes part in rounds until all ranks are there (`fence`). So a rank that uses another expert, or leaves out a block,
+costs time and no deadlock. The groups are our own: what users send on theirs meanwhile does not meet it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Protocol, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +25,9 @@ from .group import _BREAK_TAG, _all_gather
 if TYPE_CHECKING:
     from .streamed import Unit
 
-Piece = tuple[int, int, int, "torch.Tensor | None"]  # rank, first element of the parameter, elements, the values if they are this rank's
+Piece = tuple[
+    int, int, int, "torch.Tensor | None"
+]  # rank, first element of the parameter, elements, the values if they are this rank's
 
 
 class Reductions(Protocol):
@@ -56,7 +62,9 @@ class CollectiveSource:
         self._control: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
         self._data: Any = self._control if self._cpu else dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
         self._units: list[Unit] = []
-        self._pieces: list[list[list[tuple[int, torch.Tensor | None, int]]]] = []  # [unit][rank]: (offset in the unit, this rank's values, elements)
+        self._pieces: list[
+            list[list[tuple[int, torch.Tensor | None, int]]]
+        ] = []  # [unit][rank]: (offset in the unit, this rank's values, elements)
         self._arriving: dict[int, _Started] = {}
         self._others: list[_Started] = []  # gathers that only other ranks wanted
         self._failed: BaseException | None = None
@@ -72,11 +80,11 @@ class CollectiveSource:
         self._units.append(unit)
         self._pieces.append(rows)
 
-    # ---- rounds ----------------------------------------------------------------------------------------------------------------------
+    # ---- rounds ------------------------------------------------------------------------------------------------------
     def begin(self, units: Sequence[Unit]) -> None:
         """Starts to gather units. Ranks may ask for different ones."""
         for at in range(0, len(units), self.WANTS):
-            self._round([u.index for u in units[at: at + self.WANTS]])
+            self._round([u.index for u in units[at : at + self.WANTS]])
 
     def fence(self) -> None:
         """Returns when all ranks have called it; serves the others' gathers until then."""
@@ -119,7 +127,7 @@ class CollectiveSource:
         send = torch.zeros(most, dtype=unit.flat.dtype, device=unit.flat.device)
         at = 0
         for _, mine, n in rows[self._rank]:
-            send[at: at + n].copy_(mine)  # type: ignore[arg-type]  # its own pieces are there
+            send[at : at + n].copy_(mine)  # type: ignore[arg-type]  # its own pieces are there
             at += n
         out = torch.empty(self._world * most, dtype=send.dtype, device=send.device)
         return _Started(_all_gather(out, send, group=self._data, async_op=True), out, most, send)
@@ -137,10 +145,10 @@ class CollectiveSource:
                 if self._cpu:
                     check(C.dc_zero_gather(base + offset * size, started.out.data_ptr() + at * size, n * size))
                 else:
-                    unit.flat[offset: offset + n].copy_(started.out[at: at + n])
+                    unit.flat[offset : offset + n].copy_(started.out[at : at + n])
                 at += n
 
-    # ---- failures: who fails closes its connections, so that an error runs through all ranks -------------------------------------------
+    # ---- failures: who fails closes its connections, so that an error runs through all ranks -------------------------
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """Around calls of the backend: turns its error into one of ours."""
@@ -152,13 +160,17 @@ class CollectiveSource:
             raise
         except RuntimeError as exc:
             if self._failed is None:
-                self.fail(CommError(f"a gather of ZeRO-3's parameters over {self._world} ranks failed on rank {self._rank}: a rank died, left, raised an "
-                                    f"error, or can't be reached ({exc})"))
+                self.fail(
+                    CommError(
+                        f"a gather of ZeRO-3's parameters over {self._world} ranks failed on rank {self._rank}: a rank"
+                        f" died, left, raised an error, or can't be reached ({exc})"
+                    )
+                )
             raise self._failed from exc  # type: ignore[misc]  # set above
 
     def fail(self, error: BaseException) -> None:
-        """Breaks it on all ranks: none waits for this one any more. From any thread. A receive that times out is what closes a connection: Gloo's abort leaves
-        them open (torch 2.13)."""
+        """Breaks it on all ranks: none waits for this one any more. From any thread. A receive that times out is what
+        closes a connection: Gloo's abort leaves them open (torch 2.13)."""
         if self._failed is not None:
             return
         self._failed = error
@@ -168,7 +180,7 @@ class CollectiveSource:
                 with contextlib.suppress(RuntimeError):
                     control.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
 
-    # ---- single parameters -------------------------------------------------------------------------------------------------------------
+    # ---- single parameters -------------------------------------------------------------------------------------------
     def read(self, unit: Unit, i: int) -> torch.Tensor | None:
         """Its values without a gather of the unit: there are none."""
         return None
@@ -178,7 +190,7 @@ class CollectiveSource:
         begin, end = unit.offsets[i], unit.offsets[i] + value.numel()
         for offset, mine, n in self._pieces[unit.index][self._rank]:
             if begin <= offset < end:
-                mine.copy_(value[offset - begin: offset - begin + n])  # type: ignore[union-attr]
+                mine.copy_(value[offset - begin : offset - begin + n])  # type: ignore[union-attr]
 
     def close(self) -> None:
         """Leaves the groups. A second call does nothing."""

@@ -1,33 +1,37 @@
 """ZeRO-3's streamed mode: a rank has storage for a unit of parameters only while the unit is used.
 
-Owns the units' storages, the hooks of the modules that use them, and the order of their use. A parameter is a view of its unit's storage,
-which is freed (resized to nothing) and filled again; a fill does not touch autograd's version counters, a step bumps them once.
+Owns the units' storages, the hooks of the modules that use them, and the order of their use. A parameter is a view of
+its unit's storage, which is freed (resized to nothing) and filled again; a fill does not touch autograd's version
+counters, a step bumps them once.
 
 When a unit is there:
- - **forward**: hooks of the modules that use it (units.py) count its uses. While the count is 0 its parameters are `Released` (param.py),
-   so that any other touch arrives in `touched`: inside a running module the unit is gathered and is in use until that module ends
-   (parameters used outside of their module), in backward until it ends; elsewhere it is an error that names the parameter.
- - **backward**: what autograd saves of a unit's storage is packed as a recipe (which view, which version) and unpacked by gathering the
-   unit, so that units come exactly when a node reads them, whatever the graph looks like: outputs of any type, losses that don't come
-   from an output, several backward passes. The hooks stand on top of those of whoever was there before (checkpointing, offloading of
-   activations) and hand the rest on to them.
- - **release**: after its last use in forward; in backward after the gradients of all its trained parameters have been accumulated, and at
-   the end of backward. A storage that anything else still refers to (a view that a user kept, a tensor inside a running node) is never
-   freed: torch counts its users.
+ - **forward**: hooks of the modules that use it (units.py) count its uses. While the count is 0 its parameters are
+   `Released` (param.py), so that any other touch arrives in `touched`: inside a running module the unit is gathered and
+   is in use until that module ends (parameters used outside of their module), in backward until it ends; elsewhere it
+   is an error that names the parameter.
+ - **backward**: what autograd saves of a unit's storage is packed as a recipe (which view, which version) and unpacked
+   by gathering the unit, so that units come exactly when a node reads them, whatever the graph looks like: outputs of
+   any type, losses that don't come from an output, several backward passes. The hooks stand on top of those of whoever
+   was there before (checkpointing, offloading of activations) and hand the rest on to them.
+ - **release**: after its last use in forward; in backward after the gradients of all its trained parameters have been
+   accumulated, and at the end of backward. A storage that anything else still refers to (a view that a user kept, a
+   tensor inside a running node) is never freed: torch counts its users.
 
-Tried and left: register_multi_grad_hook on the outputs of modules to gather for backward. It misses what leaves a module another way than
-by its output (a loss kept in an attribute), it must gather all that a module used at once, and what the module saved has to be held until
-its gradients are there, frozen parameters until the end of backward. The price of recipes: as under every saved-tensor hook, torch does
-not notice that an operator's own *result*, saved for its backward, was changed in place; for inputs it is checked here."""
+Tried and left: register_multi_grad_hook on the outputs of modules to gather for backward. It misses what leaves a
+module another way than by its output (a loss kept in an attribute), it must gather all that a module used at once, and
+what the module saved has to be held until its gradients are there, frozen parameters until the end of backward. The
+price of recipes: as under every saved-tensor hook, torch does not notice that an operator's own *result*, saved for its
+backward, was changed in place; for inputs it is checked here.
+"""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Sequence
 
 import torch
 from torch.autograd import Variable
@@ -43,17 +47,24 @@ from .state import ModelState
 from .torch_reduce import TorchReducer
 from .units import cut
 
-ALIGN = 64  # of a parameter in its unit's storage, elements: that of the flat space, so that neighbours there are one copy
-HONOURED = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
-            "stage3_max_reuse_distance")  # keys of zero_optimization that act in this mode, on every device
+ALIGN = (
+    64  # of a parameter in its unit's storage, elements: that of the flat space, so that neighbours there are one copy
+)
+HONOURED = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)  # keys of zero_optimization that act in this mode, on every device
 MAX_TRACE = 1 << 16  # uses of one pass that are remembered
 _saved_hooks = torch._C._autograd
 
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters with one storage. uses: of running modules and contexts; todo: trained parameters whose gradient has not come since the
-    last forward use."""
+    """Parameters with one storage. uses: of running modules and contexts; todo: trained parameters whose gradient has
+    not come since the last forward use."""
 
     index: int
     name: str
@@ -94,8 +105,8 @@ class _Recipe:
 
 @dataclass(frozen=True)
 class Order:
-    """The recorded uses of a pass, and what the C core made of them (zero/prefetch.c): per use, what goes before it, and what is
-    gathered ahead while it runs; keep: whether its unit stays after it."""
+    """The recorded uses of a pass, and what the C core made of them (zero/prefetch.c): per use, what goes before it,
+    and what is gathered ahead while it runs; keep: whether its unit stays after it."""
 
     uses: tuple[int, ...]
     drop: tuple[tuple[int, ...], ...]
@@ -104,7 +115,8 @@ class Order:
 
 
 def order_of(uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live: int, max_reuse: int) -> Order:
-    """The prefetch order of recorded `uses` of units with `elems` elements, under the limits of zero/zero.h (dc_zero_prefetch)."""
+    """The prefetch order of recorded `uses` of units with `elems` elements, under the limits of zero/zero.h
+    (dc_zero_prefetch)."""
     n, units = len(uses), len(elems)
     count = ctypes.c_int64()
     actions = (_lib.Action * max(1, 3 * n))()
@@ -130,8 +142,8 @@ def order_of(uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live:
 
 
 class NodeSource:
-    """Gathers by copying from the memory where all owners' shards lie side by side (the node's, or that of the one rank). One-sided: ranks need not
-    agree on what they gather, nor when."""
+    """Gathers by copying from the memory where all owners' shards lie side by side (the node's, or that of the one
+    rank). One-sided: ranks need not agree on what they gather, nor when."""
 
     collective = False
 
@@ -146,7 +158,11 @@ class NodeSource:
         size = unit.flat.element_size()
         for offset, view in zip(unit.offsets, values):
             at, n, src = offset * size, view.numel() * size, view.data_ptr()
-            if runs and 0 <= (gap := at - (runs[-1][0] + runs[-1][2])) < ALIGN * size and src - (runs[-1][1] + runs[-1][2]) == gap:
+            if (
+                runs
+                and 0 <= (gap := at - (runs[-1][0] + runs[-1][2])) < ALIGN * size
+                and src - (runs[-1][1] + runs[-1][2]) == gap
+            ):
                 runs[-1][2] = at + n - runs[-1][0]  # the padding between them comes along
             elif n:
                 runs.append([at, src, n])
@@ -157,7 +173,7 @@ class NodeSource:
         for unit in units:
             if unit.flat.device.type != "cpu":
                 for offset, view in zip(unit.offsets, self._views[unit.index]):
-                    unit.flat[offset: offset + view.numel()].copy_(view)
+                    unit.flat[offset : offset + view.numel()].copy_(view)
                 continue
             base = unit.storage.data_ptr()
             for offset, src, nbytes in self._runs[unit.index]:
@@ -183,7 +199,9 @@ class Streamed:
         plan = state.plan
         self._prefetch, self._max_reuse = zero_config.stage3_prefetch_bucket_size, zero_config.stage3_max_reuse_distance
         self._max_live = zero_config.stage3_max_live_parameters
-        self._frames: list[tuple[list[Unit], bool]] = []  # per running module: units in use, whether it pushed saved-tensor hooks
+        self._frames: list[
+            tuple[list[Unit], bool]
+        ] = []  # per running module: units in use, whether it pushed saved-tensor hooks
         self._holds = 0  # keep-gathered contexts
         self._whole = 0  # state_dict calls under way
         self._tasks: dict[int, list[Unit]] = {}  # backward passes under way, with the units that were touched in them
@@ -199,7 +217,19 @@ class Streamed:
         self._at = 0
         self._closed = False
         self.live_elems = self.persistent_elems = 0
-        self._stats = dict.fromkeys(("gathers", "gathered_elems", "prefetched", "releases", "blocked", "touches", "order_misses", "live_elems_max"), 0)
+        self._stats = dict.fromkeys(
+            (
+                "gathers",
+                "gathered_elems",
+                "prefetched",
+                "releases",
+                "blocked",
+                "touches",
+                "order_misses",
+                "live_elems_max",
+            ),
+            0,
+        )
         self._name = {id(p): n for n, p in [*zip(state.names, state.trained), *state.frozen]}
         self._unit_of: dict[int, Unit] = {}
         self._units: list[Unit] = []
@@ -208,7 +238,7 @@ class Streamed:
         self._handles: list = []
         self._hook()
 
-    # ---- units -------------------------------------------------------------------------------------------------------------------
+    # ---- units -------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _make_units(self, plan, zero_config) -> None:
         state = self._state
@@ -239,9 +269,12 @@ class Streamed:
                 self._hide(u)
 
     def _persistent(self, wanted: set[int], shapes, zero_config) -> set[int]:
-        """Small parameters stay: those up to stage3_param_persistence_threshold elements, until they are stage3_model_persistence_threshold."""
+        """Small parameters stay: those up to stage3_param_persistence_threshold elements, until they are
+        stage3_model_persistence_threshold."""
         out, room = set(), zero_config.stage3_model_persistence_threshold
-        for p in sorted((p for p in self._model.parameters() if id(p) in wanted), key=lambda p: _numel(shapes[self._name[id(p)]])):
+        for p in sorted(
+            (p for p in self._model.parameters() if id(p) in wanted), key=lambda p: _numel(shapes[self._name[id(p)]])
+        ):
             n = _numel(shapes[self._name[id(p)]])
             if n > zero_config.stage3_param_persistence_threshold or n > room:
                 break
@@ -255,11 +288,19 @@ class Streamed:
             offsets.append(at)
             at += (_numel(shapes[self._name[id(p)]]) + ALIGN - 1) // ALIGN * ALIGN
         flat = torch.zeros(at, dtype=self._state.plan.dtype, device=self._state.device)
-        unit = Unit(len(self._units), name, list(params), offsets, sum(_numel(shapes[self._name[id(p)]]) for p in params), persistent, flat)
+        unit = Unit(
+            len(self._units),
+            name,
+            list(params),
+            offsets,
+            sum(_numel(shapes[self._name[id(p)]]) for p in params),
+            persistent,
+            flat,
+        )
         self._source.add(unit, [self._state.source_of(p) for p in params])
         for p, offset in zip(params, offsets):
             shape = shapes[self._name[id(p)]]
-            p.data = flat[offset: offset + _numel(shape)].view(shape)
+            p.data = flat[offset : offset + _numel(shape)].view(shape)
             unit.kinds.append(type(p))
             p._deepc_owner = self
             self._unit_of[id(p)] = unit
@@ -276,7 +317,7 @@ class Streamed:
         for p, kind in zip(unit.params, unit.kinds):
             p.__class__ = released_class(kind)
 
-    # ---- gather and release ------------------------------------------------------------------------------------------------------
+    # ---- gather and release ------------------------------------------------------------------------------------------
     def _ensure(self, unit: Unit) -> None:
         """Returns when the unit's values are there."""
         self._clock += 1
@@ -308,11 +349,13 @@ class Streamed:
             self._source.begin(units)
 
     def _make_room(self, elems: int) -> None:
-        """Releases idle units, least recently used first, until `elems` more are within stage3_max_live_parameters. What is needed now comes
-        in any case."""
+        """Releases idle units, least recently used first, until `elems` more are within stage3_max_live_parameters.
+        What is needed now comes in any case."""
         if self.live_elems + elems <= self._max_live:
             return
-        for unit in sorted((u for u in self._units if u.live and not u.uses and not u.persistent), key=lambda u: u.stamp):
+        for unit in sorted(
+            (u for u in self._units if u.live and not u.uses and not u.persistent), key=lambda u: u.stamp
+        ):
             self._release(unit)
             if self.live_elems + elems <= self._max_live:
                 return
@@ -351,9 +394,10 @@ class Streamed:
             if not unit.keep:
                 self._release(unit)
 
-    # ---- the order of use ------------------------------------------------------------------------------------------------------------
+    # ---- the order of use --------------------------------------------------------------------------------------------
     def _begin_pass_if_new(self) -> None:
-        """A pass is what runs from the first use after a backward (or without gradients: from each outermost call) to the next such."""
+        """A pass is what runs from the first use after a backward (or without gradients: from each outermost call) to
+        the next such."""
         key = torch.is_grad_enabled()
         if self._frames or torch._C._current_graph_task_id() != -1 or self._holds:
             return
@@ -373,7 +417,8 @@ class Streamed:
         self._trace, self._at, self._backward_seen, self._last_backward = [], 0, False, None
 
     def _note(self, unit: Unit) -> None:
-        """Records a use and does what the order says: gathers ahead what comes, and says whether the unit stays after this use."""
+        """Records a use and does what the order says: gathers ahead what comes, and says whether the unit stays after
+        this use."""
         unit.keep = False
         if unit.persistent or self._holds:
             return
@@ -406,9 +451,10 @@ class Streamed:
             if unit.live and not unit.uses:
                 self._release(unit)
 
-    # ---- hooks -----------------------------------------------------------------------------------------------------------------------
+    # ---- hooks -------------------------------------------------------------------------------------------------------
     def _hook(self) -> None:
-        # Functions, not methods, and each for one module: a deep copy of the model takes them along, and they do nothing there.
+        # Functions, not methods, and each for one module: a deep copy of the model takes them along, and they do
+        # nothing there.
         for module, units in self._needs.items():
             self._handles.append(module.register_forward_pre_hook(self._make_enter(id(module), units), prepend=True))
             self._handles.append(module.register_forward_hook(self._make_leave(id(module)), always_call=True))
@@ -425,6 +471,7 @@ class Streamed:
         def enter(module, args) -> None:
             if id(module) == of:
                 self.enter(units)
+
         return enter
 
     def _make_leave(self, of: int):
@@ -432,6 +479,7 @@ class Streamed:
         def leave(module, args, output) -> None:
             if id(module) == of:
                 self.leave()
+
         return leave
 
     def _make_state_dict_hooks(self, of: int):
@@ -441,6 +489,7 @@ class Streamed:
         def after(module, state_dict, prefix, local_metadata) -> None:
             if id(module) == of:
                 self._after_state_dict()
+
         return before, after
 
     def enter(self, units: Sequence[Unit]) -> None:
@@ -461,8 +510,8 @@ class Streamed:
             self._unuse(unit)
 
     def touched(self, p: torch.nn.Parameter, func) -> torch.Tensor | None:
-        """`func` is about to read or write the released `p`: gathers it where it can know until when, else raises. Returns a value to take
-        instead, or None."""
+        """`func` is about to read or write the released `p`: gathers it where it can know until when, else raises.
+        Returns a value to take instead, or None."""
         unit = self._unit_of[id(p)]
         if self._whole and func is torch.Tensor.detach:
             return self.copy_of(p)
@@ -488,15 +537,22 @@ class Streamed:
         if what in ("__get__", "__set__"):
             what = getattr(getattr(func, "__self__", None), "__name__", what)
         if self._closed:
-            return (f"parameter '{self._name[id(p)]}' was touched ({what}) after engine.destroy(), and its values were not on this rank: ranks share no memory here. "
-                    "Take engine.module_state_dict() before, or save a checkpoint")
-        return (f"parameter '{self._name[id(p)]}' {tuple(p.shape)} was touched ({what}) while it is released: at ZeRO stage 3 in streamed "
-                "mode its values are on this rank only while the model runs forward or backward. Read it inside the forward of the model (any module of it), or under "
-                "deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there.")
+            return (
+                f"parameter '{self._name[id(p)]}' was touched ({what}) after engine.destroy(), and its values were not"
+                " on this rank: ranks share no memory here. Take engine.module_state_dict() before, or save a"
+                " checkpoint"
+            )
+        return (
+            f"parameter '{self._name[id(p)]}' {tuple(p.shape)} was touched ({what}) while it is released: at ZeRO stage"
+            " 3 in streamed mode its values are on this rank only while the model runs forward or backward. Read it"
+            " inside the forward of the model (any module of it), or under deepc.zero.GatheredParameters(params);"
+            " write it with modifier_rank=0 there."
+        )
 
-    # ---- what autograd saves ---------------------------------------------------------------------------------------------------------
+    # ---- what autograd saves -----------------------------------------------------------------------------------------
     def _push(self) -> bool:
-        """Puts our saved-tensor hooks on top of those that are there. False if they are on top already, or can't act here."""
+        """Puts our saved-tensor hooks on top of those that are there. False if they are on top already, or can't act
+        here."""
         if not torch.is_grad_enabled() or not _saved_hooks._saved_tensors_hooks_is_enabled():
             return False
         below = _saved_hooks._top_saved_tensors_default_hooks(True)
@@ -514,10 +570,19 @@ class Streamed:
                 if unit.persistent:
                     return x, x._version
                 at = x.storage_offset() * x.element_size() // unit.flat.element_size()
-                return _Recipe(unit, bisect.bisect_right(unit.offsets, at) - 1, x.dtype, x.storage_offset(), x.shape, x.stride(), x._version)
+                return _Recipe(
+                    unit,
+                    bisect.bisect_right(unit.offsets, at) - 1,
+                    x.dtype,
+                    x.storage_offset(),
+                    x.shape,
+                    x.stride(),
+                    x._version,
+                )
             if below is not None:
                 return below[1], below[0](x), None
             return x, x._version
+
         return pack
 
     def _unpack(self, packed):
@@ -527,17 +592,22 @@ class Streamed:
             return packed[0](packed[1])
         x, version = packed
         if x._version != version:
-            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation: "
-                               f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} is at version {x._version}; expected version {version} instead.")
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" {str(x.dtype).removeprefix('torch.')} {list(x.shape)} is at version {x._version}; expected version"
+                f" {version} instead."
+            )
         return x
 
     def _cook(self, r: _Recipe) -> torch.Tensor:
         unit = r.unit
         p = unit.params[r.param]
         if version_of(p) != r.version:
-            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
-                               f"'{self._name[id(p)]}' is at version {version_of(p)}; expected version {r.version} instead (a step of the engine "
-                               "is such an operation: run backward before it).")
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" parameter '{self._name[id(p)]}' is at version {version_of(p)}; expected version {r.version} instead"
+                " (a step of the engine is such an operation: run backward before it)."
+            )
         task = torch._C._current_graph_task_id()
         if task != -1:
             self._in_task(task)
@@ -549,7 +619,7 @@ class Streamed:
                 self._release(before)  # nothing will say that its last gradient has come
         return torch.empty(0, dtype=r.dtype, device=unit.flat.device).set_(unit.storage, r.offset, r.shape, r.stride)
 
-    # ---- backward --------------------------------------------------------------------------------------------------------------------
+    # ---- backward ----------------------------------------------------------------------------------------------------
     def _in_task(self, task: int) -> list[Unit]:
         if task not in self._tasks:
             self._backward_seen = True
@@ -570,7 +640,9 @@ class Streamed:
         if unit.todo or not unit.live:
             return
         for touched in self._tasks.values():
-            while unit in touched:  # a recomputation without the module's hooks; what it saved keeps the storage as long as needed
+            while (
+                unit in touched
+            ):  # a recomputation without the module's hooks; what it saved keeps the storage as long as needed
                 touched.remove(unit)
                 self._unuse(unit)
         if unit is self._last_backward:
@@ -578,7 +650,7 @@ class Streamed:
         for waiting in [*self._blocked, unit]:
             self._release(waiting)
 
-    # ---- whole parameters --------------------------------------------------------------------------------------------------------------
+    # ---- whole parameters --------------------------------------------------------------------------------------------
     def _after_state_dict(self) -> None:
         self._whole = max(0, self._whole - 1)
         if not self._whole:
@@ -593,7 +665,7 @@ class Streamed:
         i = next(i for i, q in enumerate(unit.params) if q is p)
         if (value := self._source.read(unit, i)) is None:
             self._ensure(unit)
-            value = unit.flat[unit.offsets[i]: unit.offsets[i] + _numel(p.shape)]
+            value = unit.flat[unit.offsets[i] : unit.offsets[i] + _numel(p.shape)]
             if self._copied is not unit:  # the last one stays: parameters of a unit are asked for one after the other
                 if self._copied is not None:
                     self._release(self._copied)
@@ -602,7 +674,8 @@ class Streamed:
 
     @torch.no_grad()
     def write(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Changes what `p` is gathered from; see the source's `write`. What is gathered now stays as it is until `refresh`."""
+        """Changes what `p` is gathered from; see the source's `write`. What is gathered now stays as it is until
+        `refresh`."""
         unit = self._unit_of[id(p)]
         self._source.write(unit, next(i for i, q in enumerate(unit.params) if q is p), value.reshape(-1))
 
@@ -649,7 +722,8 @@ class Streamed:
         return list({u.index: u for p in params if (u := self._unit_of.get(id(p))) is not None}.values())
 
     def refresh(self) -> None:
-        """After a step, or another change of the owners' values: what is gathered goes, or is gathered again where it is in use."""
+        """After a step, or another change of the owners' values: what is gathered goes, or is gathered again where it
+        is in use."""
         for unit in self._units:
             if unit.live and not self._release(unit):
                 unit.fresh = False
@@ -657,11 +731,17 @@ class Streamed:
                     self._ensure(unit)
 
     def stats(self) -> dict[str, int]:
-        """Counted since the start: gathers, gathered_elems, prefetched (gathers begun ahead of use), releases, blocked (releases put off because
-        something still referred to the storage), touches (uses outside of the parameter's module), order_misses (passes that left the recorded
-        order), live_elems_max; and as they are: live_elems, persistent_elems, total_elems, units."""
-        return {**self._stats, "live_elems": self.live_elems, "persistent_elems": self.persistent_elems, "total_elems": self.total_elems,
-                "units": len(self._units)}
+        """Counted since the start: gathers, gathered_elems, prefetched (gathers begun ahead of use), releases, blocked
+        (releases put off because something still referred to the storage), touches (uses outside of the parameter's
+        module), order_misses (passes that left the recorded order), live_elems_max; and as they are: live_elems,
+        persistent_elems, total_elems, units."""
+        return {
+            **self._stats,
+            "live_elems": self.live_elems,
+            "persistent_elems": self.persistent_elems,
+            "total_elems": self.total_elems,
+            "units": len(self._units),
+        }
 
     def close(self) -> None:
         """Removes the hooks. Where gathers are one-sided every parameter gets its values back, for good."""
@@ -680,11 +760,13 @@ class Streamed:
 
 
 class StreamedState(ModelState):
-    """The model states of a rank in streamed mode. Where ranks share memory `flat` is the node's whole flat space, as in resident mode, and is
-    what units are gathered from; else `flat` is this rank's shard alone [owned], and `frozen_flat` its part of the frozen parameters."""
+    """The model states of a rank in streamed mode. Where ranks share memory `flat` is the node's whole flat space, as
+    in resident mode, and is what units are gathered from; else `flat` is this rank's shard alone [owned], and
+    `frozen_flat` its part of the frozen parameters.
+    """
 
-    streamed: "Streamed | None" = None
-    reducer: "_RoundsReducer"
+    streamed: Streamed | None = None
+    reducer: _RoundsReducer
 
     def stream(self, model: torch.nn.Module, zero_config) -> None:
         """From here on parameters come and go. After the hooks of the gradients."""
@@ -695,7 +777,9 @@ class StreamedState(ModelState):
         self._frozen_versions = self._versions_of_frozen()
 
     def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
-        return {id(p): (n, p, version_of(p)) for n, p in self.frozen if self.streamed is not None and self.streamed.holds(p)}
+        return {
+            id(p): (n, p, version_of(p)) for n, p in self.frozen if self.streamed is not None and self.streamed.holds(p)
+        }
 
     def source(self):
         return CollectiveSource(self.plan.world, self.plan.rank, self.device) if self.plan.sharded else NodeSource()
@@ -706,28 +790,42 @@ class StreamedState(ModelState):
             return p.data.reshape(-1)
         if (index := self._place.get(id(p))) is None:
             return self._frozen_pieces(p)
-        mine = {s.param_begin: self.flat[s.shard_begin: s.shard_begin + s.length] for s in self.plan.segments if s.param == index}
-        return [(rank, s.param_begin, s.length, mine[s.param_begin] if rank == self.plan.rank else None) for rank, s in self.owners(index)]
+        mine = {
+            s.param_begin: self.flat[s.shard_begin : s.shard_begin + s.length]
+            for s in self.plan.segments
+            if s.param == index
+        }
+        return [
+            (rank, s.param_begin, s.length, mine[s.param_begin] if rank == self.plan.rank else None)
+            for rank, s in self.owners(index)
+        ]
 
-    # ---- the shard alone ---------------------------------------------------------------------------------------------------------------
+    # ---- the shard alone ---------------------------------------------------------------------------------------------
     def _make_flat(self) -> None:
         if not self.plan.sharded:
             super()._make_flat()
             return
         plan = self.plan
         self._part = (plan.frozen_elems // plan.world + ALIGN) // ALIGN * ALIGN  # of the frozen parameters, per rank
-        zeros = partial(memory.zeros, color=0) if self.device.type == "cpu" else partial(torch.zeros, device=self.device)
+        zeros = (
+            partial(memory.zeros, color=0) if self.device.type == "cpu" else partial(torch.zeros, device=self.device)
+        )
         self.flat = zeros(plan.owned_elems, dtype=plan.dtype)
         self.frozen_flat = zeros(self._part, dtype=plan.dtype)
         self.flat_host = memory.zeros(plan.owned_elems, plan.dtype, 6) if self.state_device != self.device else None
 
     def _frozen_pieces(self, p) -> list[tuple[int, int, int, torch.Tensor | None]]:
-        """(rank, first element, elements, values if this rank's) of a frozen parameter: the frozen space is cut into one part per rank."""
+        """(rank, first element, elements, values if this rank's) of a frozen parameter: the frozen space is cut into
+        one part per rank."""
         out, (at, n) = [], self._frozen_at[id(p)]
         for rank in range(at // self._part, (at + max(n, 1) - 1) // self._part + 1):
             lo, hi = max(at, rank * self._part), min(at + n, (rank + 1) * self._part)
             if lo < hi:
-                mine = self.frozen_flat[lo - rank * self._part: hi - rank * self._part] if rank == self.plan.rank else None
+                mine = (
+                    self.frozen_flat[lo - rank * self._part : hi - rank * self._part]
+                    if rank == self.plan.rank
+                    else None
+                )
                 out.append((rank, lo - at, hi - lo, mine))
         return out
 
@@ -744,10 +842,10 @@ class StreamedState(ModelState):
         for i, p in enumerate(self.trained):
             value = self._from_rank_0(p, torch.float32 if self.master is not None else plan.dtype)
             for s in pieces[i]:
-                piece = value[s.param_begin: s.param_begin + s.length]
-                self.flat[s.shard_begin: s.shard_begin + s.length].copy_(piece)
+                piece = value[s.param_begin : s.param_begin + s.length]
+                self.flat[s.shard_begin : s.shard_begin + s.length].copy_(piece)
                 if self.master is not None:
-                    self.master[s.shard_begin: s.shard_begin + s.length].copy_(piece)
+                    self.master[s.shard_begin : s.shard_begin + s.length].copy_(piece)
             p.data = torch.empty(0, dtype=plan.dtype, device=self.device)  # a view of its unit soon
         for _, p in self.frozen:
             if not p.is_floating_point():
@@ -760,7 +858,7 @@ class StreamedState(ModelState):
             at += (p.numel() + ALIGN - 1) // ALIGN * ALIGN
             for _, begin, n, mine in self._frozen_pieces(p):
                 if mine is not None:
-                    mine.copy_(value[begin: begin + n])
+                    mine.copy_(value[begin : begin + n])
             p.data = torch.empty(0, dtype=plan.dtype, device=self.device)
         if self.flat_host is not None:
             self.flat_host.copy_(self.flat)
@@ -780,7 +878,7 @@ class StreamedState(ModelState):
         self.reducer = _RoundsReducer(self, wire, pre_scale)
         return self.reducer
 
-    # ---- the interface of ModelState ---------------------------------------------------------------------------------------
+    # ---- the interface of ModelState ---------------------------------------------------------------------------------
     def bump_versions(self) -> None:
         super().bump_versions()
         if self.streamed is not None:
@@ -815,7 +913,7 @@ class StreamedState(ModelState):
         else:
             for s in self.plan.segments:
                 if s.param == index and self.master is not None:
-                    self.flat[s.shard_begin: s.shard_begin + s.length].copy_(self.piece(s))
+                    self.flat[s.shard_begin : s.shard_begin + s.length].copy_(self.piece(s))
             self.group.barrier()
             increment_version([self.trained[index]])
             self.versions[index] += 1
@@ -830,7 +928,7 @@ class StreamedState(ModelState):
         elif self.segment is None or self.group.leader:
             self.streamed.write(p, value)
 
-    # ---- GatheredParameters ------------------------------------------------------------------------------------------------
+    # ---- GatheredParameters ------------------------------------------------------------------------------------------
     def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None) -> None:
         self.streamed.hold(self.streamed.units_of(params))
 
@@ -858,14 +956,17 @@ class StreamedState(ModelState):
     def close(self) -> None:
         if self.streamed is not None:
             if self.plan.sharded and self.reducer.broken:
-                self.reducer.tell(CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())"))
+                self.reducer.tell(
+                    CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())")
+                )
             self.streamed.close()
 
 
 class _RoundsReducer(TorchReducer):
-    """TorchReducer of ranks whose gathers are rounds (rounds.py). At the end of a pass, to which ranks come from different gathers, they meet before they wait
-    for it. In each round they say how many buckets they have ready. On a device, where a collective occupies its queue until all ranks have come to it,
-    reductions begin when all ranks have the bucket, behind the round's gathers: in one order on all ranks."""
+    """TorchReducer of ranks whose gathers are rounds (rounds.py). At the end of a pass, to which ranks come from
+    different gathers, they meet before they wait for it. In each round they say how many buckets they have ready. On a
+    device, where a collective occupies its queue until all ranks have come to it, reductions begin when all ranks have
+    the bucket, behind the round's gathers: in one order on all ranks."""
 
     def __init__(self, state: StreamedState, wire: torch.dtype, pre_scale: float) -> None:
         super().__init__(state.plan, state.device, state.acc, state.partial, wire, pre_scale)
@@ -912,5 +1013,10 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _outside_of_graphs(fn):
-    return torch._dynamo.disable(fn, reason="ZeRO-3's streamed mode gathers and releases parameters around each block, which can't be part of a graph: "
-                                            "compile per block, with engine.compile(), instead of the whole model")
+    return torch._dynamo.disable(
+        fn,
+        reason=(
+            "ZeRO-3's streamed mode gathers and releases parameters around each block, which can't be part of a graph: "
+            "compile per block, with engine.compile(), instead of the whole model"
+        ),
+    )

@@ -1,23 +1,27 @@
-"""Gradients into their owners' accumulators over torch.distributed (GPUs, nodes with different numbers of ranks), while backward runs.
+"""Gradients into their owners' accumulators over torch.distributed (GPUs, nodes with different numbers of ranks), while
+backward runs.
 
-The flat space's buckets go through an explicit state machine (`BucketStates`): OPEN (gradients are missing) -> COMPLETE -> BEGUN (its reduction is under
-way) -> REDUCED. A bucket's reduction begins as soon as this rank has all its gradients, on all ranks in one order, whatever gradients each has: who lacks
-one (an expert that it did not use) holds back what comes behind until its backward ends, and then gives zeros. The order is that in which buckets
-became complete on rank 0, told to all after the first, second, fourth, eighth ... pass, so that a parameter that nobody uses holds nobody back for long.
-A gradient is dropped when the last of its buckets is reduced.
+The flat space's buckets go through an explicit state machine (`BucketStates`): OPEN (gradients are missing) -> COMPLETE
+-> BEGUN (its reduction is under way) -> REDUCED. A bucket's reduction begins as soon as this rank has all its
+gradients, on all ranks in one order, whatever gradients each has: who lacks one (an expert that it did not use) holds
+back what comes behind until its backward ends, and then gives zeros. The order is that in which buckets became complete
+on rank 0, told to all after the first, second, fourth, eighth ... pass, so that a parameter that nobody uses holds
+nobody back for long. A gradient is dropped when the last of its buckets is reduced.
 
-On the CPU reductions run in a thread, because not every backend has asynchronous ones (groups of the backend "deepc" over several nodes block); one bucket
-is copied at a time. The threads tell each other how many buckets their ranks have begun: while more than AHEAD buckets of gradients wait, a rank waits for the
-oldest ones that all ranks have begun. Waiting for one that another rank has not begun could be for ever: it may need this rank for something else first. On a
-device reductions are asynchronous Works. The process group is our own: other calls of this rank don't meet them. Sums have the bits that
-reductions after backward have: each bucket is one collective, whenever it runs."""
+On the CPU reductions run in a thread, because not every backend has asynchronous ones (groups of the backend "deepc"
+over several nodes block); one bucket is copied at a time. The threads tell each other how many buckets their ranks have
+begun: while more than AHEAD buckets of gradients wait, a rank waits for the oldest ones that all ranks have begun.
+Waiting for one that another rank has not begun could be for ever: it may need this rank for something else first. On a
+device reductions are asynchronous Works. The process group is our own: other calls of this rank don't meet them. Sums
+have the bits that reductions after backward have: each bucket is one collective, whenever it runs."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import functools
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +42,10 @@ class BucketStates:
     """The states of one pass's buckets, and their order. Knows nothing of tensors and of other ranks."""
 
     def __init__(self, offsets: Sequence[int], numels: Sequence[int], bucket_elems: int, nbuckets: int) -> None:
-        self._buckets_of = [range(o // bucket_elems, (o + n - 1) // bucket_elems + 1) if n else range(0) for o, n in zip(offsets, numels)]
+        self._buckets_of = [
+            range(o // bucket_elems, (o + n - 1) // bucket_elems + 1) if n else range(0)
+            for o, n in zip(offsets, numels)
+        ]
         self.params_of: list[list[int]] = [[] for _ in range(nbuckets)]
         for i, buckets in enumerate(self._buckets_of):
             for b in buckets:
@@ -97,11 +104,26 @@ class BucketStates:
 
 
 class TorchReducer:
-    """The reducer over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). The interface is that of reduce.py. Made
-    and closed collectively."""
+    """The reducer over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). The interface
+    is that of reduce.py. Made and closed collectively."""
 
-    def __init__(self, plan: Plan, device: torch.device, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype, pre_scale: float) -> None:
-        self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = plan, device, acc, partial, wire, pre_scale
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        acc: torch.Tensor,
+        partial: torch.Tensor,
+        wire: torch.dtype,
+        pre_scale: float,
+    ) -> None:
+        self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = (
+            plan,
+            device,
+            acc,
+            partial,
+            wire,
+            pre_scale,
+        )
         layout = plan.layout
         self._states = BucketStates(layout.offsets, layout.numels, layout.bucket_elems, layout.nbuckets)
         self._grads: dict[int, torch.Tensor] = {}
@@ -111,7 +133,11 @@ class TorchReducer:
         self._assign = self._norm = self._open = False
         self._passes = 0
         self._limit = layout.nbuckets  # buckets in order that may begin
-        self._told = self._known = 0  # buckets in order that all ranks have begun: as the threads tell each other; as this rank knows from elsewhere
+        self._told = self._known = (
+            # buckets in order that all ranks have begun: as the threads tell each other; as this rank knows from
+            # elsewhere
+            0
+        )
         self._bound = AHEAD * layout.bucket_elems * wire.itemsize
         # bucket, Work, its sum if that is not added yet, bytes of its copy
         self._under_way: collections.deque[tuple[int, Any, torch.Tensor | None, int]] = collections.deque()
@@ -127,12 +153,12 @@ class TorchReducer:
                 self._mine = torch.empty(layout.bucket_elems // plan.world, dtype=wire)
                 self._bytes = self._flat.nbytes
 
-    # ---- one rank --------------------------------------------------------------------------------------------------------------
+    # ---- one rank ----------------------------------------------------------------------------------------------------
     def _add_alone(self, index: int, grad: torch.Tensor) -> None:
         """Nothing to wait for: the gradient can go."""
         self._seen.add(index)
         layout = self._plan.layout
-        target = self._acc[layout.offsets[index]: layout.offsets[index] + layout.numels[index]]
+        target = self._acc[layout.offsets[index] : layout.offsets[index] + layout.numels[index]]
         flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
         torch.ops.deepc.accumulate_tensors(target, [flat.to(target.device)], self._assign, self._none)
         self._released.append(index)
@@ -141,10 +167,10 @@ class TorchReducer:
         layout = self._plan.layout
         for i in range(layout.nparams) if self._assign else ():
             if i not in self._seen:
-                self._acc[layout.offsets[i]: layout.offsets[i] + layout.numels[i]].zero_()
+                self._acc[layout.offsets[i] : layout.offsets[i] + layout.numels[i]].zero_()
         self._seen.clear()
 
-    # ---- a pass ------------------------------------------------------------------------------------------------------------------
+    # ---- a pass ------------------------------------------------------------------------------------------------------
     def begin(self, assign: bool, norm: bool) -> None:
         self._raise_failure()
         self._assign, self._norm, self._open = assign, norm, True
@@ -201,7 +227,7 @@ class TorchReducer:
             dist.broadcast(order, 0, group=self._group)
         self._states.order = order.tolist()
 
-    # ---- a bucket ----------------------------------------------------------------------------------------------------------------
+    # ---- a bucket ----------------------------------------------------------------------------------------------------
     def _begin_complete(self) -> None:
         """Begins the reductions of all buckets that may begin."""
         while (b := self._states.take(self._limit)) is not None:
@@ -215,7 +241,7 @@ class TorchReducer:
             if i in self._grads:
                 at = self._plan.layout.offsets[i]
                 lo, hi = max(begin, at), min(end, at + self._plan.layout.numels[i])
-                pieces.append((lo - begin, self._grads[i].reshape(-1)[lo - at: hi - at]))
+                pieces.append((lo - begin, self._grads[i].reshape(-1)[lo - at : hi - at]))
         if self._progress is not None:
             job = functools.partial(self._reduce_here, b, self._states.begun, pieces)
             work = self._progress.submit(job, (), lambda: f"reduction of gradient bucket {b}", b"")
@@ -228,10 +254,11 @@ class TorchReducer:
         self._under_way.append((b, work, part, flat.nbytes))
 
     def _reduce(self, flat: torch.Tensor, pieces: Pieces, mine: torch.Tensor, later: bool) -> tuple[Any, torch.Tensor]:
-        """Fills `flat` with this rank's pieces, zeros elsewhere, and adds up all ranks': (Work if later, this rank's part of the sum)."""
+        """Fills `flat` with this rank's pieces, zeros elsewhere, and adds up all ranks': (Work if later, this rank's
+        part of the sum)."""
         flat.zero_()
         for at, piece in pieces:
-            flat[at: at + piece.numel()].copy_(piece if self._pre_scale == 1 else piece * self._pre_scale)
+            flat[at : at + piece.numel()].copy_(piece if self._pre_scale == 1 else piece * self._pre_scale)
         if self._plan.own_all:
             return dist.all_reduce(flat, group=self._group, async_op=later), flat
         return _reduce_scatter(mine, flat, group=self._group, async_op=later), mine
@@ -250,7 +277,7 @@ class TorchReducer:
 
     def _accumulate(self, b: int, part: torch.Tensor) -> None:
         shard = self._plan.layout.bucket(b)[0] if self._plan.own_all else self._plan.slices[b].shard_begin
-        target = self._acc[shard: shard + part.numel()]
+        target = self._acc[shard : shard + part.numel()]
         torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, self._none)
 
     def _take_reduced(self) -> None:
@@ -260,7 +287,11 @@ class TorchReducer:
 
     def _hold_back(self) -> None:
         """Waits for reductions while too many bytes of gradients wait for those that all ranks have begun."""
-        while self._bytes > self._bound and self._under_way and self._states.begun - len(self._under_way) < max(self._told, self._known):
+        while (
+            self._bytes > self._bound
+            and self._under_way
+            and self._states.begun - len(self._under_way) < max(self._told, self._known)
+        ):
             self._stats["waits"] += 1
             self._take_oldest()
 
@@ -282,11 +313,13 @@ class TorchReducer:
         self._stats["grad_bytes_max"] = max(self._stats["grad_bytes_max"], self._bytes)
 
     def stats(self) -> dict[str, int]:
-        """Counted since the start: reductions of buckets, early (those that began before backward had ended), waits (for reductions, to bound the bytes of
-        gradients); and of the last pass: grad_bytes_max, the most bytes of gradients that waited here for their reduction, copies included."""
+        """Counted since the start: reductions of buckets, early (those that began before backward had ended), waits
+        (for reductions, to bound the bytes of gradients); and of the last pass: grad_bytes_max, the most bytes of
+        gradients that waited here for their reduction, copies included.
+        """
         return dict(self._stats)
 
-    # ---- failures ----------------------------------------------------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------------------------------
     @property
     def broken(self) -> bool:
         """Whether a pass has failed, or is not at its end."""
@@ -300,7 +333,11 @@ class TorchReducer:
         except BaseException as exc:
             if self._failed is None:
                 known = isinstance(exc, DeepcError) or not isinstance(exc, RuntimeError)
-                self._failed = exc if known else CommError(f"{what} over all ranks failed: one of them died, left or can't be reached ({exc})")
+                self._failed = (
+                    exc
+                    if known
+                    else CommError(f"{what} over all ranks failed: one of them died, left or can't be reached ({exc})")
+                )
                 self.tell(self._failed)
             if self._failed is exc:
                 raise
@@ -313,21 +350,22 @@ class TorchReducer:
         if self._failed is not None:
             raise self._failed
 
-    # ---- the rest of the interface -------------------------------------------------------------------------------------------------
+    # ---- the rest of the interface -----------------------------------------------------------------------------------
     def settle(self) -> None:
         """Nothing is left to do: accumulators are complete."""
 
     def sums(self, begin: int, length: int) -> torch.Tensor:
-        return self._acc[begin: begin + length]
+        return self._acc[begin : begin + length]
 
     def gather(self, flat: torch.Tensor) -> None:
         layout = self._plan.layout
         for b, own in enumerate(self._plan.slices):
             begin, end = layout.bucket(b)
-            dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin: own.flat_begin + own.length].clone())
+            dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin : own.flat_begin + own.length].clone())
 
     def close(self) -> None:
-        """Ends the thread and leaves the group. Reductions that are under way get a few seconds, none if their pass does not come to its end."""
+        """Ends the thread and leaves the group. Reductions that are under way get a few seconds, none if their pass
+        does not come to its end."""
         group, self._group = self._group, None
         if group is None:
             return

@@ -1,10 +1,10 @@
-"""How ZeRO-3's streamed mode cuts a model into units: the sets of parameters that are gathered and released together, and the modules
-whose calls use them. Looks at modules only: no tensors are read, no processes."""
+"""How ZeRO-3's streamed mode cuts a model into units: the sets of parameters that are gathered and released together,
+and the modules whose calls use them. Looks at modules only: no tensors are read, no processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Iterable, Mapping
 
 from torch import nn
 
@@ -29,12 +29,15 @@ class Cut:
 
 
 def cut(model: nn.Module, elems: Mapping[int, int]) -> Cut:
-    """Cuts the parameters of `model` that are in `elems`: id(parameter) -> elements (a parameter's own shape may be gone by now).
+    """Cuts the parameters of `model` that are in `elems`: id(parameter) -> elements (a parameter's own shape may be
+    gone by now).
 
-    A unit is an element of a ModuleList, ModuleDict or (outside of blocks) Sequential, with all inside it that is not a unit itself; or the
-    parameters of one module outside of such blocks; if it has at least `SMALL` elements, or 1/16 of the model if that is less. What remains
-    belongs to the unit around it, at last to the root's, which is there for the whole forward. A tied parameter belongs to where it is found
-    first. Modules outside of blocks that own parameters of the root's unit, or own a tied one, use that unit by themselves."""
+    A unit is an element of a ModuleList, ModuleDict or (outside of blocks) Sequential, with all inside it that is not a
+    unit itself; or the parameters of one module outside of such blocks; if it has at least `SMALL` elements, or 1/16 of
+    the model if that is less. What remains belongs to the unit around it, at last to the root's, which is there for the
+    whole forward. A tied parameter belongs to where it is found first. Modules outside of blocks that own parameters of
+    the root's unit, or own a tied one, use that unit by themselves.
+    """
     return _Cutter(model, elems).run()
 
 
@@ -78,7 +81,9 @@ class _Cutter:
             if p not in self._unit_of:
                 self._unit_of[p] = unit
                 self._units[unit].params.append(p)
-        listed = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (isinstance(module, nn.Sequential) and not inside)
+        listed = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (
+            isinstance(module, nn.Sequential) and not inside
+        )
         for key, child in module._modules.items():
             if child is None or child in self._around:
                 continue

@@ -1,17 +1,17 @@
-"""Weights, gradients and optimizer states of partitioned parameters under DeepSpeed's names (deepspeed.utils.safe_*), with its behaviour.
-deepc.view(p) has the same under shorter names, with errors where DeepSpeed returns None.
+"""Weights, gradients and optimizer states of partitioned parameters under DeepSpeed's names (deepspeed.utils.safe_*),
+with its behaviour. deepc.view(p) has the same under shorter names, with errors where DeepSpeed returns None.
 
-Full values are fp32, of the parameter's shape, on every rank, and collective: all ranks ask for the same parameters in the same order. A
-parameter that no engine trains has none: getters return None, setters do nothing, as in DeepSpeed.
+Full values are fp32, of the parameter's shape, on every rank, and collective: all ranks ask for the same parameters in
+the same order. A parameter that no engine trains has none: getters return None, setters do nothing, as in DeepSpeed.
 
 As in DeepSpeed a gradient is the average over ranks of what backward made: with fp16 it is multiplied by the loss scale
-(deepc.view(p).grad is not). Local values are this rank's elements of the flattened parameter; which ones differs from DeepSpeed
-(deepc.view(p).local.ranges), and some ranks may have none. New fp32 weights are seen by the model at once, in DeepSpeed after the next
-step; therefore safe_set_local_fp32_param is collective."""
+(deepc.view(p).grad is not). Local values are this rank's elements of the flattened parameter; which ones differs from
+DeepSpeed (deepc.view(p).local.ranges), and some ranks may have none. New fp32 weights are seen by the model at once, in
+DeepSpeed after the next step; therefore safe_set_local_fp32_param is collective."""
 
 from __future__ import annotations
 
-from typing import Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -28,7 +28,7 @@ def _scaled(access: _Access) -> float:
     return float(access.engine._unit() * access.engine.loss_scale)
 
 
-# ---- whole -------------------------------------------------------------------------------------------------------------------
+# ---- whole -----------------------------------------------------------------------------------------------------------
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """fp32 (master) weights of `param`. Collective."""
     access = _access(param)
@@ -42,9 +42,9 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Gradient of `param` between backward and step, averaged over the ranks, summed over the micro-batches so far (each counts
-    1/accumulation steps), times the loss scale, before clipping; None before a backward. A gradient that no_sync() left in param.grad is
-    returned as it is. Collective."""
+    """Gradient of `param` between backward and step, averaged over the ranks, summed over the micro-batches so far
+    (each counts 1/accumulation steps), times the loss scale, before clipping; None before a backward. A gradient that
+    no_sync() left in param.grad is returned as it is. Collective."""
     if param.grad is not None:
         return param.grad
     access = _access(param)
@@ -60,8 +60,8 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Optimizer state ("exp_avg", "exp_avg_sq", ...) of `param`; ArgumentError, which is a ValueError, if the optimizer has none.
-    Collective."""
+    """Optimizer state ("exp_avg", "exp_avg_sq", ...) of `param`; ArgumentError, which is a ValueError, if the optimizer
+    has none. Collective."""
     access = _access(param)
     return None if access is None else access.state(optim_state_key)
 
@@ -72,8 +72,9 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
         access.set_state(optim_state_key, value)
 
 
-def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter],
-                                     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]) -> None:
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.nn.Parameter], update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]
+) -> None:
     """gradient = update_func(gradient, param) for each parameter, whole, one after the other. Collective."""
     for p in param_list:
         if p.grad is not None:
@@ -82,7 +83,7 @@ def safe_update_full_grad_vectorized(param_list: Iterable[torch.nn.Parameter],
             safe_set_full_grad(p, update_func(old, p))
 
 
-# ---- this rank's part --------------------------------------------------------------------------------------------------------
+# ---- this rank's part ------------------------------------------------------------------------------------------------
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's fp32 weights of `param`, 1-D; a copy."""
     access = _access(param)

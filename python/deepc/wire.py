@@ -7,7 +7,8 @@ import os
 import re
 import select
 import threading
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +19,9 @@ _ABORT_TAG = 0x7FFFFFF0
 
 
 class GlooWire:
-    """Messages between the leaders of one slice, one process per node: a Gloo group of its own. The engine that Hierarchy takes is any
-    class with this constructor and these methods; a work has wait(timeout) that raises RuntimeError."""
+    """Messages between the leaders of one slice, one process per node: a Gloo group of its own. The engine that
+    Hierarchy takes is any class with this constructor and these methods; a work has wait(timeout) that raises
+    RuntimeError."""
 
     def __init__(self, store: dist.Store, index: int, count: int, timeout: datetime.timedelta) -> None:
         """Collective over the `count` leaders. store: of this slice."""
@@ -41,7 +43,9 @@ class GlooWire:
         for peer in range(self._count):
             if peer != self._index:
                 try:
-                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(datetime.timedelta(milliseconds=1))
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(
+                        datetime.timedelta(milliseconds=1)
+                    )
                 except RuntimeError:
                     pass
 

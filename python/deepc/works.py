@@ -1,5 +1,5 @@
-"""Work objects of the process group: of finished calls, of calls in a progress thread, of messages; and the thread that moves messages on
-while their rank does something else."""
+"""Work objects of the process group: of finished calls, of calls in a progress thread, of messages; and the thread that
+moves messages on while their rank does something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from _thread import allocate_lock
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,9 @@ class Pending(dist.Work):
             root.set_result(None)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Completes with the list of tensors. An error makes it a failed future for C++ as well (DDP waits there), which Python can only do
-        by raising in a callback: torch then shows it as a RuntimeError with the text of ours."""
+        """Completes with the list of tensors. An error makes it a failed future for C++ as well (DDP waits there),
+        which Python can only do by raising in a callback: torch then shows it as a RuntimeError with the text of
+        ours."""
         root: torch.futures.Future[None] | None = None
         with self._making:
             if self._future is None:
@@ -135,10 +136,17 @@ class Pending(dist.Work):
 
 
 class Message(dist.Work):
-    """The Work of a send or receive. after: what is left to do when it is complete (a receive into a tensor that is not contiguous)."""
+    """The Work of a send or receive. after: what is left to do when it is complete (a receive into a tensor that is not
+    contiguous)."""
 
-    def __init__(self, request: node.Request, tensors: Sequence[torch.Tensor], what: Callable[[], str],
-                 explain: Callable[[BaseException], None], after: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        request: node.Request,
+        tensors: Sequence[torch.Tensor],
+        what: Callable[[], str],
+        explain: Callable[[BaseException], None],
+        after: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
         self._request, self._tensors, self._what, self._explain, self._after = request, tensors, what, explain, after
         self._lock = allocate_lock()  # one thread at a time per request
@@ -218,9 +226,9 @@ class Message(dist.Work):
 
 
 class _Mover:
-    """One thread per process that tests the unfinished messages every POLL_S, so that they get on while their rank computes or waits for
-    something outside the core (Gloo has threads for that; waits inside the core serve messages themselves). When there was nothing to test
-    for IDLE_S it sleeps until the next message."""
+    """One thread per process that tests the unfinished messages every POLL_S, so that they get on while their rank
+    computes or waits for something outside the core (Gloo has threads for that; waits inside the core serve messages
+    themselves). When there was nothing to test for IDLE_S it sleeps until the next message."""
 
     POLL_S, IDLE_S = 0.005, 0.1
 
@@ -312,7 +320,8 @@ class Messages:
             self._sends.append(message)
 
     def flush(self, seconds: float | None) -> None:
-        """Waits until the sends are out (None: with their own time-outs). Errors are their callers', who have been told or did not ask."""
+        """Waits until the sends are out (None: with their own time-outs). Errors are their callers', who have been told
+        or did not ask."""
         end = None if seconds is None else time.monotonic() + seconds
         while self._sends:
             left = 0.0 if end is None else end - time.monotonic()
@@ -337,7 +346,8 @@ class Several(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
-            lambda done: [t for future in done.value() for t in future.value()])
+            lambda done: [t for future in done.value() for t in future.value()]
+        )
 
     def is_completed(self) -> bool:
         return all([work.is_completed() for work in self._works])

@@ -8,7 +8,8 @@ import torch
 
 
 class ModelWrapper(torch.nn.Module):
-    """A module around `self.module`: attributes that it has not are the model's (`engine.config`, `engine.generate`)."""
+    """A module around `self.module`: attributes that it has not are the model's (`engine.config`,
+    `engine.generate`)."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,9 +1,12 @@
-"""ZeRO-3's user interface: build models straight into node-shared memory (`Init`), read and write partitioned parameters
-(`GatheredParameters`), and what a parameter says of itself under DeepSpeed's names (`ds_id`, `ds_status`, ...).
+"""ZeRO-3's user interface: build models straight into node-shared memory (`Init`), read and write partitioned
+parameters (`GatheredParameters`), and what a parameter says of itself under DeepSpeed's names (`ds_id`, `ds_status`,
+...).
 
-Between `Init` and deepc.initialize a model's parameters lie in chunks of node-shared memory: once per node, written by the node's first
-rank. In resident mode (CPU nodes) that stays so: they are pages that all ranks of a node map, always readable, and writing is for one
-rank. Where ranks share no memory (nodes with different numbers of ranks), each has its part of them (init_shards.py)."""
+Between `Init` and deepc.initialize a model's parameters lie in chunks of node-shared memory: once per node, written by
+the node's first rank. In resident mode (CPU nodes) that stays so: they are pages that all ranks of a node map, always
+readable, and writing is for one rank. Where ranks share no memory (nodes with different numbers of ranks), each has its
+part of them (init_shards.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ import itertools
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Sequence, Union, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -29,11 +33,11 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .group import MemoryGroup
 
-    ConfigSource = Union[str, os.PathLike[str], dict[str, Any]]
+    ConfigSource = Union[str, os.PathLike[str], dict[str, Any]]  # noqa: UP007
     Params = Sequence[torch.nn.Parameter]
 
 # id(parameter) -> engine that holds it at stage 3; entries go with the engine.
-_engines: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 _built = WeakIdKeyDictionary()  # parameter -> _Home, from zero.Init to deepc.initialize
 _ids = WeakIdKeyDictionary()  # parameter -> ds_id
 _next_id = itertools.count()
@@ -59,7 +63,7 @@ def _identify(p: torch.nn.Parameter) -> None:
         _ids[p] = next(_next_id)
 
 
-# ---- what a parameter says of itself ------------------------------------------------------------------------------------------
+# ---- what a parameter says of itself ---------------------------------------------------------------------------------
 class ZeroParamStatus(enum.Enum):
     """DeepSpeed's states of a stage-3 parameter. In resident mode always AVAILABLE."""
 
@@ -69,12 +73,14 @@ class ZeroParamStatus(enum.Enum):
 
 
 def describe(p: torch.nn.Parameter, what: str) -> Any:
-    """The value of attribute `what` (ds_id, ds_shape, ds_numel, ds_status, ds_persist) of a stage-3 parameter; AttributeError for any
-    other."""
+    """The value of attribute `what` (ds_id, ds_shape, ds_numel, ds_status, ds_persist) of a stage-3 parameter;
+    AttributeError for any other."""
     engine = _engines.get(id(p))
     if engine is None and p not in _built:
-        raise AttributeError(f"parameter of shape {tuple(p.shape)} has no {what}: it is not held by a ZeRO-3 engine and was not built "
-                             "under zero.Init")
+        raise AttributeError(
+            f"parameter of shape {tuple(p.shape)} has no {what}: it is not held by a ZeRO-3 engine and was not built "
+            "under zero.Init"
+        )
     if what == "ds_id":
         return _ids[p]
     if what == "ds_shape":
@@ -84,9 +90,11 @@ def describe(p: torch.nn.Parameter, what: str) -> Any:
     available = not isinstance(p, Released) if engine is None else engine.state.is_available(p)
     if what == "ds_status":
         return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
-    raise AttributeError(f"a deepc parameter has no {what}: a rank's partition is a part of deepc's flat space, not a tensor of the "
-                         "parameter. Read and write "
-                         "it through deepc.view(p).local or deepc.utils.safe_get_local_*")
+    raise AttributeError(
+        f"a deepc parameter has no {what}: a rank's partition is a part of deepc's flat space, not a tensor of the "
+        "parameter. Read and write "
+        "it through deepc.view(p).local or deepc.utils.safe_get_local_*"
+    )
 
 
 def is_zero_param(p: object) -> bool:
@@ -95,7 +103,8 @@ def is_zero_param(p: object) -> bool:
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted as in DeepSpeed, and not needed: parameters that are used outside of their module are found without it."""
+    """Accepted as in DeepSpeed, and not needed: parameters that are used outside of their module are found without
+    it."""
     if not isinstance(parameter, torch.nn.Parameter):
         raise ArgumentError(f"register_external_parameter takes a torch.nn.Parameter, got {type(parameter).__name__}")
     if not isinstance(module, torch.nn.Module):
@@ -108,14 +117,16 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
     if not isinstance(parameter, torch.nn.Parameter):
         raise ArgumentError(f"unregister_external_parameter takes a torch.nn.Parameter, got {type(parameter).__name__}")
     if getattr(module, "_external_params", {}).pop(id(parameter), None) is None:
-        raise ArgumentError(f"parameter of shape {tuple(parameter.shape)} was not registered as an external parameter of "
-                            f"{type(module).__name__}")
+        raise ArgumentError(
+            f"parameter of shape {tuple(parameter.shape)} was not registered as an external parameter of "
+            f"{type(module).__name__}"
+        )
 
 
-# ---- zero.Init ----------------------------------------------------------------------------------------------------------------
+# ---- zero.Init -------------------------------------------------------------------------------------------------------
 class _Arena:
-    """Chunks of node-shared memory that parameters are built into. `seal` gives the chunks to their tensors: then one goes when its
-    last tensor does."""
+    """Chunks of node-shared memory that parameters are built into. `seal` gives the chunks to their tensors: then one
+    goes when its last tensor does."""
 
     CHUNK = 64 << 20
 
@@ -148,8 +159,8 @@ class _Arena:
         return any(lo <= address < hi for lo, hi in self._ranges)
 
     def spread(self) -> None:
-        """Rank 0's values of everything to all nodes; called on every rank. Chunks, not parameters: which of those still live is the
-        garbage collector's choice, and may differ between ranks."""
+        """Rank 0's values of everything to all nodes; called on every rank. Chunks, not parameters: which of those
+        still live is the garbage collector's choice, and may differ between ranks."""
         for segment, used in self._chunks:
             if used:
                 self._group.spread(segment.tensor(torch.uint8, 0, used))
@@ -159,8 +170,10 @@ class _Arena:
 
 
 class _Home:
-    """Where the parameters of one zero.Init (with the ones nested in it) lie, and the ranks that share them; closed when the last of them
-    has gone to an engine or away. arena: of ranks that share memory; shards: of others (nodes with different numbers of ranks)."""
+    """Where the parameters of one zero.Init (with the ones nested in it) lie, and the ranks that share them; closed
+    when the last of them has gone to an engine or away. arena: of ranks that share memory; shards: of others (nodes
+    with different numbers of ranks).
+    """
 
     def __init__(self) -> None:
         import datetime
@@ -211,7 +224,17 @@ class _Home:
         if any(self.group.gather_all(torch.tensor([len(moved)])).view(-1).tolist()):
             gc.collect()  # what is garbage on one rank and not yet on another must not count
             moved = self._moved(arena)
-            if len({*map(tuple, self.group.gather_all(torch.tensor([len(moved), sum(p.numel() for p in moved)])).tolist())}) == 1:
+            if (
+                len(
+                    {
+                        *map(
+                            tuple,
+                            self.group.gather_all(torch.tensor([len(moved), sum(p.numel() for p in moved)])).tolist(),
+                        )
+                    }
+                )
+                == 1
+            ):
                 for p in moved:
                     self.take(p, p.dtype)
         self.group.node_barrier()
@@ -237,8 +260,9 @@ class _Home:
 
 
 def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> None:
-    """The parameters go to an engine. Raises on all ranks if some rank wrote into memory that others share. sharded: the engine takes those that are
-    released one at a time (init_shards.give). Collective if any was built under Init."""
+    """The parameters go to an engine. Raises on all ranks if some rank wrote into memory that others share. sharded:
+    the engine takes those that are released one at a time (init_shards.give). Collective if any was built under
+    Init."""
     homes: dict[int, _Home] = {}
     stray = -1
     for i, (_, p) in enumerate(named):
@@ -252,10 +276,10 @@ def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> No
             for rank, i in enumerate(home.group.gather_all(torch.tensor([stray])).view(-1).tolist()):
                 if i >= 0:
                     raise StrayWriteError(
-                        f"parameter '{named[i][0]}' was written on rank {rank} after zero.Init. It lies in memory that all ranks of the "
-                        "node share, so every rank's "
-                        "write acted. Write it inside the zero.Init context, or under deepc.zero.GatheredParameters(params, "
-                        "modifier_rank=0)")
+                        f"parameter '{named[i][0]}' was written on rank {rank} after zero.Init. It lies in memory that"
+                        " all ranks of the node share, so every rank's write acted. Write it inside the zero.Init"
+                        " context, or under deepc.zero.GatheredParameters(params, modifier_rank=0)"
+                    )
     for _, p in named:
         if _built.pop(p, None) is not None:
             unshare(p)  # the engine decides anew
@@ -263,27 +287,67 @@ def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> No
                 give(p)
 
 
-_METADATA = frozenset({"requires_grad_", "detach_", "set_", "resize_", "resize_as_", "rename_", "squeeze_", "unsqueeze_", "t_", "transpose_",
-                       "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "retain_grad_"})
-_RANDOM = frozenset({"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
-_INPLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
-                      "__ixor__", "__ilshift__", "__irshift__"})
+_METADATA = frozenset(
+    {
+        "requires_grad_",
+        "detach_",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "rename_",
+        "squeeze_",
+        "unsqueeze_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "as_strided_",
+        "share_memory_",
+        "retain_grad_",
+    }
+)
+_RANDOM = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+)
+_INPLACE = frozenset(
+    {
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+    }
+)
 
 
 class _OwnerWrites(torch.overrides.TorchFunctionMode):
-    """On ranks other than the first of their node, in-place writes to parameters under construction (`init.normal_`, `p.data.copy_`, a
-    parent's weight init) are left out: the memory is shared and the first one writes it. Random ones draw into scratch, so that all ranks'
-    generators stay equal."""
+    """On ranks other than the first of their node, in-place writes to parameters under construction (`init.normal_`,
+    `p.data.copy_`, a parent's weight init) are left out: the memory is shared and the first one writes it. Random ones
+    draw into scratch, so that all ranks' generators stay equal."""
 
     def __init__(self, arena: _Arena) -> None:
         super().__init__()
         self._arena = arena
 
     def _held(self, x: Any) -> bool:
-        return isinstance(x, torch.Tensor) and self._arena.holds(x) or isinstance(x, (list, tuple)) and any(map(self._held, x))
+        return (
+            isinstance(x, torch.Tensor)
+            and self._arena.holds(x)
+            or isinstance(x, (list, tuple))
+            and any(map(self._held, x))
+        )
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         writes = name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _METADATA)
@@ -301,47 +365,67 @@ class _OwnerWrites(torch.overrides.TorchFunctionMode):
 
 
 class Init:
-    """Context in which every parameter that a module gets lies in node-shared memory from that moment on, so that no rank ever holds the
-    model: one copy per node, and of private memory at most the parameter just being made. With one rank it only sets the dtype. The values
-    are rank 0's; on other nodes they are so when the context ends. All ranks build the same model. Contexts may be nested; of the dtypes
-    the innermost counts.
+    """Context in which every parameter that a module gets lies in node-shared memory from that moment on, so that no
+    rank ever holds the model: one copy per node, and of private memory at most the parameter just being made. With one
+    rank it only sets the dtype. The values are rank 0's; on other nodes they are so when the context ends. All ranks
+    build the same model. Contexts may be nested; of the dtypes the innermost counts.
 
-    transformers' from_config and from_pretrained build and load one parameter at a time under it, also while an HfDeepSpeedConfig lives.
+    transformers' from_config and from_pretrained build and load one parameter at a time under it, also while an
+    HfDeepSpeedConfig lives.
 
-    config_dict_or_path (or config): a DeepSpeed JSON (its fp16/bf16 section sets the dtype); dtype overrides it; without either,
-    parameters keep theirs. `enabled=False`: does nothing. `module`: converts an existing module at once. data_parallel_group,
-    sequence_data_parallel_group, mpu: must span all ranks. remote_device: None, "none" or "cpu". The other arguments of
-    deepspeed.zero.Init are accepted and have no meaning here."""
+    config_dict_or_path (or config): a DeepSpeed JSON (its fp16/bf16 section sets the dtype); dtype overrides it;
+    without either, parameters keep theirs. `enabled=False`: does nothing. `module`: converts an existing module at
+    once. data_parallel_group, sequence_data_parallel_group, mpu: must span all ranks. remote_device: None, "none" or
+    "cpu". The other arguments of deepspeed.zero.Init are accepted and have no meaning here."""
 
-    def __init__(self, module: torch.nn.Module | None = None, data_parallel_group: dist.ProcessGroup | None = None,
-                 mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
-                 config_dict_or_path: ConfigSource | None = None, config: ConfigSource | None = None, enabled: bool = True,
-                 dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: dist.ProcessGroup | None = None,
-                 zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
-                 sequence_data_parallel_group: dist.ProcessGroup | None = None, param_swapper: object = None,
-                 tensor_overrides: object = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: ConfigSource | None = None,
+        config: ConfigSource | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: dist.ProcessGroup | None = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        param_swapper: object = None,
+        tensor_overrides: object = None,
+    ) -> None:
         self.enabled = enabled
         if not enabled:
             return
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ArgumentError(f"zero.Init(dtype={dtype!r}): it is a floating-point torch.dtype")
         if remote_device not in (None, "none", "cpu"):
-            raise UnsupportedError(f"zero.Init(remote_device={remote_device!r}): parameters lie in the node's memory; NVMe does not exist "
-                                   "yet. Leave it out")
+            raise UnsupportedError(
+                f"zero.Init(remote_device={remote_device!r}): parameters lie in the node's memory; NVMe does not exist "
+                "yet. Leave it out"
+            )
         if param_swapper is not None:
             raise UnsupportedError("zero.Init(param_swapper=...): parameters are not swapped to NVMe yet; leave it out")
         raw = config_dict_or_path if config_dict_or_path is not None else config
         self.dtype = dtype if dtype is not None or raw is None else _dtype_of(raw)
-        _check_groups({"data_parallel_group": data_parallel_group, "sequence_data_parallel_group": sequence_data_parallel_group,
-                       "zero_param_parallel_group": zero_param_parallel_group,
-                       "mpu": mpu.get_data_parallel_group() if mpu is not None else None})
+        _check_groups(
+            {
+                "data_parallel_group": data_parallel_group,
+                "sequence_data_parallel_group": sequence_data_parallel_group,
+                "zero_param_parallel_group": zero_param_parallel_group,
+                "mpu": mpu.get_data_parallel_group() if mpu is not None else None,
+            }
+        )
         if module is not None:
             with self:
                 for m in module.modules():
                     for p in m._parameters.values():
                         self._take(p)
 
-    def __enter__(self) -> "Init":
+    def __enter__(self) -> Init:
         if not self.enabled:
             return self
         self._outermost = not _active
@@ -389,8 +473,9 @@ def _registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | 
 
 @contextlib.contextmanager
 def _transformers_loads_one_by_one() -> Iterator[None]:
-    """transformers would take a living HfDeepSpeedConfig as a sign to import deepspeed, and reads checkpoints ahead in threads, the whole
-    model if they are faster than its main thread. Both are switched off while a zero.Init is open."""
+    """transformers would take a living HfDeepSpeedConfig as a sign to import deepspeed, and reads checkpoints ahead in
+    threads, the whole model if they are faster than its main thread. Both are switched off while a zero.Init is
+    open."""
     name, key = "HF_DEACTIVATE_ASYNC_LOAD", "_hf_deepspeed_config_weak_ref"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -412,9 +497,11 @@ def _transformers_loads_one_by_one() -> Iterator[None]:
 def _check_groups(groups: dict[str, Any]) -> None:
     for name, group in groups.items():
         if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
-            raise UnsupportedError(f"zero.Init({name}=...): a group of {dist.get_world_size(group)} of the {dist.get_world_size()} ranks; "
-                                   "deepc partitions over all "
-                                   "ranks (model parallelism does not exist yet). Leave it out")
+            raise UnsupportedError(
+                f"zero.Init({name}=...): a group of {dist.get_world_size(group)} of the {dist.get_world_size()} ranks; "
+                "deepc partitions over all "
+                "ranks (model parallelism does not exist yet). Leave it out"
+            )
 
 
 def _dtype_of(raw: Any) -> torch.dtype | None:
@@ -427,27 +514,34 @@ def _dtype_of(raw: Any) -> torch.dtype | None:
             text = str(raw)
             raw = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
         except (OSError, ValueError) as exc:
-            raise ConfigError(f"zero.Init: {str(raw)[:200]!r} is no DeepSpeed configuration (a dict, JSON text or the path of a JSON "
-                              f"file): {exc}") from exc
+            raise ConfigError(
+                f"zero.Init: {str(raw)[:200]!r} is no DeepSpeed configuration (a dict, JSON text or the path of a JSON "
+                f"file): {exc}"
+            ) from exc
     for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
         if isinstance(raw.get(key), dict) and raw[key].get("enabled") is True:
             return dtype
     return None
 
 
-# ---- zero.GatheredParameters ----------------------------------------------------------------------------------------------------
+# ---- zero.GatheredParameters -----------------------------------------------------------------------------------------
 class GatheredParameters:
-    """Context for reading, and with `modifier_rank` writing, parameters of a stage-3 model, or of one that was built under zero.Init and
-    has no engine yet. Collective over the ranks; parameters are whole inside.
+    """Context for reading, and with `modifier_rank` writing, parameters of a stage-3 model, or of one that was built
+    under zero.Init and has no engine yet. Collective over the ranks; parameters are whole inside.
 
-    modifier_rank=None: for reading; a write inside raises StrayWriteError at the end. modifier_rank=r: what rank r writes in place is seen
-    by all ranks after the context, and the fp32 masters follow; what other ranks write is private and dropped, as in DeepSpeed, where
-    scripts often run the same code on all ranks (with DEEPC_DEBUG=1 it is an error that names rank and parameter). fwd_module: the
-    parameters become external parameters of it. Parameters that are neither are left alone. Contexts that write may not overlap in
-    parameters."""
+    modifier_rank=None: for reading; a write inside raises StrayWriteError at the end. modifier_rank=r: what rank r
+    writes in place is seen by all ranks after the context, and the fp32 masters follow; what other ranks write is
+    private and dropped, as in DeepSpeed, where scripts often run the same code on all ranks (with DEEPC_DEBUG=1 it is
+    an error that names rank and parameter). fwd_module: the parameters become external parameters of it. Parameters
+    that are neither are left alone. Contexts that write may not overlap in parameters."""
 
-    def __init__(self, params: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | None], modifier_rank: int | None = None,
-                 fwd_module: torch.nn.Module | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        params: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | None],
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
         given: Iterable[Any]
         if isinstance(params, torch.Tensor):
             given = [params]
@@ -473,7 +567,10 @@ class GatheredParameters:
         for p in self._params:
             holder: Engine | _Home = _engines.get(id(p)) or _built[p]
             holders.setdefault(id(holder), (holder, []))[1].append(p)
-        self._open = [_Opened(_Unowned(h) if isinstance(h, _Home) else _Owned(h), params, self._modifier) for h, params in holders.values()]
+        self._open = [
+            _Opened(_Unowned(h) if isinstance(h, _Home) else _Owned(h), params, self._modifier)
+            for h, params in holders.values()
+        ]
         for opened in self._open:
             opened.begin()
 
@@ -545,7 +642,7 @@ class _Opened:
 
     _writing: set[int] = set()  # id(parameter) of all contexts that write now
 
-    def __init__(self, holder: Union[_Owned, _Unowned], params: list[torch.nn.Parameter], writer: int | None) -> None:
+    def __init__(self, holder: _Owned | _Unowned, params: list[torch.nn.Parameter], writer: int | None) -> None:
         self._holder, self._params, self._writer = holder, params, writer
 
     def begin(self) -> None:
@@ -554,8 +651,10 @@ class _Opened:
             if not 0 <= self._writer < group.world:
                 raise ArgumentError(f"modifier_rank {self._writer} is not one of {group.world} ranks")
             if _Opened._writing & {id(p) for p in self._params}:
-                raise ArgumentError("GatheredParameters with a modifier_rank inside another one over the same parameter; close the outer "
-                                    "one first")
+                raise ArgumentError(
+                    "GatheredParameters with a modifier_rank inside another one over the same parameter; close the"
+                    " outer one first"
+                )
         self._opened = self._holder.begin(self._params, self._writer)
         if self._writer is not None:
             _Opened._writing.update(id(p) for p in self._params)
@@ -566,9 +665,11 @@ class _Opened:
             self._holder.end(self._params, None, self._opened)
             name = None if failed else self._holder.written([p for p in self._params if id(p) not in _Opened._writing])
             if name is not None:
-                raise StrayWriteError(f"parameter {name} was written under GatheredParameters without modifier_rank (or before it), which "
-                                      "is for reading. Its memory "
-                                      "is shared by all ranks of the node: pass modifier_rank=r, and what rank r writes counts")
+                raise StrayWriteError(
+                    f"parameter {name} was written under GatheredParameters without modifier_rank (or before it), which"
+                    " is for reading. Its memory is shared by all ranks of the node: pass modifier_rank=r, and what"
+                    " rank r writes counts"
+                )
             return
         _Opened._writing.difference_update(id(p) for p in self._params)
         stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
@@ -576,6 +677,8 @@ class _Opened:
         if os.environ.get("DEEPC_DEBUG", "0") == "1" and self._holder.group.world > 1:
             for rank, i in enumerate(self._holder.group.gather_all(torch.tensor([stray])).view(-1).tolist()):
                 if i >= 0 and rank != self._writer:
-                    raise StrayWriteError(f"parameter {i} of GatheredParameters, of shape {tuple(self._params[i].shape)}, was written on "
-                                          f"rank {rank}, but modifier_rank is "
-                                          f"{self._writer}: that write was dropped. Guard it by `if rank == {self._writer}:`")
+                    raise StrayWriteError(
+                        f"parameter {i} of GatheredParameters, of shape {tuple(self._params[i].shape)}, was written on "
+                        f"rank {rank}, but modifier_rank is "
+                        f"{self._writer}: that write was dropped. Guard it by `if rank == {self._writer}:`"
+                    )

@@ -1,9 +1,13 @@
-"""AdamW steps in fp32: deepc as a drop-in and inside the engine, torch fused and foreach, DeepSpeedCPUAdam, and the machine's limit.
+"""AdamW steps in fp32: deepc as a drop-in and inside the engine, torch fused and foreach, DeepSpeedCPUAdam, and the
+machine's limit.
 
-    python tests/bench/adamw.py --case 64M --threads 2 --rounds 9      one process per case and number of threads, as run.py starts them
+    python tests/bench/adamw.py --case 64M --threads 2 --rounds 9      one process per case and number of threads, as
+    run.py starts them
 
-"as it comes": parameters and gradients from torch.randn, states as each optimizer allocates them. "huge": parameter, gradient and
-moments on deepc's memory (huge pages, staggered start addresses), the very same bytes for everyone. The engine steps on that memory."""
+"as it comes": parameters and gradients from torch.randn, states as each optimizer allocates them. "huge": parameter,
+gradient and moments on deepc's memory (huge pages, staggered start addresses), the very same bytes for everyone. The
+engine steps on that memory.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,17 @@ import sys
 from common import Limit, gpt2_shapes, numel, report, require_deepc, rounds, skip
 
 HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-CASES = {"64M": [(64 << 20,)], "256M": [(256 << 20,)], "GPT-2": gpt2_shapes(), "smoke": [(300, 1000), (1000,), (77, 1031)]}
+CASES = {
+    "64M": [(64 << 20,)],
+    "256M": [(256 << 20,)],
+    "GPT-2": gpt2_shapes(),
+    "smoke": [(300, 1000), (1000,), (77, 1031)],
+}
 
 
 class Flat:
-    """Parameters, gradients and moments of all tensors on four staggered huge-page arrays, as deepc's engine keeps them."""
+    """Parameters, gradients and moments of all tensors on four staggered huge-page arrays, as deepc's engine keeps
+    them."""
 
     def __init__(self, shapes, low: bool = False) -> None:
         import torch
@@ -33,10 +43,10 @@ class Flat:
         self.low = memory.zeros(self.total, torch.bfloat16, 6) if low else None
         for flat, scale in ((self.p, 0.02), (self.g, 1e-2)):
             for at, shape in self.spans:  # padding stays zero, as in the engine
-                flat[at: at + numel(shape)].normal_(0, scale)
+                flat[at : at + numel(shape)].normal_(0, scale)
 
     def views(self, flat) -> list:
-        return [flat[at: at + numel(shape)].view(shape) for at, shape in self.spans]
+        return [flat[at : at + numel(shape)].view(shape) for at, shape in self.spans]
 
     def parameters(self) -> list:
         import torch
@@ -54,8 +64,21 @@ class Flat:
 
         a = (AdamWArgs * 1)()
         t = a[0]
-        t.param, t.grad, t.exp_avg, t.exp_avg_sq, t.n = self.p.data_ptr(), self.g.data_ptr(), self.m.data_ptr(), self.v.data_ptr(), self.total
-        t.lr, (t.beta1, t.beta2), t.eps, t.weight_decay, t.grad_scale, t.flags = HYPER["lr"], HYPER["betas"], HYPER["eps"], HYPER["weight_decay"], 1.0, 1
+        t.param, t.grad, t.exp_avg, t.exp_avg_sq, t.n = (
+            self.p.data_ptr(),
+            self.g.data_ptr(),
+            self.m.data_ptr(),
+            self.v.data_ptr(),
+            self.total,
+        )
+        t.lr, (t.beta1, t.beta2), t.eps, t.weight_decay, t.grad_scale, t.flags = (
+            HYPER["lr"],
+            HYPER["betas"],
+            HYPER["eps"],
+            HYPER["weight_decay"],
+            1.0,
+            1,
+        )
         t.param_dtype = t.grad_dtype = t.state_dtype = code(torch.float32)
         if self.low is not None:
             t.lowp, t.lowp_dtype = self.low.data_ptr(), code(self.low.dtype)
@@ -75,7 +98,8 @@ class Flat:
 
 
 def on_flat(optimizer, params, flat: Flat):
-    """Puts the optimizer's states on the flat memory. Names and step counters as torch's and DeepSpeed's AdamW have them."""
+    """Puts the optimizer's states on the flat memory. Names and step counters as torch's and DeepSpeed's AdamW have
+    them."""
     for p, m, v in zip(params, flat.views(flat.m), flat.views(flat.v)):
         state = optimizer.state[p]
         if not state:
@@ -117,7 +141,8 @@ def run(case: str, threads: int, count: int, foreach: bool) -> None:
         "torch fused, as it comes": torch.optim.AdamW(user, fused=True, **HYPER),
         "deepc drop-in, as it comes": deepc.optim.AdamW(user, **HYPER),
         "torch fused, huge": torch.optim.AdamW(on_huge, fused=True, **HYPER),
-        "deepc drop-in, huge": deepc.optim.AdamW(on_huge, **HYPER)}
+        "deepc drop-in, huge": deepc.optim.AdamW(on_huge, **HYPER),
+    }
     if foreach:
         optimizers["torch foreach, as it comes"] = torch.optim.AdamW(user, foreach=True, **HYPER)
     try:
@@ -145,9 +170,19 @@ def run(case: str, threads: int, count: int, foreach: bool) -> None:
         best = min(limits, key=lambda n: sorted(times[n])[len(times[n]) // 2])
     elements = sum(numel(s) for s in shapes)
     as_comes, on_same = ["torch fused, as it comes", "DeepSpeed, as it comes"], ["torch fused, huge", "DeepSpeed, huge"]
-    report("adamw", figure, "ms", times, {
-        "deepc engine": [as_comes, on_same], "deepc drop-in, as it comes": [as_comes, ["torch foreach, as it comes"]], "deepc drop-in, huge": [on_same]},
-        limit=best, elements=elements)
+    report(
+        "adamw",
+        figure,
+        "ms",
+        times,
+        {
+            "deepc engine": [as_comes, on_same],
+            "deepc drop-in, as it comes": [as_comes, ["torch foreach, as it comes"]],
+            "deepc drop-in, huge": [on_same],
+        },
+        limit=best,
+        elements=elements,
+    )
 
 
 def main() -> int:
@@ -155,7 +190,9 @@ def main() -> int:
     parser.add_argument("--case", choices=list(CASES), required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--foreach", action="store_true", help="torch's foreach form as well (it needs 3 more copies of the model)")
+    parser.add_argument(
+        "--foreach", action="store_true", help="torch's foreach form as well (it needs 3 more copies of the model)"
+    )
     args = parser.parse_args()
     if int(os.environ.get("OMP_NUM_THREADS", args.threads)) != args.threads:
         sys.exit("bench: OMP_NUM_THREADS differs from --threads")

@@ -1,7 +1,10 @@
-"""One rank of collectives.py: the contenders of one op, dtype and size, their check, and timed loops, on command of the conductor.
+"""One rank of collectives.py: the contenders of one op, dtype and size, their check, and timed loops, on command of the
+conductor.
 
-Started by collectives.py (through mpirun where the set has an MPI), never by hand. The conductor says over a local socket what to do:
-prepare, verify a contender, run it; so that all ranks of all sets do the same thing at the same time, and the others sleep."""
+Started by collectives.py (through mpirun where the set has an MPI), never by hand. The conductor says over a local
+socket what to do: prepare, verify a contender, run it; so that all ranks of all sets do the same thing at the same
+time, and the others sleep.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,32 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Client
-from typing import Callable
 
 from common import EXTENSIONS, die_with_parent, require_deepc
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_in_place", "broadcast", "all_to_all", "reduce", "gather", "scatter", "send_recv", "barrier")
+OPS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_gather_in_place",
+    "broadcast",
+    "all_to_all",
+    "reduce",
+    "gather",
+    "scatter",
+    "send_recv",
+    "barrier",
+)
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-TURNS = "_turns"  # of a rooted op: call i has root i % ranks, so that a loop measures how long a call takes, not how far the root can run ahead
+# of a rooted op: call i has root i % ranks, so that a loop measures how long a call takes, not how far the root can run
+# ahead
+TURNS = "_turns"
 ROOT = 0
-PYTHON_LIMIT = 64 << 10   # bytes up to which the Python overhead of mpi4py and of DeepSpeed's call shows
-STAGGER = 36 << 10        # between the starts of registered arrays: equal addresses modulo 2 MiB would share cache sets
-TINY = 2.0**-120          # sums start here and double or quadruple per call, until the refill
+PYTHON_LIMIT = 64 << 10  # bytes up to which the Python overhead of mpi4py and of DeepSpeed's call shows
+STAGGER = 36 << 10  # between the starts of registered arrays: equal addresses modulo 2 MiB would share cache sets
+TINY = 2.0**-120  # sums start here and double or quadruple per call, until the refill
 
 
 class Unsupported(Exception):
@@ -37,31 +54,84 @@ class Refused(Exception):
     """The core says that it can't run this call this way."""
 
 
-# ---- calls in C ---------------------------------------------------------------------------------------------------------------
-_KINDS = ("DC_BARRIER", "DC_REDUCES", "DC_MOVES", "DC_BROADCAST", "DC_REDUCE", "DC_ROOTED", "DC_PINGPONG",
-          "MPI_BARRIER", "MPI_REDUCES", "MPI_MOVES", "MPI_BROADCAST", "MPI_REDUCE", "MPI_ROOTED", "MPI_PINGPONG", "COPY", "DC_COPY", "PEER_COPY")
+# ---- calls in C ------------------------------------------------------------------------------------------------------
+_KINDS = (
+    "DC_BARRIER",
+    "DC_REDUCES",
+    "DC_MOVES",
+    "DC_BROADCAST",
+    "DC_REDUCE",
+    "DC_ROOTED",
+    "DC_PINGPONG",
+    "MPI_BARRIER",
+    "MPI_REDUCES",
+    "MPI_MOVES",
+    "MPI_BROADCAST",
+    "MPI_REDUCE",
+    "MPI_ROOTED",
+    "MPI_PINGPONG",
+    "COPY",
+    "DC_COPY",
+    "PEER_COPY",
+)
 KIND = {name: i for i, name in enumerate(_KINDS)}  # as in coll_loop.c
-_SHAPE = {"all_reduce": "REDUCES", "reduce_scatter": "REDUCES", "all_gather": "MOVES", "all_gather_in_place": "MOVES", "all_to_all": "MOVES",
-          "broadcast": "BROADCAST", "reduce": "REDUCE", "gather": "ROOTED", "scatter": "ROOTED", "send_recv": "PINGPONG", "barrier": "BARRIER"}
-_DC = {"all_reduce": "dc_all_reduce", "reduce_scatter": "dc_reduce_scatter", "all_gather": "dc_all_gather", "all_gather_in_place": "dc_all_gather",
-       "all_to_all": "dc_all_to_all", "broadcast": "dc_broadcast", "reduce": "dc_reduce_to", "gather": "dc_gather", "scatter": "dc_scatter", "barrier": "dc_barrier"}
-_MPI = {"all_reduce": "Allreduce", "reduce_scatter": "Reduce_scatter_block", "all_gather": "Allgather", "all_gather_in_place": "Allgather", "all_to_all": "Alltoall",
-        "broadcast": "Bcast", "reduce": "Reduce", "gather": "Gather", "scatter": "Scatter", "barrier": "Barrier"}
+_SHAPE = {
+    "all_reduce": "REDUCES",
+    "reduce_scatter": "REDUCES",
+    "all_gather": "MOVES",
+    "all_gather_in_place": "MOVES",
+    "all_to_all": "MOVES",
+    "broadcast": "BROADCAST",
+    "reduce": "REDUCE",
+    "gather": "ROOTED",
+    "scatter": "ROOTED",
+    "send_recv": "PINGPONG",
+    "barrier": "BARRIER",
+}
+_DC = {
+    "all_reduce": "dc_all_reduce",
+    "reduce_scatter": "dc_reduce_scatter",
+    "all_gather": "dc_all_gather",
+    "all_gather_in_place": "dc_all_gather",
+    "all_to_all": "dc_all_to_all",
+    "broadcast": "dc_broadcast",
+    "reduce": "dc_reduce_to",
+    "gather": "dc_gather",
+    "scatter": "dc_scatter",
+    "barrier": "dc_barrier",
+}
+_MPI = {
+    "all_reduce": "Allreduce",
+    "reduce_scatter": "Reduce_scatter_block",
+    "all_gather": "Allgather",
+    "all_gather_in_place": "Allgather",
+    "all_to_all": "Alltoall",
+    "broadcast": "Bcast",
+    "reduce": "Reduce",
+    "gather": "Gather",
+    "scatter": "Scatter",
+    "barrier": "Barrier",
+}
 COPIES = {"memcpy": "COPY", "dc_copy": "DC_COPY"}
 
 
 class Call(ctypes.Structure):
     """bench_call of coll_loop.c."""
-    _fields_ = [(n, ctypes.c_ssize_t) for n in ("fn", "fn2", "comm", "dtype", "op")] + [(n, ctypes.c_void_p) for n in ("inp", "out")] + [
-        (n, ctypes.c_int64) for n in ("count", "root", "ranks", "peer", "first")] + [(n, ctypes.c_void_p) for n in ("refill", "source")] + [
-        (n, ctypes.c_int64) for n in ("bytes", "every")]
+
+    _fields_ = (
+        [(n, ctypes.c_ssize_t) for n in ("fn", "fn2", "comm", "dtype", "op")]
+        + [(n, ctypes.c_void_p) for n in ("inp", "out")]
+        + [(n, ctypes.c_int64) for n in ("count", "root", "ranks", "peer", "first")]
+        + [(n, ctypes.c_void_p) for n in ("refill", "source")]
+        + [(n, ctypes.c_int64) for n in ("bytes", "every")]
+    )
 
 
 def address(function) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-# ---- buffers ------------------------------------------------------------------------------------------------------------------
+# ---- buffers ---------------------------------------------------------------------------------------------------------
 class Buffers:
     """inp and out of one op: `n` elements each or one part (n / world), by what the op takes."""
 
@@ -70,7 +140,7 @@ class Buffers:
         part = n // world
         self.a, self.b = a, b
         if op == "all_gather_in_place":
-            self.inp = b[rank * part:(rank + 1) * part]
+            self.inp = b[rank * part : (rank + 1) * part]
         elif op in ("all_reduce", "broadcast"):
             self.inp = b
         else:
@@ -84,7 +154,6 @@ class Rank:
     def __init__(self, rank: int, world: int, args) -> None:
         import torch
         import torch.distributed as dist
-
         from common import compiled
 
         self.rank, self.world, self.args = rank, world, args
@@ -98,12 +167,25 @@ class Rank:
         if path is None:
             raise SystemExit("bench: no C compiler: the collectives can't be measured without Python")
         self.loop = ctypes.CDLL(str(path))
-        self.loop.bench_loop.argtypes = [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)]
+        self.loop.bench_loop.argtypes = [
+            ctypes.POINTER(Call),
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.POINTER(ctypes.c_double),
+        ]
         store = dist.FileStore(args.store, world)
         slot_bytes, slots = DEFAULT_STAGING
 
         def open_comm(label: str):
-            return node.open_comm(dist.PrefixStore(label, store), rank, world, label=label, timeout=datetime.timedelta(seconds=args.limit), slot_bytes=slot_bytes, slots=slots)
+            return node.open_comm(
+                dist.PrefixStore(label, store),
+                rank,
+                world,
+                label=label,
+                timeout=datetime.timedelta(seconds=args.limit),
+                slot_bytes=slot_bytes,
+                slots=slots,
+            )
 
         self.comm = open_comm("bench")
         self.group = self.gloo = self.mpi = self.deepspeed = None
@@ -131,7 +213,7 @@ class Rank:
     def _segment_bytes(self) -> int:
         return self.world * 2 * (self.region + STAGGER)
 
-    # ---- one op, dtype and size -------------------------------------------------------------------------------------------
+    # ---- one op, dtype and size --------------------------------------------------------------------------------------
     def prepare(self, op: str, dtype: str, nbytes: int) -> list[str]:
         """Names of this set's contenders."""
         import torch
@@ -160,7 +242,12 @@ class Rank:
                 self._add("Gloo", lambda: self._torch(bufs, self.gloo), bufs)
             if self.mpi is not None and "mpi" in wanted:
                 self._add(f"{self.mpi.name}{where}", lambda: self.mpi.compiled(bufs), bufs)
-            if self.mpi is not None and not where and "mpi4py" in wanted and (n * kind.itemsize <= PYTHON_LIMIT or op == "barrier"):
+            if (
+                self.mpi is not None
+                and not where
+                and "mpi4py" in wanted
+                and (n * kind.itemsize <= PYTHON_LIMIT or op == "barrier")
+            ):
                 self._add(f"mpi4py ({self.mpi.name})", lambda: self.mpi.interpreted(bufs), bufs)
             if self.deepspeed is not None and op == "all_reduce" and not where:
                 self._add("DeepSpeed", lambda: ScriptLoop(self, bufs.out), bufs)
@@ -174,7 +261,8 @@ class Rank:
         return list(self.calls)
 
     def prepare_forced(self, op: str, dtype: str, nbytes: int, rows: list[str]) -> list[str]:
-        """Contenders of thresholds.py: the core by each of these rows of its table, on ordinary and on registered memory."""
+        """Contenders of thresholds.py: the core by each of these rows of its table, on ordinary and on registered
+        memory."""
         import torch
 
         self.prepare(op, dtype, nbytes)
@@ -193,12 +281,24 @@ class Rank:
         except Unsupported as exc:
             self.calls[name] = Contender(self, exc, bufs, name)
 
-    def c_call(self, kind: str, bufs: Buffers, **fields) -> "CLoop":
+    def c_call(self, kind: str, bufs: Buffers, **fields) -> CLoop:
         """A loop in C over bufs; the count is that of one part for ops that work on parts."""
-        call = Call(inp=bufs.inp.data_ptr(), out=bufs.out.data_ptr(), count=self.count(), root=ROOT, ranks=self.world if self.turns else 0, peer=self.rank ^ 1,
-                    first=int(self.rank % 2 == 0))
+        call = Call(
+            inp=bufs.inp.data_ptr(),
+            out=bufs.out.data_ptr(),
+            count=self.count(),
+            root=ROOT,
+            ranks=self.world if self.turns else 0,
+            peer=self.rank ^ 1,
+            first=int(self.rank % 2 == 0),
+        )
         if self.fresh is not None:
-            call.refill, call.source, call.bytes, call.every = bufs.b.data_ptr(), self.fresh.data_ptr(), self.n * self.dtype.itemsize, self.every()
+            call.refill, call.source, call.bytes, call.every = (
+                bufs.b.data_ptr(),
+                self.fresh.data_ptr(),
+                self.n * self.dtype.itemsize,
+                self.every(),
+            )
         for name, value in fields.items():
             setattr(call, name, value)
         return CLoop(self, KIND[kind], call)
@@ -209,13 +309,15 @@ class Rank:
         return [(segment or self.segment).tensor(self.dtype, i * (self.region + STAGGER), self.n) for i in starts]
 
     def count(self) -> int:
-        return self.n if self.op in ("all_reduce", "broadcast", "reduce", "send_recv", "barrier") else self.n // self.world
+        return (
+            self.n if self.op in ("all_reduce", "broadcast", "reduce", "send_recv", "barrier") else self.n // self.world
+        )
 
     def every(self) -> int:
         """Calls after which a sum that starts at TINY is still finite."""
         return int(230 / math.log2(self.world)) if self.world > 1 else 200
 
-    def _core(self, bufs: Buffers, comm=None) -> "CLoop":
+    def _core(self, bufs: Buffers, comm=None) -> CLoop:
         from deepc.dtypes import CODES
 
         names = ("dc_send", "dc_recv") if self.op == "send_recv" else (_DC[self.op],)
@@ -226,15 +328,42 @@ class Rank:
             fns.append(address(getattr(self.core, name)))
         if self.op == "send_recv" and self.world % 2:
             raise Unsupported("ping-pong needs an even number of ranks")
-        return self.c_call("DC_" + _SHAPE[self.op], bufs, fn=fns[0], fn2=fns[-1], comm=(comm or self.comm).handle, dtype=CODES[self.dtype], op=0)
+        return self.c_call(
+            "DC_" + _SHAPE[self.op],
+            bufs,
+            fn=fns[0],
+            fn2=fns[-1],
+            comm=(comm or self.comm).handle,
+            dtype=CODES[self.dtype],
+            op=0,
+        )
 
-    def _copy(self, bufs: Buffers, name: str) -> "CLoop":
-        return CLoop(self, KIND[COPIES[name]], Call(fn=address(self.core.dc_copy), inp=bufs.a.data_ptr(), out=bufs.b.data_ptr(), count=self.n * self.dtype.itemsize))
+    def _copy(self, bufs: Buffers, name: str) -> CLoop:
+        return CLoop(
+            self,
+            KIND[COPIES[name]],
+            Call(
+                fn=address(self.core.dc_copy),
+                inp=bufs.a.data_ptr(),
+                out=bufs.b.data_ptr(),
+                count=self.n * self.dtype.itemsize,
+            ),
+        )
 
-    def _peer_copy(self, bufs: Buffers, name: str) -> "CLoop":
+    def _peer_copy(self, bufs: Buffers, name: str) -> CLoop:
         a, b = self.registered((self.rank + 1) % self.world)
-        return CLoop(self, KIND["PEER_COPY"], Call(fn=address(self.core.dc_copy) if name == "dc_copy" else 0, inp=a.data_ptr(), out=bufs.b.data_ptr(),
-                                                   source=b.data_ptr(), refill=bufs.a.data_ptr(), count=self.n * self.dtype.itemsize))
+        return CLoop(
+            self,
+            KIND["PEER_COPY"],
+            Call(
+                fn=address(self.core.dc_copy) if name == "dc_copy" else 0,
+                inp=a.data_ptr(),
+                out=bufs.b.data_ptr(),
+                source=b.data_ptr(),
+                refill=bufs.a.data_ptr(),
+                count=self.n * self.dtype.itemsize,
+            ),
+        )
 
     def _torch(self, bufs: Buffers, pg) -> Callable[[], None]:
         import torch.distributed as dist
@@ -253,16 +382,28 @@ class Rank:
                 dist.send(inp, peer, group=pg)
 
         if self.op in ROOTED:
+
             def call(root):
                 mine = self.rank == root
-                return {"broadcast": lambda: dist.broadcast(out, root, group=pg),
-                        "reduce": lambda: dist.reduce(inp, root, group=pg),  # in place: grows from call to call, which costs nothing
-                        "gather": lambda: dist.gather(inp, parts_out if mine else None, root, group=pg),
-                        "scatter": lambda: dist.scatter(out, parts_in if mine else None, root, group=pg)}[self.op]
+                return {
+                    "broadcast": lambda: dist.broadcast(out, root, group=pg),
+                    "reduce": lambda: dist.reduce(
+                        inp, root, group=pg
+                    ),  # in place: grows from call to call, which costs nothing
+                    "gather": lambda: dist.gather(inp, parts_out if mine else None, root, group=pg),
+                    "scatter": lambda: dist.scatter(out, parts_in if mine else None, root, group=pg),
+                }[self.op]
+
             return self.in_turns(call)
-        return {"all_reduce": lambda: dist.all_reduce(out, group=pg), "reduce_scatter": lambda: scatter(out, inp, group=pg),
-                "all_gather": lambda: gather(out, inp, group=pg), "all_gather_in_place": lambda: gather(out, inp, group=pg),
-                "all_to_all": lambda: dist.all_to_all_single(out, inp, group=pg), "send_recv": ping_pong, "barrier": lambda: dist.barrier(pg)}[self.op]
+        return {
+            "all_reduce": lambda: dist.all_reduce(out, group=pg),
+            "reduce_scatter": lambda: scatter(out, inp, group=pg),
+            "all_gather": lambda: gather(out, inp, group=pg),
+            "all_gather_in_place": lambda: gather(out, inp, group=pg),
+            "all_to_all": lambda: dist.all_to_all_single(out, inp, group=pg),
+            "send_recv": ping_pong,
+            "barrier": lambda: dist.barrier(pg),
+        }[self.op]
 
     def in_turns(self, call: Callable[[int], Callable[[], None]]) -> Callable[[], None]:
         """call(root) for a fixed root, or for one root after the other."""
@@ -272,7 +413,7 @@ class Rank:
         out, op = bufs.out, self.deepspeed
         return lambda: op(out)
 
-    # ---- checks -------------------------------------------------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------------------------------
     def _pattern(self, rank: int, n: int, start: int = 0):
         """Elements start .. start + n of what `rank` puts in: small whole numbers, so that sums are exact in bf16."""
         import torch
@@ -286,7 +427,9 @@ class Rank:
 
         n, part, rank, world = self.n, self.n // self.world, self.rank, self.world
         if self.op in ("all_reduce", "reduce"):
-            return None if self.op == "reduce" and rank != ROOT else self._pattern(0, n) * world + world * (world - 1) // 2
+            return (
+                None if self.op == "reduce" and rank != ROOT else self._pattern(0, n) * world + world * (world - 1) // 2
+            )
         if self.op == "reduce_scatter":
             return self._pattern(0, part, rank * part) * world + world * (world - 1) // 2
         if self.op.startswith("all_gather") or (self.op == "gather" and rank == ROOT):
@@ -309,7 +452,7 @@ class Rank:
             bufs.b.copy_(fresh)
 
     def verify(self, name: str) -> str:
-        """"" if one call gives the right answer, "unsupported: ..." or "wrong: ..."."""
+        """ "" if one call gives the right answer, "unsupported: ..." or "wrong: ..."."""
         contender = self.calls[name]
         if isinstance(contender.call, Unsupported):
             return f"unsupported: {contender.call}"
@@ -324,7 +467,9 @@ class Rank:
         import torch
 
         want = self._expected()
-        got = contender.bufs.inp if self.op == "reduce" and name in ("deepc", "Gloo") else contender.bufs.out  # dist.reduce works in place
+        got = (
+            contender.bufs.inp if self.op == "reduce" and name in ("deepc", "Gloo") else contender.bufs.out
+        )  # dist.reduce works in place
         if want is None or torch.equal(got, want):
             return ""
         at = int((got != want).nonzero()[0])
@@ -369,7 +514,8 @@ class CLoop:
 
 
 class ScriptLoop:
-    """DeepSpeed's all-reduce from a loop in TorchScript, which runs without Python. (Its C++ function takes a tensor: no loop in C.)"""
+    """DeepSpeed's all-reduce from a loop in TorchScript, which runs without Python. (Its C++ function takes a tensor:
+    no loop in C.)"""
 
     _loop = None
 
@@ -382,10 +528,15 @@ class ScriptLoop:
                 "    for i in range(n):\n"
                 "        torch.ops.deepspeed.inference_all_reduce_(x)\n"
                 "        if every > 0 and i % every == every - 1:\n"
-                "            x.copy_(fresh)\n").loop
+                "            x.copy_(fresh)\n"
+            ).loop
             for _ in range(3):
                 ScriptLoop._loop(tensor, tensor, 0, 0)  # let it optimise before any rank is inside a call
-        self._tensor, self._fresh, self._every = tensor, tensor if rank.fresh is None else rank.fresh, 0 if rank.fresh is None else rank.every()
+        self._tensor, self._fresh, self._every = (
+            tensor,
+            tensor if rank.fresh is None else rank.fresh,
+            0 if rank.fresh is None else rank.every(),
+        )
 
     def run(self, loops: int) -> float:
         started = time.perf_counter()
@@ -430,9 +581,10 @@ class Contender:
         return time.perf_counter() - started
 
 
-# ---- peers --------------------------------------------------------------------------------------------------------------------
+# ---- peers -----------------------------------------------------------------------------------------------------------
 class Mpi:
-    """OpenMPI or MPICH: the same functions from a loop in C, and through mpi4py's upper-case methods with prepared buffer descriptions."""
+    """OpenMPI or MPICH: the same functions from a loop in C, and through mpi4py's upper-case methods with prepared
+    buffer descriptions."""
 
     def __init__(self, rank: Rank, name: str) -> None:
         from mpi4py import rc
@@ -441,7 +593,10 @@ class Mpi:
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.size != rank.world or MPI.COMM_WORLD.rank != rank.rank:
-            raise RuntimeError(f"{name} sees rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}, expected {rank.rank} of {rank.world}: mpirun and libmpi don't belong together")
+            raise RuntimeError(
+                f"{name} sees rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}, expected {rank.rank} of"
+                f" {rank.world}: mpirun and libmpi don't belong together"
+            )
         self.name, self._rank, self._mpi, self._comm = name, rank, MPI, MPI.COMM_WORLD
         self._lib = ctypes.CDLL("libmpi.so.40" if name == "OpenMPI" else "libmpich.so.12")
         op = ctypes.c_ssize_t(0)
@@ -464,8 +619,16 @@ class Mpi:
         fields = {}
         if op in ("all_reduce", "all_gather_in_place"):
             fields["inp"] = int(self._mpi.IN_PLACE) & (2**64 - 1)
-        return rank.c_call("MPI_" + _SHAPE[op], bufs, fn=address(getattr(self._lib, "MPI_" + names[0])), fn2=address(getattr(self._lib, "MPI_" + names[-1])),
-                           comm=self._comm.handle, dtype=dtype.handle, op=sum_op.handle, **fields)
+        return rank.c_call(
+            "MPI_" + _SHAPE[op],
+            bufs,
+            fn=address(getattr(self._lib, "MPI_" + names[0])),
+            fn2=address(getattr(self._lib, "MPI_" + names[-1])),
+            comm=self._comm.handle,
+            dtype=dtype.handle,
+            op=sum_op.handle,
+            **fields,
+        )
 
     def interpreted(self, bufs: Buffers) -> Callable[[], None]:
         import torch
@@ -483,13 +646,21 @@ class Mpi:
         if op == "send_recv":
             send, recv = comm.Send, comm.Recv
             first = rank.rank % 2 == 0
-            return (lambda: (send(inp, peer), recv(out, peer))) if first else (lambda: (recv(out, peer), send(inp, peer)))
+            return (
+                (lambda: (send(inp, peer), recv(out, peer))) if first else (lambda: (recv(out, peer), send(inp, peer)))
+            )
         method = getattr(comm, _MPI[op])
         if op in ROOTED:
+
             def call(root):
                 mine = rank.rank == root
-                return {"broadcast": lambda: method(out, root), "reduce": lambda: method(inp, out if mine else None, sum_op, root),
-                        "gather": lambda: method(inp, out if mine else None, root), "scatter": lambda: method(inp if mine else None, out, root)}[op]
+                return {
+                    "broadcast": lambda: method(out, root),
+                    "reduce": lambda: method(inp, out if mine else None, sum_op, root),
+                    "gather": lambda: method(inp, out if mine else None, root),
+                    "scatter": lambda: method(inp if mine else None, out, root),
+                }[op]
+
             return rank.in_turns(call)
         if op == "barrier":
             return lambda: method()
@@ -501,7 +672,8 @@ class Mpi:
 
 
 def load_deepspeed(rank: int, world: int):
-    """DeepSpeed's shared-memory all-reduce, from the library that peers.py has built; without importing DeepSpeed, which takes seconds."""
+    """DeepSpeed's shared-memory all-reduce, from the library that peers.py has built; without importing DeepSpeed,
+    which takes seconds."""
     import torch
 
     path = EXTENSIONS / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
@@ -513,7 +685,7 @@ def load_deepspeed(rank: int, world: int):
     return torch.ops.deepspeed.inference_all_reduce_.default
 
 
-# ---- commands -----------------------------------------------------------------------------------------------------------------
+# ---- commands --------------------------------------------------------------------------------------------------------
 def serve(args) -> int:
     die_with_parent()
     rank = int(next(os.environ[k] for k in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if k in os.environ))
@@ -534,7 +706,7 @@ def serve(args) -> int:
             conductor.send((command, getattr(me, command)(*rest)))
     except EOFError:
         return 1  # the conductor is gone
-    except BaseException as exc:  # noqa: BLE001  whatever it is, the conductor must know
+    except BaseException as exc:
         conductor.send(("failed", f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}"))
         sys.stderr.flush()
         os._exit(1)  # MPI's atexit would wait for ranks that wait for us

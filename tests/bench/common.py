@@ -1,7 +1,8 @@
-"""What every bench shares: statistics of interleaved rounds, JSON lines, GPT-2's shapes, the machine in words, build of small C helpers.
+"""What every bench shares: statistics of interleaved rounds, JSON lines, GPT-2's shapes, the machine in words, build of
+small C helpers.
 
-A figure is the median over rounds. Contenders take turns (A B C, A B C, ...), and a ratio is the median of the rounds' own ratios, because
-the bandwidth of a shared machine drifts by 2x within minutes."""
+A figure is the median over rounds. Contenders take turns (A B C, A B C, ...), and a ratio is the median of the rounds'
+own ratios, because the bandwidth of a shared machine drifts by 2x within minutes."""
 
 from __future__ import annotations
 
@@ -14,25 +15,58 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Callable, Iterable, Mapping, Sequence
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 EXTENSIONS = HERE / ".extensions"  # what peers compile, and our own helpers; git-ignored
 
 
-# ---- results ----------------------------------------------------------------------------------------------------------------
-def emit(bench: str, figure: str, what: str, unit: str, values: Sequence[float], *, ratio: float | None = None, peer: str | None = None, **more) -> None:
+# ---- results ---------------------------------------------------------------------------------------------------------
+def emit(
+    bench: str,
+    figure: str,
+    what: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    ratio: float | None = None,
+    peer: str | None = None,
+    **more,
+) -> None:
     """Prints one JSON line. ratio: > 1 means better than `peer` (for a limit: the fraction of it that is reached)."""
     print(json.dumps(row(bench, figure, what, unit, values, ratio=ratio, peer=peer, **more)), flush=True)
 
 
-def row(bench: str, figure: str, what: str, unit: str, values: Sequence[float], *, ratio: float | None = None, peer: str | None = None, **more) -> dict:
+def row(
+    bench: str,
+    figure: str,
+    what: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    ratio: float | None = None,
+    peer: str | None = None,
+    **more,
+) -> dict:
     """The JSON line of `emit`, not printed."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else [values[0]] * 2
-    return {"bench": bench, "figure": figure, "what": what, "unit": unit, "median": _short(statistics.median(values)), "min": _short(min(values)),
-           "q1": _short(quartiles[0]), "q3": _short(quartiles[1]), "max": _short(max(values)), "n": len(values), "ratio": None if ratio is None else float(f"{ratio:.4g}"), "peer": peer, **more}
+    return {
+        "bench": bench,
+        "figure": figure,
+        "what": what,
+        "unit": unit,
+        "median": _short(statistics.median(values)),
+        "min": _short(min(values)),
+        "q1": _short(quartiles[0]),
+        "q3": _short(quartiles[1]),
+        "max": _short(max(values)),
+        "n": len(values),
+        "ratio": None if ratio is None else float(f"{ratio:.4g}"),
+        "peer": peer,
+        **more,
+    }
 
 
 def _short(x: float) -> float:
@@ -54,9 +88,18 @@ def best_of(times: Mapping[str, Sequence[float]], names: Iterable[str]) -> list[
     return [min(row) for row in zip(*(times[n] for n in names))]
 
 
-def report(bench: str, figure: str, unit: str, times: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence[Sequence[str]]], *,
-           limit: str | None = None, **more) -> None:
-    """One line per contender; per contender of `ours` one more for each of its peers, for the best of each list of them, and for the limit."""
+def report(
+    bench: str,
+    figure: str,
+    unit: str,
+    times: Mapping[str, Sequence[float]],
+    ours: Mapping[str, Sequence[Sequence[str]]],
+    *,
+    limit: str | None = None,
+    **more,
+) -> None:
+    """One line per contender; per contender of `ours` one more for each of its peers, for the best of each list of
+    them, and for the limit."""
     for name, values in times.items():
         emit(bench, figure, name, unit, values, **more)
     for mine, lists in ours.items():
@@ -65,14 +108,25 @@ def report(bench: str, figure: str, unit: str, times: Mapping[str, Sequence[floa
             for peer in rivals:
                 emit(bench, figure, mine, unit, times[mine], ratio=paired(times[peer], times[mine]), peer=peer, **more)
             if len(rivals) > 1:
-                emit(bench, figure, mine, unit, times[mine], ratio=paired(best_of(times, rivals), times[mine]), peer="best of: " + "; ".join(rivals), **more)
+                emit(
+                    bench,
+                    figure,
+                    mine,
+                    unit,
+                    times[mine],
+                    ratio=paired(best_of(times, rivals), times[mine]),
+                    peer="best of: " + "; ".join(rivals),
+                    **more,
+                )
         if limit is not None:
             emit(bench, figure, mine, unit, times[mine], ratio=paired(times[limit], times[mine]), peer=limit, **more)
 
 
-def rounds(contenders: Mapping[str, Callable[[], None]], count: int, *, pause: float = 0.02, warmup: int = 1) -> dict[str, list[float]]:
-    """Milliseconds per contender and round, in turns. pause: lets the previous contender's threads fall asleep (two OpenMP libraries
-    in one process spin for a while after each job)."""
+def rounds(
+    contenders: Mapping[str, Callable[[], None]], count: int, *, pause: float = 0.02, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Milliseconds per contender and round, in turns. pause: lets the previous contender's threads fall asleep (two
+    OpenMP libraries in one process spin for a while after each job)."""
     times: dict[str, list[float]] = {n: [] for n in contenders}
     for r in range(-warmup, count):
         for name, run in contenders.items():
@@ -85,11 +139,23 @@ def rounds(contenders: Mapping[str, Callable[[], None]], count: int, *, pause: f
     return times
 
 
-# ---- subjects ---------------------------------------------------------------------------------------------------------------
+# ---- subjects --------------------------------------------------------------------------------------------------------
 def gpt2_shapes(vocab: int = 50257, width: int = 768, layers: int = 12, positions: int = 1024) -> list[tuple[int, ...]]:
     """GPT-2's 148 tensors, 124.4 M elements, in the order of the model."""
-    block = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,), (width,), (width,), (width, 4 * width), (4 * width,),
-             (4 * width, width), (width,)]
+    block = [
+        (width,),
+        (width,),
+        (width, 3 * width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (width,),
+        (width,),
+        (width, 4 * width),
+        (4 * width,),
+        (4 * width, width),
+        (width,),
+    ]
     return [(vocab, width), (positions, width), *(layers * block), (width,), (width,)]
 
 
@@ -100,7 +166,7 @@ def numel(shape: Sequence[int]) -> int:
     return out
 
 
-# ---- machine ----------------------------------------------------------------------------------------------------------------
+# ---- machine ---------------------------------------------------------------------------------------------------------
 def version(distribution: str) -> str | None:
     from importlib import metadata
 
@@ -117,16 +183,32 @@ def cpu_model() -> str:
     except OSError:
         return platform.machine()
     flags = set(info.get("flags", "").split())
-    names = [n for f, n in (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 BF16"), ("amx_bf16", "AMX BF16")) if f in flags]
+    names = [
+        n
+        for f, n in (
+            ("avx2", "AVX2"),
+            ("avx512f", "AVX-512"),
+            ("avx512_bf16", "AVX-512 BF16"),
+            ("amx_bf16", "AMX BF16"),
+        )
+        if f in flags
+    ]
     return f"{info.get('model name', platform.machine())} ({', '.join(names) or 'no AVX2'})"
 
 
 def machine() -> dict[str, str]:
     """The machine and the software in words, without names or paths."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"processor": cpu_model(), "cores": str(len(os.sched_getaffinity(0))), "memory": f"{memory:.0f} GiB",
-            "Python": platform.python_version(), "torch": version("torch") or "absent", "DeepSpeed": version("deepspeed") or "not installed",
-            "transformers": version("transformers") or "not installed", "date": time.strftime("%Y-%m-%d")}
+    return {
+        "processor": cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.0f} GiB",
+        "Python": platform.python_version(),
+        "torch": version("torch") or "absent",
+        "DeepSpeed": version("deepspeed") or "not installed",
+        "transformers": version("transformers") or "not installed",
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def load_average() -> float:
@@ -134,14 +216,15 @@ def load_average() -> float:
 
 
 def die_with_parent() -> None:
-    """Linux: this process is killed when its parent ends, however that happens. A rank may spin in a peer's library, and
-    nobody is left to measure for."""
+    """Linux: this process is killed when its parent ends, however that happens. A rank may spin in a peer's library,
+    and nobody is left to measure for."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
-# ---- helpers in C -----------------------------------------------------------------------------------------------------------
+# ---- helpers in C ----------------------------------------------------------------------------------------------------
 def compiled(source: str, output: str, *flags: str) -> Path | None:
-    """Compiles HERE/source into EXTENSIONS/output unless that is newer; None without a C compiler. Raises CalledProcessError if it fails."""
+    """Compiles HERE/source into EXTENSIONS/output unless that is newer; None without a C compiler. Raises
+    CalledProcessError if it fails."""
     target, path = EXTENSIONS / output, HERE / source
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -149,14 +232,17 @@ def compiled(source: str, output: str, *flags: str) -> Path | None:
     EXTENSIONS.mkdir(exist_ok=True)
     if not target.exists() or target.stat().st_mtime < path.stat().st_mtime:
         fresh = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, "-O3", "-std=gnu17", f"-I{REPO}", f"-I{REPO / 'ops'}", str(path), "-o", str(fresh), *flags], check=True)
+        subprocess.run(
+            [compiler, "-O3", "-std=gnu17", f"-I{REPO}", f"-I{REPO / 'ops'}", str(path), "-o", str(fresh), *flags],
+            check=True,
+        )
         fresh.replace(target)
     return target
 
 
 class Limit:
-    """The machine's limit for AdamW's traffic: 4 reads and 3 writes in place per element and one addition each, on the threads and in the pieces
-    that dc_adamw uses, and also with one piece per thread; the faster way counts."""
+    """The machine's limit for AdamW's traffic: 4 reads and 3 writes in place per element and one addition each, on the
+    threads and in the pieces that dc_adamw uses, and also with one piece per thread; the faster way counts."""
 
     def __init__(self, core: ctypes.CDLL) -> None:
         """core: libdeepc.so (its thread pool runs the loop)."""
@@ -169,7 +255,8 @@ class Limit:
         self._threads = core.dc_num_threads
 
     def __call__(self, p: int, g: int, m: int, v: int, n: int, low: int | None = None, *, pieces: bool = True) -> None:
-        """Walks n fp32 elements at these addresses (low: 2 bytes each, written only). pieces: as dc_adamw cuts, else one stretch per thread."""
+        """Walks n fp32 elements at these addresses (low: 2 bytes each, written only). pieces: as dc_adamw cuts, else
+        one stretch per thread."""
         threads = self._threads()
         grain = 8 * 4096 if pieces else -(-n // (threads * 4096)) * 4096
         self._lib.bench_limit(self._pool, p, g, m, v, low, n, grain)
@@ -180,5 +267,8 @@ def require_deepc():
     try:
         import deepc
     except ImportError as exc:
-        sys.exit(f"bench: can't import deepc ({exc}). Build first (make bench does), or set PYTHONPATH=python and DEEPC_LIBRARY_DIR=<build>/lib")
+        sys.exit(
+            f"bench: can't import deepc ({exc}). Build first (make bench does), or set PYTHONPATH=python and"
+            " DEEPC_LIBRARY_DIR=<build>/lib"
+        )
     return deepc

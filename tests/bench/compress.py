@@ -1,11 +1,11 @@
-"""Compression on one thread: ns per element of deepc's kernels beside the same arithmetic composed of PyTorch's operators, and beside a
-plain copy.
+"""Compression on one thread: ns per element of deepc's kernels beside the same arithmetic composed of PyTorch's
+operators, and beside a plain copy.
 
     python tests/bench/compress.py [--elements 16777216] [--threads 1] [--rounds 7]
 
-Each contender does the whole step in one call: x + error to payload with error feedback, or payload back to fp32. The composed 1-bit
-compression is add, abs, mean per block, sign, subtract, and packing of the signs into bytes; the composed top-k is torch.topk per block and
-scatter."""
+Each contender does the whole step in one call: x + error to payload with error feedback, or payload back to fp32. The
+composed 1-bit compression is add, abs, mean per block, sign, subtract, and packing of the signs into bytes; the
+composed top-k is torch.topk per block and scatter."""
 
 from __future__ import annotations
 
@@ -86,10 +86,12 @@ def contenders(n: int) -> tuple[dict, dict]:
         calls[f"{name}: decode"] = lambda c=codec, p=payload: c.decode(out, p)
         calls[f"{name}: decode and add"] = lambda c=codec, p=payload: c.decode_add(out, p)
     pack = composed_onebit(x, torch.zeros(n), 2048)
-    for name, peer, call in (("OneBit: encode with error feedback", "composed 1-bit", pack),
-                             ("OneBit: decode", "composed 1-bit decode", composed_unpack(*pack(), out, 2048)),
-                             ("Int8Blocks: encode with error feedback", "composed int8", composed_int8(x, torch.zeros(n), 2048)),
-                             ("TopK: encode with error feedback", "composed top-k", composed_topk(x, torch.zeros(n), 4096, 41))):
+    for name, peer, call in (
+        ("OneBit: encode with error feedback", "composed 1-bit", pack),
+        ("OneBit: decode", "composed 1-bit decode", composed_unpack(*pack(), out, 2048)),
+        ("Int8Blocks: encode with error feedback", "composed int8", composed_int8(x, torch.zeros(n), 2048)),
+        ("TopK: encode with error feedback", "composed top-k", composed_topk(x, torch.zeros(n), 4096, 41)),
+    ):
         calls[peer + " (torch)"], peers[name] = call, peer + " (torch)"
     return calls, peers
 
@@ -111,9 +113,20 @@ def main() -> None:
     for name, values in times.items():
         emit("compress", "kernel", name, "ns/element", values, **shared)
         if name != COPY:
-            emit("compress", "kernel", name, "ns/element", values, ratio=paired(times[COPY], values), peer=COPY, **shared)
+            emit(
+                "compress", "kernel", name, "ns/element", values, ratio=paired(times[COPY], values), peer=COPY, **shared
+            )
         if name in peers:
-            emit("compress", "kernel", name, "ns/element", values, ratio=paired(times[peers[name]], values), peer=peers[name], **shared)
+            emit(
+                "compress",
+                "kernel",
+                name,
+                "ns/element",
+                values,
+                ratio=paired(times[peers[name]], values),
+                peer=peers[name],
+                **shared,
+            )
 
 
 if __name__ == "__main__":

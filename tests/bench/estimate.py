@@ -2,7 +2,9 @@
 
     python tests/bench/estimate.py [--only TEXT] [--cases N]
 
-A run is fresh processes, see tests/python/memory_runs.py. Error: predicted / measured - 1 of the node's peak above the processes before initialize."""
+A run is fresh processes, see tests/python/memory_runs.py. Error: predicted / measured - 1 of the node's peak above the
+processes before initialize.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,41 @@ def main() -> None:
     import memory_runs
 
     errors = []
-    chosen = [(n, c) for n, c in memory_runs.CASES.items() if args.only in n][args.first:][: args.cases]
+    chosen = [(n, c) for n, c in memory_runs.CASES.items() if args.only in n][args.first :][: args.cases]
     for name, case in chosen:
         if case.get("hf") and importlib.util.find_spec("transformers") is None:
             skip("estimate", name, "transformers is not installed")
             continue
         r = memory_runs.run(case)
         errors.append(r["predicted"] / r["measured"] - 1)
-        print(json.dumps({"bench": "estimate", "figure": "peak memory of the node", "what": name, "unit": "MiB",
-                          **{k: round(v / MIB, 1) for k, v in r.items() if isinstance(v, int)}, "error": round(errors[-1], 4)}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "bench": "estimate",
+                    "figure": "peak memory of the node",
+                    "what": name,
+                    "unit": "MiB",
+                    **{k: round(v / MIB, 1) for k, v in r.items() if isinstance(v, int)},
+                    "error": round(errors[-1], 4),
+                }
+            ),
+            flush=True,
+        )
     if errors:
         size = sorted(abs(e) for e in errors)
-        print(json.dumps({"bench": "estimate", "figure": "error of the predicted peak", "n": len(size), "median": round(statistics.median(size), 4),
-                          "worst": round(size[-1], 4), "within_5_percent": sum(e <= 0.05 for e in size)}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "bench": "estimate",
+                    "figure": "error of the predicted peak",
+                    "n": len(size),
+                    "median": round(statistics.median(size), 4),
+                    "worst": round(size[-1], 4),
+                    "within_5_percent": sum(e <= 0.05 for e in size),
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

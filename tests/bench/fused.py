@@ -1,11 +1,15 @@
-"""The fused operators of a transformer block beside torch's own, forward and forward with backward, on one machine in one run.
+"""The fused operators of a transformer block beside torch's own, forward and forward with backward, on one machine in
+one run.
 
-    python tests/bench/fused.py [--threads 1 2] [--dtypes float32 bfloat16] [--rounds 15] [--rows 1024] [--no-compile] [--only rms_norm ...]
+    python tests/bench/fused.py [--threads 1 2] [--dtypes float32 bfloat16] [--rounds 15] [--rows 1024] [--no-compile]
+    [--only rms_norm ...]
 
-Shapes are those of one micro-batch of `rows` tokens: norms and GELU of GPT-2 small and medium (768, 1024; 4 times that in the MLP), norms and
-SwiGLU of a Llama of 2048 by 5632, rotary embedding of 12 heads of 64 and 16 heads of 128. Peers: torch.nn.functional in eager mode
-(composed where there is no such function, as transformers composes it) and the same function under torch.compile; ours also under torch.compile.
-A ratio above 1 means that ours is faster. Forward and backward runs through autograd, so what Python and autograd cost is in it."""
+Shapes are those of one micro-batch of `rows` tokens: norms and GELU of GPT-2 small and medium (768, 1024; 4 times that
+in the MLP), norms and SwiGLU of a Llama of 2048 by 5632, rotary embedding of 12 heads of 64 and 16 heads of 128. Peers:
+torch.nn.functional in eager mode (composed where there is no such function, as transformers composes it) and the same
+function under torch.compile; ours also under torch.compile. A ratio above 1 means that ours is faster. Forward and
+backward runs through autograd, so what Python and autograd cost is in it.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +51,19 @@ def functions(name: str):
         return F.layer_norm(x, (x.shape[-1],), w, b)
 
     return {
-        "rms_norm": (ops.rms_norm, {"torch.nn.functional.rms_norm": torch_rms, "transformers' composition": composed_rms_norm}),
+        "rms_norm": (
+            ops.rms_norm,
+            {"torch.nn.functional.rms_norm": torch_rms, "transformers' composition": composed_rms_norm},
+        ),
         "add_rms_norm": (ops.add_rms_norm, {"add, torch.nn.functional.rms_norm": added(torch_rms)}),
         "layer_norm": (ops.layer_norm, {"torch.nn.functional.layer_norm": torch_layer}),
         "add_layer_norm": (ops.add_layer_norm, {"add, torch.nn.functional.layer_norm": added(torch_layer)}),
         "swiglu": (ops.swiglu, {"torch.nn.functional.silu * up": lambda g, u: F.silu(g) * u}),
         "gelu": (ops.gelu, {"torch.nn.functional.gelu": F.gelu}),
-        "gelu_tanh": (lambda x: ops.gelu(x, approximate="tanh"), {"torch.nn.functional.gelu tanh": lambda x: F.gelu(x, approximate="tanh")}),
+        "gelu_tanh": (
+            lambda x: ops.gelu(x, approximate="tanh"),
+            {"torch.nn.functional.gelu tanh": lambda x: F.gelu(x, approximate="tanh")},
+        ),
         "rotary": (ops.rotary, {"transformers' composition": lambda x, c, s: x * c + rotate_half(x) * s}),
     }[name]
 
@@ -71,7 +81,10 @@ def operands(name: str, rows: int, cols: int, dtype, heads: int = 0):
         angle = torch.cat((angle, angle), -1)[None, None]
         return x, angle.cos().to(dtype), angle.sin().to(dtype)
     count = {"swiglu": 2, "gelu": 1, "gelu_tanh": 1}.get(name, 2 if name.startswith("add") else 1)
-    return (*(random(rows, cols) for _ in range(count)), *(random(cols) for _ in range({"rms": 1, "layer": 2}.get(name.removeprefix("add_").split("_")[0], 0))))
+    return (
+        *(random(rows, cols) for _ in range(count)),
+        *(random(cols) for _ in range({"rms": 1, "layer": 2}.get(name.removeprefix("add_").split("_")[0], 0))),
+    )
 
 
 def shapes(name: str) -> list[tuple[int, int]]:
@@ -110,23 +123,41 @@ def measure(name: str, dtype, threads: int, args) -> None:
         tensors = operands(name, args.rows, cols, dtype, heads)
         contenders = {"deepc": ours, **peers}
         if args.compile:
-            contenders |= {f"{n} under torch.compile": torch.compile(f, dynamic=False) for n, f in list(contenders.items())}
+            contenders |= {
+                f"{n} under torch.compile": torch.compile(f, dynamic=False) for n, f in list(contenders.items())
+            }
         timed = {n: calls(f, tensors) for n, f in contenders.items()}
         repeat = max(1, 2_000_000 // (args.rows * cols * max(heads, 1)))
         for k, way in enumerate(("forward", "forward and backward")):
+
             def run(call):
                 for _ in range(repeat):
                     call()
 
-            times = rounds({n: (lambda c=c[k]: run(c)) for n, c in timed.items()}, args.rounds, pause=0.002, warmup=2)
-            more = {"rows": args.rows, "cols": cols, "heads": heads, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+            times = rounds({n: lambda c=c[k]: run(c) for n, c in timed.items()}, args.rounds, pause=0.002, warmup=2)
+            more = {
+                "rows": args.rows,
+                "cols": cols,
+                "heads": heads,
+                "dtype": str(dtype).removeprefix("torch."),
+                "threads": threads,
+            }
             for n, values in times.items():
                 values = times[n] = [1e3 * v / repeat for v in values]
                 emit("fused", f"{name} {way}", n, "us", values, **more)
             for peer in times:
                 if not peer.startswith("deepc"):
                     mine = "deepc under torch.compile" if peer.endswith("torch.compile") else "deepc"
-                    emit("fused", f"{name} {way}", mine, "us", times[mine], ratio=paired(times[peer], times[mine]), peer=peer, **more)
+                    emit(
+                        "fused",
+                        f"{name} {way}",
+                        mine,
+                        "us",
+                        times[mine],
+                        ratio=paired(times[peer], times[mine]),
+                        peer=peer,
+                        **more,
+                    )
 
 
 def main() -> None:

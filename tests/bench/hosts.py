@@ -1,11 +1,13 @@
-"""All-reduce between two test hosts (network namespaces, tests/python/nethosts.py) of two ranks each, beside flat Gloo over the same
-ranks and beside the limit: the bytes that one rank per host must send, over the rate of the link.
+"""All-reduce between two test hosts (network namespaces, tests/python/nethosts.py) of two ranks each, beside flat Gloo
+over the same ranks and beside the limit: the bytes that one rank per host must send, over the rate of the link.
 
     python tests/bench/hosts.py                                4, 32 and 128 MiB at 1 Gbit/s, under a minute
     python tests/bench/hosts.py --rounds 9 --rate 10gbit --mib 1 16 --placement 0 1 0 1
 
-Prints JSON lines (common.emit): milliseconds per contender, the slowest rank's, and MiB that the busier host sent. The limit has no
-headers in it: TCP over Ethernet of 1,500 bytes carries 95.6 % payload. Needs root, ip and tc; says so in a line if it can't run."""
+Prints JSON lines (common.emit): milliseconds per contender, the slowest rank's, and MiB that the busier host sent. The
+limit has no headers in it: TCP over Ethernet of 1,500 bytes carries 95.6 % payload. Needs root, ip and tc; says so in a
+line if it can't run.
+"""
 
 from __future__ import annotations
 
@@ -69,16 +71,39 @@ def main() -> None:
     with nethosts.Hosts(max(args.placement) + 1, args.rate) as between:
         ranks = between.run(hosts.measure, args.placement, args=(sizes, args.rounds), backend="deepc", limit_s=600)
     for size in sizes:
-        figure = f"all_reduce of {size / (1 << 20):g} MiB, ranks on hosts {' '.join(map(str, args.placement))}, {args.rate}"
-        times = {n: [1e3 * max(found[0] for found in row) for row in zip(*(r[size, n] for r in ranks))] for n in ("deepc", "Gloo")}
-        sent = {n: [max(found[1] for found in row) / (1 << 20) for row in zip(*(r[size, n] for r in ranks))] for n in ("deepc", "Gloo")}
+        figure = (
+            f"all_reduce of {size / (1 << 20):g} MiB, ranks on hosts {' '.join(map(str, args.placement))}, {args.rate}"
+        )
+        times = {
+            n: [1e3 * max(found[0] for found in row) for row in zip(*(r[size, n] for r in ranks))]
+            for n in ("deepc", "Gloo")
+        }
+        sent = {
+            n: [max(found[1] for found in row) / (1 << 20) for row in zip(*(r[size, n] for r in ranks))]
+            for n in ("deepc", "Gloo")
+        }
         least = 2 * (count - 1) / count * size
         limit = 1e3 * 8 * least / bits_per_second(args.rate)
-        emit("hosts", figure, "deepc", "ms", times["deepc"], ratio=limit / sorted(times["deepc"])[args.rounds // 2], peer="bytes / rate")
+        emit(
+            "hosts",
+            figure,
+            "deepc",
+            "ms",
+            times["deepc"],
+            ratio=limit / sorted(times["deepc"])[args.rounds // 2],
+            peer="bytes / rate",
+        )
         emit("hosts", figure, "deepc", "ms", times["deepc"], ratio=paired(times["Gloo"], times["deepc"]), peer="Gloo")
         emit("hosts", figure, "Gloo", "ms", times["Gloo"])
-        emit("hosts", figure, "deepc", "MiB sent by the busier host", sent["deepc"], ratio=least / (1 << 20) / max(sent["deepc"]),
-             peer="one rank per host, without headers")
+        emit(
+            "hosts",
+            figure,
+            "deepc",
+            "MiB sent by the busier host",
+            sent["deepc"],
+            ratio=least / (1 << 20) / max(sent["deepc"]),
+            peer="one rank per host, without headers",
+        )
         emit("hosts", figure, "Gloo", "MiB sent by the busier host", sent["Gloo"])
 
 

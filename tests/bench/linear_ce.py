@@ -1,10 +1,11 @@
-"""Linear + cross-entropy, forward and backward: deepc by chunks against plain torch (F.linear, F.cross_entropy), time and memory.
+"""Linear + cross-entropy, forward and backward: deepc by chunks against plain torch (F.linear, F.cross_entropy), time
+and memory.
 
     python tests/bench/linear_ce.py --threads 1 --rounds 5 [--cases 2048x384-bf16 4096x768-fp32]
 
-Contenders take turns in one process. torch: logits in the model's dtype, cross_entropy on them as they are. "upcast": on logits.float(), as transformers'
-models do it (16-bit only). Memory: what one call adds to the process's peak (VmHWM above the resident size before the call), gradients included, in a
-process of its own per contender."""
+Contenders take turns in one process. torch: logits in the model's dtype, cross_entropy on them as they are. "upcast":
+on logits.float(), as transformers' models do it (16-bit only). Memory: what one call adds to the process's peak (VmHWM
+above the resident size before the call), gradients included, in a process of its own per contender."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def losses(name: str) -> dict:
     import deepc
     import torch.nn.functional as F
 
-    out = {"deepc": lambda h, w, y: deepc.linear_cross_entropy(h, w, y), "torch": lambda h, w, y: F.cross_entropy(F.linear(h, w), y)}
+    out = {
+        "deepc": lambda h, w, y: deepc.linear_cross_entropy(h, w, y),
+        "torch": lambda h, w, y: F.cross_entropy(F.linear(h, w), y),
+    }
     if case_of(name)[2] != "fp32":
         out["torch, upcast"] = lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y)
     return out
@@ -62,7 +66,8 @@ def status(field: str) -> int:
 
 
 def memory_of(name: str, contender: str, vocab: int) -> int:
-    """In this process: bytes that one step adds to the peak. The step before it is a small one, so that libraries are loaded."""
+    """In this process: bytes that one step adds to the peak. The step before it is a small one, so that libraries are
+    loaded."""
     loss = losses(name)[contender]
     step(loss, *subject("32x64-" + case_of(name)[2], 1000))
     args = subject(name, vocab)
@@ -74,22 +79,55 @@ def memory_of(name: str, contender: str, vocab: int) -> int:
 
 
 def measured_memory(name: str, contender: str, args) -> float:
-    out = subprocess.run([sys.executable, __file__, "--memory-of", contender, "--cases", name, "--vocab", str(args.vocab), "--threads", str(args.threads)],
-                         check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [
+            sys.executable,
+            __file__,
+            "--memory-of",
+            contender,
+            "--cases",
+            name,
+            "--vocab",
+            str(args.vocab),
+            "--threads",
+            str(args.threads),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     return int(out.split()[-1]) / 2**20
 
 
 def measure(name: str, args) -> None:
     loss, data = losses(name), subject(name, args.vocab)
-    contenders = {n: (lambda fn=fn: step(fn, *data)) for n, fn in loss.items()}
+    contenders = {n: lambda fn=fn: step(fn, *data) for n, fn in loss.items()}
     peers = [n for n in contenders if n != "deepc"]
     times = rounds(contenders, args.rounds)
-    report("linear_ce", f"forward and backward {name}", "ms", times, {"deepc": [peers]}, threads=args.threads, vocab=args.vocab)
+    report(
+        "linear_ce",
+        f"forward and backward {name}",
+        "ms",
+        times,
+        {"deepc": [peers]},
+        threads=args.threads,
+        vocab=args.vocab,
+    )
     used = {n: measured_memory(name, n, args) for n in contenders}
     for n, value in used.items():
         emit("linear_ce", f"peak memory {name}", n, "MiB", [value], threads=args.threads, vocab=args.vocab)
     for n in peers:
-        emit("linear_ce", f"peak memory {name}", "deepc", "MiB", [used["deepc"]], ratio=used[n] / used["deepc"], peer=n, threads=args.threads, vocab=args.vocab)
+        emit(
+            "linear_ce",
+            f"peak memory {name}",
+            "deepc",
+            "MiB",
+            [used["deepc"]],
+            ratio=used[n] / used["deepc"],
+            peer=n,
+            threads=args.threads,
+            vocab=args.vocab,
+        )
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
     python tests/bench/log.py [--models tiny 25M] [--rounds 7]
 
-Three contenders in one process: "off" (calls that do nothing in the meter's place; the message of the gradient norm keeps its length), "line" (the default: lines by
-time, no files) and "files" (metrics.jsonl as well). A difference of steps is smaller than a machine's noise, so the share that counts is the meter's own time,
-called without a model, over the step's."""
+Three contenders in one process: "off" (calls that do nothing in the meter's place; the message of the gradient norm
+keeps its length), "line" (the default: lines by time, no files) and "files" (metrics.jsonl as well). A difference of
+steps is smaller than a machine's noise, so the share that counts is the meter's own time, called without a model, over
+the step's."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ class Off:
     def _nothing(self, *_: object) -> None:
         pass
 
-    forward_begins = forward_ends = backward_begins = backward_ends = micro_step_ends = step_begins = step_ends = put_loss = take = discard = close = note = _nothing
+    forward_begins = forward_ends = backward_begins = backward_ends = micro_step_ends = step_begins = step_ends = (
+        put_loss
+    ) = take = discard = close = note = _nothing
 
 
 def alone(meter, engine, batch, calls: int = 400) -> float:
-    """Microseconds of this thread for one step's calls of the meter, around nothing: without the building of the message, which goes anyway."""
+    """Microseconds of this thread for one step's calls of the meter, around nothing: without the building of the
+    message, which goes anyway."""
     import torch
 
     loss = torch.zeros(())
@@ -98,7 +102,14 @@ def measure(model: str, rounds: int, folder: str) -> None:
         for name in contenders:
             ratio = None if name == "off" else paired(times["off"], times[name])
             emit("log", f"step of {model}", name, "ms", times[name], ratio=ratio, peer=None if name == "off" else "off")
-            emit("log", f"calls of one step of {model}", name, "us", own[name], share_of_step=float(f"{statistics.median(own[name]) / 1e3 / step:.3g}"))
+            emit(
+                "log",
+                f"calls of one step of {model}",
+                name,
+                "us",
+                own[name],
+                share_of_step=float(f"{statistics.median(own[name]) / 1e3 / step:.3g}"),
+            )
     for name in ("line", "files"):
         contenders[name].close()
     engine.monitor = contenders["off"]

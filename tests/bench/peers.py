@@ -1,7 +1,7 @@
 """The peers: which are installed, how to install them, and their compiled ops built once, before anything is timed.
 
-    python tests/bench/peers.py            builds DeepSpeed's ops (about 2 minutes the first time)
-    python tests/bench/peers.py --install  installs the peers into the running environment first; torch stays as it is"""
+python tests/bench/peers.py            builds DeepSpeed's ops (about 2 minutes the first time)
+python tests/bench/peers.py --install  installs the peers into the running environment first; torch stays as it is"""
 
 from __future__ import annotations
 
@@ -19,15 +19,25 @@ BUILD_LIMIT_S = 900
 
 def environment(threads: int) -> dict[str, str]:
     """Environment of a process that may use DeepSpeed, with `threads` threads."""
-    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-           "TOKENIZERS_PARALLELISM": "false", "DEEPC_LOG_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    env = {
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "DEEPC_LOG_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     env.pop("THP_MEM_ALLOC_ENABLE", None)  # importing deepc sets it, for its own process: peers run as they come
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env.get("PATH", "")  # ninja of the environment
     return env
 
 
 def drop_stale_locks() -> None:
-    """Removes the lock files of builds that were killed: torch's extension loader waits for them for ever. One that is younger than a build may take stays."""
+    """Removes the lock files of builds that were killed: torch's extension loader waits for them for ever. One that is
+    younger than a build may take stays."""
     for lock in EXTENSIONS.glob("**/lock"):
         try:
             if time.time() - lock.stat().st_mtime > BUILD_LIMIT_S:
@@ -50,29 +60,39 @@ def install() -> None:
 
 
 def deepspeed_ops() -> str:
-    """"" if DeepSpeed's CPU Adam and fused Adam can be loaded (they are built if need be), else why not."""
+    """ "" if DeepSpeed's CPU Adam and fused Adam can be loaded (they are built if need be), else why not."""
     if version("deepspeed") is None:
         return "deepspeed is not installed (run.py --install-peers)"
-    return _build("from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
-                  "CPUAdamBuilder().load(verbose=False)\nFusedAdamBuilder().load(verbose=False)\n")
+    return _build(
+        "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
+        "CPUAdamBuilder().load(verbose=False)\nFusedAdamBuilder().load(verbose=False)\n"
+    )
 
 
 def deepspeed_shm() -> str:
-    """"" if DeepSpeed's shared-memory all-reduce is built (it is if need be), else why not."""
+    """ "" if DeepSpeed's shared-memory all-reduce is built (it is if need be), else why not."""
     if version("deepspeed") is None:
         return "deepspeed is not installed (run.py --install-peers)"
     if (EXTENSIONS / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").exists():
         return ""
-    return _build("from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder\nShareMemCommBuilder().load(verbose=False)\n")
+    return _build(
+        "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder\nShareMemCommBuilder().load(verbose=False)\n"
+    )
 
 
 def _build(code: str) -> str:
     EXTENSIONS.mkdir(exist_ok=True)
     try:
-        done = subprocess.run([sys.executable, "-c", code], env=environment(2), capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment(2), capture_output=True, text=True, timeout=BUILD_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return f"DeepSpeed's ops did not build within {BUILD_LIMIT_S} s; remove {EXTENSIONS.name}/ and try again"
-    return "" if done.returncode == 0 else "DeepSpeed's ops can't be built: " + (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return (
+        ""
+        if done.returncode == 0
+        else "DeepSpeed's ops can't be built: " + (done.stderr.strip().splitlines() or ["no message"])[-1]
+    )
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@
     python tests/bench/run.py --full             everything, about an hour (make bench-full)
     python tests/bench/run.py --smoke            toy sizes: does everything still run? writes nothing
     python tests/bench/run.py --quick --only train --no-write
-    python tests/bench/run.py --install-peers    installs DeepSpeed, transformers and mpi4py into this environment; torch stays as it is
+    python tests/bench/run.py --install-peers    installs DeepSpeed, transformers and mpi4py into this environment;
+    torch stays as it is
 
-Peers that are not installed are named as skipped. Run it on a quiet machine: every figure is the median of interleaved rounds, every ratio the median
-of the rounds' own ratios, but a load average above the number of cores makes the absolute numbers worthless (the report says so)."""
+Peers that are not installed are named as skipped. Run it on a quiet machine: every figure is the median of interleaved
+rounds, every ratio the median of the rounds' own ratios, but a load average above the number of cores makes the
+absolute numbers worthless (the report says so).
+"""
 
 from __future__ import annotations
 
@@ -36,33 +39,109 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
         return {
             "adamw": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3", "--foreach"])],
             "update": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3"])],
-            "collectives": [(1, ["--ranks", "2", "--quick", "--rounds", "2", "--target-ms", "1", "--bytes", str(4 * k), str(256 * k)])],
-            "train": [(1, a + ["--contenders", *c]) for a in train for c in _batches(has_deepspeed)]}
+            "collectives": [
+                (
+                    1,
+                    [
+                        "--ranks",
+                        "2",
+                        "--quick",
+                        "--rounds",
+                        "2",
+                        "--target-ms",
+                        "1",
+                        "--bytes",
+                        str(4 * k),
+                        str(256 * k),
+                    ],
+                )
+            ],
+            "train": [(1, a + ["--contenders", *c]) for a in train for c in _batches(has_deepspeed)],
+        }
     quick = mode == "quick"
     rounds = "5" if quick else "9"
-    adamw = [("64M", 2, True), ("64M", 1, False), ("256M", 2, not quick), ("GPT-2", 2, True), *([] if quick else [("256M", 1, False), ("GPT-2", 1, False)])]
-    # Full: bursts of about 2 s; bf16 steps are shorter. Quick: a step each, since more rounds say more than longer ones.
-    train = [["--precision", p, "--steps", "1" if quick else steps, "--rounds", "9"] for p, steps in (("fp32", "2"), ("bf16", "4"))]
-    few = {"fp32": ["single", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3", "deepc-3-fused"],
-           "bf16": ["single", "single-autocast", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3", "deepc-3-fused"]}
+    adamw = [
+        ("64M", 2, True),
+        ("64M", 1, False),
+        ("256M", 2, not quick),
+        ("GPT-2", 2, True),
+        *([] if quick else [("256M", 1, False), ("GPT-2", 1, False)]),
+    ]
+    # Full: bursts of about 2 s; bf16 steps are shorter. Quick: a step each, since more rounds say more than longer
+    # ones.
+    train = [
+        ["--precision", p, "--steps", "1" if quick else steps, "--rounds", "9"]
+        for p, steps in (("fp32", "2"), ("bf16", "4"))
+    ]
+    few = {
+        "fp32": ["single", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3", "deepc-3-fused"],
+        "bf16": ["single", "single-autocast", "single+huge", "ddp", "fsdp2", "deepspeed-3", "deepc-3", "deepc-3-fused"],
+    }
     return {
-        "adamw": [(t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])]) for c, t, f in adamw],
+        "adamw": [
+            (t, ["--case", c, "--threads", str(t), "--rounds", rounds, *(["--foreach"] if f else [])])
+            for c, t, f in adamw
+        ],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
         "collectives": [(1, ["--ranks", "2", "--quick"])] if quick else [(1, ["--ranks", str(n)]) for n in (2, 4)],
-        "train": [(1, a + ["--contenders", *c]) for a in train for c in ([few[a[1]]] if quick else _batches(True))]}
+        "train": [(1, a + ["--contenders", *c]) for a in train for c in ([few[a[1]]] if quick else _batches(True))],
+    }
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
-    """All contenders in groups that fit into memory together; each group has deepc's stage 3 and one process, for the ratios."""
-    out = [["single", "single-autocast", "single-deepc", "independent", "ddp", "ddp-bf16-weights", "zero-redundancy", "fsdp2", "fsdp2+huge", "deepc-0", "deepc-1", "deepc-3", "deepc-3-fused"]]
-    return out + ([["single", "single-autocast", "single+huge", "single-autocast+huge", "ddp+huge", "deepspeed-1", "deepspeed-2", "deepspeed-3", "deepspeed-3+huge", "deepc-2", "deepc-3"]] if has_deepspeed else [["single", "deepc-2", "deepc-3"]])
+    """All contenders in groups that fit into memory together; each group has deepc's stage 3 and one process, for the
+    ratios."""
+    out = [
+        [
+            "single",
+            "single-autocast",
+            "single-deepc",
+            "independent",
+            "ddp",
+            "ddp-bf16-weights",
+            "zero-redundancy",
+            "fsdp2",
+            "fsdp2+huge",
+            "deepc-0",
+            "deepc-1",
+            "deepc-3",
+            "deepc-3-fused",
+        ]
+    ]
+    return out + (
+        [
+            [
+                "single",
+                "single-autocast",
+                "single+huge",
+                "single-autocast+huge",
+                "ddp+huge",
+                "deepspeed-1",
+                "deepspeed-2",
+                "deepspeed-3",
+                "deepspeed-3+huge",
+                "deepc-2",
+                "deepc-3",
+            ]
+        ]
+        if has_deepspeed
+        else [["single", "deepc-2", "deepc-3"]]
+    )
 
 
-# ---- running ------------------------------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------------------------------------
 def stream(command: list[str], threads: int) -> tuple[list[dict], int]:
-    """Runs one bench process in a session of its own; passes its JSON lines on and returns them with its exit status."""
-    process = subprocess.Popen(command, env=peers.environment(threads) | {"PYTHONWARNINGS": "ignore"}, stdout=subprocess.PIPE, text=True, start_new_session=True,
-                               cwd=REPO, preexec_fn=die_with_parent)
+    """Runs one bench process in a session of its own; passes its JSON lines on and returns them with its exit
+    status."""
+    process = subprocess.Popen(
+        command,
+        env=peers.environment(threads) | {"PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=REPO,
+        preexec_fn=die_with_parent,
+    )
     rows, end = [], time.monotonic() + LIMIT_S
     try:
         for line in process.stdout:
@@ -91,7 +170,9 @@ def run_ops(mode: str) -> tuple[list[dict], int]:
 
     folder = str(library_dir())
     try:
-        program = compiled("bench_ops.c", "bench_ops", f"-L{folder}", "-ldeepc", f"-Wl,-rpath,{folder}", "-lpthread", "-lm")
+        program = compiled(
+            "bench_ops.c", "bench_ops", f"-L{folder}", "-ldeepc", f"-Wl,-rpath,{folder}", "-lpthread", "-lm"
+        )
     except subprocess.CalledProcessError as exc:
         skip("ops", "bench_ops", f"does not compile ({exc.returncode})")
         return [], 1
@@ -102,9 +183,22 @@ def run_ops(mode: str) -> tuple[list[dict], int]:
     raw, code = stream([str(program), "--n", elements, "--rounds", rounds], 2)
     rows = []
     for r in raw:
-        rows.append({"bench": "ops", "figure": f"{r['op']} {r['dtype']}, {r['memory']}, {r['threads']} thread{'s' * (r['threads'] > 1)}", "what": f"deepc ({r['isa']})",
-                     "unit": "ms", "median": round(1e3 * r["median_s"], 4), "min": round(1e3 * r["min_s"], 4), "max": round(1e3 * r["max_s"], 4), "n": r["rounds"],
-                     "ratio": r["ratio"], "peer": "limit of its memory pattern", "gb_per_s": r["gb_per_s"], "elements": r["n"]})
+        rows.append(
+            {
+                "bench": "ops",
+                "figure": f"{r['op']} {r['dtype']}, {r['memory']}, {r['threads']} thread{'s' * (r['threads'] > 1)}",
+                "what": f"deepc ({r['isa']})",
+                "unit": "ms",
+                "median": round(1e3 * r["median_s"], 4),
+                "min": round(1e3 * r["min_s"], 4),
+                "max": round(1e3 * r["max_s"], 4),
+                "n": r["rounds"],
+                "ratio": r["ratio"],
+                "peer": "limit of its memory pattern",
+                "gb_per_s": r["gb_per_s"],
+                "elements": r["n"],
+            }
+        )
     return rows, code
 
 
@@ -119,7 +213,11 @@ def run_all(mode: str, only: list[str]) -> tuple[list[dict], list[str]]:
             continue
         started = time.monotonic()
         for threads, arguments in processes if processes is not None else [(0, [])]:
-            made, code = run_ops(mode) if bench == "ops" else stream([sys.executable, str(HERE / f"{bench}.py"), *arguments], threads)
+            made, code = (
+                run_ops(mode)
+                if bench == "ops"
+                else stream([sys.executable, str(HERE / f"{bench}.py"), *arguments], threads)
+            )
             rows += made
             if code:
                 failures.append(f"{bench} {' '.join(arguments)}: exit status {code}")
@@ -127,28 +225,57 @@ def run_all(mode: str, only: list[str]) -> tuple[list[dict], list[str]]:
     return rows, failures
 
 
-# ---- the page -----------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 HEADS = {
-    "ops": "Each op of the C core beside the limit of its own memory pattern: a loop with the same reads and writes and no arithmetic, on the same arrays and threads "
-           "(`bench_ops.c`). 1.00: the op costs what its memory traffic costs.",
-    "adamw": "\"As it comes\": parameters and gradients from torch.randn, states as each optimizer allocates them. \"Huge\": the same staggered huge-page memory for "
-             "everyone. The engine steps on such memory. The limit is a loop of 4 reads and 3 writes in place per element, on the engine's memory, in the same rounds.",
-    "update": "Unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back, on GPT-2's 148 tensors. \"Norm from the reduction\": as in the engine, where the "
-              "gradients' reduction has made the squared sums already.",
-    "collectives": "Microseconds of the slowest rank, one thread a rank; bytes of the larger tensor of the call. \"C core\": called from a loop in C, as MPI and, in TorchScript, "
-                   "DeepSpeed; \"torch\": backend deepc through torch.distributed, beside Gloo, mpi4py and DeepSpeed called from Python. Ordinary: torch's memory; registered: each "
-                   "rank's own memory in a dc_segment (the peers are measured on it too). × is the time of the best peer, named behind it, over ours. \"Of the limit\": the bytes that "
-                   "must move, each read once and written once by equal shares of all ranks, at the rate of a plain copy by all ranks at once of their own memory (in brackets: of "
-                   "memory that a peer has just written), over our time. \"Root in turns\": call i has root i modulo ranks, so that no root can run ahead.",
-    "train": "A 25 M-parameter GPT-2 (320 wide, 7 layers, vocabulary 50257), micro-batch 2 x 256 tokens, AdamW, clipping at 1.0, one thread and one core a rank. Everyone "
-             "started from the same weights, and the losses after the same steps agree. Memory: highest sum of the ranks' PSS.",
+    "ops": (
+        "Each op of the C core beside the limit of its own memory pattern: a loop with the same reads and writes and no"
+        " arithmetic, on the same arrays and threads (`bench_ops.c`). 1.00: the op costs what its memory traffic costs."
+    ),
+    "adamw": (
+        '"As it comes": parameters and gradients from torch.randn, states as each optimizer allocates them. "Huge": the'
+        " same staggered huge-page memory for everyone. The engine steps on such memory. The limit is a loop of 4 reads"
+        " and 3 writes in place per element, on the engine's memory, in the same rounds."
+    ),
+    "update": (
+        "Unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back, on GPT-2's 148 tensors. \"Norm from the"
+        " reduction\": as in the engine, where the gradients' reduction has made the squared sums already."
+    ),
+    "collectives": (
+        'Microseconds of the slowest rank, one thread a rank; bytes of the larger tensor of the call. "C core": called'
+        ' from a loop in C, as MPI and, in TorchScript, DeepSpeed; "torch": backend deepc through torch.distributed,'
+        " beside Gloo, mpi4py and DeepSpeed called from Python. Ordinary: torch's memory; registered: each rank's own"
+        " memory in a dc_segment (the peers are measured on it too). × is the time of the best peer, named behind it,"
+        ' over ours. "Of the limit": the bytes that must move, each read once and written once by equal shares of all'
+        " ranks, at the rate of a plain copy by all ranks at once of their own memory (in brackets: of memory that a"
+        ' peer has just written), over our time. "Root in turns": call i has root i modulo ranks, so that no root can'
+        " run ahead."
+    ),
+    "train": (
+        "A 25 M-parameter GPT-2 (320 wide, 7 layers, vocabulary 50257), micro-batch 2 x 256 tokens, AdamW, clipping at"
+        " 1.0, one thread and one core a rank. Everyone started from the same weights, and the losses after the same"
+        " steps agree. Memory: highest sum of the ranks' PSS."
+    ),
 }
 
 
 def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
-    lines = ["# Benchmarks", "", "Generated by the command below; do not edit. A figure is the median of interleaved rounds (smallest and largest in brackets), a ratio the",
-             "median of the rounds' own ratios; above 1 means that deepc is better. Compare ratios, not figures of different runs.", "",
-             f"    {command}", "", "| | |", "|---|---|"]
+    lines = [
+        "# Benchmarks",
+        "",
+        (
+            "Generated by the command below; do not edit. A figure is the median of interleaved rounds (smallest and"
+            " largest in brackets), a ratio the"
+        ),
+        (
+            "median of the rounds' own ratios; above 1 means that deepc is better. Compare ratios, not figures of"
+            " different runs."
+        ),
+        "",
+        f"    {command}",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
     lines += [f"| {k} | {v} |" for k, v in machine().items()]
     lines += [f"| load average at the start | {busy:.1f} |", f"| time | {seconds / 60:.0f} min |", ""]
     if busy > len(os.sched_getaffinity(0)):
@@ -156,7 +283,11 @@ def page(rows: list[dict], command: str, busy: float, seconds: float) -> str:
     for bench in BENCHES:
         mine = [r for r in rows if r["bench"] == bench and "skipped" not in r]
         if mine:
-            lines += [f"## {bench}", "", HEADS[bench], ""] + {"ops": ops_table, "collectives": collectives_table}.get(bench, tables)(mine) + [""]
+            lines += (
+                [f"## {bench}", "", HEADS[bench], ""]
+                + {"ops": ops_table, "collectives": collectives_table}.get(bench, tables)(mine)
+                + [""]
+            )
     skipped = list(dict.fromkeys(f"- {r['bench']}: {r['skipped']} ({r['why']})" for r in rows if "skipped" in r))
     return "\n".join(lines + (["## Skipped", "", *skipped, ""] if skipped else []))
 
@@ -171,7 +302,8 @@ def _value(r: dict) -> str:
 
 def ops_table(rows: list[dict]) -> list[str]:
     return ["| op | ms | GB/s | of the limit |", "|---|---|---|---|"] + [
-        f"| {r['figure']} | {_value(r)} | {r['gb_per_s']:.1f} | {r['ratio']:.2f} |" for r in rows]
+        f"| {r['figure']} | {_value(r)} | {r['gb_per_s']:.1f} | {r['ratio']:.2f} |" for r in rows
+    ]
 
 
 def collectives_table(rows: list[dict]) -> list[str]:
@@ -182,15 +314,27 @@ def collectives_table(rows: list[dict]) -> list[str]:
         cells = []
         for what in ("deepc C core", "deepc C core, registered", "deepc"):
             r = here.get(what)
-            cells += [_number(r["median"]), f"{r['ratio']:.2f} {r['peer']} {_number(here[r['peer']]['median'])}" if r["peer"] else ""] if r else ["", ""]
+            cells += (
+                [
+                    _number(r["median"]),
+                    f"{r['ratio']:.2f} {r['peer']} {_number(here[r['peer']]['median'])}" if r["peer"] else "",
+                ]
+                if r
+                else ["", ""]
+            )
             if what.endswith("registered"):
-                cells.append(f"{r['of_limit']:.2f} ({r['of_peer_limit']:.2f})" if r and r["bytes"] >= 1 << 20 and "of_peer_limit" in r else "")
+                cells.append(
+                    f"{r['of_limit']:.2f} ({r['of_peer_limit']:.2f})"
+                    if r and r["bytes"] >= 1 << 20 and "of_peer_limit" in r
+                    else ""
+                )
         out.append(f"| {figure} | " + " | ".join(cells) + " |")
     return [*out, "", "```", *collectives.summary(rows), "```"]
 
 
 def tables(rows: list[dict]) -> list[str]:
-    """One table per figure and unit: contenders with their values and ratios. A contender measured in several groups has several rows."""
+    """One table per figure and unit: contenders with their values and ratios. A contender measured in several groups
+    has several rows."""
     out: list[str] = []
     for figure, unit in dict.fromkeys((r["figure"], r["unit"]) for r in rows):
         here = [r for r in rows if (r["figure"], r["unit"]) == (figure, unit)]
@@ -207,7 +351,7 @@ def _of(peer: str) -> str:
     return f"of the {peer}" if peer.startswith(("limit", "ideal")) else f"to {peer}"
 
 
-# ---- command line ---------------------------------------------------------------------------------------------------------------
+# ---- command line ----------------------------------------------------------------------------------------------------
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
@@ -215,9 +359,18 @@ def main() -> int:
     mode.add_argument("--full", dest="mode", action="store_const", const="full")
     mode.add_argument("--smoke", dest="mode", action="store_const", const="smoke")
     parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
-    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=None, help="write docs/bench.md (default: when all benches ran, not for --smoke)")
+    parser.add_argument(
+        "--write",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="write docs/bench.md (default: when all benches ran, not for --smoke)",
+    )
     parser.add_argument("--rows", type=Path, help="also keep the JSON lines in this file")
-    parser.add_argument("--install-peers", action="store_true", help="install DeepSpeed, transformers and mpi4py, build DeepSpeed's ops, and stop")
+    parser.add_argument(
+        "--install-peers",
+        action="store_true",
+        help="install DeepSpeed, transformers and mpi4py, build DeepSpeed's ops, and stop",
+    )
     args = parser.parse_args()
     if args.install_peers:
         peers.install()
@@ -227,12 +380,19 @@ def main() -> int:
     EXTENSIONS.mkdir(exist_ok=True)
     busy, started = load_average(), time.monotonic()
     if busy > len(os.sched_getaffinity(0)):
-        print(f"bench: the load average is {busy:.1f}: the machine is not quiet, and the figures will be worth little", file=sys.stderr)
+        print(
+            f"bench: the load average is {busy:.1f}: the machine is not quiet, and the figures will be worth little",
+            file=sys.stderr,
+        )
     rows, failures = run_all(args.mode, args.only)
     seconds = time.monotonic() - started
     if args.rows:
         args.rows.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    write = args.write if args.write is not None else args.mode != "smoke" and set(args.only) == set(BENCHES) and not failures
+    write = (
+        args.write
+        if args.write is not None
+        else args.mode != "smoke" and set(args.only) == set(BENCHES) and not failures
+    )
     if write:
         command = "make bench" if args.mode == "quick" else f"make bench-{args.mode}"
         target = REPO / "docs" / "bench.md"

@@ -1,11 +1,12 @@
-"""Measures the rows of the core's algorithm table (comm/coll.c) per op, number of ranks, kind of memory and size, and writes from which size on each is
-the fastest: the file that coll.c includes.
+"""Measures the rows of the core's algorithm table (comm/coll.c) per op, number of ranks, kind of memory and size, and
+writes from which size on each is the fastest: the file that coll.c includes.
 
     python tests/bench/thresholds.py --ranks 2 4 --output thresholds.def
     python tests/bench/thresholds.py --ranks 2 --ops all_reduce --bytes 4096 65536 1048576
 
-Rows are forced by DEEPC_ALGO, all in the same processes and in interleaved rounds. Between neighbouring sizes the table changes its row only where that
-gains more than --worth (noise would else write a row per size). Run it on a quiet machine."""
+Rows are forced by DEEPC_ALGO, all in the same processes and in interleaved rounds. Between neighbouring sizes the table
+changes its row only where that gains more than --worth (noise would else write a row per size). Run it on a quiet
+machine."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from collectives import Set, size_name
 from coll_rank import ROOTED, TURNS
+from collectives import Set, size_name
 from common import machine, require_deepc, row
 
 SIZES = [256 << 2 * i for i in range(9)]  # 256 B to 16 MiB
@@ -29,7 +30,7 @@ HEAD = """/* thresholds.def: which row of the algorithm table (coll.c) runs a ca
  * DC_THRESHOLD(OP, ranks, registered, bytes, row): DC_CALL_##OP, groups of up to `ranks` ranks (the last number: any), buffers registered (1) or not (0), from `bytes`
  * of the call's larger buffer on. Rows of one op, ranks and memory stand in rising order of bytes; the last one that applies is taken.
  * Measured on {processor}, {cores} cores, {date}. */
-"""
+"""  # noqa: E501
 
 
 def known_rows() -> dict[str, list[str]]:
@@ -39,7 +40,15 @@ def known_rows() -> dict[str, list[str]]:
 
     os.environ["DEEPC_ALGO"] = "?"
     try:
-        config = CommConfig(rank=0, size=1, address=b"deepc-thresholds-%d" % os.getpid(), label=b"rows", timeout_ms=1000, slot_bytes=4096, slots=2)
+        config = CommConfig(
+            rank=0,
+            size=1,
+            address=b"deepc-thresholds-%d" % os.getpid(),
+            label=b"rows",
+            timeout_ms=1000,
+            slot_bytes=4096,
+            slots=2,
+        )
         handle = ctypes.c_void_p()
         if C.dc_comm_open(ctypes.byref(config), ctypes.byref(handle)) == 0:
             C.dc_comm_close(handle)
@@ -65,7 +74,12 @@ def measure(ranks: Set, op: str, names: list[str], nbytes: int, args: argparse.N
     loops = {}
     for name in contenders:
         once = max(ranks.ask("run", name, 5, 1)) / 5
-        loops[name] = max(1, min(50 if op == "all_reduce" and nbytes > 1 << 20 else 100_000, int(args.target_ms / 1e3 / max(1e-8, once))))
+        loops[name] = max(
+            1,
+            min(
+                50 if op == "all_reduce" and nbytes > 1 << 20 else 100_000, int(args.target_ms / 1e3 / max(1e-8, once))
+            ),
+        )
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(args.rounds):
         for name in contenders:
@@ -74,7 +88,8 @@ def measure(ranks: Set, op: str, names: list[str], nbytes: int, args: argparse.N
 
 
 def steps(times: dict[int, dict[str, float]], worth: float) -> list[tuple[int, str]]:
-    """From which size on which row: the assignment with the least sum of log(time / best time), where each change of row costs `worth`."""
+    """From which size on which row: the assignment with the least sum of log(time / best time), where each change of
+    row costs `worth`."""
     sizes = sorted(times)
     names = [n for n in dict.fromkeys(n for t in times.values() for n in t)]
     cost: dict[str, tuple[float, list[str]]] = {n: (0.0, []) for n in names}
@@ -84,7 +99,10 @@ def steps(times: dict[int, dict[str, float]], worth: float) -> list[tuple[int, s
         for n in names:
             lost = math.log(here[n] / best) if n in here else math.inf
             before = min(cost, key=lambda m: cost[m][0] + (worth if m != n and cost[m][1] else 0.0))
-            fresh[n] = (cost[before][0] + (worth if before != n and cost[before][1] else 0.0) + lost, [*cost[before][1], n])
+            fresh[n] = (
+                cost[before][0] + (worth if before != n and cost[before][1] else 0.0) + lost,
+                [*cost[before][1], n],
+            )
         cost = fresh
     path = min(cost.values())[1]
     return [(0 if i == 0 else size, n) for i, (size, n) in enumerate(zip(sizes, path)) if i == 0 or path[i - 1] != n]
@@ -98,9 +116,15 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--target-ms", type=float, default=5.0)
-    parser.add_argument("--worth", type=float, default=0.05, help="gain (a fraction) for which the table changes its row")
-    parser.add_argument("--best", action="store_true", help="by the smallest times, for a busy machine; not for results")
-    parser.add_argument("--limit", type=int, default=120, help="seconds until a command that hangs ends the measurement")
+    parser.add_argument(
+        "--worth", type=float, default=0.05, help="gain (a fraction) for which the table changes its row"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="by the smallest times, for a busy machine; not for results"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=120, help="seconds until a command that hangs ends the measurement"
+    )
     parser.add_argument("--output", type=Path, help="write the table here (comm/thresholds.def); default: print it")
     args = parser.parse_args()
     known = known_rows()
@@ -118,11 +142,27 @@ def main() -> int:
                 for nbytes in sorted(args.bytes):
                     times = measure(ranks, op + TURNS if op in ROOTED else op, known[op], nbytes, args)
                     for name, values in times.items():
-                        print(json.dumps(row("thresholds", f"{op} {size_name(nbytes)} {args.dtype}, {world} ranks", name, "us", values)), flush=True)
+                        print(
+                            json.dumps(
+                                row(
+                                    "thresholds",
+                                    f"{op} {size_name(nbytes)} {args.dtype}, {world} ranks",
+                                    name,
+                                    "us",
+                                    values,
+                                )
+                            ),
+                            flush=True,
+                        )
                         where = ", registered" if name.endswith(", registered") else ""
-                        medians[where].setdefault(nbytes, {})[name.removesuffix(where)] = min(values) if args.best else statistics.median(values)
+                        medians[where].setdefault(nbytes, {})[name.removesuffix(where)] = (
+                            min(values) if args.best else statistics.median(values)
+                        )
                 for registered, where in enumerate(("", ", registered")):
-                    lines += [f"DC_THRESHOLD({op.upper()}, {world}, {registered}, {size}, {name})" for size, name in steps(medians[where], args.worth)]
+                    lines += [
+                        f"DC_THRESHOLD({op.upper()}, {world}, {registered}, {size}, {name})"
+                        for size, name in steps(medians[where], args.worth)
+                    ]
             ranks.close()
         finally:
             ranks.kill()

@@ -1,10 +1,12 @@
-"""Training steps of a 25 M- or 125 M-parameter GPT-2 on 2 ranks of 1 thread: deepc against DDP, FSDP2, DeepSpeed and one single-threaded process.
+"""Training steps of a 25 M- or 125 M-parameter GPT-2 on 2 ranks of 1 thread: deepc against DDP, FSDP2, DeepSpeed and
+one single-threaded process.
 
     python tests/bench/train.py --precision fp32 --rounds 5 [--contenders single ddp deepspeed-3 deepc-3]
 
-Every contender is a pair of processes that stays alive; all take turns in bursts of a few steps, so that drift of the machine hits all alike.
-Rank r runs on core r. Memory is sampled in bursts that are not timed: the sum over the ranks of private and shared pages (PSS), where file pages
-(libraries) count once per pair however many other processes map them."""
+Every contender is a pair of processes that stays alive; all take turns in bursts of a few steps, so that drift of the
+machine hits all alike. Rank r runs on core r. Memory is sampled in bursts that are not timed: the sum over the ranks of
+private and shared pages (PSS), where file pages (libraries) count once per pair however many other processes map
+them."""
 
 from __future__ import annotations
 
@@ -25,37 +27,75 @@ import time
 from common import emit, paired, require_deepc, skip, version
 from peers import drop_stale_locks, environment
 
-MODELS = {"25M": dict(vocab_size=50257, n_positions=1024, n_embd=320, n_layer=7, n_head=5),  # 25.0 M parameters
-          "125M": dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),  # 124.4 M
-          "tiny": dict(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2)}
+MODELS = {
+    "25M": dict(vocab_size=50257, n_positions=1024, n_embd=320, n_layer=7, n_head=5),  # 25.0 M parameters
+    "125M": dict(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),  # 124.4 M
+    "tiny": dict(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=2),
+}
 HYPER = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 CLIP, MICRO_BATCH, READY_S, BURST_S = 1.0, 2, 200.0, 300.0
-HUGE = "+huge"  # a contender under torch's own huge-page switch (THP_MEM_ALLOC_ENABLE=1), which deepc turns on and nobody else does
+# a contender under torch's own huge-page switch (THP_MEM_ALLOC_ENABLE=1), which deepc turns on and nobody else does
+HUGE = "+huge"
 SINGLE = ("single", "single-autocast", "single-deepc", "single" + HUGE, "single-autocast" + HUGE)
-ALL = (*SINGLE, "independent", "ddp", "ddp-bf16-weights", "zero-redundancy", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "ddp" + HUGE, "fsdp2" + HUGE,
-       "deepspeed-3" + HUGE, "deepc-0", "deepc-1", "deepc-2", "deepc-3", "deepc-3-fused", "deepc-3-returned", "deepc-3-fp32")
+ALL = (
+    *SINGLE,
+    "independent",
+    "ddp",
+    "ddp-bf16-weights",
+    "zero-redundancy",
+    "fsdp2",
+    "deepspeed-1",
+    "deepspeed-2",
+    "deepspeed-3",
+    "ddp" + HUGE,
+    "fsdp2" + HUGE,
+    "deepspeed-3" + HUGE,
+    "deepc-0",
+    "deepc-1",
+    "deepc-2",
+    "deepc-3",
+    "deepc-3-fused",
+    "deepc-3-returned",
+    "deepc-3-fp32",
+)
 ONLY_BF16 = ("single-autocast", "single-autocast" + HUGE, "ddp-bf16-weights", "deepc-3-fp32")
-NAMES = {"single": "one process, 1 thread", "single-autocast": "one process, 1 thread, autocast", "single-deepc": "deepc, one process",
-         "independent": "as many processes that never talk", "ddp": "DDP",
-         "ddp-bf16-weights": "DDP, bf16 weights", "zero-redundancy": "ZeroRedundancyOptimizer", "fsdp2": "FSDP2", **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
-         **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)}, "deepc-3-fused": "deepc ZeRO-3, deepc.fuse",
-         "deepc-3-returned": "deepc ZeRO-3, freed memory returned", "deepc-3-fp32": "deepc ZeRO-3 in fp32"}
+NAMES = {
+    "single": "one process, 1 thread",
+    "single-autocast": "one process, 1 thread, autocast",
+    "single-deepc": "deepc, one process",
+    "independent": "as many processes that never talk",
+    "ddp": "DDP",
+    "ddp-bf16-weights": "DDP, bf16 weights",
+    "zero-redundancy": "ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2",
+    **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
+    **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)},
+    "deepc-3-fused": "deepc ZeRO-3, deepc.fuse",
+    "deepc-3-returned": "deepc ZeRO-3, freed memory returned",
+    "deepc-3-fp32": "deepc ZeRO-3 in fp32",
+}
 MINE = ("deepc-2", "deepc-3", "deepc-3-fused")  # compared with each peer
 
 
 def name_of(contender: str, precision: str) -> str:
     """As the tables call it; with autocast where that is what the contender does."""
     plain = contender.removesuffix(HUGE)
-    return NAMES[plain] + (", autocast" if plain in ("ddp", "zero-redundancy") and precision == "bf16" else "") + (", huge pages" if contender.endswith(HUGE) else "")
+    return (
+        NAMES[plain]
+        + (", autocast" if plain in ("ddp", "zero-redundancy") and precision == "bf16" else "")
+        + (", huge pages" if contender.endswith(HUGE) else "")
+    )
 
 
-# ---- contenders: each makes a function that does one step on a batch and returns the loss ----------------------------------------
+# ---- contenders: each makes a function that does one step on a batch and returns the loss ----------------------------
 def make_model(size: str):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(**MODELS[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, loss_type="ForCausalLM")
+    config = GPT2Config(
+        **MODELS[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, loss_type="ForCausalLM"
+    )
     return GPT2LMHeadModel(config).train()
 
 
@@ -66,7 +106,8 @@ def autocast(precision: str):
 
 
 def plain(model, parameters, precision: str, cast: bool, sharded: bool = False):
-    """Forward, backward, clip, fused AdamW. With cast: under autocast where precision is bf16. With sharded: ZeroRedundancyOptimizer around the AdamW."""
+    """Forward, backward, clip, fused AdamW. With cast: under autocast where precision is bf16. With sharded:
+    ZeroRedundancyOptimizer around the AdamW."""
     import torch
 
     if sharded:
@@ -89,7 +130,8 @@ def plain(model, parameters, precision: str, cast: bool, sharded: bool = False):
 
 
 def with_masters(model, wrap=lambda m: m):
-    """bf16 weights, fp32 masters (the unrounded weights): the usual hand-written 16-bit loop. Gradients are widened one parameter at a time."""
+    """bf16 weights, fp32 masters (the unrounded weights): the usual hand-written 16-bit loop. Gradients are widened one
+    parameter at a time."""
     import torch
 
     masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -115,8 +157,15 @@ def with_masters(model, wrap=lambda m: m):
 def engine_config(precision: str, stage: int) -> dict:
     """DeepSpeed's JSON, the same for DeepSpeed and deepc."""
     hyper = {**HYPER, "betas": list(HYPER["betas"])}
-    return {"train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP, "steps_per_print": 10**9,
-            "optimizer": {"type": "AdamW", "params": hyper}, "zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": hyper},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+    }
 
 
 def engine_step(engine):
@@ -197,7 +246,7 @@ def make_step(contender: str, precision: str, size: str):
     return (make_deepspeed if kind == "deepspeed" else make_deepc)(model, precision, int(stage))
 
 
-# ---- one rank ---------------------------------------------------------------------------------------------------------------
+# ---- one rank --------------------------------------------------------------------------------------------------------
 class Rank:
     """A rank's loop: a command per line on stdin ("steps N"), a JSON line per answer on the descriptor BENCH_RESULT."""
 
@@ -205,7 +254,7 @@ class Rank:
         import torch
 
         if "deepc" in args.contender:
-            import deepc  # noqa: F401  at the top, as a script has it: its huge-page switch must come before the first allocation
+            import deepc  # noqa: F401
 
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cores = sorted(os.sched_getaffinity(0))
@@ -213,7 +262,10 @@ class Rank:
         torch.set_num_threads(1)
         self.out = os.fdopen(int(os.environ["BENCH_RESULT"]), "w", buffering=1)
         tokens = torch.Generator().manual_seed(1234 + self.rank)
-        self.batches = [torch.randint(0, MODELS[args.model]["vocab_size"], (MICRO_BATCH, args.tokens), generator=tokens) for _ in range(4)]
+        self.batches = [
+            torch.randint(0, MODELS[args.model]["vocab_size"], (MICRO_BATCH, args.tokens), generator=tokens)
+            for _ in range(4)
+        ]
         self.step = make_step(args.contender, args.precision, args.model)
         self.done = 0
         self.say(ready=True)
@@ -230,8 +282,13 @@ class Rank:
             loss = self._one()
         elapsed = time.perf_counter() - started
         after = _counters()
-        self.say(seconds=elapsed, loss=float(loss), faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults, done=self.done,
-                 counters={k: after[k] - before[k] for k in after})
+        self.say(
+            seconds=elapsed,
+            loss=float(loss),
+            faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
+            done=self.done,
+            counters={k: after[k] - before[k] for k in after},
+        )
 
     def _one(self):
         loss = self.step(self.batches[self.done % len(self.batches)])
@@ -251,7 +308,7 @@ def _counters() -> dict[str, int]:
     return deepc.counters() if deepc is not None else {}
 
 
-# ---- a contender, seen from the driver ---------------------------------------------------------------------------------------------
+# ---- a contender, seen from the driver -------------------------------------------------------------------------------
 class Contender:
     """The processes of one contender. Raises RuntimeError with the end of their output when one fails or hangs."""
 
@@ -264,15 +321,44 @@ class Contender:
         self.ranks, self.results = [], []
         for r in range(self.world):
             read, write = os.pipe()
-            env = {**environment(1), "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "BENCH_RESULT": str(write), "PYTHONWARNINGS": "ignore"}
+            env = {
+                **environment(1),
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+                "WORLD_SIZE": str(self.world),
+                "LOCAL_WORLD_SIZE": str(self.world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "BENCH_RESULT": str(write),
+                "PYTHONWARNINGS": "ignore",
+            }
             if name.endswith(HUGE):
                 env["THP_MEM_ALLOC_ENABLE"] = "1"
             if name == "deepc-3-returned":
                 env["DEEPC_KEEP_HEAP"] = "0"
-            command = [sys.executable, __file__, "--contender", name, "--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
-            self.ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT, pass_fds=[write],
-                                               start_new_session=True))
+            command = [
+                sys.executable,
+                __file__,
+                "--contender",
+                name,
+                "--precision",
+                args.precision,
+                "--tokens",
+                str(args.tokens),
+                "--model",
+                args.model,
+            ]
+            self.ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=self.log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[write],
+                    start_new_session=True,
+                )
+            )
             os.close(write)
             self.results.append(os.fdopen(read))
 
@@ -304,7 +390,11 @@ class Contender:
         """`count` timed steps: seconds of the slowest rank, mean loss, faults and counters of rank 0."""
         self.send_steps(count)
         ranks = self.answers(BURST_S)
-        return {**ranks[0], "seconds": max(a["seconds"] for a in ranks), "loss": statistics.fmean(a["loss"] for a in ranks)}
+        return {
+            **ranks[0],
+            "seconds": max(a["seconds"] for a in ranks),
+            "loss": statistics.fmean(a["loss"] for a in ranks),
+        }
 
     def peak_memory(self, count: int) -> float:
         """Highest sum of the ranks' PSS in MiB during a burst that nobody times."""
@@ -342,8 +432,9 @@ class Contender:
 
 
 def pss_mib(pid: int, world: int) -> float:
-    """PSS as it is when only the `world` ranks of this contender live on the machine: anonymous and shared memory as the kernel counts them (nobody
-    else maps them), and 1/world of the file pages, which all processes of the bench share."""
+    """PSS as it is when only the `world` ranks of this contender live on the machine: anonymous and shared memory as
+    the kernel counts them (nobody else maps them), and 1/world of the file pages, which all processes of the bench
+    share."""
     fields: dict[str, int] = {}
     try:
         for path in ("smaps_rollup", "status"):
@@ -357,9 +448,9 @@ def pss_mib(pid: int, world: int) -> float:
     return (fields.get("Pss_Anon", 0) + fields.get("Pss_Shmem", 0) + fields.get("RssFile", 0) / world) / 1024
 
 
-# ---- the driver ---------------------------------------------------------------------------------------------------------------
+# ---- the driver ------------------------------------------------------------------------------------------------------
 def missing(contender: str) -> str:
-    """"" or why a contender can't run here."""
+    """ "" or why a contender can't run here."""
     if version("transformers") is None:
         return "transformers is not installed (run.py --install-peers)"
     if contender.startswith("deepspeed") and version("deepspeed") is None:
@@ -384,7 +475,9 @@ def measure(args: argparse.Namespace) -> None:
         for c in list(pairs):
             try:
                 c.answers(READY_S)
-            except RuntimeError as exc:  # a peer that does not start (DeepSpeed compiles for minutes the first time) takes nobody else's figures along
+            # a peer that does not start (DeepSpeed compiles for minutes the first time) takes nobody else's figures
+            # along
+            except RuntimeError as exc:
                 if c.name.startswith("deepc"):
                     raise
                 skip("train", f"{name_of(c.name, args.precision)}, {args.precision}", f"did not start: {exc}")
@@ -406,46 +499,103 @@ def measure(args: argparse.Namespace) -> None:
 def tell(args: argparse.Namespace, bursts: dict[str, list[dict]], memory: dict[str, float]) -> None:
     figure = f"GPT-2 {args.model.replace('M', ' M')} {args.precision}, {args.ranks} ranks"
     per_burst = args.steps * MICRO_BATCH * args.tokens
-    speed = {n: [per_burst * (1 if n in SINGLE else args.ranks) / b["seconds"] for b in all_] for n, all_ in bursts.items()}
+    speed = {
+        n: [per_burst * (1 if n in SINGLE else args.ranks) / b["seconds"] for b in all_] for n, all_ in bursts.items()
+    }
     loss = {n: all_[-1]["loss"] for n, all_ in bursts.items()}
     singles = [n for n in ("single", "single-autocast") if n in speed]
     ideal = [args.ranks * max(row) for row in zip(*(speed[n] for n in singles))] if singles else None
     for n, values in speed.items():
         last = bursts[n][-1]
-        more = {"loss": round(loss[n], 5), "faults_per_step": round(statistics.median(b["faults"] for b in bursts[n]) / args.steps)}
+        more = {
+            "loss": round(loss[n], 5),
+            "faults_per_step": round(statistics.median(b["faults"] for b in bursts[n]) / args.steps),
+        }
         if n.startswith("deepc"):
             more["gather_bytes"] = last["counters"]["gather_bytes"]
         ratio = paired(values, ideal) if ideal and n not in SINGLE else None
-        emit("train", figure, name_of(n, args.precision), "tokens/s", values, ratio=ratio, peer="ideal: the ranks' number times one process" if ratio else None, **more)
+        emit(
+            "train",
+            figure,
+            name_of(n, args.precision),
+            "tokens/s",
+            values,
+            ratio=ratio,
+            peer="ideal: the ranks' number times one process" if ratio else None,
+            **more,
+        )
         emit("train", figure, name_of(n, args.precision), "MiB, sum over ranks", [memory[n]])
     huge = [n for n in ("single" + HUGE, "single-autocast" + HUGE) if n in speed]
     if huge:  # the stricter ideal: one process that has deepc's huge pages too
         strict = [args.ranks * max(row) for row in zip(*(speed[n] for n in huge))]
         for mine in (n for n in speed if n in MINE):
-            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], strict),
-                 peer="ideal with huge pages: the ranks' number times one process")
-    if "independent" in speed:  # what the machine lets that many processes do at once: their shared memory bus is no one's communication
+            emit(
+                "train",
+                figure,
+                name_of(mine, args.precision),
+                "tokens/s",
+                speed[mine],
+                ratio=paired(speed[mine], strict),
+                peer="ideal with huge pages: the ranks' number times one process",
+            )
+    if (
+        "independent" in speed
+    ):  # what the machine lets that many processes do at once: their shared memory bus is no one's communication
         for mine in (n for n in speed if n in MINE):
-            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed["independent"]), peer=NAMES["independent"])
+            emit(
+                "train",
+                figure,
+                name_of(mine, args.precision),
+                "tokens/s",
+                speed[mine],
+                ratio=paired(speed[mine], speed["independent"]),
+                peer=NAMES["independent"],
+            )
     for mine in (n for n in speed if n in MINE):
         for peer in (n for n in speed if not n.startswith("deepc") and n not in SINGLE and n != "independent"):
-            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed[peer]), peer=name_of(peer, args.precision))
-            emit("train", figure, name_of(mine, args.precision), "MiB, sum over ranks", [memory[mine]], ratio=memory[peer] / memory[mine],
-                 peer=name_of(peer, args.precision))
+            emit(
+                "train",
+                figure,
+                name_of(mine, args.precision),
+                "tokens/s",
+                speed[mine],
+                ratio=paired(speed[mine], speed[peer]),
+                peer=name_of(peer, args.precision),
+            )
+            emit(
+                "train",
+                figure,
+                name_of(mine, args.precision),
+                "MiB, sum over ranks",
+                [memory[mine]],
+                ratio=memory[peer] / memory[mine],
+                peer=name_of(peer, args.precision),
+            )
         if "deepc-3-fp32" in speed:
-            emit("train", figure, name_of(mine, args.precision), "tokens/s", speed[mine], ratio=paired(speed[mine], speed["deepc-3-fp32"]),
-                 peer=NAMES["deepc-3-fp32"])
+            emit(
+                "train",
+                figure,
+                name_of(mine, args.precision),
+                "tokens/s",
+                speed[mine],
+                ratio=paired(speed[mine], speed["deepc-3-fp32"]),
+                peer=NAMES["deepc-3-fp32"],
+            )
     check_losses(args, {n: all_[0]["loss"] for n, all_ in bursts.items() if n not in SINGLE and n != "independent"})
 
 
 def check_losses(args: argparse.Namespace, loss: dict[str, float]) -> None:
-    """All contenders did the same steps on the same data: at the end of the first timed burst fp32 losses agree to 1e-4, bf16 ones to 1 %. Later ones part
-    by rounding alone: Adam's first steps make full steps of gradients that are nothing but noise (125 M after 17 steps: DDP and FSDP2 by 7e-5)."""
+    """All contenders did the same steps on the same data: at the end of the first timed burst fp32 losses agree to
+    1e-4, bf16 ones to 1 %. Later ones part by rounding alone: Adam's first steps make full steps of gradients that are
+    nothing but noise (125 M after 17 steps: DDP and FSDP2 by 7e-5).
+    """
     if not loss:
         return
     middle, allowed = statistics.median(loss.values()), 1e-4 if args.precision == "fp32" else 1e-2
     if wrong := {n: v for n, v in loss.items() if not abs(v - middle) <= allowed * abs(middle)}:
-        raise RuntimeError(f"losses after the same steps differ by more than {allowed:g} from their median {middle:.6f}: {wrong}")
+        raise RuntimeError(
+            f"losses after the same steps differ by more than {allowed:g} from their median {middle:.6f}: {wrong}"
+        )
 
 
 def main() -> int:
@@ -457,7 +607,9 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="length of a sequence; a micro-batch has 2")
-    parser.add_argument("--model", choices=tuple(MODELS), default="25M", help="tiny: a toy, to see that everything runs")
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default="25M", help="tiny: a toy, to see that everything runs"
+    )
     parser.add_argument("--contender", choices=ALL, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender:

@@ -1,10 +1,13 @@
-"""The whole update of a 16-bit step on GPT-2's 148 tensors: unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back.
+"""The whole update of a 16-bit step on GPT-2's 148 tensors: unscale, global norm, clip, AdamW on fp32 masters, bf16
+write-back.
 
     python tests/bench/update.py --threads 2 --rounds 9
 
-Everyone starts from summed fp32 gradients (scaled by 1024, to be averaged over 2 ranks and clipped to norm 1) and ends with new masters, moments
-and bf16 parameters. deepc: the norm is a pass of its own here ("norm pass") or came out of the gradient reduction, as it does in the engine
-("norm from the reduction"; the reduction is not timed, for nobody). Gradients are refilled before each round, since torch unscales in place."""
+Everyone starts from summed fp32 gradients (scaled by 1024, to be averaged over 2 ranks and clipped to norm 1) and ends
+with new masters, moments and bf16 parameters. deepc: the norm is a pass of its own here ("norm pass") or came out of
+the gradient reduction, as it does in the engine ("norm from the reduction"; the reduction is not timed, for nobody).
+Gradients are refilled before each round, since torch unscales in place.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,11 @@ class Torch:
         self.grads = [p.grad for p in self.params]
         self.low = [torch.zeros(s, dtype=torch.bfloat16) for s in shapes]
         self.kind = kind
-        self.optimizer = deepspeed_adam(self.params) if kind.startswith("DeepSpeed") else torch.optim.AdamW(self.params, fused=True, **HYPER)
+        self.optimizer = (
+            deepspeed_adam(self.params)
+            if kind.startswith("DeepSpeed")
+            else torch.optim.AdamW(self.params, fused=True, **HYPER)
+        )
 
     def prepare(self) -> None:
         pass
@@ -67,7 +74,9 @@ class Torch:
         import torch
 
         with torch.no_grad():
-            if self.kind == "torch, scale inside the step":  # the fewest passes that torch can do: the fused step divides by grad_scale
+            if (
+                self.kind == "torch, scale inside the step"
+            ):  # the fewest passes that torch can do: the fused step divides by grad_scale
                 norm = torch.nn.utils.get_total_norm(self.grads, foreach=True) * UNIT
                 self.optimizer.grad_scale = 1.0 / (UNIT * torch.clamp(CLIP / (norm + 1e-6), max=1.0))
                 self.optimizer.found_inf = torch.zeros(())
@@ -81,7 +90,8 @@ class Torch:
 
 
 class DeepSpeedFlat:
-    """As DeepSpeed's ZeRO engine does on its own flat partition: norm, one multiplication for unscale and clip, CPU Adam, copy."""
+    """As DeepSpeed's ZeRO engine does on its own flat partition: norm, one multiplication for unscale and clip, CPU
+    Adam, copy."""
 
     def __init__(self, shapes) -> None:
         import torch
@@ -92,7 +102,7 @@ class DeepSpeedFlat:
         self.low = torch.zeros(n, dtype=torch.bfloat16)
         at, self.grads = 0, []
         for s in shapes:
-            self.grads.append(self.flat.grad[at: at + numel(s)].view(s))
+            self.grads.append(self.flat.grad[at : at + numel(s)].view(s))
             at += numel(s)
         self.optimizer = deepspeed_adam([self.flat])
 
@@ -118,8 +128,12 @@ def run(case: str, threads: int, count: int) -> None:
     torch.manual_seed(0)
     shapes = CASES[case]
     source = [torch.randn(s) * 2.0 for s in shapes]
-    contenders = {"deepc, norm from the reduction": Deepc(shapes, False), "deepc, norm pass": Deepc(shapes, True), "torch": Torch(shapes, "torch"),
-                  "torch, scale inside the step": Torch(shapes, "torch, scale inside the step")}
+    contenders = {
+        "deepc, norm from the reduction": Deepc(shapes, False),
+        "deepc, norm pass": Deepc(shapes, True),
+        "torch": Torch(shapes, "torch"),
+        "torch, scale inside the step": Torch(shapes, "torch, scale inside the step"),
+    }
     try:
         contenders["DeepSpeed"] = Torch(shapes, "DeepSpeed")
         contenders["DeepSpeed, flat"] = DeepSpeedFlat(shapes)
@@ -148,13 +162,21 @@ def run(case: str, threads: int, count: int) -> None:
             walk_once()
             if r >= 0:
                 times[name].append(1e3 * (time.perf_counter() - started))
-    # The peers sum in fp32, whose error grows with the tensor (1 % on 39 M elements in one flat sum, measured); deepc sums in fp64.
+    # The peers sum in fp32, whose error grows with the tensor (1 % on 39 M elements in one flat sum, measured); deepc
+    # sums in fp64.
     truth = math.sqrt(sum(float(g.double().square().sum()) for g in source)) * UNIT
     if not all(math.isclose(n, truth, rel_tol=1e-6 if name.startswith("deepc") else 5e-2) for name, n in norms.items()):
         raise RuntimeError(f"the contenders disagree about the norm: {norms}")
     peers = [n for n in contenders if not n.startswith("deepc")]
     ours = {n: [peers] for n in contenders if n not in peers}
-    report("update", f"{case}, bf16 with fp32 masters, {threads} thread{'s' * (threads > 1)}", "ms", times, ours, limit=next(iter(walks), None))
+    report(
+        "update",
+        f"{case}, bf16 with fp32 masters, {threads} thread{'s' * (threads > 1)}",
+        "ms",
+        times,
+        ours,
+        limit=next(iter(walks), None),
+    )
 
 
 def main() -> int:

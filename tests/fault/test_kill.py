@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
-from ranks import run_ranks  # noqa: E402
+from ranks import run_ranks
 
 MARK = "DEEPC_TEST_MARK"
 

@@ -1,7 +1,8 @@
-"""Storms of faults against the collectives: ranks that die at any moment, and ranks that make other calls than the rest.
+"""Storms of faults against the collectives: ranks that die at any moment, and ranks that make other calls than the
+rest.
 
-The cases are made and judged by comm_fault.c, which has no torch in it and forks its ranks: tens of milliseconds a case. A failing case
-prints the seed that repeats it alone. Quick: 30 cases of each kind; full: 1000."""
+The cases are made and judged by comm_fault.c, which has no torch in it and forks its ranks: tens of milliseconds a
+case. A failing case prints the seed that repeats it alone. Quick: 30 cases of each kind; full: 1000."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from deepc._lib import library_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +25,36 @@ def comm_fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("there is no C compiler (cc)")
     out = tmp_path_factory.mktemp("storm") / "comm_fault"
     folder = library_dir().resolve()
-    subprocess.run([compiler, "-std=c17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}", "-o", str(out), str(ROOT / "tests/fault/comm_fault.c"),
-                    f"-L{folder}", f"-Wl,-rpath,{folder}", "-ldeepc"], check=True)
+    subprocess.run(
+        [
+            compiler,
+            "-std=c17",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-I{ROOT}",
+            "-o",
+            str(out),
+            str(ROOT / "tests/fault/comm_fault.c"),
+            f"-L{folder}",
+            f"-Wl,-rpath,{folder}",
+            "-ldeepc",
+        ],
+        check=True,
+    )
     return out
 
 
 def storm(program: Path, mode: str, seed: int, cases: int) -> dict:
     """Runs the cases and gives the summary; fails with the texts of the failing cases."""
-    done = subprocess.run([str(program), mode, str(seed), str(cases)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=560)
+    done = subprocess.run(
+        [str(program), mode, str(seed), str(cases)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=560,
+    )
     assert done.returncode == 0, done.stdout
     summary = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(summary))

@@ -1,27 +1,31 @@
-"""Random programs of torch.distributed calls, with what must come out of them. Owns the generator and the plain references; knows no
-backend.
+"""Random programs of torch.distributed calls, with what must come out of them. Owns the generator and the plain
+references; knows no backend.
 
-A case is (world, seed): everything about it follows from these two numbers, on every rank alike. It is a short program of calls on random
-sub-groups of the world. A Call knows its buffers before the call (`slots`), what must lie in them afterwards (`want`), how it is made
-(`launch`), and how exactly the answer is fixed (`compare`).
+A case is (world, seed): everything about it follows from these two numbers, on every rank alike. It is a short program
+of calls on random sub-groups of the world. A Call knows its buffers before the call (`slots`), what must lie in them
+afterwards (`want`), how it is made (`launch`), and how exactly the answer is fixed (`compare`).
 
 The rule by which answers are compared:
-  - movement (broadcast, gathers, scatters, all_to_all, messages) and everything that a call must leave alone: equal bits.
+  - movement (broadcast, gathers, scatters, all_to_all, messages) and everything that a call must leave alone: equal
+    bits.
   - integers and booleans: equal bits (booleans as truth values: Gloo's sum of two True is a byte of 2).
-  - sum, product, min, max of floats: equal to the reduction in rank order in fp32 (fp64 for fp64, real and imaginary part for complex),
-    rounded once. NaN stands for every NaN; min and max of +0 and -0 may be either.
+  - sum, product, min, max of floats: equal to the reduction in rank order in fp32 (fp64 for fp64, real and imaginary
+    part for complex), rounded once. NaN stands for every NaN; min and max of +0 and -0 may be either.
   - avg: within 1 ulp of the dtype of (that sum in the wide type) / ranks.
-  - premultiplied sum: within 1 ulp of the dtype, plus the rounding of the wide accumulation (ranks * 2^-24 or 2^-53 of the sum of the
-    magnitudes), of the fp64 reference.
-  - against Gloo, where it takes the call: equal bits on 1 and 2 ranks and for everything but float reductions on more; there both lie
-    within 2 * (ranks - 1) half ulps of the sum (product) of magnitudes of each other, because Gloo's order and roundings are its own.
-    Left out are elements where Gloo's own answer depends on its order or overflows on the way: NaN in min and max, non-finite ones."""
+  - premultiplied sum: within 1 ulp of the dtype, plus the rounding of the wide accumulation (ranks * 2^-24 or 2^-53 of
+    the sum of the magnitudes), of the fp64 reference.
+  - against Gloo, where it takes the call: equal bits on 1 and 2 ranks and for everything but float reductions on more;
+    there both lie within 2 * (ranks - 1) half ulps of the sum (product) of magnitudes of each other, because Gloo's
+    order and roundings are its own. Left out are elements where Gloo's own answer depends on its order or overflows on
+    the way: NaN in min and max, non-finite ones.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,15 +40,28 @@ GLOO_DTYPES = (*FLOATS, *INTS, torch.bool, *COMPLEX)
 MUST_MOVE = (*GLOO_DTYPES, torch.int16, *FP8)  # what deepc may not refuse to move
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL")
 _UNSIGNED = {torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
-_MANTISSA = {torch.float32: 24, torch.float64: 53, torch.bfloat16: 8, torch.float16: 11, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
-_LEAST = {torch.float32: -149, torch.float64: -1074, torch.bfloat16: -133, torch.float16: -24, torch.float8_e4m3fn: -9,
-          torch.float8_e5m2: -16}  # exponent of the smallest subnormal
+_MANTISSA = {
+    torch.float32: 24,
+    torch.float64: 53,
+    torch.bfloat16: 8,
+    torch.float16: 11,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 3,
+}
+_LEAST = {
+    torch.float32: -149,
+    torch.float64: -1074,
+    torch.bfloat16: -133,
+    torch.float16: -24,
+    torch.float8_e4m3fn: -9,
+    torch.float8_e5m2: -16,
+}  # exponent of the smallest subnormal
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------------------------------------
 def values(key: int, shape: Sequence[int], dtype: torch.dtype, style: str) -> torch.Tensor:
-    """Random contiguous tensor. style: "plain" (-2..2), "wide" (exponents all over, integers from the whole range) or "special" (plain with
-    some inf, NaN, -0, subnormals and largest values)."""
+    """Random contiguous tensor. style: "plain" (-2..2), "wide" (exponents all over, integers from the whole range) or
+    "special" (plain with some inf, NaN, -0, subnormals and largest values)."""
     g = torch.Generator().manual_seed(key)
     if dtype is torch.bool:
         return torch.rand(shape, generator=g) < 0.5
@@ -53,8 +70,10 @@ def values(key: int, shape: Sequence[int], dtype: torch.dtype, style: str) -> to
         return torch.complex(values(key, shape, part, "plain"), values(key + 1, shape, part, "plain"))
     if not dtype.is_floating_point:
         if style == "plain":
-            return torch.randint(0 if dtype is torch.uint8 or dtype in _UNSIGNED else -5, 6, shape, generator=g).to(dtype)
-        return torch.randint(-2**63, 2**63 - 1, shape, generator=g).to(dtype)
+            return torch.randint(0 if dtype is torch.uint8 or dtype in _UNSIGNED else -5, 6, shape, generator=g).to(
+                dtype
+            )
+        return torch.randint(-(2**63), 2**63 - 1, shape, generator=g).to(dtype)
     x = torch.rand(shape, generator=g, dtype=torch.float64) * 4 - 2
     if style == "wide":
         span = {torch.float16: 6, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}.get(dtype, 30)
@@ -62,7 +81,9 @@ def values(key: int, shape: Sequence[int], dtype: torch.dtype, style: str) -> to
     x = x.to(dtype)
     if style == "special" and dtype not in FP8:
         info = torch.finfo(dtype)
-        odd = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 0.0, info.tiny / 4, -info.tiny / 2, info.max, -info.max], dtype=dtype)
+        odd = torch.tensor(
+            [math.inf, -math.inf, math.nan, -0.0, 0.0, info.tiny / 4, -info.tiny / 2, info.max, -info.max], dtype=dtype
+        )
         pick = torch.randint(len(odd), shape, generator=g)
         x = torch.where(torch.rand(shape, generator=g) < 0.3, odd[pick], x)
     return x
@@ -71,7 +92,11 @@ def values(key: int, shape: Sequence[int], dtype: torch.dtype, style: str) -> to
 def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """What lies in outputs before the call, and around strided views."""
     n = math.prod(shape)
-    return torch.full((n * dtype.itemsize,), 0 if dtype is torch.bool else 0x5A, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    return (
+        torch.full((n * dtype.itemsize,), 0 if dtype is torch.bool else 0x5A, dtype=torch.uint8)
+        .view(dtype)
+        .view(tuple(shape))
+    )
 
 
 def as_bits(t: torch.Tensor) -> torch.Tensor:
@@ -81,17 +106,17 @@ def as_bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
-# ---- places ---------------------------------------------------------------------------------------------------------------------
+# ---- places ----------------------------------------------------------------------------------------------------------
 LAYOUTS = ("dense", "offset", "strided", "permuted", "negated", "expanded")  # expanded: inputs only
 
 
 def place(value: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(base, view): `value` laid into memory of a larger or permuted base. "expanded": one row, repeated with stride 0. "negated": the
-    imaginary part of a conjugate, which torch keeps as a view with a flag."""
+    """(base, view): `value` laid into memory of a larger or permuted base. "expanded": one row, repeated with stride 0.
+    "negated": the imaginary part of a conjugate, which torch keeps as a view with a flag."""
     shape, dtype = tuple(value.shape), value.dtype
     if layout == "offset":
         base = blank((value.numel() + 7,), dtype)
-        view = base[3: 3 + value.numel()].view(shape)
+        view = base[3 : 3 + value.numel()].view(shape)
     elif layout == "strided" and shape:
         base = blank((*shape[:-1], 2 * shape[-1] + 1), dtype)
         view = base[..., 1::2]
@@ -112,8 +137,8 @@ def place(value: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class Slot(NamedTuple):
-    """Buffers of one call on one rank. role: "in" (must not change), "out", "inout". how: separate, "flat" or "reversed" (views of one
-    buffer in order or in reverse). layout: of each where separate."""
+    """Buffers of one call on one rank. role: "in" (must not change), "out", "inout". how: separate, "flat" or
+    "reversed" (views of one buffer in order or in reverse). layout: of each where separate."""
 
     role: str
     tensors: list[torch.Tensor]
@@ -131,7 +156,7 @@ class Placed:
             flat = torch.cat([t.reshape(-1) for t in (slot.tensors if slot.how == "flat" else slot.tensors[::-1])])
             at, views = 0, []
             for t in slot.tensors if slot.how == "flat" else slot.tensors[::-1]:
-                views.append(flat[at: at + t.numel()].view(t.shape))
+                views.append(flat[at : at + t.numel()].view(t.shape))
                 at += t.numel()
             self.views = views if slot.how == "flat" else views[::-1]
             return
@@ -141,23 +166,27 @@ class Placed:
             self.views.append(view)
 
     def spilled(self) -> str:
-        """"" or that memory around a view has changed."""
+        """ "" or that memory around a view has changed."""
         for base, view in zip(self.bases, self.views):
             if base is view:
                 continue
             again, _ = place(view.detach().clone(), self.slot.layout)
             if not torch.equal(as_bits(base), as_bits(again)):
-                return f"memory around a {self.slot.layout} {self.slot.role} tensor of shape {tuple(view.shape)} was written"
+                return (
+                    f"memory around a {self.slot.layout} {self.slot.role} tensor of shape {tuple(view.shape)} was"
+                    " written"
+                )
         return ""
 
 
-# ---- references -----------------------------------------------------------------------------------------------------------------
+# ---- references ------------------------------------------------------------------------------------------------------
 def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16, *FP8) else dtype
 
 
 def reduce_reference(parts: Sequence[torch.Tensor], op: str, factor: float) -> torch.Tensor:
-    """In rank order in the wide type; avg and the premultiplied sum stay wide (fp64). All others are rounded once to the dtype."""
+    """In rank order in the wide type; avg and the premultiplied sum stay wide (fp64). All others are rounded once to
+    the dtype."""
     dtype = parts[0].dtype
     if dtype.is_complex:
         return torch.view_as_complex(reduce_reference([torch.view_as_real(p) for p in parts], op, factor).contiguous())
@@ -167,8 +196,17 @@ def reduce_reference(parts: Sequence[torch.Tensor], op: str, factor: float) -> t
     wide = torch.int64 if small < 64 else torch.float64 if op == "PREMUL" else wide_of(dtype)
     if dtype is torch.uint64:
         wide = torch.int64
-    fn = {"SUM": torch.add, "AVG": torch.add, "PREMUL": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
-          "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+    fn = {
+        "SUM": torch.add,
+        "AVG": torch.add,
+        "PREMUL": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }[op]
     scale = factor if op == "PREMUL" else 1
     acc = parts[0].to(wide) * scale if op == "PREMUL" else parts[0].to(wide)
     for p in parts[1:]:
@@ -203,11 +241,14 @@ def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _first(wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor, what: str) -> str:
     at = wrong.nonzero()[0].tolist()
-    return f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, first at {tuple(at)}: {got[tuple(at)]} for {want[tuple(at)]}"
+    return (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, first at {tuple(at)}: {got[tuple(at)]} for"
+        f" {want[tuple(at)]}"
+    )
 
 
 def differs(got: torch.Tensor, want: torch.Tensor, what: str, *, zeros: bool = False) -> str:
-    """"" or where they differ. Equal bits, but any NaN for any NaN, truth values, and (zeros) +0 for -0."""
+    """ "" or where they differ. Equal bits, but any NaN for any NaN, truth values, and (zeros) +0 for -0."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"{what}: {got.dtype} {tuple(got.shape)} for {want.dtype} {tuple(want.shape)}"
     if got.is_complex():
@@ -228,23 +269,26 @@ def differs(got: torch.Tensor, want: torch.Tensor, what: str, *, zeros: bool = F
 
 
 def outside(got: torch.Tensor, want: torch.Tensor, margin: torch.Tensor, what: str) -> str:
-    """"" or where |got - want| > margin (fp64). Non-finite wants must be met as they are after rounding to got's dtype."""
+    """ "" or where |got - want| > margin (fp64). Non-finite wants must be met as they are after rounding to got's
+    dtype."""
     g = got.to(torch.float64)
     rounded = want.to(got.dtype).to(torch.float64)
     finite = rounded.isfinite() & want.isfinite()
     near = (g - want).abs() <= margin
     # where the reference lies within 1 ulp of overflow either answer is fine
     edge = g.isinf() & finite & (want.abs() + margin >= torch.finfo(got.dtype).max)
-    wrong = torch.where(finite, ~(near | edge), ~((g == rounded) | (g.isnan() & rounded.isnan()) | (~rounded.isfinite() & near)))
+    wrong = torch.where(
+        finite, ~(near | edge), ~((g == rounded) | (g.isnan() & rounded.isnan()) | (~rounded.isfinite() & near))
+    )
     return _first(wrong, got, want, what) if wrong.any() else ""
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 class Call:
     """One call. Ranks here are group ranks; `members` are the global ranks of the group."""
 
     counters: tuple[str, ...] = ()  # of the C core: one of them rises by at least 1
-    may_block = True                # has a blocking and a non-blocking form
+    may_block = True  # has a blocking and a non-blocking form
     reduces = False
     object_like = False
 
@@ -265,7 +309,9 @@ class Call:
         self.root = rng.randrange(self.n)
         self.by_group_rank = rng.random() < 0.5
         self.layouts = [rng.choices(LAYOUTS, (14, 2, 2, 2, 1, 1))[0] for _ in members]
-        self.grad = rng.random() < 0.1 and (self.dtype.is_floating_point or self.dtype.is_complex)  # tensors that require a gradient
+        self.grad = rng.random() < 0.1 and (
+            self.dtype.is_floating_point or self.dtype.is_complex
+        )  # tensors that require a gradient
         self.how = rng.choice(("separate", "separate", "flat", "reversed"))
         self.setup(rng)
 
@@ -290,7 +336,11 @@ class Call:
         dims = rng.choices(range(5), (1, 6, 5, 3, 1))[0]
         dims = max(dims, least_dims)
         if rng.random() < 0.02:  # spans chunks of the default group's 512 KiB and of sub-groups' 256 KiB
-            return (rng.randrange(300_000, 1_500_000) // self.dtype.itemsize,) if dims < 2 else (rng.randrange(3, 7), 40_001)
+            return (
+                (rng.randrange(300_000, 1_500_000) // self.dtype.itemsize,)
+                if dims < 2
+                else (rng.randrange(3, 7), 40_001)
+            )
         small = (0, 1, 1, 2, 3, 4, 5, 7, 8, 16, 17, 33)
         shape = tuple(rng.choice(small) for _ in range(dims))
         if dims == 1 and rng.random() < 0.4:
@@ -332,8 +382,10 @@ class Call:
 
     def __str__(self) -> str:
         op = f" {self.op}" if self.op else ""
-        return (f"{type(self).__name__}{op} {self.dtype} {self.style} root {self.root} on ranks {self.members} layouts {self.layouts} "
-                f"{self.how} {'with gradients ' if self.grad else ''}{self.detail()}")
+        return (
+            f"{type(self).__name__}{op} {self.dtype} {self.style} root {self.root} on ranks {self.members} layouts"
+            f" {self.layouts} {self.how} {'with gradients ' if self.grad else ''}{self.detail()}"
+        )
 
     def detail(self) -> str:
         return str(getattr(self, "dims", getattr(self, "dims_list", "")))
@@ -344,7 +396,9 @@ class Call:
         want = reduce_reference(parts, self.op, self.factor)
         if self.dtype.is_complex:
             got, want, parts = torch.view_as_real(got), torch.view_as_real(want), [torch.view_as_real(p) for p in parts]
-        if self.op == "AVG" and not got.dtype.is_floating_point:  # integers: only if deepc takes them; truncated as integers divide
+        if (
+            self.op == "AVG" and not got.dtype.is_floating_point
+        ):  # integers: only if deepc takes them; truncated as integers divide
             return differs(got, torch.trunc(want).to(got.dtype), what)
         if self.op == "AVG":
             return outside(got, want, ulp(want, got.dtype), what)
@@ -352,7 +406,9 @@ class Call:
             return differs(got, want.to(got.dtype), what)
         if self.op == "PREMUL":
             magnitude = sum((p.to(torch.float64) * self.factor).abs() for p in parts)
-            return outside(got, want, ulp(want, got.dtype) + len(parts) * 2.0 ** -_MANTISSA[wide_of(got.dtype)] * magnitude, what)
+            return outside(
+                got, want, ulp(want, got.dtype) + len(parts) * 2.0 ** -_MANTISSA[wide_of(got.dtype)] * magnitude, what
+            )
         return differs(got, want, what, zeros=self.op in ("MIN", "MAX"))
 
     def as_gloo(self, got: torch.Tensor, gloo: torch.Tensor, parts: Sequence[torch.Tensor], what: str) -> str:
@@ -380,7 +436,7 @@ class Call:
         return _first(wrong, got, gloo, what) if wrong.any() else ""
 
     def check(self, r: int, placed: list[Placed], gloo: list[Placed] | None) -> str:
-        """"" or what is wrong with what this rank got."""
+        """ "" or what is wrong with what this rank got."""
         for i, (here, want) in enumerate(zip(placed, self.want(r))):
             if bad := here.spilled():
                 return bad
@@ -481,8 +537,10 @@ class AllGather(Call):
         self.dims = self.shape(rng)
 
     def slots(self, r):
-        return [Slot("in", [self.value(r, self.dims)], self.layout(r)),
-                Slot("out", [blank(self.dims, self.dtype) for _ in range(self.n)], self.layout(r, True), self.how)]
+        return [
+            Slot("in", [self.value(r, self.dims)], self.layout(r)),
+            Slot("out", [blank(self.dims, self.dtype) for _ in range(self.n)], self.layout(r, True), self.how),
+        ]
 
     def want(self, r):
         return [None, [self.value(q, self.dims) for q in range(self.n)]]
@@ -498,15 +556,19 @@ class AllGatherCoalesced(Call):
         self.dims_list = [self.shape(rng) for _ in range(rng.randrange(1, 4))]
 
     def slots(self, r):
-        return [Slot("in", [self.value(r, s, j) for j, s in enumerate(self.dims_list)], self.layout(r)),
-                Slot("out", [blank(s, self.dtype) for _ in range(self.n) for s in self.dims_list], self.layout(r, True))]
+        return [
+            Slot("in", [self.value(r, s, j) for j, s in enumerate(self.dims_list)], self.layout(r)),
+            Slot("out", [blank(s, self.dtype) for _ in range(self.n) for s in self.dims_list], self.layout(r, True)),
+        ]
 
     def want(self, r):
         return [None, [self.value(q, s, j) for q in range(self.n) for j, s in enumerate(self.dims_list)]]
 
     def launch(self, group, r, views, later):
         k = len(self.dims_list)  # Gloo's order: output_lists[rank][input]
-        return dist.all_gather_coalesced([views[1][q * k:(q + 1) * k] for q in range(self.n)], views[0], group=group, async_op=later)
+        return dist.all_gather_coalesced(
+            [views[1][q * k : (q + 1) * k] for q in range(self.n)], views[0], group=group, async_op=later
+        )
 
 
 def _name(new: str, old: str):
@@ -529,8 +591,10 @@ class AllGatherTensor(Call):
             out = blank((self.n, *self.dims), self.dtype)
             out[r].copy_(self.value(r, self.dims))
             return [Slot("inout", [out.view(self.out_shape())])]
-        return [Slot("in", [self.value(r, self.dims)], self.layout(r)),
-                Slot("out", [blank(self.out_shape(), self.dtype)], self.layout(r, True))]
+        return [
+            Slot("in", [self.value(r, self.dims)], self.layout(r)),
+            Slot("out", [blank(self.out_shape(), self.dtype)], self.layout(r, True)),
+        ]
 
     def want(self, r):
         out = torch.stack([self.value(q, self.dims) for q in range(self.n)]).view(self.out_shape())
@@ -556,8 +620,10 @@ class AllGatherTensorCoalesced(Call):
         self.dims_list = [self.shape(rng, 1) for _ in range(rng.randrange(1, 4))]
 
     def slots(self, r):
-        return [Slot("in", [self.value(r, s, j) for j, s in enumerate(self.dims_list)], self.layout(r)),
-                Slot("out", [blank((self.n * s[0], *s[1:]), self.dtype) for s in self.dims_list], self.layout(r, True))]
+        return [
+            Slot("in", [self.value(r, s, j) for j, s in enumerate(self.dims_list)], self.layout(r)),
+            Slot("out", [blank((self.n * s[0], *s[1:]), self.dtype) for s in self.dims_list], self.layout(r, True)),
+        ]
 
     def want(self, r):
         return [None, [torch.cat([self.value(q, s, j) for q in range(self.n)]) for j, s in enumerate(self.dims_list)]]
@@ -577,7 +643,10 @@ class Gather(Call):
 
     def slots(self, r):
         out = [blank(self.dims, self.dtype) for _ in range(self.n)] if r == self.root else []
-        return [Slot("in", [self.value(r, self.dims)], self.layout(r)), Slot("out", out, self.layout(r, True), self.how)]
+        return [
+            Slot("in", [self.value(r, self.dims)], self.layout(r)),
+            Slot("out", out, self.layout(r, True), self.how),
+        ]
 
     def want(self, r):
         return [None, [self.value(q, self.dims) for q in range(self.n)]]
@@ -586,7 +655,13 @@ class Gather(Call):
         return gloo_takes(self.dtype, kind="gather")
 
     def launch(self, group, r, views, later):
-        return dist.gather(views[0][0], views[1] if r == self.root else None, group=group, async_op=later, **self.peer(self.root, "dst"))
+        return dist.gather(
+            views[0][0],
+            views[1] if r == self.root else None,
+            group=group,
+            async_op=later,
+            **self.peer(self.root, "dst"),
+        )
 
 
 class Scatter(Call):
@@ -597,13 +672,22 @@ class Scatter(Call):
 
     def slots(self, r):
         parts = [self.value(self.root, self.dims, j) for j in range(self.n)] if r == self.root else []
-        return [Slot("in", parts, self.layout(r), self.how), Slot("out", [blank(self.dims, self.dtype)], self.layout(r, True))]
+        return [
+            Slot("in", parts, self.layout(r), self.how),
+            Slot("out", [blank(self.dims, self.dtype)], self.layout(r, True)),
+        ]
 
     def want(self, r):
         return [None, [self.value(self.root, self.dims, r)]]
 
     def launch(self, group, r, views, later):
-        return dist.scatter(views[1][0], views[0] if r == self.root else None, group=group, async_op=later, **self.peer(self.root, "src"))
+        return dist.scatter(
+            views[1][0],
+            views[0] if r == self.root else None,
+            group=group,
+            async_op=later,
+            **self.peer(self.root, "src"),
+        )
 
 
 class ReduceScatter(Call):
@@ -613,8 +697,10 @@ class ReduceScatter(Call):
         self.dims = self.shape(rng)
 
     def slots(self, r):
-        return [Slot("in", [self.value(r, self.dims, j) for j in range(self.n)], self.layout(r), self.how),
-                Slot("out", [blank(self.dims, self.dtype)], self.layout(r, True))]
+        return [
+            Slot("in", [self.value(r, self.dims, j) for j in range(self.n)], self.layout(r), self.how),
+            Slot("out", [blank(self.dims, self.dtype)], self.layout(r, True)),
+        ]
 
     def want(self, r):
         return [None, [[self.value(q, self.dims, r) for q in range(self.n)]]]
@@ -637,8 +723,10 @@ class ReduceScatterTensor(Call):
     def slots(self, r):
         if self.in_place:
             return [Slot("inout", [self.whole(r)])]
-        return [Slot("in", [self.whole(r)], "dense" if self.layout(r) == "expanded" else self.layout(r)),
-                Slot("out", [blank(self.dims, self.dtype)], self.layout(r, True))]
+        return [
+            Slot("in", [self.whole(r)], "dense" if self.layout(r) == "expanded" else self.layout(r)),
+            Slot("out", [blank(self.dims, self.dtype)], self.layout(r, True)),
+        ]
 
     def want(self, r):
         parts = [self.value(q, self.dims, r) for q in range(self.n)]
@@ -660,7 +748,9 @@ class ReduceScatterTensor(Call):
 
     def launch(self, group, r, views, later):
         out, whole = (views[0][0][r], views[0][0]) if self.in_place else (views[1][0], views[0][0])
-        return _name("reduce_scatter_single", "reduce_scatter_tensor")(out, whole, self.redop(), group=group, async_op=later)
+        return _name("reduce_scatter_single", "reduce_scatter_tensor")(
+            out, whole, self.redop(), group=group, async_op=later
+        )
 
 
 class ReduceScatterTensorCoalesced(Call):
@@ -675,8 +765,10 @@ class ReduceScatterTensorCoalesced(Call):
     def slots(self, r):
         every = range(len(self.dims_list))
         layout = "dense" if self.layout(r) == "expanded" else self.layout(r)
-        return [Slot("in", [torch.cat([self.part(r, i, j) for j in range(self.n)]) for i in every], layout),
-                Slot("out", [blank(s, self.dtype) for s in self.dims_list], self.layout(r, True))]
+        return [
+            Slot("in", [torch.cat([self.part(r, i, j) for j in range(self.n)]) for i in every], layout),
+            Slot("out", [blank(s, self.dtype) for s in self.dims_list], self.layout(r, True)),
+        ]
 
     def want(self, r):
         return [None, [[self.part(q, i, r) for q in range(self.n)] for i in range(len(self.dims_list))]]
@@ -710,8 +802,10 @@ class AllToAllSingle(Call):
     def slots(self, r):
         layout = self.layout(r, True)
         got = sum(self.rows[i][r] for i in range(self.n))
-        return [Slot("in", [torch.cat([self.block(r, j) for j in range(self.n)])], layout),
-                Slot("out", [blank((got, *self.tail), self.dtype)], layout)]
+        return [
+            Slot("in", [torch.cat([self.block(r, j) for j in range(self.n)])], layout),
+            Slot("out", [blank((got, *self.tail), self.dtype)], layout),
+        ]
 
     def want(self, r):
         return [None, [torch.cat([self.block(i, r) for i in range(self.n)])]]
@@ -736,8 +830,10 @@ class AllToAll(Call):
 
     def slots(self, r):
         layout = self.layout(r, True)
-        return [Slot("in", [self.block(r, j) for j in range(self.n)], layout, self.how),
-                Slot("out", [blank(self.dims_list[i][r], self.dtype) for i in range(self.n)], layout, self.how)]
+        return [
+            Slot("in", [self.block(r, j) for j in range(self.n)], layout, self.how),
+            Slot("out", [blank(self.dims_list[i][r], self.dtype) for i in range(self.n)], layout, self.how),
+        ]
 
     def want(self, r):
         return [None, [self.block(i, r) for i in range(self.n)]]
@@ -769,7 +865,8 @@ class Barrier(Call):
 
 
 class Messages(Call):
-    """A few messages (a, b, tag): blocking ones in one order for all, or non-blocking, or as a batch; ring and all pairs among them."""
+    """A few messages (a, b, tag): blocking ones in one order for all, or non-blocking, or as a batch; ring and all
+    pairs among them."""
 
     counters = ("coll_send", "coll_recv", "p2p_sends", "p2p_recvs", "p2p_send", "p2p_recv")
 
@@ -780,11 +877,20 @@ class Messages(Call):
         chosen = ring if self.form == "ring" else [rng.choice(pairs) for _ in range(rng.randrange(1, 6))]
         self.base_tag = 100 * self.index + rng.randrange(100)
         same_tag = rng.random() < 0.5
-        self.messages = [(a, b, self.base_tag if same_tag else self.base_tag + 1 + i, self.shape(rng)) for i, (a, b) in enumerate(chosen)]
+        self.messages = [
+            (a, b, self.base_tag if same_tag else self.base_tag + 1 + i, self.shape(rng))
+            for i, (a, b) in enumerate(chosen)
+        ]
         self.any_source = self.form == "blocking" and rng.random() < 0.3
         # non-blocking ones with tags of their own may be started in any order
-        self.orders = [rng.sample(range(len(chosen)), len(chosen)) if self.form != "blocking" and not same_tag else list(range(len(chosen)))
-                       for _ in self.members]
+        self.orders = [
+            (
+                rng.sample(range(len(chosen)), len(chosen))
+                if self.form != "blocking" and not same_tag
+                else list(range(len(chosen)))
+            )
+            for _ in self.members
+        ]
 
     def mine(self, r):
         return [i for i in self.orders[r] if r in self.messages[i][:2]]
@@ -795,14 +901,22 @@ class Messages(Call):
 
     def slots(self, r):
         layout = self.layout(r, True)
-        return [Slot("in", [self.load(i)], layout) if self.messages[i][0] == r
-                else Slot("out", [blank(self.messages[i][3], self.dtype)], layout) for i in self.mine(r)]
+        return [
+            (
+                Slot("in", [self.load(i)], layout)
+                if self.messages[i][0] == r
+                else Slot("out", [blank(self.messages[i][3], self.dtype)], layout)
+            )
+            for i in self.mine(r)
+        ]
 
     def want(self, r):
         return [None if self.messages[i][0] == r else [self.load(i)] for i in self.mine(r)]
 
     def gloo(self):
-        return not self.any_source or all(math.prod(m[3]) for m in self.messages)  # Gloo has no empty message from anyone
+        return not self.any_source or all(
+            math.prod(m[3]) for m in self.messages
+        )  # Gloo has no empty message from anyone
 
     def refusable(self):
         return self.dtype not in MUST_MOVE
@@ -822,7 +936,9 @@ class Messages(Call):
                 # from anyone only where nobody else could have sent: messages of one tag come from several ranks
                 anyone = self.any_source and len({m[0] for m in self.messages if m[2] == tag}) == 1
                 source = dist.recv(t, group=group, tag=tag, **({} if anyone else peer))
-                assert source == self.members[other], f"recv says that the message came from rank {source}, expected {self.members[other]}"
+                assert source == self.members[other], (
+                    f"recv says that the message came from rank {source}, expected {self.members[other]}"
+                )
             else:
                 works.append((dist.isend if send else dist.irecv)(t, group=group, tag=tag, **peer))
         if ops:
@@ -839,17 +955,32 @@ class Messages(Call):
 
 def _objects(key: int, count: int) -> list[Any]:
     rng = random.Random(key)
-    kinds = [lambda: None, lambda: rng.randrange(10**9), lambda: "s" * rng.randrange(1000),
-             lambda: {"a": [rng.random()], rng.randrange(9): ()}, lambda: bytes(rng.randrange(100_000)),
-             lambda: [rng.randrange(100) for _ in range(rng.randrange(300))]]
+    kinds = [
+        lambda: None,
+        lambda: rng.randrange(10**9),
+        lambda: "s" * rng.randrange(1000),
+        lambda: {"a": [rng.random()], rng.randrange(9): ()},
+        lambda: bytes(rng.randrange(100_000)),
+        lambda: [rng.randrange(100) for _ in range(rng.randrange(300))],
+    ]
     return [rng.choice(kinds)() for _ in range(count)]
 
 
 class Objects(Call):
     """Object collectives; every rank's object has a size of its own. Answers are compared in launch."""
 
-    counters = ("coll_all_gather", "coll_broadcast", "coll_gather", "coll_scatter", "coll_send", "coll_recv", "p2p_sends", "p2p_recvs",
-                "p2p_send", "p2p_recv")
+    counters = (
+        "coll_all_gather",
+        "coll_broadcast",
+        "coll_gather",
+        "coll_scatter",
+        "coll_send",
+        "coll_recv",
+        "p2p_sends",
+        "p2p_recvs",
+        "p2p_send",
+        "p2p_recv",
+    )
     object_like = True
 
     def setup(self, rng):
@@ -880,7 +1011,9 @@ class Objects(Call):
             want = [e[0] for e in each] if r == self.root else None
         elif self.form == "scatter":
             got = [None]
-            dist.scatter_object_list(got, each[r] if r == self.root else None, group=group, **self.peer(self.root, "src"))
+            dist.scatter_object_list(
+                got, each[r] if r == self.root else None, group=group, **self.peer(self.root, "src")
+            )
             want = [each[self.root][r]]
         elif self.form == "broadcast":
             want = _objects(self.key, self.count)
@@ -904,8 +1037,26 @@ class Objects(Call):
         return self.form
 
 
-KINDS = (AllReduce, AllReduceCoalesced, Reduce, Broadcast, AllGather, AllGatherCoalesced, AllGatherTensor, AllGatherTensorCoalesced, Gather,
-         Scatter, ReduceScatter, ReduceScatterTensor, ReduceScatterTensorCoalesced, AllToAllSingle, AllToAll, Barrier, Messages, Objects)
+KINDS = (
+    AllReduce,
+    AllReduceCoalesced,
+    Reduce,
+    Broadcast,
+    AllGather,
+    AllGatherCoalesced,
+    AllGatherTensor,
+    AllGatherTensorCoalesced,
+    Gather,
+    Scatter,
+    ReduceScatter,
+    ReduceScatterTensor,
+    ReduceScatterTensorCoalesced,
+    AllToAllSingle,
+    AllToAll,
+    Barrier,
+    Messages,
+    Objects,
+)
 KIND_WEIGHTS = (16, 6, 7, 7, 6, 3, 7, 4, 6, 6, 6, 7, 4, 9, 6, 4, 14, 5)
 
 
@@ -924,7 +1075,9 @@ class Case:
             weights = [w for k, w in zip(KINDS, KIND_WEIGHTS) if k in kinds]
             kind = rng.choices(kinds, weights)[0]
             self.calls.append(kind(rng, members, rng.randrange(2**40), index))
-        if any(c.refusable() or c.hopeless() for c in self.calls):  # alone: all ranks then compare whether it was refused
+        if any(
+            c.refusable() or c.hopeless() for c in self.calls
+        ):  # alone: all ranks then compare whether it was refused
             self.calls = [next(c for c in self.calls if c.refusable() or c.hopeless())]
 
     def local(self, rank: int) -> random.Random:

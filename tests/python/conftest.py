@@ -10,7 +10,15 @@ import types
 import pytest
 
 # A launcher around pytest must not look like one around the tests.
-for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
+for _name in (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE",
+):
     os.environ.pop(_name, None)
 
 
@@ -31,22 +39,22 @@ def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Tests that are not of the GPU class run on the CPU, also where there is a GPU (initialize would take it)."""
     if request.node.get_closest_marker("gpu") is None:
         import torch
-
         from deepc import comm
 
         monkeypatch.setattr(comm, "default_device", lambda: torch.device("cpu"))
 
 
 class _Anything:
-    """Stands for every strategy of a hypothesis that is not installed: calls, attributes and operators give it again."""
+    """Stands for every strategy of a hypothesis that is not installed: calls, attributes and operators give it
+    again."""
 
-    def __call__(self, *_: object, **__: object) -> "_Anything":
+    def __call__(self, *_: object, **__: object) -> _Anything:
         return self
 
-    def __getattr__(self, _: str) -> "_Anything":
+    def __getattr__(self, _: str) -> _Anything:
         return self
 
-    def __or__(self, _: object) -> "_Anything":
+    def __or__(self, _: object) -> _Anything:
         return self
 
 

@@ -18,16 +18,25 @@ KEYS = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
 
 def use(library: str) -> None:
     """Makes `import deepspeed` give `library`, before anything of Hugging Face is imported."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", ACCELERATE_LOG_LEVEL="error")
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_VERBOSITY="error",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
+        ACCELERATE_LOG_LEVEL="error",
+    )
     if library == "deepc":
         importlib.import_module("deepc.compat.deepspeed")
         return
     importlib.import_module("deepspeed")
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would be compiled here, and only changes how sums travel
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
+        None
+    )  # it would be compiled here, and only changes how sums travel
     state = importlib.import_module("accelerate.state").PartialState
     choose = state._prepare_backend
     # Accelerate takes CPU ranks for worlds of one each; deepc.compat answers for it, a real DeepSpeed does not.
-    state._prepare_backend = lambda self, *args, **kwargs: (lambda found: (found[0] or "gloo", found[1]))(choose(self, *args, **kwargs))
+    state._prepare_backend = lambda self, *args, **kwargs: (lambda found: (found[0] or "gloo", found[1]))(
+        choose(self, *args, **kwargs)
+    )
 
 
 def example(name: str = "trainer") -> Any:
@@ -37,18 +46,35 @@ def example(name: str = "trainer") -> Any:
     return module
 
 
-def ds_config(stage: int, warmup: str = "linear", *, scheduler: str = "WarmupDecayLR", optimizer: bool = True, **more: Any) -> dict[str, Any]:
+def ds_config(
+    stage: int, warmup: str = "linear", *, scheduler: str = "WarmupDecayLR", optimizer: bool = True, **more: Any
+) -> dict[str, Any]:
     """A configuration as Trainer's documentation has it: everything that TrainingArguments know is "auto"."""
     out: dict[str, Any] = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
-                              "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True, **more.pop("zero", {})},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+            **more.pop("zero", {}),
+        },
         **more,
     }
     if optimizer:
-        out["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}}
+        out["optimizer"] = {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+        }
         params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": warmup}
-        out["scheduler"] = {"type": scheduler, "params": {**params, **({"total_num_steps": "auto"} if scheduler == "WarmupDecayLR" else {})}}
+        out["scheduler"] = {
+            "type": scheduler,
+            "params": {**params, **({"total_num_steps": "auto"} if scheduler == "WarmupDecayLR" else {})},
+        }
     return out
 
 
@@ -61,9 +87,23 @@ def arguments(folder: str, config: str | dict, **more: Any) -> list[str]:
         path = Path(folder, f"ds_config.{os.environ['RANK']}.json")
         path.write_text(json.dumps(config))
         config = str(path)
-    options = {"deepspeed": config, "output_dir": folder, "max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3,
-               "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "warmup_steps": 3, "learning_rate": 3e-3, "weight_decay": 0.1,
-               "report_to": "none", "disable_tqdm": True, **more}
+    options = {
+        "deepspeed": config,
+        "output_dir": folder,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "warmup_steps": 3,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **more,
+    }
     return [text for key, value in options.items() for text in (f"--{key}", str(value))]
 
 
@@ -72,8 +112,8 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def train(rank: int, world: int, library: str, folder: str, cases: list[tuple[str, dict, dict]]) -> dict[str, Any]:
-    """Runs the example for every case (name, configuration, arguments), then again from its checkpoint of step 3. By case: both histories, and the
-    sum of the saved model's weights."""
+    """Runs the example for every case (name, configuration, arguments), then again from its checkpoint of step 3. By
+    case: both histories, and the sum of the saved model's weights."""
     use(library)
     script, out = example(), {}
     for name, config, more in cases:
@@ -92,15 +132,21 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "model.safetensors"))
 
 
-# ---- what else Trainer does --------------------------------------------------------------------------------------------------
+# ---- what else Trainer does ------------------------------------------------------------------------------------------
 def features(rank: int, world: int, folder: str) -> dict[str, Any]:
     """By feature: True, or what went wrong."""
     import traceback
 
     use("deepc")
     out: dict[str, Any] = {}
-    for name, check in (("seq2seq", _seq2seq), ("lora", _lora), ("recompute", _recompute), ("offload", _offload),
-                        ("own optimizer", _own_optimizer), ("evaluate only", _evaluate_only)):
+    for name, check in (
+        ("seq2seq", _seq2seq),
+        ("lora", _lora),
+        ("recompute", _recompute),
+        ("offload", _offload),
+        ("own optimizer", _own_optimizer),
+        ("evaluate only", _evaluate_only),
+    ):
         try:
             out[name] = check(f"{folder}/{name.replace(' ', '-')}")
         except Exception:
@@ -116,19 +162,44 @@ def _falls(trainer: Any) -> bool:
 
 def _seq2seq(folder: str) -> bool:
     """T5 from_pretrained under zero.Init (stage 3), generate in evaluation, whole weights saved and loadable."""
-    from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
-
     import torch.distributed as dist
+    from transformers import (
+        AutoModelForSeq2SeqLM,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
-    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     if dist.get_rank() == 0:
         torch.manual_seed(5)
         T5ForConditionalGeneration(config).save_pretrained(folder + "/start")
     dist.barrier()
     start = weights(folder + "/start")
-    options = dict(output_dir=folder, max_steps=4, logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none", disable_tqdm=True,
-                   save_strategy="no")
-    args = Seq2SeqTrainingArguments(**options, deepspeed=ds_config(3), predict_with_generate=True, eval_strategy="steps", eval_steps=4)
+    options = dict(
+        output_dir=folder,
+        max_steps=4,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    args = Seq2SeqTrainingArguments(
+        **options, deepspeed=ds_config(3), predict_with_generate=True, eval_strategy="steps", eval_steps=4
+    )
     model = AutoModelForSeq2SeqLM.from_pretrained(folder + "/start")
     if not all(hasattr(p, "ds_id") for p in model.parameters()):
         return "not built under zero.Init"
@@ -137,8 +208,13 @@ def _seq2seq(folder: str) -> bool:
             return f"{name} differs after from_pretrained"
     data = [{"input_ids": torch.arange(2, 10) + i % 40, "labels": torch.arange(3, 7) + i % 40} for i in range(64)]
     seen: list[tuple] = []
-    trainer = Seq2SeqTrainer(model=model, args=args, train_dataset=data, eval_dataset=data[:16],
-                             compute_metrics=lambda p: seen.append(p.predictions.shape) or {"rows": len(p.predictions)})
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:16],
+        compute_metrics=lambda p: seen.append(p.predictions.shape) or {"rows": len(p.predictions)},
+    )
     trainer.train()
     trainer.save_model(folder + "/end")
     dist.barrier()  # rank 0 writes
@@ -154,14 +230,29 @@ def _gpt2(folder: str, config: dict, model: Any = None, **more: Any) -> Any:
     from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
 
     script = example()
-    options = {"output_dir": folder, "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": "none",
-               "disable_tqdm": True, "save_strategy": "no", **more}
+    options = {
+        "output_dir": folder,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **more,
+    }
     args = TrainingArguments(deepspeed=config, **options)
     torch.manual_seed(3)
     if model is None:
-        model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63))
-    trainer = Trainer(model=model() if callable(model) and not isinstance(model, torch.nn.Module) else model, args=args,
-                      train_dataset=script.Sequences(64), eval_dataset=script.Sequences(16, seed=1))
+        model = AutoModelForCausalLM.from_config(
+            GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63)
+        )
+    trainer = Trainer(
+        model=model() if callable(model) and not isinstance(model, torch.nn.Module) else model,
+        args=args,
+        train_dataset=script.Sequences(64),
+        eval_dataset=script.Sequences(16, seed=1),
+    )
     return trainer
 
 
@@ -173,7 +264,10 @@ def _lora(folder: str) -> Any:
     config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63)
 
     def make() -> Any:
-        return get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+        return get_peft_model(
+            AutoModelForCausalLM.from_config(config),
+            LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+        )
 
     trainer = _gpt2(folder, ds_config(3), make, save_strategy="steps", save_steps=2, max_steps=4)
     frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
@@ -186,7 +280,12 @@ def _lora(folder: str) -> Any:
 
     saved = load_file(folder + "/end/adapter_model.safetensors")
     trainer.model_wrapped.destroy()
-    ok = not moved and "adapter_model.safetensors" in files and len(saved) == 4 and all(v.abs().sum() > 0 for v in saved.values())
+    ok = (
+        not moved
+        and "adapter_model.safetensors" in files
+        and len(saved) == 4
+        and all(v.abs().sum() > 0 for v in saved.values())
+    )
     return ok or f"{moved} {files} {list(saved)}"
 
 
@@ -210,11 +309,18 @@ def _offload(folder: str) -> Any:
 
 
 def _own_optimizer(folder: str) -> Any:
-    """Neither optimizer nor scheduler in the configuration: Trainer makes AdamW and a cosine schedule; under offload Accelerate makes DeepSpeedCPUAdam of it,
-    with the groups' own betas. Saved and resumed."""
+    """Neither optimizer nor scheduler in the configuration: Trainer makes AdamW and a cosine schedule; under offload
+    Accelerate makes DeepSpeedCPUAdam of it, with the groups' own betas. Saved and resumed."""
     betas = []
     for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
-        more = dict(adam_beta2=0.95, lr_scheduler_type="cosine", warmup_steps=1, max_steps=4, save_strategy="steps", save_steps=2)
+        more = dict(
+            adam_beta2=0.95,
+            lr_scheduler_type="cosine",
+            warmup_steps=1,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+        )
         trainer = _gpt2(f"{folder}{len(zero)}", ds_config(1, optimizer=False, zero=zero), **more)
         trainer.train()
         betas.append([g["betas"] for g in trainer.optimizer.param_groups])
@@ -237,21 +343,27 @@ def _evaluate_only(folder: str) -> Any:
     return 4.0 < loss < 4.4 or str(loss)
 
 
-# ---- 16 bits -----------------------------------------------------------------------------------------------------------------
+# ---- 16 bits ---------------------------------------------------------------------------------------------------------
 def precision_case(precision: str, stage: int, power: int = 16) -> tuple[str, dict, dict]:
-    """A case of `train` in bf16, or in fp16 with a first loss scale of 2^power; on CPUs TrainingArguments want use_cpu beside it."""
-    section = {"enabled": "auto", **({"initial_scale_power": power, "loss_scale_window": 1000} if precision == "fp16" else {})}
+    """A case of `train` in bf16, or in fp16 with a first loss scale of 2^power; on CPUs TrainingArguments want use_cpu
+    beside it."""
+    section = {
+        "enabled": "auto",
+        **({"initial_scale_power": power, "loss_scale_window": 1000} if precision == "fp16" else {}),
+    }
     return f"{precision}-{stage}-{power}", ds_config(stage, **{precision: section}), {precision: True, "use_cpu": True}
 
 
 def moves(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
-    """What scripts do with the model of a trainer that has trained: evaluate it again, move it, unwrap it, save it, evaluate it with another
-    Trainer. By name: an evaluation loss, after each."""
+    """What scripts do with the model of a trainer that has trained: evaluate it again, move it, unwrap it, save it,
+    evaluate it with another Trainer. By name: an evaluation loss, after each."""
     use("deepc")
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    trainer = _gpt2(folder, ds_config(stage, optimizer=False), torch_compile=stage == 2, torch_compile_backend="aot_eager")
+    trainer = _gpt2(
+        folder, ds_config(stage, optimizer=False), torch_compile=stage == 2, torch_compile_backend="aot_eager"
+    )
     trainer.train()
     out = {"at first": trainer.evaluate()["eval_loss"]}
     trainer.model.to(trainer.args.device)
@@ -285,9 +397,10 @@ def _loss(model: torch.nn.Module, trainer: Any) -> float:
     return model.eval()(**_rows(trainer)).loss.item()
 
 
-# ---- Accelerate --------------------------------------------------------------------------------------------------------------
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
 def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: list[list[str]]) -> list[Any]:
-    """For every case (arguments of the example): what each step printed, the same after load_state, and the sum of the saved weights."""
+    """For every case (arguments of the example): what each step printed, the same after load_state, and the sum of the
+    saved weights."""
     import torch.distributed as dist
 
     use(library)
@@ -305,33 +418,70 @@ def accelerate_loop(rank: int, world: int, library: str, folder: str, cases: lis
     return out
 
 
-# ---- Trainer and Accelerate on deepc's engine, without the name deepspeed -----------------------------------------------------
+# ---- Trainer and Accelerate on deepc's engine, without the name deepspeed --------------------------------------------
 def _native_trainer(folder: str, config: dict, *, dropout: float = 0.0, kind: Any = None, **more: Any) -> Any:
+    from deepc.integrations.hf import EngineTrainer
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-    from deepc.integrations.hf import EngineTrainer
-
     script = example()
-    options = dict(output_dir=folder, use_cpu=True, max_steps=6, logging_steps=1, eval_strategy="steps", eval_steps=3, save_steps=3,
-                   per_device_train_batch_size=4, gradient_accumulation_steps=2, warmup_steps=3, learning_rate=3e-3, weight_decay=0.1, report_to="none",
-                   disable_tqdm=True)
+    options = dict(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=6,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        warmup_steps=3,
+        learning_rate=3e-3,
+        weight_decay=0.1,
+        report_to="none",
+        disable_tqdm=True,
+    )
     torch.manual_seed(42)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, bos_token_id=62, eos_token_id=63, pad_token_id=63,
-                                       resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
-    return (kind or EngineTrainer)(model=model, args=TrainingArguments(**{**options, **more}), train_dataset=script.Sequences(512),
-                                   eval_dataset=script.Sequences(64, seed=1), deepc_config=config)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_positions=32,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=62,
+            eos_token_id=63,
+            pad_token_id=63,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    )
+    return (kind or EngineTrainer)(
+        model=model,
+        args=TrainingArguments(**{**options, **more}),
+        train_dataset=script.Sequences(512),
+        eval_dataset=script.Sequences(64, seed=1),
+        deepc_config=config,
+    )
 
 
 def _without_names() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 
-def native(rank: int, world: int, folder: str, stage: int, config: dict | None = None, more: dict | None = None) -> tuple[list, list, int]:
-    """The example's training with EngineTrainer, then again from its checkpoint of step 3: both histories, and how many tensors were saved."""
+def native(
+    rank: int, world: int, folder: str, stage: int, config: dict | None = None, more: dict | None = None
+) -> tuple[list, list, int]:
+    """The example's training with EngineTrainer, then again from its checkpoint of step 3: both histories, and how many
+    tensors were saved."""
     _without_names()
     out = []
     for resume in (None, f"{folder}/checkpoint-3"):
-        trainer = _native_trainer(folder if resume is None else folder + "-again", {"zero_optimization": {"stage": stage}, **(config or {})}, **(more or {}))
+        trainer = _native_trainer(
+            folder if resume is None else folder + "-again",
+            {"zero_optimization": {"stage": stage}, **(config or {})},
+            **(more or {}),
+        )
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         out.append(history(trainer))
@@ -342,10 +492,9 @@ def native(rank: int, world: int, folder: str, stage: int, config: dict | None =
 def native_odd(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
     """What else Trainer does: by name, what came of it."""
     _without_names()
-    from transformers import EarlyStoppingCallback
-
     import deepc
     from deepc.integrations.hf import EngineTrainer
+    from transformers import EarlyStoppingCallback
 
     config, out = {"zero_optimization": {"stage": stage}}, {}
     trainer = _native_trainer(f"{folder}/again", config, save_strategy="no", max_steps=2, eval_strategy="no")
@@ -363,8 +512,18 @@ def native_odd(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]
         out["trained by two"] = str(error)
     trainer.engine.destroy()
 
-    trainer = _native_trainer(f"{folder}/best", config, max_steps=8, learning_rate=0.2, eval_steps=1, save_steps=1, save_total_limit=2,
-                              load_best_model_at_end=True, metric_for_best_model="eval_loss", warmup_steps=0)
+    trainer = _native_trainer(
+        f"{folder}/best",
+        config,
+        max_steps=8,
+        learning_rate=0.2,
+        eval_steps=1,
+        save_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        warmup_steps=0,
+    )
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
     trainer.train()
     out["best"] = trainer.state.best_metric, trainer.evaluate()["eval_loss"], trainer.state.global_step
@@ -378,11 +537,20 @@ def native_odd(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]
 
     losses = {}
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    for name, kind, more in (("smoothed", None, {"label_smoothing_factor": 0.1}), ("compiled", None, compiled), ("plain", None, {}),
-                             ("smaller", Short, {"auto_find_batch_size": True})):
-        trainer = _native_trainer(f"{folder}/{name}", config, kind=kind, save_strategy="no", max_steps=2, eval_strategy="no", **more)
+    for name, kind, more in (
+        ("smoothed", None, {"label_smoothing_factor": 0.1}),
+        ("compiled", None, compiled),
+        ("plain", None, {}),
+        ("smaller", Short, {"auto_find_batch_size": True}),
+    ):
+        trainer = _native_trainer(
+            f"{folder}/{name}", config, kind=kind, save_strategy="no", max_steps=2, eval_strategy="no", **more
+        )
         trainer.train()
-        losses[name] = [e["loss"] for e in trainer.state.log_history if "loss" in e], trainer.engine.train_micro_batch_size_per_gpu()
+        losses[name] = (
+            [e["loss"] for e in trainer.state.log_history if "loss" in e],
+            trainer.engine.train_micro_batch_size_per_gpu(),
+        )
         trainer.engine.destroy()
     return {**out, **losses}
 

@@ -1,7 +1,9 @@
 """Predicted and measured peak memory of one training run: what test_estimate.py and tests/bench/estimate.py share.
 
-A run is a fresh process per rank. Rank 0 asks for the prediction first; then each rank notes its resident memory, calls initialize and trains three
-steps, and reads the kernel's own high-water mark (VmHWM, reset through /proc/self/clear_refs). Shared pages count once."""
+A run is a fresh process per rank. Rank 0 asks for the prediction first; then each rank notes its resident memory, calls
+initialize and trains three steps, and reads the kernel's own high-water mark (VmHWM, reset through
+/proc/self/clear_refs). Shared pages count once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ CASES: dict[str, dict] = {
     "B stage 0, 1 rank, fp32, checkpointed": dict(B, stage=0, micro=8, layers=4, recompute="nonreentrant"),
     "B stage 3, 2 ranks, bf16, checkpointed": dict(B, stage=3, world=2, micro=8, bf16=True, recompute="nonreentrant"),
     "B stage 1, 2 ranks, bf16, accumulation 2": dict(B, stage=1, world=2, bf16=True, gas=2, micro=2),
-    "B stage 2, 1 rank, fp32, checkpointed (reentrant), accumulation 2": dict(B, stage=2, layers=6, gas=2, recompute="reentrant"),
+    "B stage 2, 1 rank, fp32, checkpointed (reentrant), accumulation 2": dict(
+        B, stage=2, layers=6, gas=2, recompute="reentrant"
+    ),
     "C stage 3, 2 ranks, fp32": dict(C, stage=3, world=2),
     "C stage 0, 1 rank, bf16": dict(C, stage=0, bf16=True),
     "C stage 2, 2 ranks, fp32, checkpointed": dict(C, stage=2, world=2, recompute="nonreentrant"),
@@ -53,21 +57,44 @@ def make_model(case: dict):
     if not case.get("hf"):
         from tiny import TinyGPT
 
-        return TinyGPT(width=case["width"], layers=case["layers"], vocab=case["vocab"], context=case["context"], recompute=case.get("recompute"))
+        return TinyGPT(
+            width=case["width"],
+            layers=case["layers"],
+            vocab=case["vocab"],
+            context=case["context"],
+            recompute=case.get("recompute"),
+        )
     from transformers import GPT2Config, GPT2LMHeadModel
 
     drop = case.get("dropout", 0.0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=case["vocab"], n_positions=case["context"], n_embd=case["width"], n_layer=case["layers"], use_cache=False,
-                                       n_head=case["width"] // 64, loss_type="ForCausalLM", resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop,
-                                       bos_token_id=0, eos_token_id=0)).train()
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=case["vocab"],
+            n_positions=case["context"],
+            n_embd=case["width"],
+            n_layer=case["layers"],
+            use_cache=False,
+            n_head=case["width"] // 64,
+            loss_type="ForCausalLM",
+            resid_pdrop=drop,
+            embd_pdrop=drop,
+            attn_pdrop=drop,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ).train()
     if case.get("recompute"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
 def make_config(case: dict) -> dict:
-    out = {"train_micro_batch_size_per_gpu": case["micro"], "gradient_accumulation_steps": case.get("gas", 1), "gradient_clipping": 1.0,
-           "zero_optimization": {"stage": case["stage"]}}
+    out = {
+        "train_micro_batch_size_per_gpu": case["micro"],
+        "gradient_accumulation_steps": case.get("gas", 1),
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": case["stage"]},
+    }
     if not case.get("sgd"):
         out["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
     if case.get("bf16"):
@@ -104,7 +131,9 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     model, batch = make_model(case), make_batch(case)
     out: dict = {}
     if predict and index == 0:
-        out["predicted"] = estimate(model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)).to_dict()
+        out["predicted"] = estimate(
+            model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)
+        ).to_dict()
     before = resident()
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
@@ -126,8 +155,20 @@ def run(case: dict) -> dict:
     world = case.get("world", 1)
     ranks = run_ranks(rank, world, args=(case,), fresh=True, limit_s=170)
     shared = max(r["after"]["RssShmem"] - r["before"]["RssShmem"] for r in ranks)
-    private = [(r["after"]["VmHWM"] - r["after"]["RssShmem"]) - (r["before"]["VmRSS"] - r["before"]["RssShmem"]) for r in ranks]
+    private = [
+        (r["after"]["VmHWM"] - r["after"]["RssShmem"]) - (r["before"]["VmRSS"] - r["before"]["RssShmem"]) for r in ranks
+    ]
     told = ranks[0]["predicted"]
-    return {"predicted": told["node_peak"], "measured": sum(private) + shared, "predicted_rank": told["rank_peak"], "measured_rank": max(private),
-            "predicted_shared": told["shared"], "measured_shared": shared, "live_peak": told["live_peak"], "heap_peak": told["heap_peak"],
-            "files": max(r["after"]["RssFile"] - r["before"]["RssFile"] for r in ranks), "estimate": told, "ranks": ranks}
+    return {
+        "predicted": told["node_peak"],
+        "measured": sum(private) + shared,
+        "predicted_rank": told["rank_peak"],
+        "measured_rank": max(private),
+        "predicted_shared": told["shared"],
+        "measured_shared": shared,
+        "live_peak": told["live_peak"],
+        "heap_peak": told["heap_peak"],
+        "files": max(r["after"]["RssFile"] - r["before"]["RssFile"] for r in ranks),
+        "estimate": told,
+        "ranks": ranks,
+    }

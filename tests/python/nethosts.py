@@ -1,4 +1,5 @@
-"""Two or more test hosts on one machine: network namespaces joined by links of a limited rate, and ranks that run in them.
+"""Two or more test hosts on one machine: network namespaces joined by links of a limited rate, and ranks that run in
+them.
 
     def work(rank, world, x): ...                        # at module level of the test file, as with ranks.run_ranks
     with Hosts(2) as hosts:                              # 1 Gbit/s each way
@@ -9,24 +10,26 @@
     @needs_hosts                                         # skips, with the reason, where namespaces can't be made
     def test_it() -> None: ...
 
-The namespaces have no names: each belongs to a process that ends when this one does, however it ends, and the links go with it. Tests
-in parallel don't meet, because every host has a network of its own. Needs root, ip and tc (iproute2), nsenter, unshare (util-linux).
+The namespaces have no names: each belongs to a process that ends when this one does, however it ends, and the links go
+with it. Tests in parallel don't meet, because every host has a network of its own. Needs root, ip and tc (iproute2),
+nsenter, unshare (util-linux).
 
-Hosts are joined by one veth pair (two hosts) or a bridge in a namespace of its own (more). Every host's way out is a token bucket
-(tc tbf). A host's counters are those of its interface, headers included (see wire_bytes)."""
+Hosts are joined by one veth pair (two hosts) or a bridge in a namespace of its own (more). Every host's way out is a
+token bucket (tc tbf). A host's counters are those of its interface, headers included (see wire_bytes)."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import shutil
-import signal
+import signal  # noqa: F401
 import subprocess
 import sys
 import tempfile
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache  # noqa: F401
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import ranks
 from ranks import RankFailure
@@ -35,7 +38,7 @@ INTERFACE = "eth0"
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 
 
-@lru_cache(maxsize=None)
+@cache
 def why_not() -> str:
     """Why no test hosts can be made here, or ""."""
     if os.geteuid() != 0:
@@ -76,8 +79,12 @@ class _Namespace:
     """A network namespace that lives as long as the pipe to the process that holds it."""
 
     def __init__(self) -> None:
-        self._holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo made; exec cat"], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo made; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         if self._holder.stdout.readline() != b"made\n":
             said = self._holder.communicate()[1].decode(errors="replace").strip()
             raise RuntimeError(f"unshare --net failed: {said}")
@@ -109,7 +116,8 @@ def traffic(pid: int | str = "self", interface: str = INTERFACE) -> tuple[int, i
 
 
 class Hosts:
-    """`count` hosts at 10.77.0.1, 10.77.0.2, ... whose interface sends at most `rate` (tc's notation). Use as a context."""
+    """`count` hosts at 10.77.0.1, 10.77.0.2, ... whose interface sends at most `rate` (tc's notation). Use as a
+    context."""
 
     def __init__(self, count: int = 2, rate: str = "1gbit") -> None:
         self.count, self.rate = count, rate
@@ -136,23 +144,38 @@ class Hosts:
         hub.do("ip", "link", "add", "hub", "type", "bridge")
         hub.do("ip", "link", "set", "hub", "up")
         for host in range(self.count):
-            _do("ip", "link", "add", INTERFACE, "netns", str(self._spaces[host].pid), "type", "veth", "peer", "name", f"port{host}",
-                "netns", str(hub.pid))
+            _do(
+                "ip",
+                "link",
+                "add",
+                INTERFACE,
+                "netns",
+                str(self._spaces[host].pid),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{host}",
+                "netns",
+                str(hub.pid),
+            )
             hub.do("ip", "link", "set", f"port{host}", "master", "hub", "up")
 
     def _configure(self, host: int, space: _Namespace) -> None:
         space.do("ip", "link", "set", "lo", "up")
         space.do("ip", "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
         space.do("ip", "link", "set", INTERFACE, "up")
-        # Small bucket: no message of interest fits into what is free of charge. Long queue: TCP never loses a packet, so bytes are not
-        # sent twice.
-        space.do("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", self.rate, "burst", "128kb", "limit", "16mb")
+        # Small bucket: no message of interest fits into what is free of charge. Long queue: TCP never loses a packet,
+        # so bytes are not sent twice.
+        space.do(
+            "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", self.rate, "burst", "128kb", "limit", "16mb"
+        )
 
     @staticmethod
     def address(host: int) -> str:
         return f"10.77.0.{host + 1}"
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self) -> Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -170,35 +193,61 @@ class Hosts:
                 w.end()
         self._workers.clear()
 
-    # ---- counters -----------------------------------------------------------------------------------------------------------
+    # ---- counters ----------------------------------------------------------------------------------------------------
     def sent(self) -> list[int]:
         """Bytes that each host has sent, headers included."""
-        return [s.traffic()[1] for s in self._spaces[:self.count]]
+        return [s.traffic()[1] for s in self._spaces[: self.count]]
 
     def received(self) -> list[int]:
-        return [s.traffic()[0] for s in self._spaces[:self.count]]
+        return [s.traffic()[0] for s in self._spaces[: self.count]]
 
-    # ---- ranks --------------------------------------------------------------------------------------------------------------
+    # ---- ranks -------------------------------------------------------------------------------------------------------
     def environment(self, placement: Sequence[int], rank: int) -> dict[str, str]:
         """torchrun's variables for `rank`, and Gloo's interface."""
         host = placement[rank]
         local = [r for r, h in enumerate(placement) if h == host]
-        return {"RANK": str(rank), "WORLD_SIZE": str(len(placement)), "LOCAL_RANK": str(local.index(rank)),
-                "LOCAL_WORLD_SIZE": str(len(local)), "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(len(set(placement))),
-                "MASTER_ADDR": self.address(placement[0]), "MASTER_PORT": str(self._port), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(placement)),
+            "LOCAL_RANK": str(local.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(local)),
+            "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(len(set(placement))),
+            "MASTER_ADDR": self.address(placement[0]),
+            "MASTER_PORT": str(self._port),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
 
-    def run(self, fn: Callable, placement: Sequence[int], *, args: Sequence[Any] = (), backend: str | None = "deepc",
-            timeout_s: float = 60.0, limit_s: float = ranks.LIMIT_S, may_die: Sequence[int] = (),
-            env: dict[str, str] | None = None) -> list[Any]:
-        """fn(rank, world, *args) as rank r on host placement[r]; returns what the ranks returned, in rank order. backend, timeout_s: of the
-        default group (None: none is made). may_die: ranks that may end or be killed. env: further variables, set during the job. Workers
-        are used again by the next job unless one failed. Raises ranks.RankFailure with every rank's output if a rank fails or hangs."""
+    def run(
+        self,
+        fn: Callable,
+        placement: Sequence[int],
+        *,
+        args: Sequence[Any] = (),
+        backend: str | None = "deepc",
+        timeout_s: float = 60.0,
+        limit_s: float = ranks.LIMIT_S,
+        may_die: Sequence[int] = (),
+        env: dict[str, str] | None = None,
+    ) -> list[Any]:
+        """fn(rank, world, *args) as rank r on host placement[r]; returns what the ranks returned, in rank order.
+        backend, timeout_s: of the default group (None: none is made). may_die: ranks that may end or be killed. env:
+        further variables, set during the job. Workers are used again by the next job unless one failed. Raises
+        ranks.RankFailure with every rank's output if a rank fails or hangs.
+        """
         workers = [self._worker(placement, r) for r in range(len(placement))]
         self._port += 1
         with tempfile.TemporaryDirectory() as folder:
             for r in range(len(placement)):
-                job = {"module": fn.__module__, "name": fn.__qualname__, "args": tuple(args), "backend": backend, "timeout_s": timeout_s,
-                       "may_die": list(may_die), "env": {**(env or {}), **self.environment(placement, r)}}
+                job = {
+                    "module": fn.__module__,
+                    "name": fn.__qualname__,
+                    "args": tuple(args),
+                    "backend": backend,
+                    "timeout_s": timeout_s,
+                    "may_die": list(may_die),
+                    "env": {**(env or {}), **self.environment(placement, r)},
+                }
                 Path(folder, f"job{r}").write_bytes(pickle.dumps(job))
             codes: list[int | None] = [None] * len(placement)
             try:
@@ -211,9 +260,12 @@ class Hosts:
                     self._end_workers()
             if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
                 raise RankFailure(codes, text)
-            return [pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(len(placement))]
+            return [
+                pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None
+                for r in range(len(placement))
+            ]
 
-    def _worker(self, placement: Sequence[int], rank: int) -> "_HostWorker":
+    def _worker(self, placement: Sequence[int], rank: int) -> _HostWorker:
         host = placement[rank]
         pool = self._workers.setdefault(host, [])
         index = list(placement[:rank]).count(host)
@@ -221,10 +273,16 @@ class Hosts:
             pool.append(_HostWorker(self._spaces[host]))
         return pool[index]
 
-    def run_script(self, command: Sequence[str], placement: Sequence[int], *, env: dict[str, str] | None = None,
-                   limit_s: float = 300.0) -> list[str]:
-        """Runs [python, *command] once per rank with torchrun's variables. Returns what each rank printed; RankFailure if one fails or
-        hangs."""
+    def run_script(
+        self,
+        command: Sequence[str],
+        placement: Sequence[int],
+        *,
+        env: dict[str, str] | None = None,
+        limit_s: float = 300.0,
+    ) -> list[str]:
+        """Runs [python, *command] once per rank with torchrun's variables. Returns what each rank printed; RankFailure
+        if one fails or hangs."""
         self._port += 1
         base = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
@@ -233,8 +291,15 @@ class Hosts:
                 for r, host in enumerate(placement):
                     with open(Path(folder, f"log{r}"), "wb") as log:
                         inside = self._spaces[host].enter(*_ends_with_us(), sys.executable, *command)
-                        started.append(subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                                                        env={**base, **self.environment(placement, r)}))
+                        started.append(
+                            subprocess.Popen(
+                                inside,
+                                stdin=subprocess.DEVNULL,
+                                stdout=log,
+                                stderr=subprocess.STDOUT,
+                                env={**base, **self.environment(placement, r)},
+                            )
+                        )
                 codes = _await_all(started, limit_s)
             finally:
                 for p in started:
@@ -263,18 +328,18 @@ def _await_all(processes: Sequence[subprocess.Popen], limit_s: float) -> list[in
     return [p.poll() for p in processes]
 
 
-# ---- headers on the wire ------------------------------------------------------------------------------------------------------
+# ---- headers on the wire ---------------------------------------------------------------------------------------------
 def wire_bytes(payload: int, mtu: int = 1500) -> tuple[int, int]:
-    """(least, most) bytes that an interface counts for `payload` bytes of TCP over IPv4: the payload in segments with 66 bytes of headers
-    each (14 Ethernet, 20 IP, 32 TCP with time stamps). Between namespaces the kernel hands on segments of up to 64 KiB with one header
-    (GSO); at most, every segment is one MTU. Acknowledgements of what comes the other way are not in it: they ride on the data, or cost
-    at most 66 bytes per two segments."""
+    """(least, most) bytes that an interface counts for `payload` bytes of TCP over IPv4: the payload in segments with
+    66 bytes of headers each (14 Ethernet, 20 IP, 32 TCP with time stamps). Between namespaces the kernel hands on
+    segments of up to 64 KiB with one header (GSO); at most, every segment is one MTU. Acknowledgements of what comes
+    the other way are not in it: they ride on the data, or cost at most 66 bytes per two segments."""
     head = 66
     full = mtu - 52
     return payload + head * -(-payload // 65483), payload + head * -(-payload // full)
 
 
-# ---- the worker ---------------------------------------------------------------------------------------------------------------
+# ---- the worker ------------------------------------------------------------------------------------------------------
 class _HostWorker(ranks._Worker):
     """A ranks._Worker inside a host."""
 
@@ -282,10 +347,21 @@ class _HostWorker(ranks._Worker):
         self._log = tempfile.TemporaryFile("w+b")
         self.result, theirs = os.pipe()
         path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-               "PYTHONPATH": os.pathsep.join(path)}
-        self.process = subprocess.Popen(space.enter(*_ends_with_us(), sys.executable, __file__, str(theirs)), stdin=subprocess.PIPE,
-                                        stdout=self._log, stderr=subprocess.STDOUT, env=env, pass_fds=[theirs])
+        env = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+        }
+        self.process = subprocess.Popen(
+            space.enter(*_ends_with_us(), sys.executable, __file__, str(theirs)),
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            pass_fds=[theirs],
+        )
         os.close(theirs)
         self._mark = 0
 
@@ -318,7 +394,8 @@ def _run_job(rank: int, folder: str) -> None:
 
 
 def _await_others(folder: str, others: set[int], limit_s: float = 20.0) -> None:
-    """Nobody leaves before all are done: rank 0 has the store. A rank that fails before has no file: then after the limit."""
+    """Nobody leaves before all are done: rank 0 has the store. A rank that fails before has no file: then after the
+    limit."""
     import time
 
     end = time.monotonic() + limit_s

@@ -1,17 +1,21 @@
 """Training by plain PyTorch and by deepc of the same model on the same data, and their comparison.
 
 A case is (make, batch, loss): make() -> a module with seeded values; batch(step) -> the whole batch, a dict of tensors;
-loss(model, part, rank, step) -> a scalar loss, or a list of them, each with a backward of its own. Ranks take equal parts of the batch in order."""
+loss(model, part, rank, step) -> a scalar loss, or a list of them, each with a backward of its own. Ranks take equal
+parts of the batch in order.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 OPTIMIZERS = {
-    # eps: a gradient that is truly zero (a key's bias) is rounding noise, which Adam with a small eps turns into steps of size lr.
+    # eps: a gradient that is truly zero (a key's bias) is rounding noise, which Adam with a small eps turns into steps
+    # of size lr.
     "AdamW": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4},
     "SGD": {"lr": 1e-2, "momentum": 0.9},
 }
@@ -26,9 +30,18 @@ def as_list(loss: Any) -> list[torch.Tensor]:
     return list(loss) if isinstance(loss, (list, tuple)) else [loss]
 
 
-def plain(make: Callable, batch: Callable, loss: Callable, steps: int, optimizer: str, parts: int = 1, prepare: Callable | None = None):
-    """(losses, first gradients by name, weights by name). parts: how many parts the batch has (their losses are averaged); 1: the whole batch
-    at once. A parameter without a gradient gets zeros, as in deepc. prepare(model, step): before each step."""
+def plain(
+    make: Callable,
+    batch: Callable,
+    loss: Callable,
+    steps: int,
+    optimizer: str,
+    parts: int = 1,
+    prepare: Callable | None = None,
+):
+    """(losses, first gradients by name, weights by name). parts: how many parts the batch has (their losses are
+    averaged); 1: the whole batch at once. A parameter without a gradient gets zeros, as in deepc. prepare(model, step):
+    before each step."""
     model = make()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     opt = getattr(torch.optim, optimizer)(trained.values(), **OPTIMIZERS[optimizer])
@@ -54,18 +67,26 @@ def plain(make: Callable, batch: Callable, loss: Callable, steps: int, optimizer
 
 def config(stage: int, optimizer: str = "AdamW", gas: int = 1, **extra) -> dict:
     params = dict(OPTIMIZERS[optimizer])
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas, "gradient_clipping": 0.0,
-            "optimizer": {"type": optimizer, "params": params}, "zero_optimization": {"stage": stage}, **extra}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": optimizer, "params": params},
+        "zero_optimization": {"stage": stage},
+        **extra,
+    }
 
 
-def engine(make: Callable, batch: Callable, loss: Callable, steps: int, cfg: dict, rank: int, world: int, way: str = "engine"):
-    """As `plain`, on an engine of deepc; and the engine. With accumulation, micro-batch m of rank r is part m * world + r. way: "engine"
-    (engine.backward), "bare" (loss.backward()), "no_sync" (all but the last backward of a step inside no_sync())."""
+def engine(
+    make: Callable, batch: Callable, loss: Callable, steps: int, cfg: dict, rank: int, world: int, way: str = "engine"
+):
+    """As `plain`, on an engine of deepc; and the engine. With accumulation, micro-batch m of rank r is part m * world +
+    r. way: "engine" (engine.backward), "bare" (loss.backward()), "no_sync" (all but the last backward of a step inside
+    no_sync())."""
     import contextlib
 
-    import torch.distributed as dist
-
     import deepc
+    import torch.distributed as dist
 
     e, _, _, _ = deepc.initialize(model=make(), config=cfg)
     gas = cfg["gradient_accumulation_steps"]
@@ -100,8 +121,8 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def check(got, want, optimizer: str, where: str = "") -> None:
-    """Losses to 1e-6 relative, first gradients elementwise to 1e-5 of the tensor's largest; weights to 1e-5 in norm after AdamW, elementwise
-    after SGD."""
+    """Losses to 1e-6 relative, first gradients elementwise to 1e-5 of the tensor's largest; weights to 1e-5 in norm
+    after AdamW, elementwise after SGD."""
     losses, first, weights = got[:3]
     want_losses, want_first, want_weights = want[:3]
     for step, (a, b) in enumerate(zip(losses, want_losses, strict=True)):
@@ -110,12 +131,16 @@ def check(got, want, optimizer: str, where: str = "") -> None:
     # One rounding of the model's largest gradient: a scalar's is a sum that may cancel.
     noise = 1.2e-7 * max((largest(g) for g in want_first.values()), default=0.0)
     for name, g in want_first.items():
-        torch.testing.assert_close(first[name], g, rtol=0, atol=1e-5 * largest(g) + noise, msg=lambda m: f"{where}: gradient {name}: {m}")
+        torch.testing.assert_close(
+            first[name], g, rtol=0, atol=1e-5 * largest(g) + noise, msg=lambda m: f"{where}: gradient {name}: {m}"
+        )
     assert weights.keys() == want_weights.keys(), where
     if optimizer == "SGD":
         for name, w in want_weights.items():
             bound = 1e-5 * largest(w) + 1e-8
-            torch.testing.assert_close(weights[name], w, rtol=0, atol=bound, msg=lambda m: f"{where}: weight {name}: {m}")
+            torch.testing.assert_close(
+                weights[name], w, rtol=0, atol=bound, msg=lambda m: f"{where}: weight {name}: {m}"
+            )
         return
     difference = math.sqrt(sum(float((weights[n] - w).double().square().sum()) for n, w in want_weights.items()))
     total = math.sqrt(sum(float(w.double().square().sum()) for w in want_weights.values()))

@@ -3,9 +3,10 @@
     def work(rank, world, x): ...                 # at module level of the test file
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
-Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group); fresh=True starts new
-ones, for tests that change the process. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the
-limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
+Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group);
+fresh=True starts new ones, for tests that change the process. A rank's failure raises RankFailure with every rank's
+output and traceback; a hang ends at the limit with every rank's stack. Jobs and results travel as pickles between our
+own processes only."""
 
 from __future__ import annotations
 
@@ -20,19 +21,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 LIMIT_S = 120.0
 
 
 class RankFailure(AssertionError):
-    """A rank failed. codes: per rank, 0 fine, 1 an exception, negative a signal, None hung. text: per rank, what it printed."""
+    """A rank failed. codes: per rank, 0 fine, 1 an exception, negative a signal, None hung. text: per rank, what it
+    printed."""
 
     def __init__(self, codes: list[int | None], text: list[str]) -> None:
         self.codes, self.text = codes, text
-        super().__init__("\n".join(f"---- rank {r} of {len(codes)}: {'hung' if c is None else 'fine' if c == 0 else f'failed ({c})'}\n{t}"
-                                   for r, (c, t) in enumerate(zip(codes, text))))
+        super().__init__(
+            "\n".join(
+                f"---- rank {r} of {len(codes)}: {'hung' if c is None else 'fine' if c == 0 else f'failed ({c})'}\n{t}"
+                for r, (c, t) in enumerate(zip(codes, text))
+            )
+        )
 
 
 class _Worker:
@@ -42,9 +49,22 @@ class _Worker:
         self._log = tempfile.TemporaryFile("w+b")
         self.result, theirs = os.pipe()
         path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
-        full = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **env}
-        self.process = subprocess.Popen([sys.executable, __file__, str(theirs)], stdin=subprocess.PIPE, stdout=self._log,
-                                        stderr=subprocess.STDOUT, env=full, pass_fds=[theirs])
+        full = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+            **env,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=full,
+            pass_fds=[theirs],
+        )
         os.close(theirs)
         self._mark = 0
 
@@ -78,7 +98,8 @@ def _end_pool() -> None:
 
 
 def _pool_for(env: dict[str, str]) -> list[_Worker]:
-    """The workers that are kept. There is one pool, of the environment that was asked for last: each worker holds a torch in memory."""
+    """The workers that are kept. There is one pool, of the environment that was asked for last: each worker holds a
+    torch in memory."""
     global _pool_env
     if env != _pool_env:
         _end_pool()
@@ -89,18 +110,35 @@ def _pool_for(env: dict[str, str]) -> list[_Worker]:
 atexit.register(_end_pool)
 
 
-def run_ranks(fn: Callable, world: int, *, args: Sequence[Any] = (), backend: str | None = "deepc", timeout_s: float = 60.0,
-              limit_s: float = LIMIT_S, may_die: Sequence[int] = (), fresh: bool = False, env: dict[str, str] | None = None) -> list[Any]:
-    """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group, made before and
-    destroyed after (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of its collectives. may_die: ranks that
-    may end or be killed (their result is None; implies fresh). env: further variables."""
+def run_ranks(
+    fn: Callable,
+    world: int,
+    *,
+    args: Sequence[Any] = (),
+    backend: str | None = "deepc",
+    timeout_s: float = 60.0,
+    limit_s: float = LIMIT_S,
+    may_die: Sequence[int] = (),
+    fresh: bool = False,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group,
+    made before and destroyed after (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of
+    its collectives. may_die: ranks that may end or be killed (their result is None; implies fresh). env: further
+    variables."""
     fresh = fresh or bool(may_die)
     workers = [] if fresh else _pool_for(env or {})
     while len(workers) < world:
         workers.append(_Worker(env or {}))
     with tempfile.TemporaryDirectory() as folder:
-        job = {"module": fn.__module__, "name": fn.__qualname__, "world": world, "args": tuple(args), "backend": backend,
-               "timeout_s": timeout_s}
+        job = {
+            "module": fn.__module__,
+            "name": fn.__qualname__,
+            "world": world,
+            "args": tuple(args),
+            "backend": backend,
+            "timeout_s": timeout_s,
+        }
         Path(folder, "job").write_bytes(pickle.dumps(job))
         codes: list[int | None] = [None] * world
         try:
@@ -155,7 +193,7 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
     return codes
 
 
-# ---- the worker ---------------------------------------------------------------------------------------------------------------
+# ---- the worker ------------------------------------------------------------------------------------------------------
 def _run_job(rank: int, folder: str) -> None:
     import datetime
 
@@ -168,8 +206,13 @@ def _run_job(rank: int, folder: str) -> None:
     for part in job["name"].split("."):
         fn = getattr(fn, part)
     if job["backend"]:
-        dist.init_process_group(job["backend"], init_method=f"file://{folder}/store", rank=rank, world_size=world,
-                                timeout=datetime.timedelta(seconds=job["timeout_s"]))
+        dist.init_process_group(
+            job["backend"],
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=job["timeout_s"]),
+        )
     out = fn(rank, world, *job["args"])
     Path(folder, f"out{rank}.new").write_bytes(pickle.dumps(out))
     os.replace(Path(folder, f"out{rank}.new"), Path(folder, f"out{rank}"))
@@ -185,7 +228,7 @@ def _serve(result_fd: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    import deepc  # noqa: F401  registers the backend
+    import deepc  # noqa: F401
 
     for line in sys.stdin:
         rank, folder = line.rstrip("\n").split(" ", 1)

@@ -11,7 +11,13 @@ MIB = 2**20
 
 
 def metrics(
-    path: Path, steps: int = 200, *, seed: int = 0, skipped: tuple[int, ...] = (), data_s: float = 0.002, peak: int = 800 * MIB
+    path: Path,
+    steps: int = 200,
+    *,
+    seed: int = 0,
+    skipped: tuple[int, ...] = (),
+    data_s: float = 0.002,
+    peak: int = 800 * MIB,
 ) -> list[dict]:
     """metrics.jsonl of `steps` steps of about 0.1 s whose loss falls from 7 to about 3. Returns the rows."""
     rng, clock, rows = random.Random(seed), 0.0, []
@@ -31,7 +37,11 @@ def metrics(
             "samples_per_s": 16 / took,
             "tflops": 0.09 / took,
             "fraction_of_peak": 0.02 / took,
-            "wait": {"data_s": data_s * (1 + rng.random()), "communication_s": 0.008 + 0.004 * rng.random(), "disk_s": 0.0},
+            "wait": {
+                "data_s": data_s * (1 + rng.random()),
+                "communication_s": 0.008 + 0.004 * rng.random(),
+                "disk_s": 0.0,
+            },
             "memory": {
                 "process": int(peak * (0.8 + 0.1 * rng.random())),
                 "process_peak": peak,
@@ -49,7 +59,13 @@ def metrics(
             row |= {"reason": "a gradient of blocks.3.up.weight is not finite", "grad_norm": None}
         rows.append(row)
     notes = [
-        {"event": "memory", "step": 1, "at": rows[0]["at"], "text": "memory: peak of this rank so far", "peak_bytes": peak - 460 * MIB},
+        {
+            "event": "memory",
+            "step": 1,
+            "at": rows[0]["at"],
+            "text": "memory: peak of this rank so far",
+            "peak_bytes": peak - 460 * MIB,
+        },
         {
             "event": "checkpoint",
             "step": steps // 2,
@@ -88,13 +104,15 @@ def info(path: Path, *, name: str = "gpt-25m", stage: int = 3, config: dict | No
         "stage": stage,
         "precision": "bf16",
         "model": {"class": "GPT", "parameters": 25_200_000, "trainable": 25_000_000},
-        "config": config
-        or {
-            "train_batch_size": 16,
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
-        },
+        "config": (
+            config
+            or {
+                "train_batch_size": 16,
+                "zero_optimization": {"stage": stage},
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+            }
+        ),
         "plan": {"text": "plan: ZeRO stage 3, 2 ranks", "transport": "node", "mode": "resident"},
         "predicted": {
             "known": True,
@@ -114,7 +132,8 @@ def info(path: Path, *, name: str = "gpt-25m", stage: int = 3, config: dict | No
 
 
 def trace(path: Path, rank: int, *, steps: int = 4, layers: int = 6, seed: int = 0) -> list[dict]:
-    """A Chrome trace: forward and backward of nested modules, bucket reductions beside backward, waiting, the step, memory by category."""
+    """A Chrome trace: forward and backward of nested modules, bucket reductions beside backward, waiting, the step,
+    memory by category."""
     rng = random.Random(seed + rank)
     lanes = ("steps", "compute", "communication", "disk", "waiting")
     out = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
@@ -184,10 +203,19 @@ def comms(path: Path, rank: int, *, late: bool = True) -> dict:
     }
     strag = {
         "reduce_bucket": {
-            str(2 * MIB): {"count": 4800, "total_comm_lat_ms": 4000.0, "total_straggler_ms": 1000.0 * (rank + 1), "msg_size_bytes": 2 * MIB}
+            str(2 * MIB): {
+                "count": 4800,
+                "total_comm_lat_ms": 4000.0,
+                "total_straggler_ms": 1000.0 * (rank + 1),
+                "msg_size_bytes": 2 * MIB,
+            }
         }
     }
-    value = {"summary": summary, "straggler_analysis": strag if late else None, "metadata": {"world_size": 2, "rank": rank}}
+    value = {
+        "summary": summary,
+        "straggler_analysis": strag if late else None,
+        "metadata": {"world_size": 2, "rank": rank},
+    }
     path.write_text(json.dumps(value))
     return value
 
@@ -196,7 +224,12 @@ def whole(folder: Path, *, seed: int = 0, steps: int = 200, ranks: int = 2, **op
     """A run folder with every file."""
     folder.mkdir(parents=True, exist_ok=True)
     info(folder / "run.json", **{k: v for k, v in options.items() if k in ("name", "stage", "config")})
-    metrics(folder / "metrics.jsonl", steps, seed=seed, **{k: v for k, v in options.items() if k in ("skipped", "data_s", "peak")})
+    metrics(
+        folder / "metrics.jsonl",
+        steps,
+        seed=seed,
+        **{k: v for k, v in options.items() if k in ("skipped", "data_s", "peak")},
+    )
     for rank in range(ranks):
         trace(folder / f"trace.rank{rank}.json", rank, seed=seed)
         comms(folder / f"comms.rank{rank}.json", rank)

@@ -1,4 +1,5 @@
-"""Parameters as users see them: whole and local values behind them (deepc.view, deepc.utils.safe_*), ds_* attributes, state_dicts."""
+"""Parameters as users see them: whole and local values behind them (deepc.view, deepc.utils.safe_*), ds_* attributes,
+state_dicts."""
 
 from __future__ import annotations
 
@@ -9,12 +10,11 @@ import os
 import sys
 
 import pytest
-import torch
-from torch import nn
-
 import tiny
+import torch
 from ranks import on_nodes
 from ranks import run_quietly as run_ranks
+from torch import nn
 
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
@@ -29,16 +29,17 @@ def engine_for(stage, precision="fp32", micro=2, gas=1, model=None, zero=None, *
 
 def backward(engine, rank, world, step=0, micro=2):
     x, y = tiny.make_batch(step, micro * world)
-    engine.backward(engine(x[rank * micro:][:micro], y[rank * micro:][:micro]))
+    engine.backward(engine(x[rank * micro :][:micro], y[rank * micro :][:micro]))
 
 
 def trained(engine):
     return [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
 
 
-# ---- whole and local values ----------------------------------------------------------------------------------------------------
+# ---- whole and local values ------------------------------------------------------------------------------------------
 def _values(rank, world, nodes, stage, precision, zero):
-    """Every value of every parameter, before and after it is set. Returns the local ranges and the values that all ranks must agree on."""
+    """Every value of every parameter, before and after it is set. Returns the local ranges and the values that all
+    ranks must agree on."""
     import deepc
     from deepc import utils
 
@@ -51,14 +52,22 @@ def _values(rank, world, nodes, stage, precision, zero):
             v = deepc.view(p)
             assert v.name == n and v.fp32.dtype == torch.float32 and torch.equal(v.fp32, start[n]), n
             assert v.grad is None and v.local.grad is None and utils.safe_get_full_grad(p) is None
-            assert torch.equal(v.state["exp_avg"], torch.zeros_like(start[n])) and "exp_avg_sq" in v.state and "nothing" not in v.state
+            assert (
+                torch.equal(v.state["exp_avg"], torch.zeros_like(start[n]))
+                and "exp_avg_sq" in v.state
+                and "nothing" not in v.state
+            )
             ranges[n] = v.local.ranges
             assert v.local.fp32.numel() == sum(b - a for a, b in ranges[n])
-            assert torch.equal(v.local.fp32, torch.cat([start[n].reshape(-1)[a:b] for a, b in ranges[n]] or [torch.empty(0)]))
+            assert torch.equal(
+                v.local.fp32, torch.cat([start[n].reshape(-1)[a:b] for a, b in ranges[n]] or [torch.empty(0)])
+            )
             assert v.value.dtype == engine.dtype and torch.equal(v.value, p.detach())
 
         model, total = tiny.make_model(frozen=True), {}
-        for m in range(2):  # gradients after each micro-batch of an accumulation, against plain PyTorch on all ranks' samples
+        for m in range(
+            2
+        ):  # gradients after each micro-batch of an accumulation, against plain PyTorch on all ranks' samples
             backward(engine, rank, world, step=m)
             (model(*tiny.make_batch(m, 2 * world)) / 2).backward()
             want = {n: p.grad for n, p in model.named_parameters()}
@@ -76,7 +85,7 @@ def _values(rank, world, nodes, stage, precision, zero):
         # A gradient that is set is the one that the step takes, with its norm and in the first moment.
         square = 0.0
         for i, (n, p) in enumerate(trained(engine)):
-            new = torch.arange(p.numel(), dtype=torch.float32).view(p.shape) % 7 * 2.0 ** -8
+            new = torch.arange(p.numel(), dtype=torch.float32).view(p.shape) % 7 * 2.0**-8
             if i % 3 == 0:
                 deepc.view(p).grad = new
             elif i % 3 == 1:
@@ -91,10 +100,13 @@ def _values(rank, world, nodes, stage, precision, zero):
         assert math.isclose(engine.get_global_grad_norm(), math.sqrt(square), rel_tol=1e-6)
         for n, p in trained(engine):
             assert deepc.view(p).grad is None
-            torch.testing.assert_close(utils.safe_get_full_optimizer_state(p, "exp_avg"), 0.1 * total[n], rtol=1e-5, atol=1e-12)
+            torch.testing.assert_close(
+                utils.safe_get_full_optimizer_state(p, "exp_avg"), 0.1 * total[n], rtol=1e-5, atol=1e-12
+            )
             agreed[n] = deepc.view(p).fp32
 
-        # Weights and states that are set: the model computes with them at once, nothing else changes, and they are no stray writes.
+        # Weights and states that are set: the model computes with them at once, nothing else changes, and they are no
+        # stray writes.
         for i, (n, p) in enumerate(trained(engine)):
             new, v = agreed[n] * 0.5 + 0.01, deepc.view(p)
             if i % 3 == 0:
@@ -137,19 +149,34 @@ def check_values(ranks, owns_all):
         assert pieces[0][0] == 0 and pieces[-1][1] == numel and all(a[1] == b[0] for a, b in zip(pieces, pieces[1:])), n
 
 
-@pytest.mark.parametrize("world, stage, precision", [(1, 3, "bf16"), (2, 0, "bf16"), (2, 1, "fp32"), (2, 2, "fp16"), (2, 2, "bf16"), (2, 3, "fp32"), (2, 3, "fp16"),
-                                                     (3, 3, "bf16")])
+@pytest.mark.parametrize(
+    "world, stage, precision",
+    [
+        (1, 3, "bf16"),
+        (2, 0, "bf16"),
+        (2, 1, "fp32"),
+        (2, 2, "fp16"),
+        (2, 2, "bf16"),
+        (2, 3, "fp32"),
+        (2, 3, "fp16"),
+        (3, 3, "bf16"),
+    ],
+)
 def test_values_are_whole_and_can_be_set(world, stage, precision):
     check_values(run_ranks(_values, world, 1, stage, precision, {}), stage == 0)
 
 
-@pytest.mark.parametrize("stage, precision, zero", [(0, "fp32", {}), (2, "bf16", {}), (3, "fp32", {}), (3, "bf16", {}), (3, "bf16", QUANTIZED)])
+@pytest.mark.parametrize(
+    "stage, precision, zero",
+    [(0, "fp32", {}), (2, "bf16", {}), (3, "fp32", {}), (3, "bf16", {}), (3, "bf16", QUANTIZED)],
+)
 def test_values_over_nodes(stage, precision, zero):
     check_values(run_ranks(_values, 4, 2, stage, precision, zero), stage == 0)
 
 
 def _odds(rank, world):
-    """Ways to ask that are not the loop's own: a bare backward, no_sync, wrong arguments, foreign parameters, torch's optimizers."""
+    """Ways to ask that are not the loop's own: a bare backward, no_sync, wrong arguments, foreign parameters, torch's
+    optimizers."""
     import deepc
     from deepc import utils
     from deepc.errors import ArgumentError, StrayWriteError
@@ -158,7 +185,11 @@ def _odds(rank, world):
     weight, frozen = engine.module.blocks[0].up.weight, engine.module.pos.weight
     stranger = nn.Parameter(torch.ones(3))
     for p in (frozen, stranger):
-        assert utils.safe_get_full_fp32_param(p) is None and utils.safe_get_full_grad(p) is None and utils.safe_get_local_optimizer_state(p, "exp_avg") is None
+        assert (
+            utils.safe_get_full_fp32_param(p) is None
+            and utils.safe_get_full_grad(p) is None
+            and utils.safe_get_local_optimizer_state(p, "exp_avg") is None
+        )
         utils.safe_set_full_fp32_param(p, torch.zeros(1))
         with pytest.raises(ArgumentError, match="no deepc engine trains"):
             deepc.view(p)
@@ -176,7 +207,7 @@ def _odds(rank, world):
         v.grad = torch.zeros_like(weight)
 
     x, y = tiny.make_batch(0)
-    x, y = x[rank * 4:][:4], y[rank * 4:][:4]
+    x, y = x[rank * 4 :][:4], y[rank * 4 :][:4]
     engine(x, y).backward()  # without the engine
     bare = v.grad
     engine.zero_grad()
@@ -280,9 +311,15 @@ def _streamed(rank, world, nodes, precision):
             assert engine.plan.mode == "streamed"
             start = dict(tiny.make_model(frozen=True).named_parameters())
             weight = engine.module.blocks[1].up.weight
-            assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_shape == (128, 32) and weight.ds_numel == 4096
+            assert (
+                weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+                and weight.ds_shape == (128, 32)
+                and weight.ds_numel == 4096
+            )
             with deepc.zero.GatheredParameters(weight):
-                assert weight.ds_status is ZeroParamStatus.AVAILABLE and torch.equal(weight, start["blocks.1.up.weight"].to(engine.dtype))
+                assert weight.ds_status is ZeroParamStatus.AVAILABLE and torch.equal(
+                    weight, start["blocks.1.up.weight"].to(engine.dtype)
+                )
             backward(engine, rank, world)
             grads = {n: deepc.view(p).grad for n, p in trained(engine)}
             (n, p), *_ = trained(engine)
@@ -294,7 +331,11 @@ def _streamed(rank, world, nodes, precision):
                 new = v.fp32 * 0.5
                 v.fp32 = new
                 v.state["exp_avg"] = new
-                assert torch.equal(v.fp32, new) and torch.equal(v.value, new.to(engine.dtype)) and torch.equal(v.state["exp_avg"], new), n
+                assert (
+                    torch.equal(v.fp32, new)
+                    and torch.equal(v.value, new.to(engine.dtype))
+                    and torch.equal(v.state["exp_avg"], new)
+                ), n
                 assert v.local.fp32.numel() == sum(b - a for a, b in v.local.ranges)
             with deepc.zero.GatheredParameters([weight, engine.module.pos.weight], modifier_rank=world - 1):
                 with torch.no_grad():
@@ -307,7 +348,10 @@ def _streamed(rank, world, nodes, precision):
             assert torch.all(whole["pos.weight"] == 0.5)
             assert all(torch.equal(whole[n], deepc.view(p).value) for n, p in trained(engine))
             engine.load_module_state_dict({n: torch.full_like(t, 0.125) for n, t in whole.items()})
-            assert all(torch.all(v.value == 0.125) and torch.equal(v.fp32.to(engine.dtype), v.value) for v in map(deepc.view, dict(trained(engine)).values()))
+            assert all(
+                torch.all(v.value == 0.125) and torch.equal(v.fp32.to(engine.dtype), v.value)
+                for v in map(deepc.view, dict(trained(engine)).values())
+            )
             engine.destroy()
     finally:
         del os.environ["DEEPC_STREAMED"]
@@ -322,16 +366,23 @@ def test_values_of_released_parameters(world, nodes, precision):
             assert torch.equal(t, ranks[0][n]), n
 
 
-# ---- a stage-3 parameter looks normal ---------------------------------------------------------------------------------------------
+# ---- a stage-3 parameter looks normal --------------------------------------------------------------------------------
 def _looks(rank, world):
-    import deepc
+    import deepc  # noqa: F401
     from deepc.zero import ZeroParamStatus
 
     plain = tiny.make_model(frozen=True)
     engine = engine_for(3)
     seen = set()
     for (n, p), (_, q) in zip(engine.module.named_parameters(), plain.named_parameters()):
-        assert (p.shape, p.numel(), p.dtype, p.device, p.requires_grad, p.is_leaf) == (q.shape, q.numel(), q.dtype, q.device, q.requires_grad, q.is_leaf)
+        assert (p.shape, p.numel(), p.dtype, p.device, p.requires_grad, p.is_leaf) == (
+            q.shape,
+            q.numel(),
+            q.dtype,
+            q.device,
+            q.requires_grad,
+            q.is_leaf,
+        )
         assert repr(p) == repr(q) and isinstance(p, nn.Parameter) and isinstance(p.data, torch.Tensor), n
         assert p.ds_shape == q.shape and p.ds_numel == q.numel() and p.ds_status is ZeroParamStatus.AVAILABLE
         seen.add(p.ds_id)
@@ -340,7 +391,12 @@ def _looks(rank, world):
                 getattr(p, missing)
             assert not hasattr(p, missing)
         twin = copy.deepcopy(p)
-        assert type(twin) is nn.Parameter and torch.equal(twin, p) and twin.data_ptr() != p.data_ptr() and not hasattr(twin, "ds_id")
+        assert (
+            type(twin) is nn.Parameter
+            and torch.equal(twin, p)
+            and twin.data_ptr() != p.data_ptr()
+            and not hasattr(twin, "ds_id")
+        )
     assert len(seen) == len(list(plain.parameters()))
     assert repr(engine.module) == repr(plain)
     clone = copy.deepcopy(engine.module)
@@ -369,11 +425,16 @@ def _state_dicts(rank, world, nodes, folder):
             backward(engine, rank, world)
             engine.step()
             whole = engine.module_state_dict()
-            assert whole.keys() == tiny.make_model(frozen=True).state_dict().keys() and all(t.dtype == torch.bfloat16 for t in whole.values())
+            assert whole.keys() == tiny.make_model(frozen=True).state_dict().keys() and all(
+                t.dtype == torch.bfloat16 for t in whole.values()
+            )
             for n, p in engine.module.named_parameters():
                 assert torch.equal(whole[n], p.detach())
             trained_only = engine.module_state_dict(exclude_frozen_parameters=True)
-            assert whole.keys() - trained_only.keys() == {"pos.weight", "blocks.0.ln1.weight"} and "head.weight" in trained_only
+            assert (
+                whole.keys() - trained_only.keys() == {"pos.weight", "blocks.0.ln1.weight"}
+                and "head.weight" in trained_only
+            )
             on_rank_0 = engine._zero3_consolidated_16bit_state_dict()
             assert (on_rank_0 is None) == (rank != 0)
             file = io.BytesIO()
@@ -401,14 +462,13 @@ def test_state_dicts_are_whole_on_every_rank(world, nodes, tmp_path):
             assert torch.equal(t, ranks[0][2][n]), n
 
 
-# ---- DeepSpeed's own functions ------------------------------------------------------------------------------------------------------
+# ---- DeepSpeed's own functions ---------------------------------------------------------------------------------------
 def _as_deepspeed(rank, world):
     """The same script on DeepSpeed and on deepc; what its functions return after each call, elementwise."""
+    import deepc
     import deepspeed
     import deepspeed.utils as theirs
     import torch.distributed as dist
-
-    import deepc
     from deepc import utils as ours
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would be compiled here and now
@@ -416,9 +476,19 @@ def _as_deepspeed(rank, world):
 
     def script(api, initialize, stage, precision):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))  # its setters need sizes that the ranks divide
-        cfg = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5,
-               "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, **({"torch_adam": True} if api is theirs else {})}}}
+        model = nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)
+        )  # its setters need sizes that the ranks divide
+        cfg = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.5,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 0.01, "weight_decay": 0.1, **({"torch_adam": True} if api is theirs else {})},
+            },
+        }
         if precision != "fp32":
             cfg[precision] = {"enabled": True}
         engine = initialize(model=model, model_parameters=list(model.parameters()), config=cfg)[0]
@@ -426,7 +496,9 @@ def _as_deepspeed(rank, world):
         torch.manual_seed(5 + rank)
 
         def see(what, values):
-            seen.extend((f"{what} {i}", None if v is None else v.detach().float().clone()) for i, v in enumerate(values))
+            seen.extend(
+                (f"{what} {i}", None if v is None else v.detach().float().clone()) for i, v in enumerate(values)
+            )
 
         for step in range(4):
             for m in range(2):
@@ -446,7 +518,9 @@ def _as_deepspeed(rank, world):
                 for p in params:
                     api.safe_set_local_grad(p, api.safe_get_local_grad(p) * 3)
                     api.safe_set_local_fp32_param(p, api.safe_get_local_fp32_param(p) + 1)
-                    api.safe_set_local_optimizer_state(p, api.safe_get_local_optimizer_state(p, "exp_avg") * 2, "exp_avg")
+                    api.safe_set_local_optimizer_state(
+                        p, api.safe_get_local_optimizer_state(p, "exp_avg") * 2, "exp_avg"
+                    )
             engine.step()
             see(f"step {step} fp32", [api.safe_get_full_fp32_param(p) for p in params])
             for key in ("exp_avg", "exp_avg_sq"):
@@ -470,10 +544,23 @@ def _as_deepspeed(rank, world):
         for (name, a), (_, b) in zip(got, want):
             assert (a is None) == (b is None), (stage, precision, name)
             if a is not None and (precision == "fp32" or "step 0" in name):
-                torch.testing.assert_close(a, b, rtol=0, atol=(1e-5 if precision == "fp32" else 0.02) * float(b.abs().max()) + 1e-9,
-                                           msg=lambda m: f"stage {stage} {precision} {name}: {m}")
-            elif a is not None:  # DeepSpeed accumulates in bf16, and Adam makes full steps of small differences: the whole, in norm
-                assert float((a - b).norm()) <= 0.05 * float(b.norm()), (stage, precision, name, float((a - b).norm()), float(b.norm()))
+                torch.testing.assert_close(
+                    a,
+                    b,
+                    rtol=0,
+                    atol=(1e-5 if precision == "fp32" else 0.02) * float(b.abs().max()) + 1e-9,
+                    msg=lambda m: f"stage {stage} {precision} {name}: {m}",
+                )
+            elif (
+                a is not None
+            ):  # DeepSpeed accumulates in bf16, and Adam makes full steps of small differences: the whole, in norm
+                assert float((a - b).norm()) <= 0.05 * float(b.norm()), (
+                    stage,
+                    precision,
+                    name,
+                    float((a - b).norm()),
+                    float(b.norm()),
+                )
             if a is not None:
                 compared += a.numel()
     return compared

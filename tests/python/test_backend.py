@@ -1,4 +1,5 @@
-"""The torch.distributed backend "deepc": against Gloo elementwise, with counters that prove the C path ran; stock DDP and FSDP2; errors."""
+"""The torch.distributed backend "deepc": against Gloo elementwise, with counters that prove the C path ran; stock DDP
+and FSDP2; errors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import RankFailure, run_ranks
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -38,8 +38,16 @@ def expected_reduction(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     acc = parts[0].to(wide)
     for p in parts[1:]:
         p = p.to(wide)
-        acc = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
-               "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op](acc, p)
+        acc = {
+            "SUM": torch.add,
+            "AVG": torch.add,
+            "PRODUCT": torch.mul,
+            "MIN": torch.minimum,
+            "MAX": torch.maximum,
+            "BAND": torch.bitwise_and,
+            "BOR": torch.bitwise_or,
+            "BXOR": torch.bitwise_xor,
+        }[op](acc, p)
     if op == "AVG":
         acc = acc * (1.0 / len(parts))
     return acc.to(dtype)
@@ -52,7 +60,10 @@ def core_has(dtype: torch.dtype, op: str) -> bool:
 
 
 def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert (got.dtype, got.shape) == (want.dtype, want.shape), f"{what}: {got.dtype} {got.shape}, expected {want.dtype} {want.shape}"
+    assert (got.dtype, got.shape) == (
+        want.dtype,
+        want.shape,
+    ), f"{what}: {got.dtype} {got.shape}, expected {want.dtype} {want.shape}"
     wrong = (got != want).nonzero() if got.numel() else []
     if len(wrong):
         at = tuple(wrong[0].tolist())
@@ -75,13 +86,23 @@ class counted:
 
         if exc[0] is None:
             after = deepc.counters()
-            names = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "gather", "scatter")
+            names = (
+                "barrier",
+                "all_reduce",
+                "reduce_scatter",
+                "all_gather",
+                "broadcast",
+                "all_to_all",
+                "reduce",
+                "gather",
+                "scatter",
+            )
             names = {n: f"coll_{n}" for n in names} | {"sends": "p2p_sends", "recvs": "p2p_recvs"}
             got = {n: after[row] - self.before[row] for n, row in names.items()}
             assert got == {n: self.want.get(n, 0) for n in names}, f"the C core did {got}, expected {self.want}"
 
 
-# ---- every collective ---------------------------------------------------------------------------------------------------------------
+# ---- every collective ------------------------------------------------------------------------------------------------
 def reductions(rank, world):
     for dtype in [*FLOATS, *INTS, torch.bool]:
         for op in OPS:
@@ -103,7 +124,9 @@ def reductions(rank, world):
                 want = expected_reduction(whole, op).view(world, *shape)[rank]
                 same(out, want, "reduce_scatter_tensor " + what)
                 with counted(reduce_scatter=1):
-                    dist.reduce_scatter(out.zero_(), [t.clone() for t in whole[rank].view(world, *shape)], getattr(dist.ReduceOp, op))
+                    dist.reduce_scatter(
+                        out.zero_(), [t.clone() for t in whole[rank].view(world, *shape)], getattr(dist.ReduceOp, op)
+                    )
                 same(out, want, "reduce_scatter " + what)
 
 
@@ -121,7 +144,13 @@ def movements(rank, world):
             what = f"{dtype} {shape}"
 
             def bits(t):
-                return t.view(torch.uint8) if dtype == torch.float8_e4m3fn else torch.view_as_real(t) if t.is_complex() else t
+                return (
+                    t.view(torch.uint8)
+                    if dtype == torch.float8_e4m3fn
+                    else torch.view_as_real(t)
+                    if t.is_complex()
+                    else t
+                )
 
             for root in range(world):
                 x = src[rank].clone()
@@ -143,7 +172,10 @@ def movements(rank, world):
                 for got, want in zip(outs, theirs):
                     same(got, want, "Gloo's all_gather " + what)
             made = torch.float32 if exotic else dtype
-            blocks = [torch.cat([bits(make(100 * r + j, shape, made, salt).to(dtype)) for j in range(world)]) for r in range(world)]
+            blocks = [
+                torch.cat([bits(make(100 * r + j, shape, made, salt).to(dtype)) for j in range(world)])
+                for r in range(world)
+            ]
             if dtype == torch.complex64:
                 blocks = [torch.view_as_complex(b) for b in blocks]
             elif exotic:
@@ -170,7 +202,8 @@ def test_movements_of_every_type_and_shape():
 
 
 def forms(rank, world):
-    """Non-contiguous tensors, asynchronous calls, coalescing, functional collectives, calls with a root, messages, objects."""
+    """Non-contiguous tensors, asynchronous calls, coalescing, functional collectives, calls with a root, messages,
+    objects."""
     import torch.distributed._functional_collectives as fc
 
     base = [make(r, (6, 8), torch.float32) for r in range(world)]
@@ -236,7 +269,11 @@ def forms(rank, world):
         same(fc.broadcast(mine, 1, group) + 0, make(1, (4,), torch.float32), "functional broadcast")
     compiled = torch.compile(lambda t: fc.all_reduce(t * 2, "sum", group) + 1, backend="aot_eager", fullgraph=True)
     with counted(all_reduce=1):
-        same(compiled(mine), make(0, (4,), torch.float32) * 2 + make(1, (4,), torch.float32) * 2 + 1, "compiled all_reduce")
+        same(
+            compiled(mine),
+            make(0, (4,), torch.float32) * 2 + make(1, (4,), torch.float32) * 2 + 1,
+            "compiled all_reduce",
+        )
 
     with counted(reduce=1):
         y = mine.clone()
@@ -253,7 +290,9 @@ def forms(rank, world):
     assert y.tolist() == [[1, 2], [3, 4]][rank]
     with counted(all_to_all=1):
         y = torch.empty(3 if rank == 0 else 3)
-        dist.all_to_all_single(y, torch.arange(3.0) + 10 * rank, [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1])
+        dist.all_to_all_single(
+            y, torch.arange(3.0) + 10 * rank, [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1]
+        )
     assert y.tolist() == ([0, 10, 11] if rank == 0 else [1, 2, 12])
     with counted(sends=1 - rank, recvs=rank):
         y = torch.tensor([float(rank)])
@@ -353,7 +392,7 @@ def test_groups_that_span_nodes():
     run_ranks(two_nodes, 2)
 
 
-# ---- what c10d has besides ------------------------------------------------------------------------------------------------------------
+# ---- what c10d has besides -------------------------------------------------------------------------------------------
 def layouts(rank, world):
     """Outputs and inputs that are not contiguous, expanded, empty, views, of other classes."""
     base = [make(r, (6, 8), torch.float32, 3) for r in range(world)]
@@ -441,7 +480,11 @@ def layouts(rank, world):
     out = torch.zeros(sum(got), 3)
     dist.all_to_all_single(out, torch.arange(3.0 * sum(rows)).view(-1, 3) + 100 * rank, got, rows)
     theirs = torch.arange(12.0).view(-1, 3) + 100
-    same(out, torch.cat([torch.arange(6.0).view(-1, 3), theirs[:3]]) if rank == 0 else theirs[3:], "all_to_all_single of rows")
+    same(
+        out,
+        torch.cat([torch.arange(6.0).view(-1, 3), theirs[:3]]) if rank == 0 else theirs[3:],
+        "all_to_all_single of rows",
+    )
     outs = [torch.zeros(n) for n in got]
     dist.all_to_all(outs, [torch.full((n,), 10.0 * rank + j) for j, n in enumerate(rows)])
     assert [t.tolist() for t in outs] == [[10.0 * r + rank] * n for r, n in enumerate(got)]
@@ -470,8 +513,15 @@ def test_layouts():
 def reductions_more(rank, world):
     """Truth values, complex numbers, premultiplied sums, several tensors at once."""
     bits = torch.tensor([[True, True, False, False], [True, False, True, False]])
-    for op, want in {"SUM": [1, 1, 1, 0], "MAX": [1, 1, 1, 0], "BOR": [1, 1, 1, 0], "PRODUCT": [1, 0, 0, 0], "MIN": [1, 0, 0, 0],
-                     "BAND": [1, 0, 0, 0], "BXOR": [0, 1, 1, 0]}.items():
+    for op, want in {
+        "SUM": [1, 1, 1, 0],
+        "MAX": [1, 1, 1, 0],
+        "BOR": [1, 1, 1, 0],
+        "PRODUCT": [1, 0, 0, 0],
+        "MIN": [1, 0, 0, 0],
+        "BAND": [1, 0, 0, 0],
+        "BXOR": [0, 1, 1, 0],
+    }.items():
         x = bits[rank].clone()
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
         assert x.view(torch.uint8).tolist() == want, f"{op}: {x.view(torch.uint8).tolist()}"
@@ -498,15 +548,20 @@ def reductions_more(rank, world):
     with counted(all_reduce=3):
         dist.group.WORLD.allreduce_coalesced(several).wait()
     assert [t.unique().tolist() for t in several] == [[2.0]] * 3
-    for wrong, text in ((lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), half), "premultiplied"),
-                        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "there is no band of torch.float32; possible are sum"),
-                        (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "there is no sum of torch.float8_e5m2"),
-                        (lambda: dist.all_reduce(torch.ones(2).bool(), dist.ReduceOp.AVG), "no avg of torch.bool"),
-                        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], None), "split sizes [1, 1]"),
-                        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), None, [5, -1]), "split sizes [5, -1]"),
-                        (lambda: dist.group.WORLD.gather([[torch.ones(1)]], [torch.ones(1)], _root(1 - rank)), "expected none"),
-                        (lambda: dist.group.WORLD.gather([[torch.ones(1)]], [torch.ones(1)], _root(rank)), "expected 2 tensors"),
-                        (lambda: dist.all_to_all([torch.ones(1)], [torch.ones(1)]), "expected 2 inputs and outputs")):
+    for wrong, text in (
+        (lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), half), "premultiplied"),
+        (
+            lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
+            "there is no band of torch.float32; possible are sum",
+        ),
+        (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "there is no sum of torch.float8_e5m2"),
+        (lambda: dist.all_reduce(torch.ones(2).bool(), dist.ReduceOp.AVG), "no avg of torch.bool"),
+        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], None), "split sizes [1, 1]"),
+        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), None, [5, -1]), "split sizes [5, -1]"),
+        (lambda: dist.group.WORLD.gather([[torch.ones(1)]], [torch.ones(1)], _root(1 - rank)), "expected none"),
+        (lambda: dist.group.WORLD.gather([[torch.ones(1)]], [torch.ones(1)], _root(rank)), "expected 2 tensors"),
+        (lambda: dist.all_to_all([torch.ones(1)], [torch.ones(1)]), "expected 2 inputs and outputs"),
+    ):
         with pytest.raises(Exception) as caught:
             wrong()
         from deepc.errors import ArgumentError
@@ -538,8 +593,12 @@ def messages(rank, world):
     with counted(sends=2, recvs=2):
         a, b = torch.zeros(3), torch.zeros(50_000, dtype=torch.bfloat16)
         big = torch.full((50_000,), rank + 1.0, dtype=torch.bfloat16)
-        ops = [dist.P2POp(dist.isend, x, right, tag=1), dist.P2POp(dist.irecv, a, left, tag=1), dist.P2POp(dist.isend, big, left, tag=2),
-               dist.P2POp(dist.irecv, b, right, tag=2)]
+        ops = [
+            dist.P2POp(dist.isend, x, right, tag=1),
+            dist.P2POp(dist.irecv, a, left, tag=1),
+            dist.P2POp(dist.isend, big, left, tag=2),
+            dist.P2POp(dist.irecv, b, right, tag=2),
+        ]
         for w in dist.batch_isend_irecv(ops):
             w.wait()
     assert a.tolist() == [left] * 3 and b.eq(right + 1.0).all()
@@ -694,7 +753,7 @@ def test_splitting_and_limits_of_calls():
     run_ranks(groups, 3, fresh=True)
 
 
-# ---- stock trainers -------------------------------------------------------------------------------------------------------------------
+# ---- stock trainers --------------------------------------------------------------------------------------------------
 def _model() -> torch.nn.Module:
     torch.manual_seed(5)
     nn = torch.nn
@@ -757,14 +816,16 @@ def test_ddp_and_fsdp2_train_as_on_gloo():
     run_ranks(trainers, 2)
 
 
-# ---- errors -----------------------------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 def _again(rank, store: Path, timeout_s: float = 60.0) -> None:
     """A new default group after an error broke the old one."""
     import datetime
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("deepc", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "deepc", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=timeout_s)
+    )
 
 
 def mismatches(rank, world, folder):
@@ -783,23 +844,36 @@ def mismatches(rank, world, folder):
         return time.monotonic() - began
 
     line = sys._getframe().f_lineno
-    raises(MismatchError, lambda: dist.all_reduce(torch.ones(4)) if rank == 0 else dist.broadcast(torch.ones(4), 0),
-           "rank 0 called all_reduce(fp32, count 4, sum)", "rank 1 called broadcast(fp32, count 4, root 0)", f"test_backend.py:{line + 1}")
+    raises(
+        MismatchError,
+        lambda: dist.all_reduce(torch.ones(4)) if rank == 0 else dist.broadcast(torch.ones(4), 0),
+        "rank 0 called all_reduce(fp32, count 4, sum)",
+        "rank 1 called broadcast(fp32, count 4, root 0)",
+        f"test_backend.py:{line + 1}",
+    )
     raises(MismatchError, lambda: dist.barrier(), "rank 0 called all_reduce")  # broken for good
     other = dist.new_group()  # other groups still work
     _again(rank, folder + "/store1")
     raises(MismatchError, lambda: dist.all_reduce(torch.ones(4 + rank)), "count 4", "count 5")
     _again(rank, folder + "/store2")
-    raises(MismatchError, lambda: dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][rank])), "fp32", "int32")
+    raises(
+        MismatchError, lambda: dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][rank])), "fp32", "int32"
+    )
     _again(rank, folder + "/store3")
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1), (4,))
     line = sys._getframe().f_lineno
-    raises(MismatchError, lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(4)) if rank == 0 else dist.all_reduce(sparse),
-           f"rank 0 called all_gather(fp32, count 4) [call 2 at python/test_backend.py:{line + 1}]", "rank 1 called barrier(tag",
-           "(all_reduce, on Gloo)")
+    raises(
+        MismatchError,
+        lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(4)) if rank == 0 else dist.all_reduce(sparse),
+        f"rank 0 called all_gather(fp32, count 4) [call 2 at python/test_backend.py:{line + 1}]",
+        "rank 1 called barrier(tag",
+        "(all_reduce, on Gloo)",
+    )
     _again(rank, folder + "/store4")
     narrow = torch.zeros(4, dtype=[torch.float8_e4m3fn, torch.float8_e5m2][rank])
-    raises(MismatchError, lambda: (dist.broadcast(narrow, 0), dist.barrier()), "broadcast", "tag")  # the root need not wait for the others
+    raises(
+        MismatchError, lambda: (dist.broadcast(narrow, 0), dist.barrier()), "broadcast", "tag"
+    )  # the root need not wait for the others
     _again(rank, folder + "/store5")
     # arguments that are wrong on every rank: refused before anything is shared, the group stays sound
     raises(ArgumentError, lambda: dist.all_gather_into_tensor(torch.ones(5), torch.ones(4)), "5 elements", "4")
@@ -828,7 +902,9 @@ def late(rank, world):
     try:
         dist.all_reduce(torch.ones(3))
     except CommTimeoutError as exc:
-        assert "rank 1 did not arrive" in str(exc) and "rank 1 (pid" in str(exc) and "has finished barrier()" in str(exc), str(exc)
+        assert (
+            "rank 1 did not arrive" in str(exc) and "rank 1 (pid" in str(exc) and "has finished barrier()" in str(exc)
+        ), str(exc)
         assert isinstance(exc, TimeoutError)
         return
     raise AssertionError("no time-out")
@@ -899,15 +975,23 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 dist.barrier()
 print("fine", x.tolist())
-"""
+"""  # noqa: E501
 
 
 def test_exit_without_destroy_and_forked_child(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    procs = [subprocess.Popen([sys.executable, str(script), str(r), str(tmp_path / "store")], stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, env=env) for r in range(2)]
+    procs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(r), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
+        for r in range(2)
+    ]
     try:
         for p in procs:
             out, _ = p.communicate(timeout=100)
@@ -917,7 +1001,7 @@ def test_exit_without_destroy_and_forked_child(tmp_path):
             p.kill()
 
 
-# ---- node.py -------------------------------------------------------------------------------------------------------------------------
+# ---- node.py ---------------------------------------------------------------------------------------------------------
 def comm_and_segments(rank, world, folder):
     import datetime
 
@@ -927,8 +1011,15 @@ def comm_and_segments(rank, world, folder):
     store = dist.FileStore(folder + "/store", world)
 
     def opened(label: str, seconds: float = 30) -> node.Comm:
-        return node.open_comm(dist.PrefixStore(label, store), rank, world, label=label, timeout=datetime.timedelta(seconds=seconds),
-                              slot_bytes=4096, slots=2)
+        return node.open_comm(
+            dist.PrefixStore(label, store),
+            rank,
+            world,
+            label=label,
+            timeout=datetime.timedelta(seconds=seconds),
+            slot_bytes=4096,
+            slots=2,
+        )
 
     comm = opened("mine")
     x = torch.arange(3000, dtype=torch.float32) * (rank + 1)
@@ -944,11 +1035,17 @@ def comm_and_segments(rank, world, folder):
     comm.broadcast(x, 1)
     comm.all_to_all(out, x)
     comm.barrier()
-    for wrong, text in ((lambda: comm.all_reduce(x.view(2, 1500).t()), "contiguous"), (lambda: comm.all_reduce(x, "median"), "median"),
-                        (lambda: comm.all_reduce(x.to(torch.complex64)), "complex64"), (lambda: comm.all_reduce(x.to("meta")), "meta"),
-                        (lambda: comm.all_reduce([1.0]), "list"), (lambda: comm.all_gather(flat, x[:7]), "ratio"),
-                        (lambda: comm.broadcast(x, 5), "root 5"),
-                        (lambda: comm.all_reduce(x, out=out[:3]), "3 elements"), (lambda: comm.segment(0), "0 bytes")):
+    for wrong, text in (
+        (lambda: comm.all_reduce(x.view(2, 1500).t()), "contiguous"),
+        (lambda: comm.all_reduce(x, "median"), "median"),
+        (lambda: comm.all_reduce(x.to(torch.complex64)), "complex64"),
+        (lambda: comm.all_reduce(x.to("meta")), "meta"),
+        (lambda: comm.all_reduce([1.0]), "list"),
+        (lambda: comm.all_gather(flat, x[:7]), "ratio"),
+        (lambda: comm.broadcast(x, 5), "root 5"),
+        (lambda: comm.all_reduce(x, out=out[:3]), "3 elements"),
+        (lambda: comm.segment(0), "0 bytes"),
+    ):
         try:
             wrong()
         except ArgumentError as exc:
@@ -960,7 +1057,7 @@ def comm_and_segments(rank, world, folder):
     view = segment.tensor(torch.float32, 4096, 1000)
     assert view.sum() == 0
     comm.barrier()
-    view[rank * 500:(rank + 1) * 500] = rank + 1.0
+    view[rank * 500 : (rank + 1) * 500] = rank + 1.0
     comm.barrier()
     assert view.sum() == 1500
     for bad in ((torch.float32, 2, 1), (torch.float32, 4 << 20, 1), (torch.float32, -4, 1), (torch.float32, 0, -1)):
@@ -1013,7 +1110,7 @@ def test_node_id(monkeypatch):
     assert node.node_id() == "here"
 
 
-# ---- the helper of these tests -------------------------------------------------------------------------------------------------------
+# ---- the helper of these tests ---------------------------------------------------------------------------------------
 def failing(rank, world):
     if rank == 1:
         raise ValueError("number one is unwell")

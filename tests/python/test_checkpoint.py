@@ -1,4 +1,5 @@
-"""engine.save_checkpoint and load_checkpoint: bit-exact resume, any ranks and stage into any other, and errors that name what is wrong."""
+"""engine.save_checkpoint and load_checkpoint: bit-exact resume, any ranks and stage into any other, and errors that
+name what is wrong."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import RankFailure
 from ranks import run_ranks as _run_ranks
 
@@ -40,7 +40,7 @@ def train(engine, rank, world, steps):
     losses = []
     for step in steps:
         x, y = tiny.make_batch(step)
-        loss = engine(x[rank * n:][:n], y[rank * n:][:n])
+        loss = engine(x[rank * n :][:n], y[rank * n :][:n])
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -48,8 +48,15 @@ def train(engine, rank, world, steps):
 
 
 def weights(engine):
-    out = {n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().float().clone() for n, p in engine.module.named_parameters()}
-    out |= {f"moment {n}": engine.full_optimizer_state(p, "exp_avg") for n, p in engine.module.named_parameters() if p.requires_grad}
+    out = {
+        n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().float().clone()
+        for n, p in engine.module.named_parameters()
+    }
+    out |= {
+        f"moment {n}": engine.full_optimizer_state(p, "exp_avg")
+        for n, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
     return out
 
 
@@ -68,7 +75,12 @@ def _resume(rank, world, folder, precision):
     second = make_engine(2, world, precision)
     train(second, rank, world, [9])  # other values, to be overwritten
     path, client = second.load_checkpoint(folder)
-    assert path.endswith("global_step3") and client["epoch"] == 3 and client["note"] == ["a", 1.5, None] and torch.equal(client["x"], torch.arange(4))
+    assert (
+        path.endswith("global_step3")
+        and client["epoch"] == 3
+        and client["note"] == ["a", 1.5, None]
+        and torch.equal(client["x"], torch.arange(4))
+    )
     assert (torch.rand(3).tolist(), random.random()) == after_save
     assert torch.all(second.module.seen == 7.0)
     train(second, rank, world, range(3, 6))
@@ -144,7 +156,7 @@ def test_a_torch_optimizers_states_are_saved_and_loaded(tmp_path):
 
 
 def test_no_pickle_and_the_files_are_safetensors(tmp_path):
-    import deepc  # noqa: F401
+    import deepc
 
     engine = make_engine(2, 1)
     train(engine, 0, 1, range(1))
@@ -158,7 +170,9 @@ def test_no_pickle_and_the_files_are_safetensors(tmp_path):
         if n.endswith(".safetensors"):
             assert safetensors.load_file(tmp_path / "global_step1" / n)
     for file in (Path(deepc.__file__).parent).rglob("*.py"):
-        if file.name == "notebook.py":  # sends a function to its own child processes through anonymous memory; it reads no file
+        if (
+            file.name == "notebook.py"
+        ):  # sends a function to its own child processes through anonymous memory; it reads no file
             continue
         assert "import pickle" not in file.read_text(), file
 
@@ -181,14 +195,17 @@ def test_export_is_a_plain_safetensors_model(tmp_path, stage):
         assert torch.equal(got[n], want[n]) and got[n].dtype == want[n].dtype
 
 
-# ---- what is wrong is said ---------------------------------------------------------------------------------------------------------
+# ---- what is wrong is said -------------------------------------------------------------------------------------------
 
 
 def test_missing_checkpoints(tmp_path):
     from deepc.errors import CheckpointError
 
     engine = make_engine(2, 1)
-    assert engine.load_checkpoint(tmp_path) == (None, {})  # as DeepSpeed: nothing there, nothing loaded, said in a warning
+    assert engine.load_checkpoint(tmp_path) == (
+        None,
+        {},
+    )  # as DeepSpeed: nothing there, nothing loaded, said in a warning
     with pytest.raises(CheckpointError, match="step7"):
         engine.load_checkpoint(tmp_path, tag="step7")
     engine.destroy()

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: the safetensors format, the store, client state, and that nothing damaged is ever read as good."""
+"""Checkpoints on disk: the safetensors format, the store, client state, and that nothing damaged is ever read as
+good."""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from deepc.checkpoint import safetensors_io as io
 from deepc.checkpoint import store
 from deepc.checkpoint.safetensors_io import SafetensorsFile, Slice, write_safetensors
-from deepc.checkpoint.store import CheckpointReader, CheckpointWriter, decode_client_state, encode_client_state, write_model
+from deepc.checkpoint.store import (
+    CheckpointReader,
+    CheckpointWriter,
+    decode_client_state,
+    encode_client_state,
+    write_model,
+)
 from deepc.errors import ArgumentError, CheckpointError, CheckpointTypeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 DTYPES = [
     torch.float32,
@@ -50,7 +56,11 @@ def filled(shape, dtype, seed=0) -> torch.Tensor:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, dtype and shape too."""
-    return a.dtype == b.dtype and a.shape == b.shape and bytes(io.tensor_bytes(a.contiguous())) == bytes(io.tensor_bytes(b.contiguous()))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and bytes(io.tensor_bytes(a.contiguous())) == bytes(io.tensor_bytes(b.contiguous()))
+    )
 
 
 def everything() -> dict[str, torch.Tensor]:
@@ -71,11 +81,15 @@ def test_round_trip(tmp_path):
     tensors = everything()
     written = write_safetensors(tmp_path / "a.safetensors", tensors, metadata={"x": "y"})
     assert written.bytes == os.path.getsize(tmp_path / "a.safetensors")
-    with SafetensorsFile(tmp_path / "a.safetensors", expect_bytes=written.bytes, expect_header_crc=written.header_crc) as f:
+    with SafetensorsFile(
+        tmp_path / "a.safetensors", expect_bytes=written.bytes, expect_header_crc=written.header_crc
+    ) as f:
         assert set(f.keys()) == set(tensors) and f.metadata["x"] == "y"
         for key, t in tensors.items():
             assert same(f.tensor(key), t), key
-        assert all((f._data + i.begin) % i.dtype.itemsize == 0 for i in f.tensors.values())  # aligned, so it can be mapped
+        assert all(
+            (f._data + i.begin) % i.dtype.itemsize == 0 for i in f.tensors.values()
+        )  # aligned, so it can be mapped
         f.verify()
 
 
@@ -113,7 +127,9 @@ def test_a_range_is_verified_with_the_rest_of_its_tensor(tmp_path):
 
 
 def test_the_library_reads_ours(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: files are not exchanged with it")
+    safetensors = pytest.importorskip(
+        "safetensors.torch", reason="safetensors is not installed: files are not exchanged with it"
+    )
     write_safetensors(tmp_path / "a", everything())
     theirs = safetensors.load_file(tmp_path / "a")
     assert set(theirs) == set(everything())
@@ -122,7 +138,9 @@ def test_the_library_reads_ours(tmp_path):
 
 
 def test_we_read_the_librarys(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: files are not exchanged with it")
+    safetensors = pytest.importorskip(
+        "safetensors.torch", reason="safetensors is not installed: files are not exchanged with it"
+    )
     safetensors.save_file(everything(), tmp_path / "a", metadata={"format": "pt"})
     with SafetensorsFile(tmp_path / "a") as f:
         assert set(f.keys()) == set(everything()) and f.metadata == {"format": "pt"}
@@ -150,7 +168,10 @@ F4 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         (b"{", b"", None, "corrupt"),
         (b'{"a": \xff}', b"", None, "corrupt"),
         (
-            b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            (
+                b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":'
+                b' {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+            ),
             b"\0" * 4,
             None,
             "stands twice",
@@ -175,9 +196,24 @@ F4 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ({"__metadata__": {"deepc.crc32c": "[]"}}, b"", None, "no JSON object"),
         ({"__metadata__": {"deepc.crc32c": "{}"}, "a": F4}, b"\0" * 4, None, "no valid checksum"),
         ({"__metadata__": {"deepc.crc32c": '{"a":"0000000G"}'}, "a": F4}, b"\0" * 4, None, "no valid checksum"),
-        ({"__metadata__": {"deepc.crc32c": '{"a":"00000000","b":"00000000"}'}, "a": F4}, b"\0" * 4, None, "not those of its tensors"),
-        ({"__metadata__": {"deepc.slices": '{"a":{"name":"w","shape":[4],"begin":4}}'}, "a": F4}, b"\0" * 4, None, "slice"),
-        ({"__metadata__": {"deepc.slices": '{"b":{"name":"w","shape":[4],"begin":0}}'}, "a": F4}, b"\0" * 4, None, "not among its tensors"),
+        (
+            {"__metadata__": {"deepc.crc32c": '{"a":"00000000","b":"00000000"}'}, "a": F4},
+            b"\0" * 4,
+            None,
+            "not those of its tensors",
+        ),
+        (
+            {"__metadata__": {"deepc.slices": '{"a":{"name":"w","shape":[4],"begin":4}}'}, "a": F4},
+            b"\0" * 4,
+            None,
+            "slice",
+        ),
+        (
+            {"__metadata__": {"deepc.slices": '{"b":{"name":"w","shape":[4],"begin":0}}'}, "a": F4},
+            b"\0" * 4,
+            None,
+            "not among its tensors",
+        ),
     ],
 )
 def test_a_file_outside_the_format_is_refused(tmp_path, header, data, length, text):
@@ -268,7 +304,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def save(
-    directory, tag: str, tensors: dict[str, torch.Tensor], cuts: list[list[tuple[str, int, int]]], client_state=None, rank_state=None, **kw
+    directory,
+    tag: str,
+    tensors: dict[str, torch.Tensor],
+    cuts: list[list[tuple[str, int, int]]],
+    client_state=None,
+    rank_state=None,
+    **kw,
 ) -> str:
     """Writes `tensors` as len(cuts) ranks; cuts[r] lists (name, begin, end) of what rank r owns."""
     token, first = store.new_token(), None
@@ -629,7 +671,9 @@ def test_damage_is_named(small):
     good = path.read_bytes()
     try:
         path.write_bytes(good[:-1] + bytes([good[-1] ^ 64]))
-        with pytest.raises(CheckpointError, match=r"rank_00000_of_00002.safetensors is corrupt: tensor '.*' .*has the CRC-32C"):
+        with pytest.raises(
+            CheckpointError, match=r"rank_00000_of_00002.safetensors is corrupt: tensor '.*' .*has the CRC-32C"
+        ):
             load_all(small[0])
         path.write_bytes(good[:-1])
         with pytest.raises(CheckpointError, match=r"rank_00000_of_00002.safetensors is corrupt: .*\(truncated\)"):
@@ -712,7 +756,9 @@ LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.sampled_from(["$tensor", "$tuple", "$dict", "$"]))
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -760,8 +806,21 @@ def test_numpy_in_a_state():
         np.asfortranarray(np.ones((2, 3))),
     ]
     for a, b in zip(arrays, round_trip(arrays), strict=True):
-        assert isinstance(b, np.ndarray) and b.shape == a.shape and b.dtype == a.dtype.newbyteorder("=") and np.array_equal(a, b)
-    numbers = [np.float32(0.1), np.float64(0.1), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.float16(1.5), np.float64("nan")]
+        assert (
+            isinstance(b, np.ndarray)
+            and b.shape == a.shape
+            and b.dtype == a.dtype.newbyteorder("=")
+            and np.array_equal(a, b)
+        )
+    numbers = [
+        np.float32(0.1),
+        np.float64(0.1),
+        np.int8(-3),
+        np.uint64(2**64 - 1),
+        np.bool_(True),
+        np.float16(1.5),
+        np.float64("nan"),
+    ]
     for a, b in zip(numbers, round_trip(numbers), strict=True):
         assert type(a) is type(b) and (a == b or (a != a and b != b))
 
@@ -846,7 +905,9 @@ def test_rng_states_resume_exactly(tmp_path):
     with CheckpointReader(tmp_path) as r:
         store.set_rng_state(r.rank_state(0))
     assert (
-        torch.equal(torch.rand(5), want[0]) and [random.gauss(0, 1) for _ in range(5)] == want[1] and (np.random.randn(5) == want[2]).all()
+        torch.equal(torch.rand(5), want[0])
+        and [random.gauss(0, 1) for _ in range(5)] == want[1]
+        and (np.random.randn(5) == want[2]).all()
     )
 
 
@@ -869,14 +930,23 @@ def test_nothing_is_pickled_or_evaluated():
 
 def model_tensors() -> dict[str, torch.Tensor]:
     embed = torch.randn(8, 4)
-    return {"embed.weight": embed, "a.weight": torch.randn(4, 4).t(), "a.bias": torch.randn(4, dtype=torch.bfloat16), "head.weight": embed}
+    return {
+        "embed.weight": embed,
+        "a.weight": torch.randn(4, 4).t(),
+        "a.bias": torch.randn(4, dtype=torch.bfloat16),
+        "head.weight": embed,
+    }
 
 
 def test_one_file_model(tmp_path):
     tensors = model_tensors()
     assert write_model(tmp_path, tensors) == ["model.safetensors"]
     with SafetensorsFile(tmp_path / "model.safetensors") as f:
-        assert f.metadata["format"] == "pt" and f.metadata["head.weight"] == "embed.weight" and "head.weight" not in f.keys()
+        assert (
+            f.metadata["format"] == "pt"
+            and f.metadata["head.weight"] == "embed.weight"
+            and "head.weight" not in f.keys()
+        )
         for key in f.keys():
             assert same(f.tensor(key), tensors[key].contiguous())
 
@@ -884,7 +954,11 @@ def test_one_file_model(tmp_path):
 def test_sharded_model_and_its_successors(tmp_path):
     tensors = model_tensors()
     names = write_model(tmp_path, tensors, max_shard_bytes=130)
-    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
     index = json.loads((tmp_path / names[-1]).read_text())
     assert index["metadata"]["total_size"] == 8 * 4 * 4 + 4 * 4 * 4 + 4 * 2
     for key, file in index["weight_map"].items():
@@ -895,7 +969,8 @@ def test_sharded_model_and_its_successors(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
     write_model(tmp_path, ((k, v) for k, v in tensors.items() if k != "head.weight"), max_shard_bytes=1)
     assert (
-        len([f for f in os.listdir(tmp_path) if f.endswith("-of-00003.safetensors")]) == 3 and not (tmp_path / "model.safetensors").exists()
+        len([f for f in os.listdir(tmp_path) if f.endswith("-of-00003.safetensors")]) == 3
+        and not (tmp_path / "model.safetensors").exists()
     )
 
 
@@ -910,7 +985,9 @@ def test_model_errors(tmp_path):
 
 
 def test_transformers_loads_it(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the export is not loaded by it")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: the export is not loaded by it"
+    )
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=8)
     model = transformers.GPT2LMHeadModel(config)
     config.save_pretrained(tmp_path)

@@ -17,11 +17,15 @@ from ranks import run_ranks
 from tiny import config, make_batch, make_model
 
 
-def train_and_save(rank: int, world: int, folder: str, stage: int, precision: str, steps: int, tag: str) -> dict[str, torch.Tensor]:
+def train_and_save(
+    rank: int, world: int, folder: str, stage: int, precision: str, steps: int, tag: str
+) -> dict[str, torch.Tensor]:
     """Trains a tiny GPT, saves it, and returns its fp32 weights by name."""
     import deepc
 
-    engine, _, _, _ = deepc.initialize(model=make_model(frozen=True), config=config(stage, micro=8 // world, precision=precision))
+    engine, _, _, _ = deepc.initialize(
+        model=make_model(frozen=True), config=config(stage, micro=8 // world, precision=precision)
+    )
     for step in range(steps):
         x, y = make_batch(step)
         at = slice(rank * 8 // world, (rank + 1) * 8 // world)
@@ -29,7 +33,8 @@ def train_and_save(rank: int, world: int, folder: str, stage: int, precision: st
         engine.step()
     engine.save_checkpoint(folder, tag=tag, client_state={"epoch": 3})
     return {
-        n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().float().clone() for n, p in engine.module.named_parameters()
+        n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().float().clone()
+        for n, p in engine.module.named_parameters()
     }
 
 
@@ -59,7 +64,11 @@ def test_info(saved, capsys):
     found = tool.info(folder / "step2")
     trained = [n for n in a if n not in ("pos.weight", "blocks.0.ln1.weight")]
     assert found["kinds"]["fp32"]["tensors"] == len(trained) and found["kinds"]["frozen"]["tensors"] == 2
-    assert found["kinds"]["fp32"]["elements"] == found["kinds"]["exp_avg"]["elements"] == sum(a[n].numel() for n in trained)
+    assert (
+        found["kinds"]["fp32"]["elements"]
+        == found["kinds"]["exp_avg"]["elements"]
+        == sum(a[n].numel() for n in trained)
+    )
     assert found["client_state"] == ["epoch"] and found["engine"]["global_steps"] == 2 and found["ranks"] == 2
     assert main(["ckpt", "info", str(folder), "--tag", "step2", "--tensors"]) == 0
     out = capsys.readouterr().out
@@ -98,7 +107,11 @@ def test_diff(saved, tmp_path, capsys):
     assert same == [] and compared == len(tool.info(folder / "step2")["tensors"])
     found, _ = tool.diff(folder / "step2", folder / "step3")
     by = {d.name: d for d in found}
-    assert "frozen/pos.weight" not in by and by["fp32/tok.weight"].what == "values" and 0 < by["fp32/tok.weight"].relative < 0.1
+    assert (
+        "frozen/pos.weight" not in by
+        and by["fp32/tok.weight"].what == "values"
+        and 0 < by["fp32/tok.weight"].relative < 0.1
+    )
     assert main(["ckpt", "diff", str(folder / "step2"), str(folder / "step3")]) == 1
     assert main(["ckpt", "diff", str(folder / "step2"), str(folder / "step3"), "--tolerance", "1e9"]) == 0
     tool.export(folder, tmp_path / "fp32", tag="step2")
@@ -148,7 +161,10 @@ def test_clean_keeps_what_it_must(saved, tmp_path):
         os.utime(copy / name, (old, old))
     os.utime(copy / "step2" / "index.json", (old, old))
     told = tool.clean(copy, keep=1)
-    assert sorted(Path(p).name for p, _, _ in told) == [".old-step2-abc", ".tmp-step9-abc", "step2"] and (copy / "step2").exists()
+    assert (
+        sorted(Path(p).name for p, _, _ in told) == [".old-step2-abc", ".tmp-step9-abc", "step2"]
+        and (copy / "step2").exists()
+    )
     assert tool.clean(copy, keep=1, really=True) == told
     assert sorted(p.name for p in copy.iterdir()) == [".old-lost-abc", ".tmp-new-abc", "latest", "step1", "step3"]
     tool.verify(copy)

@@ -42,7 +42,9 @@ def test_examples_of_second_level_commands_are_valid():
         parser = cli.make_parser(name)
         nested = next(
             a
-            for a in cli._leaf(parser, parser.parse_args([name, *(["ls", "x"] if name == "ckpt" else ["keys"])]))._actions
+            for a in cli._leaf(
+                parser, parser.parse_args([name, *(["ls", "x"] if name == "ckpt" else ["keys"])])
+            )._actions
             if a.dest != "help"
         )
         assert nested is not None
@@ -75,47 +77,70 @@ def folder_of_mistakes(tmp_path, monkeypatch):
     (tmp_path / "ok.py").write_text("print(1)\n")
     (tmp_path / "ok.json").write_text('{"train_batch_size": 4}')
     (tmp_path / "torn.json").write_text('{"train_batch_size": 4')
-    (tmp_path / "mistakes.py").write_text("import torch\nx = 3\n\ndef number():\n    return 3\n\ndef model():\n    return torch.nn.Linear(8, 4)\n")
+    (tmp_path / "mistakes.py").write_text(
+        "import torch\nx = 3\n\ndef number():\n    return 3\n\ndef model():\n    return torch.nn.Linear(8, 4)\n"
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "noise.bin").write_bytes(bytes(range(256)))
     return tmp_path
 
 
-@pytest.mark.parametrize("line, says", [
-    ("run", "required: PROGRAM."),
-    ("run none.py", "there is no script 'none.py'"),
-    ("run empty", "'empty' is a folder: name the script in it"),
-    ("run --num_gpus two ok.py", "'two' is not a whole number of at least 1"),
-    ("run --master_port 99999999 ok.py", "'99999999' is not a port: a whole number from 1 to 65535"),
-    ("run --hostfile none ok.py", "--hostfile none: No such file"),
-    ("plan --config ok.json --model mistakes", "'mistakes' is not MODULE:FUNCTION, such as train.py:make_model"),
-    ("plan --config ok.json --model none.py:f", "there is no file none.py"),
-    ("plan --config ok.json --model mistakes.py:f", "can't find 'mistakes.py:f'"),
-    ("plan --config ok.json --model mistakes.py:x", "'mistakes.py:x' is a value (int), and must be a function"),
-    pytest.param("plan --config ok.json --model mistakes.py:number", "returned int, not a torch.nn.Module", marks=pytest.mark.full),
-    ("plan --config ok.json --model mistakes.py:model --ranks 0", "--ranks: '0' is not a whole number of at least 1"),
-    ("plan --config torn.json --model mistakes.py:model", "torn.json, line 1, column 23: not JSON"),
-    ("estimate", "give --model and --config, or --params"),
-    ("estimate --params -5", "--params -5"),
-    ("estimate --config ok.json --model mistakes.py:model --batch 4x8:floof", "--batch '4x8:floof' is not [NAME=]SHAPE:DTYPE"),
-    pytest.param("estimate --config ok.json --model mistakes.py:model --batch 4x8", "--loss MODULE:FUNCTION", marks=pytest.mark.full),
-    pytest.param("estimate --config ok.json --model mistakes.py:model --batch 4x9", "the dry run failed with RuntimeError", marks=pytest.mark.full),
-    ("config check none.json", "there is no file 'none.json'"),
-    ("config check empty", "'empty' is a folder"),
-    ("config keys nothing_like_it", "no key contains 'nothing_like_it'"),
-    ("config schema -o none/schema.json", "--output none/schema.json: No such file"),
-    ("report none", "there is no run folder 'none'"),
-    ("report empty", "empty holds no run"),
-    ("report ok.json", "ok.json is a file"),
-    ("ckpt ls none", "there is no folder 'none'"),
-    ("ckpt info ok.json", "'ok.json' is a file"),
-    ("ckpt verify empty", "empty holds no deepc checkpoint"),
-    ("ckpt export empty out --dtype int3", "invalid choice: 'int3'"),
-    ("bench --only speed", "unknown part 'speed'"),
-    ("bench --seconds -1", "seconds -1.0 must be a positive number"),
-    ("doctor none", "none: No such file or directory. Give the pid of a rank"),
-    ("doctor noise.bin", "noise.bin: this flight record"),
-])
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("run", "required: PROGRAM."),
+        ("run none.py", "there is no script 'none.py'"),
+        ("run empty", "'empty' is a folder: name the script in it"),
+        ("run --num_gpus two ok.py", "'two' is not a whole number of at least 1"),
+        ("run --master_port 99999999 ok.py", "'99999999' is not a port: a whole number from 1 to 65535"),
+        ("run --hostfile none ok.py", "--hostfile none: No such file"),
+        ("plan --config ok.json --model mistakes", "'mistakes' is not MODULE:FUNCTION, such as train.py:make_model"),
+        ("plan --config ok.json --model none.py:f", "there is no file none.py"),
+        ("plan --config ok.json --model mistakes.py:f", "can't find 'mistakes.py:f'"),
+        ("plan --config ok.json --model mistakes.py:x", "'mistakes.py:x' is a value (int), and must be a function"),
+        pytest.param(
+            "plan --config ok.json --model mistakes.py:number",
+            "returned int, not a torch.nn.Module",
+            marks=pytest.mark.full,
+        ),
+        (
+            "plan --config ok.json --model mistakes.py:model --ranks 0",
+            "--ranks: '0' is not a whole number of at least 1",
+        ),
+        ("plan --config torn.json --model mistakes.py:model", "torn.json, line 1, column 23: not JSON"),
+        ("estimate", "give --model and --config, or --params"),
+        ("estimate --params -5", "--params -5"),
+        (
+            "estimate --config ok.json --model mistakes.py:model --batch 4x8:floof",
+            "--batch '4x8:floof' is not [NAME=]SHAPE:DTYPE",
+        ),
+        pytest.param(
+            "estimate --config ok.json --model mistakes.py:model --batch 4x8",
+            "--loss MODULE:FUNCTION",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "estimate --config ok.json --model mistakes.py:model --batch 4x9",
+            "the dry run failed with RuntimeError",
+            marks=pytest.mark.full,
+        ),
+        ("config check none.json", "there is no file 'none.json'"),
+        ("config check empty", "'empty' is a folder"),
+        ("config keys nothing_like_it", "no key contains 'nothing_like_it'"),
+        ("config schema -o none/schema.json", "--output none/schema.json: No such file"),
+        ("report none", "there is no run folder 'none'"),
+        ("report empty", "empty holds no run"),
+        ("report ok.json", "ok.json is a file"),
+        ("ckpt ls none", "there is no folder 'none'"),
+        ("ckpt info ok.json", "'ok.json' is a file"),
+        ("ckpt verify empty", "empty holds no deepc checkpoint"),
+        ("ckpt export empty out --dtype int3", "invalid choice: 'int3'"),
+        ("bench --only speed", "unknown part 'speed'"),
+        ("bench --seconds -1", "seconds -1.0 must be a positive number"),
+        ("doctor none", "none: No such file or directory. Give the pid of a rank"),
+        ("doctor noise.bin", "noise.bin: this flight record"),
+    ],
+)
 def test_what_is_wrong_is_named_with_its_place(line, says, folder_of_mistakes, capfd):
     try:
         code = main(shlex.split(line))
@@ -135,13 +160,20 @@ def test_the_documentation_has_every_command():
             assert cli.make_parser(words[0]).parse_args(words).command == words[0], line
 
 
-# ---- bench ----------------------------------------------------------------------------------------------------------------------------
+# ---- bench -----------------------------------------------------------------------------------------------------------
 def test_bench_measures_the_parts_of_one_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "_elements", lambda per, wanted: 1 << 20)
-    assert main(["bench", "--seconds", "0.5", "--folder", str(tmp_path), "--only", "gemm,memory,optimizer,disk", "--json"]) == 0
+    assert (
+        main(["bench", "--seconds", "0.5", "--folder", str(tmp_path), "--only", "gemm,memory,optimizer,disk", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"machine", *bench.PARTS} - {"collectives"}
-    assert all(r["tflops"] > 0 for r in found["gemm"]) and found["memory"]["gb_per_s"] > 0 and found["disk"]["write_mb_per_s"] > 0
+    assert (
+        all(r["tflops"] > 0 for r in found["gemm"])
+        and found["memory"]["gb_per_s"] > 0
+        and found["disk"]["write_mb_per_s"] > 0
+    )
     o = found["optimizer"]
     assert o["gb_per_s"] == pytest.approx(28 * o["parameters"] / o["seconds"] / 1e9) and o["of_memory_rate"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +187,9 @@ def test_bench_measures_the_parts_of_one_process(tmp_path, capsys, monkeypatch):
 def test_bench_measures_collectives(capsys):
     assert main(["bench", "--seconds", "1", "--only", "collectives", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["collectives"]
-    assert {(r["op"], r["bytes"]) for r in rows} == {(op, n) for op in bench._OPS for n in bench._SIZES} | {("barrier", 0)}
+    assert {(r["op"], r["bytes"]) for r in rows} == {(op, n) for op in bench._OPS for n in bench._SIZES} | {
+        ("barrier", 0)
+    }
     assert all(r["seconds"] > 0 for r in rows) and sum(r["gloo_seconds"] is not None for r in rows) == 2
     bench._print("collectives", rows)
     assert "all_reduce" in capsys.readouterr().out
@@ -178,7 +212,7 @@ def test_bench_tells_a_part_that_can_not_be_measured(monkeypatch, capsys):
     assert capsys.readouterr().out.count("not measured") == 2
 
 
-# ---- doctor's further lines -----------------------------------------------------------------------------------------------------------
+# ---- doctor's further lines ------------------------------------------------------------------------------------------
 def test_doctor_tells_of_shm_io_uring_packages_and_libraries():
     checks = {c.name: c for c in doctor.machine_checks()}
     assert {"/dev/shm", "io_uring", "packages", "kept heap", "locked memory", "deepc", "torch", "GPUs"} <= set(checks)
@@ -192,7 +226,9 @@ def test_doctor_of_a_small_shm(monkeypatch):
     real = os.statvfs
 
     def small(path):
-        return os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255)) if path == "/dev/shm" else real(path)
+        return (
+            os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255)) if path == "/dev/shm" else real(path)
+        )
 
     monkeypatch.setattr(os, "statvfs", small)
     check = doctor._shm()

@@ -1,4 +1,5 @@
-"""The comms logger: what is counted, DeepSpeed's figures, and both ways in which calls reach it (the C core's log, and timing Gloo)."""
+"""The comms logger: what is counted, DeepSpeed's figures, and both ways in which calls reach it (the C core's log, and
+timing Gloo)."""
 
 from __future__ import annotations
 
@@ -88,11 +89,16 @@ def test_what_is_logged_can_be_chosen():
 
 def test_config_section():
     config = Config.load(
-        {"train_batch_size": 1, "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "debug": True}},
+        {
+            "train_batch_size": 1,
+            "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "debug": True},
+        },
         world_size=1,
     )
     log = config.comms_logger
-    assert (log.enabled, log.verbose, log.prof_all, log.debug) == (True, False, False, True) and list(log.prof_ops) == ["all_reduce"]
+    assert (log.enabled, log.verbose, log.prof_all, log.debug) == (True, False, False, True) and list(log.prof_ops) == [
+        "all_reduce"
+    ]
     assert not Config.load({"train_batch_size": 1}, world_size=1).comms_logger.enabled
     with pytest.raises(ConfigError, match="comms_logger.prof_ops"):
         Config.load({"train_batch_size": 1, "comms_logger": {"prof_ops": 5}}, world_size=1)
@@ -192,7 +198,10 @@ def train(rank, world):
         loss = engine(torch.ones(2, 8)).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
-    counts = {op: sum(v["count"] for v in sizes.values()) for op, sizes in deepc.comm.log_summary(return_dict=True)["summary"].items()}
+    counts = {
+        op: sum(v["count"] for v in sizes.values())
+        for op, sizes in deepc.comm.log_summary(return_dict=True)["summary"].items()
+    }
     comms_logger.logger.configure(False)
     return counts
 

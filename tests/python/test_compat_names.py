@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-
 from deepc.compat import finder, names
 from deepc.errors import ArgumentError, UnsupportedError
 
@@ -59,8 +58,13 @@ def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     assert not isinstance(3, PipelineModule) and not issubclass(int, LayerSpec)
-    for use in (lambda: PipelineModule(layers=[], num_stages=2), lambda: PipelineModule.something, lambda: type("Mine", (PipelineModule,), {}),
-                lambda: deepspeed.tp_model_init(None, 2, torch.float), lambda: deepspeed.moe.layer.MoE(8)):
+    for use in (
+        lambda: PipelineModule(layers=[], num_stages=2),
+        lambda: PipelineModule.something,
+        lambda: type("Mine", (PipelineModule,), {}),
+        lambda: deepspeed.tp_model_init(None, 2, torch.float),
+        lambda: deepspeed.moe.layer.MoE(8),
+    ):
         with pytest.raises(UnsupportedError, match="does not exist in deepc: .*not built yet"):
             use()
 
@@ -70,7 +74,7 @@ def test_unknown_names_look_absent_to_python(deepspeed):
     with pytest.raises(UnsupportedError, match="deepspeed.no_such_name"):
         deepspeed.no_such_name
     with pytest.raises(ImportError, match="deepspeed.no_such_module does not exist in deepc"):
-        import deepspeed.no_such_module  # noqa: F401
+        import deepspeed.no_such_module
     with pytest.raises(ImportError, match="deepspeed.compression.*removed"):
         from deepspeed.compression.compress import init_compression  # noqa: F401
     with pytest.raises(UnsupportedError, match="deepspeed.no_such_name does not exist"):
@@ -85,15 +89,20 @@ def test_lacking_names_are_not_also_there():
 
 
 def test_a_real_deepspeed_is_not_shadowed_silently():
-    script = ("import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
-              "try:\n import deepc.compat.deepspeed\nexcept ImportError as e:\n print('refused:', e)")
+    script = (
+        "import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
+        "try:\n import deepc.compat.deepspeed\nexcept ImportError as e:\n print('refused:', e)"
+    )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "refused: deepspeed was imported before deepc.compat.deepspeed" in out.stdout
 
 
 def test_uninstall_forgets():
-    script = ("import deepc.compat.deepspeed as ours\nimport deepspeed, sys\nassert ours.initialize is deepspeed.initialize\nours.uninstall()\n"
-              "assert not any(n.split('.')[0] == 'deepspeed' for n in sys.modules)\nprint('gone')")
+    script = (
+        "import deepc.compat.deepspeed as ours\nimport deepspeed, sys\nassert ours.initialize is"
+        " deepspeed.initialize\nours.uninstall()\nassert not any(n.split('.')[0] == 'deepspeed' for n in"
+        " sys.modules)\nprint('gone')"
+    )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout == "gone\n"
 
@@ -103,11 +112,20 @@ def test_optimizers_step_as_torchs(deepspeed):
 
     torch.manual_seed(0)
     start, grads = torch.randn(1000), [torch.randn(1000) for _ in range(3)]
-    for make, reference in ((lambda p: DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1), lambda p: torch.optim.AdamW([p], lr=1e-2, weight_decay=0.1)),
-                            (lambda p: DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1, adamw_mode=False),
-                             lambda p: torch.optim.Adam([p], lr=1e-2, weight_decay=0.1)),
-                            (lambda p: FusedAdam([{"params": [p], "betas": (0.8, 0.9)}], lr=1e-2),
-                             lambda p: torch.optim.AdamW([p], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.0))):
+    for make, reference in (
+        (
+            lambda p: DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1),
+            lambda p: torch.optim.AdamW([p], lr=1e-2, weight_decay=0.1),
+        ),
+        (
+            lambda p: DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1, adamw_mode=False),
+            lambda p: torch.optim.Adam([p], lr=1e-2, weight_decay=0.1),
+        ),
+        (
+            lambda p: FusedAdam([{"params": [p], "betas": (0.8, 0.9)}], lr=1e-2),
+            lambda p: torch.optim.AdamW([p], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.0),
+        ),
+    ):
         a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
         ours, theirs = make(a), reference(b)
         for g in grads:
@@ -123,7 +141,10 @@ def test_small_helpers(deepspeed):
     from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform
     from deepspeed.utils import OnDevice, RepeatingLoader, set_z3_leaf_modules
 
-    assert partition_uniform(10, 3) == [0, 4, 7, 10] and partition_balanced([1, 1, 1, 9, 1, 1], 3) in ([0, 3, 4, 6], [0, 1, 4, 6])
+    assert partition_uniform(10, 3) == [0, 4, 7, 10] and partition_balanced([1, 1, 1, 9, 1, 1], 3) in (
+        [0, 3, 4, 6],
+        [0, 1, 4, 6],
+    )
     bounds = partition_balanced([3, 1, 4, 1, 5, 9, 2, 6], 3)
     assert max(sum([3, 1, 4, 1, 5, 9, 2, 6][a:b]) for a, b in zip(bounds, bounds[1:])) == 14
     assert call_to_str("f", 1, a="b") == "f(1, a='b')"
@@ -164,7 +185,11 @@ def test_activation_checkpointing(deepspeed):
 def test_init_inference(deepspeed):
     model = torch.nn.Linear(4, 2)
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, tensor_parallel={"tp_size": 1})
-    assert engine(torch.randn(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 and not engine.module.training and engine.in_features == 4
+    assert (
+        engine(torch.randn(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        and not engine.module.training
+        and engine.in_features == 4
+    )
     with pytest.raises(UnsupportedError, match="tensor parallelism"):
         deepspeed.init_inference(model, mp_size=2)
     with pytest.raises(ArgumentError, match="does not know no_such"):
@@ -179,17 +204,28 @@ def test_a_plain_deepspeed_script(deepspeed, tmp_path):
 
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
-    config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+        "gradient_clipping": 1.0,
+    }
     deepspeed.init_distributed()
     model = tiny.make_model()
-    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), config=config
+    )
     assert isinstance(engine, deepspeed.DeepSpeedEngine) and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
     for step in range(3):
         x, y = tiny.make_batch(step, 4)
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
-    assert engine.get_batch_info() == (4, 4, 1) and engine.zero_optimization_partition_gradients() and engine.dp_world_size == 1
+    assert (
+        engine.get_batch_info() == (4, 4, 1)
+        and engine.zero_optimization_partition_gradients()
+        and engine.dp_world_size == 1
+    )
     assert engine.zero_reduce_bucket_size() > 0 and engine.optimizer_name() == "adam" and engine.global_steps == 3
     with pytest.raises(UnsupportedError, match="train_batch"):
         engine.train_batch()
@@ -197,15 +233,22 @@ def test_a_plain_deepspeed_script(deepspeed, tmp_path):
     engine.set_train_batch_size(8)
     assert engine.gradient_accumulation_steps() == 2
     engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed.utils.zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
 
     whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     expected = {k: v.clone() for k, v in engine.module.state_dict().items()}
     assert whole.keys() == expected.keys() and all(torch.equal(whole[k], expected[k]) for k in whole)
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
-    subprocess.run([sys.executable, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path / "pickled", "--dtype", "bf16"], check=True)
+    subprocess.run(
+        [sys.executable, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path / "pickled", "--dtype", "bf16"], check=True
+    )
     pickled = torch.load(tmp_path / "pickled" / "pytorch_model.bin", weights_only=True)
-    assert pickled.keys() == expected.keys() and all(torch.equal(pickled[k], expected[k].to(pickled[k].dtype)) for k in pickled)
+    assert pickled.keys() == expected.keys() and all(
+        torch.equal(pickled[k], expected[k].to(pickled[k].dtype)) for k in pickled
+    )
     from safetensors.torch import load_file
 
     safe = load_file(tmp_path / "safe" / "model.safetensors")

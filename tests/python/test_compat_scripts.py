@@ -8,18 +8,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path  # noqa: F401
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import run_ranks
 
 WORLD, MICRO = 2, 2
 
 
-# ---- loops written for deepspeed ------------------------------------------------------------------------------------------
+# ---- loops written for deepspeed -------------------------------------------------------------------------------------
 def _classifier(rank: int, world: int, stage: int) -> list[float]:
     """A cifar-like script: training_data, WarmupLR, accessors of the engine, an evaluation without gradients."""
     import deepc.compat.deepspeed  # noqa: F401
@@ -28,12 +27,25 @@ def _classifier(rank: int, world: int, stage: int) -> list[float]:
 
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10))
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10)
+    )
     g = torch.Generator().manual_seed(1)
-    data = torch.utils.data.TensorDataset(torch.randn(32, 3, 8, 8, generator=g), torch.randint(0, 10, (32,), generator=g))
-    engine, _, loader, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), training_data=data, config={
-        "train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}, "zero_optimization": {"stage": stage}})
+    data = torch.utils.data.TensorDataset(
+        torch.randn(32, 3, 8, 8, generator=g), torch.randint(0, 10, (32,), generator=g)
+    )
+    engine, _, loader, _ = deepspeed.initialize(
+        model=net,
+        model_parameters=net.parameters(),
+        training_data=data,
+        config={
+            "train_batch_size": 8,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+            "zero_optimization": {"stage": stage},
+        },
+    )
     device = get_accelerator().device_name(engine.local_rank)
     assert not engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization_stage() == stage
     losses = []
@@ -56,7 +68,8 @@ def test_a_classifier_trains_the_same_at_stages_0_and_3():
 
 
 def _gan(rank: int, world: int, stage: int) -> list[tuple[float, float]]:
-    """A GAN script: two engines, the models called without their engine, `module.zero_grad()` between the two losses."""
+    """A GAN script: two engines, the models called without their engine, `module.zero_grad()` between the two
+    losses."""
     import deepc.compat.deepspeed  # noqa: F401
     import deepspeed
 
@@ -72,14 +85,19 @@ def _gan(rank: int, world: int, stage: int) -> list[tuple[float, float]]:
 
 def _gan_models() -> tuple[torch.nn.Module, torch.nn.Module]:
     torch.manual_seed(0)
-    return (torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6)),
-            torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1), torch.nn.Sigmoid()))
+    return (
+        torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6)),
+        torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1), torch.nn.Sigmoid()),
+    )
 
 
 def _gan_loop(g, d, backward_g, backward_d, step_g, step_d, start: int, n: int) -> list[tuple[float, float]]:
     random, out, bce = torch.Generator().manual_seed(2), [], torch.nn.functional.binary_cross_entropy
     for _ in range(6):
-        real, noise = torch.randn(8, 6, generator=random)[start: start + n] + 1, torch.randn(8, 4, generator=random)[start: start + n]
+        real, noise = (
+            torch.randn(8, 6, generator=random)[start : start + n] + 1,
+            torch.randn(8, 4, generator=random)[start : start + n],
+        )
         d.zero_grad()
         on_real = bce(d(real), torch.ones(n, 1))
         backward_d(on_real)
@@ -106,16 +124,24 @@ def test_a_gan_that_calls_zero_grad_on_the_modules_trains_as_in_plain_torch(stag
 
 
 def _accumulating(rank: int, world: int, stage: int) -> list[int]:
-    """`module.zero_grad()` after every micro-batch, as some scripts do: at stages 1 to 3 it must not lose an accumulation."""
+    """`module.zero_grad()` after every micro-batch, as some scripts do: at stages 1 to 3 it must not lose an
+    accumulation."""
     import deepc.compat.deepspeed  # noqa: F401
     import deepspeed
 
     deepspeed.init_distributed()
     model = tiny.make_model()
     before = [p.detach().clone() for p in model.parameters()]
-    engine, *_ = deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2,
-                                                           "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-                                                           "zero_optimization": {"stage": stage}})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": MICRO,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            "zero_optimization": {"stage": stage},
+        },
+    )
     x, y = tiny.make_batch(0, MICRO)
     norms = []
     for _ in range(2):
@@ -129,7 +155,9 @@ def _accumulating(rank: int, world: int, stage: int) -> list[int]:
 
 def test_zero_grad_inside_an_accumulation_keeps_it_as_deepspeed_does():
     whole, half = run_ranks(_accumulating, WORLD, args=(2,))[0][0], run_ranks(_accumulating, WORLD, args=(0,))[0][0]
-    assert whole == pytest.approx(2 * half, rel=1e-4)  # at stage 0 the first micro-batch's gradient was in .grad, and went
+    assert whole == pytest.approx(
+        2 * half, rel=1e-4
+    )  # at stage 0 the first micro-batch's gradient was in .grad, and went
 
 
 def _import_paths(rank: int, world: int) -> bool:
@@ -145,7 +173,7 @@ def test_the_helpers_that_chat_scripts_import_exist():
     assert run_ranks(_import_paths, 1) == [True]
 
 
-# ---- Lightning ------------------------------------------------------------------------------------------------------------
+# ---- Lightning -------------------------------------------------------------------------------------------------------
 _LIGHTNING = """
 import deepc.compat.deepspeed
 import json, sys, torch
@@ -185,7 +213,7 @@ with torch.no_grad():
 tested = last.test(again, torch.utils.data.DataLoader(data, batch_size=4), verbose=False)[0]["test_loss"]
 if rank == 0:
     json.dump({"whole": whole, "first": net.seen, "again": again.seen, "steps": last.global_step, "tested": tested, "expected": expected}, open("result.json", "w"))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full
@@ -200,10 +228,27 @@ def test_lightnings_deepspeed_strategy_trains_saves_and_resumes(stage, tmp_path)
         s.bind(("", 0))
         port = str(s.getsockname()[1])
     path = os.pathsep.join(p for p in sys.path if p)
-    env = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-           "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [subprocess.Popen([sys.executable, "train.py", str(stage)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", str(stage)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+        )
+        for r in range(2)
+    ]
     try:
         texts = [p.communicate(timeout=240)[0] for p in ranks]
     finally:

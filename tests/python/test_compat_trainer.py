@@ -1,13 +1,13 @@
-"""Hugging Face's Trainer on deepc under the name `deepspeed`: unmodified scripts, 2 CPU ranks; against real DeepSpeed where it is installed."""
+"""Hugging Face's Trainer on deepc under the name `deepspeed`: unmodified scripts, 2 CPU ranks; against real DeepSpeed
+where it is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 
-import pytest
-
 import hf_runs
+import pytest
 from ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -40,13 +40,21 @@ def test_trains_evaluates_saves_and_resumes(tmp_path):
         assert losses[-1] < losses[0] - 0.1
 
 
-CASES = {"0": hf_runs.ds_config(0), "2": hf_runs.ds_config(2), "3": hf_runs.ds_config(3), "log": hf_runs.ds_config(2, "log", scheduler="WarmupLR")}
+CASES = {
+    "0": hf_runs.ds_config(0),
+    "2": hf_runs.ds_config(2),
+    "3": hf_runs.ds_config(3),
+    "log": hf_runs.ds_config(2, "log", scheduler="WarmupLR"),
+}
 
 
 @pytest.mark.full
 def test_features(tmp_path):
-    """Weights out of from_pretrained under zero.Init, generate in evaluation, gradient checkpointing, LoRA, offload, bf16, other optimizers and schedules."""
-    for rank, out in enumerate(run_ranks(hf_runs.features, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET)):
+    """Weights out of from_pretrained under zero.Init, generate in evaluation, gradient checkpointing, LoRA, offload,
+    bf16, other optimizers and schedules."""
+    for rank, out in enumerate(
+        run_ranks(hf_runs.features, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET)
+    ):
         for name in ("seq2seq", "lora", "recompute", "offload", "own optimizer", "evaluate only"):
             assert out.get(name) is True, (rank, name, out.get(name))
 
@@ -68,7 +76,11 @@ def _compare(name, mine, real):
     """Losses and rates as Trainer prints them (4 digits); gradient norms to 1e-5 relative."""
     assert len(mine) == len(real)
     for a, b in zip(mine, real, strict=True):
-        assert a.keys() - b.keys() <= ({"grad_norm"} if name == "0" else set()) and b.keys() <= a.keys(), (name, a, b)  # at stage 0 DeepSpeed has no norm
+        assert a.keys() - b.keys() <= ({"grad_norm"} if name == "0" else set()) and b.keys() <= a.keys(), (
+            name,
+            a,
+            b,
+        )  # at stage 0 DeepSpeed has no norm
         for key in b:
             if key == "grad_norm":
                 assert math.isclose(a[key], b[key], rel_tol=1e-5), (name, key, a, b)
@@ -83,9 +95,9 @@ PRECISIONS = [("bf16", 16), ("fp16", 16), ("fp16", 22)]
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("precision, power", PRECISIONS)
 def test_16_bits_equal_deepspeed(tmp_path, precision, power, stage):
-    """bf16, fp16, and fp16 from a loss scale that overflows: the losses up to the first update, all learning rates and the steps that are skipped
-    are DeepSpeed's to every digit. Afterwards they differ by what deepc does on purpose: fp32 masters start from the model's values, gradients
-    are accumulated in fp32."""
+    """bf16, fp16, and fp16 from a loss scale that overflows: the losses up to the first update, all learning rates and
+    the steps that are skipped are DeepSpeed's to every digit. Afterwards they differ by what deepc does on purpose:
+    fp32 masters start from the model's values, gradients are accumulated in fp32."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
     case = hf_runs.precision_case(precision, stage, power)
@@ -108,7 +120,8 @@ def test_16_bits_equal_deepspeed(tmp_path, precision, power, stage):
 @pytest.mark.full
 @pytest.mark.parametrize("precision, power", PRECISIONS)
 def test_16_bits_are_the_same_at_stages_0_to_2(tmp_path, precision, power):
-    """DeepSpeed's stage 0 takes a step of zero gradients at its start in 16 bits, and so differs from its stage 2; deepc's does not."""
+    """DeepSpeed's stage 0 takes a step of zero gradients at its start in 16 bits, and so differs from its stage 2;
+    deepc's does not."""
     cases = [hf_runs.precision_case(precision, stage, power) for stage in (0, 1, 2)]
     out = _run("deepc", tmp_path, cases, env=QUIET)
     runs = [out[0][name] for name, *_ in cases]
@@ -120,8 +133,8 @@ def test_16_bits_are_the_same_at_stages_0_to_2(tmp_path, precision, power):
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_model_of_a_trained_engine(tmp_path, stage):
-    """evaluate, predict, .to(device), .cpu(), .float(), unwrap_model, prepare_model, save_model and from_pretrained, another Trainer: the same loss;
-    and the engine trains on."""
+    """evaluate, predict, .to(device), .cpu(), .float(), unwrap_model, prepare_model, save_model and from_pretrained,
+    another Trainer: the same loss; and the engine trains on."""
     for out in run_ranks(hf_runs.moves, 2, args=(str(tmp_path), stage), fresh=True, limit_s=170, env=QUIET):
         assert out["at first"] == out["moved"] == out["predicted"] and out["step"]
         assert math.isclose(out["prepared"], out["saved"], rel_tol=1e-6)
@@ -133,21 +146,41 @@ ACCELERATE = [["--stage", "2", "--from_config"], ["--stage", "3"]]
 @pytest.mark.full
 @pytest.mark.parametrize("case", range(len(ACCELERATE)))
 def test_accelerate_equals_deepspeed(tmp_path, case):
-    """accumulate, clip_grad_norm_, save_state, load_state, get_state_dict, unwrap_model: losses and rates to 6 digits, norms to 1e-5 relative."""
+    """accumulate, clip_grad_norm_, save_state, load_state, get_state_dict, unwrap_model: losses and rates to 6 digits,
+    norms to 1e-5 relative."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
-    ours = run_ranks(hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[case: case + 1]), fresh=True, limit_s=170, env=QUIET)
-    theirs = run_ranks(hf_runs.accelerate_loop, 2, args=("deepspeed", str(tmp_path), ACCELERATE[case: case + 1]), fresh=True, limit_s=170, backend="gloo",
-                       env={"DS_ACCELERATOR": "cpu"})
+    ours = run_ranks(
+        hf_runs.accelerate_loop,
+        2,
+        args=("deepc", str(tmp_path), ACCELERATE[case : case + 1]),
+        fresh=True,
+        limit_s=170,
+        env=QUIET,
+    )
+    theirs = run_ranks(
+        hf_runs.accelerate_loop,
+        2,
+        args=("deepspeed", str(tmp_path), ACCELERATE[case : case + 1]),
+        fresh=True,
+        limit_s=170,
+        backend="gloo",
+        env={"DS_ACCELERATOR": "cpu"},
+    )
     for mine, real in zip(ours[0][0][:2], theirs[0][0][:2], strict=True):
         assert len(mine) == len(real) == 6
         for a, b in zip(mine, real, strict=True):
-            assert f"{a[0]:.6g} {a[2]:.6g}" == f"{b[0]:.6g} {b[2]:.6g}" and math.isclose(a[1], b[1], rel_tol=1e-5), (mine, real)
+            assert f"{a[0]:.6g} {a[2]:.6g}" == f"{b[0]:.6g} {b[2]:.6g}" and math.isclose(a[1], b[1], rel_tol=1e-5), (
+                mine,
+                real,
+            )
     assert math.isclose(ours[0][0][2], theirs[0][0][2], rel_tol=1e-6)
 
 
 def test_accelerate_loop(tmp_path):
-    out = run_ranks(hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[1:]), fresh=True, limit_s=170, env=QUIET)
+    out = run_ranks(
+        hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[1:]), fresh=True, limit_s=170, env=QUIET
+    )
     first, again, total = out[0][0]
     assert out[0] == out[1] and len(first) == 6 and math.isfinite(total) and first[5][0] < first[0][0]
     assert again[0][2] == first[3][2]  # the schedule went on where it was saved

@@ -1,17 +1,17 @@
-"""deepc.compress: codecs against their definitions in plain torch; compressed collectives on Gloo and on the backend "deepc" against plain
-references with derived bounds; error feedback; bytes on the wire; DDP hooks and FSDP2 in training."""
+"""deepc.compress: codecs against their definitions in plain torch; compressed collectives on Gloo and on the backend
+"deepc" against plain references with derived bounds; error feedback; bytes on the wire; DDP hooks and FSDP2 in
+training."""
 
 from __future__ import annotations
 
+import deepc
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-
-import deepc
 from deepc import compress
 from deepc.compress import ErrorFeedback, Int4Blocks, Int8Blocks, OneBit, TopK
 from deepc.errors import ArgumentError
+from ranks import run_ranks
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CODECS = [Int8Blocks(), Int8Blocks(64), Int4Blocks(), OneBit(), OneBit(128), TopK(0.05), TopK(0.2, 256)]
@@ -23,7 +23,9 @@ def make(n: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def coded(codec, x: torch.Tensor, error: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def coded(
+    codec, x: torch.Tensor, error: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     payload, out = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty(x.numel(), dtype=dtype)
     codec.encode(payload, x, error)
     codec.decode(out, payload)
@@ -43,8 +45,10 @@ def half_step(codec, x: torch.Tensor) -> torch.Tensor:
         mean = by_block(x, codec.block, lambda p: p.abs().mean())
         return (x.abs() - mean).abs() * (1 + EPS) + EPS * mean
     if isinstance(codec, TopK):
+
         def smallest_kept(p):
             return p.abs().sort(descending=True).values[min(codec.k, p.numel()) - 1]
+
         return torch.minimum(x.abs(), by_block(x, codec.block, smallest_kept))
     levels = 127 if codec.bits == 8 else 7
     return by_block(x, codec.block, lambda p: p.abs().max()) / levels / 2 * (1 + 4 * levels * EPS)
@@ -57,7 +61,7 @@ def assert_within(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor, wh
         pytest.fail(f"{what}: element {i} is {got[i]}, expected {want[i]} +- {bound[i]}")
 
 
-# ---- codecs -------------------------------------------------------------------------------------------------------------------
+# ---- codecs ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -112,27 +116,55 @@ def test_sizes_of_payloads():
     assert Int8Blocks() == Int8Blocks(2048) != Int8Blocks(64) and len({OneBit(), OneBit(2048), Int8Blocks()}) == 2
 
 
-@pytest.mark.parametrize("call, error, text", [
-    (lambda: Int8Blocks(100), ArgumentError, "multiple of 64"),
-    (lambda: TopK(block=8192), ArgumentError, "4096"),
-    (lambda: TopK(0.0), ArgumentError, "fraction"),
-    (lambda: Int8Blocks().encode(torch.empty(7, dtype=torch.uint8), torch.zeros(4)), RuntimeError, "7 bytes; 4 elements take 8"),
-    (lambda: Int8Blocks().encode(torch.empty(8), torch.zeros(4)), RuntimeError, "uint8"),
-    (lambda: Int8Blocks().encode(torch.empty(8, dtype=torch.uint8), torch.zeros(4), torch.zeros(3)), RuntimeError, "error"),
-    (lambda: Int8Blocks().encode(torch.empty(8, dtype=torch.uint8), torch.zeros(4), torch.zeros(4).bfloat16()), RuntimeError, "float32"),
-    (lambda: Int8Blocks().encode(torch.empty(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.float64)), RuntimeError, "fp64"),
-    (lambda: Int8Blocks().encode(torch.empty(12, dtype=torch.uint8)[1:9], torch.zeros(4)), RuntimeError, "aligned"),
-    (lambda: OneBit().decode_add(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.uint8)), RuntimeError, "float32"),
-    (lambda: TopK(1.0, 64).decode(torch.zeros(1), torch.full((8,), 255, dtype=torch.uint8)), RuntimeError, "index 65535"),
-])
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda: Int8Blocks(100), ArgumentError, "multiple of 64"),
+        (lambda: TopK(block=8192), ArgumentError, "4096"),
+        (lambda: TopK(0.0), ArgumentError, "fraction"),
+        (
+            lambda: Int8Blocks().encode(torch.empty(7, dtype=torch.uint8), torch.zeros(4)),
+            RuntimeError,
+            "7 bytes; 4 elements take 8",
+        ),
+        (lambda: Int8Blocks().encode(torch.empty(8), torch.zeros(4)), RuntimeError, "uint8"),
+        (
+            lambda: Int8Blocks().encode(torch.empty(8, dtype=torch.uint8), torch.zeros(4), torch.zeros(3)),
+            RuntimeError,
+            "error",
+        ),
+        (
+            lambda: Int8Blocks().encode(torch.empty(8, dtype=torch.uint8), torch.zeros(4), torch.zeros(4).bfloat16()),
+            RuntimeError,
+            "float32",
+        ),
+        (
+            lambda: Int8Blocks().encode(torch.empty(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.float64)),
+            RuntimeError,
+            "fp64",
+        ),
+        (lambda: Int8Blocks().encode(torch.empty(12, dtype=torch.uint8)[1:9], torch.zeros(4)), RuntimeError, "aligned"),
+        (
+            lambda: OneBit().decode_add(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.uint8)),
+            RuntimeError,
+            "float32",
+        ),
+        (
+            lambda: TopK(1.0, 64).decode(torch.zeros(1), torch.full((8,), 255, dtype=torch.uint8)),
+            RuntimeError,
+            "index 65535",
+        ),
+    ],
+)
 def test_bad_input_is_a_clear_error(call, error, text):
     with pytest.raises(error, match=text):
         call()
 
 
-# ---- collectives --------------------------------------------------------------------------------------------------------------
+# ---- collectives -----------------------------------------------------------------------------------------------------
 class moved:
-    """Counts the bytes that collectives of torch.distributed really take from this rank to others, on their uint8 tensors."""
+    """Counts the bytes that collectives of torch.distributed really take from this rank to others, on their uint8
+    tensors."""
 
     def __enter__(self):
         self.bytes, self.was = 0, (dist.all_to_all_single, compress._gather)
@@ -165,15 +197,19 @@ def gathers(rank, world, codec):
         for n in (1, 65, 5000):
             xs = [make(n, 10 + r, dtype) for r in range(world)]
             out = torch.empty(world * n, dtype=dtype)
-            out[rank * n: (rank + 1) * n] = xs[rank]  # also as FSDP does it: the input lies in the output
+            out[rank * n : (rank + 1) * n] = xs[rank]  # also as FSDP does it: the input lies in the output
             compress.reset_traffic()
             with moved() as wire:
-                sent = compress.all_gather(out, out[rank * n: (rank + 1) * n], None, codec)
+                sent = compress.all_gather(out, out[rank * n : (rank + 1) * n], None, codec)
             assert sent == wire.bytes == (world - 1) * codec.nbytes(n)
             size = dtype.itemsize
-            assert compress.traffic() == dict.fromkeys(("all_gather", "total"), compress.Traffic(1, sent, (world - 1) * n * size))
+            assert compress.traffic() == dict.fromkeys(
+                ("all_gather", "total"), compress.Traffic(1, sent, (world - 1) * n * size)
+            )
             for r in range(world):
-                assert torch.equal(out[r * n: (r + 1) * n], coded(codec, xs[r], dtype=dtype)), f"{codec} {dtype} n={n} of rank {r}"
+                assert torch.equal(out[r * n : (r + 1) * n], coded(codec, xs[r], dtype=dtype)), (
+                    f"{codec} {dtype} n={n} of rank {r}"
+                )
             same_on_all(out, f"all_gather {dtype}")
 
 
@@ -203,16 +239,23 @@ def reductions(rank, world, codec):
                 for begin in range(0, world * n, size):  # slice by slice, since blocks begin with them
                     at = slice(begin, begin + size)
                     first = sum(half_step(codec, v[at]) for v in xs) * share
-                    summed = share * sum(coded(codec, v[at]).double() for v in xs)  # what the slice's rank compresses again
+                    summed = share * sum(
+                        coded(codec, v[at]).double() for v in xs
+                    )  # what the slice's rank compresses again
                     second = half_step(codec, summed) + 4 * EPS * magnitude[at]
                     if isinstance(codec, TopK):  # sums that tie within rounding may change places
                         second = second + 16 * EPS * magnitude[at].max()
-                    assert_within(x[at], total[at], first + second + (first + second + magnitude[at]) * (world + 1) * rounding[dtype],
-                                  f"all_reduce {codec} {dtype} {op} n={n}")
+                    assert_within(
+                        x[at],
+                        total[at],
+                        first + second + (first + second + magnitude[at]) * (world + 1) * rounding[dtype],
+                        f"all_reduce {codec} {dtype} {op} n={n}",
+                    )
 
 
 def fed_sums(rank, world, codec):
-    """The inputs' sum over the steps is what came out, plus what the errors hold: elementwise; and the errors don't grow."""
+    """The inputs' sum over the steps is what came out, plus what the errors hold: elementwise; and the errors don't
+    grow."""
     steps, n = 60, 3000
     state, scatter_state = ErrorFeedback(), ErrorFeedback()
     given, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -236,7 +279,7 @@ def fed_sums(rank, world, codec):
     dist.all_reduce(owed)
     torch.testing.assert_close(part_got + owed.view(world, -1)[rank], part_given, rtol=0, atol=steps * 64 * EPS)
     if not isinstance(codec, TopK):  # top-k's reach their stationary size only after 1 / fraction steps
-        assert max(largest[steps // 2:]) < 2 * max(largest[: steps // 2])
+        assert max(largest[steps // 2 :]) < 2 * max(largest[: steps // 2])
     resumed = ErrorFeedback()
     resumed.load_state_dict(state.state_dict())
     a, b = make(n, rank), make(n, rank)

@@ -1,22 +1,21 @@
-"""Stock DistributedDataParallel and FSDP2 with compressed communication (deepc.ddp_hooks, deepc.fsdp): losses beside the uncompressed run,
-nothing lost when buckets are rebuilt, exact bytes on the wire, checkpoints of the errors."""
+"""Stock DistributedDataParallel and FSDP2 with compressed communication (deepc.ddp_hooks, deepc.fsdp): losses beside
+the uncompressed run, nothing lost when buckets are rebuilt, exact bytes on the wire, checkpoints of the errors."""
 
 from __future__ import annotations
 
 import copy
 
+import deepc
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import deepc
 from deepc import ddp_hooks, fsdp
 from deepc.compress import Int4Blocks, Int8Blocks, OneBit, TopK
 from deepc.errors import ArgumentError, UnsupportedError
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 CODECS = [Int8Blocks(), Int4Blocks(), OneBit(256), TopK(0.1, 256)]
 STEPS = 100
@@ -107,7 +106,10 @@ def fsdp_losses(rank, world):
         loss = train(model, rank, world)
         assert abs(loss - plain) < NOISE * plain, f"{codec}: {loss}, uncompressed {plain}"
         assert set(comms.reduce_scatters) == {"", "0", "2"}
-        sizes = {name: sum(p.to_local().numel() for p in model.get_submodule(name).parameters(recurse=bool(name))) for name in ("0", "2")}
+        sizes = {
+            name: sum(p.to_local().numel() for p in model.get_submodule(name).parameters(recurse=bool(name)))
+            for name in ("0", "2")
+        }
         sizes[""] = sum(p.to_local().numel() for p in model[4].parameters())
         for name, n in sizes.items():
             assert comms.reduce_scatters[name].sent_bytes == STEPS * (world - 1) * codec.nbytes(n), name
@@ -121,7 +123,7 @@ def test_fsdp_reaches_the_uncompressed_loss(backend):
     run_ranks(fsdp_losses, 2, backend=backend, limit_s=600)
 
 
-# ---- DDP: buckets ----------------------------------------------------------------------------------------------------------------
+# ---- DDP: buckets ----------------------------------------------------------------------------------------------------
 def local_gradients(model: nn.Module, step: int, rank: int, world: int) -> dict[str, torch.Tensor]:
     x, y = part(step, rank, world)
     model.zero_grad()
@@ -130,8 +132,8 @@ def local_gradients(model: nn.Module, step: int, rank: int, world: int) -> dict[
 
 
 def rebuilds(rank, world, codec, overlap):
-    """Gradients that were applied plus what is owed are the true gradients, by parameter and element, across the rebuild and a
-    checkpoint."""
+    """Gradients that were applied plus what is owed are the true gradients, by parameter and element, across the
+    rebuild and a checkpoint."""
     model, twin = make_model(), make_model()
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
     state = ddp_hooks.register(wrapped, codec, overlap=overlap)
@@ -148,12 +150,17 @@ def rebuilds(rank, world, codec, overlap):
         for name, error in saved["errors"].items():
             owed = error.clone()
             dist.all_reduce(owed)
-            torch.testing.assert_close(owed / world, missing[name], rtol=0, atol=2e-6, msg=lambda m: f"step {step}, {name}: {m}")
+            torch.testing.assert_close(
+                owed / world, missing[name], rtol=0, atol=2e-6, msg=lambda m: f"step {step}, {name}: {m}"
+            )
         if step == 3:  # as a restart does
             state.load_state_dict(copy.deepcopy(saved), wrapped)
     assert layouts[0] != layouts[1] and layouts[1] == layouts[2]
     assert max(e.abs().max().item() for e in saved["errors"].values()) > 0
-    for wrong, text in (({**saved, "rank": 7}, "rank 7"), ({**saved, "errors": {"no.such": torch.zeros(3)}}, "no.such")):
+    for wrong, text in (
+        ({**saved, "rank": 7}, "rank 7"),
+        ({**saved, "errors": {"no.such": torch.zeros(3)}}, "no.such"),
+    ):
         with pytest.raises(ArgumentError, match=text):
             state.load_state_dict(wrong, wrapped)
     state.close()
@@ -206,7 +213,7 @@ def test_ddp_error_reaches_backward(overlap):
     run_ranks(hook_fails, 2, args=(overlap,), backend="gloo", fresh=True)
 
 
-# ---- FSDP ----------------------------------------------------------------------------------------------------------------------
+# ---- FSDP ------------------------------------------------------------------------------------------------------------
 def fsdp_details(rank, world):
     model = shard(make_model(), world)
     comms = fsdp.compress(model, gradients=Int8Blocks())
@@ -259,7 +266,9 @@ def fsdp_mixed(rank, world):
     comms = fsdp.compress(model, gradients=Int4Blocks())
     loss = train(model, rank, world, 40)
     assert loss < 0.9 and comms.sent_bytes > 0  # from 2.1
-    with pytest.raises(UnsupportedError, match="several dtypes"):  # what FSDP passes when extensions of parameters gather different dtypes
+    with pytest.raises(
+        UnsupportedError, match="several dtypes"
+    ):  # what FSDP passes when extensions of parameters gather different dtypes
         comms.all_gathers["0"](torch.zeros(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8), None)
     with pytest.raises(UnsupportedError, match="MAX"):
         comms.reduce_scatters["0"](torch.zeros(4), torch.zeros(8), None, dist.ReduceOp.MAX)

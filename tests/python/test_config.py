@@ -11,13 +11,12 @@ import re
 import string
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from deepc import config as c
 from deepc.config import Config
 from deepc.config_keys import ANY, KEYS, OPTIMIZER_PARAMS, TABLE, State
 from deepc.errors import ConfigError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def load(raw=None, world_size=1, **kw) -> Config:
@@ -84,7 +83,10 @@ def deepspeed_models():
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
 
     return [
         ("zero_optimization", DeepSpeedZeroConfig),
@@ -181,7 +183,10 @@ def test_triangle(given_, world, want):
         (
             (10, 4, None),
             2,
-            "train_batch_size 10 is not train_micro_batch_size_per_gpu 4 * gradient_accumulation_steps 1 (derived) * 2 rank(s) = 8",
+            (
+                "train_batch_size 10 is not train_micro_batch_size_per_gpu 4 * gradient_accumulation_steps 1 (derived)"
+                " * 2 rank(s) = 8"
+            ),
         ),
         ((32, 4, 3), 4, "train_batch_size 32 is not"),
         ((3, None, None), 4, "train_micro_batch_size_per_gpu 0 (derived)"),
@@ -205,7 +210,11 @@ def test_triangle_is_deepspeeds():
     theirs = DeepSpeedConfig.__new__(DeepSpeedConfig)
     values = [None, 1, 2, 3, 4, 6, 8, 12, 24]
     for train, micro, accum, world in itertools.product(values, values[:6], values[:5], (1, 2, 3)):
-        theirs.train_batch_size, theirs.train_micro_batch_size_per_gpu, theirs.gradient_accumulation_steps = train, micro, accum
+        theirs.train_batch_size, theirs.train_micro_batch_size_per_gpu, theirs.gradient_accumulation_steps = (
+            train,
+            micro,
+            accum,
+        )
         theirs.world_size = world
         try:
             theirs._configure_train_batch_size()
@@ -213,7 +222,10 @@ def test_triangle_is_deepspeeds():
         except AssertionError:
             want = None
         try:
-            cfg = Config.load({k: v for k, v in zip(c._TRIANGLE, (train, micro, accum), strict=True) if v is not None}, world_size=world)
+            cfg = Config.load(
+                {k: v for k, v in zip(c._TRIANGLE, (train, micro, accum), strict=True) if v is not None},
+                world_size=world,
+            )
             got = (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_accumulation_steps)
         except ConfigError:
             got = None
@@ -237,13 +249,21 @@ def test_defaults():
     assert cfg.optimizer is None and cfg.scheduler is None and cfg.dtype == "fp32"
     assert cfg.zero.offload_optimizer.device == "none" and cfg.data_types.grad_accum_dtype == "fp32"
     assert cfg.inert == () and cfg.auto == () and cfg.deepc.bucket_elems is None
-    assert c.default_optimizer().params == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+    assert c.default_optimizer().params == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+    }
 
 
 def test_default_optimizer_is_deepspeeds_adam():
     import inspect
 
-    adam = pytest.importorskip("deepspeed.ops.adam", reason="deepspeed is not installed: its Adam's defaults are not compared")
+    adam = pytest.importorskip(
+        "deepspeed.ops.adam", reason="deepspeed is not installed: its Adam's defaults are not compared"
+    )
     defaults = {p.name: p.default for p in inspect.signature(adam.DeepSpeedCPUAdam.__init__).parameters.values()}
     for name, value in c.default_optimizer().params.items():
         assert defaults[name] == value, name
@@ -264,21 +284,35 @@ def test_values_reach_the_tree():
             "log_level": "DEBUG",
         }
     )
-    assert cfg.gradient_clipping == 0.0 and cfg.steps_per_print == 10 and cfg.prescale_gradients and cfg.gradient_predivide_factor == 2.0
+    assert (
+        cfg.gradient_clipping == 0.0
+        and cfg.steps_per_print == 10
+        and cfg.prescale_gradients
+        and cfg.gradient_predivide_factor == 2.0
+    )
     assert cfg.communication_data_type == "bf16" and cfg.dtype == "bf16" and cfg.log_level == "debug"
-    assert cfg.zero.stage == 3 and cfg.zero.reduce_bucket_size == 5_000_000 and isinstance(cfg.zero.reduce_bucket_size, int)
+    assert (
+        cfg.zero.stage == 3
+        and cfg.zero.reduce_bucket_size == 5_000_000
+        and isinstance(cfg.zero.reduce_bucket_size, int)
+    )
     assert cfg.zero.overlap_comm is True and cfg.deepc.bucket_elems == 1000 and cfg.checkpoint.tag_validation == "Fail"
 
 
 def test_pre_scale_is_deepspeeds():
-    """allreduce_bucket of its engine: prescale divides by the ranks first; the predivide factor belongs to the other way."""
+    """allreduce_bucket of its engine: prescale divides by the ranks first; the predivide factor belongs to the other
+    way."""
     assert load({}, 4).pre_scale == 1.0
     assert load({"gradient_predivide_factor": 8}, 4).pre_scale == 0.125
     assert load({"gradient_predivide_factor": 8, "prescale_gradients": True}, 4).pre_scale == 0.25
 
 
 def test_the_tree_is_frozen_and_raw_is_a_copy():
-    raw = {"train_batch_size": 4, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"betas": (0.8, 0.9)}}}
+    raw = {
+        "train_batch_size": 4,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "Adam", "params": {"betas": (0.8, 0.9)}},
+    }
     before = copy.deepcopy(raw)
     cfg = load(raw)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -433,7 +467,9 @@ def test_unknown_keys_get_a_did_you_mean(raw, meant):
 
 @given(
     st.dictionaries(
-        st.text(string.ascii_lowercase + "_.", min_size=1, max_size=12), st.one_of(st.integers(), st.booleans(), st.none()), max_size=4
+        st.text(string.ascii_lowercase + "_.", min_size=1, max_size=12),
+        st.one_of(st.integers(), st.booleans(), st.none()),
+        max_size=4,
     )
 )
 @settings(max_examples=60, deadline=None)
@@ -457,29 +493,43 @@ def test_old_names():
     assert load({"bfloat16": {"enabled": True}}).bf16.enabled
     assert load({"zero_optimization": {"cpu_offload": True, "stage": 2}}).zero.offload_optimizer.device == "cpu"
     assert load({"zero_optimization": {"cpu_offload_param": True, "stage": 3}}).zero.offload_param.device == "cpu"
-    assert load({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}}).zero.stage3_gather_16bit_weights_on_model_save
+    assert load(
+        {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}}
+    ).zero.stage3_gather_16bit_weights_on_model_save
     assert load({"zero_optimization": {"param_persistence_threshold": 7}}).zero.stage3_param_persistence_threshold == 7
     assert load({"zero_optimization": True}).zero.stage == 1
-    assert "given twice" in refused({"zero_optimization": {"param_persistence_threshold": 7, "stage3_param_persistence_threshold": 8}})
-    assert "both given" in refused({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}})
+    assert "given twice" in refused(
+        {"zero_optimization": {"param_persistence_threshold": 7, "stage3_param_persistence_threshold": 8}}
+    )
+    assert "both given" in refused(
+        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}}
+    )
 
 
 # ---- optimizer and scheduler -----------------------------------------------------------------------------------------
 
 
 def test_optimizers():
-    adam = load({"optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "torch_adam": False}}}).optimizer
+    adam = load(
+        {"optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "torch_adam": False}}}
+    ).optimizer
     assert (adam.type, adam.backend, adam.decoupled) == ("AdamW", "deepc", True)
     assert adam.params == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
     l2 = load({"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}}).optimizer
     assert (l2.type, l2.decoupled) == ("Adam", False)
-    assert load({"optimizer": {"type": "ADAMW", "params": {"adam_w_mode": False}}}).optimizer.decoupled  # AdamW forces it, as in DeepSpeed
+    assert load(
+        {"optimizer": {"type": "ADAMW", "params": {"adam_w_mode": False}}}
+    ).optimizer.decoupled  # AdamW forces it, as in DeepSpeed
     theirs = load({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1, "foreach": False}}}).optimizer
     assert (theirs.backend, theirs.params) == ("torch", {"lr": 1.0, "foreach": False})
-    sgd = load({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_optimization": {"stage": 3}}).optimizer
+    sgd = load(
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_optimization": {"stage": 3}}
+    ).optimizer
     assert (sgd.type, sgd.backend, sgd.params) == ("SGD", "torch", {"lr": 0.1, "momentum": 0.9})
     assert load({"optimizer": {"type": "adagrad"}}).optimizer.type == "Adagrad"
-    assert [i.key for i in load({"optimizer": {"type": "Adam", "params": {"fused": True}}}).inert] == ["optimizer.params.fused"]
+    assert [i.key for i in load({"optimizer": {"type": "Adam", "params": {"fused": True}}}).inert] == [
+        "optimizer.params.fused"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -510,7 +560,12 @@ def test_an_optimizer_that_is_not_elementwise_needs_leave():
 
 def test_schedulers():
     cfg = load(
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10, "last_batch_iteration": -1}}}
+        {
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"total_num_steps": 100, "warmup_num_steps": 10, "last_batch_iteration": -1},
+            }
+        }
     )
     assert cfg.scheduler.type == "WarmupDecayLR" and cfg.scheduler.params["total_num_steps"] == 100
     assert load({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}).scheduler.type == "StepLR"
@@ -541,9 +596,15 @@ def test_fp16_and_bf16_exclude_each_other():
 def test_offload():
     raw = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     cpu = load(raw)
-    assert [i.key.rsplit(".", 1)[-1] for i in cpu.inert] == ["device", "pin_memory"] and cpu.zero.offload_optimizer.device == "cpu"
+    assert [i.key.rsplit(".", 1)[-1] for i in cpu.inert] == [
+        "device",
+        "pin_memory",
+    ] and cpu.zero.offload_optimizer.device == "cpu"
     assert load(raw, device_type="cuda").inert == ()
-    assert "needs ZeRO stage 1" in load({"zero_optimization": raw["zero_optimization"] | {"stage": 0}}, device_type="cuda").describe_inert()
+    assert (
+        "needs ZeRO stage 1"
+        in load({"zero_optimization": raw["zero_optimization"] | {"stage": 0}}, device_type="cuda").describe_inert()
+    )
     param = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert load(param).zero.offload_param.device == "cpu"
     assert "does not have yet" in refused(param, device_type="cuda")
@@ -551,15 +612,29 @@ def test_offload():
 
 def test_zeropp_keys():
     def zero(stage, world=4, device="cpu", **keys):
-        return Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **keys}}, world_size=world, device_type=device)
+        return Config.load(
+            {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **keys}},
+            world_size=world,
+            device_type=device,
+        )
 
     every = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     cfg = zero(3, **every)
-    assert (cfg.zero.zero_quantized_weights, cfg.zero.zero_quantized_gradients, cfg.zero.zero_hpz_partition_size, cfg.inert) == (True, True, 2, ())
+    assert (
+        cfg.zero.zero_quantized_weights,
+        cfg.zero.zero_quantized_gradients,
+        cfg.zero.zero_hpz_partition_size,
+        cfg.inert,
+    ) == (True, True, 2, ())
     assert zero(3).zero.zero_hpz_partition_size == 1 and zero(3, zero_hpz_partition_size=0).inert == ()
     assert [i.key.split(".")[1] for i in zero(2, **every).inert] == ["zero_hpz_partition_size"]
-    assert [i.key.split(".")[1] for i in zero(0, **every).inert] == ["zero_quantized_weights", "zero_hpz_partition_size"]
-    assert [i.key.split(".")[1] for i in zero(3, zero_quantized_nontrainable_weights=True).inert] == ["zero_quantized_nontrainable_weights"]
+    assert [i.key.split(".")[1] for i in zero(0, **every).inert] == [
+        "zero_quantized_weights",
+        "zero_hpz_partition_size",
+    ]
+    assert [i.key.split(".")[1] for i in zero(3, zero_quantized_nontrainable_weights=True).inert] == [
+        "zero_quantized_nontrainable_weights"
+    ]
     with pytest.raises(ConfigError, match="zero_hpz_partition_size = 3 does not divide the 4 rank"):
         zero(3, zero_hpz_partition_size=3)
     for key, value in every.items():
@@ -568,7 +643,16 @@ def test_zeropp_keys():
 
 
 def test_hints_are_reported_as_inert_with_the_reason():
-    cfg = load({"zero_optimization": {"stage": 3, "contiguous_gradients": True, "stage3_prefetch_bucket_size": 5, "sub_group_size": 1e9}})
+    cfg = load(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "contiguous_gradients": True,
+                "stage3_prefetch_bucket_size": 5,
+                "sub_group_size": 1e9,
+            }
+        }
+    )
     assert [(i.key.split(".")[1], i.value) for i in cfg.inert] == [
         ("contiguous_gradients", True),
         ("stage3_prefetch_bucket_size", 5),
@@ -670,7 +754,12 @@ HF_ZERO3 = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
     },
     "zero_optimization": {
         "stage": 3,
@@ -806,7 +895,9 @@ def test_auto_is_an_error_that_lists_the_keys():
 
 def test_auto_may_be_kept_and_is_then_listed():
     cfg = Config.load(HF_ZERO3, world_size=2, allow_auto=True)
-    assert len(cfg.auto) == 18 and cfg.train_batch_size is None and cfg.zero.stage == 3 and 'still "auto"' in cfg.explain()
+    assert (
+        len(cfg.auto) == 18 and cfg.train_batch_size is None and cfg.zero.stage == 3 and 'still "auto"' in cfg.explain()
+    )
     with pytest.raises(ConfigError, match="reduce_bucket_size"):
         cfg.require_resolved()
     Config.load(INTRODUCTION, world_size=1).require_resolved()
@@ -814,10 +905,20 @@ def test_auto_may_be_kept_and_is_then_listed():
 
 def test_what_a_trainer_fills_in_loads():
     filled = copy.deepcopy(HF_ZERO3)
-    filled |= {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+    filled |= {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+    }
     filled["fp16"]["enabled"], filled["bf16"]["enabled"] = False, True
     filled["optimizer"]["params"] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-    filled["scheduler"]["params"] = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 1, "total_num_steps": 100}
+    filled["scheduler"]["params"] = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 5e-5,
+        "warmup_num_steps": 1,
+        "total_num_steps": 100,
+    }
     filled["zero_optimization"] |= {
         "reduce_bucket_size": 768 * 768,
         "stage3_prefetch_bucket_size": 530841,
@@ -880,7 +981,12 @@ def problems(schema: dict, value, at: str = "$") -> list[str]:
             ok = ok and value == int(value)
         if not ok:
             return [*out, f"{at}: {value!r} is no {schema['type']}"]
-    if "enum" in schema and not any(c._same(value, e) for e in schema["enum"]) or "const" in schema and not c._same(value, schema["const"]):
+    if (
+        "enum" in schema
+        and not any(c._same(value, e) for e in schema["enum"])
+        or "const" in schema
+        and not c._same(value, schema["const"])
+    ):
         out.append(f"{at}: {value!r} is not allowed")
     if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
         out.append(f"{at}: {value!r}")
@@ -929,7 +1035,8 @@ BEYOND = {"zero_optimization.offload_param.device", "zero_optimization.offload_o
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [b[:2] for b in BAD_VALUES if b[1] != float("inf")] + [x[:2] for x in LATER if x[0] not in BEYOND]
+    ("path", "value"),
+    [b[:2] for b in BAD_VALUES if b[1] != float("inf")] + [x[:2] for x in LATER if x[0] not in BEYOND],
 )
 def test_schema_refuses_what_the_reader_refuses(path, value):
     assert problems(SCHEMA, nested(path, value)) != []
@@ -953,6 +1060,9 @@ def test_command_line(tmp_path, capsys):
     assert c.main(["--schema", str(tmp_path / "s.json")]) == 0 and (tmp_path / "s.json").exists()
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(INTRODUCTION))
-    assert c.main(["--explain", str(file), "--world-size", "2"]) == 0 and "2 rank(s) on cpu, fp16" in capsys.readouterr().out
+    assert (
+        c.main(["--explain", str(file), "--world-size", "2"]) == 0
+        and "2 rank(s) on cpu, fp16" in capsys.readouterr().out
+    )
     file.write_text('{"train_batch_size": 0}')
     assert c.main(["--explain", str(file)]) == 1 and "train_batch_size = 0 is out of range" in capsys.readouterr().err

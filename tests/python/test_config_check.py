@@ -48,31 +48,46 @@ def test_each_key_is_used_inert_or_off():
         "derived": ["gradient_accumulation_steps"],
     }
     text = str(found)
-    assert "gradient_accumulation_steps 2 (derived) * 2 ranks" in text and DIFFERS["zero_optimization.stage"].split(";")[0] in text
+    assert (
+        "gradient_accumulation_steps 2 (derived) * 2 ranks" in text
+        and DIFFERS["zero_optimization.stage"].split(";")[0] in text
+    )
 
 
 def test_errors_name_key_and_nearest_spelling():
-    found = config_check.check({**GOOD, "gradient_cliping": 1.0, "elasticity": {"enabled": True}, "steps_per_print": "10"}, ranks=2)
+    found = config_check.check(
+        {**GOOD, "gradient_cliping": 1.0, "elasticity": {"enabled": True}, "steps_per_print": "10"}, ranks=2
+    )
     assert (
         {e.key for e in found.errors} == {"gradient_cliping", "elasticity.enabled", "steps_per_print"}
         and not found.ok
         and found.precision is None
     )
     by = {e.key: e.message for e in found.errors}
-    assert 'Did you mean "gradient_clipping"' in by["gradient_cliping"] and "does not have yet" in by["elasticity.enabled"]
+    assert (
+        'Did you mean "gradient_clipping"' in by["gradient_cliping"] and "does not have yet" in by["elasticity.enabled"]
+    )
     assert "elasticity" not in states(found) and states(found)["zero_optimization.stage"] == "used"
 
 
 def test_ranks_come_from_the_batch_sizes_if_they_are_not_given():
-    found = config_check.check({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
+    found = config_check.check(
+        {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    )
     assert found.ok and found.ranks == 4 and "4 ranks (from the batch sizes)" in str(found)
-    bad = config_check.check({"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
+    bad = config_check.check(
+        {"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    )
     assert bad.ranks == 1 and not bad.ok and bad.batch is None
 
 
 def test_auto_is_listed_and_no_error():
     found = config_check.check(
-        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        }
     )
     assert found.ok and found.batch is None
     assert {k for k, s in states(found).items() if s == "auto"} == {
@@ -101,7 +116,9 @@ def test_every_key_of_the_table_can_be_explained():
             here = here.setdefault(part, {})
         here[row.leaf] = value
         found = config_check.check(node)
-        assert row.path in states(found) or any(row.path in e.message or e.key == row.path for e in found.errors), row.path
+        assert row.path in states(found) or any(row.path in e.message or e.key == row.path for e in found.errors), (
+            row.path
+        )
 
 
 def test_command_line(tmp_path, capsys):
@@ -135,9 +152,10 @@ def test_the_list_of_keys_is_whole():
     rows = {r["key"]: r for r in config_check.key_rows()}
     assert set(rows) == set(TABLE) | {f"optimizer.params.{k}" for k in OPTIMIZER_PARAMS}
     for row in KEYS:
-        assert rows[row.path]["state"] == ("used" if row.state is State.ACTIVE else "inert") or row.state in (State.LATER, State.REMOVED), (
-            row.path
-        )
+        assert rows[row.path]["state"] == ("used" if row.state is State.ACTIVE else "inert") or row.state in (
+            State.LATER,
+            State.REMOVED,
+        ), row.path
         assert rows[row.path]["does"]
 
 
@@ -146,10 +164,14 @@ def test_differences_are_of_keys_that_exist_and_are_used():
 
 
 def test_the_documentation_is_current():
-    assert (ROOT / "docs" / "config.md").read_text() == config_check.markdown(), "run: deepc config keys --markdown > docs/config.md"
+    assert (ROOT / "docs" / "config.md").read_text() == config_check.markdown(), (
+        "run: deepc config keys --markdown > docs/config.md"
+    )
 
 
-@pytest.mark.parametrize("words", [["config", "check"], ["config", "nonsense"], ["config", "check", "x", "--rank", "1"]])
+@pytest.mark.parametrize(
+    "words", [["config", "check"], ["config", "nonsense"], ["config", "check", "x", "--rank", "1"]]
+)
 def test_wrong_words_exit_with_2(words, capsys):
     with pytest.raises(SystemExit) as exc:
         main(words)

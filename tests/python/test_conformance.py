@@ -1,5 +1,5 @@
-"""The backend "deepc" against Gloo in the same processes, on random programs of calls (conformance.py: what is called, and the rule of
-comparison). Counters of the C core and Gloo's sequence number prove that the core did it.
+"""The backend "deepc" against Gloo in the same processes, on random programs of calls (conformance.py: what is called,
+and the rule of comparison). Counters of the C core and Gloo's sequence number prove that the core did it.
 
 A failure names its case as WORLD:SEED. Repeat it alone with
 
@@ -17,22 +17,22 @@ import time
 import warnings
 from typing import Any
 
+import conformance
 import pytest
 import torch
 import torch.distributed as dist
-
-import conformance
 from conformance import Barrier, Call, Case, Messages, Objects, Placed
 from ranks import run_ranks
 
 QUICK = {2: 180, 3: 100, 4: 100}
 FULL = 3500  # per world of 2, 3 and 4 ranks
-KEEP = 20    # failures that are told
+KEEP = 20  # failures that are told
 TIMEOUT_S = 30.0
 
 
 class Groups:
-    """For each set of ranks a deepc group and a Gloo group, made when first used. The set of all ranks is the default group."""
+    """For each set of ranks a deepc group and a Gloo group, made when first used. The set of all ranks is the default
+    group."""
 
     def __init__(self, world: int) -> None:
         self.world, self.made = world, {}
@@ -94,7 +94,7 @@ def run_on(case: Case, groups: list[Any], rank: int, *, dense: bool) -> list[lis
 
 
 def counted(case: Case, rank: int, before: dict[str, int], after: dict[str, int]) -> str:
-    """"" or which call the C core did not do. Calls without a byte, and of groups of one, need not reach it."""
+    """ "" or which call the C core did not do. Calls without a byte, and of groups of one, need not reach it."""
     need: collections.Counter[tuple[str, ...]] = collections.Counter()
     for call in case.calls:
         if rank in call.members and call.n > 1 and busy(call, call.members.index(rank)):
@@ -115,12 +115,13 @@ def busy(call: Call, r: int) -> bool:
 
 
 def refusal(case: Case, pair: tuple[Any, Any], rank: int) -> str:
-    """A call that deepc may refuse: "" or what is wrong. Either all ranks are told, and the group works on, or the answer is right."""
+    """A call that deepc may refuse: "" or what is wrong. Either all ranks are told, and the group works on, or the
+    answer is right."""
     call = case.calls[0]
     said, placed = "", None
     try:
         placed = run_on(case, [pair[0]], rank, dense=False)[0]
-    except Exception as exc:  # noqa: BLE001  any exception is a refusal; a crash or a hang is not
+    except Exception as exc:
         said = f"{type(exc).__name__}: {exc}"
     if rank not in call.members:
         return ""
@@ -133,7 +134,9 @@ def refusal(case: Case, pair: tuple[Any, Any], rank: int) -> str:
     if call.hopeless() and not said:
         return "has no meaning, and was not refused"
     if said:
-        dist.distributed_c10d._world.pg_coalesce_state.pop(pair[0], None)  # torch leaves it behind when a call in the manager raises
+        dist.distributed_c10d._world.pg_coalesce_state.pop(
+            pair[0], None
+        )  # torch leaves it behind when a call in the manager raises
         x = torch.ones(3)
         dist.all_reduce(x, group=pair[0])
         return "" if x.tolist() == [call.n] * 3 else f"after the refusal ({said}) all_reduce gave {x.tolist()}"
@@ -220,10 +223,23 @@ def test_many_random_programs_as_on_gloo(world):
 
 # Every way in which calls can be carried out gives the same answers.
 MOVES = ("reduce_scatter", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "all_to_allv")
-WAYS = ["DEEPC_PROGRESS=inline", "DEEPC_PROGRESS=thread", "DEEPC_CMA=0", "DEEPC_SPIN_US=0", "DEEPC_MEMBARRIER=0", "DEEPC_HUGEPAGES=0",
-        "DEEPC_ISA=scalar", *(f"DEEPC_ALGO={','.join(f'{op}={row}' for op in ops)}" for row, ops in (
-            ("staged", ("all_reduce", "reduce", *MOVES)), ("direct", ("all_reduce", "reduce", *MOVES)),
-            ("two_phase", ("all_reduce", "reduce"))))]
+WAYS = [
+    "DEEPC_PROGRESS=inline",
+    "DEEPC_PROGRESS=thread",
+    "DEEPC_CMA=0",
+    "DEEPC_SPIN_US=0",
+    "DEEPC_MEMBARRIER=0",
+    "DEEPC_HUGEPAGES=0",
+    "DEEPC_ISA=scalar",
+    *(
+        f"DEEPC_ALGO={','.join(f'{op}={row}' for op in ops)}"
+        for row, ops in (
+            ("staged", ("all_reduce", "reduce", *MOVES)),
+            ("direct", ("all_reduce", "reduce", *MOVES)),
+            ("two_phase", ("all_reduce", "reduce")),
+        )
+    ),
+]
 
 
 @pytest.mark.full
@@ -265,9 +281,13 @@ def registered(rank, world, rounds):
         for r in range(world):
             assert torch.equal(swapped[r], inputs[r][rank]), f"round {i}: all_to_all, block {r} of {n} {dtype}"
         dist.broadcast(swapped, i % world)
-        assert torch.equal(swapped, torch.stack([inputs[q][i % world] for q in range(world)])), f"round {i}: broadcast of {n} {dtype}"
+        assert torch.equal(swapped, torch.stack([inputs[q][i % world] for q in range(world)])), (
+            f"round {i}: broadcast of {n} {dtype}"
+        )
         dist.all_reduce(whole, getattr(dist.ReduceOp, op))
-        bad = conformance.differs(gathered, whole, f"round {i}: all_gather of reduce_scatter against all_reduce, {op} of {n} {dtype}")
+        bad = conformance.differs(
+            gathered, whole, f"round {i}: all_gather of reduce_scatter against all_reduce, {op} of {n} {dtype}"
+        )
         if not bad and op == "AVG":
             bad = conformance.outside(whole, want, conformance.ulp(want, dtype), f"round {i}: {op}")
         elif not bad:

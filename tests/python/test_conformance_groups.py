@@ -1,6 +1,6 @@
-"""Groups of the backend "deepc": meshes, sub-groups, split_group, destroy and start again, several groups from several threads, abort;
-calls that Gloo refuses. Everything that Gloo does, deepc does with the same answer; what torch refuses for Gloo is an error, never a
-crash."""
+"""Groups of the backend "deepc": meshes, sub-groups, split_group, destroy and start again, several groups from several
+threads, abort; calls that Gloo refuses. Everything that Gloo does, deepc does with the same answer; what torch refuses
+for Gloo is an error, never a crash."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import os
 import threading
 import time
 import warnings
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import run_ranks
 
 
@@ -43,14 +43,19 @@ def gloo_calls(group) -> int:
     return group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
 
 
-# ---- meshes and sub-groups ------------------------------------------------------------------------------------------------------
+# ---- meshes and sub-groups -------------------------------------------------------------------------------------------
 def meshes(rank, world):
     warnings.simplefilter("ignore")
     before, out = core_calls(), []
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for name in ("a", "b"):
         group = mesh.get_group(name)
-        out += [total(group, rank), dist.get_process_group_ranks(group), dist.get_rank(group), mesh.get_local_rank(name)]
+        out += [
+            total(group, rank),
+            dist.get_process_group_ranks(group),
+            dist.get_rank(group),
+            mesh.get_local_rank(name),
+        ]
     out += [total(mesh["a"].get_group(), 10 * rank), mesh.get_coordinate()]
     flat = mesh._flatten("whole")
     out += [total(flat.get_group(), rank), flat.size()]
@@ -110,13 +115,13 @@ def test_names():
     run_ranks(names, 2)
 
 
-# ---- what torch does not give to Python backends --------------------------------------------------------------------------------
+# ---- what torch does not give to Python backends ---------------------------------------------------------------------
 def outcome(call: Callable, use: Callable | None = None) -> str:
     """What it gave (used, if use is given) or the error."""
     try:
         got = call()
         return f"gave {type(got).__name__}" + (f" {use(got)}" if use is not None and got is not None else "")
-    except Exception as exc:  # noqa: BLE001  what it says is what is tested
+    except Exception as exc:
         return f"{type(exc).__name__}: {exc}"
 
 
@@ -134,7 +139,9 @@ def splits(rank, world):
         "split_group": outcome(lambda: dist.split_group(split_ranks=[[0], [1]]), use),
         "split_group of all": outcome(lambda: dist.split_group(world_group, [[0, 1]], timeout=short), use),
         "the method": outcome(lambda: world_group.split_group([0, 1], short, None, "part", "of two"), use),
-        "merge": outcome(lambda: world_group.merge_remote_group(dist.HashStore(), 2, datetime.timedelta(seconds=1), "merged", "both")),
+        "merge": outcome(
+            lambda: world_group.merge_remote_group(dist.HashStore(), 2, datetime.timedelta(seconds=1), "merged", "both")
+        ),
         "monitored_barrier": outcome(lambda: dist.monitored_barrier(timeout=datetime.timedelta(seconds=5))),
     }
     if hasattr(dist, "shrink_group"):
@@ -150,16 +157,29 @@ def test_split_group_is_an_error_and_no_crash():
     assert said[0].keys() == said[1].keys()
     for name in said[0]:
         for text in (said[0][name], said[1][name]):
-            works = {"split_group of all": "with a sum of 3.0", "the method": "with a sum of 3.0", "split_group": "with a sum of"}
-            fine = works.get(name, "with nothing") in text if text.startswith("gave") else len(text.partition(": ")[2]) > 10
+            works = {
+                "split_group of all": "with a sum of 3.0",
+                "the method": "with a sum of 3.0",
+                "split_group": "with a sum of",
+            }
+            fine = (
+                works.get(name, "with nothing") in text
+                if text.startswith("gave")
+                else len(text.partition(": ")[2]) > 10
+            )
             assert fine, f"{name}: {text}"
     assert not said[0]["monitored_barrier"].startswith("gave"), said[0]["monitored_barrier"]
 
 
-# ---- destroy and start again ----------------------------------------------------------------------------------------------------
+# ---- destroy and start again -----------------------------------------------------------------------------------------
 def _start(rank: int, world: int, store: str, timeout_s: float = 30.0) -> None:
-    dist.init_process_group("deepc", init_method=f"file://{store}", rank=rank, world_size=world,
-                            timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "deepc",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
 def _deepc_maps() -> list[str]:
@@ -169,8 +189,8 @@ def _deepc_maps() -> list[str]:
 
 
 def _open_files(at_most: int) -> int:
-    """Open files of this process, once they are at_most. Gloo, beneath every group, closes those of its device from a thread of its own:
-    up to some milliseconds after the group is gone."""
+    """Open files of this process, once they are at_most. Gloo, beneath every group, closes those of its device from a
+    thread of its own: up to some milliseconds after the group is gone."""
     end = time.monotonic() + 10
     while (n := len(os.listdir("/proc/self/fd"))) > at_most and time.monotonic() < end:
         time.sleep(0.01)
@@ -221,9 +241,10 @@ def test_a_destroyed_group_is_refused():
     assert run_ranks(destroyed, 2) == [1, 1]
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------------------
+# ---- threads ---------------------------------------------------------------------------------------------------------
 def threads(rank, world, rounds):
-    """Collectives on two groups from two threads, messages on one of the same groups from a third, the default group from a fourth."""
+    """Collectives on two groups from two threads, messages on one of the same groups from a third, the default group
+    from a fourth."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     failures: list[str] = []
 
@@ -252,7 +273,7 @@ def threads(rank, world, rounds):
     def guarded(fn: Callable, *args: Any) -> None:
         try:
             fn(*args)
-        except BaseException as exc:  # noqa: BLE001  told by the main thread
+        except BaseException as exc:
             failures.append(f"{fn.__name__}: {type(exc).__name__}: {exc}")
 
     jobs = ((reductions, first, 0), (gathers, second), (messages, second), (reductions, None, 5))
@@ -271,9 +292,10 @@ def test_groups_from_several_threads(rounds):
     run_ranks(threads, 2, args=(rounds,), timeout_s=40)
 
 
-# ---- abort ----------------------------------------------------------------------------------------------------------------------
+# ---- abort -----------------------------------------------------------------------------------------------------------
 def aborts(rank, world, folder, who, how):
-    """Ranks 1 and up wait for a call that rank 0 never makes. who aborts: "peer" rank 0, "self" each waiting rank from another thread."""
+    """Ranks 1 and up wait for a call that rank 0 never makes. who aborts: "peer" rank 0, "self" each waiting rank from
+    another thread."""
     from deepc.errors import CommError
 
     dist.barrier()
@@ -332,7 +354,7 @@ def test_wait_with_a_timeout():
     run_ranks(waits_briefly, 2, timeout_s=50)
 
 
-# ---- calls that are wrong on every rank -----------------------------------------------------------------------------------------
+# ---- calls that are wrong on every rank ------------------------------------------------------------------------------
 def wrong_calls(rank, world):
     """Each is refused with an exception on every rank, and the group works on. Returns which were refused."""
     warnings.simplefilter("ignore")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from ranks import run_ranks
 
 
@@ -20,12 +19,16 @@ def _introduction(rank, world):
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
     data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(4, (64,)))
 
-    model_engine, optimizer, data_loader, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config, training_data=data)
+    model_engine, optimizer, data_loader, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=ds_config, training_data=data
+    )
     losses = []
     for _ in range(4):
         for step, (inputs, labels) in enumerate(data_loader):
             # forward() method
-            loss = torch.nn.functional.cross_entropy(model_engine(inputs.to(model_engine.device).half()).float(), labels.to(model_engine.device))
+            loss = torch.nn.functional.cross_entropy(
+                model_engine(inputs.to(model_engine.device).half()).float(), labels.to(model_engine.device)
+            )
             # runs backpropagation
             model_engine.backward(loss)
             # weight update
@@ -33,7 +36,12 @@ def _introduction(rank, world):
             losses.append(loss.item())
     assert model_engine.train_micro_batch_size_per_gpu() == 2 and model_engine.gradient_accumulation_steps() == 2
     assert model_engine.global_steps == len(losses) // 2
-    return losses, model_engine.get_lr(), [(k.key, k.reason) for k in model_engine._config.inert], type(optimizer.base).__name__
+    return (
+        losses,
+        model_engine.get_lr(),
+        [(k.key, k.reason) for k in model_engine._config.inert],
+        type(optimizer.base).__name__,
+    )
 
 
 def test_the_introductions_example_runs_unchanged():

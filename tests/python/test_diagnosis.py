@@ -29,7 +29,7 @@ def _line(marker: str) -> str:
     return f"python/test_diagnosis.py:{1 + next(i for i, text in enumerate(lines) if text.endswith('# ' + marker))}"
 
 
-# ---- time-outs ------------------------------------------------------------------------------------------------------------------
+# ---- time-outs -------------------------------------------------------------------------------------------------------
 def wait_for_one_that_sleeps(rank, world):
     from deepc.errors import CommTimeoutError
 
@@ -49,12 +49,13 @@ def test_a_timeout_tells_where_every_rank_is():
         assert "group default_pg: time-out after 1500 ms: rank 1 did not arrive" in text
         assert re.search(r"rank 1 \(pid \d+\) has finished barrier", text), text
         for rank in (0, 2):
-            assert re.search(rf"rank {rank} \(pid \d+\) is in all_reduce\(bf16, count 6, sum\) \[call \d+ at {_line('sleeper')}\]", text), (
-                text
-            )
+            assert re.search(
+                rf"rank {rank} \(pid \d+\) is in all_reduce\(bf16, count 6, sum\) \[call \d+ at {_line('sleeper')}\]",
+                text,
+            ), text
 
 
-# ---- desyncs --------------------------------------------------------------------------------------------------------------------
+# ---- desyncs ---------------------------------------------------------------------------------------------------------
 def _wrong_op(rank):
     if rank == 1:
         dist.broadcast(torch.ones(7, dtype=torch.float64), 0)  # op one
@@ -152,7 +153,7 @@ def test_a_subgroup_is_named_with_its_global_ranks():
         assert "default_pg" not in text
 
 
-# ---- deaths ---------------------------------------------------------------------------------------------------------------------
+# ---- deaths ----------------------------------------------------------------------------------------------------------
 _DEATHS = {
     "os.kill(os.getpid(), 9)": "died: killed by signal 9 (Killed)",
     "os._exit(3)": "died: it exited with code 3 without leaving the group",
@@ -178,7 +179,9 @@ _VICTIM = """
 """
 
 
-@pytest.mark.parametrize("how", [h if "exit(3)" not in h or "_" in h else pytest.param(h, marks=pytest.mark.full) for h in _DEATHS])
+@pytest.mark.parametrize(
+    "how", [h if "exit(3)" not in h or "_" in h else pytest.param(h, marks=pytest.mark.full) for h in _DEATHS]
+)
 def test_a_death_under_the_launcher_is_told_by_all_survivors(tmp_path, how):
     (tmp_path / "script.py").write_text(textwrap.dedent(_VICTIM.format(how=how)))
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
@@ -196,11 +199,16 @@ def test_a_death_under_the_launcher_is_told_by_all_survivors(tmp_path, how):
         assert said.startswith("RankDiedError"), said
         assert re.search(r"rank 1 \(pid \d+\) ", said) and _DEATHS[how] in said, said
         # the one who saw it first tells all; each adds what it was in itself
-        assert re.search(r"rank [02] waits for it in all_reduce\(fp32, count 5, sum\) \[call \d+ at \S*script\.py:12\]", said), said
+        assert re.search(
+            r"rank [02] waits for it in all_reduce\(fp32, count 5, sum\) \[call \d+ at \S*script\.py:12\]", said
+        ), said
         assert re.search(r"\[in all_reduce\(torch.float32 \(5,\)\) on default_pg at \S*script\.py:12\]$", said), said
         assert "rank 1 has finished barrier" in said, said
     if "kill" in how:
-        assert "rank 1 " in done.stderr[done.stderr.rindex("deepc run: rank") :] and done.returncode == 128 + signal.SIGKILL
+        assert (
+            "rank 1 " in done.stderr[done.stderr.rindex("deepc run: rank") :]
+            and done.returncode == 128 + signal.SIGKILL
+        )
 
 
 def test_the_launcher_leaves_a_failed_rank_readable_for_a_moment():
@@ -218,9 +226,10 @@ def test_the_launcher_leaves_a_failed_rank_readable_for_a_moment():
     assert fine.poll() == 0
 
 
-# ---- many ---------------------------------------------------------------------------------------------------------------------
+# ---- many ------------------------------------------------------------------------------------------------------------
 def _forked(world: int, body, limit_s: float = 30.0) -> list[str | None]:
-    """body(rank) in forks of this process, which has imported torch: what each returned; None of one that died; "[hung]" if it hangs."""
+    """body(rank) in forks of this process, which has imported torch: what each returned; None of one that died;
+    "[hung]" if it hangs."""
     pipes, pids = [], []
     for rank in range(world):
         read, write = os.pipe()
@@ -259,13 +268,21 @@ def storm_of_deaths(rank, world, trials):
 
     rng, found = random.Random(4), []
     for trial in range(trials):
-        ranks, how, at = 2 + trial % 2, rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, 3, 77]), rng.randrange(1, 30)
+        ranks, how, at = (
+            2 + trial % 2,
+            rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, 3, 77]),
+            rng.randrange(1, 30),
+        )
         victim = rng.randrange(ranks)
         with tempfile.TemporaryDirectory() as folder:
 
             def body(r: int) -> str:
                 dist.init_process_group(
-                    "deepc", init_method=f"file://{folder}/store", rank=r, world_size=ranks, timeout=datetime.timedelta(seconds=25)
+                    "deepc",
+                    init_method=f"file://{folder}/store",
+                    rank=r,
+                    world_size=ranks,
+                    timeout=datetime.timedelta(seconds=25),
                 )
                 x = torch.ones(1 + 3000 * (trial % 3))
                 try:
@@ -276,7 +293,9 @@ def storm_of_deaths(rank, world, trials):
                                 signal.signal(how, signal.SIG_DFL) if how != signal.SIGKILL else None
                                 os.kill(os.getpid(), how)
                             os._exit(how)
-                        [dist.all_reduce, dist.broadcast, lambda t, *_: dist.barrier()][i % 3](*((x,) if i % 3 == 0 else (x, 0)))
+                        [dist.all_reduce, dist.broadcast, lambda t, *_: dist.barrier()][i % 3](
+                            *((x,) if i % 3 == 0 else (x, 0))
+                        )
                 except RankDiedError as exc:
                     when = time.monotonic() - float(Path(folder, "died").read_text())
                     return json.dumps([str(exc), when])
@@ -288,16 +307,26 @@ def storm_of_deaths(rank, world, trials):
 
 def check_deaths(trials: int) -> None:
     late = []
-    for ranks, how, victim, said in run_ranks(storm_of_deaths, 1, args=(trials,), backend=None, fresh=True, limit_s=60 + 10 * trials)[0]:
+    for ranks, how, victim, said in run_ranks(
+        storm_of_deaths, 1, args=(trials,), backend=None, fresh=True, limit_s=60 + 10 * trials
+    )[0]:
         assert said[victim] is None
         for text in (t for r, t in enumerate(said) if r != victim):
             error, when = json.loads(text)
-            end = f"killed by signal {how} " if how in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT) else f"exited with code {how} "
+            end = (
+                f"killed by signal {how} "
+                if how in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
+                else f"exited with code {how} "
+            )
             assert re.search(rf"rank {victim} \(pid \d+\) died: (it )?{end}", error), error
-            assert re.search(r"waits for it in (all_reduce|broadcast|barrier)\(", error) and re.search(rf"at {HERE}:\d+\]", error), error
+            assert re.search(r"waits for it in (all_reduce|broadcast|barrier)\(", error) and re.search(
+                rf"at {HERE}:\d+\]", error
+            ), error
             assert when < 20  # it was not the time-out
             late.append(when)
-    print("survivors knew after", f"median {sorted(late)[len(late) // 2] * 1e3:.1f} ms, at most {max(late) * 1e3:.1f} ms")
+    print(
+        "survivors knew after", f"median {sorted(late)[len(late) // 2] * 1e3:.1f} ms, at most {max(late) * 1e3:.1f} ms"
+    )
 
 
 def test_deaths_are_diagnosed():

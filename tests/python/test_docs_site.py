@@ -1,4 +1,5 @@
-"""The documentation: generated pages are current, the menu is complete, links lead somewhere, and the site builds without a warning."""
+"""The documentation: generated pages are current, the menu is complete, links lead somewhere, and the site builds
+without a warning."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import errors_page  # noqa: E402  scripts/ is no package
+import errors_page
 
 
 def nav() -> list[str]:
@@ -25,7 +26,12 @@ def nav() -> list[str]:
 
 
 def test_generated_pages_are_current():
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "errors_page.py"), "--check"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "errors_page.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -71,7 +77,9 @@ def test_links_between_pages(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:|#", link):
             target = (DOCS / page).parent / link.partition("#")[0]
-            assert target.resolve().is_relative_to(DOCS), f"{page}: {link} leads out of docs/, where the site has nothing"
+            assert target.resolve().is_relative_to(DOCS), (
+                f"{page}: {link} leads out of docs/, where the site has nothing"
+            )
             assert target.exists(), f"{page}: {link} leads nowhere"
 
 
@@ -80,8 +88,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     for module in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed (pip install '.[docs]')")
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")], cwd=ROOT, capture_output=True,
-                          text=True, timeout=300, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert "initialize needs model=" in (tmp_path / "site" / "messages.html").read_text(encoding="utf-8")
     assert "sample_batch" in (tmp_path / "site" / "api" / "training.html").read_text(encoding="utf-8")

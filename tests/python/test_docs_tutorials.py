@@ -1,8 +1,8 @@
-"""The tutorials in docs/tutorials are programs: a block with a title is a file, a block `sh` is run, in order, in one empty folder; or, where
-a page says `<!-- in: a copy of the sources -->`, in such a copy.
+"""The tutorials in docs/tutorials are programs: a block with a title is a file, a block `sh` is run, in order, in one
+empty folder; or, where a page says `<!-- in: a copy of the sources -->`, in such a copy.
 
-Every command has to succeed, and a comment `<!-- expect: REGEX -->` has to match the output of the `sh` block before it. Blocks of other
-kinds (`console`, `text`) are for the reader. Needs nothing but what trains: no network, no GPU."""
+Every command has to succeed, and a comment `<!-- expect: REGEX -->` has to match the output of the `sh` block before
+it. Blocks of other kinds (`console`, `text`) are for the reader. Needs nothing but what trains: no network, no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 LIMIT_S = 600
 NEEDS = {"reading-the-report.md": ("rich",)}
 IN_SOURCES = "<!-- in: a copy of the sources -->"
-EIGHT = {"first-run", "from-deepspeed", "from-fsdp", "does-not-fit", "slow-networks", "long-sequences", "reading-the-report", "adding-an-op"}
+EIGHT = {
+    "first-run",
+    "from-deepspeed",
+    "from-fsdp",
+    "does-not-fit",
+    "slow-networks",
+    "long-sequences",
+    "reading-the-report",
+    "adding-an-op",
+}
 
 
 class Step(NamedTuple):
@@ -59,7 +68,17 @@ def programs(folder: Path) -> Path:
 
 def copy_sources(work: Path) -> None:
     """What a clone has of what is built and tested, without what builds and tests left there."""
-    for part in ("CMakeLists.txt", "pyproject.toml", "ops", "zero", "comm", "shim", "python", "tests/c", "tests/python"):
+    for part in (
+        "CMakeLists.txt",
+        "pyproject.toml",
+        "ops",
+        "zero",
+        "comm",
+        "shim",
+        "python",
+        "tests/c",
+        "tests/python",
+    ):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, work / part, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
         else:
@@ -71,14 +90,18 @@ def what_is_missing(name: str) -> str:
     missing = [module for module in NEEDS.get(name, ()) if importlib.util.find_spec(module) is None]
     if IN_SOURCES in (TUTORIALS / name).read_text(encoding="utf-8"):
         missing += [program for program in ("cmake", "c++") if shutil.which(program) is None]
-        gtest = '#include <gtest/gtest.h>'
-        if not missing and subprocess.run(["c++", "-E", "-x", "c++", "-"], input=gtest, capture_output=True, text=True).returncode:
+        gtest = "#include <gtest/gtest.h>"
+        if (
+            not missing
+            and subprocess.run(["c++", "-E", "-x", "c++", "-"], input=gtest, capture_output=True, text=True).returncode
+        ):
             missing.append("GoogleTest")
     return ", ".join(missing)
 
 
 def follow(page: Path, folder: Path) -> list[str]:
-    """Does what the page says, in `folder`; returns the output of each command block. AssertionError names the step that went wrong."""
+    """Does what the page says, in `folder`; returns the output of each command block. AssertionError names the step
+    that went wrong."""
     import deepc
 
     work, bin_folder = folder / "work", programs(folder / "bin")
@@ -87,26 +110,48 @@ def follow(page: Path, folder: Path) -> list[str]:
         copy_sources(work)
     env = {k: v for k, v in os.environ.items() if not k.startswith("DEEPC_") or k == "DEEPC_LIBRARY_DIR"}
     source = str(Path(deepc.__file__).parents[1])
-    env |= {"PATH": f"{bin_folder}:{env['PATH']}", "PYTHONPATH": os.pathsep.join(filter(None, (source, env.get("PYTHONPATH")))),
-            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    env |= {
+        "PATH": f"{bin_folder}:{env['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (source, env.get("PYTHONPATH")))),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "160",
+    }
     outputs: list[str] = []
     for step in steps(page.read_text(encoding="utf-8")):
         if step.kind == "file":
             (work / step.name).write_text(step.text)
         elif step.kind == "run":
-            done = subprocess.run(["sh", "-e", "-c", step.text], cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+            done = subprocess.run(
+                ["sh", "-e", "-c", step.text],
+                cwd=work,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+            )
             outputs.append(done.stdout)
             assert done.returncode == 0, f"{page.name}: exit code {done.returncode} of\n{step.text}\n{done.stdout}"
         else:
             assert outputs, f"{page.name}: an expectation stands before any command"
-            assert re.search(step.text, outputs[-1]), f"{page.name}: nothing in the output matches {step.text!r}:\n{outputs[-1]}"
+            assert re.search(step.text, outputs[-1]), (
+                f"{page.name}: nothing in the output matches {step.text!r}:\n{outputs[-1]}"
+            )
     return outputs
 
 
 def test_pages_are_read_as_programs():
-    text = '```python title="a.py"\nprint(1)\n```\ntext\n```sh\npython a.py\n```\n\n<!-- expect: ^1 -->\n```text\nno\n```\n'
-    assert steps(text) == [Step("file", "a.py", "print(1)\n"), Step("run", "", "python a.py\n"), Step("expect", "", "^1")]
+    text = (
+        '```python title="a.py"\nprint(1)\n```\ntext\n```sh\npython a.py\n```\n\n<!-- expect: ^1'
+        " -->\n```text\nno\n```\n"
+    )
+    assert steps(text) == [
+        Step("file", "a.py", "print(1)\n"),
+        Step("run", "", "python a.py\n"),
+        Step("expect", "", "^1"),
+    ]
 
 
 def test_a_failed_command_or_expectation_is_seen(tmp_path):
@@ -122,7 +167,9 @@ def test_a_failed_command_or_expectation_is_seen(tmp_path):
 
 def test_the_eight_tutorials_are_in_the_menu():
     assert {p.stem for p in TUTORIALS.glob("*.md")} == EIGHT
-    menu = re.search(r"^  - Tutorials:\n((?:      - .*\n)+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    menu = re.search(
+        r"^  - Tutorials:\n((?:      - .*\n)+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M
+    )
     assert menu and sorted(re.findall(r": tutorials/(\S+)\.md$", menu[1], flags=re.M)) == sorted(EIGHT)
 
 

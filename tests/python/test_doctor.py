@@ -1,4 +1,5 @@
-"""`deepc doctor`: what it says of records made by hand (no processes), of runs that hang, of dumps, and of this machine."""
+"""`deepc doctor`: what it says of records made by hand (no processes), of runs that hang, of dumps, and of this
+machine."""
 
 from __future__ import annotations
 
@@ -23,14 +24,40 @@ from ranks import run_ranks
 NOW = 1_700_000_000.0
 
 
-# ---- records made by hand ---------------------------------------------------------------------------------------------------------
+# ---- records made by hand --------------------------------------------------------------------------------------------
 def call_of(
-    seq, op="all_reduce", *, begin, took=0.001, count=8, dtype="fp32", group=0, status="", where="train.py:10", root=0, tag=0, red_op=0
+    seq,
+    op="all_reduce",
+    *,
+    begin,
+    took=0.001,
+    count=8,
+    dtype="fp32",
+    group=0,
+    status="",
+    where="train.py:10",
+    root=0,
+    tag=0,
+    red_op=0,
 ):
     """A call that began `begin` seconds before NOW; took None: it has not ended."""
     start = NOW - begin
     return Call(
-        seq, seq, op, dtype, count, 4 * count, red_op, root, tag, 2, group, start, None if took is None else start + took, status, where
+        seq,
+        seq,
+        op,
+        dtype,
+        count,
+        4 * count,
+        red_op,
+        root,
+        tag,
+        2,
+        group,
+        start,
+        None if took is None else start + took,
+        status,
+        where,
     )
 
 
@@ -86,11 +113,13 @@ def test_the_rank_that_is_behind():
     ]
     finding = only(diagnosis.diagnose(records), "behind")
     assert finding.ranks == (1,) and finding.group == "default_pg"
-    assert "rank 0 (pid 9000000) waits in call 4, broadcast(fp32, count 8, root 0) at train.py:42, since 65.0 s" in finding.text
+    assert (
+        "rank 0 (pid 9000000) waits in call 4, broadcast(fp32, count 8, root 0) at train.py:42, since 65.0 s"
+        in finding.text
+    )
     assert (
         "for rank 1 (pid 9000001): rank 1 (pid 9000001) is in no call of this group: "
-        "its last was call 3, all_reduce(fp32, count 8, sum) at train.py:10"
-        in finding.text
+        "its last was call 3, all_reduce(fp32, count 8, sum) at train.py:10" in finding.text
     )
     assert "kill -CONT 9000001" in finding.text
 
@@ -107,11 +136,19 @@ def test_two_groups_that_wait_for_each_other():
     ]
     found = [f.text for f in diagnosis.diagnose(records).findings if f.kind == "behind"]
     assert len(found) == 2
-    assert any("group tp: rank 0" in t and "meanwhile it is in barrier() at b.py:2 of group dp since 20.0 s" in t for t in found)
-    assert any("group dp: rank 1" in t and "meanwhile it is in all_reduce(fp32, count 8, sum) at a.py:1 of group tp" in t for t in found)
+    assert any(
+        "group tp: rank 0" in t and "meanwhile it is in barrier() at b.py:2 of group dp since 20.0 s" in t
+        for t in found
+    )
+    assert any(
+        "group dp: rank 1" in t and "meanwhile it is in all_reduce(fp32, count 8, sum) at a.py:1 of group tp" in t
+        for t in found
+    )
 
 
-@pytest.mark.parametrize("change", [{"op": "all_gather"}, {"count": 9}, {"dtype": "bf16"}, {"red_op": 3}, {"root": 1}, {"tag": 5}])
+@pytest.mark.parametrize(
+    "change", [{"op": "all_gather"}, {"count": 9}, {"dtype": "bf16"}, {"red_op": 3}, {"root": 1}, {"tag": 5}]
+)
 def test_a_desync(change):
     other = {"op": "all_reduce", **change}
     records = [
@@ -130,7 +167,9 @@ def test_a_desync(change):
 
 
 def test_blocks_of_different_sizes_are_no_desync():
-    records = [record_of(r, [call_of(s, "all_to_allv", begin=50 - s, count=10 + r + s) for s in range(1, 5)]) for r in range(2)]
+    records = [
+        record_of(r, [call_of(s, "all_to_allv", begin=50 - s, count=10 + r + s) for s in range(1, 5)]) for r in range(2)
+    ]
     assert diagnosis.diagnose(records).findings == []
 
 
@@ -155,13 +194,21 @@ def test_a_rank_that_left_the_group():
     members = (Member(0, 9_000_000), Member(1, 9_000_001))
     left = {0: Group(0, "aa", "default_pg", 1, members, True)}
     records = [record_of(0, [*history(3), call_of(4, begin=30, took=None)]), record_of(1, history(3), groups=left)]
-    assert "rank 1 (pid 9000001) left the group; its last was call 3" in only(diagnosis.diagnose(records), "missing").text
+    assert (
+        "rank 1 (pid 9000001) left the group; its last was call 3" in only(diagnosis.diagnose(records), "missing").text
+    )
 
 
 def test_a_straggler():
-    records = [record_of(0, history(40)), record_of(1, [call_of(c.seq, begin=NOW - c.begin - 0.004) for c in history(40)])]
+    records = [
+        record_of(0, history(40)),
+        record_of(1, [call_of(c.seq, begin=NOW - c.begin - 0.004) for c in history(40)]),
+    ]
     finding = only(diagnosis.diagnose(records), "straggler")
-    assert finding.ranks == (1,) and "comes last to 100 % of the last 40 calls, 4 ms after the first on average" in finding.text
+    assert (
+        finding.ranks == (1,)
+        and "comes last to 100 % of the last 40 calls, 4 ms after the first on average" in finding.text
+    )
     noise = [
         record_of(0, history(40)),
         record_of(1, [call_of(c.seq, begin=NOW - c.begin + (0.004 if c.seq % 2 else -0.004)) for c in history(40)]),
@@ -175,12 +222,15 @@ def test_a_message_that_nobody_sends():
         record_of(1, [call_of(1, "send", begin=11, took=None, root=0, tag=8, where="pipe.py:9")]),
     ]
     found = {f.ranks: f.text for f in diagnosis.diagnose(records).findings if f.kind == "message"}
-    assert "rank 0 (pid 9000000) is in recv(fp32, count 8, tag 7) at pipe.py:5 from rank 1 (pid 9000001) since 12.0 s" in found[(0, 1)]
+    assert (
+        "rank 0 (pid 9000000) is in recv(fp32, count 8, tag 7) at pipe.py:5 from rank 1 (pid 9000001) since 12.0 s"
+        in found[(0, 1)]
+    )
     assert "rank 1 (pid 9000001) has open towards it: send(fp32, count 8, tag 8) at pipe.py:9" in found[(0, 1)]
     assert (1, 0) in found
 
 
-# ---- runs that hang -------------------------------------------------------------------------------------------------------------------
+# ---- runs that hang --------------------------------------------------------------------------------------------------
 _HANG = """
     import datetime, os, pathlib, sys, time
     import torch, torch.distributed as dist
@@ -238,7 +288,8 @@ def test_a_run_that_hangs_is_read_from_outside_and_goes_on(tmp_path):
         code, said = deepc(str(pids[0]))  # one pid is enough
         assert code == 1, said
         assert re.search(
-            rf"behind: group default_pg: rank 0 \(pid {pids[0]}\) waits in call \d+, all_gather\(bf16, count 8\) at \S*hang.py:14, since",
+            rf"behind: group default_pg: rank 0 \(pid {pids[0]}\) waits in call \d+, all_gather\(bf16, count 8\) at"
+            r" \S*hang.py:14, since",
             said,
         ), said
         assert re.search(
@@ -248,7 +299,11 @@ def test_a_run_that_hangs_is_read_from_outside_and_goes_on(tmp_path):
         )
         assert f"kill -CONT {pids[1]}" in said
         data = json.loads(deepc("--json", str(pids[1]))[1])
-        assert [f["kind"] for f in data["findings"]] == ["behind"] and data["findings"][0]["ranks"] == [1] and not data["ok"]
+        assert (
+            [f["kind"] for f in data["findings"]] == ["behind"]
+            and data["findings"][0]["ranks"] == [1]
+            and not data["ok"]
+        )
         assert {r["pid"] for r in data["records"]} == set(pids)
         every = json.loads(deepc("--json", "--all")[1])
         assert set(pids) <= {r["pid"] for r in every["records"]}
@@ -275,7 +330,9 @@ def test_dumps_of_a_time_out(tmp_path):
     assert run.returncode != 0 and "time-out after 3000 ms" in out
     code, said = deepc(str(tmp_path / "dumps"))
     assert code == 1, said
-    assert re.search(rf"rank 0 \(pid {pids[0]}\) ended call \d+, all_gather\(bf16, count 8\) at \S*hang.py:14, with E_TIMEOUT", said), said
+    assert re.search(
+        rf"rank 0 \(pid {pids[0]}\) ended call \d+, all_gather\(bf16, count 8\) at \S*hang.py:14, with E_TIMEOUT", said
+    ), said
     assert "rank 1 did not arrive" in said
     file = next((tmp_path / "dumps").glob("*.bin"))
     assert json.loads(deepc("--json", str(file))[1])["records"][0]["status"] == "E_TIMEOUT"
@@ -306,7 +363,7 @@ def test_dumps_of_a_desync(tmp_path):
     )
 
 
-# ---- questions that can't be answered ---------------------------------------------------------------------------------------------------
+# ---- questions that can't be answered --------------------------------------------------------------------------------
 def test_what_has_no_answer(tmp_path, capsys):
     from deepc.cli import main
 
@@ -330,7 +387,7 @@ def test_what_has_no_answer(tmp_path, capsys):
         flight.read_process(2**22 + 5)
 
 
-# ---- this machine ------------------------------------------------------------------------------------------------------------------------
+# ---- this machine ----------------------------------------------------------------------------------------------------
 def test_the_machine_and_the_self_test():
     done = subprocess.run(
         [sys.executable, "-m", "deepc", "doctor", "--json"],

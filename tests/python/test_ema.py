@@ -1,12 +1,11 @@
-"""deepc.EMA: the average against torch's arithmetic, at every stage and precision; applied() and a model of its own; checkpoints across
-layouts; what it refuses."""
+"""deepc.EMA: the average against torch's arithmetic, at every stage and precision; applied() and a model of its own;
+checkpoints across layouts; what it refuses."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import run_quietly, run_ranks
 
 STEPS, DECAY = 4, 0.9
@@ -15,7 +14,7 @@ STEPS, DECAY = 4, 0.9
 def _train(engine, step, rank, world):
     x, y = tiny.make_batch(step)
     n = len(x) // world
-    engine.backward(engine(x[rank * n: (rank + 1) * n], y[rank * n: (rank + 1) * n]))
+    engine.backward(engine(x[rank * n : (rank + 1) * n], y[rank * n : (rank + 1) * n]))
     return engine.step()
 
 
@@ -65,7 +64,9 @@ def _follow(rank, world, stage, precision, frozen):
     assert all(torch.equal(w, before[n]) for n, w in _whole(engine).items())
     if model is not None:
         assert model.module(*probe).item() == inside
-        assert model.module.head.weight is model.module.tok.weight and not any(p.requires_grad for p in model.module.parameters())
+        assert model.module.head.weight is model.module.tok.weight and not any(
+            p.requires_grad for p in model.module.parameters()
+        )
         for n, p in model.module.named_parameters():
             if n in want:
                 assert torch.equal(p, want[n].to(engine.dtype))
@@ -154,7 +155,9 @@ def test_a_checkpoint_carries_the_average_into_another_layout(tmp_path):
 def _skipped(rank, world):
     import deepc
 
-    engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(2, world=world) | {"gradient_accumulation_steps": 2})
+    engine, *_ = deepc.initialize(
+        model=tiny.make_model(), config=_config(2, world=world) | {"gradient_accumulation_steps": 2}
+    )
     average = deepc.EMA(engine, DECAY)
     _train(engine, 0, rank, world)
     assert not average.update()  # inside of an accumulation

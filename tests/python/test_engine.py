@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import run_ranks as _run_ranks
 
 STEPS = 20
 VARIANTS = {
-    "plain": {}, "tied+frozen": {"frozen": True}, "unused": {"unused": True}, "reused": {"reuse": True},
-    "recompute": {"recompute": "plain"}, "recompute-reentrant": {"recompute": "reentrant"},
+    "plain": {},
+    "tied+frozen": {"frozen": True},
+    "unused": {"unused": True},
+    "reused": {"reuse": True},
+    "recompute": {"recompute": "plain"},
+    "recompute-reentrant": {"recompute": "reentrant"},
     "all": {"frozen": True, "unused": True, "reuse": True, "recompute": "plain"},
 }
 
@@ -26,8 +29,15 @@ def close_to_plain(losses, first, weights, want_losses, want_first, want_weights
     for a, b in zip(losses, want_losses):
         assert math.isclose(a, b, rel_tol=1e-6), (a, b)
     for name, grad in want_first.items():
-        torch.testing.assert_close(first[name], grad, rtol=0, atol=1e-5 * float(grad.abs().max()) + 1e-12, msg=lambda m, name=name: f"{name}: {m}")
-    # Elements with next to no gradient differ in plain PyTorch against itself (Adam divides by their noise): compare the whole, in norm.
+        torch.testing.assert_close(
+            first[name],
+            grad,
+            rtol=0,
+            atol=1e-5 * float(grad.abs().max()) + 1e-12,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+    # Elements with next to no gradient differ in plain PyTorch against itself (Adam divides by their noise): compare
+    # the whole, in norm.
     difference = math.sqrt(sum(float((weights[n] - w).double().square().sum()) for n, w in want_weights.items()))
     total = math.sqrt(sum(float(w.double().square().sum()) for w in want_weights.values()))
     assert difference <= 1e-5 * total, difference / total
@@ -122,7 +132,8 @@ def test_losses_do_not_depend_on_how_the_batch_is_cut():
 
 
 def _uneven_nodes(rank, world):
-    """Two ranks on one node and one on another: they reach each other over torch.distributed (Gloo), as GPUs do. test_nodes.py has even ones."""
+    """Two ranks on one node and one on another: they reach each other over torch.distributed (Gloo), as GPUs do.
+    test_nodes.py has even ones."""
     import os
 
     os.environ["DEEPC_NODE_ID"] = f"host{rank // 2}"
@@ -150,10 +161,12 @@ def test_nodes_with_different_numbers_of_ranks():
     losses, first, weights = tiny.plain_training(6, samples=6, unused=True, weight_decay=0.0)
     for rank in run_ranks(_uneven_nodes, 3):
         for stage in (0, 1, 2):
-            close_to_plain(rank[stage][0], {n: rank[stage][1][n] for n in first}, rank[stage][2], losses, first, weights)
+            close_to_plain(
+                rank[stage][0], {n: rank[stage][1][n] for n in first}, rank[stage][2], losses, first, weights
+            )
 
 
-# ---- accumulation, no_sync, clipping, prescale ---------------------------------------------------------------------------------
+# ---- accumulation, no_sync, clipping, prescale -----------------------------------------------------------------------
 
 
 def _no_sync(rank, world):
@@ -164,7 +177,7 @@ def _no_sync(rank, world):
         engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=2, clip=0.0))
         for step in range(3):
             x, y = tiny.make_batch(step)
-            parts = [(x[(2 * m + rank) * 2:][:2], y[(2 * m + rank) * 2:][:2]) for m in range(2)]
+            parts = [(x[(2 * m + rank) * 2 :][:2], y[(2 * m + rank) * 2 :][:2]) for m in range(2)]
             with engine.no_sync():
                 engine.backward(engine(*parts[0]) / 2)
             assert any(p.grad is not None for p in engine.module.parameters())
@@ -185,16 +198,19 @@ def test_no_sync_keeps_gradients_local_and_loses_none():
 
 
 def _loops(rank, world):
-    """The engine's loop, a bare loss.backward(), two losses before a step, and explicit boundaries: all the same training."""
+    """The engine's loop, a bare loss.backward(), two losses before a step, and explicit boundaries: all the same
+    training."""
     import deepc
 
     out = {}
     for kind in ("engine", "bare", "two", "boundary"):
         gas = 2 if kind == "boundary" else 1
-        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=4 // gas, gas=gas, clip=0.5))
+        engine, _, _, _ = deepc.initialize(
+            model=tiny.make_model(), config=tiny.config(2, micro=4 // gas, gas=gas, clip=0.5)
+        )
         for step in range(3):
             x, y = tiny.make_batch(step)
-            x, y = x[rank * 4:][:4], y[rank * 4:][:4]
+            x, y = x[rank * 4 :][:4], y[rank * 4 :][:4]
             if kind == "engine":
                 engine.backward(engine(x, y))
             elif kind == "bare":
@@ -205,7 +221,7 @@ def _loops(rank, world):
             else:
                 for half in range(2):
                     engine.set_gradient_accumulation_boundary(half == 1)
-                    engine.backward(engine(x[2 * half:][:2], y[2 * half:][:2]))
+                    engine.backward(engine(x[2 * half :][:2], y[2 * half :][:2]))
                     engine.step()
             if kind != "boundary":
                 assert engine.step().applied
@@ -226,7 +242,11 @@ def test_every_way_to_write_the_loop_gives_the_same_training():
 
 def _prescale(rank, world):
     out = []
-    for extra in ({}, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, {"communication_data_type": "fp32"}):
+    for extra in (
+        {},
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+        {"communication_data_type": "fp32"},
+    ):
         losses, first, weights, engine = tiny.engine_training(tiny.config(2, micro=4, **extra), 3, rank, world)
         out.append((first, weights))
         engine.destroy()
@@ -240,16 +260,20 @@ def test_prescale_changes_nothing_but_the_order_of_division():
         same_bits(rank[0][1], rank[2][1])
 
 
-# ---- skipped steps ---------------------------------------------------------------------------------------------------------------
+# ---- skipped steps ---------------------------------------------------------------------------------------------------
 
 
 def _poison(rank, world, precision):
     import deepc
 
     engine, optimizer, _, scheduler = deepc.initialize(
-        model=tiny.make_model(), config=tiny.config(2, micro=4, precision=precision, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}}))
+        model=tiny.make_model(),
+        config=tiny.config(
+            2, micro=4, precision=precision, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+        ),
+    )
     x, y = tiny.make_batch(0)
-    x, y = x[rank * 4:][:4], y[rank * 4:][:4]
+    x, y = x[rank * 4 :][:4], y[rank * 4 :][:4]
     before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     loss = engine(x, y)
     engine.backward(loss * (float("inf") if rank == 1 else 1.0))
@@ -272,7 +296,7 @@ def test_gradients_that_are_not_finite_skip_the_step_on_every_rank(precision):
     assert a == b
 
 
-# ---- stage 3: node-shared parameters ---------------------------------------------------------------------------------------------
+# ---- stage 3: node-shared parameters ---------------------------------------------------------------------------------
 
 
 def _stray(rank, world):
@@ -311,7 +335,9 @@ def _replica_writes(rank, world, precision):
     import deepc
 
     for stage in (0, 2):
-        engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(stage, micro=4, precision=precision))
+        engine, _, _, _ = deepc.initialize(
+            model=tiny.make_model(), config=tiny.config(stage, micro=4, precision=precision)
+        )
         x, y = tiny.make_batch(0)
         weight, other = engine.module.blocks[1].up.weight, engine.module.ln.weight
         before = engine.full_fp32_param(other).clone()
@@ -432,7 +458,7 @@ def test_zero_init_builds_into_shared_memory_with_rank_0s_values():
     same_bits(a, {n: p.detach() for n, p in tiny.make_model(0).named_parameters()})
 
 
-# ---- optimizers and schedules ------------------------------------------------------------------------------------------------------
+# ---- optimizers and schedules ----------------------------------------------------------------------------------------
 
 
 def _client_optimizer(rank, world, name, stage):
@@ -441,14 +467,16 @@ def _client_optimizer(rank, world, name, stage):
     model = tiny.make_model()
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    base = getattr(torch.optim, name)([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3)
+    base = getattr(torch.optim, name)(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3
+    )
     cfg = tiny.config(stage, micro=8 // world, clip=0.0)
     del cfg["optimizer"]
     engine, optimizer, _, _ = deepc.initialize(model=model, optimizer=base, config=cfg)
     for step in range(3):
         x, y = tiny.make_batch(step)
         n = 8 // world
-        engine.backward(engine(x[rank * n:][:n], y[rank * n:][:n]))
+        engine.backward(engine(x[rank * n :][:n], y[rank * n :][:n]))
         engine.step()
     out = {n: engine.full_fp32_param(p).clone() for n, p in model.named_parameters()}
     engine.destroy()
@@ -461,7 +489,9 @@ def test_client_optimizers_and_groups(name, stage):
     model = tiny.make_model()
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    ref = getattr(torch.optim, name)([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3)
+    ref = getattr(torch.optim, name)(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3
+    )
     for step in range(3):
         model(*tiny.make_batch(step)).backward()
         ref.step()
@@ -488,8 +518,14 @@ def test_stage_above_zero_refuses_an_optimizer_that_mixes_elements():
 def test_schedules_and_groups_follow_the_config():
     import deepc
 
-    cfg = tiny.config(2, micro=8, scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5,
-                                                                          "warmup_type": "linear"}})
+    cfg = tiny.config(
+        2,
+        micro=8,
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5, "warmup_type": "linear"},
+        },
+    )
     engine, optimizer, _, scheduler = deepc.initialize(model=tiny.make_model(), config=cfg)
     rates = []
     for step in range(6):
@@ -526,7 +562,7 @@ def test_data_loader_and_defaults(caplog):
     engine.destroy()
 
 
-# ---- bad input --------------------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_a_clear_error():

@@ -10,19 +10,18 @@ import sys
 import threading
 from pathlib import Path
 
+import deepc
 import memory_runs
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  else every dry run imports it, and what comes with fake tensors, in its own child
-import torch._subclasses.fake_tensor  # noqa: F401
-from ranks import RankFailure, run_ranks
-from tiny import TinyGPT, config, make_batch, make_model
-
-import deepc
+import torch._dynamo
+import torch._subclasses.fake_tensor
 from deepc import dryrun, memory
 from deepc.errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from deepc.estimate import MemoryEstimate, estimate, model_states_bytes, state_rows
 from deepc.partition import Layout
+from ranks import RankFailure, run_ranks  # noqa: F401
+from tiny import TinyGPT, config, make_batch, make_model
 
 GIB = 1 << 30
 QUICK = ("A stage 3, 2 ranks, fp32", "B stage 0, 1 rank, bf16")
@@ -34,7 +33,9 @@ def predicted_and_measured(name: str) -> None:
         pytest.importorskip("transformers")
     r = memory_runs.run(memory_runs.CASES[name])
     assert r["measured"] > 200 << 20
-    assert abs(r["predicted"] / r["measured"] - 1) <= 0.05, {k: round(v / 2**20, 1) for k, v in r.items() if isinstance(v, int)}
+    assert abs(r["predicted"] / r["measured"] - 1) <= 0.05, {
+        k: round(v / 2**20, 1) for k, v in r.items() if isinstance(v, int)
+    }
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -48,15 +49,30 @@ def test_the_predicted_peak_is_within_5_percent_everywhere(name: str) -> None:
     predicted_and_measured(name)
 
 
-# ---- what ZeRO-3 promises of a node -------------------------------------------------------------------------------------------------
+# ---- what ZeRO-3 promises of a node ----------------------------------------------------------------------------------
 class _Malloc(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
-    _fields_ = [(n, ctypes.c_size_t) for n in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (n, ctypes.c_size_t)
+        for n in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def states_of_a_node(rank: int, world: int) -> dict:
-    """Resident bytes of model states of one rank after a step, and what its malloc has in use at most in a further backward; activations are tiny."""
+    """Resident bytes of model states of one rank after a step, and what its malloc has in use at most in a further
+    backward; activations are tiny."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Malloc
 
@@ -73,6 +89,7 @@ def states_of_a_node(rank: int, world: int) -> dict:
         def micro_step():
             engine.backward(engine(x, y))
             engine.step()
+
         return engine, micro_step
 
     def resident() -> dict[str, int]:
@@ -105,10 +122,19 @@ def states_of_a_node(rank: int, world: int) -> dict:
     borrowed = lease.nbytes()
     engine.step()
     plan = engine.plan
-    out = {"borrowed": borrowed, "private": between["RssAnon"] - before["RssAnon"], "shared": between["RssShmem"] - before["RssShmem"], "backward": peak,
-           "parameters": sum(p.numel for p in plan.params), "largest": 4 * max(p.numel for p in plan.params), "states": plan.node_states,
-           "bound": plan.backward_bound, "staging": plan.bytes["staging_shared"], "text": plan.describe(),
-           "control": sum(r.shared for r in state_rows(plan, 2, False)[0] if r.name != "parameters")}
+    out = {
+        "borrowed": borrowed,
+        "private": between["RssAnon"] - before["RssAnon"],
+        "shared": between["RssShmem"] - before["RssShmem"],
+        "backward": peak,
+        "parameters": sum(p.numel for p in plan.params),
+        "largest": 4 * max(p.numel for p in plan.params),
+        "states": plan.node_states,
+        "bound": plan.backward_bound,
+        "staging": plan.bytes["staging_shared"],
+        "text": plan.describe(),
+        "control": sum(r.shared for r in state_rows(plan, 2, False)[0] if r.name != "parameters"),
+    }
     engine.destroy()
     return out
 
@@ -128,7 +154,7 @@ def test_stage_3_holds_16_bytes_per_parameter_per_node(world: int) -> None:
     assert all(0.9 * one["largest"] <= r["backward"] <= one["largest"] + 2 * 4 * (1 << 20) for r in ranks), ranks
 
 
-# ---- the dry run --------------------------------------------------------------------------------------------------------------------
+# ---- the dry run -----------------------------------------------------------------------------------------------------
 class Noisy(torch.nn.Module):
     """Changes itself and the random state in its forward."""
 
@@ -151,7 +177,8 @@ def test_a_dry_run_leaves_no_trace_and_counts_what_autograd_saves() -> None:
     assert model.calls == 0 and torch.equal(torch.get_rng_state(), state) and model.up.weight.grad is None
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     hidden, small = 1000 * 4096 * 4, 1000 * 64 * 4
-    # kept for backward: relu's result, dropout's mask (one byte or a scaled float), dropout's result; the input and the output of `down`
+    # kept for backward: relu's result, dropout's mask (one byte or a scaled float), dropout's result; the input and the
+    # output of `down`
     assert 2.2 * hidden <= e.activations <= 3.1 * hidden + 4 * small
     assert e.live_peak >= e.activations and e.heap_peak >= e.live_peak
     assert e.known and e.rank_peak >= e.activations
@@ -168,20 +195,35 @@ def test_checkpointing_and_16_bit_make_activations_smaller() -> None:
 
 
 def huge_model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(100_000, 100_000, bias=False), torch.nn.ReLU(), torch.nn.Linear(100_000, 1, bias=False))
+    return torch.nn.Sequential(
+        torch.nn.Linear(100_000, 100_000, bias=False), torch.nn.ReLU(), torch.nn.Linear(100_000, 1, bias=False)
+    )
 
 
 def test_a_model_that_does_not_fit_can_be_asked_for() -> None:
-    e = estimate(huge_model, config(3, micro=1), torch.empty(4, 100_000, device="meta"), lambda out, batch: out.mean(), ranks_per_node=4)
+    e = estimate(
+        huge_model,
+        config(3, micro=1),
+        torch.empty(4, 100_000, device="meta"),
+        lambda out, batch: out.mean(),
+        ranks_per_node=4,
+    )
     assert e.parameters == 100_000 * 100_001
     assert abs(e.between_steps / (16 * e.parameters) - 1) < 0.02
     assert e.largest_gradient == 4 * 100_000 * 100_000 and e.live_peak > e.largest_gradient
     with pytest.raises(OutOfMemoryError, match="would fit|nothing that deepc knows"):
-        estimate(huge_model, config(3, micro=1), torch.empty(1, 100_000, device="meta"), lambda out, batch: out.mean(), check=True)
+        estimate(
+            huge_model,
+            config(3, micro=1),
+            torch.empty(1, 100_000, device="meta"),
+            lambda out, batch: out.mean(),
+            check=True,
+        )
 
 
 def test_blocks_of_another_arena_count_as_they_come_and_go() -> None:
-    """Threads have arenas of their own; the main thread gets one when the program break can't grow, as in the run above."""
+    """Threads have arenas of their own; the main thread gets one when the program break can't grow, as in the run
+    above."""
     heap, nbytes = dryrun.ShadowHeap(), 100_000
     if not heap.usable:
         pytest.skip("not glibc's malloc")
@@ -236,7 +278,9 @@ def test_a_torch_optimizers_states_are_found() -> None:
     cfg.pop("optimizer")
 
     def live(momentum: float) -> MemoryEstimate:
-        return estimate(make_model(width=256), cfg, batch, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=momentum))
+        return estimate(
+            make_model(width=256), cfg, batch, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=momentum)
+        )
 
     states = 4 * sum(p.numel() for p in make_model(width=256).parameters())
     assert live(0.9).live_peak - live(0.0).live_peak == pytest.approx(states, rel=0.1)
@@ -274,7 +318,7 @@ def test_the_window_holds_gradients_until_their_buckets_are_open() -> None:
     assert window.add(1) == [] and window.add(0) == [0, 1]
 
 
-# ---- refusal ------------------------------------------------------------------------------------------------------------------------
+# ---- refusal ---------------------------------------------------------------------------------------------------------
 def refused(rank: int, world: int) -> str:
     model, cfg, batch = make_model(width=256, layers=4), config(0, micro=64), make_batch(0, 64)
     room = int(0.9 * estimate(model, cfg, batch, ranks_per_node=world).node_peak)
@@ -290,7 +334,9 @@ def refused(rank: int, world: int) -> str:
 
 def test_initialize_refuses_on_every_rank_and_says_what_fits() -> None:
     for text in run_ranks(refused, 2):
-        assert "would fit" in text and "zero_optimization.stage 3" in text and "micro-batch 32 instead of 64" in text, text
+        assert "would fit" in text and "zero_optimization.stage 3" in text and "micro-batch 32 instead of 64" in text, (
+            text
+        )
         assert "activation checkpointing" in text and "bf16.enabled" in text, text
 
 
@@ -316,7 +362,7 @@ def test_initialize_with_a_sample_batch_knows_the_peak() -> None:
         json.dumps(told)
 
 
-# ---- counts alone, and the command ----------------------------------------------------------------------------------------------------
+# ---- counts alone, and the command -----------------------------------------------------------------------------------
 def test_model_states_by_counts() -> None:
     n = 10**9
     assert model_states_bytes(n, stage=0) == (16 * n, 0)
@@ -328,7 +374,10 @@ def test_model_states_by_counts() -> None:
 
 
 def test_deepspeeds_helpers_print_a_table(capsys: pytest.CaptureFixture) -> None:
-    from deepc.estimate import estimate_zero2_model_states_mem_needs_all_live, estimate_zero3_model_states_mem_needs_all_cold
+    from deepc.estimate import (
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+    )
 
     estimate_zero3_model_states_mem_needs_all_cold(GIB, 0, num_gpus_per_node=2, additional_buffer_factor=1)
     out = capsys.readouterr().out
@@ -338,14 +387,31 @@ def test_deepspeeds_helpers_print_a_table(capsys: pytest.CaptureFixture) -> None
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))\n"
-                                      "def loss(out, batch):\n    return out.mean()\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(),"
+        " torch.nn.Linear(1024, 1))\ndef loss(out, batch):\n    return out.mean()\n"
+    )
     (tmp_path / "ds.json").write_text(json.dumps(config(3, micro=8)))
 
     def run(*args: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "deepc", *args], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-m", "deepc", *args], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
 
-    made = run("estimate", "--config", "ds.json", "--model", "mine:make", "--loss", "mine:loss", "--batch", "64x256", "--ranks", "2", "--json")
+    made = run(
+        "estimate",
+        "--config",
+        "ds.json",
+        "--model",
+        "mine:make",
+        "--loss",
+        "mine:loss",
+        "--batch",
+        "64x256",
+        "--ranks",
+        "2",
+        "--json",
+    )
     assert made.returncode == 0, made.stderr
     told = json.loads(made.stdout)
     assert told["parameters"] == 256 * 1024 + 1024 + 1024 + 1 and told["world"] == 2 and told["known"] and told["fits"]

@@ -1,5 +1,5 @@
-"""The small examples: each of their training steps at ZeRO stages 0 to 3 against the same step in plain PyTorch, and what they show when
-they run."""
+"""The small examples: each of their training steps at ZeRO stages 0 to 3 against the same step in plain PyTorch, and
+what they show when they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from ranks import run_quietly
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -30,7 +29,7 @@ def example(name: str):
     return importlib.import_module(name)
 
 
-# ---- plain PyTorch with an engine's methods ----------------------------------------------------------------------------------------
+# ---- plain PyTorch with an engine's methods --------------------------------------------------------------------------
 class Plain:
     """What the examples ask of an engine, by torch's own means; one process."""
 
@@ -77,8 +76,13 @@ class Deepc:
     def engine(self, model, optimizer, parameters=None):
         import deepc
 
-        cfg = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": self.stage},
-               "deepc": {"bucket_elems": 8192}, "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]}}
+        cfg = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": self.stage},
+            "deepc": {"bucket_elems": 8192},
+            "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
+        }
         chosen = None if parameters is None else list(parameters)
         self.made.append(deepc.initialize(model=model, model_parameters=chosen, config=cfg)[0])
         return self.made[-1]
@@ -89,7 +93,7 @@ class Deepc:
         return deepc.EMA(engine, DECAY, as_module=True)
 
 
-# ---- one case per example: the losses of some steps -----------------------------------------------------------------------------------
+# ---- one case per example: the losses of some steps ------------------------------------------------------------------
 # kit: Torch or Deepc; part: this rank's part of a batch
 def gan(kit, part):
     gan = example("gan")
@@ -145,8 +149,8 @@ def lora(kit, part):
 
 CASES = {f.__name__: f for f in (gan, actor_critic, images, recommender, speech, mean_teacher, distill, lora)}
 CASES["actor_critic_separate"] = functools.partial(actor_critic, separate=True)
-# What a loss is a difference of, where that is larger than the loss: a divergence of distributions over 10 classes is a cross-entropy less an entropy, each
-# up to log(10), and is rounded like those.
+# What a loss is a difference of, where that is larger than the loss: a divergence of distributions over 10 classes is a
+# cross-entropy less an entropy, each up to log(10), and is rounded like those.
 TERMS = {"distill": math.log(10)}
 
 
@@ -158,7 +162,9 @@ def _check(got, want, where: str, case: str, tolerance: float = 1e-6) -> None:
     assert len(got) == len(want) == STEPS
     for step, (a, b) in enumerate(zip(got, want)):
         for x, y in zip(a, b, strict=True):
-            assert math.isclose(x, y, rel_tol=tolerance, abs_tol=max(1e-7, tolerance * TERMS.get(case, 0.0))), f"{where}, step {step}: {a} and {b}"
+            assert math.isclose(x, y, rel_tol=tolerance, abs_tol=max(1e-7, tolerance * TERMS.get(case, 0.0))), (
+                f"{where}, step {step}: {a} and {b}"
+            )
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -185,7 +191,8 @@ def _on_ranks(rank, world, case):
 @pytest.mark.full
 @pytest.mark.parametrize("case", [c for c in CASES if c != "actor_critic_separate"])
 def test_two_ranks_share_a_batch(case):
-    """The mean of the ranks' losses is the whole batch's. (An actor's loss is its own games': only the stages are compared.)"""
+    """The mean of the ranks' losses is the whole batch's. (An actor's loss is its own games': only the stages are
+    compared.)"""
     ranks = run_quietly(_on_ranks, 2, case)
     for stage in (2, 3):
         for r in range(2):
@@ -194,7 +201,7 @@ def test_two_ranks_share_a_batch(case):
     _check(means, _losses(case, Torch), "two ranks", case, 1e-5)
 
 
-# ---- a teacher costs its weights -------------------------------------------------------------------------------------------------------
+# ---- a teacher costs its weights -------------------------------------------------------------------------------------
 def _bytes(rank, world):
     distill, images = example("distill"), example("images")
     out = []
@@ -213,9 +220,19 @@ def test_a_frozen_teacher_costs_its_weights_once_per_node():
         assert all(large[k] == small[k] for k in large if k.endswith("_private"))
 
 
-# ---- what they show --------------------------------------------------------------------------------------------------------------------
+# ---- what they show --------------------------------------------------------------------------------------------------
 def _run(name: str, *args: str, ranks: int = 1) -> str:
-    command = [sys.executable, "-m", "deepc", "run", "--num_ranks", str(ranks), "--cpu", str(EXAMPLES / f"{name}.py"), *args]
+    command = [
+        sys.executable,
+        "-m",
+        "deepc",
+        "run",
+        "--num_ranks",
+        str(ranks),
+        "--cpu",
+        str(EXAMPLES / f"{name}.py"),
+        *args,
+    ]
     package = str(Path(importlib.import_module("deepc").__file__).parents[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPC_LOG_LEVEL": "WARNING", "PYTHONPATH": package}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
@@ -269,7 +286,9 @@ def test_the_image_classifier_learns_scans_of_digits():
 def test_the_mean_teacher_is_saved_and_resumed(tmp_path):
     _run("mean_teacher", "--steps", "60", "--out", str(tmp_path / "whole"), ranks=2)
     _run("mean_teacher", "--steps", "60", "--stop", "30", "--out", str(tmp_path / "parts"), ranks=2)
-    assert "resumed at step 30" in _run("mean_teacher", "--steps", "60", "--out", str(tmp_path / "parts"), "--resume", ranks=2)
+    assert "resumed at step 30" in _run(
+        "mean_teacher", "--steps", "60", "--out", str(tmp_path / "parts"), "--resume", ranks=2
+    )
     from deepc.checkpoint import CheckpointReader
 
     with CheckpointReader(tmp_path / "whole") as a, CheckpointReader(tmp_path / "parts") as b:
@@ -289,6 +308,6 @@ def test_lora_leaves_a_small_checkpoint_and_a_merged_model(tmp_path):
     from deepc.checkpoint import CheckpointReader
 
     with CheckpointReader(tmp_path) as reader:
-        assert not any(n.startswith("frozen/") for n in reader.tensors) and any(n.endswith("up.weight") for n in reader.tensors)
-
-
+        assert not any(n.startswith("frozen/") for n in reader.tensors) and any(
+            n.endswith("up.weight") for n in reader.tensors
+        )

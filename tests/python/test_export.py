@@ -1,23 +1,21 @@
-"""deepc.export and deepc.inference: weights out of engines at every stage and back, in each dtype, elementwise; int8 within its bound;
-shared weights; Hugging Face folders."""
+"""deepc.export and deepc.inference: weights out of engines at every stage and back, in each dtype, elementwise; int8
+within its bound; shared weights; Hugging Face folders."""
 
 from __future__ import annotations
 
 import copy
 import json
 
+import deepc
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import tiny
-from ranks import run_quietly, run_ranks
-
-import deepc
 from deepc import int8
 from deepc.checkpoint import SafetensorsFile
 from deepc.errors import ArgumentError, CheckpointError, DeepcError, UnsupportedError
+from ranks import run_quietly, run_ranks
+from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,7 +49,7 @@ def _trained(rank, world, stage, precision, frozen=True):
     for step in range(2):
         x, y = tiny.make_batch(step)
         n = 8 // world
-        engine.backward(engine(x[rank * n: (rank + 1) * n], y[rank * n: (rank + 1) * n]))
+        engine.backward(engine(x[rank * n : (rank + 1) * n], y[rank * n : (rank + 1) * n]))
         engine.step()
         average.update()
     return engine, average
@@ -149,15 +147,18 @@ def _check_inference(folder, out):
     assert small.weight_bytes() < 0.4 * exact.weight_bytes()
     deepc.export(small, folder / "again", dtype="int8")
     deepc.export(small, folder / "wide", dtype="fp32")
-    with SafetensorsFile(folder / "again" / "model.safetensors") as a, SafetensorsFile(folder / "int8" / "model.safetensors") as b, \
-            SafetensorsFile(folder / "wide" / "model.safetensors") as c:
+    with (
+        SafetensorsFile(folder / "again" / "model.safetensors") as a,
+        SafetensorsFile(folder / "int8" / "model.safetensors") as b,
+        SafetensorsFile(folder / "wide" / "model.safetensors") as c,
+    ):
         assert set(a.tensors) == set(b.tensors) and all(torch.equal(a.tensor(n), b.tensor(n)) for n in a.tensors)
         for n in c.tensors:
             wide = int8.dequantize(b.tensor(n), b.tensor(n + "_scale")) if n + "_scale" in b.tensors else b.tensor(n)
             assert torch.equal(c.tensor(n), wide)
 
 
-# ---- int8 ----------------------------------------------------------------------------------------------------------------------------
+# ---- int8 ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 300), (1500, 700)])
 def test_an_int8_linear_is_within_its_bound_elementwise(shape, dtype, monkeypatch):
@@ -177,7 +178,9 @@ def test_an_int8_linear_is_within_its_bound_elementwise(shape, dtype, monkeypatc
     scale, q = model[0].weight_scale.double(), model[0].weight.double()
     bound = (0.5 + 2**-15) * scale.view(-1) * x.double().abs().sum(-1, keepdim=True)
     eps = torch.finfo(dtype).eps
-    product = (shape[1] * 2.0**-23 if dtype == torch.float32 else 2 * eps) * F.linear(x.double().abs(), (q * scale).abs())
+    product = (shape[1] * 2.0**-23 if dtype == torch.float32 else 2 * eps) * F.linear(
+        x.double().abs(), (q * scale).abs()
+    )
     rounding = product + 2 * eps * (want.abs() + layer.bias.double().abs())
     assert ((got.double() - want).abs() <= bound + rounding).all()
     whole = model(x)
@@ -197,8 +200,8 @@ def test_quantised_values_at_the_edges():
 
 
 class Odd(nn.Module):
-    """Linear weights that can not be int8 (read past the layer, tied to a convolution's), and one that can; an encoder with a fused
-    path."""
+    """Linear weights that can not be int8 (read past the layer, tied to a convolution's), and one that can; an encoder
+    with a fused path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,14 +241,16 @@ def test_gradients_reach_the_input_of_int8_layers():
     torch.testing.assert_close(x.grad, wide.sum(0).expand(3, 6))
 
 
-# ---- shared weights ------------------------------------------------------------------------------------------------------------------
+# ---- shared weights --------------------------------------------------------------------------------------------------
 def _shared(rank, world, folder, dtype):
     with torch.device("meta") if rank else torch.device("cpu"):  # whoever leads reads; the others need no values
         model = make(seed=9)
     served = deepc.inference(model, checkpoint=folder, dtype=dtype, stage=3)
     probe = tiny.make_batch(50)[0]
     p = served.module.blocks[1].up.weight
-    places = [q for q in served.module.parameters() if served._home.arena is not None and not served._home.arena.holds(q)]
+    places = [
+        q for q in served.module.parameters() if served._home.arena is not None and not served._home.arena.holds(q)
+    ]
     out = served(probe).clone()
     with pytest.raises(CheckpointError, match="missing.*ln.bias|does not fit"):
         deepc.inference(nn.Sequential(nn.Linear(3, 3)), checkpoint=folder, stage=3)
@@ -261,7 +266,7 @@ def test_stage_3_holds_the_weights_once_per_node(tmp_path, dtype):
         assert torch.equal(got, want) and kind == "NodeParameter" and elsewhere == 0
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 def test_parts_and_other_writers(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -282,18 +287,27 @@ def test_what_is_refused(tmp_path):
     model = make()
     deepc.export(model, tmp_path / "int8", dtype="int8")
     for call, error, text in (
-            (lambda: deepc.inference(make(), checkpoint=tmp_path / "int8", dtype="bf16"), ArgumentError, "holds int8 weights"),
-            (lambda: deepc.inference(make(), dtype="int4"), ArgumentError, "'int4'.*fp32, bf16, fp16 or int8"),
-            (lambda: deepc.inference(make(), stage=1), ArgumentError, "stage=1"),
-            (lambda: deepc.inference(make(), checkpoint=tmp_path), CheckpointError, "holds no weights"),
-            (lambda: deepc.inference(make(width=16), checkpoint=tmp_path / "int8"), CheckpointError, "has shape"),
-            (lambda: deepc.inference("model"), ArgumentError, "got str"),
-            (lambda: deepc.export(model, tmp_path / "x", dtype="fp8"), ArgumentError, "'fp8'"),
-            (lambda: deepc.export(3, tmp_path / "x"), ArgumentError, "got int"),
-            (lambda: deepc.export(tmp_path / "int8", tmp_path / "x", dtype="int8"), ArgumentError, "does not know which weights"),
-            (lambda: deepc.export(model, tmp_path / "x", tag="a"), ArgumentError, "folder of a checkpoint"),
-            (lambda: deepc.inference(make()).generate_nothing, AttributeError, "generate_nothing"),
-            (lambda: deepc.inference(nn.Sequential(nn.Linear(2, 2))).generate(1), UnsupportedError, "no generate")):
+        (
+            lambda: deepc.inference(make(), checkpoint=tmp_path / "int8", dtype="bf16"),
+            ArgumentError,
+            "holds int8 weights",
+        ),
+        (lambda: deepc.inference(make(), dtype="int4"), ArgumentError, "'int4'.*fp32, bf16, fp16 or int8"),
+        (lambda: deepc.inference(make(), stage=1), ArgumentError, "stage=1"),
+        (lambda: deepc.inference(make(), checkpoint=tmp_path), CheckpointError, "holds no weights"),
+        (lambda: deepc.inference(make(width=16), checkpoint=tmp_path / "int8"), CheckpointError, "has shape"),
+        (lambda: deepc.inference("model"), ArgumentError, "got str"),
+        (lambda: deepc.export(model, tmp_path / "x", dtype="fp8"), ArgumentError, "'fp8'"),
+        (lambda: deepc.export(3, tmp_path / "x"), ArgumentError, "got int"),
+        (
+            lambda: deepc.export(tmp_path / "int8", tmp_path / "x", dtype="int8"),
+            ArgumentError,
+            "does not know which weights",
+        ),
+        (lambda: deepc.export(model, tmp_path / "x", tag="a"), ArgumentError, "folder of a checkpoint"),
+        (lambda: deepc.inference(make()).generate_nothing, AttributeError, "generate_nothing"),
+        (lambda: deepc.inference(nn.Sequential(nn.Linear(2, 2))).generate(1), UnsupportedError, "no generate"),
+    ):
         with pytest.raises(error, match=text):
             call()
     with torch.device("meta"), pytest.raises(ArgumentError, match="on the meta device"):
@@ -313,11 +327,13 @@ def test_a_failed_export_leaves_nothing_and_raises(tmp_path):
     assert not list((tmp_path / "out").glob("*"))
 
 
-# ---- Hugging Face --------------------------------------------------------------------------------------------------------------------
+# ---- Hugging Face ----------------------------------------------------------------------------------------------------
 def _gpt2():
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
     return transformers, transformers.GPT2LMHeadModel(config)
 
 
@@ -346,7 +362,10 @@ def test_from_pretrained_loads_an_export(tmp_path):
         deepc.inference(nn.Sequential(empty), checkpoint=tmp_path / "int8")
     small = deepc.inference(transformers.GPT2LMHeadModel(config), checkpoint=tmp_path / "int8")
     exact = deepc.inference(transformers.GPT2LMHeadModel(config), checkpoint=tmp_path / "fp32")
-    assert type(small.module.transformer.h[0].attn.c_attn) is int8.Int8Linear and small.module.lm_head.weight.dtype == torch.int8
+    assert (
+        type(small.module.transformer.h[0].attn.c_attn) is int8.Int8Linear
+        and small.module.lm_head.weight.dtype == torch.int8
+    )
     got, want = small(input_ids=x).logits, exact(input_ids=x).logits
     torch.testing.assert_close(got, want, rtol=0, atol=0.03 * float(want.abs().max()))
     assert small.generate(input_ids=x[:1, :4], max_new_tokens=5, do_sample=False).shape == (1, 9)

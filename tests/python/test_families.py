@@ -4,59 +4,133 @@ from __future__ import annotations
 
 import functools
 
+import plainly
 import pytest
 import torch
-
-import plainly
 from ranks import run_ranks
 
 pytest.importorskip("transformers", reason="needs transformers")
 
 STEPS, SAMPLES, VOCAB, LENGTH = 5, 4, 67, 10
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def _gpt2(t):
-    config = t.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-                          bos_token_id=0, eos_token_id=1)
+    config = t.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
     return t.GPT2LMHeadModel(config)
 
 
 def _llama(t):
-    return t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True))
+    return t.LlamaForCausalLM(
+        t.LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True)
+    )
 
 
 def _mixtral(t):
-    config = t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32)
+    config = t.MixtralConfig(
+        **SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32
+    )
     return t.MixtralForCausalLM(config)
 
 
 def _t5(t):
-    config = t.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-                        decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=16)
+    config = t.T5Config(
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+    )
     return t.T5ForConditionalGeneration(config)
 
 
 def _bert(t):
-    return t.BertForMaskedLM(t.BertConfig(**SMALL, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return t.BertForMaskedLM(
+        t.BertConfig(**SMALL, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def _vit(t):
-    config = t.ViTConfig(image_size=16, patch_size=8, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5)
+    config = t.ViTConfig(
+        image_size=16,
+        patch_size=8,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=5,
+    )
     return t.ViTForImageClassification(config)
 
 
 def _whisper(t):
-    config = t.WhisperConfig(vocab_size=VOCAB, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                             decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=8,
-                             max_target_positions=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0,
-                             bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None)
+    config = t.WhisperConfig(
+        vocab_size=VOCAB,
+        num_mel_bins=8,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=8,
+        max_target_positions=16,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
     return t.WhisperForConditionalGeneration(config)
 
 
-FAMILIES = {"gpt2": _gpt2, "llama": _llama, "mixtral": _mixtral, "t5": _t5, "bert": _bert, "vit": _vit, "whisper": _whisper}
-STATES = {"gpt2": "AdamW", "llama": "SGD", "mixtral": "AdamW", "t5": "SGD", "bert": "AdamW", "vit": "SGD", "whisper": "AdamW"}
+FAMILIES = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mixtral": _mixtral,
+    "t5": _t5,
+    "bert": _bert,
+    "vit": _vit,
+    "whisper": _whisper,
+}
+STATES = {
+    "gpt2": "AdamW",
+    "llama": "SGD",
+    "mixtral": "AdamW",
+    "t5": "SGD",
+    "bert": "AdamW",
+    "vit": "SGD",
+    "whisper": "AdamW",
+}
 
 
 def make(family: str, recompute: bool = False):
@@ -74,7 +148,10 @@ def batch(family: str, step: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(500 + step)
     tokens = torch.randint(4, VOCAB, (SAMPLES, LENGTH), generator=g)
     if family == "vit":
-        return {"pixel_values": torch.randn(SAMPLES, 3, 16, 16, generator=g), "labels": torch.randint(5, (SAMPLES,), generator=g)}
+        return {
+            "pixel_values": torch.randn(SAMPLES, 3, 16, 16, generator=g),
+            "labels": torch.randint(5, (SAMPLES,), generator=g),
+        }
     if family == "whisper":
         return {"input_features": torch.randn(SAMPLES, 8, 16, generator=g), "labels": tokens}
     return {"input_ids": tokens, "labels": tokens.roll(1, 1) if family in ("t5", "bert") else tokens}
@@ -90,7 +167,8 @@ def _train(rank, world, cases):
     for family, stage, optimizer, recompute in cases:
         cfg = plainly.config(stage, optimizer, deepc={"bucket_elems": 8192})
         losses, first, weights, engine = plainly.engine(
-            functools.partial(make, family, recompute), functools.partial(batch, family), loss, STEPS, cfg, rank, world)
+            functools.partial(make, family, recompute), functools.partial(batch, family), loss, STEPS, cfg, rank, world
+        )
         said = None
         if hasattr(engine.module, "generate") and family not in ("bert", "vit"):
             said = _generate(engine, family)
@@ -110,7 +188,9 @@ def _compare(world, cases):
     quiet = {"DEEPC_LOG_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     ranks = run_ranks(_train, world, args=(cases,), env=quiet)
     for k, (family, stage, optimizer, recompute) in enumerate(cases):
-        want = plainly.plain(functools.partial(make, family, recompute), functools.partial(batch, family), loss, STEPS, optimizer)
+        want = plainly.plain(
+            functools.partial(make, family, recompute), functools.partial(batch, family), loss, STEPS, optimizer
+        )
         for rank in range(world):
             where = f"{family}, stage {stage}, {optimizer}, rank {rank} of {world}"
             plainly.check(ranks[rank][k], want, optimizer, where)

@@ -1,4 +1,5 @@
-"""deepc.fuse: every family of transformers that it knows against the unfused model elementwise, and under everything that runs a model."""
+"""deepc.fuse: every family of transformers that it knows against the unfused model elementwise, and under everything
+that runs a model."""
 
 from __future__ import annotations
 
@@ -7,19 +8,26 @@ import functools
 import inspect
 import pickle
 
+import deepc
 import pytest
 import torch
-from torch import nn
-
-import deepc
 from deepc.errors import ArgumentError, UnsupportedError
 from ranks import run_ranks
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 131
-DECODER = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-               max_position_embeddings=64, tie_word_embeddings=False)
+DECODER = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
 
 
 def _tokens(batch=2, length=12, seed=1):
@@ -34,29 +42,69 @@ def _causal(seed=1):
 
 
 def _gpt2(**more):
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
-                                                                embd_pdrop=0.0, attn_pdrop=0.0, **more)), _causal()
+    return (
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCAB,
+                n_positions=64,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                **more,
+            )
+        ),
+        _causal(),
+    )
 
 
 def _t5():
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, feed_forward_proj="gated-gelu",
-                                   decoder_start_token_id=0)
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+    )
     labels = _tokens(length=7, seed=2)
     labels[1, 5:] = -100
     return transformers.T5ForConditionalGeneration(config), dict(input_ids=_tokens(), labels=labels)
 
 
 def _bert():
-    config = transformers.BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-                                     max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     labels = _tokens(seed=3)
     labels[:, ::2] = -100
     return transformers.BertForMaskedLM(config), dict(input_ids=_tokens(), labels=labels)
 
 
 def _vit():
-    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4,
-                                    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5)
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=5,
+    )
     pixels = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(4))
     return transformers.ViTForImageClassification(config), dict(pixel_values=pixels, labels=torch.tensor([0, 4, 2]))
 
@@ -69,10 +117,15 @@ def _decoder(name, **more):
 FAMILIES = {  # name -> (makes model and inputs, kinds that must be replaced at least so often)
     "gpt2": (_gpt2, dict(norm=5, mlp=2, loss=1)),
     "llama": (functools.partial(_decoder, "Llama"), dict(norm=5, mlp=2, rotary=2, loss=1)),
-    "mistral": (functools.partial(_decoder, "Mistral", tie_word_embeddings=True), dict(norm=5, mlp=2, rotary=2, loss=1)),
+    "mistral": (
+        functools.partial(_decoder, "Mistral", tie_word_embeddings=True),
+        dict(norm=5, mlp=2, rotary=2, loss=1),
+    ),
     "qwen2": (functools.partial(_decoder, "Qwen2"), dict(norm=5, mlp=2, rotary=2, loss=1)),
-    "mixtral": (functools.partial(_decoder, "Mixtral", num_local_experts=3, num_experts_per_tok=2, output_router_logits=True),
-                dict(norm=5, mlp=2, rotary=2, loss=1)),
+    "mixtral": (
+        functools.partial(_decoder, "Mixtral", num_local_experts=3, num_experts_per_tok=2, output_router_logits=True),
+        dict(norm=5, mlp=2, rotary=2, loss=1),
+    ),
     "t5": (_t5, dict(norm=12, mlp=4, loss=1)),
     "bert": (_bert, dict(norm=6, mlp=3, loss=1)),
     "vit": (_vit, dict(norm=5, mlp=2)),
@@ -98,7 +151,10 @@ def loss_and_grads(model, inputs):
 def assert_same(got, want, bound=1e-5) -> None:
     assert got.keys() == want.keys()
     largest = max(w.abs().max() for w in want.values())
-    for name, wanted in want.items():  # gradients that are rounding noise in both (keys' biases) are held to the model's largest
+    for (
+        name,
+        wanted,
+    ) in want.items():  # gradients that are rounding noise in both (keys' biases) are held to the model's largest
         assert (got[name] - wanted).abs().max() <= bound * max(wanted.abs().max(), 1e-3 * largest), name
 
 
@@ -161,7 +217,11 @@ def test_loss_options_of_the_trainer(family):
     plain = copy.deepcopy(model)
     deepc.fuse(model)
     ids, labels = inputs["input_ids"], inputs["labels"]
-    for more in (dict(num_items_in_batch=torch.tensor(40)), dict(num_items_in_batch=40), dict(labels=labels, shift_labels=labels.roll(-1, 1))):
+    for more in (
+        dict(num_items_in_batch=torch.tensor(40)),
+        dict(num_items_in_batch=40),
+        dict(labels=labels, shift_labels=labels.roll(-1, 1)),
+    ):
         want, want_grads = loss_and_grads(plain, {**inputs, **more})
         got, got_grads = loss_and_grads(model, {**inputs, **more})
         torch.testing.assert_close(got.loss, want.loss, rtol=1e-6, atol=0)
@@ -179,7 +239,9 @@ def test_what_needs_logits_gets_them():
     for more in (dict(labels=None), dict(return_dict=False), dict(logits_to_keep=12)):
         got, want = model(**{**inputs, **more}), plain(**{**inputs, **more})
         got, want = (x if isinstance(x, tuple) else x.to_tuple() for x in (got, want))
-        torch.testing.assert_close([t for t in got if torch.is_tensor(t)], [t for t in want if torch.is_tensor(t)], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            [t for t in got if torch.is_tensor(t)], [t for t in want if torch.is_tensor(t)], rtol=1e-5, atol=1e-5
+        )
     model.loss_function = plain.loss_function = lambda logits, labels, vocab_size, **kw: logits.logsumexp(-1).mean()
     torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=0)
 
@@ -196,7 +258,11 @@ def test_what_a_fused_module_adds_hides_nothing_of_the_module():
     model, seen = Own(), []
     deepc.fuse(model)
     assert model.apply(seen.append) is model and seen == [*model.body, model.body, model.head, model]
-    assert isinstance(model.head, nn.LayerNorm) and isinstance(model.body, nn.Sequential) and model(torch.ones(2, 8)).shape == (2, 8)
+    assert (
+        isinstance(model.head, nn.LayerNorm)
+        and isinstance(model.body, nn.Sequential)
+        and model(torch.ones(2, 8)).shape == (2, 8)
+    )
 
 
 def test_a_failed_forward_leaves_no_trace():
@@ -240,7 +306,9 @@ def test_sixteen_bits_as_close_to_fp32_as_the_unfused_model(dtype):
         fused = copy.deepcopy(plain)
         deepc.fuse(fused)
         (_, a), (_, b) = loss_and_grads(fused, inputs), loss_and_grads(plain, inputs)
-        far = lambda grads: torch.stack([(grads[n].float() - g).norm() / (g.norm() + 1e-3) for n, g in exact.items()]).mean()  # noqa: E731
+        far = lambda grads: torch.stack(
+            [(grads[n].float() - g).norm() / (g.norm() + 1e-3) for n, g in exact.items()]
+        ).mean()
         assert far(a) <= 1.2 * far(b), family
 
 
@@ -269,17 +337,30 @@ def test_copies_pickles_and_saves(tmp_path):
         assert all(torch.equal(got_grads[n], g) for n, g in want_grads.items())
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is transformers.LlamaForCausalLM and type(model) is not type(loaded) and isinstance(model, type(loaded))
+    assert (
+        type(loaded) is transformers.LlamaForCausalLM
+        and type(model) is not type(loaded)
+        and isinstance(model, type(loaded))
+    )
     for (a, p), (b, q) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert a == b and torch.equal(p, q)
 
 
 def test_modules_of_torch():
-    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.GELU("tanh"), nn.RMSNorm(16), nn.LayerNorm(16, elementwise_affine=False))
+    model = nn.Sequential(
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.GELU("tanh"),
+        nn.RMSNorm(16),
+        nn.LayerNorm(16, elementwise_affine=False),
+    )
     plain, x = copy.deepcopy(model), torch.randn(5, 16)
     assert deepc.fuse(model).replaced == {"norm": ["0", "4", "5"], "mlp": ["2", "3"], "rotary": [], "loss": []}
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model.double()(x.double()), plain.double()(x.double()), rtol=1e-14, atol=1e-14)  # torch's own there
+    torch.testing.assert_close(
+        model.double()(x.double()), plain.double()(x.double()), rtol=1e-14, atol=1e-14
+    )  # torch's own there
 
 
 def test_a_norm_of_another_dtype_keeps_the_dtype_of_its_result():
@@ -308,21 +389,29 @@ def test_names_what_it_leaves_alone():
     model.model.norm.forward = lambda x: x
     model.lm_head = nn.Sequential(model.lm_head)
     summary = deepc.fuse(model)
-    assert summary.skipped == {"": "its head lm_head is Sequential, not nn.Linear", "model.norm": "its forward was replaced by somebody else",
-                               **{f"model.layers.{k}.mlp": "its activation is ReLU, not SiLU" for k in range(2)}}
+    assert summary.skipped == {
+        "": "its head lm_head is Sequential, not nn.Linear",
+        "model.norm": "its forward was replaced by somebody else",
+        **{f"model.layers.{k}.mlp": "its activation is ReLU, not SiLU" for k in range(2)},
+    }
     assert "not fused: model.norm: its forward" in str(summary)
     assert model(**inputs).logits is not None
 
 
-# ---- under the engine ----------------------------------------------------------------------------------------------------------------
+# ---- under the engine ------------------------------------------------------------------------------------------------
 def _train(rank, world, stage, fused, precision="fp32", compiled=False, steps=4):
     import torch.distributed as dist
 
     model, _ = make("gpt2")
     if fused:
         deepc.fuse(model)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
     if precision != "fp32":
         config[precision] = {"enabled": True}
     engine, *_ = deepc.initialize(model=model, config=config)

@@ -1,13 +1,12 @@
-"""The fused operators: elementwise against PyTorch in fp64, gradients included, over dtypes, shapes and strides; under opcheck and torch.compile;
-what they refuse; and, on a GPU, bit for bit against the CPU."""
+"""The fused operators: elementwise against PyTorch in fp64, gradients included, over dtypes, shapes and strides; under
+opcheck and torch.compile; what they refuse; and, on a GPU, bit for bit against the CPU."""
 
 from __future__ import annotations
 
+import deepc
 import pytest
 import torch
 import torch.nn.functional as F
-
-import deepc
 from deepc import ops
 from deepc.errors import ArgumentError, UnsupportedError
 
@@ -25,7 +24,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def torch_rotary(x, cos, sin):
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1]:]
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     return torch.cat((turned * cos + rotate_half(turned) * sin, rest), -1)
 
 
@@ -51,7 +50,9 @@ def check(ours, exact, tensors, need=None) -> None:
     grads = [make(*w.shape, seed=90 + k).to(g.dtype) for k, (g, w) in enumerate(zip(got, want))]
     torch.autograd.backward(got, grads)
     torch.autograd.backward(want, [g.double() for g in grads])
-    pairs = [(g, w, "result") for g, w in zip(got, want)] + [(m.grad, t.grad, "gradient") for m, t in zip(mine, theirs) if m.requires_grad]
+    pairs = [(g, w, "result") for g, w in zip(got, want)] + [
+        (m.grad, t.grad, "gradient") for m, t in zip(mine, theirs) if m.requires_grad
+    ]
     for k, (g, w, what) in enumerate(pairs):
         like = got[0] if what == "result" else g
         assert g.shape == w.shape, (what, k)
@@ -59,7 +60,9 @@ def check(ours, exact, tensors, need=None) -> None:
         size = max(1.0, w.abs().max().item()) if w.numel() else 1.0
         # two roundings of the result, and of fp32 sums what their terms may leave (the largest term bounds them)
         bound = 3 * unit * w.abs() + 2e-6 * size + (2 * unit * size if len(got) > 1 else 0)
-        assert ((g.double() - w).abs() <= bound).all(), f"{what} {k}: off by {(g.double() - w).abs().max().item():.3g} of {size:.3g}"
+        assert ((g.double() - w).abs() <= bound).all(), (
+            f"{what} {k}: off by {(g.double() - w).abs().max().item():.3g} of {size:.3g}"
+        )
 
 
 SHAPES = [(1, 1), (3, 16), (2, 5, 33), (70, 100), (4, 1027)]
@@ -78,14 +81,26 @@ def test_norms(dtype, shape):
     check(lambda x, w: ops.rms_norm(x, w, 1e-3), lambda x, w: torch_rms_norm(x, w, 1e-3), (x, w))
     check(lambda x, w: ops.rms_norm(x, w, 1e-3, 1.0), lambda x, w: torch_rms_norm(x, w, 1e-3, 1.0), (x, w))
     check(lambda x: ops.rms_norm(x, eps=1e-3), lambda x: torch_rms_norm(x, eps=1e-3), (x,))
-    check(lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-3), lambda x, r, w: (torch_rms_norm(x + r, w, 1e-3), x + r), (x, r, w))
-    check(lambda x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-3), lambda x, r, w, b: (torch_layer_norm(x + r, w, b, 1e-3), x + r), (x, r, w, b))
+    check(
+        lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-3),
+        lambda x, r, w: (torch_rms_norm(x + r, w, 1e-3), x + r),
+        (x, r, w),
+    )
+    check(
+        lambda x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-3),
+        lambda x, r, w, b: (torch_layer_norm(x + r, w, b, 1e-3), x + r),
+        (x, r, w, b),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations(dtype, shape):
-    x, y, b = make(*shape, dtype=dtype, scale=3.0), make(*shape, dtype=dtype, seed=1), make(shape[-1], dtype=dtype, seed=2)
+    x, y, b = (
+        make(*shape, dtype=dtype, scale=3.0),
+        make(*shape, dtype=dtype, seed=1),
+        make(shape[-1], dtype=dtype, seed=2),
+    )
     before = deepc.counters()["activation_calls"]
     check(ops.swiglu, lambda g, u: F.silu(g) * u, (x, y))
     assert deepc.counters()["activation_calls"] == before + 2
@@ -100,8 +115,13 @@ def test_rotary(dtype, rotated, cols):
     x = make(2, 7, 3, cols, dtype=dtype)  # [batch, positions, heads, cols]
     cos, sin = make(7, rotated, dtype=dtype, seed=1), make(7, rotated, dtype=dtype, seed=2)
     frozen = (True, False, False)
-    for view, c, s in ((x.transpose(1, 2), cos, sin), (x.transpose(1, 2).contiguous(), cos[None, None], sin[None, None]),
-                       (x, cos[:, None], sin[:, None]), (x[0, :, 0], cos, sin), (x[..., 1, :][:1], cos[None], sin.expand(1, 7, rotated))):
+    for view, c, s in (
+        (x.transpose(1, 2), cos, sin),
+        (x.transpose(1, 2).contiguous(), cos[None, None], sin[None, None]),
+        (x, cos[:, None], sin[:, None]),
+        (x[0, :, 0], cos, sin),
+        (x[..., 1, :][:1], cos[None], sin.expand(1, 7, rotated)),
+    ):
         check(ops.rotary, torch_rotary, (view, c, s), frozen)
     out = ops.rotary(x.transpose(1, 2), cos, sin)
     assert out.stride() == x.transpose(1, 2).stride()  # lies as x does, so that no later transpose copies
@@ -147,10 +167,16 @@ def test_strides_need_no_copy_where_rows_are_even_and_get_one_elsewhere():
     check(lambda t: ops.rms_norm(t.transpose(0, 1)), lambda t: torch_rms_norm(t.transpose(0, 1)), (whole,))
     check(lambda t: ops.gelu(t.transpose(0, 2)), lambda t: F.gelu(t.transpose(0, 2)), (whole,))
     check(lambda t: ops.gelu(t[:, ::2, 3:9]), lambda t: F.gelu(t[:, ::2, 3:9]), (whole,))
-    check(lambda t: ops.rms_norm(t[:1, :1].expand(6, 5, 64)), lambda t: torch_rms_norm(t[:1, :1].expand(6, 5, 64)), (whole,))
-    for call in (lambda: torch.ops.deepc.gelu(whole.transpose(0, 2), torch.empty(0), False),
-                 lambda: torch.ops.deepc.swiglu(whole.transpose(0, 1), whole.transpose(0, 1)),
-                 lambda: torch.ops.deepc.rms_norm(whole[:, :1].expand(6, 5, 64), torch.empty(0), 1e-6, 0.0)):
+    check(
+        lambda t: ops.rms_norm(t[:1, :1].expand(6, 5, 64)),
+        lambda t: torch_rms_norm(t[:1, :1].expand(6, 5, 64)),
+        (whole,),
+    )
+    for call in (
+        lambda: torch.ops.deepc.gelu(whole.transpose(0, 2), torch.empty(0), False),
+        lambda: torch.ops.deepc.swiglu(whole.transpose(0, 1), whole.transpose(0, 1)),
+        lambda: torch.ops.deepc.rms_norm(whole[:, :1].expand(6, 5, 64), torch.empty(0), 1e-6, 0.0),
+    ):
         with pytest.raises(RuntimeError, match="contiguous"):
             call()
 
@@ -184,7 +210,13 @@ def test_frozen_weights_get_no_gradient():
 def test_empty_tensors(shape):
     x = torch.zeros(shape).requires_grad_()
     w = torch.zeros(shape[-1]).requires_grad_()
-    for out in (ops.gelu(x), ops.swiglu(x, x), ops.gelu(x, w, "tanh"), *([ops.layer_norm(x, w, w)] if shape[-1] else []), ops.rotary(x, w, w.detach()[None] if len(shape) > 1 else w)):
+    for out in (
+        ops.gelu(x),
+        ops.swiglu(x, x),
+        ops.gelu(x, w, "tanh"),
+        *([ops.layer_norm(x, w, w)] if shape[-1] else []),
+        ops.rotary(x, w, w.detach()[None] if len(shape) > 1 else w),
+    ):
         assert out.shape == x.shape
     if shape[-1]:
         ops.layer_norm(x, w).sum().backward()
@@ -196,7 +228,10 @@ CASES = {
     "rms_norm": lambda: (ops.rms_norm, (make(6, 40), make(40, seed=1))),
     "add_rms_norm": lambda: (ops.add_rms_norm, (make(6, 40), make(6, 40, seed=1), make(40, seed=2))),
     "layer_norm": lambda: (ops.layer_norm, (make(6, 40), make(40, seed=1), make(40, seed=2))),
-    "add_layer_norm": lambda: (ops.add_layer_norm, (make(6, 40), make(6, 40, seed=1), make(40, seed=2), make(40, seed=3))),
+    "add_layer_norm": lambda: (
+        ops.add_layer_norm,
+        (make(6, 40), make(6, 40, seed=1), make(40, seed=2), make(40, seed=3)),
+    ),
     "swiglu": lambda: (ops.swiglu, (make(6, 40), make(6, 40, seed=1))),
     "swiglu of halves": lambda: (lambda t: ops.swiglu(*t.chunk(2, -1)), (make(6, 40),)),
     "gelu": lambda: (lambda x, b: ops.gelu(x, b, "tanh"), (make(6, 40), make(40, seed=1))),
@@ -225,9 +260,15 @@ def test_compiled_training_equals_eager(name):
 def test_opcheck_with_gradients(name):
     operator = name.split()[0]
     leaves = [t.requires_grad_() for t in CASES[name]()[1]]
-    args = {"rms_norm": (*leaves, 1e-6, 0.0), "add_rms_norm": (*leaves, 1e-6, 1.0), "layer_norm": (*leaves, 1e-5), "add_layer_norm": (*leaves, 1e-5),
-            "swiglu": leaves if len(leaves) == 2 else tuple(leaves[0].chunk(2, -1)), "gelu": (*leaves, True),
-            "rotary": (leaves[0], make(3, 8, seed=1), make(3, 8, seed=2), False)}[operator]
+    args = {
+        "rms_norm": (*leaves, 1e-6, 0.0),
+        "add_rms_norm": (*leaves, 1e-6, 1.0),
+        "layer_norm": (*leaves, 1e-5),
+        "add_layer_norm": (*leaves, 1e-5),
+        "swiglu": leaves if len(leaves) == 2 else tuple(leaves[0].chunk(2, -1)),
+        "gelu": (*leaves, True),
+        "rotary": (leaves[0], make(3, 8, seed=1), make(3, 8, seed=2), False),
+    }[operator]
     torch.library.opcheck(getattr(torch.ops.deepc, operator).default, args)
 
 
@@ -235,12 +276,18 @@ def test_what_is_refused():
     x = make(4, 8)
     with pytest.raises(ArgumentError, match="approximate='erf'"):
         ops.gelu(x, approximate="erf")
-    for call, text in ((lambda: ops.rms_norm(x.double()), "fp64"), (lambda: ops.rms_norm(x, make(7)), "7 elements"),
-                       (lambda: ops.layer_norm(x, make(8), make(8, dtype=torch.bfloat16)), "differ in dtype"),
-                       (lambda: ops.swiglu(x, make(4, 9)), "differ in shape"), (lambda: ops.swiglu(x, make(4, 8, dtype=torch.bfloat16)), "differ in shape or dtype"),
-                       (lambda: ops.rotary(x, make(4, 7), make(4, 7)), "even"), (lambda: ops.rotary(x, make(4, 10), make(4, 10)), "at most cols = 8"),
-                       (lambda: ops.rotary(x, make(3, 8), make(3, 8)), "can't be broadcast"), (lambda: ops.rms_norm(x, eps=-1.0), "eps = -1"),
-                       (lambda: ops.rotary(make(1, 1, 1, 4, 8), make(4, 8), make(4, 8)), "1 to 4")):
+    for call, text in (
+        (lambda: ops.rms_norm(x.double()), "fp64"),
+        (lambda: ops.rms_norm(x, make(7)), "7 elements"),
+        (lambda: ops.layer_norm(x, make(8), make(8, dtype=torch.bfloat16)), "differ in dtype"),
+        (lambda: ops.swiglu(x, make(4, 9)), "differ in shape"),
+        (lambda: ops.swiglu(x, make(4, 8, dtype=torch.bfloat16)), "differ in shape or dtype"),
+        (lambda: ops.rotary(x, make(4, 7), make(4, 7)), "even"),
+        (lambda: ops.rotary(x, make(4, 10), make(4, 10)), "at most cols = 8"),
+        (lambda: ops.rotary(x, make(3, 8), make(3, 8)), "can't be broadcast"),
+        (lambda: ops.rms_norm(x, eps=-1.0), "eps = -1"),
+        (lambda: ops.rotary(make(1, 1, 1, 4, 8), make(4, 8), make(4, 8)), "1 to 4"),
+    ):
         with pytest.raises(RuntimeError, match=text):
             call()
 

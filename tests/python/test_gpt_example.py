@@ -1,4 +1,5 @@
-"""examples/gpt: its data and model, and a whole tiny run of train.py through the launcher: plan, progress, picture, sample, resume."""
+"""examples/gpt: its data and model, and a whole tiny run of train.py through the launcher: plan, progress, picture,
+sample, resume."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def modules(monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(threads)
 
 
-# ---- data -------------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def test_standard_library_is_split_by_file(modules):
@@ -101,7 +102,7 @@ def test_validation_windows_cover_the_text(modules):
     assert len(data.validation_starts(text, 100, 10**6)) == 99
 
 
-# ---- model ------------------------------------------------------------------------------------------------------------
+# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 def test_model_sizes(modules):
@@ -140,13 +141,19 @@ def test_the_same_seed_writes_the_same_text(modules):
     assert a != gpt.generate(model, b"def ", 30, context=64, seed=4)
 
 
-# ---- the run ------------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def train(*arguments: str, launcher: tuple[str, ...] = (), **env: str) -> tuple[str, str]:
     outer = {k: v for k, v in os.environ.items() if k != "DATA"}
-    done = subprocess.run([sys.executable, *launcher, str(EXAMPLE / "train.py"), "--size", "tiny", "--device", "cpu", *arguments],
-                          env={**outer, **env}, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLE / "train.py"), "--size", "tiny", "--device", "cpu", *arguments],
+        env={**outer, **env},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 
@@ -158,13 +165,22 @@ def losses(out: Path) -> list[dict[str, str]]:
 
 def test_two_ranks_train_report_save_and_resume(tmp_path):
     out = tmp_path / "run"
-    text, err = train("--ranks", "2", "--steps", "60", "--micro-batch", "8", "--lr", "3e-3", "--sample", "40", "--out", str(out))
+    text, err = train(
+        "--ranks", "2", "--steps", "60", "--micro-batch", "8", "--lr", "3e-3", "--sample", "40", "--out", str(out)
+    )
     assert "2 ranks on the CPU" in err
     assert "ZeRO stage 3, 2 ranks" in err and "optimizer states" in err  # the plan
     assert re.search(r"precision: (bf16|fp32) \(.+\)", text)  # which, and why
-    assert re.search(r"deepc: step 1/60  loss \d+\.\d+ .* tokens/s", err) and re.search(r"deepc: step 60/60  loss \d+\.\d+ .* tokens/s .*bits/byte .*ETA 0:00", err)
-    assert len((out / "metrics.jsonl").read_text().splitlines()) >= 60 and json.loads((out / "run.json").read_text())["ranks"] == 2
-    assert re.search(r"validation \d+\.\d+ bits per byte; order-0 entropy of the same text \d+\.\d+: -?\d+\.\d+ below it", text)
+    assert re.search(r"deepc: step 1/60  loss \d+\.\d+ .* tokens/s", err) and re.search(
+        r"deepc: step 60/60  loss \d+\.\d+ .* tokens/s .*bits/byte .*ETA 0:00", err
+    )
+    assert (
+        len((out / "metrics.jsonl").read_text().splitlines()) >= 60
+        and json.loads((out / "run.json").read_text())["ranks"] == 2
+    )
+    assert re.search(
+        r"validation \d+\.\d+ bits per byte; order-0 entropy of the same text \d+\.\d+: -?\d+\.\d+ below it", text
+    )
     assert (out / "sample.txt").read_bytes().startswith(b"def ") and len((out / "sample.txt").read_bytes()) == 44
     if importlib.util.find_spec("matplotlib"):
         assert (out / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -173,10 +189,30 @@ def test_two_ranks_train_report_save_and_resume(tmp_path):
     rows = losses(out)
     assert int(rows[-1]["step"]) == 60 and float(rows[-1]["validation"]) < 6.5  # an untrained model has 8
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == 60 and summary["ranks"] == 2 and summary["validation_bits_per_byte"] == float(rows[-1]["validation"])
+    assert (
+        summary["steps"] == 60
+        and summary["ranks"] == 2
+        and summary["validation_bits_per_byte"] == float(rows[-1]["validation"])
+    )
 
     # goes on where it was, on another number of ranks and another stage
-    text, err = train("--ranks", "1", "--steps", "80", "--stage", "1", "--micro-batch", "16", "--lr", "3e-3", "--sample", "4", "--out", str(out), "--resume")
+    text, err = train(
+        "--ranks",
+        "1",
+        "--steps",
+        "80",
+        "--stage",
+        "1",
+        "--micro-batch",
+        "16",
+        "--lr",
+        "3e-3",
+        "--sample",
+        "4",
+        "--out",
+        str(out),
+        "--resume",
+    )
     assert "resumed at step 60" in text and "trained 20 steps" in text
     rows = losses(out)
     assert [int(r["step"]) for r in rows] == sorted(int(r["step"]) for r in rows)
@@ -186,16 +222,42 @@ def test_two_ranks_train_report_save_and_resume(tmp_path):
 def test_plain_python_trains_on_other_data_within_minutes(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("the cat sat on the mat. " * 2000)
-    text, _ = train("--minutes", "0.05", "--precision", "fp32", "--accumulation", "2", "--sample", "4", "--data", str(book), "--out", str(tmp_path / "run"))
+    text, _ = train(
+        "--minutes",
+        "0.05",
+        "--precision",
+        "fp32",
+        "--accumulation",
+        "2",
+        "--sample",
+        "4",
+        "--data",
+        str(book),
+        "--out",
+        str(tmp_path / "run"),
+    )
     assert "precision: fp32 (asked for)" in text and str(book) in text
-    assert 1 <= json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 1
 
 
 def test_torchrun_runs_it_with_a_config_file(tmp_path):
     config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
-    text, err = train("--steps", "3", "--sample", "4", "--precision", "fp32", "--deepspeed_config", str(config), "--out", str(tmp_path / "run"),
-                      launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
+    config.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    )
+    text, err = train(
+        "--steps",
+        "3",
+        "--sample",
+        "4",
+        "--precision",
+        "fp32",
+        "--deepspeed_config",
+        str(config),
+        "--out",
+        str(tmp_path / "run"),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    )
     assert "ZeRO stage 2, 2 ranks" in err and "bfloat16" in err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 3 * 2 * 3 * 64
 
@@ -203,13 +265,33 @@ def test_torchrun_runs_it_with_a_config_file(tmp_path):
 def test_without_matplotlib_the_numbers_are_written(modules, tmp_path, monkeypatch):
     report = importlib.import_module("report")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    points = [report.Point(1, 64, 0.5, 7.9, None, 1e-3, 128.0, 1000), report.Point(2, 128, 1.0, 7.0, 7.25, 1e-3, 128.0, 1000)]
+    points = [
+        report.Point(1, 64, 0.5, 7.9, None, 1e-3, 128.0, 1000),
+        report.Point(2, 128, 1.0, 7.0, 7.25, 1e-3, 128.0, 1000),
+    ]
     assert "matplotlib is not installed" in report.write_png(tmp_path / "loss.png", points, 4.9, "t")
     report.write_csv(tmp_path / "loss.csv", points)
-    assert report.read_csv(tmp_path / "loss.csv", 10) == points and report.read_csv(tmp_path / "loss.csv", 1) == points[:1]
+    assert (
+        report.read_csv(tmp_path / "loss.csv", 10) == points and report.read_csv(tmp_path / "loss.csv", 1) == points[:1]
+    )
 
 
 def test_resume_without_a_checkpoint_says_so(tmp_path):
-    done = subprocess.run([sys.executable, str(EXAMPLE / "train.py"), "--size", "tiny", "--steps", "1", "--resume", "--out", str(tmp_path)],
-                          capture_output=True, text=True, timeout=TIMEOUT, env={k: v for k, v in os.environ.items() if k != "DATA"})
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(EXAMPLE / "train.py"),
+            "--size",
+            "tiny",
+            "--steps",
+            "1",
+            "--resume",
+            "--out",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={k: v for k, v in os.environ.items() if k != "DATA"},
+    )
     assert done.returncode != 0 and "there is no checkpoint" in done.stderr

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-
 import tiny
+import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -44,14 +43,18 @@ def test_one_gpu_equals_the_cpu(stage, precision, offload):
 def test_checkpoint_between_cpu_and_gpu(tmp_path):
     import deepc
 
-    engine = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=8, precision="bf16"), device="cuda")[0]
+    engine = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=8, precision="bf16"), device="cuda")[
+        0
+    ]
     x, y = (t.cuda() for t in tiny.make_batch(0))
     engine.backward(engine(x, y))
     engine.step()
     engine.save_checkpoint(tmp_path)
     want = {n: engine.full_fp32_param(p).cpu() for n, p in engine.module.named_parameters()}
     engine.destroy()
-    other = deepc.initialize(model=tiny.make_model(1), config=tiny.config(3, micro=8, precision="bf16"), device="cpu")[0]
+    other = deepc.initialize(model=tiny.make_model(1), config=tiny.config(3, micro=8, precision="bf16"), device="cpu")[
+        0
+    ]
     other.load_checkpoint(tmp_path)
     for n, p in other.module.named_parameters():
         assert torch.equal(other.full_fp32_param(p), want[n])

@@ -1,13 +1,13 @@
-"""torch.ops.deepc.* on a CUDA device against the same operators on the CPU: every element has equal bits, NaN included."""
+"""torch.ops.deepc.* on a CUDA device against the same operators on the CPU: every element has equal bits, NaN
+included."""
 
 from __future__ import annotations
 
 import itertools
 
+import deepc  # noqa: F401
 import pytest
 import torch
-
-import deepc  # noqa: F401  (registers the operators)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,14 +18,30 @@ DEVICE = "cuda"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 1023, 4095, 4096, 4097, 70_001, 1_000_003]
-SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 3.4e38, -3.4e38, 65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8,
-           1.00390625]
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    1e-45,
+    -1e-40,
+    3.4e38,
+    -3.4e38,
+    65504.0,
+    65519.9,
+    65520.0,
+    6e-8,
+    2.9e-8,
+    1.00390625,
+]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUM, AVG, MIN, MAX, PROD, BAND, BOR, BXOR = range(8)
 
 
 def make(n: int, dtype: torch.dtype, seed: int = 0, special: bool = True, shift: int = 0) -> torch.Tensor:
-    """[n] on the CPU: numbers of many sizes, some special ones; `shift` elements off the alignment of a fresh tensor."""
+    """[n] on the CPU: numbers of many sizes, some special ones; `shift` elements off the alignment of a fresh
+    tensor."""
     gen = torch.Generator().manual_seed(seed)
     if not dtype.is_floating_point:
         info = torch.iinfo(dtype)
@@ -50,8 +66,10 @@ def assert_same_bits(gpu: torch.Tensor, cpu: torch.Tensor, what: str = "") -> No
     wrong = (got != want).nonzero().flatten()
     if wrong.numel():
         i = int(wrong[0])
-        pytest.fail(f"{what}: {wrong.numel()} of {cpu.numel()} elements differ; [{i}] is {gpu[i].item()!r} ({got[i].item():#x}) on the GPU "
-                    f"and {cpu[i].item()!r} ({want[i].item():#x}) on the CPU")
+        pytest.fail(
+            f"{what}: {wrong.numel()} of {cpu.numel()} elements differ; [{i}] is {gpu[i].item()!r} ({got[i].item():#x})"
+            f" on the GPU and {cpu[i].item()!r} ({want[i].item():#x}) on the CPU"
+        )
 
 
 @pytest.mark.parametrize("source", FLOATS)
@@ -110,7 +128,9 @@ def test_add_scaled(dtype):
 def test_norm_squared(dtype, special):
     for n, shift in itertools.product([*SIZES, 8 * 4096, 9 * 4096 + 1], (0, 1)):
         x = make(n, dtype, n, special=special, shift=shift)
-        assert_same_bits(torch.ops.deepc.norm_squared(to_gpu(x)), torch.ops.deepc.norm_squared(x), f"n={n} shift={shift}")
+        assert_same_bits(
+            torch.ops.deepc.norm_squared(to_gpu(x)), torch.ops.deepc.norm_squared(x), f"n={n} shift={shift}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, *INTEGERS])
@@ -175,13 +195,16 @@ def adamw_state(sizes, param, grad, state, lowp, amsgrad, special, shift):
     return params, grads, avgs, squares, largest, low
 
 
-@pytest.mark.parametrize("param,grad,state,lowp", [
-    (torch.float32, torch.float32, torch.float32, None),
-    (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16, torch.float32, torch.float16),
-    (torch.bfloat16, torch.bfloat16, torch.bfloat16, None),
-    (torch.float16, torch.float32, torch.bfloat16, torch.float32),
-])
+@pytest.mark.parametrize(
+    "param,grad,state,lowp",
+    [
+        (torch.float32, torch.float32, torch.float32, None),
+        (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, None),
+        (torch.float16, torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_adamw(param, grad, state, lowp, amsgrad, decoupled):
@@ -193,7 +216,9 @@ def test_adamw(param, grad, state, lowp, amsgrad, decoupled):
             scalars = (1e-3, 0.9, 0.999, 1e-8, 0.1, -0.125 if step == 2 else 1.0, step, decoupled)
             torch.ops.deepc.step_adamw(*cpu, *scalars)
             torch.ops.deepc.step_adamw(*gpu, *scalars)
-        for name, mine, theirs in zip(("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "lowps"), gpu, cpu):
+        for name, mine, theirs in zip(
+            ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "lowps"), gpu, cpu
+        ):
             for k, (x, y) in enumerate(zip(mine, theirs)):
                 assert_same_bits(x, y, f"{name}[{k}] of {sizes[k]} elements, special={special} shift={shift}")
 

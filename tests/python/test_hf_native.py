@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 import hf_runs
+import pytest
 from ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -17,17 +16,29 @@ QUIET = {"DEEPC_LOG_LEVEL": "WARNING"}
 
 
 def test_engine_trainer_trains_saves_and_resumes(tmp_path):
-    first, again, saved = run_ranks(hf_runs.native, 2, args=(str(tmp_path / "out"), 3), fresh=True, limit_s=170, env=QUIET)[0]
+    first, again, saved = run_ranks(
+        hf_runs.native, 2, args=(str(tmp_path / "out"), 3), fresh=True, limit_s=170, env=QUIET
+    )[0]
     steps = [e for e in first if "loss" in e]
     assert [e["step"] for e in steps] == [1, 2, 3, 4, 5, 6] and steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert [e["step"] for e in first if "eval_loss" in e] == [3, 6] and saved == 28
     assert all(math.isfinite(e["grad_norm"]) and e["grad_norm"] > 0 for e in steps)
-    assert [e for e in first if e["step"] > 3 and "train_loss" not in e] == [e for e in again if e["step"] > 3 and "train_loss" not in e]
+    assert [e for e in first if e["step"] > 3 and "train_loss" not in e] == [
+        e for e in again if e["step"] > 3 and "train_loss" not in e
+    ]
 
 
 def test_accelerate_beside_the_engine(tmp_path):
-    """examples/huggingface/accelerate_native.py: trains, evaluates, saves, and goes on where it was saved, to the bit."""
-    ranks = run_ranks(hf_runs.accelerate_native, 2, args=(str(tmp_path / "out"), ["--stage", "3", "--bf16"]), fresh=True, limit_s=170, env=QUIET)
+    """examples/huggingface/accelerate_native.py: trains, evaluates, saves, and goes on where it was saved, to the
+    bit."""
+    ranks = run_ranks(
+        hf_runs.accelerate_native,
+        2,
+        args=(str(tmp_path / "out"), ["--stage", "3", "--bf16"]),
+        fresh=True,
+        limit_s=170,
+        env=QUIET,
+    )
     first, again, saved = ranks[0]
     assert ranks[1] == ranks[0] and len(first) == 6 and first[5][0] < first[0][0] - 0.1 and saved == 28
     assert again == first[3:]
@@ -38,25 +49,36 @@ def test_accelerate_beside_the_engine(tmp_path):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_engine_trainer_in_16_bits(tmp_path, precision, stage):
-    """TrainingArguments(bf16=True) or (fp16=True) set the engine's precision. fp16 starts with a loss scale that overflows: skipped steps have the
-    norm inf, and the schedule waits. Resumed from step 3 with the same numbers."""
+    """TrainingArguments(bf16=True) or (fp16=True) set the engine's precision. fp16 starts with a loss scale that
+    overflows: skipped steps have the norm inf, and the schedule waits. Resumed from step 3 with the same numbers."""
     config = {"fp16": {"enabled": "auto", "initial_scale_power": 21, "hysteresis": 1}} if precision == "fp16" else {}
-    ranks = run_ranks(hf_runs.native, 2, args=(str(tmp_path / "out"), stage, config, {precision: True}), fresh=True, limit_s=170, env=QUIET)
+    ranks = run_ranks(
+        hf_runs.native,
+        2,
+        args=(str(tmp_path / "out"), stage, config, {precision: True}),
+        fresh=True,
+        limit_s=170,
+        env=QUIET,
+    )
     first, again, _ = ranks[0]
     steps = [e for e in first if "loss" in e]
     skipped = [math.isinf(e["grad_norm"]) for e in steps]
     assert skipped[0] == (precision == "fp16") and not all(skipped)
     taken = [sum(not s for s in skipped[:i]) for i in range(6)]  # before step i
-    assert [f"{e['learning_rate']:.6g}" for e in steps] == [f"{3e-3 * (t / 3 if t < 3 else (6 - t) / 3):.6g}" for t in taken]
+    assert [f"{e['learning_rate']:.6g}" for e in steps] == [
+        f"{3e-3 * (t / 3 if t < 3 else (6 - t) / 3):.6g}" for t in taken
+    ]
     assert precision == "fp16" or steps[-1]["loss"] < steps[0]["loss"]  # with skipped steps little is learned in 6
-    assert [e for e in first if e["step"] > 3 and "train_loss" not in e] == [e for e in again if e["step"] > 3 and "train_loss" not in e]
+    assert [e for e in first if e["step"] > 3 and "train_loss" not in e] == [
+        e for e in again if e["step"] > 3 and "train_loss" not in e
+    ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engine_trainer_in_odd_uses(tmp_path, stage):
-    """evaluate() before train(), train() twice, a second trainer on the same model, the best model at the end, early stopping, label smoothing,
-    torch_compile, auto_find_batch_size."""
+    """evaluate() before train(), train() twice, a second trainer on the same model, the best model at the end, early
+    stopping, label smoothing, torch_compile, auto_find_batch_size."""
     ranks = run_ranks(hf_runs.native_odd, 2, args=(str(tmp_path), stage), fresh=True, limit_s=220, env=QUIET)
     out = ranks[0]
     assert ranks[1] == out
@@ -66,4 +88,6 @@ def test_engine_trainer_in_odd_uses(tmp_path, stage):
     assert best == now and steps < 8
     plain, smoothed = out["plain"][0], out["smoothed"][0]
     assert out["compiled"] == out["plain"] and out["smaller"][1] == 2
-    assert all(a != b and abs(a - b) < 0.05 for a, b in zip(plain, smoothed, strict=True))  # shifted labels, or it would be as high as chance
+    assert all(
+        a != b and abs(a - b) < 0.05 for a, b in zip(plain, smoothed, strict=True)
+    )  # shifted labels, or it would be as high as chance

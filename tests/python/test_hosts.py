@@ -1,5 +1,5 @@
-"""Collectives between hosts (deepc.hierarchy) on network namespaces joined by a link of 1 Gbit/s: the same answers as Gloo element by
-element, the bytes that crossed, and failures that reach every rank of every host."""
+"""Collectives between hosts (deepc.hierarchy) on network namespaces joined by a link of 1 Gbit/s: the same answers as
+Gloo element by element, the bytes that crossed, and failures that reach every rank of every host."""
 
 from __future__ import annotations
 
@@ -19,16 +19,42 @@ import torch.distributed as dist
 from deepc import errors, hierarchy, node
 from nethosts import Hosts, why_not
 
-REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
-           torch.int64, torch.bool)
-GLOO_REDUCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+REDUCED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+GLOO_REDUCES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
 MOVED = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
-PLACEMENTS = {"2+2": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1], "3+1": [0, 0, 0, 1], "uneven and interleaved": [0, 1, 1, 0, 1],
-              "1+1": [0, 1], "3 hosts": [0, 1, 2], "3 hosts, uneven": [2, 0, 1, 2]}
+PLACEMENTS = {
+    "2+2": [0, 0, 1, 1],
+    "interleaved": [0, 1, 0, 1],
+    "3+1": [0, 0, 0, 1],
+    "uneven and interleaved": [0, 1, 1, 0, 1],
+    "1+1": [0, 1],
+    "3 hosts": [0, 1, 2],
+    "3 hosts, uneven": [2, 0, 1, 2],
+}
 _opened: dict[str, int] = {}  # job -> hierarchies opened in it
 
 
-# ---- in the ranks ---------------------------------------------------------------------------------------------------------------
+# ---- in the ranks ----------------------------------------------------------------------------------------------------
 def opened(rank: int, world: int, timeout_s: float = 30.0) -> hierarchy.Hierarchy:
     """A hierarchy over the default group's ranks."""
     job = os.environ["MASTER_PORT"]
@@ -52,16 +78,28 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     dtype = inputs[0].dtype
     wide = torch.stack([x.to(torch.float64 if dtype.is_floating_point else torch.int64) for x in inputs])
     if dtype is torch.bool:
-        found = {"sum": wide.amax(0), "max": wide.amax(0), "bor": wide.amax(0), "prod": wide.amin(0), "min": wide.amin(0),
-                 "band": wide.amin(0), "bxor": wide.sum(0) % 2}[op]
+        found = {
+            "sum": wide.amax(0),
+            "max": wide.amax(0),
+            "bor": wide.amax(0),
+            "prod": wide.amin(0),
+            "min": wide.amin(0),
+            "band": wide.amin(0),
+            "bxor": wide.sum(0) % 2,
+        }[op]
         return found.to(torch.bool)
     if op in ("band", "bor", "bxor"):
         found = wide[0]
         for x in wide[1:]:
             found = found & x if op == "band" else found | x if op == "bor" else found ^ x
         return found.to(dtype)
-    return {"sum": lambda: wide.sum(0), "avg": lambda: wide.mean(0), "min": lambda: wide.amin(0), "max": lambda: wide.amax(0),
-            "prod": lambda: wide.prod(0)}[op]().to(dtype)
+    return {
+        "sum": lambda: wide.sum(0),
+        "avg": lambda: wide.mean(0),
+        "min": lambda: wide.amin(0),
+        "max": lambda: wide.amax(0),
+        "prod": lambda: wide.prod(0),
+    }[op]().to(dtype)
 
 
 def same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -70,7 +108,9 @@ def same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if got.numel():
         different = (got.view(torch.uint8) != expected.view(torch.uint8)).nonzero()
         at = int(different[0]) // got.element_size() if len(different) else 0
-        assert not len(different), f"{what}: element {at} is {got[at]}, expected {expected[at]} ({len(different)} bytes differ)"
+        assert not len(different), (
+            f"{what}: element {at} is {got[at]}, expected {expected[at]} ({len(different)} bytes differ)"
+        )
 
 
 def reduce_everything(rank: int, world: int, counts: list[int], dtypes: list[torch.dtype], ops: list[str]) -> int:
@@ -104,7 +144,7 @@ def reduce_everything(rank: int, world: int, counts: list[int], dtypes: list[tor
         inputs = [data(seed, r, count * world, dtype, op) for r in range(world)]
         out = torch.empty(count, dtype=dtype)
         group.reduce_scatter(out, inputs[rank], op)
-        check(out, reduced(inputs, op)[rank * count:(rank + 1) * count], f"reduce_scatter {op} {dtype}[{count}]")
+        check(out, reduced(inputs, op)[rank * count : (rank + 1) * count], f"reduce_scatter {op} {dtype}[{count}]")
         done += total.numel() > 0
     nodes = [list(n) for n in group.topology.nodes]
     group.close()
@@ -129,7 +169,7 @@ def move_everything(rank: int, world: int, counts: list[int], dtypes: list[torch
         same(out, everything, f"all_gather {what}")
         out.view(torch.uint8).zero_()
         out.view(torch.uint8).view(world, -1)[rank].copy_(blocks[rank].view(torch.uint8))
-        group.all_gather(out, out[rank * count:(rank + 1) * count])
+        group.all_gather(out, out[rank * count : (rank + 1) * count])
         same(out, everything, f"all_gather in place {what}")
         x = blocks[rank].clone()
         group.broadcast(x, root)
@@ -140,7 +180,7 @@ def move_everything(rank: int, world: int, counts: list[int], dtypes: list[torch
             same(out, everything, f"gather {what} to {root}")
         out = torch.empty(count, dtype=dtype)
         group.scatter(out, wholes[root] if rank == root else None, root)
-        same(out, wholes[root][rank * count:(rank + 1) * count], f"scatter {what} of {root}")
+        same(out, wholes[root][rank * count : (rank + 1) * count], f"scatter {what} of {root}")
         out = torch.empty(count * world, dtype=dtype)
         group.all_to_all(out, wholes[rank])
         parts = [w.view(torch.uint8).view(world, -1)[rank] for w in wholes]
@@ -203,7 +243,7 @@ def same_as_gloo(rank: int, world: int, seeds: int) -> None:
     group.close()
 
 
-# ---- right results ------------------------------------------------------------------------------------------------------------------
+# ---- right results ---------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def hosts_of():
     """hosts_of(n): n hosts. They, and the processes in them, serve all tests of this file."""
@@ -228,7 +268,8 @@ def two(hosts_of) -> Hosts:
 
 @pytest.fixture
 def on_hosts(hosts_of):
-    """Runs ranks on as many hosts as the placement names, beside a default group of Gloo; all hosts must have sent bytes."""
+    """Runs ranks on as many hosts as the placement names, beside a default group of Gloo; all hosts must have sent
+    bytes."""
 
     def run(placement: list[int], fn, *args, **more):
         hosts = hosts_of(max(placement) + 1)
@@ -243,7 +284,9 @@ def on_hosts(hosts_of):
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_reductions(on_hosts, name: str) -> None:
     placement = PLACEMENTS[name]
-    results = on_hosts(placement, reduce_everything, [0, 5, 1003, 70001], [torch.float32, torch.bfloat16], ["sum", "avg", "max"])
+    results = on_hosts(
+        placement, reduce_everything, [0, 5, 1003, 70001], [torch.float32, torch.bfloat16], ["sum", "avg", "max"]
+    )
     seen: dict[int, list[int]] = {}
     for rank, host in enumerate(placement):
         seen.setdefault(host, []).append(rank)
@@ -277,13 +320,16 @@ def rounding(rank: int, world: int, count: int) -> None:
             x = inputs[rank].clone()
             group.all_reduce(x, op)
             whole = torch.empty(count // world, dtype=torch.bfloat16)
-            group.reduce_scatter(whole, inputs[rank][:count // world * world], op)
-            assert torch.equal(whole, x[rank * (count // world):(rank + 1) * (count // world)])
+            group.reduce_scatter(whole, inputs[rank][: count // world * world], op)
+            assert torch.equal(whole, x[rank * (count // world) : (rank + 1) * (count // world)])
             half_ulp = torch.finfo(torch.bfloat16).eps / 2
-            # One rounding at the end; without fp32 on the wire one more per node, each of at most half an ulp of that node's sum.
+            # One rounding at the end; without fp32 on the wire one more per node, each of at most half an ulp of that
+            # node's sum.
             room = half_ulp * (exact.abs() if fp32 else exact.abs() + wide.abs().sum(0)) * scale * 1.01 + 1e-6
             off = (x.double() - exact * scale).abs() > room
-            assert not off.any(), f"{op}, fp32 {fp32}: element {int(off.nonzero()[0])} is {x[off][0]}, exact {(exact * scale)[off][0]}"
+            assert not off.any(), (
+                f"{op}, fp32 {fp32}: element {int(off.nonzero()[0])} is {x[off][0]}, exact {(exact * scale)[off][0]}"
+            )
         group.close()
 
 
@@ -303,7 +349,7 @@ def test_averages_of_fp16_do_not_overflow(on_hosts) -> None:
     assert on_hosts([0, 0, 1, 1], no_overflow) == [60000.0] * 4
 
 
-# ---- bytes on the wire ----------------------------------------------------------------------------------------------------------------
+# ---- bytes on the wire -----------------------------------------------------------------------------------------------
 def measured(rank: int, world: int, op: str, count: int, flat: bool) -> tuple[int, int]:
     """(bytes that this host's interface sent during one call, bytes that this rank says it sent)."""
     group = None if flat else opened(rank, world)
@@ -348,7 +394,16 @@ def test_bytes_of_an_all_reduce_are_those_of_one_rank_per_host(two: Hosts) -> No
     mixed = sent_by_hosts(two, [0, 1, 0, 1], "all_reduce", count, False)
     flat = sent_by_hosts(two, [0, 0, 1, 1], "all_reduce", count, True)
     flat_mixed = sent_by_hosts(two, [0, 1, 0, 1], "all_reduce", count, True)
-    print({"Gloo 1+1": least, "1+1": alone, "2+2": ours, "interleaved": mixed, "Gloo 2+2": flat, "Gloo interleaved": flat_mixed})
+    print(
+        {
+            "Gloo 1+1": least,
+            "1+1": alone,
+            "2+2": ours,
+            "interleaved": mixed,
+            "Gloo 2+2": flat,
+            "Gloo interleaved": flat_mixed,
+        }
+    )
     payload = 4 * count
     for found in (alone, ours, mixed):
         for wire, said in found:
@@ -373,9 +428,10 @@ def test_bytes_of_other_collectives(two: Hosts, op: str, crossing: float) -> Non
     assert payload * 0.99 <= wire <= nethosts.wire_bytes(payload)[1] + payload // 50
 
 
-# ---- through torch.distributed ----------------------------------------------------------------------------------------------------------
+# ---- through torch.distributed ---------------------------------------------------------------------------------------
 def through_torch(rank: int, world: int, count: int) -> tuple[int, int, int]:
-    """(bytes that this host sent during an all_reduce, during one of a sub-group inside the host, reductions of the C core)."""
+    """(bytes that this host sent during an all_reduce, during one of a sub-group inside the host, reductions of the C
+    core)."""
     import deepc
 
     inputs = [data(1, r, count, torch.float32) for r in range(world)]
@@ -384,7 +440,11 @@ def through_torch(rank: int, world: int, count: int) -> tuple[int, int, int]:
     same(x, reduced(inputs, "sum"), "dist.all_reduce")
     out = torch.empty(count // world)
     dist.reduce_scatter_tensor(out, inputs[rank])
-    same(out, reduced(inputs, "sum")[rank * (count // world):(rank + 1) * (count // world)], "dist.reduce_scatter_tensor")
+    same(
+        out,
+        reduced(inputs, "sum")[rank * (count // world) : (rank + 1) * (count // world)],
+        "dist.reduce_scatter_tensor",
+    )
     whole = torch.empty(count * world)
     dist.all_gather_into_tensor(whole, inputs[rank])
     same(whole, torch.cat(inputs), "dist.all_gather_into_tensor")
@@ -409,15 +469,19 @@ def through_torch(rank: int, world: int, count: int) -> tuple[int, int, int]:
 def test_through_torch_distributed(two: Hosts) -> None:
     count = 2 << 20
     for crossed, inside, reductions in two.run(through_torch, [0, 0, 1, 1], args=(count,), backend="deepc"):
-        assert 4 * count * 0.99 <= crossed <= nethosts.wire_bytes(4 * count)[1] + 4 * count // 50  # flat Gloo: 1.5 times that
+        assert (
+            4 * count * 0.99 <= crossed <= nethosts.wire_bytes(4 * count)[1] + 4 * count // 50
+        )  # flat Gloo: 1.5 times that
         assert inside < 64 << 10  # memory (a few acknowledgements)
         assert reductions > 0
 
 
-# ---- failures ---------------------------------------------------------------------------------------------------------------------------
-def failing(rank: int, world: int, victim: int, count: int, late: int | None, seconds: float) -> tuple[str, str, float] | None:
-    """All-reduces until `victim` is killed by itself; (error, text, seconds after the kill at the earliest). late: a rank that stays away
-    from the last call until the others know."""
+# ---- failures --------------------------------------------------------------------------------------------------------
+def failing(
+    rank: int, world: int, victim: int, count: int, late: int | None, seconds: float
+) -> tuple[str, str, float] | None:
+    """All-reduces until `victim` is killed by itself; (error, text, seconds after the kill at the earliest). late: a
+    rank that stays away from the last call until the others know."""
     group = opened(rank, world, 60.0)
     x = torch.ones(count)
     group.all_reduce(x)
@@ -452,8 +516,15 @@ def _killed(hosts: Hosts, placement: list[int], victim: int, count: int, late: i
     return out
 
 
-@pytest.mark.parametrize("victim, count", [(3, 1 << 20), pytest.param(1, 1 << 20, marks=pytest.mark.full),
-                                           pytest.param(3, 2, marks=pytest.mark.full), pytest.param(1, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "victim, count",
+    [
+        (3, 1 << 20),
+        pytest.param(1, 1 << 20, marks=pytest.mark.full),
+        pytest.param(3, 2, marks=pytest.mark.full),
+        pytest.param(1, 2, marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_rank_raises_on_all_survivors(two: Hosts, victim: int, count: int) -> None:
     _killed(two, [0, 0, 1, 1], victim, count)
 
@@ -504,8 +575,12 @@ def test_a_mismatch_raises_everywhere(two: Hosts, kind: str, odd: list[int]) -> 
     out = two.run(mismatched, [0, 0, 1, 1], args=(odd, kind), backend="gloo")
     assert [o[0] for o in out] == ["MismatchError"] * 4, out
     for _, text in out:
-        assert re.search(r"rank [01] ", text) and re.search(r"rank [23] ", text) if odd == [2, 3] else "rank 3 " in text, text
-        assert "test_hosts.py:" in text and {"counts": "all_to_allv", "dtype": "broadcast"}.get(kind, "all_reduce") in text, text
+        assert (
+            re.search(r"rank [01] ", text) and re.search(r"rank [23] ", text) if odd == [2, 3] else "rank 3 " in text
+        ), text
+        assert (
+            "test_hosts.py:" in text and {"counts": "all_to_allv", "dtype": "broadcast"}.get(kind, "all_reduce") in text
+        ), text
 
 
 def timed_out(rank: int, world: int) -> tuple[str, str]:
@@ -542,16 +617,23 @@ def aborted(rank: int, world: int) -> tuple[str, str]:
 
 def test_abort(two: Hosts) -> None:
     out = two.run(aborted, [0, 0, 1, 1], backend="gloo")
-    assert [o[0] for o in out] == ["AbortedError"] * 4 and all("enough of it" in o[1] and "rank 0" in o[1] for o in out), out
+    assert [o[0] for o in out] == ["AbortedError"] * 4 and all(
+        "enough of it" in o[1] and "rank 0" in o[1] for o in out
+    ), out
 
 
 def wrong_arguments(rank: int, world: int) -> float:
     group = opened(rank, world)
     x = torch.ones(8)
-    for wrong in (lambda: group.all_reduce(x, "mean"), lambda: group.all_reduce(torch.ones(4, 4).t()),
-                  lambda: group.all_gather(torch.empty(7), x), lambda: group.broadcast(x, world),
-                  lambda: group.all_reduce(torch.ones(2, dtype=torch.int32), "avg"),
-                  lambda: group.all_to_all(x[:7], x[:7].clone()), lambda: group.all_to_allv(x, [8] * world, x, [1] * world)):
+    for wrong in (
+        lambda: group.all_reduce(x, "mean"),
+        lambda: group.all_reduce(torch.ones(4, 4).t()),
+        lambda: group.all_gather(torch.empty(7), x),
+        lambda: group.broadcast(x, world),
+        lambda: group.all_reduce(torch.ones(2, dtype=torch.int32), "avg"),
+        lambda: group.all_to_all(x[:7], x[:7].clone()),
+        lambda: group.all_to_allv(x, [8] * world, x, [1] * world),
+    ):
         with pytest.raises(errors.ArgumentError):
             wrong()
     group.all_reduce(x)  # still usable
@@ -565,7 +647,7 @@ def test_wrong_arguments_leave_the_group_usable(two: Hosts) -> None:
     assert two.run(wrong_arguments, [0, 0, 1, 1], backend="gloo") == [4.0] * 4
 
 
-# ---- without hosts: plans are data ------------------------------------------------------------------------------------------------------
+# ---- without hosts: plans are data -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("count", [0, 1, 64, 1003])
 def test_plans_agree_between_nodes(name: str, count: int) -> None:
@@ -579,9 +661,12 @@ def test_plans_agree_between_nodes(name: str, count: int) -> None:
             assert len({tuple(p.lanes) for p in plans}) == 1
             for p in plans:
                 gathers = make is hierarchy.plan_all_gather
-                for runs, total in ((p.puts, count * (1 if gathers else world)), (p.gets, count * (world if gathers else 1))):
+                for runs, total in (
+                    (p.puts, count * (1 if gathers else world)),
+                    (p.gets, count * (world if gathers else 1)),
+                ):
                     assert sorted(x for r in runs for x in range(r.offset, r.offset + r.count)) == list(range(total))
-                    assert all(0 < r.count and r.at + r.count <= p.lanes[r.lane].count for r in runs)
+                    assert all(r.count > 0 and r.at + r.count <= p.lanes[r.lane].count for r in runs)
         plan = hierarchy.plan_all_reduce(topology, count, small)
         assert sorted(x for r in plan.puts for x in range(r.offset, r.offset + r.count)) == list(range(count))
         assert sum(lane.count for lane in plan.lanes) == count
@@ -589,5 +674,9 @@ def test_plans_agree_between_nodes(name: str, count: int) -> None:
 
 def test_topology_of_interleaved_ranks() -> None:
     topology = hierarchy.Topology(["b", "a", "b", "a", "b"])
-    assert topology.nodes == ((0, 2, 4), (1, 3)) and topology.node_of == [0, 1, 0, 1, 0] and topology.local_of == [0, 0, 1, 1, 2]
+    assert (
+        topology.nodes == ((0, 2, 4), (1, 3))
+        and topology.node_of == [0, 1, 0, 1, 0]
+        and topology.local_of == [0, 0, 1, 1, 2]
+    )
     assert topology.leaders == 2 and topology.most == 3 and topology.others(0) == (1,)

@@ -15,7 +15,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.launch import options, runner
 
@@ -30,7 +29,7 @@ def plan(*argv: str, gpus: int = 0, monkeypatch: pytest.MonkeyPatch, cores: int 
     return options.plan(parser.parse_args(list(argv)))
 
 
-# ---- the plan ---------------------------------------------------------------------------------------------------------
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -40,12 +39,24 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("argv, gpus, ranks, devices", [
-    ([], 0, 1, ()), (["--num_gpus", "2"], 0, 2, ()), (["--num_ranks", "3"], 0, 3, ()), (["--nproc_per_node", "3"], 0, 3, ()),
-    ([], 4, 4, (0, 1, 2, 3)), (["--num_gpus", "2"], 4, 2, (0, 1)), (["--include", "localhost:3,1"], 4, 2, (3, 1)),
-    (["--exclude", "localhost:0"], 4, 3, (1, 2, 3)), (["--include", "localhost"], 2, 2, (0, 1)), (["--include", "localhost:0,1"], 0, 2, ()),
-    (["--cpu", "--num_gpus", "2"], 4, 2, ()), (["--cpu"], 4, 1, ()), (["--num_gpus", "1", "--include", "localhost:2,3"], 4, 1, (2,)),
-])
+@pytest.mark.parametrize(
+    "argv, gpus, ranks, devices",
+    [
+        ([], 0, 1, ()),
+        (["--num_gpus", "2"], 0, 2, ()),
+        (["--num_ranks", "3"], 0, 3, ()),
+        (["--nproc_per_node", "3"], 0, 3, ()),
+        ([], 4, 4, (0, 1, 2, 3)),
+        (["--num_gpus", "2"], 4, 2, (0, 1)),
+        (["--include", "localhost:3,1"], 4, 2, (3, 1)),
+        (["--exclude", "localhost:0"], 4, 3, (1, 2, 3)),
+        (["--include", "localhost"], 2, 2, (0, 1)),
+        (["--include", "localhost:0,1"], 0, 2, ()),
+        (["--cpu", "--num_gpus", "2"], 4, 2, ()),
+        (["--cpu"], 4, 1, ()),
+        (["--num_gpus", "1", "--include", "localhost:2,3"], 4, 1, (2,)),
+    ],
+)
 def test_ranks_and_devices(argv, gpus, ranks, devices, script, monkeypatch):
     launch = plan(*argv, script, gpus=gpus, monkeypatch=monkeypatch)
     assert (launch.ranks, launch.devices) == (ranks, devices)
@@ -66,7 +77,9 @@ def test_threads_are_shared_out_unless_set(script, monkeypatch):
 
 def test_include_selects_among_the_visible_devices(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert plan("--include", "localhost:2,0", script, gpus=3, monkeypatch=monkeypatch).env["CUDA_VISIBLE_DEVICES"] == "6,4"
+    assert (
+        plan("--include", "localhost:2,0", script, gpus=3, monkeypatch=monkeypatch).env["CUDA_VISIBLE_DEVICES"] == "6,4"
+    )
 
 
 def test_hostfile_of_this_machine(script, tmp_path, monkeypatch):
@@ -75,38 +88,47 @@ def test_hostfile_of_this_machine(script, tmp_path, monkeypatch):
     assert plan("--hostfile", str(hosts), script, monkeypatch=monkeypatch).ranks == 3
 
 
-@pytest.mark.parametrize("argv, error, text", [
-    (["--num_nodes", "2"], ArgumentError, "which hosts"),
-    (["--include", "elsewhere:0"], ArgumentError, "no host 'elsewhere'"),
-    (["--include", "localhost:0@other:1"], ArgumentError, "no host 'other'"),
-    (["--include", "localhost:7"], ArgumentError, r"no slot 7 on localhost; it has 2 \(0 to 1\)"),
-    (["--include", "localhost:0,0"], ArgumentError, "twice"),
-    (["--include", "localhost:a"], ArgumentError, "not of the form"),
-    (["--include", "localhost:0", "--exclude", "localhost:1"], ArgumentError, "together"),
-    (["--exclude", "localhost"], ArgumentError, "leaves nothing"),
-    (["--num_gpus", "3"], ArgumentError, "only 2 GPUs"),
-    (["--num_gpus", "1", "--num_ranks", "2"], ArgumentError, "give one"),
-    (["--module", "--no_python"], ArgumentError, "together"),
-    (["--hostfile", "/nowhere/hosts"], ArgumentError, "/nowhere/hosts"),
-    (["--no_ssh"], ArgumentError, "--node_rank"),
-    (["--node_rank", "0"], ArgumentError, "only with --no_ssh"),
-    (["--no_ssh", "--node_rank", "1"], ArgumentError, "1 hosts"),
-    (["--autotuning", "run"], UnsupportedError, "--autotuning"),
-    (["--as-deepspeed", "--no_python"], UnsupportedError, "import deepc.compat.deepspeed"),
-    (["--launcher_args", "it's"], ArgumentError, "--launcher_args"),
-    (["--bind_core_list", "3-1"], ArgumentError, "ends before it begins"),
-    (["--cpu", "--num_ranks", "2", "--bind_core_list", "4000,4001"], ArgumentError, "core 4000"),
-    (["--launcher", "slurm", "--include", "a"], ArgumentError, "inside a Slurm allocation"),
-])
+@pytest.mark.parametrize(
+    "argv, error, text",
+    [
+        (["--num_nodes", "2"], ArgumentError, "which hosts"),
+        (["--include", "elsewhere:0"], ArgumentError, "no host 'elsewhere'"),
+        (["--include", "localhost:0@other:1"], ArgumentError, "no host 'other'"),
+        (["--include", "localhost:7"], ArgumentError, r"no slot 7 on localhost; it has 2 \(0 to 1\)"),
+        (["--include", "localhost:0,0"], ArgumentError, "twice"),
+        (["--include", "localhost:a"], ArgumentError, "not of the form"),
+        (["--include", "localhost:0", "--exclude", "localhost:1"], ArgumentError, "together"),
+        (["--exclude", "localhost"], ArgumentError, "leaves nothing"),
+        (["--num_gpus", "3"], ArgumentError, "only 2 GPUs"),
+        (["--num_gpus", "1", "--num_ranks", "2"], ArgumentError, "give one"),
+        (["--module", "--no_python"], ArgumentError, "together"),
+        (["--hostfile", "/nowhere/hosts"], ArgumentError, "/nowhere/hosts"),
+        (["--no_ssh"], ArgumentError, "--node_rank"),
+        (["--node_rank", "0"], ArgumentError, "only with --no_ssh"),
+        (["--no_ssh", "--node_rank", "1"], ArgumentError, "1 hosts"),
+        (["--autotuning", "run"], UnsupportedError, "--autotuning"),
+        (["--as-deepspeed", "--no_python"], UnsupportedError, "import deepc.compat.deepspeed"),
+        (["--launcher_args", "it's"], ArgumentError, "--launcher_args"),
+        (["--bind_core_list", "3-1"], ArgumentError, "ends before it begins"),
+        (["--cpu", "--num_ranks", "2", "--bind_core_list", "4000,4001"], ArgumentError, "core 4000"),
+        (["--launcher", "slurm", "--include", "a"], ArgumentError, "inside a Slurm allocation"),
+    ],
+)
 def test_what_is_refused(argv, error, text, script, monkeypatch):
     with pytest.raises(error, match=text):
         plan(*argv, script, gpus=2, monkeypatch=monkeypatch)
 
 
-@pytest.mark.parametrize("content, text", [
-    ("far\n", "line 1: 'far' is not of the form 'host slots=N'"), ("# a\na slots=0\n", "line 2"), ("\n# none\n", "names no host"),
-    ("a slots=1\nb slots=2\na slots=3\n", "line 3: a is there twice"), ("-oProxyCommand=x slots=1\n", "no host name"),
-])
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("far\n", "line 1: 'far' is not of the form 'host slots=N'"),
+        ("# a\na slots=0\n", "line 2"),
+        ("\n# none\n", "names no host"),
+        ("a slots=1\nb slots=2\na slots=3\n", "line 3: a is there twice"),
+        ("-oProxyCommand=x slots=1\n", "no host name"),
+    ],
+)
 def test_hostfiles_that_are_refused(content, text, script, tmp_path, monkeypatch):
     hosts = tmp_path / "hosts"
     hosts.write_text(content)
@@ -120,12 +142,16 @@ def test_missing_script_is_named(monkeypatch):
 
 
 def test_lines_of_several_ranks_do_not_mix(tmp_path):
-    run = Run(tmp_path, """
+    run = Run(
+        tmp_path,
+        """
         import os, sys
         for i in range(300):
             print("rank", os.environ["RANK"], "says", i)
             print("rank", os.environ["RANK"], "warns", i, file=sys.stderr)
-    """, launcher=("--num_ranks", "4", "--quiet"))
+    """,
+        launcher=("--num_ranks", "4", "--quiet"),
+    )
     code, out, err = run.finish()
     assert code == 0
     assert sorted(out.splitlines()) == sorted(f"rank {r} says {i}" for r in range(4) for i in range(300))
@@ -154,10 +180,10 @@ def test_the_cause_is_not_the_rank_that_heard_of_it_first():
     assert runner.first_failure([stopped, heard, raised]) is raised
 
 
-# ---- whole runs ---------------------------------------------------------------------------------------------------------
+# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-_runs: list["Run"] = []
+_runs: list[Run] = []
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +200,15 @@ def no_run_outlives_its_test():
 class Run:
     """A `deepc run` of a script of these tests, with a marker in its environment by which its processes are found."""
 
-    def __init__(self, tmp_path: Path, code: str, *arguments: str, launcher: tuple[str, ...] = ("--num_ranks", "2"), prefix: tuple[str, ...] = (),
-                 env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        code: str,
+        *arguments: str,
+        launcher: tuple[str, ...] = ("--num_ranks", "2"),
+        prefix: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.marker = f"DEEPC_TEST_MARK={uuid.uuid4().hex}"
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(code))
@@ -183,8 +216,15 @@ class Run:
         env = {**os.environ, name: value, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
         env.pop("OMP_NUM_THREADS", None)
         _runs.append(self)
-        self.process = subprocess.Popen([*prefix, sys.executable, "-m", "deepc", "run", *launcher, str(script), *arguments], cwd=tmp_path, env=env,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "deepc", "run", *launcher, str(script), *arguments],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
 
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=TIMEOUT)
@@ -248,7 +288,7 @@ def test_arguments_and_environment_reach_every_rank(tmp_path):
         with open(f"rank{os.environ['RANK']}.json", "w") as f:
             json.dump([sys.argv[1:], {n: os.environ[n] for n in names}, __name__, sys.path[0], "torch" in sys.modules], f)
         assert int(os.environ["MASTER_PORT"]) > 0
-    """
+    """  # noqa: E501
     arguments = ["--deepspeed_config", "ds config.json", "--num_gpus", "5", "$HOME ${local_rank} $$", "--", "-m"]
     exit_code, _, err = Run(tmp_path, code, *arguments).finish()
     assert exit_code == 0, err
@@ -266,9 +306,23 @@ def test_module_executable_and_local_rank(tmp_path):
     (tmp_path / "some_module.py").write_text(code)
     env = {**os.environ}
     run = [sys.executable, "-m", "deepc", "run", "--num_ranks", "1"]
-    done = subprocess.run([*run, "--pass_local_rank", "-m", "some_module", "x"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        [*run, "--pass_local_rank", "-m", "some_module", "x"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode == 0 and "module got ['--local_rank=0', 'x']" in done.stdout, done.stderr
-    done = subprocess.run([*run, "--no_python", "sh", "-c", "echo shell $RANK; exit 7"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        [*run, "--no_python", "sh", "-c", "echo shell $RANK; exit 7"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode == 7 and "shell 0" in done.stdout
     assert "rank 0" in done.stderr and "ended with exit code 7" in done.stderr
 
@@ -285,7 +339,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback_last(tmp_path):
     run = Run(tmp_path, code)
     exit_code, _, err = run.finish()
     assert exit_code == 1
-    report = err[err.index("deepc run: rank 1"):]
+    report = err[err.index("deepc run: rank 1") :]
     assert "raised ValueError" in report and "in deep_inside" in report and "ValueError: boom on one" in report
     assert "rank.py" not in report  # the user's frames only
     assert "Also failed" not in report  # rank 0 was stopped, it did not fail
@@ -294,7 +348,9 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback_last(tmp_path):
 
 
 def test_exit_code_of_the_rank_is_the_runs(tmp_path):
-    exit_code, _, err = Run(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(17)\ntime.sleep(1000)").finish()
+    exit_code, _, err = Run(
+        tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(17)\ntime.sleep(1000)"
+    ).finish()
     assert exit_code == 17 and "rank 0" in err and "exit code 17" in err
 
 
@@ -306,13 +362,16 @@ def test_syntax_error_and_exit_text_are_shown(tmp_path):
 
 
 def test_a_killed_rank_with_data_loaders_leaves_no_process(tmp_path):
-    code = LOADERS + """
+    code = (
+        LOADERS
+        + """
     if rank == 1:
         while not os.path.exists("ready0"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)
 """
+    )
     run = Run(tmp_path, code)
     exit_code, _, err = run.finish()
     assert exit_code == 128 + signal.SIGKILL, err
@@ -369,7 +428,13 @@ def test_the_script_may_spawn_processes_that_import_it(tmp_path):
 
 
 def test_command_line_errors_are_one_line(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "deepc", "run", "--num_nodes", "3", "x.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepc", "run", "--num_nodes", "3", "x.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode == 2 and done.stderr.startswith("deepc run: error:") and "Traceback" not in done.stderr
 
 
@@ -378,10 +443,14 @@ def test_a_port_in_use_is_named(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        exit_code, _, err = Run(tmp_path, "", launcher=("--master_addr", "127.0.0.1", "--master_port", str(port))).finish()
+        exit_code, _, err = Run(
+            tmp_path, "", launcher=("--master_addr", "127.0.0.1", "--master_port", str(port))
+        ).finish()
     assert exit_code == 2 and f"127.0.0.1:{port} could not be opened" in err and "Traceback" not in err
 
 
 def test_version(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "deepc", "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepc", "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert done.returncode == 0 and done.stdout.startswith("deepc ") and "torch" in done.stdout

@@ -1,5 +1,5 @@
-"""`deepc run` on several hosts: hostfile and filters, agents through a real sshd between network namespaces and through a fake `ssh`, what a lost host, connection or
-launcher does, and the command lines of srun and mpirun."""
+"""`deepc run` on several hosts: hostfile and filters, agents through a real sshd between network namespaces and through
+a fake `ssh`, what a lost host, connection or launcher does, and the command lines of srun and mpirun."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 
 import pytest
-
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.launch import bind, export, frames, hosts, mpi, options, places, ssh
 from nethosts import Hosts, needs_hosts
-from test_launch import Run, no_run_outlives_its_test, wait_for  # noqa: F401  the fixture is used by its name
+from test_launch import Run, no_run_outlives_its_test, wait_for  # noqa: F401
 
 AGENT = Path(ssh.AGENT)
 
@@ -45,29 +44,46 @@ def hostfile(tmp_path: Path) -> str:
     return str(path)
 
 
-# ---- hosts and filters ------------------------------------------------------------------------------------------------------------------
+# ---- hosts and filters -----------------------------------------------------------------------------------------------
 def test_hostfile(hostfile, script):
     launch = plan("--hostfile", hostfile, script)
-    assert [(h.name, h.ranks, h.local) for h in launch.hosts] == [("worker-1", 2, False), ("worker-2", 3, False), ("localhost", 1, True)]
+    assert [(h.name, h.ranks, h.local) for h in launch.hosts] == [
+        ("worker-1", 2, False),
+        ("worker-2", 3, False),
+        ("localhost", 1, True),
+    ]
     assert (launch.launcher, launch.ranks) == ("ssh", 6)
     assert "6 ranks on 3 hosts through ssh: worker-1 (2), worker-2 (3), localhost (1)" in launch.describe()
 
 
-@pytest.mark.parametrize("argv, left", [
-    (["--include", "worker-2@worker-1:1"], {"worker-1": (1,), "worker-2": (0, 1, 2)}), (["--include", "worker-2:2,0"], {"worker-2": (2, 0)}),
-    (["--exclude", "worker-2:1@localhost"], {"worker-1": (0, 1), "worker-2": (0, 2)}), (["--num_nodes", "2"], {"worker-1": (0, 1), "worker-2": (0, 1, 2)}),
-    (["--num_nodes", "2", "--num_gpus", "1"], {"worker-1": (0,), "worker-2": (0,)}), (["--include", "worker-2:0@worker-2:1"], {"worker-2": (0, 1)}),
-])
+@pytest.mark.parametrize(
+    "argv, left",
+    [
+        (["--include", "worker-2@worker-1:1"], {"worker-1": (1,), "worker-2": (0, 1, 2)}),
+        (["--include", "worker-2:2,0"], {"worker-2": (2, 0)}),
+        (["--exclude", "worker-2:1@localhost"], {"worker-1": (0, 1), "worker-2": (0, 2)}),
+        (["--num_nodes", "2"], {"worker-1": (0, 1), "worker-2": (0, 1, 2)}),
+        (["--num_nodes", "2", "--num_gpus", "1"], {"worker-1": (0,), "worker-2": (0,)}),
+        (["--include", "worker-2:0@worker-2:1"], {"worker-2": (0, 1)}),
+    ],
+)
 def test_filters(argv, left, hostfile, script):
     launch = plan("--hostfile", hostfile, *argv, script)
     assert {h.name: h.slots for h in launch.hosts} == left and launch.launcher == "ssh"
 
 
-@pytest.mark.parametrize("argv, text", [
-    (["--include", "worker-3"], "no host 'worker-3'; there are worker-1, worker-2, localhost"), (["--include", "worker-1:2"], "no slot 2 on worker-1"),
-    (["--include", "worker-1:"], "not of the form"), (["--include", "worker-1:1@worker-1:1"], "twice"), (["--num_nodes", "4"], "names only 3 hosts"),
-    (["--num_gpus", "3"], "gives worker-1 only 2 slots"), (["--exclude", "worker-1@worker-2@localhost"], "leaves nothing"),
-])
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["--include", "worker-3"], "no host 'worker-3'; there are worker-1, worker-2, localhost"),
+        (["--include", "worker-1:2"], "no slot 2 on worker-1"),
+        (["--include", "worker-1:"], "not of the form"),
+        (["--include", "worker-1:1@worker-1:1"], "twice"),
+        (["--num_nodes", "4"], "names only 3 hosts"),
+        (["--num_gpus", "3"], "gives worker-1 only 2 slots"),
+        (["--exclude", "worker-1@worker-2@localhost"], "leaves nothing"),
+    ],
+)
 def test_filters_that_are_refused(argv, text, hostfile, script):
     with pytest.raises(ArgumentError, match=text):
         plan("--hostfile", hostfile, *argv, script)
@@ -85,7 +101,7 @@ def test_this_machine_by_name_and_address():
     assert not any(hosts.is_this_machine(n) for n in ("some-other-host", "192.0.2.77", "2001:db8::1"))
 
 
-# ---- cores ------------------------------------------------------------------------------------------------------------------------------
+# ---- cores -----------------------------------------------------------------------------------------------------------
 def machine(root: Path, nodes: list[str], siblings: dict[int, str]) -> str:
     """A sysfs of a machine: the cores of each memory node, the hardware threads of each core."""
     for i, cores in enumerate(nodes):
@@ -98,7 +114,8 @@ def machine(root: Path, nodes: list[str], siblings: dict[int, str]) -> str:
 
 
 def test_cores_follow_memory_nodes_and_take_one_thread_of_each(tmp_path):
-    # 2 nodes with interleaved cores, 2 threads each: cpu 0-3 are the first threads, 4-7 the second; a third node without cores (HBM).
+    # 2 nodes with interleaved cores, 2 threads each: cpu 0-3 are the first threads, 4-7 the second; a third node
+    # without cores (HBM).
     sys_ = machine(tmp_path, ["0,2,4,6", "1,3,5,7", ""], {c: f"{c % 4},{c % 4 + 4}" for c in range(8)})
     everything = set(range(8))
     assert bind.physical_cores(everything, sys_) == [0, 2, 1, 3]
@@ -127,7 +144,7 @@ SHOW = """
     shown.update(cores=sorted(os.sched_getaffinity(0)), left=sorted(n for n in os.environ if n.startswith("DEEPC_") and "TEST" not in n and n != "DEEPC_LIBRARY_DIR"))
     pathlib.Path("shown" + shown["RANK"]).write_text(json.dumps(shown))
     print("rank", shown["RANK"], "speaks")
-"""
+"""  # noqa: E501
 
 
 def shown(folder: Path, ranks: int) -> list[dict]:
@@ -137,20 +154,30 @@ def shown(folder: Path, ranks: int) -> list[dict]:
 def test_bound_ranks_run_on_their_cores(tmp_path):
     mine = sorted(os.sched_getaffinity(0))
     ranks = min(2, len(mine))
-    run = Run(tmp_path, SHOW, launcher=("--num_ranks", str(ranks), "--bind_cores_to_rank", "--bind_core_list", ",".join(map(str, mine[:ranks]))))
+    run = Run(
+        tmp_path,
+        SHOW,
+        launcher=(
+            "--num_ranks",
+            str(ranks),
+            "--bind_cores_to_rank",
+            "--bind_core_list",
+            ",".join(map(str, mine[:ranks])),
+        ),
+    )
     code, _, err = run.finish()
     assert code == 0, err
     for rank, got in enumerate(shown(tmp_path, ranks)):
         assert got["cores"] == [mine[rank]] and got["OMP_NUM_THREADS"] == "1" and got["left"] == []
 
 
-# ---- what other hosts get ---------------------------------------------------------------------------------------------------------------
+# ---- what other hosts get --------------------------------------------------------------------------------------------
 def test_exported_variables(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".deepspeed_env").write_text("A=home\nB=home # not a comment\n")
-    (tmp_path / ".deepspeed_env").write_text("# ours\n\nA=x y=z\nexport C=\"quoted\"\n")
+    (tmp_path / ".deepspeed_env").write_text('# ours\n\nA=x y=z\nexport C="quoted"\n')
     found = export.exported({"NCCL_DEBUG": "1", "CUDA_VISIBLE_DEVICES": "1", "SECRET": "1", "PYTHONPATH": "p"})
     assert found == {"NCCL_DEBUG": "1", "PYTHONPATH": "p", "A": "x y=z", "B": "home # not a comment", "C": "quoted"}
     (tmp_path / ".deepspeed_env").write_text("A=1\nnonsense\n")
@@ -160,36 +187,55 @@ def test_exported_variables(tmp_path, monkeypatch):
     assert export.from_files() == {}
 
 
-@pytest.mark.parametrize("said, fix", [
-    ("ssh: Could not resolve hostname w1: Name or service not known", "correct the name in the hostfile"), ("ssh: connect to host w1 port 22: Connection refused", "--ssh_port"),
-    ("ssh: connect to host w1 port 22: Connection timed out", "is it up"), ("Host key verification failed.", "ssh-keyscan w1"),
-    ("root@w1: Permission denied (publickey).", "ssh-copy-id w1"), (f"sh: 1: exec: {sys.executable}: not found", "same path on every host"),
-    (f"python: can't open file '{AGENT}': [Errno 2] No such file or directory", "deepc is not installed there"), ("something else", "Try `ssh w1 true`"),
-])
+@pytest.mark.parametrize(
+    "said, fix",
+    [
+        ("ssh: Could not resolve hostname w1: Name or service not known", "correct the name in the hostfile"),
+        ("ssh: connect to host w1 port 22: Connection refused", "--ssh_port"),
+        ("ssh: connect to host w1 port 22: Connection timed out", "is it up"),
+        ("Host key verification failed.", "ssh-keyscan w1"),
+        ("root@w1: Permission denied (publickey).", "ssh-copy-id w1"),
+        (f"sh: 1: exec: {sys.executable}: not found", "same path on every host"),
+        (f"python: can't open file '{AGENT}': [Errno 2] No such file or directory", "deepc is not installed there"),
+        ("something else", "Try `ssh w1 true`"),
+    ],
+)
 def test_what_ssh_says_becomes_a_fix(said, fix):
     text = ssh.explain("w1", 255, said)
     assert text.startswith("w1: ") and fix in text and "\n" not in text
 
 
-# ---- frames -----------------------------------------------------------------------------------------------------------------------------
+# ---- frames ----------------------------------------------------------------------------------------------------------
 def test_frames_survive_any_cut_and_what_a_login_shell_prints():
-    sent = b"Welcome!\n{motd}\n" + frames.MAGIC + frames.encode("hello", host="a\n\udc80") + frames.encode("out", bytes(range(256)), rank=3, fd=1) + frames.encode("out", b"", rank=0, fd=2)
+    sent = (
+        b"Welcome!\n{motd}\n"
+        + frames.MAGIC
+        + frames.encode("hello", host="a\n\udc80")
+        + frames.encode("out", bytes(range(256)), rank=3, fd=1)
+        + frames.encode("out", b"", rank=0, fd=2)
+    )
     for step in (1, 7, len(sent)):
         decoder = frames.Decoder(synced=False)
-        got = [f for i in range(0, len(sent), step) for f in decoder.feed(sent[i:i + step])]
+        got = [f for i in range(0, len(sent), step) for f in decoder.feed(sent[i : i + step])]
         assert decoder.noise == b"Welcome!\n{motd}\n"
-        assert got == [({"t": "hello", "host": "a\n\udc80"}, b""), ({"t": "out", "rank": 3, "fd": 1, "n": 256}, bytes(range(256))), ({"t": "out", "rank": 0, "fd": 2, "n": 0}, b"")]
+        assert got == [
+            ({"t": "hello", "host": "a\n\udc80"}, b""),
+            ({"t": "out", "rank": 3, "fd": 1, "n": 256}, bytes(range(256))),
+            ({"t": "out", "rank": 0, "fd": 2, "n": 0}, b""),
+        ]
     with pytest.raises(frames.FrameError, match="is no frame"):
         list(frames.Decoder().feed(b"hello\n"))
     assert frames.Decoder(synced=False).feed(b"password: ") is not None
 
 
-# ---- an agent alone ---------------------------------------------------------------------------------------------------------------------
+# ---- an agent alone --------------------------------------------------------------------------------------------------
 class Talk:
     """An agent of a test, spoken to by hand."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-IS", str(AGENT), "0", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-IS", str(AGENT), "0", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.decoder, self.queue = frames.Decoder(synced=False), []
 
     def send(self, kind: str, **fields) -> None:
@@ -207,9 +253,23 @@ class Talk:
             self.queue += self.decoder.feed(data)
 
     def start(self, tmp_path: Path, *programs: str, **fields) -> None:
-        processes = [{"rank": i, "argv": [sys.executable, "-u", "-c", code], "env": {}} for i, code in enumerate(programs)]
-        self.send("start", **{"cwd": str(tmp_path), "env": {}, "processes": processes, "output": "frames", "logs": None, "logs_prefix": "", "script": None,
-                              "lost_after_s": None, **fields})
+        processes = [
+            {"rank": i, "argv": [sys.executable, "-u", "-c", code], "env": {}} for i, code in enumerate(programs)
+        ]
+        self.send(
+            "start",
+            **{
+                "cwd": str(tmp_path),
+                "env": {},
+                "processes": processes,
+                "output": "frames",
+                "logs": None,
+                "logs_prefix": "",
+                "script": None,
+                "lost_after_s": None,
+                **fields,
+            },
+        )
 
     def end(self) -> None:
         self.process.kill()
@@ -229,7 +289,9 @@ def test_an_agent_reports_exit_codes_and_output(talk, tmp_path):
     assert talk.next("failed")[0]["rank"] == 1
     talk.send("stop", grace_s=5)
     failures = talk.next("ended")[0]["failures"]
-    assert [(f["rank"], f["exit"]) for f in failures if f["exit"] != -signal.SIGTERM] == [(1, 5)] and 0 <= failures[-1]["age"] < 60
+    assert [(f["rank"], f["exit"]) for f in failures if f["exit"] != -signal.SIGTERM] == [(1, 5)] and 0 <= failures[-1][
+        "age"
+    ] < 60
 
 
 def test_an_agent_that_hears_nothing_ends_its_ranks(talk, tmp_path):
@@ -253,8 +315,11 @@ def test_a_suspended_launcher_is_not_a_lost_one(talk, tmp_path):
 
 
 def test_an_agent_kills_what_ignores_sigterm_and_what_left_its_session(talk, tmp_path):
-    stubborn = "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " \
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True); print(os.getpid(), p.pid); time.sleep(1000)"
+    stubborn = (
+        "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); p ="
+        " subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True);"
+        " print(os.getpid(), p.pid); time.sleep(1000)"
+    )
     talk.start(tmp_path, stubborn)
     pids = talk.next("out")[1].split()
     talk.send("stop", grace_s=0.3)
@@ -263,8 +328,11 @@ def test_an_agent_kills_what_ignores_sigterm_and_what_left_its_session(talk, tmp
 
 
 def test_an_agent_says_what_is_not_there(tmp_path):
-    for fields, text in (({"cwd": "/nowhere/at/all"}, "there is no folder /nowhere/at/all"), ({"script": "train.py"}, "there is no script 'train.py'"),
-                         ({"processes": [{"rank": 0, "argv": ["/no/python"], "env": {}}]}, "/no/python could not be started")):
+    for fields, text in (
+        ({"cwd": "/nowhere/at/all"}, "there is no folder /nowhere/at/all"),
+        ({"script": "train.py"}, "there is no script 'train.py'"),
+        ({"processes": [{"rank": 0, "argv": ["/no/python"], "env": {}}]}, "/no/python could not be started"),
+    ):
         talk = Talk()
         talk.start(tmp_path, **fields)
         assert text in talk.next("error")[0]["text"]
@@ -280,7 +348,7 @@ def test_a_slow_reader_does_not_lose_output(talk, tmp_path):
     assert total == 6 << 20 and talk.next("ended")[0]["failures"] == []
 
 
-# ---- hosts behind a fake ssh ------------------------------------------------------------------------------------------------------------
+# ---- hosts behind a fake ssh -----------------------------------------------------------------------------------------
 FAKE = """#!{python} -IS
 # Hosts named h1, h2, ... are this machine. Everything else fails as ssh would.
 import json, os, sys
@@ -315,18 +383,31 @@ def write_hosts(tmp_path: Path, *lines: str) -> str:
 def test_two_hosts_through_ssh(tmp_path, fake_ssh):
     file = write_hosts(tmp_path, "h1 slots=1", "h2 slots=2")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=yes\n")
-    run = Run(tmp_path, SHOW, launcher=("--hostfile", file, "--ssh_port", "2222", "--launcher_args", "-o Compression=yes", "--cpu"), env=fake_ssh)
+    run = Run(
+        tmp_path,
+        SHOW,
+        launcher=("--hostfile", file, "--ssh_port", "2222", "--launcher_args", "-o Compression=yes", "--cpu"),
+        env=fake_ssh,
+    )
     code, out, err = run.finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[h1:0] rank 0 speaks", "[h2:1] rank 1 speaks", "[h2:2] rank 2 speaks"]
     got = shown(tmp_path, 3)
-    assert [(g["LOCAL_RANK"], g["LOCAL_WORLD_SIZE"], g["GROUP_RANK"], g["WORLD_SIZE"]) for g in got] == [("0", "1", "0", "3"), ("0", "2", "1", "3"), ("1", "2", "1", "3")]
+    assert [(g["LOCAL_RANK"], g["LOCAL_WORLD_SIZE"], g["GROUP_RANK"], g["WORLD_SIZE"]) for g in got] == [
+        ("0", "1", "0", "3"),
+        ("0", "2", "1", "3"),
+        ("1", "2", "1", "3"),
+    ]
     assert len({(g["MASTER_ADDR"], g["MASTER_PORT"]) for g in got}) == 1 and got[0]["MASTER_ADDR"] == "127.0.0.1"
     cores = len(os.sched_getaffinity(0))
     assert [g["OMP_NUM_THREADS"] for g in got] == [str(cores), *[str(max(1, cores // 2))] * 2]
     assert all(g["FROM_FILE"] == "yes" and g["left"] == [] for g in got)
     for argv in map(json.loads, (tmp_path / "ssh.log").read_text().splitlines()):
-        assert argv[:2] == ["-o", "Compression=yes"] and ["-p", "2222"] == argv[argv.index("-p"):][:2] and "BatchMode=yes" in argv
+        assert (
+            argv[:2] == ["-o", "Compression=yes"]
+            and argv[argv.index("-p") :][:2] == ["-p", "2222"]
+            and "BatchMode=yes" in argv
+        )
     assert run.wait_gone(5) == set()
 
 
@@ -354,27 +435,37 @@ FAIL = """
 """
 
 
-@pytest.mark.parametrize("how, code, text", [("raise", 1, "rank 1 (pid "),
-                                             pytest.param("23", 23, "ended with exit code 23", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "how, code, text",
+    [("raise", 1, "rank 1 (pid "), pytest.param("23", 23, "ended with exit code 23", marks=pytest.mark.full)],
+)
 def test_a_rank_that_fails_on_one_host_ends_all(tmp_path, fake_ssh, how, code, text):
     file = write_hosts(tmp_path, "h1 slots=1", "h2 slots=1")
     run = Run(tmp_path, FAIL, how, launcher=("--hostfile", file, "--cpu"), env=fake_ssh)
     got, _, err = run.finish()
-    report = err[err.rindex("deepc run: rank 1"):]
+    report = err[err.rindex("deepc run: rank 1") :]
     assert got == code and text in report and " on h2)" in report and "Also failed" not in report
     if how == "raise":
-        assert report.rstrip().splitlines()[-2] == "ValueError: boom on host 2" and "[h2:1] ValueError: boom on host 2" in err
+        assert (
+            report.rstrip().splitlines()[-2] == "ValueError: boom on host 2"
+            and "[h2:1] ValueError: boom on host 2" in err
+        )
     assert run.wait_gone(5) == set()
 
 
 @pytest.mark.parametrize("victim", ["launcher", pytest.param("ssh", marks=pytest.mark.full), "agent"])
 def test_whatever_is_killed_nothing_is_left(tmp_path, fake_ssh, victim):
-    """SIGKILL to the launcher, to one host's ssh, to one host's agent. (With the fake ssh these two are one process: `agent` is that of h1, `ssh` that of h2.)"""
+    """SIGKILL to the launcher, to one host's ssh, to one host's agent. (With the fake ssh these two are one process:
+    `agent` is that of h1, `ssh` that of h2.)"""
     file = write_hosts(tmp_path, "h1 slots=1", "h2 slots=2")
     run = Run(tmp_path, FAIL, launcher=("--hostfile", file, "--cpu"), env=fake_ssh)
     wait_for([tmp_path / f"ready{r}" for r in range(3)], run)
-    parent = {n: int(Path(f"/proc/{int((tmp_path / f'ready{r}').read_text())}/stat").read_text().rpartition(")")[2].split()[1])
-              for n, r in (("agent", 0), ("ssh", 1))}
+    parent = {
+        n: int(
+            Path(f"/proc/{int((tmp_path / f'ready{r}').read_text())}/stat").read_text().rpartition(")")[2].split()[1]
+        )
+        for n, r in (("agent", 0), ("ssh", 1))
+    }
     os.kill(parent.get(victim, run.process.pid), signal.SIGKILL)
     code, _, err = run.finish()
     assert run.wait_gone(20) == set()
@@ -396,15 +487,19 @@ def test_each_rank_log(tmp_path):
     run = Run(tmp_path, SHOW, launcher=("--num_ranks", "2", "--enable_each_rank_log", "logs", "--save_pid", "-q"))
     code, out, err = run.finish()
     assert code == 0 and out == "" and err == ""
-    texts = {f.name[-len("rank0.log"):]: f.read_text() for f in (tmp_path / "logs").iterdir()}
-    assert texts == {"rank0.log": "rank 0 speaks\n", "rank1.log": "rank 1 speaks\n"} and not list(tmp_path.glob("*.deepspeed"))
+    texts = {f.name[-len("rank0.log") :]: f.read_text() for f in (tmp_path / "logs").iterdir()}
+    assert texts == {"rank0.log": "rank 0 speaks\n", "rank1.log": "rank 1 speaks\n"} and not list(
+        tmp_path.glob("*.deepspeed")
+    )
 
 
 @pytest.mark.full
 def test_no_ssh_starts_this_hosts_part(tmp_path):
     file = write_hosts(tmp_path, "127.0.0.1 slots=1", "localhost slots=1")
     common = ("--hostfile", file, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", "29713", "--cpu")
-    code = SHOW + """
+    code = (
+        SHOW
+        + """
     from torch.distributed import TCPStore
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.add("met", 1)
@@ -414,20 +509,28 @@ def test_no_ssh_starts_this_hosts_part(tmp_path):
     while int(os.environ["RANK"]) == 0 and store.add("left", 0) < 2:
         pass
 """
+    )
     runs = [Run(tmp_path, code, launcher=(*common, "--node_rank", str(i))) for i in range(2)]
     for run in runs:
         exit_code, _, err = run.finish()
         assert exit_code == 0, err
-    assert [(g["RANK"], g["GROUP_RANK"], g["WORLD_SIZE"], g["MASTER_PORT"]) for g in shown(tmp_path, 2)] == [("0", "0", "2", "29713"), ("1", "1", "2", "29713")]
+    assert [(g["RANK"], g["GROUP_RANK"], g["WORLD_SIZE"], g["MASTER_PORT"]) for g in shown(tmp_path, 2)] == [
+        ("0", "0", "2", "29713"),
+        ("1", "1", "2", "29713"),
+    ]
 
 
-# ---- hosts behind a real ssh server -----------------------------------------------------------------------------------------------------
+# ---- hosts behind a real ssh server ----------------------------------------------------------------------------------
 def needs_sshd(test):
     """Skips where there is no OpenSSH server or namespaces can't be made."""
 
     @functools.wraps(test)
     def run(*args, **kwargs):
-        if not shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin:/sbin") or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
+        if (
+            not shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+            or not shutil.which("ssh")
+            or not shutil.which("ssh-keygen")
+        ):
             pytest.skip("needs OpenSSH's sshd, ssh and ssh-keygen (apt-get install openssh-server)")
         return test(*args, **kwargs)
 
@@ -444,25 +547,48 @@ class Servers:
         os.makedirs("/run/sshd", exist_ok=True)
         for key in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
-        (folder / "sshd_config").write_text(f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPermitRootLogin yes\nPidFile none\n"
-                                            "PasswordAuthentication no\nLogLevel ERROR\n")
-        (folder / "ssh_config").write_text(f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n  StrictHostKeyChecking no\n  LogLevel ERROR\n"
-                                           "  User root\n")
+        (folder / "sshd_config").write_text(
+            f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPermitRootLogin"
+            " yes\nPidFile none\nPasswordAuthentication no\nLogLevel ERROR\n"
+        )
+        (folder / "ssh_config").write_text(
+            f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n  StrictHostKeyChecking no\n "
+            " LogLevel ERROR\n  User root\n"
+        )
         for host in range(2):
-            command = self.net._spaces[host].enter("setpriv", "--pdeathsig", "KILL", sshd, "-D", "-e", "-f", str(folder / "sshd_config"))
+            command = self.net._spaces[host].enter(
+                "setpriv", "--pdeathsig", "KILL", sshd, "-D", "-e", "-f", str(folder / "sshd_config")
+            )
             self.servers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL))
         self.arguments = f"-F {folder}/ssh_config"
 
     def wait_up(self) -> None:
         for host in range(2):
             end = time.monotonic() + 60
-            while subprocess.run(self.net._spaces[0].enter("ssh", "-F", str(self.folder / "ssh_config"), self.net.address(host), "true"), capture_output=True).returncode:
+            while subprocess.run(
+                self.net._spaces[0].enter("ssh", "-F", str(self.folder / "ssh_config"), self.net.address(host), "true"),
+                capture_output=True,
+            ).returncode:
                 assert time.monotonic() < end, "sshd does not come up"
                 time.sleep(0.1)
 
-    def run(self, tmp_path: Path, code: str, *arguments: str, lines: tuple[str, ...], options: tuple[str, ...] = ()) -> Run:
-        return Run(tmp_path, code, *arguments, launcher=("--hostfile", write_hosts(tmp_path, *lines), "--launcher_args", self.arguments, "--cpu", *options),
-                   prefix=tuple(self.net._spaces[0].enter()))
+    def run(
+        self, tmp_path: Path, code: str, *arguments: str, lines: tuple[str, ...], options: tuple[str, ...] = ()
+    ) -> Run:
+        return Run(
+            tmp_path,
+            code,
+            *arguments,
+            launcher=(
+                "--hostfile",
+                write_hosts(tmp_path, *lines),
+                "--launcher_args",
+                self.arguments,
+                "--cpu",
+                *options,
+            ),
+            prefix=tuple(self.net._spaces[0].enter()),
+        )
 
     def close(self) -> None:
         for server in self.servers:
@@ -479,7 +605,9 @@ def servers(tmp_path_factory):
     made.close()
 
 
-TRAIN = SHOW + """
+TRAIN = (
+    SHOW
+    + """
     import torch, torch.distributed as dist, deepc
     torch.set_num_threads(1)
     deepc.init_distributed()
@@ -488,6 +616,7 @@ TRAIN = SHOW + """
     print("sum", x[0].item())
     dist.destroy_process_group()
 """
+)
 
 
 @needs_sshd
@@ -498,7 +627,9 @@ def test_ranks_of_two_real_hosts_meet(tmp_path, request, options):
     code, out, err = run.finish()
     assert code == 0, err
     assert "[10.77.0.1:0] sum 3.0" in out and "[10.77.0.2:1] sum 3.0" in out
-    assert {g["MASTER_ADDR"] for g in shown(tmp_path, 2)} == {"10.77.0.1"} and shown(tmp_path, 2)[1]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert {g["MASTER_ADDR"] for g in shown(tmp_path, 2)} == {"10.77.0.1"} and shown(tmp_path, 2)[1][
+        "GLOO_SOCKET_IFNAME"
+    ] == "eth0"
     assert run.wait_gone(10) == set()
 
 
@@ -507,7 +638,12 @@ def test_a_real_host_that_is_not_there(tmp_path, request):
     servers = request.getfixturevalue("servers")
     run = servers.run(tmp_path, SHOW, lines=("10.77.0.1 slots=1", "10.77.0.99 slots=1"))
     code, _, err = run.finish()
-    assert code == 2 and "10.77.0.99: ssh: connect to host 10.77.0.99 port 22: " in err and "is it up" in err and not (tmp_path / "shown0").exists()
+    assert (
+        code == 2
+        and "10.77.0.99: ssh: connect to host 10.77.0.99 port 22: " in err
+        and "is it up" in err
+        and not (tmp_path / "shown0").exists()
+    )
     run = servers.run(tmp_path, SHOW, lines=("10.77.0.2 slots=1",), options=("--ssh_port", "2299"))
     code, _, err = run.finish()
     assert code == 2 and "Connection refused" in err and "--ssh_port" in err
@@ -519,7 +655,11 @@ def test_a_failure_on_a_real_host(tmp_path, request):
     servers = request.getfixturevalue("servers")
     run = servers.run(tmp_path, FAIL, "raise", lines=("10.77.0.1 slots=1", "10.77.0.2 slots=2"))
     code, _, err = run.finish()
-    assert code == 1 and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2" and "on 10.77.0.2) raised ValueError" in err
+    assert (
+        code == 1
+        and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2"
+        and "on 10.77.0.2) raised ValueError" in err
+    )
     assert run.wait_gone(10) == set()
 
 
@@ -540,16 +680,20 @@ def test_a_real_host_left_alone_cleans_up(tmp_path, request, victim):
     assert victim == "launcher" or (code == 1 and "the connection to 10.77.0.2 (rank 1) was lost" in err), err
 
 
-# ---- srun and mpirun --------------------------------------------------------------------------------------------------------------------
+# ---- srun and mpirun -------------------------------------------------------------------------------------------------
 @pytest.fixture
 def programs(tmp_path, monkeypatch) -> Path:
-    """A folder on the PATH with programs of these names that record their arguments and environment, and run the ranks' command once."""
+    """A folder on the PATH with programs of these names that record their arguments and environment, and run the ranks'
+    command once."""
     folder = tmp_path / "programs"
     folder.mkdir()
     for name in ("srun", "mpirun"):
-        (folder / name).write_text(f"#!{sys.executable} -IS\nimport json, os, sys\nopen({str(tmp_path / 'called')!r}, 'w').write(json.dumps([sys.argv, dict(os.environ)]))\n"
-                                   "at = sys.argv.index(next(a for a in sys.argv if a.endswith('rank.py'))) - 2\n"
-                                   "os.environ.update(SLURM_PROCID='0', SLURM_STEP_ID='0', SLURM_STEP_NUM_TASKS='1')\nos.execv(sys.argv[at], sys.argv[at:])\n")
+        (folder / name).write_text(
+            f"#!{sys.executable} -IS\nimport json, os, sys\nopen({str(tmp_path / 'called')!r},"
+            " 'w').write(json.dumps([sys.argv, dict(os.environ)]))\nat = sys.argv.index(next(a for a in sys.argv if"
+            " a.endswith('rank.py'))) - 2\nos.environ.update(SLURM_PROCID='0', SLURM_STEP_ID='0',"
+            " SLURM_STEP_NUM_TASKS='1')\nos.execv(sys.argv[at], sys.argv[at:])\n"
+        )
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     return folder
@@ -558,19 +702,31 @@ def programs(tmp_path, monkeypatch) -> Path:
 def command(*argv: str) -> list[str]:
     launch = plan(*argv)
     made = mpi.command(launch, mpi.environment(launch, "r"))
-    return made[:made.index(mpi.RANK) - 2]
+    return made[: made.index(mpi.RANK) - 2]
 
 
 def test_srun(programs, hostfile, script, monkeypatch):
     base = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--kill-on-bad-exit=1", "--export=ALL", "--label"]
-    assert command("--launcher", "slurm", "--num_nodes", "2", "--num_ranks", "2", "--launcher_args", "-p gpu", script) == [*base, "-p", "gpu"]
+    assert command(
+        "--launcher", "slurm", "--num_nodes", "2", "--num_ranks", "2", "--launcher_args", "-p gpu", script
+    ) == [*base, "-p", "gpu"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[01-02]")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert command("--launcher", "SLURM", script) == [*base, "--nodelist=n01,n02", "--cpus-per-task=4"]
-    assert command("--launcher", "slurm", "--bind_cores_to_rank", "--include", "n02", script) == \
-        ["srun", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2", *base[4:6], "--nodelist=n02", "--cpus-per-task=4", "--cpu-bind=none"]
-    with pytest.raises(UnsupportedError, match="equally many ranks on every host, and these differ: worker-1 2, worker-2 3"):
+    assert command("--launcher", "slurm", "--bind_cores_to_rank", "--include", "n02", script) == [
+        "srun",
+        "--nodes=1",
+        "--ntasks=2",
+        "--ntasks-per-node=2",
+        *base[4:6],
+        "--nodelist=n02",
+        "--cpus-per-task=4",
+        "--cpu-bind=none",
+    ]
+    with pytest.raises(
+        UnsupportedError, match="equally many ranks on every host, and these differ: worker-1 2, worker-2 3"
+    ):
         command("--launcher", "slurm", "--hostfile", hostfile, "--num_nodes", "2", script)
     with pytest.raises(UnsupportedError, match="can't choose slots 2 of worker-2"):
         command("--launcher", "slurm", "--hostfile", hostfile, "--include", "worker-2:2", script)
@@ -579,18 +735,37 @@ def test_srun(programs, hostfile, script, monkeypatch):
 def test_mpirun(programs, hostfile, script, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     made = command("--launcher", "openmpi", "--hostfile", hostfile, "--exclude", "localhost", script)
-    assert made[:9] == ["mpirun", "-n", "5", "--host", "worker-1:2,worker-2:3", "--bind-to", "none", "--map-by", "slot"] and "--tag-output" in made
+    assert (
+        made[:9] == ["mpirun", "-n", "5", "--host", "worker-1:2,worker-2:3", "--bind-to", "none", "--map-by", "slot"]
+        and "--tag-output" in made
+    )
     named = {made[i + 1] for i, a in enumerate(made) if a == "-x"}
     assert {"NCCL_DEBUG", "MASTER_ADDR", "MASTER_PORT", "DEEPC_REPORT_TO", "PATH"} <= named
-    assert "--map-by" not in command("--launcher", "openmpi", "--hostfile", hostfile, "--launcher_args", "--bind-to core", script)
+    assert "--map-by" not in command(
+        "--launcher", "openmpi", "--hostfile", hostfile, "--launcher_args", "--bind-to core", script
+    )
     made = command("--launcher", "mpich", "--hostfile", hostfile, "--include", "worker-1@worker-2:0,1", script)
     assert made == ["mpirun", "-n", "4", "-ppn", "2", "-hosts", "worker-1,worker-2", "-prepend-rank"]
-    assert command("--launcher", "impi", "--hostfile", hostfile, "--include", "worker-1", script)[-3:] == ["-genv", "I_MPI_PIN", "0"]
+    assert command("--launcher", "impi", "--hostfile", hostfile, "--include", "worker-1", script)[-3:] == [
+        "-genv",
+        "I_MPI_PIN",
+        "0",
+    ]
     launch = plan("--launcher", "openmpi", "--hostfile", hostfile, "--bind_cores_to_rank", "--pass_local_rank", script)
     env = mpi.environment(launch, "r")
     assert (env["MASTER_ADDR"], env["DEEPC_BIND"], env["DEEPC_LOCAL_RANK_ARGUMENT"]) == ("worker-1", "all", "1")
     with pytest.raises(UnsupportedError, match="--enable_each_rank_log"):
-        command("--launcher", "mpich", "--enable_each_rank_log", "logs", "--hostfile", hostfile, "--include", "worker-1", script)
+        command(
+            "--launcher",
+            "mpich",
+            "--enable_each_rank_log",
+            "logs",
+            "--hostfile",
+            hostfile,
+            "--include",
+            "worker-1",
+            script,
+        )
 
 
 def test_a_launcher_that_is_not_installed_is_named(script, monkeypatch, tmp_path):
@@ -608,7 +783,7 @@ def test_a_rank_under_srun_reports_its_traceback_to_the_launcher(tmp_path, progr
     run = Run(tmp_path, code, "x", launcher=("--launcher", "slurm", "--pass_local_rank", "--cpu"))
     exit_code, out, err = run.finish()
     assert exit_code == 1 and "I am 0 of 1" in out and "'--local_rank=0', 'x']" in out
-    report = err[err.rindex("deepc run: rank 0"):]
+    report = err[err.rindex("deepc run: rank 0") :]
     assert "raised KeyError" in report and report.rstrip().splitlines()[-2] == "KeyError: 'under srun'"
     assert run.wait_gone(5) == set()
 
@@ -620,14 +795,23 @@ def _mpirun(*candidates: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("launcher, program", [("openmpi", "mpirun.openmpi"), pytest.param("mpich", "mpirun.mpich", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "launcher, program", [("openmpi", "mpirun.openmpi"), pytest.param("mpich", "mpirun.mpich", marks=pytest.mark.full)]
+)
 def test_real_mpirun_through_deepc_run(tmp_path, launcher, program):
     _mpirun(program)
-    run = Run(tmp_path, TRAIN + "\n    assert shown['RANK'] == '0', 'only 0 may live'", launcher=("--launcher", launcher, "--num_ranks", "2", "--cpu"))
+    run = Run(
+        tmp_path,
+        TRAIN + "\n    assert shown['RANK'] == '0', 'only 0 may live'",
+        launcher=("--launcher", launcher, "--num_ranks", "2", "--cpu"),
+    )
     code, out, err = run.finish()
     assert code == 1 and out.count("sum 3.0") == 2, err
     assert err.rstrip().splitlines()[-2] == "AssertionError: only 0 may live" and "deepc run: rank 1 (pid " in err
-    assert [(g["LOCAL_RANK"], g["LOCAL_WORLD_SIZE"], g["MASTER_ADDR"]) for g in shown(tmp_path, 2)] == [("0", "2", "127.0.0.1"), ("1", "2", "127.0.0.1")]
+    assert [(g["LOCAL_RANK"], g["LOCAL_WORLD_SIZE"], g["MASTER_ADDR"]) for g in shown(tmp_path, 2)] == [
+        ("0", "2", "127.0.0.1"),
+        ("1", "2", "127.0.0.1"),
+    ]
     assert run.wait_gone(5) == set()
 
 
@@ -635,10 +819,18 @@ def test_real_mpirun_through_deepc_run(tmp_path, launcher, program):
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_plain_mpirun_finds_its_ranks(tmp_path, program):
     more = ["--allow-run-as-root", "--oversubscribe"] if "openmpi" in program else []
-    (tmp_path / "script.py").write_text("import torch, deepc, torch.distributed as d; deepc.init_distributed(); x = torch.ones(3); d.all_reduce(x); "
-                                        "print(f'sum {x[0].item()} {d.get_rank()}\\n', end=''); d.destroy_process_group()")
-    done = subprocess.run([_mpirun(program), *more, "-n", "2", sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    (tmp_path / "script.py").write_text(
+        "import torch, deepc, torch.distributed as d; deepc.init_distributed(); x = torch.ones(3); d.all_reduce(x); "
+        "print(f'sum {x[0].item()} {d.get_rank()}\\n', end=''); d.destroy_process_group()"
+    )
+    done = subprocess.run(
+        [_mpirun(program), *more, "-n", "2", sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0 and done.stdout.count("sum 2.0") == 2, done.stderr
 
 
@@ -678,13 +870,22 @@ def cluster(tmp_path: Path):
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:
         s.close()
-    (folder / "slurm.conf").write_text(SLURM_CONF.format(host=os.uname().nodename.split(".")[0], folder=folder, ports=ports))
+    (folder / "slurm.conf").write_text(
+        SLURM_CONF.format(host=os.uname().nodename.split(".")[0], folder=folder, ports=ports)
+    )
     env = {"SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}  # the nodes' names can't be resolved
     commands = [[daemons[0], "-D"], [daemons[1], "-D", "-N", "n1"], [daemons[1], "-D", "-N", "n2"]]
-    started = [subprocess.Popen(c, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for c in commands]
+    started = [
+        subprocess.Popen(
+            c, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for c in commands
+    ]
     try:
         end = time.monotonic() + 60
-        while subprocess.run(["srun", "-N2", "-n2", "--immediate=2", "true"], env={**os.environ, **env}, capture_output=True).returncode:
+        while subprocess.run(
+            ["srun", "-N2", "-n2", "--immediate=2", "true"], env={**os.environ, **env}, capture_output=True
+        ).returncode:
             if time.monotonic() > end:
                 pytest.skip("Slurm's daemons don't come up here")
             time.sleep(0.5)
@@ -698,13 +899,26 @@ def cluster(tmp_path: Path):
 @pytest.mark.full
 def test_real_slurm(tmp_path, cluster):
     """Ranks of two nodes meet; a failing one is reported; a killed launcher leaves no rank and no job."""
-    run = Run(tmp_path, TRAIN, launcher=("--launcher", "slurm", "--num_nodes", "2", "--num_ranks", "2", "--cpu"), env=cluster)
+    run = Run(
+        tmp_path, TRAIN, launcher=("--launcher", "slurm", "--num_nodes", "2", "--num_ranks", "2", "--cpu"), env=cluster
+    )
     code, out, err = run.finish()
-    assert code == 0 and out.count("sum 10.0") == 4 and {f"{r}: rank {r} speaks" for r in range(4)} <= set(out.splitlines()), (out, err)
-    assert [(g["RANK"], g["LOCAL_RANK"], g["LOCAL_WORLD_SIZE"]) for g in shown(tmp_path, 4)] == [("0", "0", "2"), ("1", "1", "2"), ("2", "0", "2"), ("3", "1", "2")]
+    assert (
+        code == 0
+        and out.count("sum 10.0") == 4
+        and {f"{r}: rank {r} speaks" for r in range(4)} <= set(out.splitlines())
+    ), (out, err)
+    assert [(g["RANK"], g["LOCAL_RANK"], g["LOCAL_WORLD_SIZE"]) for g in shown(tmp_path, 4)] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+        ("2", "0", "2"),
+        ("3", "1", "2"),
+    ]
     run = Run(tmp_path, FAIL, "raise", launcher=("--launcher", "slurm", "--num_nodes", "2", "--cpu"), env=cluster)
     code, _, err = run.finish()
-    assert code == 1 and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2" and "deepc run: rank 1 (pid " in err
+    assert (
+        code == 1 and err.rstrip().splitlines()[-2] == "ValueError: boom on host 2" and "deepc run: rank 1 (pid " in err
+    )
     for file in tmp_path.glob("ready*"):
         file.unlink()
     run = Run(tmp_path, FAIL, launcher=("--launcher", "slurm", "--num_nodes", "2", "--cpu"), env=cluster)
@@ -714,22 +928,46 @@ def test_real_slurm(tmp_path, cluster):
     assert run.wait_gone(30) == set()
 
 
-# ---- which rank am I --------------------------------------------------------------------------------------------------------------------
-SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-         "SLURM_STEP_NODELIST": "gpu[08-10],login", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
-OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "123"}
+# ---- which rank am I -------------------------------------------------------------------------------------------------
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[08-10],login",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "123",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
 def test_places():
     name, found = places.discover(SLURM)
-    assert name == "Slurm" and found.pop("MASTER_PORT") == places.discover({**SLURM, "SLURM_PROCID": "0"})[1]["MASTER_PORT"]
+    assert (
+        name == "Slurm"
+        and found.pop("MASTER_PORT") == places.discover({**SLURM, "SLURM_PROCID": "0"})[1]["MASTER_PORT"]
+    )
     assert found == {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu08"}
     name, found = places.discover({**SLURM, **OPENMPI})
-    assert name == "OpenMPI" and [found[v] for v in places.VARIABLES[:5]] == ["3", "4", "3", "4", "127.0.0.1"] and 12000 <= int(found["MASTER_PORT"]) < 30000
+    assert (
+        name == "OpenMPI"
+        and [found[v] for v in places.VARIABLES[:5]] == ["3", "4", "3", "4", "127.0.0.1"]
+        and 12000 <= int(found["MASTER_PORT"]) < 30000
+    )
     assert places.discover(MPICH)[1]["RANK"] == "1"
     two = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert places.discover({**two, "MASTER_ADDR": "head"})[1]["MASTER_ADDR"] == "head" and places.discover({**two, "MASTER_ADDR": "head"})[1]["MASTER_PORT"] == "29500"
+    assert (
+        places.discover({**two, "MASTER_ADDR": "head"})[1]["MASTER_ADDR"] == "head"
+        and places.discover({**two, "MASTER_ADDR": "head"})[1]["MASTER_PORT"] == "29500"
+    )
     with pytest.raises(places.PlaceError, match="export MASTER_ADDR"):
         places.discover(two)
     with pytest.raises(places.PlaceError, match="MPI_LOCALRANKID is not"):
@@ -738,11 +976,21 @@ def test_places():
 
 def test_no_place():
     assert places.discover({}) is None
-    assert places.discover({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) is None  # the shell of sbatch: one process
+    assert (
+        places.discover({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) is None
+    )  # the shell of sbatch: one process
 
 
-@pytest.mark.parametrize("text, names", [("a", ["a"]), ("n[1-3]", ["n1", "n2", "n3"]), ("n[08-10,2]-x,b", ["n08-x", "n09-x", "n10-x", "n2-x", "b"]),
-                                         ("r[1-2]c[1-2]", ["r1c1", "r1c2", "r2c1", "r2c2"]), ("", [])])
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("a", ["a"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,2]-x,b", ["n08-x", "n09-x", "n10-x", "n2-x", "b"]),
+        ("r[1-2]c[1-2]", ["r1c1", "r1c2", "r2c1", "r2c2"]),
+        ("", []),
+    ],
+)
 def test_host_lists_of_slurm(text, names):
     assert places.expand(text) == names
 
@@ -757,7 +1005,7 @@ def test_a_launcher_that_tells_too_little_is_an_error_of_init_distributed(monkey
         comm.init_distributed()
 
 
-# ---- the recipes ------------------------------------------------------------------------------------------------------------------------
+# ---- the recipes -----------------------------------------------------------------------------------------------------
 DOC = Path(__file__).parents[2] / "docs" / "launching.md"
 
 
@@ -781,7 +1029,7 @@ def test_python_recipes_compile():
 
 def test_yaml_recipes_parse():
     yaml = pytest.importorskip("yaml")
-    job, = (yaml.safe_load(b) for b in blocks("yaml"))
+    (job,) = (yaml.safe_load(b) for b in blocks("yaml"))
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert job["kind"] == "PyTorchJob" and (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
     assert replicas["Worker"]["template"]["spec"]["containers"][0]["name"] == "pytorch"  # the operator looks for it
@@ -806,5 +1054,10 @@ def test_every_option_of_the_table_exists():
     parser = argparse.ArgumentParser()
     options.add_arguments(parser)
     known = {o for a in parser._actions for o in a.option_strings}
-    named = {o for row in DOC.read_text().splitlines() if row.startswith("| `-") for o in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", row.split(" | ")[0])}
+    named = {
+        o
+        for row in DOC.read_text().splitlines()
+        if row.startswith("| `-")
+        for o in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", row.split(" | ")[0])
+    }
     assert len(named) > 20 and named <= known, named - known

@@ -1,4 +1,5 @@
-"""deepc.notebook.launch: what a notebook's cells define reaches the ranks, results and tracebacks come back, nothing is left."""
+"""deepc.notebook.launch: what a notebook's cells define reaches the ranks, results and tracebacks come back, nothing is
+left."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+import time  # noqa: F401
 from pathlib import Path
 
 import pytest
+from test_launch import Run, _runs, no_run_outlives_its_test, wait_for  # noqa: F401
 
-from test_launch import Run, _runs, no_run_outlives_its_test, wait_for  # noqa: F401  the fixture is used by its name
-
-# What a notebook does with cells: each is compiled under a name of its own, whose source linecache has, and runs in __main__.
+# What a notebook does with cells: each is compiled under a name of its own, whose source linecache has, and runs in
+# __main__.
 NOTEBOOK = """
 import linecache, sys
 def cell(text, number=[0]):
@@ -36,8 +37,15 @@ class Notebook(Run):
         env = {**os.environ, name: value, "CUDA_VISIBLE_DEVICES": "", "DEEPC_LOG_LEVEL": "WARNING"}
         code = NOTEBOOK.format(cells=[textwrap.dedent(c).lstrip("\n") for c in cells])
         _runs.append(self)
-        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
 
 SETUP = """
@@ -90,7 +98,8 @@ DEFINITIONS = """
 
 
 def test_cells_reach_the_ranks(tmp_path):
-    """Classes with bases and decorators, functions that call each other, values of a notebook's class, lambdas, training with the engine."""
+    """Classes with bases and decorators, functions that call each other, values of a notebook's class, lambdas,
+    training with the engine."""
     work = """
         def train(steps, *, scale):
             torch.manual_seed(0)
@@ -105,7 +114,7 @@ def test_cells_reach_the_ranks(tmp_path):
                 losses.append(round(loss.item(), 4))
             print("done with", cached(8))
             return os.environ["WORLD_SIZE"], len(losses), engine.global_rank, scale(3), dataclasses.replace(options, note=str(type(known).__mro__[1].__name__)), known.state_dict()
-    """
+    """  # noqa: E501
     use = """
         add = 10
         got = deepc.notebook.launch(train, (3,), ranks=2, kwargs={"scale": lambda x: x * WIDTH + add})
@@ -143,7 +152,7 @@ def test_errors_come_back_with_their_place(tmp_path):
         assert text.startswith("ArgumentError: the function or its arguments can't be sent"), text
         assert error(print, ranks=0).startswith("ArgumentError: ranks must be") and error(3).startswith("ArgumentError: launch needs a function")
         print("all is well")
-    """
+    """  # noqa: E501
     notebook = Notebook(tmp_path, SETUP, ERROR, cells, use)
     code, out, err = notebook.finish()
     assert code == 0 and "all is well" in out, err
@@ -160,7 +169,7 @@ def test_what_can_t_be_sent_is_named(tmp_path):
         text = error(lambda: (i for i in [1]), ranks=1)
         assert "the result (generator) can't be sent back" in text, text
         print("all is well")
-    """
+    """  # noqa: E501
     notebook = Notebook(tmp_path, SETUP, ERROR, use)
     code, out, err = notebook.finish()
     assert code == 0 and "all is well" in out, err
@@ -219,7 +228,14 @@ def test_a_prompt_without_sources_sends_functions_and_refuses_classes(tmp_path):
         print("got", deepc.notebook.launch(outer, (2,), ranks=1))
         deepc.notebook.launch(lambda: Plain(), ranks=1)
     """
-    done = subprocess.run([sys.executable, "-i", "-c", ""], input=textwrap.dedent(text), cwd=tmp_path, capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "DEEPC_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [sys.executable, "-i", "-c", ""],
+        input=textwrap.dedent(text),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "DEEPC_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert "got [7.0]" in done.stdout, done.stderr
     assert "'Plain' can't be sent to the ranks" in done.stderr and "Put it into a file" in done.stderr

@@ -1,4 +1,5 @@
-"""`"deterministic": "layout"`: equal bits for every number of ranks, ZeRO stage and split of the global batch (docs/determinism.md)."""
+"""`"deterministic": "layout"`: equal bits for every number of ranks, ZeRO stage and split of the global batch
+(docs/determinism.md)."""
 
 from __future__ import annotations
 
@@ -8,13 +9,12 @@ import os
 import tempfile
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import tiny
 from deepc.determinism import MicroBatchSampler, tree_buffers
 from ranks import run_ranks as _run_ranks
+from torch import nn
 
 MICRO_BATCHES = 8
 STEPS = 50
@@ -46,7 +46,14 @@ class Dropping(tiny.TinyGPT):
 
 
 def _config(stage: int, gas: int, case: dict) -> dict:
-    cfg = tiny.config(stage, micro=case.get("micro", 1), gas=gas, precision=case.get("precision", "fp32"), clip=case.get("clip", 0.5), weight_decay=0.1)
+    cfg = tiny.config(
+        stage,
+        micro=case.get("micro", 1),
+        gas=gas,
+        precision=case.get("precision", "fp32"),
+        clip=case.get("clip", 0.5),
+        weight_decay=0.1,
+    )
     cfg["deepc"] = {"bucket_elems": 8192, **({"deterministic": "layout"} if case.get("on", True) else {})}
     for key, value in case.get("config", {}).items():
         cfg[key] = {**cfg[key], **value} if isinstance(value, dict) and isinstance(cfg.get(key), dict) else value
@@ -68,12 +75,17 @@ def _optimizer(case: dict, model: nn.Module):
 
 
 def _digest(engine, skipped: list[str]) -> tuple:
-    """What must be equal in every layout: all weights and states bit by bit, the last norm, which steps were skipped and why."""
+    """What must be equal in every layout: all weights and states bit by bit, the last norm, which steps were skipped
+    and why."""
     digest = hashlib.sha256()
     for name, p in engine.module.named_parameters():
         if not p.requires_grad:
             continue
-        digest.update(name.encode() + engine.full_fp32_param(p).contiguous().numpy().tobytes() + p.detach().float().numpy().tobytes())
+        digest.update(
+            name.encode()
+            + engine.full_fp32_param(p).contiguous().numpy().tobytes()
+            + p.detach().float().numpy().tobytes()
+        )
         for state in engine.optimizer.states if engine.optimizer.core else ():
             digest.update(engine.full_optimizer_state(p, state).numpy().tobytes())
     return digest.hexdigest(), engine.get_global_grad_norm(), tuple(skipped), engine.loss_scale
@@ -85,7 +97,7 @@ def _train(engine, case: dict, first: int, last: int, rank: int, world: int, tot
         x, y = tiny.make_batch(step, total * micro)
         for m in range(gas):
             at = (m * world + rank) * micro
-            engine.backward(engine(x[at: at + micro], y[at: at + micro]))
+            engine.backward(engine(x[at : at + micro], y[at : at + micro]))
             result = engine.step()
         if result.reason:
             skipped.append(f"{step}: {result.reason}")
@@ -102,7 +114,9 @@ def _work(rank: int, world: int, case: dict, stages, steps: int, total: int, nod
             torch.manual_seed(1234 + rank * case.get("seed_by_rank", 0))
             model = _model(case)
             torch.manual_seed(77)
-            engine, *_ = deepc.initialize(model=model, config=_config(stage, total // world, case), optimizer=_optimizer(case, model))
+            engine, *_ = deepc.initialize(
+                model=model, config=_config(stage, total // world, case), optimizer=_optimizer(case, model)
+            )
             assert engine.plan.layout.nbuckets > 2
             skipped = _train(engine, case, 0, steps, rank, world, total)
             out.append(_digest(engine, skipped))
@@ -110,7 +124,9 @@ def _work(rank: int, world: int, case: dict, stages, steps: int, total: int, nod
     return out
 
 
-def results(case: dict, worlds, *, stages=(0, 1, 2, 3), steps: int = STEPS, total: int = MICRO_BATCHES, nodes: int = 1) -> list[tuple]:
+def results(
+    case: dict, worlds, *, stages=(0, 1, 2, 3), steps: int = STEPS, total: int = MICRO_BATCHES, nodes: int = 1
+) -> list[tuple]:
     """The digests of all ranks and stages for each number of ranks."""
     return [d for world in worlds for rank in run_ranks(_work, world, case, stages, steps, total, nodes) for d in rank]
 
@@ -121,7 +137,7 @@ def assert_same(case: dict, worlds, **kw) -> tuple:
     return found[0]
 
 
-# ---- the claim ----------------------------------------------------------------------------------------------------------------
+# ---- the claim -------------------------------------------------------------------------------------------------------
 def test_same_bits_in_every_layout_and_not_without_the_option():
     first = assert_same({}, (1, 2, 4), steps=10)
     assert first[1] > 0
@@ -131,8 +147,12 @@ def test_same_bits_in_every_layout_and_not_without_the_option():
 def test_bf16_wire_fp16_and_skipped_steps():
     assert_same({"precision": "bf16"}, (1, 4), stages=(1, 3), steps=6)
     assert_same({"config": {"communication_data_type": "bf16"}}, (1, 4), stages=(0, 2), steps=6)  # rounded alone too
-    found = assert_same({"precision": "fp16", "config": {"fp16": {"initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}}}, (1, 2, 4),
-                        stages=(0, 3), steps=14)
+    found = assert_same(
+        {"precision": "fp16", "config": {"fp16": {"initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1}}},
+        (1, 2, 4),
+        stages=(0, 3),
+        steps=14,
+    )
     assert len(found[2]) >= 3 and "not finite" in found[2][0]
 
 
@@ -166,19 +186,28 @@ def _draws(rank, world):
     return before, after, losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("kind, options", [("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}), ("Adagrad", {"lr": 0.02}),
-                                           ("AdamW", {"lr": 1e-3, "amsgrad": True})])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        ("Adagrad", {"lr": 0.02}),
+        ("AdamW", {"lr": 1e-3, "amsgrad": True}),
+    ],
+)
 def test_optimizers_and_param_groups(kind, options):
     assert_same({"optimizer": (kind, options), "config": {"optimizer": None}}, (1, 4), stages=(0, 3), steps=5)
 
 
-@pytest.mark.parametrize("options", [{"frozen": True, "unused": True}, {"reuse": True, "recompute": "plain"}, {"recompute": "reentrant"}],
-                         ids=["frozen-unused", "reuse-checkpointed", "reentrant"])
+@pytest.mark.parametrize(
+    "options",
+    [{"frozen": True, "unused": True}, {"reuse": True, "recompute": "plain"}, {"recompute": "reentrant"}],
+    ids=["frozen-unused", "reuse-checkpointed", "reentrant"],
+)
 def test_models(options):
     assert_same({"model": options}, (1, 2), stages=(0, 3), steps=4)
 
 
-# ---- ways to train --------------------------------------------------------------------------------------------------------------
+# ---- ways to train ---------------------------------------------------------------------------------------------------
 def _ways(rank, world, way):
     import deepc
 
@@ -190,7 +219,7 @@ def _ways(rank, world, way):
         x, y = tiny.make_batch(step, total)
         for m in range(total // world):
             i = m * world + rank
-            a, b = (x[i: i + 1, :8], y[i: i + 1, :8]), (x[i: i + 1, 8:], y[i: i + 1, 8:])
+            a, b = (x[i : i + 1, :8], y[i : i + 1, :8]), (x[i : i + 1, 8:], y[i : i + 1, 8:])
             if way == "one":
                 engine.backward(engine(*a) + engine(*b))
             elif way == "no_sync, then the other":
@@ -232,7 +261,7 @@ def _gradients(rank, world, total):
     out, refused = [], 0
     for m in range(total // world):
         i = m * world + rank
-        engine.backward(engine(x[i: i + 1], y[i: i + 1]))
+        engine.backward(engine(x[i : i + 1], y[i : i + 1]))
         if (m + 1) * world in (4, total):
             out.append(engine.full_grad(p))
         if m + 1 < total // world:
@@ -257,11 +286,11 @@ def _gradients_against_plain(rank, world):
     engine, *_ = deepc.initialize(model=_model({}), config=_config(2, 4 // world, {}))
     model, worst = _model({}), 0.0
     x, y = tiny.make_batch(0, 4)
-    sum(model(x[i: i + 1], y[i: i + 1]) / 4 for i in range(4)).backward()
+    sum(model(x[i : i + 1], y[i : i + 1]) / 4 for i in range(4)).backward()
     for m in range(4 // world):
         i = m * world + rank
-        shown = engine.backward(engine(x[i: i + 1], y[i: i + 1]))
-        assert shown.item() == pytest.approx(model(x[i: i + 1], y[i: i + 1]).item() * world / 4, rel=1e-6)
+        shown = engine.backward(engine(x[i : i + 1], y[i : i + 1]))
+        assert shown.item() == pytest.approx(model(x[i : i + 1], y[i : i + 1]).item() * world / 4, rel=1e-6)
         if m < 4 // world - 1:
             engine.step()
     for (_, p), (_, q) in zip(engine.module.named_parameters(), model.named_parameters()):
@@ -275,7 +304,7 @@ def test_gradients_are_the_mean():
     assert max(run_ranks(_gradients_against_plain, 2)) < 1e-5
 
 
-# ---- several nodes, checkpoints, data --------------------------------------------------------------------------------------------
+# ---- several nodes, checkpoints, data --------------------------------------------------------------------------------
 def test_nodes():
     alone = assert_same({}, (1,), stages=(0,), steps=5)
     assert assert_same({}, (4,), stages=(0, 2, 3), steps=5, nodes=2) == alone
@@ -317,8 +346,13 @@ def test_sampler_deals_the_same_micro_batches():
     for drop_last in (False, True):
         dealt = {}
         for world in (1, 2, 4):
-            epoch = [list(MicroBatchSampler(data, 2, world, r, per_step=4, seed=1, drop_last=drop_last)) for r in range(world)]
-            assert all(len(e) == len(MicroBatchSampler(data, 2, world, 0, per_step=4, drop_last=drop_last)) for e in epoch)
+            epoch = [
+                list(MicroBatchSampler(data, 2, world, r, per_step=4, seed=1, drop_last=drop_last))
+                for r in range(world)
+            ]
+            assert all(
+                len(e) == len(MicroBatchSampler(data, 2, world, 0, per_step=4, drop_last=drop_last)) for e in epoch
+            )
             dealt[world] = [epoch[k % world][k // world] for k in range(sum(map(len, epoch)))]
         assert dealt[1] == dealt[2] == dealt[4] and len(dealt[1]) == (16 if drop_last else 20)
         seen = [i for b in dealt[1] for i in b]
@@ -333,7 +367,9 @@ def _loaded(rank, world):
     import deepc
 
     data = torch.utils.data.TensorDataset(*tiny.make_batch(0, 24))
-    engine, _, loader, _ = deepc.initialize(model=_model({}), config=_config(1, 4 // world, {"micro": 2}), training_data=data)
+    engine, _, loader, _ = deepc.initialize(
+        model=_model({}), config=_config(1, 4 // world, {"micro": 2}), training_data=data
+    )
     for _ in range(2):
         for x, y in loader:
             engine.backward(engine(x, y))
@@ -348,7 +384,7 @@ def test_the_engines_loader():
     assert len(found) == 1 and found.pop()[1] == 6
 
 
-# ---- the plan, refusals ----------------------------------------------------------------------------------------------------------
+# ---- the plan, refusals ----------------------------------------------------------------------------------------------
 def test_buffers():
     assert [tree_buffers(1, p) for p in (1, 2, 3, 4, 7, 8, 9, 16)] == [1, 1, 1, 2, 2, 3, 3, 4]
     assert [tree_buffers(8, p) for p in (1, 2, 4, 8)] == [1, 1, 2, 3]
@@ -361,7 +397,13 @@ def _planned(rank, world):
     out = []
     for on in (True, False):
         engine, *_ = deepc.initialize(model=_model({}), config=_config(2, 8, {"on": on}))
-        out.append((engine.plan.bytes["grads_private"] // (4 * engine.plan.owned_elems), "3 nodes" in engine.plan.describe(), engine.plan.bytes["rank_total"]))
+        out.append(
+            (
+                engine.plan.bytes["grads_private"] // (4 * engine.plan.owned_elems),
+                "3 nodes" in engine.plan.describe(),
+                engine.plan.bytes["rank_total"],
+            )
+        )
         engine.destroy()
     return out, engine.plan.owned_elems
 
@@ -386,11 +428,17 @@ def _do_wrong(what):
 
     case = {"config": {"zero_optimization": {"zero_quantized_gradients": True}}} if what == "quantized" else {}
     if what == "custom optimizer":
+
         class Mine(torch.optim.SGD):
             pass
 
-        deepc.initialize(model=_model(case), config={**_config(0, 1, case), "optimizer": None}, optimizer=lambda ps: Mine(ps, lr=0.1))
-    engine, *_ = deepc.initialize(model=_model({"model": {"reuse": True, "recompute": "reentrant"}} if what == "reentrant" else case), config=_config(2, 2, case))
+        deepc.initialize(
+            model=_model(case), config={**_config(0, 1, case), "optimizer": None}, optimizer=lambda ps: Mine(ps, lr=0.1)
+        )
+    engine, *_ = deepc.initialize(
+        model=_model({"model": {"reuse": True, "recompute": "reentrant"}} if what == "reentrant" else case),
+        config=_config(2, 2, case),
+    )
     x, y = tiny.make_batch(0, 1)
     if what == "second backward":
         engine.backward(engine(x, y))
@@ -411,25 +459,33 @@ def _do_wrong(what):
             engine.step()
 
 
-@pytest.mark.parametrize("what, words", [
-    ("second backward", "UnsupportedError: a second backward of the same micro-batch"),
-    ("mixed scaling", "ArgumentError: scale_wrt_gas must be the same"),
-    ("no backward", "DeepcError: engine.step() at an accumulation boundary without a backward"),
-    ("longer", "DeepcError: after 3 micro-batches the tree has 2 nodes"),
-    ("quantized", "ConfigError: zero_optimization.zero_quantized_gradients rounds"),
-    ("custom optimizer", "UnsupportedError: optimizer Mine with deepc.deterministic"),
-    ("reentrant", "UnsupportedError: 'blocks.1.down.bias' got two gradients in one backward")])
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("second backward", "UnsupportedError: a second backward of the same micro-batch"),
+        ("mixed scaling", "ArgumentError: scale_wrt_gas must be the same"),
+        ("no backward", "DeepcError: engine.step() at an accumulation boundary without a backward"),
+        ("longer", "DeepcError: after 3 micro-batches the tree has 2 nodes"),
+        ("quantized", "ConfigError: zero_optimization.zero_quantized_gradients rounds"),
+        ("custom optimizer", "UnsupportedError: optimizer Mine with deepc.deterministic"),
+        ("reentrant", "UnsupportedError: 'blocks.1.down.bias' got two gradients in one backward"),
+    ],
+)
 def test_refusals(what, words):
     assert words in run_ranks(_refused, 1, what)[0]
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------------------
+# ---- all of it -------------------------------------------------------------------------------------------------------
 _reference: dict[str, tuple] = {}
 
 
 def _same_as_reference(name: str, case: dict, world: int, stage: int) -> None:
     if name not in _reference:
-        _reference[name] = assert_same({**case, "config": {k: v for k, v in case.get("config", {}).items() if k != "zero_optimization"}}, (1,), stages=(0,))
+        _reference[name] = assert_same(
+            {**case, "config": {k: v for k, v in case.get("config", {}).items() if k != "zero_optimization"}},
+            (1,),
+            stages=(0,),
+        )
     assert assert_same(case, (world,), stages=(stage,)) == _reference[name]
 
 
@@ -445,6 +501,12 @@ def test_fifty_steps(world, stage, offload):
 @pytest.mark.parametrize("world, stage", LAYOUTS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "wire"])
 def test_fifty_steps_in_16_bits(world, stage, precision):
-    case = {"bf16": {"precision": "bf16"}, "wire": {"config": {"communication_data_type": "bf16"}},
-            "fp16": {"precision": "fp16", "config": {"fp16": {"initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}}}}[precision]
+    case = {
+        "bf16": {"precision": "bf16"},
+        "wire": {"config": {"communication_data_type": "bf16"}},
+        "fp16": {
+            "precision": "fp16",
+            "config": {"fp16": {"initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}},
+        },
+    }[precision]
     _same_as_reference(precision, {**case, "dropout": True}, world, stage)

@@ -1,24 +1,30 @@
-"""Gradients' accumulators have memory only between backward and step, and then the heap's (ops/base/lease.c, state.leases_gradients)."""
+"""Gradients' accumulators have memory only between backward and step, and then the heap's (ops/base/lease.c,
+state.leases_gradients)."""
 
 from __future__ import annotations
 
 import pytest
-
 from ranks import run_ranks
 
 
-def train(rank: int, world: int, stage: int, steps: int, accumulation: int = 1) -> tuple[list[dict[str, int]], list[float]]:
+def train(
+    rank: int, world: int, stage: int, steps: int, accumulation: int = 1
+) -> tuple[list[dict[str, int]], list[float]]:
     """(after each step: bytes of the lease in and after backward, extent of the heap; losses)."""
-    import torch
-
     import deepc
+    import torch
     from deepc import memory
     from tiny import TinyGPT
 
     torch.manual_seed(0)
     model = TinyGPT(width=192, layers=2, vocab=8192, context=64)
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 1.0}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+    }
     engine = deepc.initialize(model=model, config=config)[0]
     lease = engine.state.lease
     x = torch.randint(8192, (4, 65), generator=torch.Generator().manual_seed(rank))
@@ -31,9 +37,17 @@ def train(rank: int, world: int, stage: int, steps: int, accumulation: int = 1) 
             during = lease.nbytes() if lease else -1
             grad = deepc.view(engine.state.trained[0]).grad if accumulation == 1 else None
             engine.step()
-        rows.append({"before": before, "during": during, "after": lease.nbytes() if lease else -1, "extent": memory.heap()["extent"],
-                     "owned": 4 * engine.plan.owned_elems, "zero_after": int(not engine.state.acc.any()),
-                     "had_grad": int(grad is not None and bool(grad.abs().sum() > 0))})
+        rows.append(
+            {
+                "before": before,
+                "during": during,
+                "after": lease.nbytes() if lease else -1,
+                "extent": memory.heap()["extent"],
+                "owned": 4 * engine.plan.owned_elems,
+                "zero_after": int(not engine.state.acc.any()),
+                "had_grad": int(grad is not None and bool(grad.abs().sum() > 0)),
+            }
+        )
         losses.append(float(loss.detach()))
     engine.destroy()
     return rows, losses

@@ -1,18 +1,22 @@
-"""deepc.linear_cross_entropy: elementwise against F.linear and F.cross_entropy in float64, what it allocates, and how it behaves under autograd."""
+"""deepc.linear_cross_entropy: elementwise against F.linear and F.cross_entropy in float64, what it allocates, and how
+it behaves under autograd."""
 
 from __future__ import annotations
 
+import deepc
 import pytest
 import torch
 import torch.nn.functional as F
+from deepc import fused_loss, matmul
+from deepc.errors import ArgumentError, UnsupportedError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import deepc
-from deepc import fused_loss, matmul
-from deepc.errors import ArgumentError, UnsupportedError
-
-BOUNDS = {torch.float32: (1e-6, 3e-6), torch.bfloat16: (2e-3, 1.2e-2), torch.float16: (3e-4, 2e-3)}  # (loss, gradients against the largest)
+BOUNDS = {
+    torch.float32: (1e-6, 3e-6),
+    torch.bfloat16: (2e-3, 1.2e-2),
+    torch.float16: (3e-4, 2e-3),
+}  # (loss, gradients against the largest)
 
 
 def subject(dtype=torch.float32, n=50, d=32, v=1003, bias=True, ignore=True, seed=0):
@@ -25,7 +29,13 @@ def subject(dtype=torch.float32, n=50, d=32, v=1003, bias=True, ignore=True, see
 
 
 def plain(hidden, weight, labels, bias=None, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
-    return F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+    return F.cross_entropy(
+        F.linear(hidden, weight, bias),
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
 
 
 def grads_of(f, tensors, labels, dtype, factor=3.0, **kw):
@@ -52,12 +62,20 @@ def compare(dtype, subject_options, **kw):
 @pytest.mark.parametrize("chunk_rows", [None, 1, 16, 1000])
 def test_equals_torch(dtype, reduction, chunk_rows):
     compare(dtype, {}, reduction=reduction, chunk_rows=chunk_rows)
-    compare(dtype, {"bias": False, "ignore": False, "seed": 1}, reduction=reduction, chunk_rows=chunk_rows, label_smoothing=0.1)
+    compare(
+        dtype,
+        {"bias": False, "ignore": False, "seed": 1},
+        reduction=reduction,
+        chunk_rows=chunk_rows,
+        label_smoothing=0.1,
+    )
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS))
 def test_equals_torch_when_recomputed_and_with_slabs(dtype, monkeypatch):
-    monkeypatch.setattr(fused_loss, "SLAB_ROWS", 100)  # the fp32 accumulation of 16-bit weight gradients goes over 11 slabs
+    monkeypatch.setattr(
+        fused_loss, "SLAB_ROWS", 100
+    )  # the fp32 accumulation of 16-bit weight gradients goes over 11 slabs
     compare(dtype, {"seed": 2}, chunk_rows=16)
     compare(dtype, {"seed": 3}, chunk_rows=16, recompute=True, label_smoothing=0.3)
     compare(dtype, {"seed": 3}, chunk_rows=16, recompute=True, reduction="sum")
@@ -66,13 +84,19 @@ def test_equals_torch_when_recomputed_and_with_slabs(dtype, monkeypatch):
 def test_leading_dimensions_other_ignore_index_and_int32_labels():
     hidden, weight, labels, bias = subject(n=24)
     labels[labels == -100] = 5
-    a = deepc.linear_cross_entropy(hidden.view(2, 3, 4, 32), weight, labels.view(2, 3, 4).int(), bias, ignore_index=5, reduction="none")
+    a = deepc.linear_cross_entropy(
+        hidden.view(2, 3, 4, 32), weight, labels.view(2, 3, 4).int(), bias, ignore_index=5, reduction="none"
+    )
     assert a.shape == (2, 3, 4)
-    torch.testing.assert_close(a.flatten(), plain(hidden, weight, labels, bias, ignore_index=5, reduction="none"), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        a.flatten(), plain(hidden, weight, labels, bias, ignore_index=5, reduction="none"), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_products_of_a_machine_without_that_arithmetic(monkeypatch):
-    monkeypatch.setattr(matmul, "_dtypes", {torch.bfloat16})  # as precision.py would find there: fp32 GEMMs of widened operands
+    monkeypatch.setattr(
+        matmul, "_dtypes", {torch.bfloat16}
+    )  # as precision.py would find there: fp32 GEMMs of widened operands
     for reduction in ("mean", "none"):
         compare(torch.bfloat16, {}, chunk_rows=16, reduction=reduction)
 
@@ -85,14 +109,19 @@ def test_nothing_to_predict(dtype, reduction):
     loss, grads = grads_of(deepc.linear_cross_entropy, (hidden, weight, bias), labels, dtype, reduction=reduction)
     assert loss.isnan().all() if reduction == "mean" else (loss == 0).all()  # as torch
     assert all((g == 0).all() for g in grads)
-    loss, grads = grads_of(deepc.linear_cross_entropy, (hidden[:0], weight, bias), labels[:0], dtype, reduction=reduction)
+    loss, grads = grads_of(
+        deepc.linear_cross_entropy, (hidden[:0], weight, bias), labels[:0], dtype, reduction=reduction
+    )
     assert all((g == 0).all() for g in grads)
 
 
 def test_fp16_survives_loss_scaling():
-    """1 / tokens in fp16 would be below the smallest number for most of the vocabulary; with the loss scale it is not lost."""
+    """1 / tokens in fp16 would be below the smallest number for most of the vocabulary; with the loss scale it is not
+    lost."""
     hidden, weight, labels, _ = subject(torch.float16, n=2000, d=8, v=5000, ignore=False)
-    _, grads = grads_of(deepc.linear_cross_entropy, (hidden, weight, None), labels, torch.float16, factor=65536.0, chunk_rows=512)
+    _, grads = grads_of(
+        deepc.linear_cross_entropy, (hidden, weight, None), labels, torch.float16, factor=65536.0, chunk_rows=512
+    )
     _, want = grads_of(plain, (hidden, weight, None), labels, torch.float64, factor=65536.0)
     for got, wanted in zip(grads, want, strict=True):
         assert (got - wanted).abs().max() <= 2e-3 * wanted.abs().max()
@@ -104,7 +133,9 @@ def test_weight_gradient_is_summed_in_fp32():
     """Many chunks in bf16: a bf16 sum would stop growing."""
     n, v = 4096, 64
     hidden, weight = torch.ones(n, 8, dtype=torch.bfloat16), torch.zeros(v, 8, dtype=torch.bfloat16, requires_grad=True)
-    deepc.linear_cross_entropy(hidden, weight, torch.zeros(n, dtype=torch.long), reduction="sum", chunk_rows=4).backward()
+    deepc.linear_cross_entropy(
+        hidden, weight, torch.zeros(n, dtype=torch.long), reduction="sum", chunk_rows=4
+    ).backward()
     torch.testing.assert_close(weight.grad[1:].float(), torch.full((v - 1, 8), n / v), rtol=4e-3, atol=0)
     torch.testing.assert_close(weight.grad[0].float(), torch.full((8,), n / v - n), rtol=4e-3, atol=0)
 
@@ -145,7 +176,9 @@ def test_autocast_and_checkpoint():
     assert weight.grad.dtype == torch.float32
     torch.testing.assert_close(loss.detach(), plain(hidden, weight, labels, bias).detach(), rtol=5e-3, atol=0)
     exact = deepc.linear_cross_entropy(hidden, weight, labels, bias)
-    again = torch.utils.checkpoint.checkpoint(deepc.linear_cross_entropy, hidden, weight, labels, bias, use_reentrant=False)
+    again = torch.utils.checkpoint.checkpoint(
+        deepc.linear_cross_entropy, hidden, weight, labels, bias, use_reentrant=False
+    )
     a, b = torch.autograd.grad(exact, (hidden, weight)), torch.autograd.grad(again, (hidden, weight))
     assert all(torch.equal(x, y) for x, y in zip(a, b))
 
@@ -185,7 +218,9 @@ def test_never_makes_all_logits(dtype, wants):
     size = dtype.itemsize
     buffer = chunk * fused_loss._row_stride(v, dtype) * size
     assert watch.largest == buffer
-    gradients = v * d * (4 + (0 if dtype == torch.float32 else 2 + 2)) + n * d * size if any(wants) else 0  # the fp32 sum, a slab, the result
+    gradients = (
+        v * d * (4 + (0 if dtype == torch.float32 else 2 + 2)) + n * d * size if any(wants) else 0
+    )  # the fp32 sum, a slab, the result
     assert buffer <= watch.peak <= buffer + gradients + 64 * n
     assert watch.peak < n * v * size / 4
 
@@ -206,19 +241,33 @@ def test_opcheck():
     hidden, weight, labels, bias = subject(n=12, v=33)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
     for reduction, recompute in ((1, False), (1, True), (2, False), (0, False)):
-        torch.library.opcheck(torch.ops.deepc.linear_cross_entropy.default,
-                              (hidden, weight, labels, bias, -100, 0.1, reduction, 5, recompute, True, True, True))
+        torch.library.opcheck(
+            torch.ops.deepc.linear_cross_entropy.default,
+            (hidden, weight, labels, bias, -100, 0.1, reduction, 5, recompute, True, True, True),
+        )
     with torch.no_grad():
-        torch.library.opcheck(torch.ops.deepc.linear_cross_entropy_backward.default,
-                              (hidden, weight, labels, bias, torch.ones(12), -100, 0.1, 5, True, True, True), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.deepc.linear_cross_entropy_backward.default,
+            (hidden, weight, labels, bias, torch.ones(12), -100, 0.1, 5, True, True, True),
+            test_utils=("test_schema", "test_faketensor"),
+        )
     assert all(t.requires_grad for t in leaves)
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(hidden=torch.zeros(4, 9)), "does not fit weight"), (dict(labels=torch.zeros(5, dtype=torch.long)), "one label per row"),
-    (dict(labels=torch.zeros(4)), "not probabilities"), (dict(bias=torch.zeros(3)), "bias .3. does not fit"),
-    (dict(hidden=torch.zeros(4, 8, dtype=torch.float64)), "float64"), (dict(weight=torch.zeros(6, 8).half()), "float16"),
-    (dict(reduction="max"), "reduction='max'"), (dict(label_smoothing=2.0), "label_smoothing=2.0"), (dict(chunk_rows=0), "chunk_rows=0")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(hidden=torch.zeros(4, 9)), "does not fit weight"),
+        (dict(labels=torch.zeros(5, dtype=torch.long)), "one label per row"),
+        (dict(labels=torch.zeros(4)), "not probabilities"),
+        (dict(bias=torch.zeros(3)), "bias .3. does not fit"),
+        (dict(hidden=torch.zeros(4, 8, dtype=torch.float64)), "float64"),
+        (dict(weight=torch.zeros(6, 8).half()), "float16"),
+        (dict(reduction="max"), "reduction='max'"),
+        (dict(label_smoothing=2.0), "label_smoothing=2.0"),
+        (dict(chunk_rows=0), "chunk_rows=0"),
+    ],
+)
 def test_wrong_arguments(change, says):
     good = dict(hidden=torch.zeros(4, 8), weight=torch.zeros(6, 8), labels=torch.zeros(4, dtype=torch.long), bias=None)
     with pytest.raises(ArgumentError, match=says):

@@ -6,14 +6,28 @@ import types
 
 import pytest
 import torch
-
 from deepc import lr_schedules
 from deepc.errors import ConfigError
 
 STEPS = 60
-PICKED = (0, 1, 2, 3, 7, 12, 13, 14, 22, 23, 31, 45, 60)  # numbers of scheduler steps after which the values below were read
+PICKED = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    12,
+    13,
+    14,
+    22,
+    23,
+    31,
+    45,
+    60,
+)  # numbers of scheduler steps after which the values below were read
 
-# (type, arguments, rate of group 1, betas[0] of group 1); an AdamW with two groups, rates 0.5 and 0.25; DeepSpeed 0.19.8
+# (type, arguments, rate of group 1, betas[0] of group 1); an AdamW with two groups, rates 0.5 and 0.25; DeepSpeed
+# 0.19.8
 RECORDED = [
     (
         "LRRangeTest",
@@ -113,7 +127,21 @@ RECORDED = [
             "cycle_min_mom": 0.85,
             "cycle_max_mom": 0.95,
         },
-        [0.0002, 0.0002, 0.0002, 0.0002, 0.010133333333333333, 0.03, 0.02255, 0.02255, 0.0002, 0.0002, 0.0002, 0.0002, 0.0002],
+        [
+            0.0002,
+            0.0002,
+            0.0002,
+            0.0002,
+            0.010133333333333333,
+            0.03,
+            0.02255,
+            0.02255,
+            0.0002,
+            0.0002,
+            0.0002,
+            0.0002,
+            0.0002,
+        ],
         [0.85, 0.95, 0.95, 0.95, 0.9166666666666666, 0.85, 0.875, 0.875, 0.95, 0.95, 0.95, 0.95, 0.95],
     ),
     (
@@ -255,7 +283,10 @@ EXTRA = [  # compared live only
     ),
     ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 20, "last_batch_iteration": 7}),
     ("WarmupLR", {"last_batch_iteration": 30}),
-    ("WarmupLR", {"warmup_max_lr": 3e-4, "warmup_min_lr": [1e-6, 2e-6], "warmup_num_steps": 2000, "warmup_type": "linear"}),
+    (
+        "WarmupLR",
+        {"warmup_max_lr": 3e-4, "warmup_min_lr": [1e-6, 2e-6], "warmup_num_steps": 2000, "warmup_type": "linear"},
+    ),
     ("WarmupDecayLR", {"total_num_steps": 3, "warmup_num_steps": 50}),
     ("WarmupDecayLR", {"total_num_steps": 300, "warmup_num_steps": 100, "warmup_max_lr": 5e-5}),
     ("WarmupCosineLR", {"total_num_steps": 10, "warmup_num_steps": 10}),
@@ -265,7 +296,9 @@ EXTRA = [  # compared live only
 
 
 def optimizer(rates=(0.5, 0.25), tensor_rate=False) -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(r) if tensor_rate else r} for r in rates]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(r) if tensor_rate else r} for r in rates
+    ]
     return torch.optim.AdamW(groups, foreach=False, capturable=False)
 
 
@@ -278,7 +311,9 @@ def trace(schedule, opt, steps: int) -> list[tuple]:
     return out
 
 
-@pytest.mark.parametrize(("kind", "params", "rates", "moms"), RECORDED, ids=[f"{k}{i}" for i, (k, *_) in enumerate(RECORDED)])
+@pytest.mark.parametrize(
+    ("kind", "params", "rates", "moms"), RECORDED, ids=[f"{k}{i}" for i, (k, *_) in enumerate(RECORDED)]
+)
 def test_recorded_values(kind, params, rates, moms):
     opt = optimizer()
     got = trace(lr_schedules.build_scheduler(kind, params, opt), opt, STEPS)
@@ -288,7 +323,9 @@ def test_recorded_values(kind, params, rates, moms):
 
 @pytest.fixture(scope="module")
 def theirs():
-    return pytest.importorskip("deepspeed.runtime.lr_schedules", reason="deepspeed is not installed: only the recorded values are compared")
+    return pytest.importorskip(
+        "deepspeed.runtime.lr_schedules", reason="deepspeed is not installed: only the recorded values are compared"
+    )
 
 
 @pytest.mark.parametrize(("kind", "params"), [r[:2] for r in RECORDED] + EXTRA)
@@ -369,10 +406,18 @@ def test_torch_schedules_by_name():
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps = 2.5"),
         ("WarmupLR", {"warmup_num_steps": float("inf")}, "warmup_num_steps = inf"),
         ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type = 'cubic' must be one of log, linear"),
-        ("WarmupLR", {"warmup_min_lr": [1.0, 2.0, 3.0]}, "warmup_min_lr has 3 values, the optimizer has 2 parameter groups"),
+        (
+            "WarmupLR",
+            {"warmup_min_lr": [1.0, 2.0, 3.0]},
+            "warmup_min_lr has 3 values, the optimizer has 2 parameter groups",
+        ),
         ("WarmupDecayLR", {}, "total_num_steps"),
         ("WarmupDecayLR", {"total_num_steps": "100"}, "total_num_steps = '100' must be a finite number"),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0}, "cycle_first_step_size = 0"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0},
+            "cycle_first_step_size = 0",
+        ),
         ("LRRangeTest", {"lr_range_test_step_size": -1}, "lr_range_test_step_size = -1"),
         ("LRRangeTest", {"step_size": 1}, "does not take"),
         ("StepLR", {}, "does not take"),

@@ -34,13 +34,19 @@ assert torch.equal(torch.addmm(torch.ones(3, dtype=dtype), big, big[:8, :3].cont
 out = torch.empty(2, 2, dtype=dtype); torch.mm(big[:2], big[:2].t(), out=out)
 f32 = torch.equal(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)) @ torch.eye(3), torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))
 print(json.dumps(dict(native=native, used=used, worst=worst, f32=f32)))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_products_without_16_bit_arithmetic(dtype):
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DEEPC_LOG_LEVEL": "WARNING"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT.format(dtype=dtype)], env=env, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT.format(dtype=dtype)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr
     got = json.loads(run.stdout.splitlines()[-1])
     assert got["native"] is False and got["f32"] is True

@@ -1,4 +1,5 @@
-"""Comm.isend, Comm.irecv and Request (node.py): the C core's messages as Python has them. The protocol itself is tested in tests/c/test_p2p.cpp."""
+"""Comm.isend, Comm.irecv and Request (node.py): the C core's messages as Python has them. The protocol itself is tested
+in tests/c/test_p2p.cpp."""
 
 from __future__ import annotations
 
@@ -11,19 +12,44 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-          torch.complex64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
 
 
 def _comm(folder: str, rank: int, world: int, seconds: float = 30):
     from deepc import node
 
-    return node.open_comm(dist.FileStore(folder + "/store", world), rank, world, label="messages", timeout=datetime.timedelta(seconds=seconds),
-                          slot_bytes=4096, slots=2)
+    return node.open_comm(
+        dist.FileStore(folder + "/store", world),
+        rank,
+        world,
+        label="messages",
+        timeout=datetime.timedelta(seconds=seconds),
+        slot_bytes=4096,
+        slots=2,
+    )
 
 
 def _data(dtype: torch.dtype, n: int, seed: int) -> torch.Tensor:
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (n * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    raw = torch.randint(
+        0,
+        2 if dtype is torch.bool else 256,
+        (n * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return raw.view(dtype)
 
 
@@ -44,7 +70,9 @@ def _every_dtype(rank: int, world: int, folder: str) -> None:
             moved += n * dtype.itemsize
     after = _lib.counters()
     assert after["p2p_sends"] - before["p2p_sends"] == after["p2p_recvs"] - before["p2p_recvs"] == 5 * len(DTYPES)
-    assert sum(after[k] - before[k] for k in ("p2p_bytes_ring", "p2p_bytes_single_copy")) == moved  # what we sent eagerly and what we copied
+    assert (
+        sum(after[k] - before[k] for k in ("p2p_bytes_ring", "p2p_bytes_single_copy")) == moved
+    )  # what we sent eagerly and what we copied
     comm.barrier()
     comm.close()
 
@@ -108,13 +136,17 @@ def _errors(rank: int, world: int, folder: str) -> None:
             comm.irecv(torch.zeros(1), 1).wait()
         else:
             comm.irecv(torch.zeros(5), 0).wait()
-    assert "rank 0 called send(fp32, count 4" in str(told.value) and "rank 1 called recv(fp32, count 5" in str(told.value)
+    assert "rank 0 called send(fp32, count 4" in str(told.value) and "rank 1 called recv(fp32, count 5" in str(
+        told.value
+    )
     assert str(told.value).count("python/test_messages.py:") == 2
     comm.close()
 
     comm = _comm(folder + "/late", rank, world)
     comm.barrier()
-    with pytest.raises(CommTimeoutError, match=r"time-out after 200 ms: rank 0 waits in recv\(fp32, count 1, tag 0, from rank 1\)"):
+    with pytest.raises(
+        CommTimeoutError, match=r"time-out after 200 ms: rank 0 waits in recv\(fp32, count 1, tag 0, from rank 1\)"
+    ):
         if rank == 0:
             comm.irecv(torch.zeros(1), 1).wait(0.2)
         else:

@@ -1,5 +1,6 @@
-"""The synchronisation protocol of comm/, checked with spin: all interleavings of small cases. tests/model/*.pml say what is modelled
-and what holds; each model has variants with a known bug that spin must find, so that the models can fail."""
+"""The synchronisation protocol of comm/, checked with spin: all interleavings of small cases. tests/model/*.pml say
+what is modelled and what holds; each model has variants with a known bug that spin must find, so that the models can
+fail."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ for _tool in ("spin", "cc"):
 
 
 def explore(folder: Path, model: str, *defines: str, optimize: str = "-O1") -> tuple[int, int, str]:
-    """Errors found (0 or 1: spin stops at the first), states explored, and what spin said of all interleavings of a variant of a model.
-    optimize: of the generated C, which for small cases takes longer to compile than to run."""
+    """Errors found (0 or 1: spin stops at the first), states explored, and what spin said of all interleavings of a
+    variant of a model. optimize: of the generated C, which for small cases takes longer to compile than to run."""
     flags = [f"-D{d}" for d in defines]
-    generated = subprocess.run(["spin", "-a", *flags, str(MODELS / f"{model}.pml")], cwd=folder, capture_output=True, text=True)
+    generated = subprocess.run(
+        ["spin", "-a", *flags, str(MODELS / f"{model}.pml")], cwd=folder, capture_output=True, text=True
+    )
     assert generated.returncode == 0, generated.stdout + generated.stderr
-    subprocess.run(["cc", "-w", optimize, "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=3000", "-o", "pan", "pan.c"], cwd=folder, check=True)
+    subprocess.run(
+        ["cc", "-w", optimize, "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=3000", "-o", "pan", "pan.c"], cwd=folder, check=True
+    )
     said = subprocess.run(["./pan", "-m1000000"], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S).stdout
     assert "Search not completed" not in said or "errors: 1" in said, said
     assert "max search depth too small" not in said, said
@@ -33,28 +38,43 @@ def explore(folder: Path, model: str, *defines: str, optimize: str = "-O1") -> t
 
 # Together they cover all kinds of calls and places; these take seconds.
 SOUND = [
-    ("sleep", "RANKS=2", "STEPS=6"), ("sleep", "RANKS=3", "STEPS=4"), ("entry", "THREADS=2", "ROUNDS=3", "BIASES=3"),
-    ("entry", "THREADS=3", "ROUNDS=3", "POLITE"), ("exchange", "RANKS=2", "CALLS=4", "PLACES=5"),
-    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3"), ("exchange", "RANKS=3", "CALLS=3", "PLACES=2"),
-    ("exchange", "RANKS=2", "CALLS=3", "PLACES=4", "DIE"), ("exchange", "RANKS=2", "CALLS=3", "PLACES=1", "ODD"),
+    ("sleep", "RANKS=2", "STEPS=6"),
+    ("sleep", "RANKS=3", "STEPS=4"),
+    ("entry", "THREADS=2", "ROUNDS=3", "BIASES=3"),
+    ("entry", "THREADS=3", "ROUNDS=3", "POLITE"),
+    ("exchange", "RANKS=2", "CALLS=4", "PLACES=5"),
+    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3"),
+    ("exchange", "RANKS=3", "CALLS=3", "PLACES=2"),
+    ("exchange", "RANKS=2", "CALLS=3", "PLACES=4", "DIE"),
+    ("exchange", "RANKS=2", "CALLS=3", "PLACES=1", "ODD"),
 ]
 SOUND_FULL = [
-    ("sleep", "RANKS=3", "STEPS=4", "FENCES"), ("sleep", "RANKS=4", "STEPS=3"),
-    ("entry", "THREADS=3", "ROUNDS=2", "BIASES=3"), ("entry", "THREADS=4", "ROUNDS=1"),
-    ("exchange", "RANKS=2", "CALLS=4", "PLACES=6"), ("exchange", "RANKS=2", "CALLS=4", "WAYS=2", "PLACES=4"),
-    ("exchange", "RANKS=2", "CALLS=4", "WAYS=2", "PLACES=5"), ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=5"),
-    ("exchange", "RANKS=3", "CALLS=4", "PLACES=2"), ("exchange", "RANKS=3", "CALLS=4", "PLACES=3"),
+    ("sleep", "RANKS=3", "STEPS=4", "FENCES"),
+    ("sleep", "RANKS=4", "STEPS=3"),
+    ("entry", "THREADS=3", "ROUNDS=2", "BIASES=3"),
+    ("entry", "THREADS=4", "ROUNDS=1"),
+    ("exchange", "RANKS=2", "CALLS=4", "PLACES=6"),
+    ("exchange", "RANKS=2", "CALLS=4", "WAYS=2", "PLACES=4"),
+    ("exchange", "RANKS=2", "CALLS=4", "WAYS=2", "PLACES=5"),
+    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=5"),
+    ("exchange", "RANKS=3", "CALLS=4", "PLACES=2"),
+    ("exchange", "RANKS=3", "CALLS=4", "PLACES=3"),
     ("exchange", "RANKS=4", "CALLS=3", "PLACES=3"),
-    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3", "DIE"), ("exchange", "RANKS=3", "CALLS=3", "PLACES=2", "DIE"),
+    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3", "DIE"),
+    ("exchange", "RANKS=3", "CALLS=3", "PLACES=2", "DIE"),
     ("exchange", "RANKS=4", "CALLS=2", "WAYS=0", "PLACES=3", "DIE"),
-    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3", "ODD"), ("exchange", "RANKS=3", "CALLS=2", "PLACES=2", "ODD"),
+    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3", "ODD"),
+    ("exchange", "RANKS=3", "CALLS=2", "PLACES=2", "ODD"),
     ("exchange", "RANKS=4", "CALLS=2", "WAYS=0", "PLACES=3", "ODD"),
 ]
 # model, what spin says, variant
 BUGS = [
-    ("sleep", "invalid end state", "BUG_NO_FENCE"), ("sleep", "invalid end state", "BUG_EARLY_FENCE"),
-    ("sleep", "invalid end state", "BUG_NO_COMPARE"), ("sleep", "invalid end state", "BUG_WAKE_ONE", "RANKS=3"),
-    ("entry", "assertion violated", "BUG_NO_MEMBARRIER"), ("entry", "assertion violated", "BUG_ONE_WORD"),
+    ("sleep", "invalid end state", "BUG_NO_FENCE"),
+    ("sleep", "invalid end state", "BUG_EARLY_FENCE"),
+    ("sleep", "invalid end state", "BUG_NO_COMPARE"),
+    ("sleep", "invalid end state", "BUG_WAKE_ONE", "RANKS=3"),
+    ("entry", "assertion violated", "BUG_NO_MEMBARRIER"),
+    ("entry", "assertion violated", "BUG_ONE_WORD"),
     ("entry", "assertion violated", "BUG_NO_SECOND_LOOK"),
     ("exchange", "assertion violated", "BUG_CELL_EARLY", "PLACES=1", "CALLS=4"),
     ("exchange", "assertion violated", "BUG_SLOT_EARLY", "PLACES=3", "CALLS=4"),
@@ -80,7 +100,9 @@ def test_all_interleavings_are_sound(case, tmp_path, record_property):
     assert states > 200, "a model that goes nowhere"
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in BUGS[::3] else pytest.mark.full) for c in BUGS], ids=name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in BUGS[::3] else pytest.mark.full) for c in BUGS], ids=name
+)
 def test_a_known_bug_is_found(case, tmp_path):
     model, expected, *variant = case
     errors, _, said = explore(tmp_path, model, *variant, optimize="-O0")

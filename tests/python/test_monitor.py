@@ -1,4 +1,5 @@
-"""The log line and what a run leaves behind: figures against the loop's own clock and arithmetic, files, trackers, failures that must not end training."""
+"""The log line and what a run leaves behind: figures against the loop's own clock and arithmetic, files, trackers,
+failures that must not end training."""
 
 from __future__ import annotations
 
@@ -15,17 +16,16 @@ import sys
 import time
 from pathlib import Path
 
+import deepc
 import pytest
 import torch
-from torch import nn
-
-import deepc
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError
 from deepc.monitor import MonitorMaster, counts, experiments, line, sinks, tiers, waits
 from deepc.monitor.loader import TimedLoader
 from ranks import run_ranks
 from tiny import TinyGPT, config, make_batch, make_model
+from torch import nn
 
 
 def train(engine, steps, *, pause=0.0, log=None, start=0):
@@ -59,9 +59,11 @@ def steps_of(path: Path) -> list[dict]:
     return [r for r in lines_of(path) if "event" not in r]
 
 
-# ---- the metrics stream ---------------------------------------------------------------------------------------------------------
+# ---- the metrics stream ----------------------------------------------------------------------------------------------
 def test_one_record_per_step_with_the_loops_own_figures(tmp_path):
-    engine = make_engine(tmp_path, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 4}})
+    engine = make_engine(
+        tmp_path, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 4}}
+    )
     rates, norms, began = [], [], time.perf_counter()
     losses = []
     for i in range(6):
@@ -73,12 +75,20 @@ def test_one_record_per_step_with_the_loops_own_figures(tmp_path):
     engine.destroy()
     records = steps_of(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
-    assert [r["loss"] for r in records] == losses and [r["grad_norm"] for r in records] == norms and [r["lr"] for r in records] == rates
-    assert [r["samples"] for r in records] == [4 * n for n in range(1, 7)] and [r["tokens"] for r in records] == [64 * n for n in range(1, 7)]
+    assert (
+        [r["loss"] for r in records] == losses
+        and [r["grad_norm"] for r in records] == norms
+        and [r["lr"] for r in records] == rates
+    )
+    assert [r["samples"] for r in records] == [4 * n for n in range(1, 7)] and [r["tokens"] for r in records] == [
+        64 * n for n in range(1, 7)
+    ]
     assert all(not r["skipped"] and r["loss_scale"] is None and r["precision"] == "fp32" for r in records)
     assert 0 < sum(r["time_s"] for r in records) <= took
     for r in records:
-        assert r["tokens_per_s"] == pytest.approx(64 / r["time_s"]) and r["samples_per_s"] == pytest.approx(4 / r["time_s"])
+        assert r["tokens_per_s"] == pytest.approx(64 / r["time_s"]) and r["samples_per_s"] == pytest.approx(
+            4 / r["time_s"]
+        )
         parts = r["parts"]
         assert 0 < parts["forward_s"] + parts["backward_s"] + parts["step_s"] <= r["time_s"]
         assert r["memory"]["process"] > 10 << 20 and r["memory"]["process_peak"] >= r["memory"]["process"]
@@ -86,11 +96,20 @@ def test_one_record_per_step_with_the_loops_own_figures(tmp_path):
 
 
 def test_run_json_says_what_was_started(tmp_path):
-    engine = make_engine(tmp_path, stage=2, comet={"enabled": False, "api_key": "very-secret"}, zero_force_ds_cpu_optimizer=False)
+    engine = make_engine(
+        tmp_path, stage=2, comet={"enabled": False, "api_key": "very-secret"}, zero_force_ds_cpu_optimizer=False
+    )
     info = json.loads((tmp_path / "run.json").read_text())
     engine.destroy()
-    assert info["ranks"] == info["nodes"] == 1 and info["stage"] == 2 and info["precision"] == "fp32" and info["deepc"] == deepc.__version__
-    assert info["model"]["class"] == "TinyGPT" and info["model"]["parameters"] == info["model"]["trainable"] == sum(p.numel() for p in make_model().parameters())
+    assert (
+        info["ranks"] == info["nodes"] == 1
+        and info["stage"] == 2
+        and info["precision"] == "fp32"
+        and info["deepc"] == deepc.__version__
+    )
+    assert info["model"]["class"] == "TinyGPT" and info["model"]["parameters"] == info["model"]["trainable"] == sum(
+        p.numel() for p in make_model().parameters()
+    )
     assert info["batch"] == {"train": 4, "micro": 4, "accumulation": 1}
     assert info["config"]["comet"]["api_key"] == "***" and "very-secret" not in (tmp_path / "run.json").read_text()
     assert info["plan"]["text"].startswith("plan: ZeRO stage 2") and info["plan"]["bytes"]["node_total"] > 0
@@ -166,7 +185,14 @@ def test_a_skipped_step_and_a_diverged_loss_are_json(tmp_path):
     assert not engine.step().applied
     engine.destroy()
     (r,) = steps_of(tmp_path / "metrics.jsonl")
-    assert r["loss"] == "inf" and math.isinf(float(r["loss"])) and r["skipped"] and "not finite" in r["reason"] and r["grad_norm"] is None and r["skipped_steps"] == 1
+    assert (
+        r["loss"] == "inf"
+        and math.isinf(float(r["loss"]))
+        and r["skipped"]
+        and "not finite" in r["reason"]
+        and r["grad_norm"] is None
+        and r["skipped_steps"] == 1
+    )
 
 
 def test_accumulation_scaling_and_bare_backward_give_the_same_loss():
@@ -176,18 +202,28 @@ def test_accumulation_scaling_and_bare_backward_give_the_same_loss():
         engine = make_engine(micro=micro, gas=gas, precision=precision)
         losses = []
         for i in range(gas):
-            loss = engine(x[i * micro: (i + 1) * micro], y[i * micro: (i + 1) * micro])
+            loss = engine(x[i * micro : (i + 1) * micro], y[i * micro : (i + 1) * micro])
             losses.append(loss.item())
             loss.backward() if bare else engine.backward(loss)
             engine.step()
         last = engine.monitor.last
         engine.destroy()
-        assert last["loss"] == pytest.approx(sum(losses) / gas, rel=1e-6) and last["tokens"] == 128 and last["samples"] == 8
+        assert (
+            last["loss"] == pytest.approx(sum(losses) / gas, rel=1e-6)
+            and last["tokens"] == 128
+            and last["samples"] == 8
+        )
         return last
 
     whole, halves, bare, half = run(False, 8, 1), run(False, 4, 2), run(True, 4, 2), run(False, 8, 1, "fp16")
-    assert halves["loss"] == pytest.approx(whole["loss"], rel=1e-5) and bare["loss"] == pytest.approx(halves["loss"], rel=1e-6)
-    assert half["loss"] == pytest.approx(whole["loss"], rel=2e-2) and half["loss_scale"] == 2**16 and half["precision"] == "fp16"
+    assert halves["loss"] == pytest.approx(whole["loss"], rel=1e-5) and bare["loss"] == pytest.approx(
+        halves["loss"], rel=1e-6
+    )
+    assert (
+        half["loss"] == pytest.approx(whole["loss"], rel=2e-2)
+        and half["loss_scale"] == 2**16
+        and half["precision"] == "fp16"
+    )
 
 
 def test_waiting_for_data_is_the_loader_or_the_gap_and_evaluation_is_neither(tmp_path):
@@ -205,7 +241,9 @@ def test_waiting_for_data_is_the_loader_or_the_gap_and_evaluation_is_neither(tmp
     assert one["wait"]["data_s"] == 0.0  # nobody knows what was done before the first forward
     assert two["wait"]["data_s"] >= 0.03 and two["time_s"] >= two["wait"]["data_s"]
     assert three["wait"]["data_s"] < 0.02
-    assert three["at"] - two["at"] >= three["time_s"] + 0.099  # both pauses of the evaluation lie between the steps, in neither
+    assert (
+        three["at"] - two["at"] >= three["time_s"] + 0.099
+    )  # both pauses of the evaluation lie between the steps, in neither
 
 
 class Slow(torch.utils.data.Dataset):
@@ -249,7 +287,7 @@ def test_checkpoints_count_as_disk(tmp_path):
     assert two["data_s"] == 0.0  # what lies between two steps with a save is no waiting for data
 
 
-# ---- ranks ------------------------------------------------------------------------------------------------------------------------
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 def two_ranks(rank, world, folder, stage):
     engine = make_engine(Path(folder), stage=stage, micro=4)
     mine = []
@@ -257,7 +295,7 @@ def two_ranks(rank, world, folder, stage):
         x, y = make_batch(i, 8)
         if rank == 1:
             time.sleep(0.03)
-        loss = engine(x[4 * rank: 4 * rank + 4], y[4 * rank: 4 * rank + 4])
+        loss = engine(x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4])
         mine.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -272,7 +310,11 @@ def test_two_ranks_speak_as_one(tmp_path, stage):
     records = steps_of(tmp_path / "metrics.jsonl")
     assert [r["loss"] for r in records] == [(x + y) / 2 for x, y in zip(a, b)]  # the mean of all ranks
     assert [r["tokens"] for r in records] == [128, 256, 384] and [r["samples"] for r in records] == [8, 16, 24]
-    assert last0["loss"] == last1["loss"] and last0["tokens"] == last1["tokens"] and last0["memory"]["process"] == last1["memory"]["process"]
+    assert (
+        last0["loss"] == last1["loss"]
+        and last0["tokens"] == last1["tokens"]
+        and last0["memory"]["process"] == last1["memory"]["process"]
+    )
     assert all(r["wait"]["data_s"] >= 0.03 for r in records[1:])  # rank 1's, though rank 0 writes
     if waits._WAIT_NS >= 0:
         assert sum(r["wait"]["communication_s"] for r in records) > 0.03  # rank 0 waits for rank 1
@@ -305,18 +347,33 @@ def test_one_rank_prints_unless_asked(tmp_path):
     assert all(len(s) == 2 and s[0].startswith(f"rank {r}: step 2  loss ") for r, s in enumerate(said))
 
 
-# ---- the line ----------------------------------------------------------------------------------------------------------------------
+# ---- the line --------------------------------------------------------------------------------------------------------
 RECORD = {
-    "step": 1200, "total_steps": 5000, "loss": 2.34567, "lr": 3e-4, "grad_norm": 0.91234, "loss_scale": 65536.0, "skipped_steps": 2, "tokens_per_s": 123456.7, "samples_per_s": 120.0,
-    "tflops": 1.234, "fraction_of_peak": 0.456, "memory": {"process": 1 << 30, "shared": 96 << 20}, "time_s": 10.0,
-    "wait": {"data_s": 0.2, "communication_s": 1.0, "disk_s": 0.0}, "eta_s": 3671.0, "scalars": {"acc": 0.5},
+    "step": 1200,
+    "total_steps": 5000,
+    "loss": 2.34567,
+    "lr": 3e-4,
+    "grad_norm": 0.91234,
+    "loss_scale": 65536.0,
+    "skipped_steps": 2,
+    "tokens_per_s": 123456.7,
+    "samples_per_s": 120.0,
+    "tflops": 1.234,
+    "fraction_of_peak": 0.456,
+    "memory": {"process": 1 << 30, "shared": 96 << 20},
+    "time_s": 10.0,
+    "wait": {"data_s": 0.2, "communication_s": 1.0, "disk_s": 0.0},
+    "eta_s": 3671.0,
+    "scalars": {"acc": 0.5},
 }
 
 
 def test_the_line_says_it_all_and_fits():
-    assert line.text(RECORD) == (
-        "step 1200/5000  loss 2.3457  lr 3.00e-04  grad norm 0.9123  scale 65536  skipped 2  123,457 tokens/s  1.23 TFLOP/s (46 % of peak)  "
-        "mem 1.00 GiB + 96 MiB shared  waits: data 2 %, comm 10 %  acc 0.5  ETA 1:01:11")
+    assert (
+        line.text(RECORD)
+        == "step 1200/5000  loss 2.3457  lr 3.00e-04  grad norm 0.9123  scale 65536  skipped 2  123,457 tokens/s  1.23"
+        " TFLOP/s (46 % of peak)  mem 1.00 GiB + 96 MiB shared  waits: data 2 %, comm 10 %  acc 0.5  ETA 1:01:11"
+    )
     assert line.text(RECORD, 75) == "step 1200/5000  loss 2.3457  lr 3.00e-04  123,457 tokens/s  ETA 1:01:11"
     assert line.text({"step": 1, "loss": float("nan")}) == "step 1  loss nan"
     assert line.text({"step": 1, "samples_per_s": 12.345}) == "step 1  12.35 samples/s"
@@ -324,7 +381,10 @@ def test_the_line_says_it_all_and_fits():
         assert len(line.text(RECORD, width)) <= max(width, len("step 1200/5000  loss 2.3457"))
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "1d 01:01"), (-3, "0:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "1d 01:01"), (-3, "0:00")],
+)
 def test_clock(seconds, text):
     assert line.clock(seconds) == text
 
@@ -349,7 +409,11 @@ def said_by(capture, **extra):
 
 def test_steps_per_print_decides(capfd):
     assert [s.split()[1] for s in said_by(capfd, steps_per_print=3)] == ["3", "6"]
-    assert said_by(capfd, steps_per_print=None) == [] and said_by(capfd, steps_per_print=math.inf) == [] and said_by(capfd, steps_per_print=100) == []
+    assert (
+        said_by(capfd, steps_per_print=None) == []
+        and said_by(capfd, steps_per_print=math.inf) == []
+        and said_by(capfd, steps_per_print=100) == []
+    )
     assert [s.split()[1] for s in said_by(capfd)] == ["1", "7"]  # by time: the first step, every 10 seconds, the last
     assert len(said_by(capfd, log={"seconds": 1e-9})) >= 2
     assert said_by(capfd, steps_per_print=1, log={"format": "none"}) == []
@@ -405,17 +469,21 @@ def test_a_terminal_gets_one_live_line(tmp_path, rich):
     assert not text.rstrip().endswith("\x1b[?25l")  # the cursor is there at the end
 
 
-# ---- counting ----------------------------------------------------------------------------------------------------------------------
+# ---- counting --------------------------------------------------------------------------------------------------------
 def test_tokens_are_the_first_batch_by_length_integers():
     c = counts.TokenCounter()
     ids = torch.zeros(3, 7, dtype=torch.long)
     assert c((ids,), {}) == (21, 7) and c((ids[:, :5],), {}) == (15, 5)
-    assert counts.TokenCounter()((), {"attention_mask": torch.ones(3, 7, dtype=torch.long), "input_ids": ids[:, :4]}) == (12, 4)
+    assert counts.TokenCounter()(
+        (), {"attention_mask": torch.ones(3, 7, dtype=torch.long), "input_ids": ids[:, :4]}
+    ) == (12, 4)
     assert counts.TokenCounter()(({"x": torch.zeros(2, 3), "tokens": ids},), {}) == (21, 7)
     assert counts.TokenCounter()((torch.zeros(3, 3, 8, 8), torch.zeros(3, dtype=torch.long)), {}) == (0, 0)
     assert counts.TokenCounter(encoder_decoder=True)((), {"input_ids": ids, "labels": ids[:, :2]}) == (27, 7)
     c = counts.TokenCounter()
-    assert c((ids,), {}) == (21, 7) and c((), {"input_ids": ids}) == (0, 0) and c((), {"input_ids": ids}) == (21, 7)  # another form of call
+    assert (
+        c((ids,), {}) == (21, 7) and c((), {"input_ids": ids}) == (0, 0) and c((), {"input_ids": ids}) == (21, 7)
+    )  # another form of call
 
 
 def test_flops_are_six_per_parameter_that_multiplies():
@@ -423,14 +491,18 @@ def test_flops_are_six_per_parameter_that_multiplies():
     model = TinyGPT(width, layers, vocab, context)
     n = {id(p): (p.numel(), True) for p in model.parameters()}
     flops = counts.token_flops(model, n)
-    assert flops.constant == 6 * (sum(p.numel() for p in model.parameters()) - context * width)  # positions are looked up; the tied table multiplies
+    assert flops.constant == 6 * (
+        sum(p.numel() for p in model.parameters()) - context * width
+    )  # positions are looked up; the tied table multiplies
     assert flops.per_length == 0  # no config tells of its attention
     model.config = type("C", (), {"n_layer": layers, "n_embd": width})()
     assert counts.token_flops(model, n).of(10, 5) == 10 * (flops.constant + 12 * layers * width * 5)
     frozen = {id(p): (p.numel(), p is not model.head.weight) for p in model.parameters()}
     assert counts.token_flops(model, frozen).constant == flops.constant - 2 * vocab * width
     untied = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3, bias=False), nn.MultiheadAttention(4, 2))
-    assert counts.token_flops(untied, {id(p): (p.numel(), True) for p in untied.parameters()}).constant == 6 * (12 + sum(p.numel() for p in untied[2].parameters()))
+    assert counts.token_flops(untied, {id(p): (p.numel(), True) for p in untied.parameters()}).constant == 6 * (
+        12 + sum(p.numel() for p in untied[2].parameters())
+    )
     assert counts.attention_size(untied) == 4
 
 
@@ -473,7 +545,10 @@ def test_the_steps_of_the_whole_run(tmp_path):
 
 
 def test_peaks():
-    assert counts.known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12 and counts.known_peak("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
+    assert (
+        counts.known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
+        and counts.known_peak("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
+    )
     assert counts.known_peak("Something else", torch.float32) is None
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
@@ -484,8 +559,15 @@ def test_peaks():
 
 def test_memory_tiers(tmp_path):
     status = tmp_path / "status"
-    status.write_text("Name:\tx\nVmHWM:\t  5000 kB\nVmRSS:\t 4000 kB\nRssAnon:\t  1000 kB\nRssFile:\t  500 kB\nRssShmem:\t  250 kB\n")
-    assert tiers.read_status(str(status)) == {"peak": 5000 << 10, "anonymous": 1000 << 10, "file": 500 << 10, "shared": 250 << 10}
+    status.write_text(
+        "Name:\tx\nVmHWM:\t  5000 kB\nVmRSS:\t 4000 kB\nRssAnon:\t  1000 kB\nRssFile:\t  500 kB\nRssShmem:\t  250 kB\n"
+    )
+    assert tiers.read_status(str(status)) == {
+        "peak": 5000 << 10,
+        "anonymous": 1000 << 10,
+        "file": 500 << 10,
+        "shared": 250 << 10,
+    }
     assert tiers.read_status(str(tmp_path / "none")) == {}
     private, peak, shared = tiers.process()
     held = torch.ones(8 << 20)
@@ -493,20 +575,36 @@ def test_memory_tiers(tmp_path):
     del held
 
 
-# ---- trackers ------------------------------------------------------------------------------------------------------------------------
+# ---- trackers --------------------------------------------------------------------------------------------------------
 def read_csv(path):
     with open(path, newline="") as f:
         return list(csv.reader(f))
 
 
 def test_csv_files_are_deepspeeds(tmp_path):
-    engine = make_engine(csv_monitor={"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "job"}, fp16={"enabled": True, "initial_scale_power": 4})
+    engine = make_engine(
+        csv_monitor={"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "job"},
+        fp16={"enabled": True, "initial_scale_power": 4},
+    )
     losses = train(engine, 3, log=lambda i: {"Eval/my score": torch.tensor(i / 2)})
     engine.destroy()
     folder = tmp_path / "logs" / "job"
-    assert read_csv(folder / "Train_Samples_train_loss.csv") == [["step", "train_loss"], *([str(4 * (i + 1)), str(v)] for i, v in enumerate(losses))]
-    assert read_csv(folder / "Train_Samples_lr.csv") == [["step", "lr"], ["4", "0.001"], ["8", "0.001"], ["12", "0.001"]]
-    assert read_csv(folder / "Train_Samples_loss_scale.csv") == [["step", "loss_scale"], ["4", "16.0"], ["8", "16.0"], ["12", "16.0"]]
+    assert read_csv(folder / "Train_Samples_train_loss.csv") == [
+        ["step", "train_loss"],
+        *([str(4 * (i + 1)), str(v)] for i, v in enumerate(losses)),
+    ]
+    assert read_csv(folder / "Train_Samples_lr.csv") == [
+        ["step", "lr"],
+        ["4", "0.001"],
+        ["8", "0.001"],
+        ["12", "0.001"],
+    ]
+    assert read_csv(folder / "Train_Samples_loss_scale.csv") == [
+        ["step", "loss_scale"],
+        ["4", "16.0"],
+        ["8", "16.0"],
+        ["12", "16.0"],
+    ]
     assert read_csv(folder / "Eval_my_score.csv") == [["step", "my score"], ["4", "0.0"], ["8", "0.5"], ["12", "1.0"]]
 
 
@@ -515,8 +613,16 @@ def test_csv_equals_deepspeeds_own_monitor(tmp_path):
     from deepspeed.monitor.config import get_monitor_config
     from deepspeed.monitor.csv_monitor import csvMonitor as Theirs
 
-    sections = [{"csv_monitor": {"enabled": True, "output_path": str(tmp_path / who), "job_name": "j"}} for who in ("theirs", "ours")]
-    events = [("Train/Samples/train_loss", 1.5, 8), ("Train/Samples/lr", 1e-3, 8), ("Train/Samples/train_loss", 1.25, 16), ("a b", 2, 16)]
+    sections = [
+        {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / who), "job_name": "j"}}
+        for who in ("theirs", "ours")
+    ]
+    events = [
+        ("Train/Samples/train_loss", 1.5, 8),
+        ("Train/Samples/lr", 1e-3, 8),
+        ("Train/Samples/train_loss", 1.25, 16),
+        ("a b", 2, 16),
+    ]
     theirs = Theirs.__new__(Theirs)
     theirs.filenames, theirs.enabled, theirs.log_dir = [], True, str(tmp_path / "theirs" / "j")
     os.makedirs(theirs.log_dir)
@@ -539,14 +645,24 @@ def test_tensorboard_event_files(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    engine = make_engine(tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}, wall_clock_breakdown=True)
+    engine = make_engine(
+        tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}, wall_clock_breakdown=True
+    )
     losses = train(engine, 3)
     engine.destroy()
     events = EventAccumulator(str(tmp_path / "job"))
     events.Reload()
     tags = events.Tags()["scalars"]
-    assert {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm", "Train/Speed/tokens_per_s", "Train/Samples/elapsed_time_ms_forward"} <= set(tags)
-    assert [(e.step, e.value) for e in events.Scalars("Train/Samples/train_loss")] == [(4 * (i + 1), pytest.approx(v, rel=1e-6)) for i, v in enumerate(losses)]
+    assert {
+        "Train/Samples/train_loss",
+        "Train/Samples/lr",
+        "Train/Samples/grad_norm",
+        "Train/Speed/tokens_per_s",
+        "Train/Samples/elapsed_time_ms_forward",
+    } <= set(tags)
+    assert [(e.step, e.value) for e in events.Scalars("Train/Samples/train_loss")] == [
+        (4 * (i + 1), pytest.approx(v, rel=1e-6)) for i, v in enumerate(losses)
+    ]
 
 
 def test_wandb_offline(tmp_path, monkeypatch):
@@ -558,7 +674,11 @@ def test_wandb_offline(tmp_path, monkeypatch):
     (sink,) = engine.monitor._guard.sinks
     assert sink._run.project == "p" and sink._run.settings._offline
     real = sink._wandb.log
-    monkeypatch.setattr(sink, "log", lambda data, step=None, commit=None: (logged.append((step, dict(data))), real(data, step=step, commit=commit)))
+    monkeypatch.setattr(
+        sink,
+        "log",
+        lambda data, step=None, commit=None: (logged.append((step, dict(data))), real(data, step=step, commit=commit)),
+    )
     losses = train(engine, 2)
     engine.destroy()
     assert [step for step, _ in logged] == [4, 8] and [d["Train/Samples/train_loss"] for _, d in logged] == losses
@@ -567,20 +687,31 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 def test_comet_offline(tmp_path, monkeypatch):
     pytest.importorskip("comet_ml", reason="comet_ml is not installed")
-    for k, v in {"COMET_OFFLINE_DIRECTORY": str(tmp_path), "COMET_LOGGING_CONSOLE": "ERROR", "COMET_DISABLE_AUTO_LOGGING": "1"}.items():
+    for k, v in {
+        "COMET_OFFLINE_DIRECTORY": str(tmp_path),
+        "COMET_LOGGING_CONSOLE": "ERROR",
+        "COMET_DISABLE_AUTO_LOGGING": "1",
+    }.items():
         monkeypatch.setenv(k, v)
-    engine = make_engine(comet={"enabled": True, "online": False, "project": "p", "samples_log_interval": 8, "experiment_name": "n"})
+    engine = make_engine(
+        comet={"enabled": True, "online": False, "project": "p", "samples_log_interval": 8, "experiment_name": "n"}
+    )
     (sink,) = engine.monitor._guard.sinks
     assert sink.experiment.get_name() == "n"
     logged = []
-    monkeypatch.setattr(sink.experiment, "__internal_api__log_metric__", lambda name, value, step: logged.append((name, step)), raising=False)
+    monkeypatch.setattr(
+        sink.experiment,
+        "__internal_api__log_metric__",
+        lambda name, value, step: logged.append((name, step)),
+        raising=False,
+    )
     train(engine, 4)
     engine.destroy()
     assert [s for n, s in logged if n == "Train/Samples/train_loss"] == [4, 12]  # once in 8 samples
     assert list(tmp_path.rglob("*.zip"))
 
 
-# ---- the user's own ----------------------------------------------------------------------------------------------------------------
+# ---- the user's own --------------------------------------------------------------------------------------------------
 def test_own_scalars(tmp_path):
     engine = make_engine(tmp_path)
     train(engine, 1)
@@ -606,7 +737,7 @@ def test_monitor_master_takes_deepspeeds_forms(tmp_path):
     assert not MonitorMaster({}).enabled
 
 
-# ---- failures ------------------------------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def warnings_of():
     records: list[str] = []
@@ -626,7 +757,10 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, warnings_of):
     for i in range(3):
         train(engine, 1, start=1 + i)
         engine.monitor.flush()
-    assert engine.global_steps == 4 and len([w for w in warnings_of if "No space left" in w and "training goes on" in w]) == 1
+    assert (
+        engine.global_steps == 4
+        and len([w for w in warnings_of if "No space left" in w and "training goes on" in w]) == 1
+    )
     engine.destroy()
 
 
@@ -681,13 +815,31 @@ def test_a_broken_stream_does_not_end_training(monkeypatch, warnings_of):
 
 
 def test_wrong_settings_are_refused():
-    for ours in ({"log": {"format": "xml"}}, {"log": {"ranks": "some"}}, {"log": {"seconds": 0}}, {"log": {"total_steps": 0}}, {"run_dir": 3}):
+    for ours in (
+        {"log": {"format": "xml"}},
+        {"log": {"ranks": "some"}},
+        {"log": {"seconds": 0}},
+        {"log": {"total_steps": 0}},
+        {"run_dir": 3},
+    ):
         with pytest.raises(ConfigError, match="deepc."):
             Config.load({"train_batch_size": 1, "deepc": ours}, world_size=1)
 
 
 def test_events_are_deepspeeds_tags():
-    record = {"samples": 8, "loss": 1.0, "lr": 0.1, "loss_scale": None, "grad_norm": 2.0, "parts": {"forward_s": 0.001, "backward_s": 0.002, "step_s": 0.003}}
+    record = {
+        "samples": 8,
+        "loss": 1.0,
+        "lr": 0.1,
+        "loss_scale": None,
+        "grad_norm": 2.0,
+        "parts": {"forward_s": 0.001, "backward_s": 0.002, "step_s": 0.003},
+    }
     assert experiments.events_of(record, False, True) == [
-        ("Train/Samples/train_loss", 1.0, 8), ("Train/Samples/lr", 0.1, 8), ("Train/Samples/grad_norm", 2.0, 8), ("Train/Samples/elapsed_time_ms_forward", 1.0, 8),
-        ("Train/Samples/elapsed_time_ms_backward", 2.0, 8), ("Train/Samples/elapsed_time_ms_step", 3.0, 8)]
+        ("Train/Samples/train_loss", 1.0, 8),
+        ("Train/Samples/lr", 0.1, 8),
+        ("Train/Samples/grad_norm", 2.0, 8),
+        ("Train/Samples/elapsed_time_ms_forward", 1.0, 8),
+        ("Train/Samples/elapsed_time_ms_backward", 2.0, 8),
+        ("Train/Samples/elapsed_time_ms_step", 3.0, 8),
+    ]

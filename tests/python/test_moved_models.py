@@ -1,21 +1,24 @@
-"""model.to(...), half(), share_memory() on the model of an engine: what changes nothing passes, the rest is an error that names the fix."""
+"""model.to(...), half(), share_memory() on the model of an engine: what changes nothing passes, the rest is an error
+that names the fix."""
 
 from __future__ import annotations
 
 import copy
 import os
 
+import deepc
 import pytest
 import torch
-
-import deepc
 from deepc.engine import Engine
 from deepc.errors import ReleasedParameterError, StrayWriteError, UnsupportedError
 from ranks import run_quietly
 
 
 def _engine(stage: int, streamed: bool = False) -> Engine:
-    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if streamed else {})}
+    zero = {
+        "stage": stage,
+        **({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if streamed else {}),
+    }
     os.environ["DEEPC_STREAMED"] = str(int(streamed))
     try:
         torch.manual_seed(0)
@@ -43,7 +46,12 @@ def moved(rank: int, world: int) -> dict[str, str]:
         engine = _engine(stage, streamed)
         assert _step(engine)
         before = engine(torch.ones(2, 8)).detach()
-        for same in (engine.module.to("cpu"), engine.module.to(torch.float32), engine.module.float().cpu(), engine.to("cpu").module):
+        for same in (
+            engine.module.to("cpu"),
+            engine.module.to(torch.float32),
+            engine.module.float().cpu(),
+            engine.to("cpu").module,
+        ):
             assert same is engine.module
         if streamed:
             with pytest.raises(ReleasedParameterError, match="GatheredParameters"):

@@ -1,7 +1,8 @@
-"""The engine over several CPU nodes: shared memory inside each, Gloo between them; and ZeRO++'s compression of what crosses.
+"""The engine over several CPU nodes: shared memory inside each, Gloo between them; and ZeRO++'s compression of what
+crosses.
 
-Nodes are simulated by DEEPC_NODE_ID: ranks of another name can't share memory, whatever the machine. test_nodes_net.py has hosts with a
-network."""
+Nodes are simulated by DEEPC_NODE_ID: ranks of another name can't share memory, whatever the machine. test_nodes_net.py
+has hosts with a network."""
 
 from __future__ import annotations
 
@@ -11,9 +12,8 @@ import signal
 from typing import NamedTuple
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import run_ranks as _run_ranks
 from test_engine import close_to_plain, same_bits
 
@@ -58,15 +58,30 @@ def _train(rank, world, nodes, how, stages, micro, gas, precision, steps, zero, 
     with on_node(place(rank, world, nodes, how)):
         for stage in stages:
             before = deepc.counters()
-            cfg = tiny.config(stage, micro=micro, gas=gas, precision=precision, deepc={"bucket_elems": 1})  # the smallest: several buckets
+            cfg = tiny.config(
+                stage, micro=micro, gas=gas, precision=precision, deepc={"bucket_elems": 1}
+            )  # the smallest: several buckets
             cfg["zero_optimization"].update(zero)
             losses, first, weights, engine = tiny.engine_training(cfg, steps, rank, world, **options)
             counted = {k: v - before[k] for k, v in deepc.counters().items()}
             plan = engine.plan
-            assert (plan.transport, plan.nodes, plan.ranks_per_node) == ("nodes" if nodes > 1 else "node", nodes, world // nodes)
+            assert (plan.transport, plan.nodes, plan.ranks_per_node) == (
+                "nodes" if nodes > 1 else "node",
+                nodes,
+                world // nodes,
+            )
             params = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-            out[stage] = Run(losses, first, weights, params, counted, engine.comm_bytes, plan.crossing(), engine.skipped_steps,
-                             plan.describe())
+            out[stage] = Run(
+                losses,
+                first,
+                weights,
+                params,
+                counted,
+                engine.comm_bytes,
+                plan.crossing(),
+                engine.skipped_steps,
+                plan.describe(),
+            )
             engine.destroy()
     return out
 
@@ -76,11 +91,15 @@ def crossed_as_planned(run: Run, steps: int, gas: int, per_node: int) -> None:
     assert run.sent["total"] == run.sent["gradients"] + run.sent["parameters"] + run.sent["control"]
 
 
-@pytest.mark.parametrize("world, nodes, how, gas", [(4, 2, "blocks", 1), (4, 2, "dealt", 2), (2, 2, "blocks", 2), (3, 3, "blocks", 1)])
+@pytest.mark.parametrize(
+    "world, nodes, how, gas", [(4, 2, "blocks", 1), (4, 2, "dealt", 2), (2, 2, "blocks", 2), (3, 3, "blocks", 1)]
+)
 def test_stages_over_nodes_equal_plain_pytorch_and_each_other(world, nodes, how, gas):
     samples = 8 if world != 3 else 6
     want = tiny.plain_training(STEPS, samples=samples)
-    ranks = run_ranks(_train, world, nodes, how, (0, 1, 2, 3), samples // world // gas, gas, "fp32", STEPS, {}, {"samples": samples})
+    ranks = run_ranks(
+        _train, world, nodes, how, (0, 1, 2, 3), samples // world // gas, gas, "fp32", STEPS, {}, {"samples": samples}
+    )
     for rank in range(world):
         for stage in range(4):
             run = ranks[rank][stage]
@@ -88,8 +107,13 @@ def test_stages_over_nodes_equal_plain_pytorch_and_each_other(world, nodes, how,
             same_bits(run.weights, ranks[0][0].weights)
             same_bits(run.params, run.weights)
             assert run.losses == ranks[0][0].losses
-            # The C path ran inside the node; each gradient and each new parameter crossed once per node; nothing was gathered at stage 3.
-            assert run.counted["buckets_reduced"] > 0 and run.counted["bucket_bytes_in"] > 0 and run.counted["adamw_calls"] == STEPS
+            # The C path ran inside the node; each gradient and each new parameter crossed once per node; nothing was
+            # gathered at stage 3.
+            assert (
+                run.counted["buckets_reduced"] > 0
+                and run.counted["bucket_bytes_in"] > 0
+                and run.counted["adamw_calls"] == STEPS
+            )
             crossed_as_planned(run, STEPS, gas, world // nodes)
             assert run.sent["parameters"] * (world // nodes) == STEPS * run.crossing["parameters"]
             if stage == 3:
@@ -124,11 +148,15 @@ def test_16_bit_over_nodes_is_bit_equal_and_learns_as_on_one_node(precision):
             same_bits(rank[stage].weights, ranks[0][0].weights)
             assert rank[stage].losses == ranks[0][0].losses
             assert rank[stage].counted["adamw_calls"] == STEPS - rank[stage].skipped
-    assert ranks[0][0].skipped == one_node.skipped < STEPS / 2  # fp16: as many steps skipped, the sum over nodes overflows no earlier
-    assert max(abs(a - b) for a, b in zip(ranks[0][0].losses, one_node.losses)) < (0.05 if precision == "bf16" else 0.02)
+    assert (
+        ranks[0][0].skipped == one_node.skipped < STEPS / 2
+    )  # fp16: as many steps skipped, the sum over nodes overflows no earlier
+    assert max(abs(a - b) for a, b in zip(ranks[0][0].losses, one_node.losses)) < (
+        0.05 if precision == "bf16" else 0.02
+    )
 
 
-# ---- ZeRO++ ------------------------------------------------------------------------------------------------------------------------
+# ---- ZeRO++ ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision, world, gas", [("fp32", 4, 1), ("bf16", 4, 2), ("fp32", 2, 1)])
@@ -144,13 +172,23 @@ def test_quantized_stages_agree_and_cross_less(precision, world, gas):
             same_bits(run.weights, ranks[0][3].weights)
             assert run.losses == ranks[0][3].losses
             crossed_as_planned(run, steps, gas, world // 2)
-            # Per bucket and step one encoding of parameters and one of gradients (and the parameters' at the start): C's, not a fallback.
-            assert run.counted["quantize_calls"] >= steps * (1 + gas) and run.counted["dequantize_calls"] >= steps * (2 + gas)
+            # Per bucket and step one encoding of parameters and one of gradients (and the parameters' at the start):
+            # C's, not a fallback.
+            assert run.counted["quantize_calls"] >= steps * (1 + gas) and run.counted["dequantize_calls"] >= steps * (
+                2 + gas
+            )
             assert "int4 blocks, qgZ" in run.plan and "int8 blocks, qwZ" in run.plan
     run, reference = ranks[0][3], plain[0][3]
-    for name, master in run.weights.items():  # half a step of 8 bits of the largest of 64 neighbours, at most the tensor's largest
-        assert not torch.equal(run.params[name], master.to(run.params[name].dtype)) or master.abs().max() == 0 or master.dim() == 1
-        bound = float(master.abs().max()) * (0.5 / 127 + (2 ** -8 if precision == "bf16" else 1e-6))
+    for (
+        name,
+        master,
+    ) in run.weights.items():  # half a step of 8 bits of the largest of 64 neighbours, at most the tensor's largest
+        assert (
+            not torch.equal(run.params[name], master.to(run.params[name].dtype))
+            or master.abs().max() == 0
+            or master.dim() == 1
+        )
+        bound = float(master.abs().max()) * (0.5 / 127 + (2**-8 if precision == "bf16" else 1e-6))
         torch.testing.assert_close(run.params[name].float(), master, rtol=0, atol=bound)
     if precision == "fp32":
         moved = sum(run.sent[k] for k in ("gradients", "parameters"))
@@ -169,7 +207,9 @@ def _plan_bytes(rank, world, zero):
             cfg["zero_optimization"].update(zero)
             engine, _, _, _ = deepc.initialize(model=tiny.make_model(width=64), config=cfg)
             plan, reducer, state = engine.plan, engine.reducer, engine.state
-            have = sum(t.numel() * t.element_size() for t in (reducer._slots, reducer._in, reducer._out) if t is not None)
+            have = sum(
+                t.numel() * t.element_size() for t in (reducer._slots, reducer._in, reducer._out) if t is not None
+            )
             assert plan.bytes["exchange_private"] == have
             assert plan.bytes["master_private"] == (4 * state.master.numel() if state.master is not None else 0)
             shared = plan.bytes["params_shared"] + plan.bytes["staging_shared"]
@@ -199,9 +239,9 @@ def _debug(rank, world):
             engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=2))
             x, y = tiny.make_batch(0)
             for step in range(2):
-                engine.backward(engine(x[rank * 2:][:2], y[rank * 2:][:2]))
+                engine.backward(engine(x[rank * 2 :][:2], y[rank * 2 :][:2]))
                 assert engine.step().applied
-            engine.backward(engine(x[rank * 2:][:2], y[rank * 2:][:2]))
+            engine.backward(engine(x[rank * 2 :][:2], y[rank * 2 :][:2]))
             if rank == 3:
                 engine.module.ln.weight.detach().numpy()[0] += 1
             with pytest.raises(StrayWriteError, match="ln.weight"):
@@ -251,11 +291,14 @@ def test_what_places_rule_out_is_a_clear_error():
     want = tiny.plain_training(2)[0]
     for (hpz, quantized), losses in run_ranks(_refused, 4):
         assert "zero_hpz_partition_size = 4" in hpz and "2 ranks of a node" in hpz
-        assert "zero_quantized_gradients" in quantized and "node host0 has ranks 0, 1, 2; node host1 has rank 3" in quantized
+        assert (
+            "zero_quantized_gradients" in quantized
+            and "node host0 has ranks 0, 1, 2; node host1 has rank 3" in quantized
+        )
         assert losses == pytest.approx(want, rel=1e-6)
 
 
-# ---- what users do -----------------------------------------------------------------------------------------------------------------
+# ---- what users do ---------------------------------------------------------------------------------------------------
 
 
 def _poison(rank, world, zero):
@@ -268,7 +311,7 @@ def _poison(rank, world, zero):
             cfg["zero_optimization"].update(zero)
             engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=cfg)
             x, y = tiny.make_batch(0)
-            x, y = x[rank * 2:][:2], y[rank * 2:][:2]
+            x, y = x[rank * 2 :][:2], y[rank * 2 :][:2]
             before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
             for bad in (float("inf"), float("nan")):
                 engine.backward(engine(x, y) * (bad if rank == 3 else 1.0))
@@ -289,8 +332,8 @@ def test_gradients_that_are_not_finite_skip_the_step_on_every_node(zero):
 
 
 def _user(rank, world, precision, zero):
-    """GatheredParameters with a modifier on the second node, load_module_state_dict, no_sync, stray writes, and full tensors between
-    micro-batches."""
+    """GatheredParameters with a modifier on the second node, load_module_state_dict, no_sync, stray writes, and full
+    tensors between micro-batches."""
     import deepc
     from deepc.errors import StrayWriteError
 
@@ -304,13 +347,14 @@ def _user(rank, world, precision, zero):
             with torch.no_grad():
                 weight.fill_(0.25 if rank == 3 else 99.0)
                 frozen.fill_(0.5 if rank == 3 else 99.0)
-        # Quantised, an element that had the value before by chance keeps its master, half a step of the old scale away at most.
+        # Quantised, an element that had the value before by chance keeps its master, half a step of the old scale away
+        # at most.
         near = 0.015 if zero else 0.0
         assert float((weight.float() - 0.25).abs().max()) <= near and torch.all(frozen == 0.5)
         assert float((engine.full_fp32_param(weight) - 0.25).abs().max()) <= near
         assert torch.equal(engine.full_fp32_param(engine.module.blocks[1].up.weight), untouched)
         x, y = tiny.make_batch(0)
-        x, y = x[rank * 2:][:2], y[rank * 2:][:2]
+        x, y = x[rank * 2 :][:2], y[rank * 2 :][:2]
         engine.backward(engine(x, y))
         assert engine.step().applied
         assert 0 < float((engine.full_fp32_param(weight) - 0.25).abs().max()) < 0.01 + near
@@ -339,7 +383,8 @@ def test_what_users_do_with_parameters_over_nodes(precision, zero):
 
 
 def _stage_0_looks(rank, world):
-    """Stage 0 completes its sums only when someone looks: full_grad between micro-batches, and a boundary that comes unannounced."""
+    """Stage 0 completes its sums only when someone looks: full_grad between micro-batches, and a boundary that comes
+    unannounced."""
     import deepc
 
     with on_node(place(rank, world, 2)):
@@ -351,7 +396,7 @@ def _stage_0_looks(rank, world):
             for m in range(2):
                 at = m * world + rank
                 engine.set_gradient_accumulation_boundary(False)
-                engine.backward(engine(x[at: at + 1], y[at: at + 1]))
+                engine.backward(engine(x[at : at + 1], y[at : at + 1]))
                 if m == 0:
                     grads.append({n: engine.full_grad(p) for n, p in engine.module.named_parameters()})
                     engine.step()
@@ -380,7 +425,7 @@ def _zero_init(rank, world):
         for n, p in model.named_parameters():
             assert torch.equal(p, built[n]), n
         x, y = tiny.make_batch(0)
-        engine.backward(engine(x[rank * 2:][:2], y[rank * 2:][:2]))
+        engine.backward(engine(x[rank * 2 :][:2], y[rank * 2 :][:2]))
         assert engine.step().applied
         engine.destroy()
     return built
@@ -407,7 +452,7 @@ def _checkpoint(rank, world, folder, nodes, zero, resume):
                 engine.save_checkpoint(folder, client_state={"at": 2})
             x, y = tiny.make_batch(step)
             n = 8 // world
-            loss = engine(x[rank * n:][:n], y[rank * n:][:n])
+            loss = engine(x[rank * n :][:n], y[rank * n :][:n])
             engine.backward(loss)
             engine.step()
             out.append(loss.item())
@@ -425,7 +470,9 @@ def test_checkpoints_over_nodes_resume_bit_exactly_and_load_on_one_node(tmp_path
         assert a[0] == b[0]
         same_bits(a[1], b[1])
         same_bits(a[2], b[2])
-    for rank in run_ranks(_checkpoint, 2, str(tmp_path), 1, {}, True):  # another number of ranks and nodes: close, not equal
+    for rank in run_ranks(
+        _checkpoint, 2, str(tmp_path), 1, {}, True
+    ):  # another number of ranks and nodes: close, not equal
         for n, p in rank[2].items():
             torch.testing.assert_close(p, went_on[0][2][n], rtol=0, atol=5e-3)
 
@@ -434,7 +481,9 @@ def test_a_rank_that_dies_is_an_error_on_every_node():
     results = _run_ranks(_dies, 4, env={"DEEPC_LOG_LEVEL": "WARNING"}, may_die=(1,), timeout_s=60.0)
     assert results[1] is None
     for rank in (0, 2, 3):
-        assert "rank 1" in results[rank] and "killed by signal 9" in results[rank]  # the reason reaches the other node too
+        assert (
+            "rank 1" in results[rank] and "killed by signal 9" in results[rank]
+        )  # the reason reaches the other node too
 
 
 def _dies(rank, world):
@@ -442,7 +491,9 @@ def _dies(rank, world):
     from deepc.errors import CommError
 
     os.environ["DEEPC_NODE_ID"] = place(rank, world, 2)  # of a process of its own
-    engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=2, deepc={"bucket_elems": 1}))
+    engine, _, _, _ = deepc.initialize(
+        model=tiny.make_model(), config=tiny.config(3, micro=2, deepc={"bucket_elems": 1})
+    )
     x, y = tiny.make_batch(0)
     engine.backward(engine(x[:2], y[:2]))
     engine.step()

@@ -1,5 +1,5 @@
-"""The engine over hosts with a network between them (network namespaces, 1 Gbit/s): what crosses by the interfaces' own counters, and
-that ZeRO++'s compression does not show in the loss.
+"""The engine over hosts with a network between them (network namespaces, 1 Gbit/s): what crosses by the interfaces' own
+counters, and that ZeRO++'s compression does not show in the loss.
 
 Needs root; skipped with the reason where hosts can't be made."""
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 import statistics
 
 import pytest
-import torch
-
 import tiny
+import torch
 from nethosts import Hosts, needs_hosts, wire_bytes
 from ranks import run_ranks
 from test_engine import close_to_plain, same_bits
@@ -33,10 +32,9 @@ def sentences(step: int, seed: int, samples: int = 8, vocab: int = 61, context: 
 
 def _curve(rank, world, zero, seed):
     """(losses, engine.comm_bytes of the training alone and at all, bytes that this host's interface sent meanwhile)."""
-    import torch.distributed as dist
-
     import deepc
     import nethosts
+    import torch.distributed as dist
 
     cfg = tiny.config(3, micro=8 // world, lr=3e-3)
     cfg["zero_optimization"].update(zero)
@@ -47,7 +45,7 @@ def _curve(rank, world, zero, seed):
     for step in range(STEPS):
         x, y = sentences(step, seed)
         n = 8 // world
-        loss = engine(x[rank * n:][:n], y[rank * n:][:n])
+        loss = engine(x[rank * n :][:n], y[rank * n :][:n])
         engine.backward(loss)
         assert engine.step().applied
         losses.append(loss.item())
@@ -63,7 +61,7 @@ def _curve(rank, world, zero, seed):
 
 
 def smooth(losses: list[float]) -> list[float]:
-    return [statistics.fmean(losses[i: i + WINDOW]) for i in range(0, STEPS, WINDOW)]
+    return [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, STEPS, WINDOW)]
 
 
 @pytest.mark.full
@@ -80,7 +78,10 @@ def test_zeropp_crosses_a_quarter_of_the_bytes_and_learns_the_same():
                 runs[name, seed] = out[0][0], crossed
                 for r in out[1:]:
                     same_bits(r[3], out[0][3])
-                for host in (0, 1):  # what the engine says it sent is what its host's interface sent, with headers and acknowledgements
+                for host in (
+                    0,
+                    1,
+                ):  # what the engine says it sent is what its host's interface sent, with headers and acknowledgements
                     said = sum(out[r][1]["total"] for r in range(4) if PLACEMENT[r] == host)
                     seen = max(out[r][2] for r in range(4) if PLACEMENT[r] == host)
                     least, most = wire_bytes(said)
@@ -89,17 +90,23 @@ def test_zeropp_crosses_a_quarter_of_the_bytes_and_learns_the_same():
     ratio = sum(runs["zero++", 0][1]) / sum(runs["plain", 0][1])
     print(f"bytes sent per host: plain {runs['plain', 0][1]}, ZeRO++ {runs['zero++', 0][1]}: {ratio:.3f}")
     assert ratio <= 0.25
-    # 2. Loss: in every window of steps the mean of the compressed curves is within one standard deviation of the plain curves' seeds.
+    # 2. Loss: in every window of steps the mean of the compressed curves is within one standard deviation of the plain
+    #    curves' seeds.
     plain, compressed = ([smooth(runs[name, seed][0]) for seed in SEEDS] for name in ("plain", "zero++"))
     for window in range(STEPS // WINDOW):
         a, b = [c[window] for c in plain], [c[window] for c in compressed]
-        print(f"steps from {window * WINDOW}: plain {statistics.fmean(a):.4f} (seeds {min(a):.4f} to {max(a):.4f}), ZeRO++ {statistics.fmean(b):.4f}")
+        print(
+            f"steps from {window * WINDOW}: plain {statistics.fmean(a):.4f} (seeds {min(a):.4f} to {max(a):.4f}),"
+            f" ZeRO++ {statistics.fmean(b):.4f}"
+        )
         assert abs(statistics.fmean(b) - statistics.fmean(a)) <= statistics.stdev(a)
     assert statistics.fmean(c[-1] for c in compressed) < 0.5 * statistics.fmean(c[0] for c in compressed)
 
 
 def _train(rank, world, stage):
-    losses, first, weights, engine = tiny.engine_training(tiny.config(stage, micro=8 // world, deepc={"bucket_elems": 1}), 6, rank, world)
+    losses, first, weights, engine = tiny.engine_training(
+        tiny.config(stage, micro=8 // world, deepc={"bucket_elems": 1}), 6, rank, world
+    )
     assert engine.plan.transport == "nodes"
     engine.destroy()
     return losses, first, weights

@@ -1,13 +1,13 @@
-"""torch.ops.deepc.*: against PyTorch elementwise, under opcheck and torch.compile, with bad input, and with proof that C ran."""
+"""torch.ops.deepc.*: against PyTorch elementwise, under opcheck and torch.compile, with bad input, and with proof that
+C ran."""
 
 from __future__ import annotations
 
 import copy
 
+import deepc
 import pytest
 import torch
-
-import deepc
 from deepc.errors import ArgumentError
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,33 +111,133 @@ OPCHECKS = {
     "copy_tensor": lambda: (make(100, torch.float32), torch.empty(100)),
     "norm_squared": lambda: (make(5000, torch.float32),),
     "reduce_tensors": lambda: (torch.empty(100), [make(100, torch.float32, i) for i in range(2)], 1),
-    "accumulate_tensors": lambda: (make(100, torch.float32), [make(100, torch.float16)], False, torch.empty(1, dtype=torch.float64)),
-    "step_adamw": lambda: (*adam_lists(100, torch.float32), [], [torch.empty(100, dtype=torch.bfloat16) for _ in range(2)],
-                           1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 1, True),
-    "quantize_blocks": lambda: (make(200, torch.bfloat16), torch.zeros(4 * 4 + 100, dtype=torch.uint8), make(200, torch.float32, 1), 4, 64),
+    "accumulate_tensors": lambda: (
+        make(100, torch.float32),
+        [make(100, torch.float16)],
+        False,
+        torch.empty(1, dtype=torch.float64),
+    ),
+    "step_adamw": lambda: (
+        *adam_lists(100, torch.float32),
+        [],
+        [torch.empty(100, dtype=torch.bfloat16) for _ in range(2)],
+        1e-3,
+        0.9,
+        0.999,
+        1e-8,
+        0.01,
+        1.0,
+        1,
+        True,
+    ),
+    "quantize_blocks": lambda: (
+        make(200, torch.bfloat16),
+        torch.zeros(4 * 4 + 100, dtype=torch.uint8),
+        make(200, torch.float32, 1),
+        4,
+        64,
+    ),
     "dequantize_blocks": lambda: (packed_bytes(200), torch.empty(200), 8, 128),
     "add_dequantized": lambda: (packed_bytes(200), make(200, torch.float32), 8, 128, 0.5),
-    "select_topk": lambda: (make(200, torch.float16), torch.zeros(60, dtype=torch.uint8), make(200, torch.float32, 1), 128, 5),
+    "select_topk": lambda: (
+        make(200, torch.float16),
+        torch.zeros(60, dtype=torch.uint8),
+        make(200, torch.float32, 1),
+        128,
+        5,
+    ),
     "spread_topk": lambda: (torch.zeros(60, dtype=torch.uint8), torch.empty(200), 128, 5),
     "add_topk": lambda: (torch.zeros(60, dtype=torch.uint8), make(200, torch.float32), 128, 5, 2.0),
-    "cross_entropy_rows": lambda: (make(120, torch.float32).view(4, 30), torch.tensor([1, -100, 0, 28]), torch.ones(4), torch.empty(4), 29, 1.0, 0.1, -100, True),
-    "linear_cross_entropy": lambda: (make(48, torch.float32).view(6, 8), make(88, torch.float32, 1).view(11, 8), torch.tensor([1, 2, -100, 10, 0, 3]),
-                                     make(11, torch.float32, 2), -100, 0.1, 1, 4, False, True, True, True),
-    "linear_cross_entropy_backward": lambda: (make(48, torch.float32).view(6, 8), make(88, torch.float32, 1).view(11, 8), torch.tensor([1, 2, -100, 10, 0, 3]),
-                                              None, torch.ones(6), -100, 0.0, 4, True, True, False),
+    "cross_entropy_rows": lambda: (
+        make(120, torch.float32).view(4, 30),
+        torch.tensor([1, -100, 0, 28]),
+        torch.ones(4),
+        torch.empty(4),
+        29,
+        1.0,
+        0.1,
+        -100,
+        True,
+    ),
+    "linear_cross_entropy": lambda: (
+        make(48, torch.float32).view(6, 8),
+        make(88, torch.float32, 1).view(11, 8),
+        torch.tensor([1, 2, -100, 10, 0, 3]),
+        make(11, torch.float32, 2),
+        -100,
+        0.1,
+        1,
+        4,
+        False,
+        True,
+        True,
+        True,
+    ),
+    "linear_cross_entropy_backward": lambda: (
+        make(48, torch.float32).view(6, 8),
+        make(88, torch.float32, 1).view(11, 8),
+        torch.tensor([1, 2, -100, 10, 0, 3]),
+        None,
+        torch.ones(6),
+        -100,
+        0.0,
+        4,
+        True,
+        True,
+        False,
+    ),
     "rms_norm": lambda: (make(60, torch.bfloat16).view(3, 20), make(20, torch.float32), 1e-6, 1.0),
-    "add_rms_norm": lambda: (make(60, torch.float32).view(3, 20), make(60, torch.float32, 1).view(3, 20), torch.empty(0), 1e-6, 0.0),
-    "layer_norm": lambda: (make(60, torch.float32).view(3, 20), make(20, torch.float32), make(20, torch.float32, 1), 1e-5),
-    "add_layer_norm": lambda: (make(60, torch.float16).view(3, 20), make(60, torch.float16, 1).view(3, 20), make(20, torch.float16),
-                               make(20, torch.float16, 1), 1e-5),
-    "norm_grad": lambda: (make(60, torch.float32).view(3, 20), torch.empty(0), make(60, torch.float32, 1).view(3, 20), make(20, torch.float32),
-                          make(3, torch.float32), torch.ones(3), 0.0, True, True),
+    "add_rms_norm": lambda: (
+        make(60, torch.float32).view(3, 20),
+        make(60, torch.float32, 1).view(3, 20),
+        torch.empty(0),
+        1e-6,
+        0.0,
+    ),
+    "layer_norm": lambda: (
+        make(60, torch.float32).view(3, 20),
+        make(20, torch.float32),
+        make(20, torch.float32, 1),
+        1e-5,
+    ),
+    "add_layer_norm": lambda: (
+        make(60, torch.float16).view(3, 20),
+        make(60, torch.float16, 1).view(3, 20),
+        make(20, torch.float16),
+        make(20, torch.float16, 1),
+        1e-5,
+    ),
+    "norm_grad": lambda: (
+        make(60, torch.float32).view(3, 20),
+        torch.empty(0),
+        make(60, torch.float32, 1).view(3, 20),
+        make(20, torch.float32),
+        make(3, torch.float32),
+        torch.ones(3),
+        0.0,
+        True,
+        True,
+    ),
     "swiglu": lambda: (make(120, torch.float32).view(3, 40)[:, :20], make(60, torch.float32, 1).view(3, 20)),
-    "swiglu_grad": lambda: (make(60, torch.float32).view(3, 20), make(60, torch.float32, 1).view(3, 20), make(60, torch.float32, 2).view(3, 20)),
+    "swiglu_grad": lambda: (
+        make(60, torch.float32).view(3, 20),
+        make(60, torch.float32, 1).view(3, 20),
+        make(60, torch.float32, 2).view(3, 20),
+    ),
     "gelu": lambda: (make(60, torch.bfloat16).view(3, 20), make(20, torch.float32), True),
-    "gelu_grad": lambda: (make(60, torch.float32).view(3, 20), make(60, torch.float32, 1).view(3, 20), make(20, torch.float32), False, True),
-    "rotary": lambda: (make(240, torch.float32).view(2, 5, 3, 8).transpose(1, 2), make(30, torch.float32).view(5, 6), make(30, torch.float32, 1).view(5, 6),
-                       False),
+    "gelu_grad": lambda: (
+        make(60, torch.float32).view(3, 20),
+        make(60, torch.float32, 1).view(3, 20),
+        make(20, torch.float32),
+        False,
+        True,
+    ),
+    "rotary": lambda: (
+        make(240, torch.float32).view(2, 5, 3, 8).transpose(1, 2),
+        make(30, torch.float32).view(5, 6),
+        make(30, torch.float32, 1).view(5, 6),
+        False,
+    ),
 }
 
 
@@ -163,32 +263,71 @@ def test_compile_fullgraph(name):
     eager, compiled = OPCHECKS[name](), OPCHECKS[name]()
     a = run(*eager)
     b = torch.compile(run, fullgraph=True, backend="aot_eager")(*compiled)
-    flat = lambda args: [t for x in args for t in (x if isinstance(x, list) else [x]) if isinstance(t, torch.Tensor)]  # noqa: E731
+    flat = lambda args: [t for x in args for t in (x if isinstance(x, list) else [x]) if isinstance(t, torch.Tensor)]
     for x, y in zip(flat(eager), flat(compiled)):
         assert torch.equal(x, y)
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("call, text", [
-    (lambda: torch.ops.deepc.cast_tensor(torch.zeros(3), torch.zeros(4), 1.0), "3 elements"),
-    (lambda: torch.ops.deepc.scale_tensor(torch.zeros(4, 4).t()[1:], 1.0), "not contiguous"),
-    (lambda: torch.ops.deepc.scale_tensor(torch.zeros(4, dtype=torch.int32), 1.0), "(?i)int32|i32|dtype"),
-    (lambda: torch.ops.deepc.scale_tensor(torch.zeros(4, dtype=torch.complex64), 1.0), "dtype"),
-    (lambda: torch.ops.deepc.add_scaled(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), 1.0), "float32"),
-    (lambda: torch.ops.deepc.copy_tensor(torch.zeros(4), torch.zeros(4, dtype=torch.float16)), "cast_tensor"),
-    (lambda: torch.ops.deepc.accumulate_tensors(torch.zeros(4), [], True, torch.empty(0, dtype=torch.float64)), "empty"),
-    (lambda: torch.ops.deepc.accumulate_tensors(torch.zeros(4), [torch.zeros(4)], True, torch.empty(7, dtype=torch.float64)), "partial"),
-    (lambda: torch.ops.deepc.step_adamw([torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4)], [], [], [], 0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 1, True), "exp_avg_sqs"),
-    (lambda: torch.ops.deepc.step_adamw(*adam_lists(4, torch.float32), [], [], 0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0, True), "step"),
-    (lambda: torch.ops.deepc.step_adamw(*adam_lists(4, torch.float32), [], [], 0.1, 1.5, 0.99, 1e-8, 0.0, 1.0, 1, True), "(?i)beta"),
-])
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: torch.ops.deepc.cast_tensor(torch.zeros(3), torch.zeros(4), 1.0), "3 elements"),
+        (lambda: torch.ops.deepc.scale_tensor(torch.zeros(4, 4).t()[1:], 1.0), "not contiguous"),
+        (lambda: torch.ops.deepc.scale_tensor(torch.zeros(4, dtype=torch.int32), 1.0), "(?i)int32|i32|dtype"),
+        (lambda: torch.ops.deepc.scale_tensor(torch.zeros(4, dtype=torch.complex64), 1.0), "dtype"),
+        (lambda: torch.ops.deepc.add_scaled(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), 1.0), "float32"),
+        (lambda: torch.ops.deepc.copy_tensor(torch.zeros(4), torch.zeros(4, dtype=torch.float16)), "cast_tensor"),
+        (
+            lambda: torch.ops.deepc.accumulate_tensors(torch.zeros(4), [], True, torch.empty(0, dtype=torch.float64)),
+            "empty",
+        ),
+        (
+            lambda: torch.ops.deepc.accumulate_tensors(
+                torch.zeros(4), [torch.zeros(4)], True, torch.empty(7, dtype=torch.float64)
+            ),
+            "partial",
+        ),
+        (
+            lambda: torch.ops.deepc.step_adamw(
+                [torch.zeros(4)],
+                [torch.zeros(4)],
+                [torch.zeros(4)],
+                [],
+                [],
+                [],
+                0.1,
+                0.9,
+                0.99,
+                1e-8,
+                0.0,
+                1.0,
+                1,
+                True,
+            ),
+            "exp_avg_sqs",
+        ),
+        (
+            lambda: torch.ops.deepc.step_adamw(
+                *adam_lists(4, torch.float32), [], [], 0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0, True
+            ),
+            "step",
+        ),
+        (
+            lambda: torch.ops.deepc.step_adamw(
+                *adam_lists(4, torch.float32), [], [], 0.1, 1.5, 0.99, 1e-8, 0.0, 1.0, 1, True
+            ),
+            "(?i)beta",
+        ),
+    ],
+)
 def test_bad_input_is_a_clear_error(call, text):
     with pytest.raises(RuntimeError, match=text):
         call()
 
 
-# ---- the drop-in optimizer ----------------------------------------------------------------------------------------------
+# ---- the drop-in optimizer -------------------------------------------------------------------------------------------
 
 
 def pair(dtype=torch.float32, kind="AdamW", **kwargs):
@@ -208,7 +347,10 @@ def run_pair(mine, opt, theirs, ref, steps=5):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam"])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True}, {"betas": (0.8, 0.95), "eps": 1e-6, "lr": 3e-2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True}, {"betas": (0.8, 0.95), "eps": 1e-6, "lr": 3e-2}],
+)
 def test_optimizer_equals_torch(kind, options):
     mine, opt, theirs, ref = pair(kind=kind, **options)
     run_pair(mine, opt, theirs, ref)
@@ -221,7 +363,9 @@ def test_optimizer_equals_torch(kind, options):
 def test_optimizer_bf16_parameters():
     mine, opt, theirs, ref = pair(torch.bfloat16)
     run_pair(mine, opt, theirs, ref, steps=1)
-    for a, b in zip(mine, theirs):  # torch rounds intermediates to bf16 on its way; one step is within one of its roundings
+    for a, b in zip(
+        mine, theirs
+    ):  # torch rounds intermediates to bf16 on its way; one step is within one of its roundings
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-
 from deepc import precision
 from deepc.config import Config
 from deepc.errors import ArgumentError, CheckpointError
@@ -46,7 +45,9 @@ def test_overflow_at_the_minimum_raises_and_names_the_key():
 
 @pytest.fixture(scope="module")
 def theirs():
-    module = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="deepspeed is not installed: parity is not compared")
+    module = pytest.importorskip(
+        "deepspeed.runtime.fp16.loss_scaler", reason="deepspeed is not installed: parity is not compared"
+    )
     patch = pytest.MonkeyPatch()
     patch.setattr(module.dist, "get_rank", lambda *a: 0)  # it logs on rank 0, and asks for a process group
     yield module
@@ -60,7 +61,11 @@ def test_equal_to_deepspeed(theirs, seed):
     consecutive, least, rate = rng.random() < 0.5, rng.choice([0.25, 1, 3, 64]), rng.choice([0.05, 0.3, 0.6])
     ours = DynamicLossScaler(initial, window, least, hysteresis, consecutive)
     real = theirs.DynamicLossScaler(
-        init_scale=initial, scale_window=window, min_scale=least, delayed_shift=hysteresis, consecutive_hysteresis=consecutive
+        init_scale=initial,
+        scale_window=window,
+        min_scale=least,
+        delayed_shift=hysteresis,
+        consecutive_hysteresis=consecutive,
     )
     for step in range(500):
         overflow = rng.random() < rate
@@ -111,7 +116,9 @@ def test_static_scaler():
         DynamicLossScaler().load_state_dict(scaler.state_dict())
 
 
-@pytest.mark.parametrize("bad", [{"initial_scale": 0}, {"window": 0}, {"hysteresis": 0}, {"min_scale": 0}, {"initial_scale": float("nan")}])
+@pytest.mark.parametrize(
+    "bad", [{"initial_scale": 0}, {"window": 0}, {"hysteresis": 0}, {"min_scale": 0}, {"initial_scale": float("nan")}]
+)
 def test_bad_arguments(bad):
     with pytest.raises(ArgumentError):
         DynamicLossScaler(**bad)
@@ -137,13 +144,13 @@ def test_scaler_of_a_config():
         )
     )
     assert isinstance(dynamic, DynamicLossScaler)
-    assert (dynamic.loss_scale, dynamic.window, dynamic.hysteresis, dynamic.min_scale, dynamic.consecutive_hysteresis) == (
-        32,
-        3,
-        4,
-        2,
-        True,
-    )
+    assert (
+        dynamic.loss_scale,
+        dynamic.window,
+        dynamic.hysteresis,
+        dynamic.min_scale,
+        dynamic.consecutive_hysteresis,
+    ) == (32, 3, 4, 2, True)
     assert precision.make_scaler(config(fp16={"enabled": True})).loss_scale == 65536
 
 

@@ -1,4 +1,5 @@
-""""precision": "auto": the policy alone, and engines that change between bf16 and fp32 while they train, against plain ones of either kind."""
+""" "precision": "auto": the policy alone, and engines that change between bf16 and fp32 while they train, against plain
+ones of either kind."""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ import tempfile
 import weakref
 
 import pytest
-import torch
-
 import tiny
+import torch
 from deepc.config import Config
 from deepc.errors import CheckpointError, ConfigError
 from deepc.precision import AutoPrecision
@@ -21,7 +21,7 @@ def run_ranks(fn, world, *args):
     return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "ERROR"})
 
 
-# ---- the policy ------------------------------------------------------------------------------------------------------------------
+# ---- the policy ------------------------------------------------------------------------------------------------------
 
 
 def drive(policy, steps):
@@ -38,7 +38,9 @@ def test_overflow_in_a_row_falls_back_and_the_stay_doubles():
     assert drive(p, [GOOD] * 3) == ["fp32", "fp32", "bf16"]
     assert drive(p, [BAD, BAD]) == ["bf16", "fp32"]
     assert drive(p, [GOOD] * 6) == ["fp32"] * 5 + ["bf16"]
-    assert drive(p, [GOOD] * 6 + [BAD, BAD]) == ["bf16"] * 7 + ["fp32"]  # as long in bf16 as the last stay: it begins anew
+    assert drive(p, [GOOD] * 6 + [BAD, BAD]) == ["bf16"] * 7 + [
+        "fp32"
+    ]  # as long in bf16 as the last stay: it begins anew
     assert drive(p, [GOOD] * 3) == ["fp32", "fp32", "bf16"]
 
 
@@ -90,7 +92,7 @@ def test_the_state_goes_on_where_it_was():
         a.load_state_dict({"mode": "bf16"})
 
 
-# ---- the configuration ---------------------------------------------------------------------------------------------------------------
+# ---- the configuration -----------------------------------------------------------------------------------------------
 
 
 def load(**extra):
@@ -104,24 +106,39 @@ def test_configuration():
     assert cfg.precision == "auto" and cfg.auto == () and cfg.inert == ()
     assert cfg.dtype == recommended_dtype()[0]
     policy = cfg.deepc.precision
-    assert (policy.overflow_steps, policy.divergence_factor, policy.divergence_steps, policy.fp32_steps) == (2, 2.0, 10, 7)
+    assert (policy.overflow_steps, policy.divergence_factor, policy.divergence_steps, policy.fp32_steps) == (
+        2,
+        2.0,
+        10,
+        7,
+    )
     assert load().precision is None and load().dtype == "fp32"
     assert [i.key for i in load(deepc={"precision": {"overflow_steps": 3}}).inert] == ["deepc.precision.overflow_steps"]
 
 
-@pytest.mark.parametrize("extra", [{"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}, {"fp16": {"enabled": True}}, {"bf16": {"enabled": "auto"}}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"bf16": {"enabled": True}},
+        {"bf16": {"enabled": False}},
+        {"fp16": {"enabled": True}},
+        {"bf16": {"enabled": "auto"}},
+    ],
+)
 def test_another_precision_beside_it_is_refused(extra):
-    with pytest.raises(ConfigError, match="precision = \"auto\" chooses between"):
+    with pytest.raises(ConfigError, match='precision = "auto" chooses between'):
         load(precision="auto", **extra)
 
 
-@pytest.mark.parametrize("extra", [{"precision": "bf16"}, {"precision": 1}, {"deepc": {"precision": {"overflow_steps": 0}}}])
+@pytest.mark.parametrize(
+    "extra", [{"precision": "bf16"}, {"precision": 1}, {"deepc": {"precision": {"overflow_steps": 0}}}]
+)
 def test_other_values_are_refused(extra):
     with pytest.raises(ConfigError, match="precision"):
         load(**extra)
 
 
-# ---- engines -------------------------------------------------------------------------------------------------------------------------
+# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -129,7 +146,13 @@ def fast_bf16():
     """Also on machines that would start in fp32."""
     from deepc import precision
 
-    before, precision.recommended_dtype = precision.recommended_dtype, lambda device_type="cpu": ("bf16", "the test says so")
+    before, precision.recommended_dtype = (
+        precision.recommended_dtype,
+        lambda device_type="cpu": (
+            "bf16",
+            "the test says so",
+        ),
+    )
     try:
         yield
     finally:
@@ -146,9 +169,14 @@ def make_engine(stage, kind, optimizer=None, *, world, model=None, policy=None, 
     """kind: "auto", "bf16" or "fp32"."""
     import deepc
 
-    cfg = tiny.config(stage, micro=4 // world, gas=2, precision="fp32" if kind == "auto" else kind,
-                      deepc={"bucket_elems": 8192, "precision": {"overflow_steps": 2, "fp32_steps": 3, **(policy or {})}},
-                      scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}})
+    cfg = tiny.config(
+        stage,
+        micro=4 // world,
+        gas=2,
+        precision="fp32" if kind == "auto" else kind,
+        deepc={"bucket_elems": 8192, "precision": {"overflow_steps": 2, "fp32_steps": 3, **(policy or {})}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}},
+    )
     if kind == "auto":
         cfg["precision"] = "auto"
     if optimizer is not None:
@@ -163,7 +191,7 @@ def train(engine, rank, world, steps, poison=(), bare=False, factor=1.0):
         x, y = tiny.make_batch(step)
         for m in range(2):
             at = (m * world + rank) * (4 // world)
-            loss = engine(x[at: at + 4 // world], y[at: at + 4 // world])
+            loss = engine(x[at : at + 4 // world], y[at : at + 4 // world])
             losses.append(loss.item())
             loss = loss * (math.inf if step in poison and rank == world - 1 else factor)
             loss.backward() if bare else engine.backward(loss)
@@ -174,10 +202,19 @@ def train(engine, rank, world, steps, poison=(), bare=False, factor=1.0):
 
 def everything(engine):
     """Masters, optimizer states, frozen parameters and buffers, and the schedule."""
-    out = {n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().float().clone() for n, p in engine.module.named_parameters()}
+    out = {
+        n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().float().clone()
+        for n, p in engine.module.named_parameters()
+    }
     out.update({f"buffer {n}": b.detach().float().clone() for n, b in engine.module.named_buffers()})
     for name in ("exp_avg", "exp_avg_sq") if engine.optimizer.core else ("momentum_buffer",):
-        out.update({f"{name} {n}": engine.full_optimizer_state(p, name).clone() for n, p in engine.module.named_parameters() if p.requires_grad})
+        out.update(
+            {
+                f"{name} {n}": engine.full_optimizer_state(p, name).clone()
+                for n, p in engine.module.named_parameters()
+                if p.requires_grad
+            }
+        )
     return out, engine.get_lr(), engine.global_steps, engine.skipped_steps
 
 
@@ -209,7 +246,9 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         b, _ = train(plain, rank, world, range(6), poison=(2, 4, 5))
         assert a == b
         assert [s.applied for s in said] == [True, True, False, True, False, False]
-        assert [bool(s.precision_change) for s in said] == [False] * 5 + [True] and said[-1].precision_change.startswith("bf16 -> fp32: 2 steps in a row")
+        assert [bool(s.precision_change) for s in said] == [False] * 5 + [True] and said[
+            -1
+        ].precision_change.startswith("bf16 -> fp32: 2 steps in a row")
         assert auto.last_step == said[-1]
         before = everything(plain)
         torch.testing.assert_close(auto.module.third, exact, rtol=0, atol=0)  # the buffer has its fp32 values again
@@ -247,7 +286,11 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         plain.load_checkpoint(folder, "in_bf16")
         a, said = train(auto, rank, world, range(9, 13), poison=(11, 12))
         b, _ = train(plain, rank, world, range(9, 13), poison=(11, 12))
-        assert a == b and said[-1].precision_change.startswith("bf16 -> fp32: 2 steps in a row") and "6 steps in fp32" in said[-1].precision_change
+        assert (
+            a == b
+            and said[-1].precision_change.startswith("bf16 -> fp32: 2 steps in a row")
+            and "6 steps in fp32" in said[-1].precision_change
+        )
         plain.destroy()
         end, end_values = everything(auto), values(auto)
         torch.testing.assert_close(auto.module.third, exact, rtol=0, atol=0)
@@ -286,7 +329,9 @@ def _divergence(rank, world):
         engine = make_engine(2, "auto", world=world, policy={"divergence_steps": 3, "divergence_factor": 3.0})
         train(engine, rank, world, range(20))
         assert engine.precision == "bf16"
-        _, said = train(engine, rank, world, range(20, 23), factor=8.0 if rank == 0 else 1.0)  # the mean is 4.5 times as high, on one rank's account
+        _, said = train(
+            engine, rank, world, range(20, 23), factor=8.0 if rank == 0 else 1.0
+        )  # the mean is 4.5 times as high, on one rank's account
         assert all(s.applied for s in said)
         assert "the loss has been above 3 times the median" in said[-1].precision_change, said
         assert engine.precision == "fp32"
@@ -368,7 +413,11 @@ def _inputs(rank, world):
     with fast_bf16():
         torch.manual_seed(0)
         net = Net()
-        cfg = {**tiny.config(2, micro=4), "precision": "auto", "deepc": {"precision": {"overflow_steps": 1, "fp32_steps": 1}}}
+        cfg = {
+            **tiny.config(2, micro=4),
+            "precision": "auto",
+            "deepc": {"precision": {"overflow_steps": 1, "fp32_steps": 1}},
+        }
         engine = deepc.initialize(model=net, config=cfg)[0]
         net.late = torch.nn.Linear(2, 2).bfloat16().requires_grad_(False)
         engine.compile(backend="eager")
@@ -424,7 +473,13 @@ def _fp32_only(rank, world):
     """One rank's machine has no bf16: all start in fp32, and nothing changes."""
     from deepc import precision
 
-    before, precision.recommended_dtype = precision.recommended_dtype, lambda device_type="cpu": ("bf16" if rank == 0 else "fp32", "the test says so")
+    before, precision.recommended_dtype = (
+        precision.recommended_dtype,
+        lambda device_type="cpu": (
+            "bf16" if rank == 0 else "fp32",
+            "the test says so",
+        ),
+    )
     try:
         engine = make_engine(3, "auto", world=world, model=make_model().bfloat16())
     finally:

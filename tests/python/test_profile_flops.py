@@ -1,22 +1,21 @@
-"""The flops profiler: what operators cost, to which module they belong, DeepSpeed's numbers and output, and what an engine does with the
-section."""
+"""The flops profiler: what operators cost, to which module they belong, DeepSpeed's numbers and output, and what an
+engine does with the section."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError
 from deepc.profile import FlopsProfiler, get_model_profile
 from deepc.profile import flops as flops_module
+from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import tiny
-from ranks import run_ranks
 
 
 class Fn(nn.Module):
@@ -40,20 +39,28 @@ def _of(fn, *args) -> tuple[int, int]:
     return _counted(Fn(lambda _, *a: fn(*a)), *args)
 
 
-# ---- counts ---------------------------------------------------------------------------------------------------------------------
+# ---- counts ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "run, flops, macs",
     [
         (lambda: _counted(nn.Linear(6, 5), torch.ones(2, 3, 6)), 2 * 180, 180),
         (lambda: _of(lambda a, b: a @ b, torch.ones(4, 2, 3, 5), torch.ones(5, 7)), 2 * 840, 840),
-        (lambda: _of(lambda a, b: torch.einsum("bij,bkj->bik", a, b), torch.ones(2, 3, 4), torch.ones(2, 5, 4)), 2 * 120, 120),
+        (
+            lambda: _of(lambda a, b: torch.einsum("bij,bkj->bik", a, b), torch.ones(2, 3, 4), torch.ones(2, 5, 4)),
+            2 * 120,
+            120,
+        ),
         (lambda: _of(lambda a, b: a @ b, torch.ones(3, 4), torch.ones(4)), 2 * 12, 12),
         (
             lambda: _counted(nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False), torch.ones(2, 4, 5, 5)),
             2 * 2 * 25 * 6 * 2 * 9,
             2 * 25 * 6 * 2 * 9,
         ),
-        (lambda: _counted(nn.Conv1d(4, 6, 3, stride=2), torch.ones(2, 4, 9)), 2 * 2 * 4 * 6 * 4 * 3 + 2 * 6 * 4, 2 * 4 * 6 * 4 * 3),
+        (
+            lambda: _counted(nn.Conv1d(4, 6, 3, stride=2), torch.ones(2, 4, 9)),
+            2 * 2 * 4 * 6 * 4 * 3 + 2 * 6 * 4,
+            2 * 4 * 6 * 4 * 3,
+        ),
         (
             lambda: _counted(nn.ConvTranspose1d(4, 6, 3, stride=2, bias=False), torch.ones(2, 4, 5)),
             2 * 2 * 5 * 4 * 6 * 3,
@@ -99,7 +106,11 @@ def test_what_is_composite_is_counted_under_inference_mode_too():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with torch.inference_mode():
         inside = get_model_profile(model, (3, 4), print_profile=False, as_string=False)
-    assert inside == get_model_profile(model, (3, 4), print_profile=False, as_string=False) == (2 * 3 * 48 + 24, 3 * 48, 58)
+    assert (
+        inside
+        == get_model_profile(model, (3, 4), print_profile=False, as_string=False)
+        == (2 * 3 * 48 + 24, 3 * 48, 58)
+    )
 
 
 def test_a_fused_encoder_layer_counts_as_the_slow_one():
@@ -123,7 +134,7 @@ def test_a_compiled_model_counts_as_an_eager_one():
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-# ---- modules --------------------------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------------------
 def test_operators_belong_to_the_module_that_runs():
     model = tiny.make_model()
     x, y = tiny.make_batch(0, 2)
@@ -147,7 +158,9 @@ def test_operators_belong_to_the_module_that_runs():
         == profiler.get_total_duration()
         > 0
     )
-    assert profiler.get_total_macs(as_string=True).endswith("MACs") and profiler.get_total_duration(as_string=True).endswith("s")
+    assert profiler.get_total_macs(as_string=True).endswith("MACs") and profiler.get_total_duration(
+        as_string=True
+    ).endswith("s")
     profiler.end_profile()
 
 
@@ -200,7 +213,10 @@ def test_a_forward_that_raises_leaves_the_profile_usable():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputed_forward_counts_once(reentrant):
-    model = Fn(lambda self, x: checkpoint(self.inner, x, use_reentrant=reentrant), inner=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = Fn(
+        lambda self, x: checkpoint(self.inner, x, use_reentrant=reentrant),
+        inner=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+    )
     profiler = FlopsProfiler(model)
     profiler.start_profile()
     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -224,7 +240,12 @@ def test_generate_and_wrong_arguments():
         def generate(self, x):
             return self(self(x))
 
-    assert get_model_profile(Model(4, 4), args=[torch.ones(1, 4)], mode="generate", print_profile=False, as_string=False)[1] == 32
+    assert (
+        get_model_profile(Model(4, 4), args=[torch.ones(1, 4)], mode="generate", print_profile=False, as_string=False)[
+            1
+        ]
+        == 32
+    )
     for bad in ({"mode": "train", "input_shape": (1, 4)}, {"input_shape": [1, 4]}, {}):
         with pytest.raises(ArgumentError):
             get_model_profile(Model(4, 4), **bad)
@@ -232,7 +253,7 @@ def test_generate_and_wrong_arguments():
         get_model_profile([], (1,))
 
 
-# ---- output ---------------------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 def test_numbers_are_deepspeeds():
     assert [flops_module.number_to_string(n) for n in (0, 1, 999, 1500, 2.5e6, 3e9, 4e12, 0.005, 2e-6)] == [
         "0 ",
@@ -245,7 +266,10 @@ def test_numbers_are_deepspeeds():
         "5 m",
         "2 u",
     ]
-    assert flops_module.params_to_string(1_300_000_000) == "1.3 B" and flops_module.params_to_string(2e6, units="M", precision=0) == "2 M"
+    assert (
+        flops_module.params_to_string(1_300_000_000) == "1.3 B"
+        and flops_module.params_to_string(2e6, units="M", precision=0) == "2 M"
+    )
     assert flops_module.macs_to_string(2e9) == "2 GMACs" and flops_module.flops_to_string(2e9) == "2 GFLOPS"
     assert flops_module.duration_to_string(0.0215) == "21.5 ms" and flops_module.bytes_to_string(2e3) == "2 KB"
 
@@ -261,11 +285,17 @@ def test_printed_profile(capsys, tmp_path):
         and summary["fwd latency: "].endswith("s")
     )
     assert re.search(
-        r"depth 1:\n    params      - {'ModuleList': '25.22 K', 'Embedding': '2.46 K'}\n    MACs        - {'ModuleList': ", text
+        r"depth 1:\n    params      - {'ModuleList': '25.22 K', 'Embedding': '2.46 K'}\n    MACs        -"
+        r" {'ModuleList': ",
+        text,
     )
-    assert re.search(r"^    \(1\): Block\(\n      12.61 K = 45.44% Params, [^\n]* = \S+% latency, \S+ .?FLOPS\n", text, re.M)
     assert re.search(
-        r"\(up\): Linear\(4.22 K = 15.22% Params, 131.07 KMACs = \S+% MACs, .*, in_features=32, out_features=128, bias=True\)", text
+        r"^    \(1\): Block\(\n      12.61 K = 45.44% Params, [^\n]* = \S+% latency, \S+ .?FLOPS\n", text, re.M
+    )
+    assert re.search(
+        r"\(up\): Linear\(4.22 K = 15.22% Params, 131.07 KMACs = \S+% MACs, .*, in_features=32, out_features=128,"
+        r" bias=True\)",
+        text,
     )
     file = tmp_path / "new" / "profile.txt"
     get_model_profile(model, args=tiny.make_batch(0, 2), detailed=False, module_depth=1, output_file=str(file))
@@ -286,10 +316,14 @@ def _both(rank, world):
     torch.manual_seed(0)
     ids = torch.randint(0, 90, (2, 16))
     gpt2 = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=90, n_positions=16, bos_token_id=0, eos_token_id=0)
+        transformers.GPT2Config(
+            n_layer=2, n_embd=32, n_head=2, vocab_size=90, n_positions=16, bos_token_id=0, eos_token_id=0
+        )
     )
     t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=90, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        transformers.T5Config(
+            vocab_size=90, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
     )
     cnn = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -324,7 +358,9 @@ def _both(rank, world):
 def test_deepspeed_counts_the_same():
     pytest.importorskip("deepspeed")
     pytest.importorskip("transformers")
-    found = run_ranks(_both, 1, backend="gloo", fresh=True, env={"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}, limit_s=170)[0]
+    found = run_ranks(
+        _both, 1, backend="gloo", fresh=True, env={"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}, limit_s=170
+    )[0]
     for name, ((theirs, their_text), (ours, our_text)) in found.items():
         print(f"{name}: DeepSpeed (flops, macs, params) {theirs}, deepc {ours}")
         assert ours[2] == theirs[2]
@@ -343,22 +379,26 @@ def test_deepspeed_counts_the_same():
 
 
 def _fixed(text: str, depths: int = 99) -> list[str]:
-    """What of a printed profile depends neither on time nor on counts of single operations: labels, parameters, the tree with MACs. depths:
-    so many of the table (DeepSpeed leaves out the deepest)."""
+    """What of a printed profile depends neither on time nor on counts of single operations: labels, parameters, the
+    tree with MACs. depths: so many of the table (DeepSpeed leaves out the deepest)."""
     head, _, rest = text.partition(f"depth {depths}:")
     lines = []
     for line in (head + rest.partition("\n\n")[2]).splitlines():
         line = re.sub(r"^(-+) \S+ Flops Profiler", r"\1 Flops Profiler", line)
-        if re.match(r"fwd (flops|latency|FLOPS|MACs)|params of model", line):  # of the model DeepSpeed says 0 where there is no engine
+        if re.match(
+            r"fwd (flops|latency|FLOPS|MACs)|params of model", line
+        ):  # of the model DeepSpeed says 0 where there is no engine
             line = line.split(": ")[0]
         if re.match(r"params|-----|depth|fwd |    params|    MACs", line):
             lines.append(re.sub(r"-{10,}", "--", line).rstrip())
-        elif found := re.match(r"(\s*)(\(\w+\): )?(\w+\()?(\S+( [KMB])? = \S+% Params), (\S+ .?MACs = \S+% MACs)", line):
+        elif found := re.match(
+            r"(\s*)(\(\w+\): )?(\w+\()?(\S+( [KMB])? = \S+% Params), (\S+ .?MACs = \S+% MACs)", line
+        ):
             lines.append(" ".join(str(g) for g in found.groups()))
     return lines
 
 
-# ---- configuration and engine -----------------------------------------------------------------------------------------------------
+# ---- configuration and engine ----------------------------------------------------------------------------------------
 def test_config_section():
     got = Config.load(
         {
@@ -375,15 +415,15 @@ def test_config_section():
         },
         world_size=1,
     ).flops_profiler
-    assert (got.enabled, got.profile_step, got.module_depth, got.top_modules, got.detailed, got.output_file, got.recompute_fwd_factor) == (
-        True,
-        3,
-        2,
-        3,
-        False,
-        "x.txt",
-        1.0,
-    )
+    assert (
+        got.enabled,
+        got.profile_step,
+        got.module_depth,
+        got.top_modules,
+        got.detailed,
+        got.output_file,
+        got.recompute_fwd_factor,
+    ) == (True, 3, 2, 3, False, "x.txt", 1.0)
     off = Config.load({"train_batch_size": 1}, world_size=1).flops_profiler
     assert (off.enabled, off.profile_step, off.module_depth, off.top_modules, off.detailed, off.output_file) == (
         False,
@@ -441,11 +481,14 @@ def test_engines_profile_the_whole_model_at_every_stage(tmp_path):
     tokens, width = 2 * 16, 32
     macs = 2 * (tokens * 12 * width * width + 2 * 2 * 2 * 16 * 16 * 16) + tokens * width * 61
     for key, (summary, listeners, left) in mine.items():
-        assert summary["params per GPU: "] == flops_module.params_to_string(sum(p.numel() for p in model.parameters())), key
+        assert summary["params per GPU: "] == flops_module.params_to_string(
+            sum(p.numel() for p in model.parameters())
+        ), key
         assert summary["fwd MACs per GPU: "] == flops_module.macs_to_string(macs), key
         assert summary["world size: "] == "2" and summary["batch size per GPU: "] == "2"
         assert "bwd FLOPS per GPU = 3 * fwd flops per GPU / bwd latency: " in summary
         assert (
-            "FLOPS per GPU = 2 micro-batches * 4 * fwd flops per GPU / iter latency: " in summary and float(summary["samples/second: "]) > 0
+            "FLOPS per GPU = 2 micro-batches * 4 * fwd flops per GPU / iter latency: " in summary
+            and float(summary["samples/second: "]) > 0
         )
         assert listeners == theirs[key][1] == ["WallClock"] and left == 0 and theirs[key][0] is None

@@ -1,5 +1,5 @@
-"""Timeline and wall clock timers: files that Perfetto reads, lanes, waiting found across ranks, one clock, and nothing at all while they
-are off."""
+"""Timeline and wall clock timers: files that Perfetto reads, lanes, waiting found across ranks, one clock, and nothing
+at all while they are off."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import time
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from deepc import profile
@@ -17,12 +18,10 @@ from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, DeepcError
 from deepc.profile import check_trace, merge, trace
 from deepc.profile.timeline import Recorder, _asked, timeline
-
-import tiny
 from ranks import run_ranks
 
 
-# ---- the file -------------------------------------------------------------------------------------------------------------------
+# ---- the file --------------------------------------------------------------------------------------------------------
 def _event(**changes):
     return {"ph": "X", "name": "e", "cat": "c", "pid": 0, "tid": 1, "ts": 1.0, "dur": 2.0, **changes}
 
@@ -64,11 +63,17 @@ def test_slices_that_overlap_go_to_further_threads():
         events = []
         for _ in range(60):
             begin = rng.randrange(100)
-            events.append(trace.Event(rng.choice(("compute", "communication")), "e", begin * 1000, (begin + rng.randrange(30)) * 1000))
+            events.append(
+                trace.Event(
+                    rng.choice(("compute", "communication")), "e", begin * 1000, (begin + rng.randrange(30)) * 1000
+                )
+            )
         found = trace.to_json(0, 1, "host", events, [(5000, {"a": 1})], 0, 0, {})
         check_trace(found)
         kept = [e for e in found["traceEvents"] if e["ph"] == "X"]
-        assert sorted((e["ts"], e["dur"]) for e in kept) == sorted((e.begin / 1000, (e.end - e.begin) / 1000) for e in events)
+        assert sorted((e["ts"], e["dur"]) for e in kept) == sorted(
+            (e.begin / 1000, (e.end - e.begin) / 1000) for e in events
+        )
     nested = [
         trace.Event("compute", "a", 0, 10),
         trace.Event("compute", "b", 2, 8),
@@ -81,11 +86,15 @@ def test_slices_that_overlap_go_to_further_threads():
 
 def test_merging_files(tmp_path):
     for rank in range(2):
-        found = trace.to_json(rank, 2, "host", [trace.Event("compute", f"e{rank}", 1000 * (2 - rank), 5000)], [], 0, 0, {})
+        found = trace.to_json(
+            rank, 2, "host", [trace.Event("compute", f"e{rank}", 1000 * (2 - rank), 5000)], [], 0, 0, {}
+        )
         (tmp_path / f"trace.rank{rank}.json").write_text(json.dumps(found))
     whole = merge(tmp_path, tmp_path / "trace.json")
     check_trace(whole)
-    assert [e["name"] for e in whole["traceEvents"] if e["ph"] == "X"] == ["e1", "e0"] and whole["otherData"]["ranks"] == [0, 1]
+    assert [e["name"] for e in whole["traceEvents"] if e["ph"] == "X"] == ["e1", "e0"] and whole["otherData"][
+        "ranks"
+    ] == [0, 1]
     assert json.loads((tmp_path / "trace.json").read_text()) == whole
     with pytest.raises(ArgumentError, match="no traces"):
         merge([])
@@ -96,10 +105,12 @@ def test_merging_files(tmp_path):
         merge(tmp_path)
 
 
-# ---- one process, no engine -------------------------------------------------------------------------------------------------------
+# ---- one process, no engine ------------------------------------------------------------------------------------------
 def _slices(found: dict, lane: str | None = None) -> list[dict]:
     names = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
-    return [e for e in found["traceEvents"] if e["ph"] == "X" and (lane is None or names[e["tid"]].split(" ")[0] == lane)]
+    return [
+        e for e in found["traceEvents"] if e["ph"] == "X" and (lane is None or names[e["tid"]].split(" ")[0] == lane)
+    ]
 
 
 def test_timeline_of_a_plain_loop(tmp_path):
@@ -123,14 +134,19 @@ def test_timeline_of_a_plain_loop(tmp_path):
     found = json.loads((tmp_path / "trace.rank0.json").read_text())
     check_trace(found)
     check_trace(json.loads((tmp_path / "trace.json").read_text()))
-    assert [e["name"] for e in _slices(found, "compute")] == ["batch"] * 3 and _slices(found, "compute")[0]["args"] == {"size": 2}
+    assert [e["name"] for e in _slices(found, "compute")] == ["batch"] * 3 and _slices(found, "compute")[0]["args"] == {
+        "size": 2
+    }
     assert [e["name"] for e in _slices(found, "disk")] == ["write"] * 3
     assert len([e for e in _slices(found, "waiting") if e["args"]["kind"] == "data"]) == 4  # three batches and the end
     modules = [e["name"] for e in _slices(found, "modules")]
-    assert sorted(modules) == sorted(["Sequential", "0", "1", "2", "Sequential backward", "0 backward", "1 backward", "2 backward"] * 3)
+    assert sorted(modules) == sorted(
+        ["Sequential", "0", "1", "2", "Sequential backward", "0 backward", "1 backward", "2 backward"] * 3
+    )
     samples = [e["args"] for e in found["traceEvents"] if e["ph"] == "C"]
     assert len(samples) >= 3 and all(
-        set(s) == {"parameters", "gradients", "optimizer_states", "shared", "activations_and_other", "kept_free"} for s in samples
+        set(s) == {"parameters", "gradients", "optimizer_states", "shared", "activations_and_other", "kept_free"}
+        for s in samples
     )
     after = profile.hook_calls()
     for batch in loader:
@@ -142,7 +158,9 @@ def test_a_body_that_raises_still_leaves_its_file(tmp_path):
     with pytest.raises(ValueError, match="mine"), timeline(tmp_path):
         with profile.span("half"):
             raise ValueError("mine")
-    assert [e["name"] for e in _slices(json.loads((tmp_path / "trace.rank0.json").read_text()))] == ["half"] and profile.recorder is None
+    assert [e["name"] for e in _slices(json.loads((tmp_path / "trace.rank0.json").read_text()))] == [
+        "half"
+    ] and profile.recorder is None
 
 
 def test_memory_counts_what_is_allocated(tmp_path):
@@ -157,7 +175,12 @@ def test_memory_counts_what_is_allocated(tmp_path):
 
 @pytest.mark.parametrize(
     "steps, text, want",
-    [((3, 5), "", ((3, 5), False)), ((0, 4), "", ((1, 4), False)), ((0, 0), "7", ((7, 7), False)), ((1, 1), "2-4,modules", ((2, 4), True))],
+    [
+        ((3, 5), "", ((3, 5), False)),
+        ((0, 4), "", ((1, 4), False)),
+        ((0, 0), "7", ((7, 7), False)),
+        ((1, 1), "2-4,modules", ((2, 4), True)),
+    ],
 )
 def test_steps_that_are_asked_for(steps, text, want):
     assert _asked(type("Section", (), {"steps": steps}), text) == want
@@ -171,12 +194,16 @@ def test_wrong_requests_are_errors():
         with pytest.raises(ConfigError, match="deepc.timeline.steps"):
             Config.load({"train_batch_size": 1, "deepc": {"timeline": {"steps": steps}}}, world_size=1)
     section = Config.load(
-        {"train_batch_size": 1, "deepc": {"timeline": {"steps": [2, 3], "modules": True, "memory_ms": 1, "folder": "f"}}}, world_size=1
+        {
+            "train_batch_size": 1,
+            "deepc": {"timeline": {"steps": [2, 3], "modules": True, "memory_ms": 1, "folder": "f"}},
+        },
+        world_size=1,
     ).deepc.timeline
     assert (section.steps, section.modules, section.memory_ms, section.folder) == ((2, 3), True, 1, "f")
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------------------
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 def other_clock(rank, world):
     """Rank 1 pretends to be another machine, whose clock is 5 s ahead."""
     from deepc.profile.clock import align
@@ -203,7 +230,11 @@ def train_off(rank, world):
     for step in range(3):
         engine.backward(engine(*tiny.make_batch(step, 2)))
         engine.step()
-    added = [name for name in ("forward", "backward", "step", "_judge", "_publish", "save_checkpoint") if name in engine.__dict__]
+    added = [
+        name
+        for name in ("forward", "backward", "step", "_judge", "_publish", "save_checkpoint")
+        if name in engine.__dict__
+    ]
     hooked = [m for m in engine.module.modules() if m._forward_hooks or m._forward_pre_hooks]
     out = (
         profile.hook_calls() - before,
@@ -304,7 +335,10 @@ def test_engines_record_the_steps_asked_for(recorded, name):
 def test_waiting_ends_when_the_last_rank_comes(recorded, name):
     folder, _ = recorded
     first, late = _read(folder, name, 0), _read(folder, name, 1)
-    came = {op: [e["ts"] for e in _slices(late, "communication") if e["name"] == op] for op in ("reduce_bucket", "all_gather", "barrier")}
+    came = {
+        op: [e["ts"] for e in _slices(late, "communication") if e["name"] == op]
+        for op in ("reduce_bucket", "all_gather", "barrier")
+    }
     waits = [e for e in _slices(first, "waiting") if e["args"]["kind"] == "ranks"]
     long = [e for e in waits if e["name"] == "waiting for rank 1" and e["args"]["op"] == "reduce_bucket"]
     assert len(long) >= 2  # rank 1 sleeps before its second backward of each of the two steps
@@ -342,7 +376,8 @@ def ends_early(rank, world, folder):
     import deepc
 
     engine, *_ = deepc.initialize(
-        model=tiny.make_model(), config=tiny.config(0, micro=2, deepc={"timeline": {"steps": [1, 100], "folder": folder}})
+        model=tiny.make_model(),
+        config=tiny.config(0, micro=2, deepc={"timeline": {"steps": [1, 100], "folder": folder}}),
     )
     engine.backward(engine(*tiny.make_batch(0, 2)))
     engine.step()
@@ -356,7 +391,10 @@ def test_a_run_that_ends_early_leaves_every_ranks_file(tmp_path):
     assert run_ranks(ends_early, 2, args=(str(tmp_path),)) == [(None, False)] * 2
     whole = merge(tmp_path)
     check_trace(whole)
-    assert [(e["pid"], e["args"]["step"]) for e in sorted(_slices(whole, "steps"), key=lambda e: e["pid"])] == [(0, 1), (1, 1)]
+    assert [(e["pid"], e["args"]["step"]) for e in sorted(_slices(whole, "steps"), key=lambda e: e["pid"])] == [
+        (0, 1),
+        (1, 1),
+    ]
 
 
 def over_nodes(rank, world, folder):
@@ -379,12 +417,14 @@ def test_collectives_between_nodes_and_who_waited(tmp_path):
     first, late = (json.loads((tmp_path / f"trace.rank{r}.json").read_text()) for r in (0, 1))
     came = [e["ts"] for e in _slices(late, "communication") if e["name"] == "all_reduce"]
     waits = [
-        e for e in _slices(first, "waiting") if e["args"] == {"kind": "ranks", "op": "all_reduce"} and e["name"] == "waiting for rank 1"
+        e
+        for e in _slices(first, "waiting")
+        if e["args"] == {"kind": "ranks", "op": "all_reduce"} and e["name"] == "waiting for rank 1"
     ]
     assert len(came) == 2 and any(abs(e["ts"] + e["dur"] - came[1]) < 0.01 for e in waits)
 
 
-# ---- wall clock -----------------------------------------------------------------------------------------------------------------
+# ---- wall clock ------------------------------------------------------------------------------------------------------
 _LINE = r"time \(ms\)((?: \| \w+: \d+\.\d\d)+)$"
 
 
@@ -403,7 +443,8 @@ def timers(rank, world):
     found = []
     for bare in (False, True):
         engine, *_ = deepc.initialize(
-            model=tiny.make_model(), config=tiny.config(2, micro=2, gas=2, wall_clock_breakdown=True, steps_per_print=1000)
+            model=tiny.make_model(),
+            config=tiny.config(2, micro=2, gas=2, wall_clock_breakdown=True, steps_per_print=1000),
         )
         for step in range(2):
             for _ in range(2):
@@ -432,7 +473,7 @@ def test_wall_clock_breakdown_prints_deepspeeds_lines():
         assert f"fwd_microstep: {t['fwd_microstep']:.2f}" in lines[at // 2 * 3 + at % 2]
 
 
-# ---- the communication logger's file ------------------------------------------------------------------------------------------------
+# ---- the communication logger's file ---------------------------------------------------------------------------------
 def logged(rank, world, folder):
     import deepc
     from deepc import comms_logger
@@ -485,7 +526,9 @@ def table(rank, world):
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             found = logger.log_all(print_log=True, show_straggler=True, return_dict=True)
-        texts.append((text.getvalue(), {op: {s: sorted(v) for s, v in sizes.items()} for op, sizes in found["summary"].items()}))
+        texts.append(
+            (text.getvalue(), {op: {s: sorted(v) for s, v in sizes.items()} for op, sizes in found["summary"].items()})
+        )
     dist.barrier()
     return texts
 

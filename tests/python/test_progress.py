@@ -1,4 +1,5 @@
-"""Asynchronous collectives of the backend "deepc" in its progress thread, inline, and the measured choice between them."""
+"""Asynchronous collectives of the backend "deepc" in its progress thread, inline, and the measured choice between
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import run_ranks
 from test_backend import killed_in_ddp
 
@@ -20,8 +20,13 @@ def in_mode(rank, world, folder, mode, work):
     """Runs work(rank, world) with a default group whose asynchronous calls run as `mode` says."""
     os.environ["DEEPC_PROGRESS"] = mode
     try:
-        dist.init_process_group("deepc", init_method=f"file://{folder}/store", rank=rank, world_size=world,
-                                timeout=datetime.timedelta(seconds=60))
+        dist.init_process_group(
+            "deepc",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=60),
+        )
         assert (dist.group.WORLD._progress is not None) == (mode == "thread")
         return work(rank, world)
     finally:
@@ -65,11 +70,16 @@ def everything(rank, world):
     e = [torch.empty(1000) for _ in range(world)]
     begin(dist.all_gather(e, mine, async_op=True), lambda: equal(torch.stack(e), torch.stack(values(1000))))
     f = torch.empty(1000)
-    begin(dist.all_to_all_single(f, mine, async_op=True), lambda: equal(f, torch.cat([v.view(world, -1)[rank] for v in values(1000)])))
+    begin(
+        dist.all_to_all_single(f, mine, async_op=True),
+        lambda: equal(f, torch.cat([v.view(world, -1)[rank] for v in values(1000)])),
+    )
     g = mine.clone()
     begin(dist.reduce(g, 0, async_op=True), lambda: equal(g, total if rank == 0 else mine))
     h = [torch.empty(1000) for _ in range(world)] if rank == 0 else None
-    begin(dist.gather(mine, h, 0, async_op=True), lambda: rank == 0 and equal(torch.stack(h), torch.stack(values(1000))))
+    begin(
+        dist.gather(mine, h, 0, async_op=True), lambda: rank == 0 and equal(torch.stack(h), torch.stack(values(1000)))
+    )
     i = torch.empty(1000)
     begin(dist.scatter(i, values(1000) if rank == 0 else None, 0, async_op=True), lambda: equal(i, mine))
     j = torch.empty(1000 // world)
@@ -85,8 +95,17 @@ def everything(rank, world):
         check_future = work.get_future().wait()
         assert [t.data_ptr() for t in check_future] == [t.data_ptr() for t in work.result()]
     after = deepc.counters()
-    want = {"all_reduce": 2, "broadcast": 1, "all_gather": 2, "reduce_scatter": 2, "all_to_all": 1, "reduce": 1, "gather": 1, "scatter": 1,
-            "barrier": 1}
+    want = {
+        "all_reduce": 2,
+        "broadcast": 1,
+        "all_gather": 2,
+        "reduce_scatter": 2,
+        "all_to_all": 1,
+        "reduce": 1,
+        "gather": 1,
+        "scatter": 1,
+        "barrier": 1,
+    }
     done = {n: after[f"coll_{n}"] - before[f"coll_{n}"] for n in want}
     assert done == want, done
     names = {t.name for t in threading.enumerate()}
@@ -107,7 +126,11 @@ def order(rank, world):
     assert all(w.is_completed() for w in works)
     y = torch.ones(4)
     seen = []
-    future = dist.all_reduce(y, async_op=True).get_future().then(lambda f: seen.append(threading.current_thread().name) or f.value()[0] * 2)
+    future = (
+        dist.all_reduce(y, async_op=True)
+        .get_future()
+        .then(lambda f: seen.append(threading.current_thread().name) or f.value()[0] * 2)
+    )
     assert torch.equal(future.wait(), torch.full((4,), 2.0 * world)) and len(seen) == 1
     # a callback that itself calls: at once, in the thread that it runs in
     z, inner = torch.ones(3), torch.ones(2)
@@ -120,7 +143,9 @@ def order(rank, world):
 
     if world > 1 and dist.group.WORLD._progress is not None:
         gate = threading.Event()
-        dist.group.WORLD._progress.submit(gate.wait, (), lambda: "gate", b"")  # so that the callback is attached before the call is done
+        dist.group.WORLD._progress.submit(
+            gate.wait, (), lambda: "gate", b""
+        )  # so that the callback is attached before the call is done
         future = dist.all_reduce(z, async_op=True).get_future().then(more)
         gate.set()
         assert torch.equal(future.wait(), torch.full((3,), float(world)))
@@ -204,7 +229,8 @@ def test_interrupt(tmp_path):
 
 
 def failing(rank, world):
-    """A mismatch and an abort: every unfinished Work raises, with op, shape, dtype, group and line; its future fails; later calls raise."""
+    """A mismatch and an abort: every unfinished Work raises, with op, shape, dtype, group and line; its future fails;
+    later calls raise."""
     import sys
 
     from deepc.errors import AbortedError, CommError, MismatchError
@@ -314,8 +340,15 @@ def chosen(rank, world, folder):
     """The measurement runs the same on all ranks and gives one answer."""
     from deepc import node, progress
 
-    comm = node.open_comm(dist.FileStore(folder + "/store", world), rank, world, label="measured", timeout=datetime.timedelta(seconds=60),
-                          slot_bytes=256 << 10, slots=2)
+    comm = node.open_comm(
+        dist.FileStore(folder + "/store", world),
+        rank,
+        world,
+        label="measured",
+        timeout=datetime.timedelta(seconds=60),
+        slot_bytes=256 << 10,
+        slots=2,
+    )
     times = progress.measure(comm, 64 << 10)
     assert all(t > 0 for t in times)
     rows = progress._swap(comm, b"%03d" % rank)

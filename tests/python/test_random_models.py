@@ -1,5 +1,6 @@
-"""Small models drawn from a seed (depth, ties, reuse, freezes, branches that ranks take differently, experts, checkpointing, parameters used by
-others) train as in plain PyTorch, on 2 and 4 ranks, while every collective starts after a random delay."""
+"""Small models drawn from a seed (depth, ties, reuse, freezes, branches that ranks take differently, experts,
+checkpointing, parameters used by others) train as in plain PyTorch, on 2 and 4 ranks, while every collective starts
+after a random delay."""
 
 from __future__ import annotations
 
@@ -7,14 +8,13 @@ import functools
 import random
 import time
 
+import plainly
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import plainly
-from ranks import run_ranks
 
 STEPS = 4
 QUICK = [3, 20, 27, 65, 76, 85, 89]  # between them: most pairs of what can be drawn
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         for i, expert in enumerate(self.experts):
             rows = (chosen == i).nonzero(as_tuple=True)
             if rows[0].numel():
-                out = out.index_put(rows, expert(x[rows]) * weight[rows][:, i: i + 1])
+                out = out.index_put(rows, expert(x[rows]) * weight[rows][:, i : i + 1])
         return out
 
 
@@ -65,7 +65,9 @@ class Conv(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv1d(width, width, 3, padding=1)
-        self.conv.weight = nn.Parameter(self.conv.weight.detach().transpose(0, 1).contiguous().transpose(0, 1))  # not contiguous
+        self.conv.weight = nn.Parameter(
+            self.conv.weight.detach().transpose(0, 1).contiguous().transpose(0, 1)
+        )  # not contiguous
 
     def forward(self, x, where):
         return torch.tanh(self.conv(x.transpose(1, 2)).transpose(1, 2))
@@ -105,7 +107,15 @@ class Borrow(nn.Module):
         return torch.tanh(F.linear(x, weight * 0.5) + self.holder.bias)
 
 
-MAKERS = {"linear": Linear, "mlp": Mlp, "experts": Experts, "conv": Conv, "attention": Attention, "gate": Gate, "borrow": Borrow}
+MAKERS = {
+    "linear": Linear,
+    "mlp": Mlp,
+    "experts": Experts,
+    "conv": Conv,
+    "attention": Attention,
+    "gate": Gate,
+    "borrow": Borrow,
+}
 
 
 class Random(nn.Module):
@@ -123,7 +133,9 @@ class Random(nn.Module):
         self.head = nn.Linear(self.width, self.vocab, bias=draw.random() < 0.5)
         if draw.random() < 0.5:
             self.head.weight = self.embed.weight
-        linears = [m for m in self.blocks.modules() if type(m) is nn.Linear and m.weight.shape == (self.width, self.width)]
+        linears = [
+            m for m in self.blocks.modules() if type(m) is nn.Linear and m.weight.shape == (self.width, self.width)
+        ]
         if len(linears) > 1 and draw.random() < 0.5:
             a, b = draw.sample(linears, 2)
             b.weight = a.weight
@@ -168,8 +180,11 @@ def loss_of(model, part, rank, step):
     """One to three losses, each with a backward of its own."""
     out = model(part["tokens"], rank, step)
     logits = out["logits"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out
-    pieces = [F.cross_entropy(logits.flatten(0, 1), part["targets"].flatten()), 0.1 * logits.square().mean(),
-              0.1 * logits[:, 0].tanh().sum(-1).mean()]
+    pieces = [
+        F.cross_entropy(logits.flatten(0, 1), part["targets"].flatten()),
+        0.1 * logits.square().mean(),
+        0.1 * logits[:, 0].tanh().sum(-1).mean(),
+    ]
     return pieces[: model.losses]
 
 
@@ -182,8 +197,13 @@ def batch_of(seed: int, samples: int, step: int):
 def drawn(seed: int, world: int) -> dict:
     """How the model of a seed is trained: the rest of what a seed decides."""
     draw = random.Random(seed + 7777)
-    out = {"stage": draw.choice([0, 1, 2, 3, 3]), "optimizer": draw.choice(["AdamW", "SGD"]), "gas": draw.choice([1, 1, 2]),
-           "way": draw.choice(["engine", "engine", "bare", "no_sync"]), "bucket": draw.choice([4096, 8192, 1 << 20])}
+    out = {
+        "stage": draw.choice([0, 1, 2, 3, 3]),
+        "optimizer": draw.choice(["AdamW", "SGD"]),
+        "gas": draw.choice([1, 1, 2]),
+        "way": draw.choice(["engine", "engine", "bare", "no_sync"]),
+        "bucket": draw.choice([4096, 8192, 1 << 20]),
+    }
     if Random(seed).losses > 1 and out["way"] == "no_sync":
         out["gas"] = 1
     return out | {"parts": out["gas"] * world}
@@ -195,12 +215,23 @@ class Delays:
     def __init__(self, seed: int) -> None:
         self.calls, self._draw, self._original = 0, random.Random(seed), {}
 
-    def __enter__(self) -> "Delays":
+    def __enter__(self) -> Delays:
         from deepc import _lib
 
-        waits = ("dc_barrier", "dc_broadcast", "dc_all_reduce", "dc_all_gather", "dc_reduce_scatter", "dc_segment_create", "dc_comm_open",
-                 "dc_comm_close",
-                 "dc_reducer_begin", "dc_reducer_add", "dc_reducer_finish", "dc_reducer_gather")
+        waits = (
+            "dc_barrier",
+            "dc_broadcast",
+            "dc_all_reduce",
+            "dc_all_gather",
+            "dc_reduce_scatter",
+            "dc_segment_create",
+            "dc_comm_open",
+            "dc_comm_close",
+            "dc_reducer_begin",
+            "dc_reducer_add",
+            "dc_reducer_finish",
+            "dc_reducer_gather",
+        )
         for name in waits:
             self._original[name] = original = getattr(_lib.C, name)
             setattr(_lib.C, name, functools.partial(self._late, original))
@@ -225,7 +256,15 @@ def _train(rank, world, seeds):
         cfg = plainly.config(d["stage"], d["optimizer"], d["gas"], deepc={"bucket_elems": d["bucket"]})
         with Delays(97 * seed + rank) as delays:
             losses, first, weights, engine = plainly.engine(
-                lambda: Random(seed), lambda step: batch_of(seed, 2 * d["parts"], step), loss_of, STEPS, cfg, rank, world, way=d["way"])
+                lambda: Random(seed),
+                lambda step: batch_of(seed, 2 * d["parts"], step),
+                loss_of,
+                STEPS,
+                cfg,
+                rank,
+                world,
+                way=d["way"],
+            )
             engine.destroy()
         assert delays.calls > 3 * STEPS
         out.append((losses, first, weights))
@@ -238,12 +277,20 @@ def compare(seeds, world: int) -> None:
     wrong = []
     for k, seed in enumerate(seeds):
         d = drawn(seed, world)
-        want = plainly.plain(lambda: Random(seed), lambda step: batch_of(seed, 2 * d["parts"], step), loss_of, STEPS, d["optimizer"],
-                             d["parts"])
+        want = plainly.plain(
+            lambda: Random(seed),
+            lambda step: batch_of(seed, 2 * d["parts"], step),
+            loss_of,
+            STEPS,
+            d["optimizer"],
+            d["parts"],
+        )
         try:
             for rank in range(world):
                 plainly.check(ranks[rank][k], want, d["optimizer"], f"seed {seed} on rank {rank} of {world}, {d}")
-                assert all(torch.equal(w, ranks[0][k][2][n]) for n, w in ranks[rank][k][2].items()), f"seed {seed}: ranks differ"
+                assert all(torch.equal(w, ranks[0][k][2][n]) for n, w in ranks[rank][k][2].items()), (
+                    f"seed {seed}: ranks differ"
+                )
         except AssertionError as exc:
             wrong.append(str(exc))
     assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong)
@@ -258,4 +305,4 @@ def test_some_random_models_match_plain_pytorch(world):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("at", range(0, len(ALL), PER_JOB))
 def test_all_random_models_match_plain_pytorch(world, at):
-    compare(ALL[at: at + PER_JOB], world)
+    compare(ALL[at : at + PER_JOB], world)

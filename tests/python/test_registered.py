@@ -1,11 +1,11 @@
-"""Registered buffers through torch.distributed: tensors of comm.empty_registered are reduced and gathered where they lie."""
+"""Registered buffers through torch.distributed: tensors of comm.empty_registered are reduced and gathered where they
+lie."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import run_ranks
 
 N = 1 << 18

@@ -28,7 +28,7 @@ def data_of(path: Path) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 def test_a_whole_folder_is_read(tmp_path):
     run = read(report_runs.whole(tmp_path / "a", steps=50))
     assert [s["step"] for s in run.steps] == list(range(1, 51))
@@ -76,7 +76,9 @@ def test_a_run_that_was_killed_is_read_up_to_its_last_whole_line(tmp_path):
     (folder / "trace.rank0.json").write_text('{"traceEvents": [{"ph": "X"')
     run = read(folder)
     assert [s["step"] for s in run.steps] == list(range(1, 31))  # the last line is the eval_loss of step 30
-    assert any("cut off" in p for p in run.problems) and any("trace.rank0.json can't be read" in p for p in run.problems)
+    assert any("cut off" in p for p in run.problems) and any(
+        "trace.rank0.json can't be read" in p for p in run.problems
+    )
     assert sorted(run.traces) == [0, 1] and run.traces[0] == []
 
 
@@ -100,7 +102,7 @@ def test_engines_of_one_process_are_runs_of_their_own(tmp_path):
     assert [r["name"] for r in runs] == ["gan", "gan (engine 2)"] and runs[1]["timeline"] is None
 
 
-# ---- digesting ------------------------------------------------------------------------------------------------------------------------
+# ---- digesting -------------------------------------------------------------------------------------------------------
 def test_thinning_keeps_spikes_and_both_ends():
     xs = list(range(100_000))
     ys = [0.0] * 100_000
@@ -126,10 +128,16 @@ def test_curves_have_what_was_recorded_and_gaps_where_it_was_not_finite(tmp_path
 
 
 def test_split_of_a_step_adds_up_to_its_time(tmp_path):
-    rows = [{"step": s, "time_s": 1.0, "wait": {"data_s": 0.25, "communication_s": 0.125, "disk_s": None}} for s in range(1, 1001)]
+    rows = [
+        {"step": s, "time_s": 1.0, "wait": {"data_s": 0.25, "communication_s": 0.125, "disk_s": None}}
+        for s in range(1, 1001)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     found = d.split(read(tmp_path))
-    assert found["mean"] == {"compute": 0.625, "communication": 0.125, "data": 0.25, "disk": 0.0} and found["steps"] == 1000
+    assert (
+        found["mean"] == {"compute": 0.625, "communication": 0.125, "data": 0.25, "disk": 0.0}
+        and found["steps"] == 1000
+    )
     assert len(found["step"]) <= 400 and found["to"][-1] == 1000
     assert all(sum(found["parts"][k][i] for k in d.SPLIT) == pytest.approx(1.0) for i in range(len(found["step"])))
 
@@ -147,12 +155,25 @@ def test_a_checkpoint_between_two_steps_takes_nothing_from_computing(tmp_path):
 
 def test_summary_leaves_the_first_step_out_of_medians(tmp_path):
     rows = [
-        {"step": s, "at": float(s), "time_s": 9.0 if s == 1 else 1.0, "loss": 10.0 - s, "tokens_per_s": 5.0 if s == 1 else 100.0}
+        {
+            "step": s,
+            "at": float(s),
+            "time_s": 9.0 if s == 1 else 1.0,
+            "loss": 10.0 - s,
+            "tokens_per_s": 5.0 if s == 1 else 100.0,
+        }
         for s in range(1, 6)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     s = d.summary(read(tmp_path))
-    assert (s["step_s"], s["slowest_s"], s["tokens_per_s"], s["first_loss"], s["loss"], s["steps"]) == (1.0, 1.0, 100.0, 9.0, 5.0, 5)
+    assert (s["step_s"], s["slowest_s"], s["tokens_per_s"], s["first_loss"], s["loss"], s["steps"]) == (
+        1.0,
+        1.0,
+        100.0,
+        9.0,
+        5.0,
+        5,
+    )
 
 
 def test_memory_is_held_against_its_plan(tmp_path):
@@ -161,7 +182,8 @@ def test_memory_is_held_against_its_plan(tmp_path):
     found = d.memory(run)
     assert found["rank_peak"] == 340 * mib and found["planned"] == 326 * mib and d.peak_bytes(run) == 916 * mib
     assert any(
-        "rank 0 took 340 MiB at the peak of the first step, the memory plan said 326 (+4.3 %)" in f["text"] and f["level"] == "good"
+        "rank 0 took 340 MiB at the peak of the first step, the memory plan said 326 (+4.3 %)" in f["text"]
+        and f["level"] == "good"
         for f in d.findings(run)
     )
     over = d.findings(read(report_runs.whole(tmp_path / "b", steps=30, peak=900 * mib)))
@@ -171,8 +193,17 @@ def test_memory_is_held_against_its_plan(tmp_path):
 def test_communication_is_averaged_over_ranks_with_its_waiting(tmp_path):
     found = d.communication(read(report_runs.whole(tmp_path / "a", steps=3)))
     first = found["rows"][0]
-    assert first["op"] == "reduce_bucket" and first["bytes"] == 2 * 2**20 and first["ranks"] == 2 and first["count"] == 4800
-    assert first["total_ms"] == pytest.approx(4800 * 1.15) and first["waiting_ms"] == 1500.0 and first["slowest_ms"] == pytest.approx(1.2)
+    assert (
+        first["op"] == "reduce_bucket"
+        and first["bytes"] == 2 * 2**20
+        and first["ranks"] == 2
+        and first["count"] == 4800
+    )
+    assert (
+        first["total_ms"] == pytest.approx(4800 * 1.15)
+        and first["waiting_ms"] == 1500.0
+        and first["slowest_ms"] == pytest.approx(1.2)
+    )
     assert [r["op"] for r in found["rows"]][1:] == ["barrier", "all_reduce", "all_reduce"]
 
 
@@ -181,7 +212,9 @@ def test_a_timeline_begins_at_zero_and_a_long_one_keeps_whole_last_steps(tmp_pat
     run = read(folder)
     whole = d.timeline(run)
     events = [e for found in run.traces.values() for e in found if e["ph"] == "X"]
-    assert whole["total"] == len(whole["events"]) == len(events) and whole["left_out"] == 0 and whole["events"][0][2] == 0
+    assert (
+        whole["total"] == len(whole["events"]) == len(events) and whole["left_out"] == 0 and whole["events"][0][2] == 0
+    )
     assert [(lane["rank"], lane["name"]) for lane in whole["lanes"]] == [
         (r, n) for r in (0, 1) for n in ("steps", "compute", "communication", "disk", "waiting")
     ]
@@ -208,7 +241,7 @@ def test_what_stands_out(tmp_path):
     assert "compute" not in str(texts([{**r, "wait": {"data_s": 0.01}} for r in base]).get("bad"))
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 EVIL = "</script><script>document.title='owned'</script><!-- & \u2028"
 
 
@@ -241,7 +274,7 @@ def test_command_line(tmp_path, capsys):
     assert not list(a.glob(".*tmp"))
 
 
-# ---- in a browser ---------------------------------------------------------------------------------------------------------------------
+# ---- in a browser ----------------------------------------------------------------------------------------------------
 def _browser() -> str:
     found = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
     if found is None:
@@ -270,7 +303,9 @@ def dom(page_file: Path, *, size: str = "1280,900") -> tuple[str, str]:
 
 @pytest.mark.full
 def test_the_page_in_a_browser(tmp_path):
-    folder = report_runs.whole(tmp_path / "run-a", steps=120, skipped=(3, 9), name=EVIL, config={"note": EVIL, "train_batch_size": 8})
+    folder = report_runs.whole(
+        tmp_path / "run-a", steps=120, skipped=(3, 9), name=EVIL, config={"note": EVIL, "train_batch_size": 8}
+    )
     text, console = dom(write_report(folder))
     assert console == ""
     assert 'data-ready="yes"' in text and "owned" not in re.search(r"<title>(.*?)</title>", text)[1]
@@ -285,7 +320,9 @@ def test_the_page_in_a_browser(tmp_path):
 @pytest.mark.full
 def test_a_comparison_in_a_browser(tmp_path):
     a = report_runs.whole(tmp_path / "a", steps=60, config={"zero_optimization": {"stage": 2}, "same": 1})
-    b = report_runs.whole(tmp_path / "b", steps=60, seed=3, data_s=0.05, config={"zero_optimization": {"stage": 3}, "same": 1})
+    b = report_runs.whole(
+        tmp_path / "b", steps=60, seed=3, data_s=0.05, config={"zero_optimization": {"stage": 3}, "same": 1}
+    )
     text, console = dom(write_report([a, b], tmp_path / "both.html"), size="390,800")
     assert console == "" and 'data-ready="yes"' in text
     differences = re.search(r'id="differences".*?</table>', text, re.S)[0]
@@ -332,7 +369,7 @@ addEventListener("load", () => setTimeout(() => {
   document.querySelector("header button").click(); said.theme = document.documentElement.dataset.theme !== before;
   setTimeout(() => { said.view = text(".timeline th"); document.body.dataset.said = JSON.stringify(said); }, 300);
 }, 50));
-</script>"""
+</script>"""  # noqa: E501
 
 
 @pytest.mark.full
@@ -340,13 +377,21 @@ addEventListener("load", () => setTimeout(() => {
 def test_what_a_reader_does_works(tmp_path, runs):
     import html
 
-    folders = [report_runs.whole(tmp_path / n, steps=80, seed=i, peak=(800 + 100 * i) * report_runs.MIB) for i, n in enumerate("ab"[:runs])]
+    folders = [
+        report_runs.whole(tmp_path / n, steps=80, seed=i, peak=(800 + 100 * i) * report_runs.MIB)
+        for i, n in enumerate("ab"[:runs])
+    ]
     path = write_report(folders, tmp_path / "page.html")
     path.write_text(path.read_text().replace("</body>", _USER + "</body>"))
     text, console = dom(path)
     assert console == ""
     said = json.loads(html.unescape(re.search(r'data-said="([^"]*)"', text)[1]))
     assert "80" in said["steps"].split() and " s" in said["time"] and said["whole"] == said["steps"] != said["zoomed"]
-    assert said["tip"].startswith("step") and said["smoothed"] == 2 * runs and said["log"] == "true" and said["theme"] is True
+    assert (
+        said["tip"].startswith("step")
+        and said["smoothed"] == 2 * runs
+        and said["log"] == "true"
+        and said["theme"] is True
+    )
     assert "rank 0" in said["event"] and said["sorted"] == sorted(said["sorted"]) and said["view"].startswith("in view")
     assert runs == 1 or "900 MiB" in said["chosen"]

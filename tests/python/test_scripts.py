@@ -1,4 +1,5 @@
-"""scripts/count.py: the last line of `make test` must not lose a failure. scripts/lib.sh: which builds have the CUDA kernels."""
+"""scripts/count.py: the last line of `make test` must not lose a failure. scripts/lib.sh: which builds have the CUDA
+kernels."""
 
 from __future__ import annotations
 
@@ -36,21 +37,29 @@ Test Failed.
 CRASH = "3/3 Testing: test_comm\n[ RUN      ] X.Y\nSEGV\nTest Failed.\n"
 XML = """<testsuites><testsuite>
 <testcase name="a"/><testcase name="b"><failure message="no"/></testcase><testcase name="c"><error message="set-up"/></testcase>
-<testcase name="d"><skipped message="no GPU"/></testcase></testsuite></testsuites>"""
+<testcase name="d"><skipped message="no GPU"/></testcase></testsuite></testsuites>"""  # noqa: E501
 
 
 def count(folder: Path, test_class: str = "quick", **files: str) -> tuple[int, str, str]:
     for name, text in files.items():
         (folder / name.replace("_", ".")).write_text(text)
-    done = subprocess.run([sys.executable, str(COUNT), str(folder), test_class], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(COUNT), str(folder), test_class], capture_output=True, text=True, timeout=60
+    )
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines()[-1], done.stdout
 
 
-@pytest.mark.parametrize("log, code, last", [
-    (GOOD, 0, "10 passed, 0 failed, 2 skipped"), (GOOD + BAD, 1, "14 passed, 2 failed, 2 skipped"), (GOOD + LEAK, 1, "14 passed, 1 failed, 2 skipped"),
-    (GOOD + CRASH, 1, "10 passed, 1 failed, 2 skipped"), ("", 1, "0 passed, 0 failed, 0 skipped"),
-])
+@pytest.mark.parametrize(
+    "log, code, last",
+    [
+        (GOOD, 0, "10 passed, 0 failed, 2 skipped"),
+        (GOOD + BAD, 1, "14 passed, 2 failed, 2 skipped"),
+        (GOOD + LEAK, 1, "14 passed, 1 failed, 2 skipped"),
+        (GOOD + CRASH, 1, "10 passed, 1 failed, 2 skipped"),
+        ("", 1, "0 passed, 0 failed, 0 skipped"),
+    ],
+)
 def test_ctest(tmp_path, log, code, last):
     assert count(tmp_path, ctest_log=log)[:2] == (code, last)
 
@@ -72,9 +81,24 @@ def test_no_gpu_is_no_failure_of_the_gpu_class(tmp_path):
     assert count(tmp_path, "quick", pytest_xml=xml)[0] == 1
 
 
-@pytest.mark.parametrize("gpu, said, choice", [("true", None, "AUTO"), ("false", None, "OFF"), ("false", "", "OFF"), ("false", "ON", "ON"), ("true", "OFF", "OFF")])
+@pytest.mark.parametrize(
+    "gpu, said, choice",
+    [
+        ("true", None, "AUTO"),
+        ("false", None, "OFF"),
+        ("false", "", "OFF"),
+        ("false", "ON", "ON"),
+        ("true", "OFF", "OFF"),
+    ],
+)
 def test_cuda_kernels_are_built_where_there_is_a_gpu_or_on_request(gpu, said, choice):
     lib = COUNT.with_name("lib.sh")
     env = {k: v for k, v in os.environ.items() if k != "DEEPC_CUDA"} | ({} if said is None else {"DEEPC_CUDA": said})
-    done = subprocess.run(["sh", "-euc", f'. "{lib}"; has_gpu() {{ {gpu}; }}; cuda_choice'], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-euc", f'. "{lib}"; has_gpu() {{ {gpu}; }}; cuda_choice'],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.stdout, done.stderr) == (f"{choice}\n", "")

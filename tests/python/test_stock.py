@@ -1,32 +1,32 @@
-"""Stock PyTorch on the backend "deepc": DDP, FSDP2, HSDP, ZeroRedundancyOptimizer, DTensor, tensor parallel, pipelining, DCP, functional
-collectives. Nothing of deepc is named but the backend.
+"""Stock PyTorch on the backend "deepc": DDP, FSDP2, HSDP, ZeroRedundancyOptimizer, DTensor, tensor parallel,
+pipelining, DCP, functional collectives. Nothing of deepc is named but the backend.
 
-Each job runs twice, with "deepc" and with "gloo" as the backend of all groups, and returns the same losses, weights and tensors to the
-last bit: every sum in these jobs is one of two ranks, whose order does not matter (on four ranks the meshes are 2 x 2), or nothing is
-summed. Where more than two ranks sum, gradients are compared to the sum in rank order in fp32. Counters of the C core and Gloo's sequence
-numbers prove that no call went to Gloo."""
+Each job runs twice, with "deepc" and with "gloo" as the backend of all groups, and returns the same losses, weights and
+tensors to the last bit: every sum in these jobs is one of two ranks, whose order does not matter (on four ranks the
+meshes are 2 x 2), or nothing is summed. Where more than two ranks sum, gradients are compared to the sum in rank order
+in fp32. Counters of the C core and Gloo's sequence numbers prove that no call went to Gloo."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import warnings
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
 from conformance import differs
 from ranks import run_ranks
 from tiny import make_batch, make_model
+from torch import nn
 
 LIMIT_S = 240.0
 
 
-# ---- running on both backends ---------------------------------------------------------------------------------------------------
+# ---- running on both backends ----------------------------------------------------------------------------------------
 def _gloo_calls() -> int:
     """Calls that Gloo has carried beneath the deepc groups that exist."""
     pgs = [pg for pg, (backend, _) in dist.distributed_c10d._world.pg_map.items() if backend == "deepc"]
@@ -62,22 +62,24 @@ def equal(got: Any, want: Any, where: str) -> None:
 
 
 def as_on_gloo(fn: Callable, world: int, *args: Any, core: Sequence[str]) -> list[Any]:
-    """Runs fn on both backends; all it returns must be equal. core: counters of the C core that must have risen on some rank. Returns
-    deepc's results."""
+    """Runs fn on both backends; all it returns must be equal. core: counters of the C core that must have risen on some
+    rank. Returns deepc's results."""
     call = {"args": (fn.__name__, args), "timeout_s": 60, "limit_s": LIMIT_S}
     deepc = run_ranks(job, world, backend="deepc", **call)
     gloo = run_ranks(job, world, backend="gloo", **call)
     for r, ((got, counted, on_gloo), (want, gloo_counted, _)) in enumerate(zip(deepc, gloo)):
         equal(got, want, f"rank {r}")
         assert on_gloo == 0, f"rank {r}: {on_gloo} calls went to Gloo; the C core did {counted}"
-        assert not any(k.startswith(("coll_", "p2p_")) for k in gloo_counted), f"the run on Gloo used the core: {gloo_counted}"
+        assert not any(k.startswith(("coll_", "p2p_")) for k in gloo_counted), (
+            f"the run on Gloo used the core: {gloo_counted}"
+        )
     for name in core:
         done = [counted.get(name, 0) for _, counted, _ in deepc]
         assert any(done), f"the C core did no {name}: {[c for _, c, _ in deepc]}"
     return [got for got, _, _ in deepc]
 
 
-# ---- a small model --------------------------------------------------------------------------------------------------------------
+# ---- a small model ---------------------------------------------------------------------------------------------------
 class Net(nn.Module):
     """Linear layers of odd sizes, a norm with buffers, and a branch that some inputs leave unused."""
 
@@ -126,10 +128,14 @@ def train(model, forward, rank: int, steps: int = 3, optimizer=None, clip: float
     return losses
 
 
-# ---- DDP ------------------------------------------------------------------------------------------------------------------------
+# ---- DDP -------------------------------------------------------------------------------------------------------------
 DDP_FORMS = {
-    "plain": {}, "views": {"gradient_as_bucket_view": True}, "static": {"static_graph": True}, "one_bucket": {"bucket_cap_mb": 25},
-    "static_views": {"static_graph": True, "gradient_as_bucket_view": True}, "buffers": {},
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "one_bucket": {"bucket_cap_mb": 25},
+    "static_views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "buffers": {},
 }
 
 
@@ -224,14 +230,18 @@ def ddp_hooks(rank, world, which):
     model = Net()
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
     if which == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         wrapped.register_comm_hook(None, getattr(default_hooks, which))
     return train(model, wrapped, rank, steps=4), tensors(model)
 
 
-@pytest.mark.parametrize("which", ["allreduce_hook", "fp16_compress_hook", pytest.param("powersgd", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "which", ["allreduce_hook", "fp16_compress_hook", pytest.param("powersgd", marks=pytest.mark.full)]
+)
 def test_ddp_hooks(which):
     as_on_gloo(ddp_hooks, 2, which, core=["coll_all_reduce"])
 
@@ -261,7 +271,7 @@ def test_ddp_on_four_ranks_sums_in_rank_order():
             equal(got[name], want, f"rank {r} gradient of {name}")
 
 
-# ---- FSDP2, HSDP ----------------------------------------------------------------------------------------------------------------
+# ---- FSDP2, HSDP -----------------------------------------------------------------------------------------------------
 def _sharded(model: Net, **options) -> Net:
     from torch.distributed.fsdp import fully_shard
 
@@ -271,12 +281,21 @@ def _sharded(model: Net, **options) -> Net:
 
 
 def fsdp(rank, world, form):
-    from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
-                                                         set_model_state_dict)
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+    )
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    mesh = dist.init_device_mesh("cpu", (world,)) if not form.startswith("hsdp") else dist.init_device_mesh(
-        "cpu", {"hsdp22": (2, 2), "hsdp12": (1, 2), "hsdp21": (2, 1)}[form], mesh_dim_names=("replicate", "shard"))
+    mesh = (
+        dist.init_device_mesh("cpu", (world,))
+        if not form.startswith("hsdp")
+        else dist.init_device_mesh(
+            "cpu", {"hsdp22": (2, 2), "hsdp12": (1, 2), "hsdp21": (2, 1)}[form], mesh_dim_names=("replicate", "shard")
+        )
+    )
     options: dict[str, Any] = {"mesh": mesh}
     if form == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -297,8 +316,17 @@ def fsdp(rank, world, form):
     return losses, weights, whole, states, tensors(again)
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "kept", pytest.param("bf16_reduce", marks=pytest.mark.full),
-                                  pytest.param("hsdp12", marks=pytest.mark.full), pytest.param("hsdp21", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "fp32",
+        "bf16",
+        "kept",
+        pytest.param("bf16_reduce", marks=pytest.mark.full),
+        pytest.param("hsdp12", marks=pytest.mark.full),
+        pytest.param("hsdp21", marks=pytest.mark.full),
+    ],
+)
 def test_fsdp2(form):
     sharded = ["coll_all_gather", "coll_reduce_scatter"]
     out = as_on_gloo(fsdp, 2, form, core=["coll_broadcast", *(["coll_all_reduce"] if form == "hsdp21" else sharded)])
@@ -313,7 +341,9 @@ def test_hsdp():
 def fsdp_gradients(rank, world, dtype):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model = _sharded(Net(), mesh=dist.init_device_mesh("cpu", (world,)), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    model = _sharded(
+        Net(), mesh=dist.init_device_mesh("cpu", (world,)), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
+    )
     x, y = batch(0, rank)
     F.mse_loss(model(x), y).backward()
     got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
@@ -343,7 +373,7 @@ def test_fsdp2_on_four_ranks_sums_in_rank_order(dtype):
             assert not bad, bad
 
 
-# ---- ZeroRedundancyOptimizer ----------------------------------------------------------------------------------------------------
+# ---- ZeroRedundancyOptimizer -----------------------------------------------------------------------------------------
 def zero_redundancy(rank, world):
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -360,7 +390,7 @@ def test_zero_redundancy_optimizer():
     as_on_gloo(zero_redundancy, 2, core=["coll_all_reduce", "coll_broadcast"])
 
 
-# ---- DTensor, tensor parallel ---------------------------------------------------------------------------------------------------
+# ---- DTensor, tensor parallel ----------------------------------------------------------------------------------------
 def dtensors(rank, world, shape, mesh_shape):
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -369,7 +399,13 @@ def dtensors(rank, world, shape, mesh_shape):
     whole = torch.randn(shape, generator=g)
     places = [[Replicate()], [Shard(0)], [Shard(1)]]
     if len(mesh_shape) == 2:
-        places = [[Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]]
+        places = [
+            [Replicate(), Replicate()],
+            [Shard(0), Shard(1)],
+            [Shard(1), Shard(0)],
+            [Shard(0), Shard(0)],
+            [Replicate(), Shard(1)],
+        ]
     out = []
     for a in places:
         x = distribute_tensor(whole, mesh, a)
@@ -416,14 +452,24 @@ class Block(nn.Module):
 def tensor_parallel(rank, world, form):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
     two = form == "with_fsdp2"
     mesh = dist.init_device_mesh("cpu", (2, 2) if two else (world,), mesh_dim_names=("dp", "tp") if two else ("tp",))
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if form == "sequence":
-        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1)),
-                "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=False)}
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=False),
+        }
         plan = {k: v for k, v in plan.items() if k}
     model = nn.Sequential(Block(), Block())
     for block in model:
@@ -456,7 +502,7 @@ def test_tensor_parallel_with_fsdp2():
     as_on_gloo(tensor_parallel, 4, "with_fsdp2", core=["coll_all_reduce", "coll_all_gather", "coll_reduce_scatter"])
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 def checkpoints(rank, world, folder, asynchronous):
     """Trains, saves, trains on (while the save runs), then loads and trains the same steps again."""
     import torch.distributed.checkpoint as dcp
@@ -496,7 +542,7 @@ def test_checkpoints(tmp_path, asynchronous):
     as_on_gloo(checkpoints, 2, str(tmp_path), asynchronous, core=["coll_all_gather", "coll_gather", "coll_scatter"])
 
 
-# ---- pipelining -----------------------------------------------------------------------------------------------------------------
+# ---- pipelining ------------------------------------------------------------------------------------------------------
 def pipeline(rank, world, schedule, micro, chunks):
     from torch.distributed import pipelining
     from torch.distributed.pipelining import PipelineStage
@@ -522,11 +568,23 @@ def pipeline(rank, world, schedule, micro, chunks):
     return seen, [tensors(m) for m in modules]
 
 
-@pytest.mark.parametrize("schedule, world, micro, chunks", [
-    ("ScheduleGPipe", 2, 4, 1), ("Schedule1F1B", 2, 4, 1), ("Schedule1F1B", 4, 8, 1),
-    *(pytest.param(*p, marks=pytest.mark.full) for p in (
-        ("ScheduleGPipe", 4, 4, 1), ("ScheduleInterleaved1F1B", 2, 4, 2), ("ScheduleLoopedBFS", 2, 4, 2),
-        ("ScheduleInterleavedZeroBubble", 4, 8, 2)))])
+@pytest.mark.parametrize(
+    "schedule, world, micro, chunks",
+    [
+        ("ScheduleGPipe", 2, 4, 1),
+        ("Schedule1F1B", 2, 4, 1),
+        ("Schedule1F1B", 4, 8, 1),
+        *(
+            pytest.param(*p, marks=pytest.mark.full)
+            for p in (
+                ("ScheduleGPipe", 4, 4, 1),
+                ("ScheduleInterleaved1F1B", 2, 4, 2),
+                ("ScheduleLoopedBFS", 2, 4, 2),
+                ("ScheduleInterleavedZeroBubble", 4, 8, 2),
+            )
+        ),
+    ],
+)
 def test_pipelining(schedule, world, micro, chunks):
     out = as_on_gloo(pipeline, world, schedule, micro, chunks, core=["p2p_sends", "p2p_recvs"])
     assert any(len(losses) == micro for losses in out[-1][0]), out[-1][0]
@@ -543,7 +601,7 @@ def _pipeline_part(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12))
 
 
-# ---- functional collectives -----------------------------------------------------------------------------------------------------
+# ---- functional collectives ------------------------------------------------------------------------------------------
 def functional(rank, world, compiler):
     import torch.distributed._functional_collectives as fc
 
@@ -595,9 +653,12 @@ def differentiable(rank, world):
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     halves = [torch.empty(2, 3), torch.empty(2, 3)]
     calls = [
-        lambda: dnn.all_reduce(x * 1, group=group), lambda: torch.cat(dnn.all_gather(x * 2, group=group)),
-        lambda: torch.cat(dnn.all_to_all(halves, list(x.chunk(2)), group=group)), lambda: dnn.broadcast(x * 3, src=1, group=group),
-        lambda: dnn.reduce(x * 4, dst=0, group=group), lambda: dnn.reduce_scatter(torch.empty(2, 3), list(x.chunk(2)), group=group),
+        lambda: dnn.all_reduce(x * 1, group=group),
+        lambda: torch.cat(dnn.all_gather(x * 2, group=group)),
+        lambda: torch.cat(dnn.all_to_all(halves, list(x.chunk(2)), group=group)),
+        lambda: dnn.broadcast(x * 3, src=1, group=group),
+        lambda: dnn.reduce(x * 4, dst=0, group=group),
+        lambda: dnn.reduce_scatter(torch.empty(2, 3), list(x.chunk(2)), group=group),
         lambda: dnn.all_to_all_single(torch.empty(4, 3), x * 5, group=group),
         lambda: dnn.scatter(list((x * 6).chunk(2)), src=1, group=group),
         lambda: torch.cat(dnn.gather(x * 7, dst=0, group=group)),
@@ -612,7 +673,9 @@ def differentiable(rank, world):
 
 
 def test_differentiable_collectives():
-    as_on_gloo(differentiable, 2, core=["coll_all_reduce", "coll_all_gather", "coll_broadcast", "coll_reduce", "coll_scatter"])
+    as_on_gloo(
+        differentiable, 2, core=["coll_all_reduce", "coll_all_gather", "coll_broadcast", "coll_reduce", "coll_scatter"]
+    )
 
 
 def compiled_ddp(rank, world, backend):
@@ -637,7 +700,7 @@ def test_compiled_ddp():
     as_on_gloo(compiled_ddp, 2, "aot_eager", core=["coll_all_reduce"])
 
 
-# ---- what data loading does -----------------------------------------------------------------------------------------------------
+# ---- what data loading does ------------------------------------------------------------------------------------------
 def objects(rank, world):
     """Seeds from rank 0, samples by DistributedSampler, results back as objects."""
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -657,7 +720,7 @@ def objects(rank, world):
     got: list[Any] | None = [None] * world if rank == 1 else None
     dist.gather_object({"rank": rank, "text": "x" * (1000 * rank)}, got, dst=1)
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, [("shard", r, bytes(10 ** r)) for r in range(world)] if rank == 0 else None, src=0)
+    dist.scatter_object_list(mine, [("shard", r, bytes(10**r)) for r in range(world)] if rank == 0 else None, src=0)
     return every, got, mine
 
 

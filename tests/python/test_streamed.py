@@ -1,5 +1,5 @@
-"""ZeRO-3's streamed mode: the same bits as resident mode (one node, by DEEPC_STREAMED=1) and as stage 2 (ranks that share no memory), with units
-of parameters that come and go; and what a touch of a released parameter does."""
+"""ZeRO-3's streamed mode: the same bits as resident mode (one node, by DEEPC_STREAMED=1) and as stage 2 (ranks that
+share no memory), with units of parameters that come and go; and what a touch of a released parameter does."""
 
 from __future__ import annotations
 
@@ -8,23 +8,33 @@ import copy
 import os
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-import tiny
 from nethosts import Hosts, needs_hosts
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from test_nodes import on_node
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 NO_LIMITS = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-LIMITS = {"stage3_param_persistence_threshold": 100, "stage3_max_live_parameters": 30000, "stage3_prefetch_bucket_size": 15000,
-          "stage3_max_reuse_distance": 20000}
-TINY = {"plain": {}, "tied+frozen": {"frozen": True}, "unused": {"unused": True}, "reused": {"reuse": True}, "recompute": {"recompute": "plain"},
-        "recompute-reentrant": {"recompute": "reentrant"}, "all": {"frozen": True, "unused": True, "reuse": True, "recompute": "plain"},
-        "all-reentrant": {"frozen": True, "unused": True, "reuse": True, "recompute": "reentrant"}}
+LIMITS = {
+    "stage3_param_persistence_threshold": 100,
+    "stage3_max_live_parameters": 30000,
+    "stage3_prefetch_bucket_size": 15000,
+    "stage3_max_reuse_distance": 20000,
+}
+TINY = {
+    "plain": {},
+    "tied+frozen": {"frozen": True},
+    "unused": {"unused": True},
+    "reused": {"reuse": True},
+    "recompute": {"recompute": "plain"},
+    "recompute-reentrant": {"recompute": "reentrant"},
+    "all": {"frozen": True, "unused": True, "reuse": True, "recompute": "plain"},
+    "all-reentrant": {"frozen": True, "unused": True, "reuse": True, "recompute": "reentrant"},
+}
 
 
 def run_ranks(fn, world, *args, **kw):
@@ -43,7 +53,7 @@ def streamed(on: bool = True):
             os.environ["DEEPC_STREAMED"] = before
 
 
-# ---- models that use parameters in odd places -----------------------------------------------------------------------------------
+# ---- models that use parameters in odd places ------------------------------------------------------------------------
 class Expert(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -79,9 +89,17 @@ class Odd(nn.Module):
             return x + self.experts[3](x) if self.rank else x
         for i, expert in enumerate(self.experts):
             if kind == "outside":
-                x = x + F.linear(F.gelu(F.linear(x, expert.up.weight, expert.up.bias)), expert.down.weight) * self.experts[0].down.bias
+                x = (
+                    x
+                    + F.linear(F.gelu(F.linear(x, expert.up.weight, expert.up.bias)), expert.down.weight)
+                    * self.experts[0].down.bias
+                )
             elif kind == "recompute a lambda":
-                x = x + checkpoint(lambda h, e=expert: F.linear(h, e.up.weight)[..., : h.shape[-1]] @ self.table, x, use_reentrant=i % 2 == 0)
+                x = x + checkpoint(
+                    lambda h, e=expert: F.linear(h, e.up.weight)[..., : h.shape[-1]] @ self.table,
+                    x,
+                    use_reentrant=i % 2 == 0,
+                )
             else:
                 x = x + expert(x)
         return x
@@ -104,8 +122,18 @@ class Odd(nn.Module):
         return {"loss": loss, "rest": [h, None]} if self.kind == "dict" else loss
 
 
-ODD = ["outside", "rank-dependent", "loss in an attribute", "dict", "in place", "tied across", "frozen base", "recompute a lambda", "two losses",
-       "evaluated between"]
+ODD = [
+    "outside",
+    "rank-dependent",
+    "loss in an attribute",
+    "dict",
+    "in place",
+    "tied across",
+    "frozen base",
+    "recompute a lambda",
+    "two losses",
+    "evaluated between",
+]
 
 
 def _odd_training(rank, world, cfg, kind, steps=3):
@@ -150,7 +178,7 @@ def _tiny_training(rank, world, cfg, options, steps=3):
     for step in range(steps):
         for m in range(gas):
             x, y = tiny.make_batch(gas * step + m, micro * world)
-            loss = engine(x[rank * micro:][:micro], y[rank * micro:][:micro])
+            loss = engine(x[rank * micro :][:micro], y[rank * micro :][:micro])
             engine.backward(loss)
             losses.append(loss.item())
             if step == 0 and m == gas - 1:
@@ -168,7 +196,7 @@ def same(a, b):
     same_bits(a[2], b[2])
 
 
-# ---- the same bits --------------------------------------------------------------------------------------------------------------
+# ---- the same bits ---------------------------------------------------------------------------------------------------
 def _against_resident(rank, world, train, cases, base, zero):
     import deepc
 
@@ -198,34 +226,61 @@ def check(ranks, persistent=False):
             assert (stats["persistent_elems"] > 0) == persistent
 
 
-@pytest.mark.parametrize("world, zero, kinds", [(2, NO_LIMITS, list(TINY)), (2, LIMITS, ["plain", "unused", "recompute", "all-reentrant"]), (1, LIMITS, ["all"]),
-                                                (3, LIMITS, ["all"])], ids=["2", "2-limits", "1-limits", "3-limits"])
+@pytest.mark.parametrize(
+    "world, zero, kinds",
+    [
+        (2, NO_LIMITS, list(TINY)),
+        (2, LIMITS, ["plain", "unused", "recompute", "all-reentrant"]),
+        (1, LIMITS, ["all"]),
+        (3, LIMITS, ["all"]),
+    ],
+    ids=["2", "2-limits", "1-limits", "3-limits"],
+)
 def test_the_same_bits_as_resident_mode(world, zero, kinds):
     cases = {n: TINY[n] for n in kinds}
-    ranks = run_ranks(_against_resident, world, _tiny_training, cases, tiny.config(3, micro=2, deepc={"bucket_elems": 8192}), zero)
+    ranks = run_ranks(
+        _against_resident, world, _tiny_training, cases, tiny.config(3, micro=2, deepc={"bucket_elems": 8192}), zero
+    )
     check(ranks, persistent=zero is LIMITS)
     for by_name in ranks:
         for name, (_, _, (_, _, _, stats), _) in by_name.items():
             if zero is LIMITS:
-                assert stats["live_elems_max"] <= zero["stage3_max_live_parameters"] and stats["prefetched"] > 0, (name, stats)
+                assert stats["live_elems_max"] <= zero["stage3_max_live_parameters"] and stats["prefetched"] > 0, (
+                    name,
+                    stats,
+                )
 
 
 @pytest.mark.parametrize("precision, gas", [("bf16", 2), ("fp16", 1)])
 def test_16_bit_and_accumulation(precision, gas):
     base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
-    check(run_ranks(_against_resident, 2, _tiny_training, {n: TINY[n] for n in ("plain", "all")}, base, LIMITS), persistent=True)
+    check(
+        run_ranks(_against_resident, 2, _tiny_training, {n: TINY[n] for n in ("plain", "all")}, base, LIMITS),
+        persistent=True,
+    )
 
 
-@pytest.mark.parametrize("zero", [NO_LIMITS, {**LIMITS, "stage3_max_live_parameters": 600, "stage3_param_persistence_threshold": 8}], ids=["none", "limits"])
+@pytest.mark.parametrize(
+    "zero",
+    [NO_LIMITS, {**LIMITS, "stage3_max_live_parameters": 600, "stage3_param_persistence_threshold": 8}],
+    ids=["none", "limits"],
+)
 def test_parameters_in_odd_places(zero):
-    ranks = run_ranks(_against_resident, 2, _odd_training, {k: k for k in ODD}, tiny.config(3, micro=4, deepc={"bucket_elems": 8192}), zero)
+    ranks = run_ranks(
+        _against_resident,
+        2,
+        _odd_training,
+        {k: k for k in ODD},
+        tiny.config(3, micro=4, deepc={"bucket_elems": 8192}),
+        zero,
+    )
     check(ranks, persistent=zero is not NO_LIMITS)
     touched = ranks[0]["outside"][2][3]["touches"]
     assert touched > 0, "parameters outside of their modules are found when they are touched"
     assert ranks[0]["dict"][2][3]["blocked"] == 0, "nothing but the unit refers to its storage"
 
 
-# ---- what is there, and when ------------------------------------------------------------------------------------------------------
+# ---- what is there, and when -----------------------------------------------------------------------------------------
 def _memory(rank, world, zero, recompute):
     import deepc
 
@@ -237,13 +292,19 @@ def _memory(rank, world, zero, recompute):
     for step in range(4):
         x, y = tiny.make_batch(step, 2 * world)
         before = manager.stats()
-        loss = engine(x[2 * rank:][:2], y[2 * rank:][:2])
+        loss = engine(x[2 * rank :][:2], y[2 * rank :][:2])
         held = {n for n, p in engine.module.named_parameters() if engine.state.is_available(p)}
         storages = sum(u.storage.nbytes() for u in manager._units)
         engine.backward(loss)
         engine.step()
         after = manager.stats()
-        rows.append({"held": held, "storages": storages, **{k: after[k] - before[k] for k in ("gathers", "prefetched", "order_misses", "gathered_elems")}})
+        rows.append(
+            {
+                "held": held,
+                "storages": storages,
+                **{k: after[k] - before[k] for k in ("gathers", "prefetched", "order_misses", "gathered_elems")},
+            }
+        )
     stats = manager.stats()
     engine.destroy()
     return stats, rows
@@ -269,9 +330,15 @@ def test_prefetch_follows_the_recorded_order_within_its_limits():
         for row in rows[1:]:
             assert row["prefetched"] >= 8 and row["order_misses"] == 0
         assert stats["live_elems_max"] <= limit
-    small = {**NO_LIMITS, "stage3_prefetch_bucket_size": 10**9, "stage3_param_persistence_threshold": 4000}  # the root's unit has nothing left
+    small = {
+        **NO_LIMITS,
+        "stage3_prefetch_bucket_size": 10**9,
+        "stage3_param_persistence_threshold": 4000,
+    }  # the root's unit has nothing left
     for stats, rows in run_ranks(_memory, 2, small, None):
-        assert stats["units"] == 9 and stats["persistent_elems"] > 4000 and all(row["prefetched"] >= 7 for row in rows[1:])
+        assert (
+            stats["units"] == 9 and stats["persistent_elems"] > 4000 and all(row["prefetched"] >= 7 for row in rows[1:])
+        )
     keep = {**NO_LIMITS, "stage3_max_reuse_distance": 10**9}
     for stats, rows in run_ranks(_memory, 2, keep, None):
         assert rows[-1]["gathers"] == stats["units"], "with room for all each unit comes once a step"
@@ -299,11 +366,13 @@ def test_units():
     assert sum(len(u.params) for u in made.units) == len(list(model.parameters()))
     assert made.blocks == list(model.experts)
     first = names.index("experts.0")
-    assert made.needs[model.experts[2].down] == [first], "a tied parameter's unit is used by the module that has it as well"
+    assert made.needs[model.experts[2].down] == [first], (
+        "a tied parameter's unit is used by the module that has it as well"
+    )
     assert model.out in made.needs
 
 
-# ---- touches ------------------------------------------------------------------------------------------------------------------------
+# ---- touches ---------------------------------------------------------------------------------------------------------
 def _touches(rank, world):
     import deepc
     from deepc.errors import ReleasedParameterError, StrayWriteError
@@ -316,13 +385,29 @@ def _touches(rank, world):
     x = torch.randn(4, 8)
     expert = {"up.weight": (16, 8), "up.bias": (16,), "down.weight": (8, 16), "down.bias": (8,)}
     touches = {
-        "add": lambda: p + 1, "radd": lambda: 1 + p, "mul": lambda: torch.mul(x[:1], p), "linear": lambda: F.linear(x, p),
-        "matmul": lambda: x @ p.t(), "data": lambda: p.data, "set data": lambda: setattr(p, "data", x), "data_ptr": lambda: p.data_ptr(),
-        "numpy": lambda: p.detach().numpy(), "clone": lambda: p.clone(), "in place": lambda: nn.init.zeros_(p),
-        "foreach": lambda: torch._foreach_add([p], 1), "stack": lambda: torch.stack([p, p]), "item": lambda: p[0, 0].item(),
-        "iterate": lambda: list(p), "tolist": lambda: p.tolist(), "vector": lambda: nn.utils.parameters_to_vector([p]),
-        "storage": lambda: p.untyped_storage(), "to": lambda: p.to(torch.float64), "copy": lambda: x.new_zeros(16, 8).copy_(p),
-        "bool": lambda: bool(p.sum() > 0), "equal": lambda: torch.equal(p, p), "out": lambda: torch.add(x[0], 1, out=p),
+        "add": lambda: p + 1,
+        "radd": lambda: 1 + p,
+        "mul": lambda: torch.mul(x[:1], p),
+        "linear": lambda: F.linear(x, p),
+        "matmul": lambda: x @ p.t(),
+        "data": lambda: p.data,
+        "set data": lambda: setattr(p, "data", x),
+        "data_ptr": lambda: p.data_ptr(),
+        "numpy": lambda: p.detach().numpy(),
+        "clone": lambda: p.clone(),
+        "in place": lambda: nn.init.zeros_(p),
+        "foreach": lambda: torch._foreach_add([p], 1),
+        "stack": lambda: torch.stack([p, p]),
+        "item": lambda: p[0, 0].item(),
+        "iterate": lambda: list(p),
+        "tolist": lambda: p.tolist(),
+        "vector": lambda: nn.utils.parameters_to_vector([p]),
+        "storage": lambda: p.untyped_storage(),
+        "to": lambda: p.to(torch.float64),
+        "copy": lambda: x.new_zeros(16, 8).copy_(p),
+        "bool": lambda: bool(p.sum() > 0),
+        "equal": lambda: torch.equal(p, p),
+        "out": lambda: torch.add(x[0], 1, out=p),
         "load": lambda: engine.module.experts[1].load_state_dict({k: torch.zeros(s) for k, s in expert.items()}),
     }
     wrong = {}
@@ -334,13 +419,35 @@ def _touches(rank, world):
                 wrong[name] = str(exc)
     assert not wrong, wrong
     # What a parameter is can be asked.
-    assert p.shape == (16, 8) and p.dtype == torch.float32 and p.numel() == 128 and p.size(0) == 16 and p.dim() == 2 and len(p) == 16
-    assert isinstance(p, nn.Parameter) and "released" in repr(p) and p.is_leaf and p.device.type == "cpu" and p.requires_grad and p.grad is None
-    assert "Odd" in repr(engine.module) and p.stride() == (8, 1) and p.is_contiguous() and p in {p} and p.is_floating_point()
+    assert (
+        p.shape == (16, 8)
+        and p.dtype == torch.float32
+        and p.numel() == 128
+        and p.size(0) == 16
+        and p.dim() == 2
+        and len(p) == 16
+    )
+    assert (
+        isinstance(p, nn.Parameter)
+        and "released" in repr(p)
+        and p.is_leaf
+        and p.device.type == "cpu"
+        and p.requires_grad
+        and p.grad is None
+    )
+    assert (
+        "Odd" in repr(engine.module)
+        and p.stride() == (8, 1)
+        and p.is_contiguous()
+        and p in {p}
+        and p.is_floating_point()
+    )
     twin = copy.deepcopy(engine.module)
     assert type(twin.experts[1].up.weight) is nn.Parameter and twin(x).item() == engine(x).item()
     # Views that outlive their unit's use keep its storage, and the values stay readable.
-    hook = engine.module.experts[1].register_forward_hook(lambda m, a, o: setattr(engine, "kept", m.up.weight.detach().t()))
+    hook = engine.module.experts[1].register_forward_hook(
+        lambda m, a, o: setattr(engine, "kept", m.up.weight.detach().t())
+    )
     loss = engine(x)
     hook.remove()
     kept = engine.__dict__.pop("kept")
@@ -376,7 +483,7 @@ def test_a_touch_of_a_released_parameter_raises_and_names_it():
     assert a == b
 
 
-# ---- reading and writing from outside ------------------------------------------------------------------------------------------------
+# ---- reading and writing from outside --------------------------------------------------------------------------------
 def _access(rank, world, folder, transport):
     import deepc
 
@@ -408,7 +515,7 @@ def _access(rank, world, folder, transport):
         same_bits(dict(engine.module.state_dict()), want)
         # through a checkpoint, and from one of another stage
         x, y = tiny.make_batch(0, 2 * world)
-        x, y = x[2 * rank:][:2], y[2 * rank:][:2]
+        x, y = x[2 * rank :][:2], y[2 * rank :][:2]
 
         def train(e, steps=2):
             out = []
@@ -445,7 +552,7 @@ def test_access_and_checkpoints_without_shared_memory(tmp_path):
     run_ranks(_access, 3, str(tmp_path), "c10d")
 
 
-# ---- many forwards ----------------------------------------------------------------------------------------------------------------------
+# ---- many forwards ---------------------------------------------------------------------------------------------------
 def _generate(rank, world):
     import deepc
 
@@ -477,7 +584,7 @@ def test_keep_gathered():
     run_ranks(_generate, 2)
 
 
-# ---- torch.compile ----------------------------------------------------------------------------------------------------------------------
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
 def _compiled(rank, world):
     import deepc
 
@@ -511,7 +618,7 @@ def test_compile_per_block():
     run_ranks(_compiled, 1)
 
 
-# ---- ranks that share no memory (nodes with different numbers of ranks): gathers are collective ---------------------------------------------
+# ---- ranks that share no memory (nodes with different numbers of ranks): gathers are collective ----------------------
 def _against_stage_2(rank, world, train, cases, zero, precision):
     import deepc
 
@@ -531,7 +638,14 @@ def _against_stage_2(rank, world, train, cases, zero, precision):
 
 @pytest.mark.parametrize("precision, zero", [("fp32", NO_LIMITS), ("bf16", LIMITS)])
 def test_uneven_nodes_give_the_same_bits_as_stage_2(precision, zero):
-    ranks = run_ranks(_against_stage_2, 3, _tiny_training, {n: TINY[n] for n in ("plain", "tied+frozen", "all-reentrant")}, zero, precision)
+    ranks = run_ranks(
+        _against_stage_2,
+        3,
+        _tiny_training,
+        {n: TINY[n] for n in ("plain", "tied+frozen", "all-reentrant")},
+        zero,
+        precision,
+    )
     check(ranks, persistent=zero is LIMITS)
 
 
@@ -542,7 +656,9 @@ def test_uneven_nodes_and_parameters_in_odd_places():
 
 def _over_nodes(rank, world, cases, zero):
     with on_node(f"n{rank}"):
-        return _against_resident(rank, world, _tiny_training, cases, tiny.config(3, micro=2, deepc={"bucket_elems": 8192}), zero)
+        return _against_resident(
+            rank, world, _tiny_training, cases, tiny.config(3, micro=2, deepc={"bucket_elems": 8192}), zero
+        )
 
 
 def test_equal_nodes():
@@ -560,17 +676,50 @@ def test_uneven_hosts():
         check(hosts.run(_over_a_network, [0, 0, 1], args=({"plain": {}},)), persistent=True)
 
 
-# ---- models of transformers -----------------------------------------------------------------------------------------------------------------
+# ---- models of transformers ------------------------------------------------------------------------------------------
 def _transformer(kind):
     import transformers as tr
 
     torch.manual_seed(0)
     if kind == "gpt2":
-        return tr.GPT2LMHeadModel(tr.GPT2Config(n_embd=32, n_layer=6, n_head=2, vocab_size=64, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        return tr.GPT2LMHeadModel(
+            tr.GPT2Config(
+                n_embd=32,
+                n_layer=6,
+                n_head=2,
+                vocab_size=64,
+                n_positions=32,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
     if kind == "mixtral":
-        return tr.MixtralForCausalLM(tr.MixtralConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                                                      vocab_size=64, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2))
-    return tr.T5ForConditionalGeneration(tr.T5Config(d_model=32, d_ff=64, num_layers=3, num_heads=2, d_kv=16, vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0))
+        return tr.MixtralForCausalLM(
+            tr.MixtralConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                vocab_size=64,
+                max_position_embeddings=32,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+            )
+        )
+    return tr.T5ForConditionalGeneration(
+        tr.T5Config(
+            d_model=32,
+            d_ff=64,
+            num_layers=3,
+            num_heads=2,
+            d_kv=16,
+            vocab_size=64,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
 
 
 def _transformer_training(rank, world, cfg, case):
@@ -601,8 +750,17 @@ def _transformer_training(rank, world, cfg, case):
 
 def test_models_of_transformers():
     pytest.importorskip("transformers")
-    cases = {f"{k} {r}": (k, r) for k in ("gpt2", "t5") for r in (None, "plain", "reentrant")} | {"mixtral": ("mixtral", None)}
-    ranks = run_ranks(_against_resident, 2, _transformer_training, cases, tiny.config(3, micro=2, deepc={"bucket_elems": 8192}), NO_LIMITS)
+    cases = {f"{k} {r}": (k, r) for k in ("gpt2", "t5") for r in (None, "plain", "reentrant")} | {
+        "mixtral": ("mixtral", None)
+    }
+    ranks = run_ranks(
+        _against_resident,
+        2,
+        _transformer_training,
+        cases,
+        tiny.config(3, micro=2, deepc={"bucket_elems": 8192}),
+        NO_LIMITS,
+    )
     check(ranks)
     for name, (_, _, (_, _, _, stats), _) in ranks[0].items():
         if name != "mixtral":

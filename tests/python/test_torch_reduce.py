@@ -1,5 +1,6 @@
-"""Reductions over torch.distributed during backward (nodes with different numbers of ranks, as GPUs): the same bits as on one node for every way to run
-backward, gradients that leave while it runs, and what a rank that dies or leaves does to the others."""
+"""Reductions over torch.distributed during backward (nodes with different numbers of ranks, as GPUs): the same bits as
+on one node for every way to run backward, gradients that leave while it runs, and what a rank that dies or leaves does
+to the others."""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ import signal
 import time
 
 import pytest
-import torch
-
 import tiny
+import torch
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from test_nodes import on_node
@@ -26,7 +26,7 @@ def uneven(rank: int):
     return on_node("a" if rank < 2 else "b")
 
 
-# ---- the states -------------------------------------------------------------------------------------------------------------------
+# ---- the states ------------------------------------------------------------------------------------------------------
 def test_buckets_begin_in_one_order_whatever_the_order_of_gradients():
     from deepc.torch_reduce import BucketStates
 
@@ -58,7 +58,7 @@ def test_buckets_begin_in_one_order_whatever_the_order_of_gradients():
         assert gone == {0, 2, 3, 4, 5}, "each gradient is dropped once, with the last of its buckets"
 
 
-# ---- the same bits, whatever the way ------------------------------------------------------------------------------------------------
+# ---- the same bits, whatever the way ---------------------------------------------------------------------------------
 class _Stop(Exception):
     pass
 
@@ -72,12 +72,14 @@ def _ways(rank, stage):
 
     cfg = tiny.config(stage, micro=2, gas=2, deepc={"bucket_elems": 12288})
     cfg["zero_optimization"].update(NO_LIMITS)
-    engine = deepc.initialize(model=tiny.make_model(layers=3, unused=True, reuse=True, recompute="reentrant"), config=cfg)[0]
+    engine = deepc.initialize(
+        model=tiny.make_model(layers=3, unused=True, reuse=True, recompute="reentrant"), config=cfg
+    )[0]
     losses = []
 
     def loss_of(k):
         x, y = tiny.make_batch(k, 6)
-        losses.append(engine(x[2 * rank:][:2], y[2 * rank:][:2]))
+        losses.append(engine(x[2 * rank :][:2], y[2 * rank :][:2]))
         return losses[-1]
 
     def accumulate(k):
@@ -129,7 +131,7 @@ def test_every_way_to_run_backward_gives_the_bits_of_one_node():
             assert 0 < stats["early"] < stats["reductions"]
 
 
-# ---- gradients leave during backward ------------------------------------------------------------------------------------------------
+# ---- gradients leave during backward ---------------------------------------------------------------------------------
 def _leaving(rank, world, stage):
     import deepc
     from deepc.errors import ReleasedParameterError
@@ -162,10 +164,12 @@ def test_gradients_leave_during_backward(stage):
         assert rows[0]["early"] == 0, "an unused parameter, registered last, lies in the first bucket"
         for row in rows[1:]:
             assert row["early"] >= nbuckets - 2, "its bucket goes last from then on"
-            assert stage == 2 or row["most"] < 0.5 * total, "ranks that gather know what all have begun, and wait for it"
+            assert stage == 2 or row["most"] < 0.5 * total, (
+                "ranks that gather know what all have begun, and wait for it"
+            )
 
 
-# ---- ranks that differ, delays, and the way of devices ----------------------------------------------------------------------------------
+# ---- ranks that differ, delays, and the way of devices ---------------------------------------------------------------
 def _differing(rank, world, stage, how, steps):
     import deepc
 
@@ -176,7 +180,9 @@ def _differing(rank, world, stage, how, steps):
     model = Odd("rank-dependent", width=64)
     with uneven(rank):
         engine = deepc.initialize(model=model, config=cfg)[0]
-    if how == "device":  # asynchronous Works instead of the thread, and at stage 3 nothing begins before all ranks have it
+    if (
+        how == "device"
+    ):  # asynchronous Works instead of the thread, and at stage 3 nothing begins before all ranks have it
         engine.reducer._progress, engine.reducer._in_order = None, True
     if how == "delays":
         for module in model.modules():
@@ -209,7 +215,7 @@ def test_ranks_with_other_gradients_and_delays(stages, steps):
                 assert stats["early"] > 0
 
 
-# ---- failures -------------------------------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 def _fails(rank, world, stage, how):
     import deepc
     from deepc.errors import CommError
@@ -223,6 +229,7 @@ def _fails(rank, world, stage, how):
         engine.backward(engine(x, y))
         engine.step()
     if rank == 2:
+
         def stop(_):
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -241,7 +248,9 @@ def _fails(rank, world, stage, how):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage, how", [(3, "dies"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "dies"), (3, "leaves")))])
+@pytest.mark.parametrize(
+    "stage, how", [(3, "dies"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "dies"), (3, "leaves")))]
+)
 def test_a_rank_that_dies_or_leaves_in_backward_is_an_error_on_the_others(stage, how):
     said = run_ranks(_fails, 3, stage, how, may_die=(2,), limit_s=60)
     assert said[2] == ("left" if how == "leaves" else None)

@@ -1,4 +1,5 @@
-"""The types that users see: public modules pass mypy --strict, and so does a program that uses them, which mypy also reads right."""
+"""The types that users see: public modules pass mypy --strict, and so does a program that uses them, which mypy also
+reads right."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Inside only: multi-node collectives and ZeRO-3's streamed mode, which no user calls.
 INSIDE = ["hierarchy.py", "streamed*.py"]
 
-USER = '''
+USER = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -79,13 +80,28 @@ adamw = deepc.optim.AdamW(model.parameters(), lr=1e-3)
 adamw.step()
 WarmupDecayLR(adamw, total_num_steps=10).step()
 deepc.init_distributed()
-'''
-SHOWN = ["deepc.engine.Engine", "deepc.optim.sharded.ShardedOptimizer", "deepc.monitor.loader.TimedLoader",
-         "deepc.lr_schedules.Scheduler | None", "torch._tensor.Tensor", "bool", "float | None", "str | None",
-         "torch.nn.modules.module.Module", "dict[str, int]", "None", "torch._tensor.Tensor", "torch._tensor.Tensor | None", "int",
-         "dict[str, list[str]]", "int", "torch._tensor.Tensor"]
+"""  # noqa: E501
+SHOWN = [
+    "deepc.engine.Engine",
+    "deepc.optim.sharded.ShardedOptimizer",
+    "deepc.monitor.loader.TimedLoader",
+    "deepc.lr_schedules.Scheduler | None",
+    "torch._tensor.Tensor",
+    "bool",
+    "float | None",
+    "str | None",
+    "torch.nn.modules.module.Module",
+    "dict[str, int]",
+    "None",
+    "torch._tensor.Tensor",
+    "torch._tensor.Tensor | None",
+    "int",
+    "dict[str, list[str]]",
+    "int",
+    "torch._tensor.Tensor",
+]
 
-WRONG = '''
+WRONG = """
 from torch import nn
 
 import deepc
@@ -97,26 +113,50 @@ engine.step().grad_norm + 1.0
 for batch in loader:
     pass
 deepc.view("weight")
-'''
+"""
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed"),
+]
 
 
 def mypy(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """mypy with the project's configuration (strict), on the sources."""
-    return subprocess.run([sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache"),
-                           *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "MYPYPATH": "python"})
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            str(ROOT / "pyproject.toml"),
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            *map(str, arguments),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "MYPYPATH": "python"},
+    )
 
 
 def test_public_modules_and_a_users_program_are_strictly_typed(tmp_path):
     inside = {p for pattern in INSIDE for p in (ROOT / "python/deepc").glob(pattern)}
-    done = mypy(tmp_path, *(p.relative_to(ROOT) for p in sorted((ROOT / "python/deepc").rglob("*.py")) if p not in inside))
+    done = mypy(
+        tmp_path, *(p.relative_to(ROOT) for p in sorted((ROOT / "python/deepc").rglob("*.py")) if p not in inside)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
     (tmp_path / "user.py").write_text(USER)
     done = mypy(tmp_path, tmp_path / "user.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = [line.rpartition("Revealed type is ")[2].strip('"') for line in done.stdout.splitlines() if "Revealed type" in line]
+    shown = [
+        line.rpartition("Revealed type is ")[2].strip('"')
+        for line in done.stdout.splitlines()
+        if "Revealed type" in line
+    ]
     assert [s.replace("builtins.", "") for s in shown] == SHOWN
 
     (tmp_path / "wrong.py").write_text(WRONG)

@@ -1,5 +1,5 @@
-"""The ways in which scripts train: kinds of backward, several engines on shared modules, models that change, torch.func, torch.compile,
-adapters; and what a script may not do, with the error that it gets."""
+"""The ways in which scripts train: kinds of backward, several engines on shared modules, models that change,
+torch.func, torch.compile, adapters; and what a script may not do, with the error that it gets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import copy
 import dataclasses
 import functools
 
+import plainly
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks as _run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import plainly
-import tiny
-from ranks import run_ranks as _run_ranks
 
 STEPS = 3
 
@@ -38,7 +37,8 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def match(case, ways, world, *, stages=(0, 2, 3), optimizer="SGD", gas=1, parts=True, prepare=None):
-    """Every way at every stage against plain PyTorch. case: name of a function of this file that returns (make, batch, loss)."""
+    """Every way at every stage against plain PyTorch. case: name of a function of this file that returns (make, batch,
+    loss)."""
     make, batch, loss = globals()[case]()
     want = plainly.plain(make, batch, loss, STEPS, optimizer, gas * world if parts else 1, prepare)
     for rank, results in enumerate(run_ranks(_match, world, case, ways, stages, optimizer, gas)):
@@ -51,12 +51,14 @@ def _match(rank, world, case, ways, stages, optimizer, gas):
     out = {}
     for way in ways:
         for stage in stages:
-            *out[way, stage], engine = plainly.engine(make, batch, loss, STEPS, small(stage, optimizer, gas), rank, world, way)
+            *out[way, stage], engine = plainly.engine(
+                make, batch, loss, STEPS, small(stage, optimizer, gas), rank, world, way
+            )
             engine.destroy()
     return out
 
 
-# ---- backward ----------------------------------------------------------------------------------------------------------------------
+# ---- backward --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -82,6 +84,7 @@ def two_losses():
     def loss(model, part, rank, step):
         out = model(**part)
         return [out.loss, out.extra["second"], out.hidden[0]]
+
     return Wrapped, gpt_batch, loss
 
 
@@ -118,7 +121,11 @@ class Recurrent(nn.Module):
 
 
 def recurrent(reentrant=True):
-    return functools.partial(Recurrent, reentrant), gpt_batch, lambda model, part, rank, step: model(**part, rank=rank, step=step)
+    return (
+        functools.partial(Recurrent, reentrant),
+        gpt_batch,
+        lambda model, part, rank, step: model(**part, rank=rank, step=step),
+    )
 
 
 def recurrent_saved():
@@ -135,9 +142,8 @@ def test_a_checkpointed_block_is_used_again_and_ranks_differ(world):
 
 def _unused_on_some_ranks(rank, world):
     """A collective of the script between a bare backward and the step; gradients in no_sync() on one rank only."""
-    import torch.distributed as dist
-
     import deepc
+    import torch.distributed as dist
 
     out = {}
     for way in ("bare", "no_sync"):
@@ -192,7 +198,9 @@ def _scaled_by_hand(rank, world):
             engine.zero_grad()
             engine.scale(engine(**plainly.part_of(gpt_batch(0), rank, world))).backward()
         engine.destroy()
-    for n, w in out["engine"].items():  # the division by the accumulation steps comes before or after the rounding of gradients
+    for n, w in out[
+        "engine"
+    ].items():  # the division by the accumulation steps comes before or after the rounding of gradients
         torch.testing.assert_close(w, out["scale"][n], rtol=2e-3, atol=1e-4)
     return True
 
@@ -264,6 +272,7 @@ def penalty():
     def batch(step):
         g = torch.Generator().manual_seed(step)
         return {"x": torch.randn(8, 12, generator=g), "y": torch.randn(8, 1, generator=g)}
+
     return Smooth, batch, loss
 
 
@@ -274,7 +283,7 @@ def test_gradient_penalty():
             plainly.check(got, want, "SGD", f"stage {stage}")
 
 
-# ---- torch.func, torch.compile -----------------------------------------------------------------------------------------------------
+# ---- torch.func, torch.compile ---------------------------------------------------------------------------------------
 
 
 def _func(rank, world):
@@ -294,8 +303,12 @@ def _func(rank, world):
         want = torch.func.grad(loss)(their, part["x"], part["y"], plain)
         for n in want:
             torch.testing.assert_close(got[n], want[n])
-        each, theirs = (torch.func.vmap(torch.func.grad(functools.partial(loss, model=m)), in_dims=(None, 0, 0))(p, part["x"], part["y"])
-                        for m, p in ((engine.module, params), (plain, their)))
+        each, theirs = (
+            torch.func.vmap(torch.func.grad(functools.partial(loss, model=m)), in_dims=(None, 0, 0))(
+                p, part["x"], part["y"]
+            )
+            for m, p in ((engine.module, params), (plain, their))
+        )
         for n in want:
             torch.testing.assert_close(each[n], theirs[n])
         slope = torch.func.jacrev(lambda x: engine(x))(part["x"][:1])  # through the engine itself
@@ -351,7 +364,7 @@ def test_compile_of_the_whole_model_without_a_graph_break(how):
             plainly.check(([], {}, weights), ([], {}, want[2]), "SGD", f"stage {stage}")
 
 
-# ---- adapters ----------------------------------------------------------------------------------------------------------------------
+# ---- adapters --------------------------------------------------------------------------------------------------------
 
 
 class LoRA(nn.Module):
@@ -360,7 +373,10 @@ class LoRA(nn.Module):
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
         nn.init.normal_(self.up.weight, std=0.02)
 
     def forward(self, x):
@@ -375,6 +391,7 @@ def adapted():
         for block in model.blocks:
             block.qkv, block.up = LoRA(block.qkv, 2), LoRA(block.up, 3)
         return model
+
     return make, gpt_batch, lambda model, part, rank, step: model(**part)
 
 
@@ -384,9 +401,14 @@ def adapted_by_peft():
         import transformers
 
         torch.manual_seed(0)
-        config = transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-        lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+        config = transformers.GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        lora = peft.LoraConfig(
+            r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True
+        )
         return peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+
     return make, gpt_batch, lambda model, part, rank, step: model(input_ids=part["x"], labels=part["x"]).loss
 
 
@@ -406,12 +428,14 @@ def test_lora_of_peft():
     match("adapted_by_peft", ["engine"], 2, parts=False)
 
 
-# ---- two engines -------------------------------------------------------------------------------------------------------------------
+# ---- two engines -----------------------------------------------------------------------------------------------------
 
 
 def gan_parts():
     torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 8)), nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1))
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 8)), nn.Sequential(
+        nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1)
+    )
 
 
 class WithCritic(nn.Module):
@@ -458,8 +482,12 @@ def _gan(rank, world, order, style):
     for stage in (0, 2, 3):
         generator, critic = gan_parts()
         both = WithCritic(generator, critic)
-        makers = {"critic": lambda: deepc.initialize(model=critic, config=small(stage))[0],
-                  "generator": lambda: deepc.initialize(model=both, model_parameters=generator.parameters(), config=small(stage))[0]}
+        makers = {
+            "critic": lambda: deepc.initialize(model=critic, config=small(stage))[0],
+            "generator": lambda: deepc.initialize(
+                model=both, model_parameters=generator.parameters(), config=small(stage)
+            )[0],
+        }
         made = {name: makers[name]() for name in order}
         eg, ed = made["generator"], made["critic"]
         for step in range(STEPS):
@@ -511,7 +539,7 @@ def test_two_engines_can_not_train_one_parameter():
     deepc.initialize(model=WithCritic(generator, critic), config=small(2))[0].destroy()
 
 
-# ---- models that change ------------------------------------------------------------------------------------------------------------
+# ---- models that change ----------------------------------------------------------------------------------------------
 
 
 def test_modules_that_come_late():
@@ -531,8 +559,11 @@ def test_modules_that_come_late():
     def replace(model):
         model.ln.weight = nn.Parameter(torch.ones(32))
 
-    for change, name in ((lambda m: m.blocks[0].add_module("late", nn.Linear(2, 2)), "blocks.0.late.weight"), (replace, "ln.weight"),
-                         (lambda m: setattr(m.blocks[1], "scale", nn.Parameter(torch.ones(1))), "blocks.1.scale")):
+    for change, name in (
+        (lambda m: m.blocks[0].add_module("late", nn.Linear(2, 2)), "blocks.0.late.weight"),
+        (replace, "ln.weight"),
+        (lambda m: setattr(m.blocks[1], "scale", nn.Parameter(torch.ones(1))), "blocks.1.scale"),
+    ):
         engine = engine_after(change)
         with pytest.raises(UnsupportedError, match=f"'{name}' was added"):
             engine.step()
@@ -581,7 +612,9 @@ def _frozen_later(rank, world, optimizer):
 
 def test_a_parameter_that_is_frozen_after_initialize_does_not_move():
     world = 2
-    model = tiny.make_model()  # plainly.plain gives zeros where there is no gradient: here plain PyTorch leaves them out
+    model = (
+        tiny.make_model()
+    )  # plainly.plain gives zeros where there is no gradient: here plain PyTorch leaves them out
     opt = torch.optim.SGD(model.parameters(), **plainly.OPTIMIZERS["SGD"])
     for step in range(4):
         _freeze(model, step)
@@ -630,7 +663,9 @@ def _nested_init(rank, world):
         outer["c"] = nn.Linear(8, 1)
     outer["d"] = nn.Linear(1, 1)
     torch.manual_seed(0)
-    plain = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), "c": nn.Linear(8, 1)})
+    plain = nn.ModuleDict(
+        {"a": nn.Linear(8, 8), "b": nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), "c": nn.Linear(8, 1)}
+    )
     for n, p in plain.named_parameters():
         assert torch.equal(dict(outer.named_parameters())[n], p), n
 
@@ -650,7 +685,7 @@ def test_nested_zero_init():
     assert all(run_ranks(_nested_init, 2))
 
 
-# ---- stray writes ------------------------------------------------------------------------------------------------------------------
+# ---- stray writes ----------------------------------------------------------------------------------------------------
 
 
 def _ema(p, old):
@@ -674,10 +709,19 @@ def _under_no_grad(p, old):
         p.mul_(0.5)
 
 
-WRITES = {"mul": lambda p, old: p.data.mul_(0.5), "clamp": lambda p, old: p.data.clamp_(-0.01, 0.01), "ema": _ema,
-          "slice": lambda p, old: p.data[0].zero_(), "item": lambda p, old: p.data.__setitem__(0, 0.25),
-          "detach": lambda p, old: p.detach().mul_(0.5), "swap": _swap, "vector": _vector,
-          "foreach": _foreach, "no_grad": _under_no_grad, "init": lambda p, old: nn.init.constant_(p, 0.125)}
+WRITES = {
+    "mul": lambda p, old: p.data.mul_(0.5),
+    "clamp": lambda p, old: p.data.clamp_(-0.01, 0.01),
+    "ema": _ema,
+    "slice": lambda p, old: p.data[0].zero_(),
+    "item": lambda p, old: p.data.__setitem__(0, 0.25),
+    "detach": lambda p, old: p.detach().mul_(0.5),
+    "swap": _swap,
+    "vector": _vector,
+    "foreach": _foreach,
+    "no_grad": _under_no_grad,
+    "init": lambda p, old: nn.init.constant_(p, 0.125),
+}
 
 
 def _writes_at_stage_3(rank, world):

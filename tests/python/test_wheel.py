@@ -1,5 +1,5 @@
-"""What is shipped: libraries that load on old systems, a wheel named by what they need, a typed package, one version, and a source
-distribution that builds without torch and trains in an environment of its own."""
+"""What is shipped: libraries that load on old systems, a wheel named by what they need, a typed package, one version,
+and a source distribution that builds without torch and trains in an environment of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import manylinux  # noqa: E402  scripts/ is no package
+import manylinux
 
 LIBRARIES = ["libdeepc.so", "libdeepc_torch.so"]
 
@@ -36,24 +36,36 @@ def test_libraries_need_only_old_glibc(name):
     needs = manylinux.elf_needs(built(name))
     assert manylinux.glibc_needed(needs) <= manylinux.FLOOR, needs.versions
     assert not set(needs.libraries) - manylinux.ALLOWED - set(LIBRARIES)
-    assert not [v for asked in needs.versions.values() for v in asked if v.startswith(("GLIBCXX", "CXXABI"))], "the core has no C++"
+    assert not [v for asked in needs.versions.values() for v in asked if v.startswith(("GLIBCXX", "CXXABI"))], (
+        "the core has no C++"
+    )
 
 
 def test_elf_needs_agrees_with_the_linker(tmp_path):
-    (tmp_path / "a.c").write_text("#include <pthread.h>\n#include <math.h>\nint f(pthread_t *t, void *(*g)(void *), double x)"
-                                  " { return pthread_create(t, 0, g, 0) + (int)exp(x); }\n")
-    done = subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(tmp_path / "a.so"), str(tmp_path / "a.c"), "-lm", "-lpthread"], capture_output=True)
+    (tmp_path / "a.c").write_text(
+        "#include <pthread.h>\n#include <math.h>\nint f(pthread_t *t, void *(*g)(void *), double x)"
+        " { return pthread_create(t, 0, g, 0) + (int)exp(x); }\n"
+    )
+    done = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-o", str(tmp_path / "a.so"), str(tmp_path / "a.c"), "-lm", "-lpthread"],
+        capture_output=True,
+    )
     if done.returncode:
         pytest.skip("cc makes no shared library here")
     needs = manylinux.elf_needs((tmp_path / "a.so").read_bytes())
     assert "libc.so.6" in needs.libraries and "libm.so.6" in needs.libraries
     assert any(v.startswith("GLIBC_2.") for v in needs.versions["libm.so.6"])
     if shutil.which("readelf"):
-        text = subprocess.run(["readelf", "-VW", str(tmp_path / "a.so")], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            ["readelf", "-VW", str(tmp_path / "a.so")], capture_output=True, text=True, check=True
+        ).stdout
         assert {v for asked in needs.versions.values() for v in asked} == set(re.findall(r"Name: (\S+)", text))
 
 
-@pytest.mark.parametrize("versions, expected", [({"libc.so.6": {"GLIBC_2.2.5", "GLIBC_2.25"}}, (2, 25)), ({"libm.so.6": {"GLIBC_2.34"}}, (2, 34))])
+@pytest.mark.parametrize(
+    "versions, expected",
+    [({"libc.so.6": {"GLIBC_2.2.5", "GLIBC_2.25"}}, (2, 25)), ({"libm.so.6": {"GLIBC_2.34"}}, (2, 34))],
+)
 def test_newest_version_counts(versions, expected):
     assert manylinux.glibc_needed(manylinux.Needs([], versions)) == expected
 
@@ -70,7 +82,10 @@ def fake_wheel(folder: Path, library: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as z:
         z.writestr("deepc/lib/libdeepc.so", library)
         z.writestr("deepc_torch-0.1.0.dist-info/WHEEL", tag)
-        z.writestr("deepc_torch-0.1.0.dist-info/RECORD", "deepc_torch-0.1.0.dist-info/WHEEL,sha256=x,1\ndeepc_torch-0.1.0.dist-info/RECORD,,\n")
+        z.writestr(
+            "deepc_torch-0.1.0.dist-info/RECORD",
+            "deepc_torch-0.1.0.dist-info/WHEEL,sha256=x,1\ndeepc_torch-0.1.0.dist-info/RECORD,,\n",
+        )
     return path
 
 
@@ -117,7 +132,7 @@ for _ in range(3):
     engine.backward(loss)
     engine.step()
 print("trained", engine.global_steps, deepc.__file__)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full
@@ -125,11 +140,23 @@ def test_sdist_builds_a_wheel_that_trains(tmp_path):
     if importlib.util.find_spec("scikit_build_core") is None:
         pytest.skip("scikit-build-core is not installed")
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "DEEPC_LIBRARY_DIR")}
-    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "CMAKE_ARGS": "-DDEEPC_CUDA=OFF -DCMAKE_C_FLAGS_RELEASE=-O1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {
+        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "CMAKE_ARGS": "-DDEEPC_CUDA=OFF -DCMAKE_C_FLAGS_RELEASE=-O1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
     def run(*command: object, cwd: Path = tmp_path, **more: str) -> str:
-        done = subprocess.run([str(c) for c in command], cwd=cwd, env={**env, **more}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, timeout=900)
+        done = subprocess.run(
+            [str(c) for c in command],
+            cwd=cwd,
+            env={**env, **more},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+        )
         assert done.returncode == 0, f"{command}:\n{done.stdout}"
         return done.stdout
 
@@ -138,14 +165,27 @@ def test_sdist_builds_a_wheel_that_trains(tmp_path):
     # torch can't be imported while it builds: the first torch on the path raises
     (tmp_path / "without" / "torch").mkdir(parents=True)
     (tmp_path / "without" / "torch" / "__init__.py").write_text("raise ImportError('the build must not need torch')\n")
-    run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, sdist,
-        PYTHONPATH=str(tmp_path / "without"))
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-build-isolation",
+        "--no-deps",
+        "--wheel-dir",
+        tmp_path,
+        sdist,
+        PYTHONPATH=str(tmp_path / "without"),
+    )
     wheel = manylinux.rename(next(tmp_path.glob("*.whl")))
     clean = tmp_path / "venv"
     venv.create(clean, with_pip=False)
     site = next((clean / "lib").glob("python*/site-packages"))
     run(sys.executable, "-m", "pip", "--python", clean / "bin" / "python", "install", "--no-index", "--no-deps", wheel)
-    (site / "torch-from-outside.pth").write_text(sysconfig.get_path("purelib") + "\n")  # comes after the environment's own packages
+    (site / "torch-from-outside.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # comes after the environment's own packages
     assert "All is well." in run(clean / "bin" / "deepc", "doctor")
     (tmp_path / "train.py").write_text(TRAIN)
     out = run(clean / "bin" / "deepc", "run", "--num_gpus", "2", "train.py")

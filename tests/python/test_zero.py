@@ -1,5 +1,5 @@
-"""zero.Init and zero.GatheredParameters: what models may do while they are built, how much memory that takes, who may write when; through
-transformers as well."""
+"""zero.Init and zero.GatheredParameters: what models may do while they are built, how much memory that takes, who may
+write when; through transformers as well."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import os
 import sys
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-
 import tiny
+import torch
 from ranks import on_nodes
 from ranks import run_quietly as run_ranks
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 MIB = 1 << 20
 
@@ -27,7 +26,8 @@ def anonymous_bytes() -> int:
 
 @contextlib.contextmanager
 def watched():
-    """Yields a function: bytes of private memory that were held at most, at any registration of a parameter since, above now."""
+    """Yields a function: bytes of private memory that were held at most, at any registration of a parameter since,
+    above now."""
     base, peak = anonymous_bytes(), 0
 
     def sample(*_):
@@ -50,7 +50,7 @@ def train_a_step(model, rank, world, loss_of, stage=3):
     return engine
 
 
-# ---- building ---------------------------------------------------------------------------------------------------------------------
+# ---- building --------------------------------------------------------------------------------------------------------
 class Experts(nn.Module):
     """Makes all its parameters in one constructor, with values from the start."""
 
@@ -91,11 +91,14 @@ def test_init_holds_one_parameter_at_a_time(world, nodes):
     want = [w.detach()[0, 0].item() for w in Experts(20, 1024).experts]
     for rank, (top, total, values, scratch) in enumerate(run_ranks(_memory, world, nodes)):
         assert values == want
-        assert top <= 2 * total // 20 + 4 * MIB, f"rank {rank}: {top / MIB:.1f} MiB of private memory for a model of {total / MIB:.0f}"
+        assert top <= 2 * total // 20 + 4 * MIB, (
+            f"rank {rank}: {top / MIB:.1f} MiB of private memory for a model of {total / MIB:.0f}"
+        )
 
 
 class Odd(nn.Module):
-    """What constructors do: weights of parents and children written again, by views, out=, operators, .data; parameters replaced and tied."""
+    """What constructors do: weights of parents and children written again, by views, out=, operators, .data; parameters
+    replaced and tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +133,9 @@ class Odd(nn.Module):
             module.weight.data.normal_(std=0.5)
             module.weight.data[module.padding_idx].zero_()
         elif isinstance(module, nn.Linear) and not isinstance(module, nn.LazyLinear):
-            nn.init.kaiming_uniform_(module.parametrizations.weight.original1 if hasattr(module, "parametrizations") else module.weight)
+            nn.init.kaiming_uniform_(
+                module.parametrizations.weight.original1 if hasattr(module, "parametrizations") else module.weight
+            )
 
 
 def _odd(rank, world, nodes):
@@ -146,7 +151,9 @@ def _odd(rank, world, nodes):
                     still = nn.Linear(4, 4)
             outer = nn.Linear(4, 4)
         drawn = float(torch.rand(1))
-        assert model.tied is model.lin.weight and nn.parameter.is_lazy(model.lazy.weight) and model.empty.shape == (0, 4)
+        assert (
+            model.tied is model.lin.weight and nn.parameter.is_lazy(model.lazy.weight) and model.empty.shape == (0, 4)
+        )
         assert inner.weight.dtype == still.weight.dtype == torch.bfloat16 and outer.weight.dtype == torch.float32
         assert all(hasattr(p, "ds_id") for p in [*inner.parameters(), *outer.parameters(), model.free, model.given])
         model.lazy = None
@@ -171,12 +178,22 @@ def test_init_follows_whatever_constructors_do(world, nodes):
 
 def _arguments(rank, world):
     import deepc
-    from deepc.errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
     import torch.distributed as dist
+    from deepc.errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
 
     zero = deepc.zero
-    for config, dtype in (({"bf16": {"enabled": True}}, torch.bfloat16), ('{"fp16": {"enabled": true}}', torch.float16), ({}, torch.float32)):
-        with zero.Init(config_dict_or_path=config, mem_efficient_linear=False, pin_memory=True, remote_device="cpu", data_parallel_group=dist.group.WORLD):
+    for config, dtype in (
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ('{"fp16": {"enabled": true}}', torch.float16),
+        ({}, torch.float32),
+    ):
+        with zero.Init(
+            config_dict_or_path=config,
+            mem_efficient_linear=False,
+            pin_memory=True,
+            remote_device="cpu",
+            data_parallel_group=dist.group.WORLD,
+        ):
             assert nn.Linear(2, 2).weight.dtype == dtype
     with pytest.raises(ConfigError, match="nowhere.json"):
         zero.Init(config_dict_or_path="nowhere.json")
@@ -192,7 +209,9 @@ def _arguments(rank, world):
     model = tiny.make_model(seed=rank)  # converts, rank 0's values
     zero.Init(module=model, dtype=torch.bfloat16)
     want = tiny.make_model(seed=0)
-    assert all(torch.equal(p, q.bfloat16()) and zero.is_zero_param(p) for p, q in zip(model.parameters(), want.parameters()))
+    assert all(
+        torch.equal(p, q.bfloat16()) and zero.is_zero_param(p) for p, q in zip(model.parameters(), want.parameters())
+    )
 
     context = zero.Init()  # may be used again, also after an error inside
     with pytest.raises(KeyError):
@@ -218,7 +237,7 @@ def _arguments(rank, world):
     if rank == 0:
         model.tok.weight.data.mul_(1.0)  # the first rank of a node may
     x, y = tiny.make_batch(0)
-    engine = train_a_step(model, rank, world, lambda e: e(x[rank * 2:][:2], y[rank * 2:][:2]))
+    engine = train_a_step(model, rank, world, lambda e: e(x[rank * 2 :][:2], y[rank * 2 :][:2]))
     engine.destroy()
     with zero.Init():
         model = tiny.make_model()
@@ -228,7 +247,9 @@ def _arguments(rank, world):
         deepc.initialize(model=model, config=tiny.config(3, micro=2))
     with zero.Init():
         model = tiny.make_model()
-    engine = train_a_step(model, rank, world, lambda e: e(x[rank * 2:][:2], y[rank * 2:][:2]), stage=1)  # for another stage it is a place like any
+    engine = train_a_step(
+        model, rank, world, lambda e: e(x[rank * 2 :][:2], y[rank * 2 :][:2]), stage=1
+    )  # for another stage it is a place like any
     assert not any(zero.is_zero_param(p) or type(p) is not nn.Parameter for p in model.parameters())
     engine.destroy()
     return True
@@ -250,7 +271,7 @@ def _then_streamed(rank, world, nodes):
             x, y = tiny.make_batch(0, 2 * world)
             engine = deepc.initialize(model=model, config=tiny.config(3, micro=2))[0]
             start = {n: t.clone() for n, t in engine.module_state_dict().items()}
-            engine.backward(engine(x[rank * 2:][:2], y[rank * 2:][:2]))
+            engine.backward(engine(x[rank * 2 :][:2], y[rank * 2 :][:2]))
             assert engine.step().applied
             engine.destroy()
     finally:
@@ -266,16 +287,25 @@ def test_init_then_streamed_mode(world, nodes):
         assert [n for n, t in start.items() if not torch.equal(t, want[n])] == []
 
 
-# ---- reading and writing --------------------------------------------------------------------------------------------------------
+# ---- reading and writing ---------------------------------------------------------------------------------------------
 def _gathered(rank, world, precision):
     import deepc
     from deepc.errors import ArgumentError, StrayWriteError
 
     zero = deepc.zero
-    make = lambda: deepc.initialize(model=tiny.make_model(frozen=True), config=tiny.config(3, micro=2, precision=precision))[0]  # noqa: E731
+    make = lambda: deepc.initialize(
+        model=tiny.make_model(frozen=True), config=tiny.config(3, micro=2, precision=precision)
+    )[0]
     first, second = make(), make()
-    a, b, frozen, plain = first.module.ln.weight, second.module.ln.weight, first.module.pos.weight, nn.Parameter(torch.ones(2))
-    with zero.GatheredParameters([a, b, a, frozen, plain, None], modifier_rank=0):  # two engines, a repeated one, ones of nobody
+    a, b, frozen, plain = (
+        first.module.ln.weight,
+        second.module.ln.weight,
+        first.module.pos.weight,
+        nn.Parameter(torch.ones(2)),
+    )
+    with zero.GatheredParameters(
+        [a, b, a, frozen, plain, None], modifier_rank=0
+    ):  # two engines, a repeated one, ones of nobody
         with torch.no_grad():
             for p in (a, b, frozen):
                 p.fill_(0.25 if rank == 0 else 9.0)
@@ -314,7 +344,7 @@ def _gathered(rank, world, precision):
         zero.register_external_parameter(module, torch.ones(1))
 
     x, y = tiny.make_batch(0)
-    x, y = x[rank * 2:][:2], y[rank * 2:][:2]
+    x, y = x[rank * 2 :][:2], y[rank * 2 :][:2]
     for engine in (first, second):
         engine.backward(engine(x, y))
         assert engine.step().applied
@@ -331,7 +361,9 @@ def _gathered(rank, world, precision):
         with zero.GatheredParameters([frozen], modifier_rank=0):
             pass
     if rank == 1:
-        second.module.pos.weight.mul_(0.5)  # an average of a frozen part, as teachers have: on every rank it would act twice
+        second.module.pos.weight.mul_(
+            0.5
+        )  # an average of a frozen part, as teachers have: on every rank it would act twice
     second.backward(second(x, y))
     with pytest.raises(StrayWriteError, match="'pos.weight'.*rank 1"):
         second.step()
@@ -345,11 +377,22 @@ def test_gathered_parameters(precision):
     assert run_ranks(_gathered, 2, precision) == [True, True]
 
 
-# ---- transformers -------------------------------------------------------------------------------------------------------------------
+# ---- transformers ----------------------------------------------------------------------------------------------------
 def llama(**options):
     transformers = pytest.importorskip("transformers")
-    return transformers.LlamaConfig(**{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-                                       "vocab_size": 6000, "tie_word_embeddings": False, "pad_token_id": None, **options})
+    return transformers.LlamaConfig(
+        **{
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 6000,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+            **options,
+        }
+    )
 
 
 class Zero3:
@@ -385,7 +428,10 @@ def _from_hub(rank, world, nodes, folder, alive):
         integration.unset_hf_deepspeed_config()
         assert ("deepspeed" in sys.modules) == had
         assert all(deepc.zero.is_zero_param(p) for m in (model, built) for p in m.parameters())
-        values = {n: t.clone() for n, t in model.state_dict().items()}, {n: t.clone() for n, t in built.state_dict().items()}
+        values = (
+            {n: t.clone() for n, t in model.state_dict().items()},
+            {n: t.clone() for n, t in built.state_dict().items()},
+        )
         total = sum(p.numel() for p in model.parameters()) * 4
         largest = max(p.numel() for p in model.parameters()) * 4
         ids = torch.arange(2 * 7).view(2, 7) + rank
@@ -398,7 +444,9 @@ def _from_hub(rank, world, nodes, folder, alive):
     return loaded, made, total, largest, values, after
 
 
-@pytest.mark.parametrize("world, nodes, alive, tied", [(2, 1, True, False), pytest.param(4, 2, False, True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "world, nodes, alive, tied", [(2, 1, True, False), pytest.param(4, 2, False, True, marks=pytest.mark.full)]
+)
 def test_transformers_builds_and_loads_one_parameter_at_a_time(tmp_path, world, nodes, alive, tied):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -417,7 +465,9 @@ def test_transformers_builds_and_loads_one_parameter_at_a_time(tmp_path, world, 
         for n, t in model.items():
             assert torch.equal(t, want[n]), n
             assert torch.equal(built[n], fresh[n].bfloat16()), n
-        assert loaded <= 2 * largest + 8 * MIB < total, f"rank {rank}: {loaded / MIB:.1f} MiB private to load {total / MIB:.0f}"
+        assert loaded <= 2 * largest + 8 * MIB < total, (
+            f"rank {rank}: {loaded / MIB:.1f} MiB private to load {total / MIB:.0f}"
+        )
         assert made <= 2 * largest + 8 * MIB, f"rank {rank}: {made / MIB:.1f} MiB private to build {total / MIB:.0f}"
     again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-again-{nodes}-{alive}").state_dict()
     for n, t in again.items():

@@ -1,16 +1,16 @@
-"""zero.Init where ranks share no memory (nodes with different numbers of ranks): each keeps its part of what is built."""
+"""zero.Init where ranks share no memory (nodes with different numbers of ranks): each keeps its part of what is
+built."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
-
 import tiny
+import torch
 from ranks import run_quietly as run_ranks
 from test_engine import same_bits
 from test_nodes import on_node
 from test_zero import MIB, Experts, Odd, llama, watched
+from torch import nn
 
 
 def uneven(rank: int):
@@ -31,7 +31,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
         return {n: t.detach().clone() for n, t in model.state_dict().items()}
 
 
-# ---- what constructors do ------------------------------------------------------------------------------------------------------------
+# ---- what constructors do --------------------------------------------------------------------------------------------
 def _odd(rank, world, room):
     import deepc
     from deepc.errors import ReleasedParameterError, StrayWriteError
@@ -48,7 +48,11 @@ def _odd(rank, world, room):
         drawn = float(torch.rand(1))
         model.lazy = None
         p = model.emb.weight
-        assert deepc.zero.is_zero_param(p) and p.ds_status is deepc.zero.ZeroParamStatus.NOT_AVAILABLE and p.ds_shape == p.shape == (17, 8)
+        assert (
+            deepc.zero.is_zero_param(p)
+            and p.ds_status is deepc.zero.ZeroParamStatus.NOT_AVAILABLE
+            and p.ds_shape == p.shape == (17, 8)
+        )
         assert model.tied is model.lin.weight and inner.weight.dtype == torch.bfloat16 and "released" in repr(p)
         with pytest.raises(ReleasedParameterError, match="GatheredParameters"):
             p + 1
@@ -90,7 +94,7 @@ def _alone(rank, world):
     keep(0)
     with uneven(rank), pytest.raises(MismatchError, match="rank 1 touches parameter 1") as caught:
         with deepc.zero.Init():
-            first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+            first, second = nn.Linear(8, 8), nn.Linear(8, 8)  # noqa: F841
             if rank == 1:
                 first.weight.sum()
             nn.Linear(8, 8)
@@ -102,7 +106,7 @@ def test_a_rank_that_does_something_else_is_an_error_on_all():
     assert len(set(said)) == 1
 
 
-# ---- memory, and the engine ------------------------------------------------------------------------------------------------------------
+# ---- memory, and the engine ------------------------------------------------------------------------------------------
 def _memory(rank, world):
     import deepc
 
@@ -123,7 +127,9 @@ def _memory(rank, world):
 
 def test_no_rank_holds_the_model():
     for top, total, largest in run_ranks(_memory, 3):
-        assert top <= total / 3 + 3 * largest + 4 * MIB < total, f"{top / MIB:.1f} MiB of private memory for a model of {total / MIB:.0f}"
+        assert top <= total / 3 + 3 * largest + 4 * MIB < total, (
+            f"{top / MIB:.1f} MiB of private memory for a model of {total / MIB:.0f}"
+        )
 
 
 def _training(rank, world, stage, precision, init):
@@ -140,7 +146,7 @@ def _training(rank, world, stage, precision, init):
     losses = []
     for step in range(2):
         x, y = tiny.make_batch(step, 2 * world)
-        losses.append(engine(x[2 * rank:][:2], y[2 * rank:][:2]))
+        losses.append(engine(x[2 * rank :][:2], y[2 * rank :][:2]))
         engine.backward(losses[-1])
         engine.step()
     state = {n: t.clone() for n, t in engine.module.state_dict().items()}
@@ -159,7 +165,7 @@ def test_training_has_the_same_bits_as_without_init():
             same_bits(without[1], built[1])
 
 
-# ---- transformers --------------------------------------------------------------------------------------------------------------------------
+# ---- transformers ----------------------------------------------------------------------------------------------------
 def _from_hub(rank, world, folder):
     import deepc
     import transformers

@@ -12,7 +12,8 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias on the keys: it has no true gradient (softmax ignores it), and Adam turns its rounding noise into steps of size lr.
+        # No bias on the keys: it has no true gradient (softmax ignores it), and Adam turns its rounding noise into
+        # steps of size lr.
         self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
@@ -24,10 +25,20 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A causal language model with a tied embedding. Options: a frozen parameter, an unused one, a block applied twice, and
-    activation checkpointing (reentrant or not)."""
+    """A causal language model with a tied embedding. Options: a frozen parameter, an unused one, a block applied twice,
+    and activation checkpointing (reentrant or not)."""
 
-    def __init__(self, width=32, layers=2, vocab=61, context=16, frozen=False, unused=False, reuse=False, recompute: str | None = None) -> None:
+    def __init__(
+        self,
+        width=32,
+        layers=2,
+        vocab=61,
+        context=16,
+        frozen=False,
+        unused=False,
+        reuse=False,
+        recompute: str | None = None,
+    ) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -78,10 +89,15 @@ def plain_training(steps: int, *, lr=1e-3, weight_decay=0.01, clip=1.0, samples=
     return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def config(stage: int, *, micro: int, gas: int = 1, precision: str = "fp32", clip=1.0, lr=1e-3, weight_decay=0.01, **extra) -> dict:
+def config(
+    stage: int, *, micro: int, gas: int = 1, precision: str = "fp32", clip=1.0, lr=1e-3, weight_decay=0.01, **extra
+) -> dict:
     out = {
-        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": gas, "gradient_clipping": clip,
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": weight_decay}}, "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": weight_decay}},
+        "zero_optimization": {"stage": stage},
     }
     if precision != "fp32":
         out[precision] = {"enabled": True}
@@ -90,11 +106,10 @@ def config(stage: int, *, micro: int, gas: int = 1, precision: str = "fp32", cli
 
 
 def engine_training(cfg: dict, steps: int, rank: int, world: int, *, samples: int = 8, grads: bool = True, **options):
-    """The same on a deepc engine: this rank's part of each batch, in micro-batches. Returns (losses averaged over ranks and micro-batches,
-    first gradients, weights, engine)."""
-    import torch.distributed as dist
-
+    """The same on a deepc engine: this rank's part of each batch, in micro-batches. Returns (losses averaged over ranks
+    and micro-batches, first gradients, weights, engine)."""
     import deepc
+    import torch.distributed as dist
 
     engine, _, _, _ = deepc.initialize(model=make_model(**options), config=cfg)
     micro, gas = cfg["train_micro_batch_size_per_gpu"], cfg["gradient_accumulation_steps"]
@@ -105,7 +120,7 @@ def engine_training(cfg: dict, steps: int, rank: int, world: int, *, samples: in
         total = 0.0
         for m in range(gas):
             at = (m * world + rank) * micro
-            loss = engine(x[at: at + micro], y[at: at + micro])
+            loss = engine(x[at : at + micro], y[at : at + micro])
             engine.backward(loss)
             total += loss.item() / gas
             if grads and step == 0 and m == gas - 1:
@@ -116,5 +131,8 @@ def engine_training(cfg: dict, steps: int, rank: int, world: int, *, samples: in
         mean = torch.tensor([total], dtype=torch.float64)
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
-    weights = {n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().clone() for n, p in engine.module.named_parameters()}
+    weights = {
+        n: engine.full_fp32_param(p).clone() if p.requires_grad else p.detach().clone()
+        for n, p in engine.module.named_parameters()
+    }
     return losses, first, weights, engine

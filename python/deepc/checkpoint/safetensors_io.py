@@ -1,10 +1,13 @@
 """One safetensors file: strict reader, streaming writer. Needs torch and the C core (CRC-32C), nothing else.
 
-The format: 8 bytes little-endian header length N <= 100 MB, N bytes of JSON (padded with spaces), then the data. The header maps a tensor's
-key to dtype, shape and [begin, end) offsets in the data; "__metadata__" maps strings to strings. Offsets leave no hole and no overlap.
+The format: 8 bytes little-endian header length N <= 100 MB, N bytes of JSON (padded with spaces), then the data. The
+header maps a tensor's key to dtype, shape and [begin, end) offsets in the data; "__metadata__" maps strings to strings.
+Offsets leave no hole and no overlap.
 
-What we add, in "__metadata__" where other readers ignore it: "deepc.crc32c", a CRC-32C per tensor (RFC 3720), and "deepc.slices", for
-tensors that are a piece of a larger logical one: its name, its global shape and the flat offset at which the piece begins."""
+What we add, in "__metadata__" where other readers ignore it: "deepc.crc32c", a CRC-32C per tensor (RFC 3720), and
+"deepc.slices", for tensors that are a piece of a larger logical one: its name, its global shape and the flat offset at
+which the piece begins.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,23 @@ from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
 MAX_HEADER_BYTES = 100_000_000
 CRC_KEY, SLICES_KEY = "deepc.crc32c", "deepc.slices"
 _CHUNK = 8 << 20  # bytes per read or write call
-_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-          "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
-          "F8_E5M2": "float8_e5m2"}
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 DTYPES: dict[str, torch.dtype] = {k: getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
 DTYPE_NAMES: dict[torch.dtype, str] = {v: k for k, v in DTYPES.items()}
 _HEX8 = re.compile(r"[0-9a-f]{8}\Z")
@@ -44,7 +61,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. `begin` and `end` are byte offsets in the data section; `crc` is None in files of other writers."""
+    """One tensor of a file. `begin` and `end` are byte offsets in the data section; `crc` is None in files of other
+    writers."""
 
     key: str
     dtype: torch.dtype
@@ -61,8 +79,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Written:
-    """What write_safetensors wrote. `header_crc` is the CRC-32C of everything before the data: together with the CRC of each tensor, which
-    the header holds, and the size, it covers every byte of the file."""
+    """What write_safetensors wrote. `header_crc` is the CRC-32C of everything before the data: together with the CRC of
+    each tensor, which the header holds, and the size, it covers every byte of the file."""
 
     path: str
     bytes: int
@@ -98,16 +116,19 @@ def _writable(key: str, t: Any) -> None:
     if not isinstance(t, torch.Tensor):
         raise CheckpointTypeError(f"{key!r} is {type(t).__name__}, not a tensor")
     if t.layout is not torch.strided or t.device.type != "cpu" or not t.is_contiguous() or t.is_quantized:
-        raise ArgumentError(f"tensor {key!r} ({t.dtype}, {t.layout}, {t.device}, strides "
-                            f"{t.stride() if t.layout is torch.strided else None}) "
-                            "must be a contiguous CPU tensor to be written: pass t.detach().cpu().contiguous()")
+        raise ArgumentError(
+            f"tensor {key!r} ({t.dtype}, {t.layout}, {t.device}, strides "
+            f"{t.stride() if t.layout is torch.strided else None}) "
+            "must be a contiguous CPU tensor to be written: pass t.detach().cpu().contiguous()"
+        )
     if t.is_conj() or t.is_neg():
         raise ArgumentError(f"tensor {key!r} is a lazy view: pass t.resolve_neg()")
     dtype_name(t.dtype)
 
 
 def write_all(fd: int, data: memoryview | bytes, path: str) -> None:
-    """Writes every byte, whatever the kernel takes per call. CheckpointError names the file and the reason (no space, ...)."""
+    """Writes every byte, whatever the kernel takes per call. CheckpointError names the file and the reason (no space,
+    ...)."""
     view = memoryview(data)
     while len(view):
         try:
@@ -129,7 +150,8 @@ def fsync_dir(path: str) -> None:
 
 
 def write_file(path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = True) -> None:
-    """Creates `path` (which must not exist) from parts and makes its content durable. On failure the file is removed."""
+    """Creates `path` (which must not exist) from parts and makes its content durable. On failure the file is
+    removed."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as exc:
@@ -149,12 +171,20 @@ def write_file(path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = 
             os.unlink(path)
 
 
-def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], *, slices: Mapping[str, Slice] | None = None,
-                      metadata: Mapping[str, str] | None = None, fsync: bool = True) -> Written:
+def write_safetensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    slices: Mapping[str, Slice] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    fsync: bool = True,
+) -> Written:
     """Writes contiguous CPU tensors to a new file, straight from their memory (no copy of the data is made).
 
-    slices: for keys that are pieces of a logical tensor. metadata: more strings for "__metadata__". The tensors must not change during the
-    call. Raises ArgumentError (wrong layout or device), CheckpointTypeError (dtype), CheckpointError (I/O, file exists)."""
+    slices: for keys that are pieces of a logical tensor. metadata: more strings for "__metadata__". The tensors must
+    not change during the call. Raises ArgumentError (wrong layout or device), CheckpointTypeError (dtype),
+    CheckpointError (I/O, file exists).
+    """
     path, slices = os.fspath(path), slices or {}
     for key, t in tensors.items():
         if not isinstance(key, str) or key == "__metadata__":
@@ -164,13 +194,19 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.
         if key not in tensors:
             raise ArgumentError(f"slice of {key!r}, which is not among the tensors")
         if s.begin < 0 or s.begin + tensors[key].numel() > math.prod(s.shape):
-            raise ArgumentError(f"tensor {key!r}: elements [{s.begin}, {s.begin + tensors[key].numel()}) are not inside {s.name!r} of "
-                                f"shape {s.shape}")
-    order = sorted(tensors, key=lambda k: -tensors[k].element_size())  # wide types first: every tensor stays aligned to its element
+            raise ArgumentError(
+                f"tensor {key!r}: elements [{s.begin}, {s.begin + tensors[key].numel()}) are not inside {s.name!r} of "
+                f"shape {s.shape}"
+            )
+    order = sorted(
+        tensors, key=lambda k: -tensors[k].element_size()
+    )  # wide types first: every tensor stays aligned to its element
     meta = dict(metadata or {})
     meta[CRC_KEY] = json.dumps({k: f"{crc32c(tensors[k]):08x}" for k in order})
     if slices:
-        meta[SLICES_KEY] = json.dumps({k: {"name": s.name, "shape": list(s.shape), "begin": s.begin} for k, s in slices.items()})
+        meta[SLICES_KEY] = json.dumps(
+            {k: {"name": s.name, "shape": list(s.shape), "begin": s.begin} for k, s in slices.items()}
+        )
     header: dict[str, Any] = {"__metadata__": meta}
     offset = 0
     for key in order:
@@ -181,9 +217,11 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the data begins on a cache line, so that a mapped tensor is aligned
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: the header of {len(tensors)} tensors needs {len(text)} bytes, the format allows "
-                              f"{MAX_HEADER_BYTES}. "
-                              "Write fewer tensors per file.")
+        raise CheckpointError(
+            f"{path}: the header of {len(tensors)} tensors needs {len(text)} bytes, the format allows "
+            f"{MAX_HEADER_BYTES}. "
+            "Write fewer tensors per file."
+        )
     head = len(text).to_bytes(8, "little") + text
     write_file(path, [head, *(tensor_bytes(tensors[k]) for k in order)], fsync=fsync)
     return Written(path, len(head) + offset, crc32c(head))
@@ -221,11 +259,16 @@ def _is_shape(value: Any) -> bool:
 
 
 class SafetensorsFile:
-    """A safetensors file open for reading. Everything in it is checked against the format when it is opened, the data when it is read.
+    """A safetensors file open for reading. Everything in it is checked against the format when it is opened, the data
+    when it is read.
 
-    Use as a context manager, or close(). Not thread safe. Raises CheckpointError, naming file and tensor, for whatever is wrong."""
+    Use as a context manager, or close(). Not thread safe. Raises CheckpointError, naming file and tensor, for whatever
+    is wrong.
+    """
 
-    def __init__(self, path: str | os.PathLike[str], *, expect_bytes: int | None = None, expect_header_crc: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, expect_bytes: int | None = None, expect_header_crc: int | None = None
+    ) -> None:
         self.path = os.fspath(path)
         self._fd = -1
         try:
@@ -298,13 +341,21 @@ class SafetensorsFile:
             if not isinstance(text, str) or not _HEX8.match(text):
                 raise self._bad(f"tensor {key!r} has no valid checksum")
             crc = int(text, 16)
-        return TensorInfo(key, dtype, shape, offsets[0], offsets[1], crc, self._slice(key, shape, (slices or {}).get(key)))
+        return TensorInfo(
+            key, dtype, shape, offsets[0], offsets[1], crc, self._slice(key, shape, (slices or {}).get(key))
+        )
 
     def _slice(self, key: str, shape: tuple[int, ...], s: Any) -> Slice | None:
         if s is None:
             return None
-        if not isinstance(s, dict) or set(s) != {"name", "shape", "begin"} or not isinstance(s["name"], str) or not _is_shape(s["shape"]) \
-                or not is_size(s["begin"]) or s["begin"] + math.prod(shape) > math.prod(s["shape"]):
+        if (
+            not isinstance(s, dict)
+            or set(s) != {"name", "shape", "begin"}
+            or not isinstance(s["name"], str)
+            or not _is_shape(s["shape"])
+            or not is_size(s["begin"])
+            or s["begin"] + math.prod(shape) > math.prod(s["shape"])
+        ):
             raise self._bad(f"the slice of tensor {key!r} is wrong: {s!r}")
         return Slice(s["name"], tuple(s["shape"]), s["begin"])
 
@@ -312,7 +363,9 @@ class SafetensorsFile:
         at = 0
         for info in sorted(self.tensors.values(), key=lambda i: (i.begin, i.end)):
             if info.begin != at:
-                raise self._bad(f"tensor {info.key!r} begins at byte {info.begin} of the data, not at {at}: a hole or an overlap")
+                raise self._bad(
+                    f"tensor {info.key!r} begins at byte {info.begin} of the data, not at {at}: a hole or an overlap"
+                )
             at = info.end
         if self._data + at != self.bytes:
             raise self._bad(f"the tensors end at byte {self._data + at}, the file at {self.bytes}")
@@ -344,14 +397,24 @@ class SafetensorsFile:
     def read_into(self, key: str, out: torch.Tensor, begin: int = 0, *, verify: bool = True) -> None:
         """Fills `out` with elements [begin, begin + out.numel()) of the flattened tensor `key`.
 
-        out: contiguous, on the CPU, of the stored dtype, any shape. With `verify` the whole stored tensor is read once, in pieces, and its
-        CRC-32C checked; `out` is then what was checked. CheckpointError on a mismatch (`out` is then undefined)."""
+        out: contiguous, on the CPU, of the stored dtype, any shape. With `verify` the whole stored tensor is read once,
+        in pieces, and its CRC-32C checked; `out` is then what was checked. CheckpointError on a mismatch (`out` is then
+        undefined)."""
         info = self[key]
-        if not isinstance(out, torch.Tensor) or out.dtype != info.dtype or out.device.type != "cpu" or not out.is_contiguous():
-            raise ArgumentError(f"tensor {key!r} of {self.path} is {info.dtype}: it needs a contiguous CPU buffer of that dtype")
+        if (
+            not isinstance(out, torch.Tensor)
+            or out.dtype != info.dtype
+            or out.device.type != "cpu"
+            or not out.is_contiguous()
+        ):
+            raise ArgumentError(
+                f"tensor {key!r} of {self.path} is {info.dtype}: it needs a contiguous CPU buffer of that dtype"
+            )
         if begin < 0 or begin + out.numel() > info.numel:
-            raise ArgumentError(f"elements [{begin}, {begin + out.numel()}) are not inside tensor {key!r} of {self.path}, which has "
-                                f"{info.numel}")
+            raise ArgumentError(
+                f"elements [{begin}, {begin + out.numel()}) are not inside tensor {key!r} of {self.path}, which has "
+                f"{info.numel}"
+            )
         size = info.dtype.itemsize
         low = self._data + info.begin
         first, last = low + begin * size, low + (begin + out.numel()) * size
@@ -365,9 +428,11 @@ class SafetensorsFile:
             crc = crc32c(out, crc)
         crc = self._skim(last, self._data + info.end, crc)
         if crc != info.crc:
-            raise self._bad(f"tensor {key!r}{f' (of {info.slice.name!r})' if info.slice else ''} has the CRC-32C {crc:08x}, not "
-                            f"{info.crc:08x}: "
-                            "its bytes changed since they were written")
+            raise self._bad(
+                f"tensor {key!r}{f' (of {info.slice.name!r})' if info.slice else ''} has the CRC-32C {crc:08x}, not "
+                f"{info.crc:08x}: "
+                "its bytes changed since they were written"
+            )
 
     def _skim(self, begin: int, end: int, crc: int) -> int:
         """CRC-32C of bytes [begin, end) of the file, continued."""

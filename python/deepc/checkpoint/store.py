@@ -6,11 +6,14 @@
     DIR/TAG/state.safetensors                 tensors of the client state, if there are any
     DIR/.tmp-TAG-TOKEN/                       a checkpoint being written
 
-A logical tensor has a name, a dtype and a global shape; it is stored as pieces, each a range of its flattened elements. A reader asks for
-any range of any tensor, so the number of ranks and the ZeRO stage of the writer do not matter. Every byte is covered by a checksum:
-index.json by its own, a shard's header by the index, tensor data by the shard's header. Nothing is ever unpickled or evaluated.
+A logical tensor has a name, a dtype and a global shape; it is stored as pieces, each a range of its flattened elements.
+A reader asks for any range of any tensor, so the number of ranks and the ZeRO stage of the writer do not matter. Every
+byte is covered by a checksum: index.json by its own, a shard's header by the index, tensor data by the shard's header.
+Nothing is ever unpickled or evaluated.
 
-The write order makes a crash harmless: files are made durable under .tmp-*, then one rename publishes them, then `latest` follows."""
+The write order makes a crash harmless: files are made durable under .tmp-*, then one rename publishes them, then
+`latest` follows.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,23 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
-from .safetensors_io import (DTYPES, SafetensorsFile, Slice, crc32c, dtype_name, fsync_dir, is_size, parse_json, write_file,
-                             write_safetensors)
+from .safetensors_io import (
+    DTYPES,
+    SafetensorsFile,
+    Slice,
+    crc32c,
+    dtype_name,
+    fsync_dir,
+    is_size,
+    parse_json,
+    write_file,
+    write_safetensors,
+)
 
 FORMAT, VERSION = "deepc-checkpoint", 1
 INDEX, LATEST, STATE_FILE = "index.json", "latest", "state.safetensors"
-_STATE_KEY = "state."  # keys of state tensors in a shard: "state.0", ... (a key never holds a logical name, so there is no clash)
+# keys of state tensors in a shard: "state.0", ... (a key never holds a logical name, so there is no clash)
+_STATE_KEY = "state."
 _TAG = re.compile(r"[A-Za-z0-9_+=,@%-][A-Za-z0-9_.+=,@%-]{0,199}\Z")
 _HEX8 = re.compile(r"[0-9a-f]{8}")
 _SEAL = re.compile(rb',\n"crc32c": "([0-9a-f]{8})"\n}\n\Z')
@@ -48,18 +62,33 @@ _SEAL_BYTES = len(b',\n"crc32c": "00000000"\n}\n')
 
 # ---- client state ----------------------------------------------------------------------------------------------------
 #
-# JSON scalars, lists and dicts with plain string keys stand for themselves; everything else is a dict with one key that begins with "$":
+# JSON scalars, lists and dicts with plain string keys stand for themselves; everything else is a dict with one key that
+# begins with "$":
 #   {"$float": "nan"}  {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$odict": ...}  {"$counter": ...}
 #   {"$tensor": i}  {"$ndarray": i}  {"$scalar": [dtype, value]}     (i: index in the list of tensors)
 
 _MAPS = {"$dict": dict, "$odict": collections.OrderedDict, "$counter": collections.Counter}
-_NP_SCALARS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+_NP_SCALARS = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+)
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_client_state(obj: Any, name: str = "client_state") -> tuple[Any, list[torch.Tensor]]:
-    """(JSON tree, tensors) of a value made of None, bool, int, float, str, list, tuple, dict (also OrderedDict, Counter) with str or int
-    keys, tensors, NumPy arrays and NumPy scalars. Tensors are detached and come back on the CPU; a contiguous CPU tensor is not copied.
+    """(JSON tree, tensors) of a value made of None, bool, int, float, str, list, tuple, dict (also OrderedDict,
+    Counter) with str or int keys, tensors, NumPy arrays and NumPy scalars. Tensors are detached and come back on the
+    CPU; a contiguous CPU tensor is not copied.
 
     Anything else raises CheckpointTypeError with the path of the key, e.g. client_state["opt"][2]."""
     tensors: list[torch.Tensor] = []
@@ -86,9 +115,11 @@ def _encode(obj: Any, path: str, tensors: list[torch.Tensor], above: set[int]) -
             raise CheckpointTypeError(f"{path} is nested too deeply") from exc
         finally:
             above.discard(id(obj))
-    raise CheckpointTypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, NumPy arrays and numbers, "
-                              f"and JSON types "
-                              "(None, bool, int, float, str, list, tuple, dict). Convert it, e.g. to a dict of its fields.")
+    raise CheckpointTypeError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, NumPy arrays and numbers, "
+        "and JSON types "
+        "(None, bool, int, float, str, list, tuple, dict). Convert it, e.g. to a dict of its fields."
+    )
 
 
 def _encode_container(obj: Any, path: str, tensors: list[torch.Tensor], above: set[int]) -> Any:
@@ -97,7 +128,9 @@ def _encode_container(obj: Any, path: str, tensors: list[torch.Tensor], above: s
         return items if isinstance(obj, list) else {"$tuple": items}
     for key in obj:
         if type(key) not in (str, int):
-            raise CheckpointTypeError(f"{path} has the key {key!r} of type {type(key).__name__}: keys must be str or int")
+            raise CheckpointTypeError(
+                f"{path} has the key {key!r} of type {type(key).__name__}: keys must be str or int"
+            )
     values = {k: _encode(v, f"{path}[{k!r}]", tensors, above) for k, v in obj.items()}
     if type(obj) is dict and all(type(k) is str and not k.startswith("$") for k in values):
         return values
@@ -108,7 +141,9 @@ def _encode_tensor(t: torch.Tensor, path: str, tensors: list[torch.Tensor]) -> A
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointTypeError(f"{path} is a {type(t).__name__}, a tensor subclass: convert it to a plain tensor")
     if t.layout is not torch.strided or t.is_quantized or t.device.type == "meta":
-        raise CheckpointTypeError(f"{path} is a {t.layout} {t.device} tensor: only dense tensors with data can be saved")
+        raise CheckpointTypeError(
+            f"{path} is a {t.layout} {t.device} tensor: only dense tensors with data can be saved"
+        )
     try:
         dtype_name(t.dtype)
     except CheckpointTypeError as exc:
@@ -120,7 +155,11 @@ def _encode_tensor(t: torch.Tensor, path: str, tensors: list[torch.Tensor]) -> A
 def _encode_numpy(obj: Any, path: str, tensors: list[torch.Tensor]) -> Any:
     import numpy as np
 
-    if not isinstance(obj, (np.ndarray, np.generic)) or type(obj) not in (np.ndarray, *(getattr(np, n) for n in _NP_SCALARS[1:]), np.bool_):
+    if not isinstance(obj, (np.ndarray, np.generic)) or type(obj) not in (
+        np.ndarray,
+        *(getattr(np, n) for n in _NP_SCALARS[1:]),
+        np.bool_,
+    ):
         raise CheckpointTypeError(f"{path} is a numpy {type(obj).__name__}: only plain arrays and numbers can be saved")
     if obj.dtype.name not in _NP_SCALARS:
         raise CheckpointTypeError(f"{path} is a NumPy array of {obj.dtype}: only {', '.join(_NP_SCALARS)} can be saved")
@@ -179,8 +218,8 @@ def _bad_key(key: Any) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """States of torch's CPU generator, of every GPU's, of Python's `random` and, if it is loaded, of NumPy's global generator, as a value
-    that encode_client_state takes."""
+    """States of torch's CPU generator, of every GPU's, of Python's `random` and, if it is loaded, of NumPy's global
+    generator, as a value that encode_client_state takes."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -213,9 +252,11 @@ def new_token() -> str:
 
 def _check_tag(tag: Any) -> str:
     if not isinstance(tag, str) or not _TAG.match(tag) or tag == LATEST:
-        raise ArgumentError(f"{tag!r} can't be the tag of a checkpoint: letters, digits and _ . + = , @ % - (not a leading dot, not "
-                            f"\"latest\", at "
-                            "most 200)")
+        raise ArgumentError(
+            f"{tag!r} can't be the tag of a checkpoint: letters, digits and _ . + = , @ % - (not a leading dot, not "
+            f'"latest", at '
+            "most 200)"
+        )
     return tag
 
 
@@ -299,16 +340,26 @@ class _Piece:
 class CheckpointWriter:
     """Writes one checkpoint, together with the writers of the other ranks.
 
-    Every rank: w = CheckpointWriter(dir, tag, rank=, world_size=, token=) with the same token (rank 0 makes it with new_token() and sends
-    it), w.add(...) for each piece that it owns, w.write(). Then, after a barrier: rank 0 calls w.publish(). After a failure: w.abort().
-    Nothing is visible under DIR/TAG before publish() has everything. Errors: CheckpointError (I/O, missing rank, holes), ArgumentError,
-    CheckpointTypeError."""
+    Every rank: w = CheckpointWriter(dir, tag, rank=, world_size=, token=) with the same token (rank 0 makes it with
+    new_token() and sends it), w.add(...) for each piece that it owns, w.write(). Then, after a barrier: rank 0 calls
+    w.publish(). After a failure: w.abort(). Nothing is visible under DIR/TAG before publish() has everything. Errors:
+    CheckpointError (I/O, missing rank, holes), ArgumentError, CheckpointTypeError."""
 
-    def __init__(self, directory: str | os.PathLike[str], tag: str, *, rank: int = 0, world_size: int = 1, token: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        token: str | None = None,
+    ) -> None:
         if not 0 <= rank < world_size:
             raise ArgumentError(f"rank {rank} is not in a world of {world_size}")
         if token is None and world_size > 1:
-            raise ArgumentError("with several ranks all need the same token: make it on one rank with new_token() and send it to all")
+            raise ArgumentError(
+                "with several ranks all need the same token: make it on one rank with new_token() and send it to all"
+            )
         self.directory = os.path.abspath(os.fspath(directory))
         self.tag, self.rank, self.world_size = _check_tag(tag), rank, world_size
         self.token = token or new_token()
@@ -322,32 +373,44 @@ class CheckpointWriter:
             raise CheckpointError(f"can't create {self.path}: {exc.strerror}") from exc
 
     def add(self, name: str, tensor: torch.Tensor, *, shape: Iterable[int] | None = None, begin: int = 0) -> None:
-        """Elements [begin, begin + tensor.numel()) of the flattened logical tensor `name` of global `shape` (default: the tensor's own).
+        """Elements [begin, begin + tensor.numel()) of the flattened logical tensor `name` of global `shape` (default:
+        the tensor's own).
 
-        tensor: contiguous, on the CPU; borrowed, not copied: it must stay alive and unchanged until write() returns. Over all ranks the
-        pieces of a name must cover it exactly once."""
+        tensor: contiguous, on the CPU; borrowed, not copied: it must stay alive and unchanged until write() returns.
+        Over all ranks the pieces of a name must cover it exactly once."""
         whole = tuple(tensor.shape) if shape is None else tuple(int(s) for s in shape)
         if not isinstance(name, str):
             raise ArgumentError(f"the name of a tensor is a string, not {name!r}")
         if begin < 0 or begin + tensor.numel() > math.prod(whole):
-            raise ArgumentError(f"{name!r}: elements [{begin}, {begin + tensor.numel()}) are not inside the shape {whole}")
+            raise ArgumentError(
+                f"{name!r}: elements [{begin}, {begin + tensor.numel()}) are not inside the shape {whole}"
+            )
         self._pieces.append(_Piece(name, whole, begin, tensor.detach()))
 
     def write(self, rank_state: Any = None) -> str:
-        """Writes and syncs this rank's shard; returns its path. `rank_state` is what this rank alone needs again (RNG states, the position
-        of its data loader): anything that encode_client_state takes."""
+        """Writes and syncs this rank's shard; returns its path. `rank_state` is what this rank alone needs again (RNG
+        states, the position of its data loader): anything that encode_client_state takes."""
         tree, state_tensors = encode_client_state(rank_state, "rank_state")
         tensors = {str(i): p.tensor for i, p in enumerate(self._pieces)}
         slices = {str(i): Slice(p.name, p.shape, p.begin) for i, p in enumerate(self._pieces)}
         tensors.update({f"{_STATE_KEY}{i}": t for i, t in enumerate(state_tensors)})
         self._room(tensors)
         file = shard_name(self.rank, self.world_size)
-        written = write_safetensors(os.path.join(self.path, file), tensors, slices=slices,
-                                    metadata={"format": "pt", "deepc.token": self.token})
-        pieces = [[p.name, dtype_name(p.tensor.dtype), list(p.shape), str(i), p.begin, p.tensor.numel()]
-                  for i, p in enumerate(self._pieces)]
-        report = {"token": self.token, "world_size": self.world_size, "rank": self.rank, "state": tree, "pieces": pieces,
-                  "file": {"bytes": written.bytes, "header_crc32c": f"{written.header_crc:08x}"}}
+        written = write_safetensors(
+            os.path.join(self.path, file), tensors, slices=slices, metadata={"format": "pt", "deepc.token": self.token}
+        )
+        pieces = [
+            [p.name, dtype_name(p.tensor.dtype), list(p.shape), str(i), p.begin, p.tensor.numel()]
+            for i, p in enumerate(self._pieces)
+        ]
+        report = {
+            "token": self.token,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "state": tree,
+            "pieces": pieces,
+            "file": {"bytes": written.bytes, "header_crc32c": f"{written.header_crc:08x}"},
+        }
         write_file(os.path.join(self.path, f"{file}.json"), [_seal(report)])
         fsync_dir(self.path)
         self._pieces.clear()
@@ -358,13 +421,17 @@ class CheckpointWriter:
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize
         if need > free:
-            raise CheckpointError(f"the shard of rank {self.rank} needs {need} bytes, {self.directory} has {free} free. Make room, or "
-                                  "save elsewhere.")
+            raise CheckpointError(
+                f"the shard of rank {self.rank} needs {need} bytes, {self.directory} has {free} free. Make room, or "
+                "save elsewhere."
+            )
 
     def publish(self, client_state: Any = None, *, latest: bool = True) -> str:
-        """Rank 0, after every rank's write(): checks that the shards are complete, writes index.json, makes the checkpoint visible as
-        DIR/TAG by one rename, then points `latest` to it. Returns the path. An older checkpoint of the same tag is replaced in one instant
-        (where the kernel can exchange names) and deleted afterwards; files in it that are not the checkpoint's are kept."""
+        """Rank 0, after every rank's write(): checks that the shards are complete, writes index.json, makes the
+        checkpoint visible as DIR/TAG by one rename, then points `latest` to it. Returns the path. An older checkpoint
+        of the same tag is replaced in one instant (where the kernel can exchange names) and deleted afterwards; files
+        in it that are not the checkpoint's are kept.
+        """
         if self.rank != 0:
             raise ArgumentError(f"rank {self.rank} called publish(): it is rank 0's")
         index, reports = self._index(), []
@@ -384,21 +451,37 @@ class CheckpointWriter:
         final = self._rename()
         if latest:
             line = f"{self.tag}\n"
-            _replace_file(os.path.join(self.directory, LATEST), f"{line}crc32c {crc32c(line.encode()):08x}\n".encode(), self.token)
+            _replace_file(
+                os.path.join(self.directory, LATEST), f"{line}crc32c {crc32c(line.encode()):08x}\n".encode(), self.token
+            )
         self._sweep()
         return final
 
     def _index(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, "tag": self.tag, "token": self.token, "world_size": self.world_size, "files": {},
-                "tensors": {}, "rank_state": []}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "tag": self.tag,
+            "token": self.token,
+            "world_size": self.world_size,
+            "files": {},
+            "tensors": {},
+            "rank_state": [],
+        }
 
     def _report(self, rank: int) -> dict[str, Any]:
         path = os.path.join(self.path, f"{shard_name(rank, self.world_size)}.json")
         if not os.path.exists(path):
-            raise CheckpointError(f"checkpoint {self.tag}: rank {rank} of {self.world_size} has not written its shard (no {path}). "
-                                  "Every rank must save, and a barrier must come before publish().")
+            raise CheckpointError(
+                f"checkpoint {self.tag}: rank {rank} of {self.world_size} has not written its shard (no {path}). "
+                "Every rank must save, and a barrier must come before publish()."
+            )
         report = _unseal(_read_bytes(path), path)
-        if report.get("token") != self.token or report.get("world_size") != self.world_size or report.get("rank") != rank:
+        if (
+            report.get("token") != self.token
+            or report.get("world_size") != self.world_size
+            or report.get("rank") != rank
+        ):
             raise CheckpointError(f"{path} belongs to another save")
         return report
 
@@ -409,16 +492,21 @@ class CheckpointWriter:
         for name, dtype, shape, key, begin, length in report["pieces"]:
             tensor = index["tensors"].setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             if tensor["dtype"] != dtype or tensor["shape"] != shape:
-                raise CheckpointError(f"checkpoint {self.tag}: rank {rank} has tensor {name!r} as {dtype} {shape}, another rank as "
-                                      f"{tensor['dtype']} "
-                                      f"{tensor['shape']}")
+                raise CheckpointError(
+                    f"checkpoint {self.tag}: rank {rank} has tensor {name!r} as {dtype} {shape}, another rank as "
+                    f"{tensor['dtype']} "
+                    f"{tensor['shape']}"
+                )
             tensor["pieces"].append([file, key, begin, length])
 
     def _client_state(self, client_state: Any, index: dict[str, Any]) -> Any:
         tree, tensors = encode_client_state(client_state)
         if tensors:
-            written = write_safetensors(os.path.join(self.path, STATE_FILE), {f"{_STATE_KEY}{i}": t for i, t in enumerate(tensors)},
-                                        metadata={"format": "pt", "deepc.token": self.token})
+            written = write_safetensors(
+                os.path.join(self.path, STATE_FILE),
+                {f"{_STATE_KEY}{i}": t for i, t in enumerate(tensors)},
+                metadata={"format": "pt", "deepc.token": self.token},
+            )
             index["files"][STATE_FILE] = {"bytes": written.bytes, "header_crc32c": f"{written.header_crc:08x}"}
         return tree
 
@@ -463,13 +551,18 @@ class CheckpointWriter:
 
 
 def _own_files(path: str) -> set[str] | None:
-    """Names of the files that belong to the checkpoint in `path`; None if there is none. A damaged one counts: it may be replaced."""
+    """Names of the files that belong to the checkpoint in `path`; None if there is none. A damaged one counts: it may
+    be replaced."""
     if not os.path.isdir(path) or not os.path.isfile(os.path.join(path, INDEX)):
         return None
     data = _read_bytes(os.path.join(path, INDEX))
     if FORMAT.encode() not in data[:200]:
         return None
-    return {e for e in os.listdir(path) if e in (INDEX, STATE_FILE) or re.fullmatch(r"rank_\d{5,}_of_\d{5,}\.safetensors", e)}
+    return {
+        e
+        for e in os.listdir(path)
+        if e in (INDEX, STATE_FILE) or re.fullmatch(r"rank_\d{5,}_of_\d{5,}\.safetensors", e)
+    }
 
 
 def _coverage(pieces: list[list[Any]], numel: int) -> str:
@@ -489,7 +582,8 @@ def _coverage(pieces: list[list[Any]], numel: int) -> str:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor as the model knows it. `pieces`: (file, key in the file, first flat element, number of elements), in order."""
+    """A tensor as the model knows it. `pieces`: (file, key in the file, first flat element, number of elements), in
+    order."""
 
     name: str
     dtype: torch.dtype
@@ -527,9 +621,9 @@ def read_latest(directory: str | os.PathLike[str]) -> str:
 class CheckpointReader:
     """A published checkpoint: reads any range of any logical tensor, whatever layout wrote it.
 
-    Opening checks index.json (checksum, version, coverage of every tensor) and that each file is there with its size; headers and data
-    are checked when they are read; verify() reads everything. Not thread safe; use as a context manager or close(). All errors are
-    CheckpointError and name the file, and the tensor where there is one."""
+    Opening checks index.json (checksum, version, coverage of every tensor) and that each file is there with its size;
+    headers and data are checked when they are read; verify() reads everything. Not thread safe; use as a context
+    manager or close(). All errors are CheckpointError and name the file, and the tensor where there is one."""
 
     def __init__(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
@@ -548,7 +642,8 @@ class CheckpointReader:
         path = os.path.join(self.directory, self.tag)
         if os.path.isdir(path):
             return path
-        # a save that was killed between its two renames (file systems that can't exchange names) left the old one under this name
+        # a save that was killed between its two renames (file systems that can't exchange names) left the old one under
+        # this name
         pattern = re.compile(rf"\.old-{re.escape(self.tag)}-[0-9a-zA-Z]+")
         old = [e for e in (os.listdir(self.directory) if os.path.isdir(self.directory) else []) if pattern.fullmatch(e)]
         if len(old) == 1:
@@ -566,8 +661,10 @@ class CheckpointReader:
         if index.get("format") != FORMAT:
             raise self._bad(f"format {index.get('format')!r}, not {FORMAT!r}")
         if index.get("version") != VERSION:
-            raise self._bad(f"version {index.get('version')!r}; this deepc reads version {VERSION}. Use the deepc that wrote it, or a "
-                            "newer one.")
+            raise self._bad(
+                f"version {index.get('version')!r}; this deepc reads version {VERSION}. Use the deepc that wrote it, or"
+                " a newer one."
+            )
         kinds = {"tag": str, "token": str, "world_size": int, "files": dict, "tensors": dict, "rank_state": list}
         for key, kind in kinds.items():
             if not isinstance(index.get(key), kind):
@@ -579,11 +676,21 @@ class CheckpointReader:
         return index
 
     def _logical(self, name: str, t: Any) -> LogicalTensor:
-        if not isinstance(t, dict) or set(t) != {"dtype", "shape", "pieces"} or t["dtype"] not in DTYPES \
-                or not _is_sizes(t["shape"]) or not isinstance(t["pieces"], list):
+        if (
+            not isinstance(t, dict)
+            or set(t) != {"dtype", "shape", "pieces"}
+            or t["dtype"] not in DTYPES
+            or not _is_sizes(t["shape"])
+            or not isinstance(t["pieces"], list)
+        ):
             raise self._bad(f"tensor {name!r}: {str(t)[:200]}")
         for p in t["pieces"]:
-            if not isinstance(p, list) or len(p) != 4 or not all(isinstance(x, str) for x in p[:2]) or not _is_sizes(p[2:]):
+            if (
+                not isinstance(p, list)
+                or len(p) != 4
+                or not all(isinstance(x, str) for x in p[:2])
+                or not _is_sizes(p[2:])
+            ):
                 raise self._bad(f"tensor {name!r} has the piece {p!r}")
             if p[0] not in self._index["files"]:
                 raise self._bad(f"tensor {name!r} has a piece in {p[0]!r}, which is not among the files")
@@ -596,7 +703,11 @@ class CheckpointReader:
         for name, entry in self._index["files"].items():
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise self._bad(f"file name {name!r}")
-            if not isinstance(entry, dict) or not is_size(entry.get("bytes")) or not _HEX8.fullmatch(str(entry.get("header_crc32c"))):
+            if (
+                not isinstance(entry, dict)
+                or not is_size(entry.get("bytes"))
+                or not _HEX8.fullmatch(str(entry.get("header_crc32c")))
+            ):
                 raise self._bad(f"file {name!r}: {entry!r}")
             path = os.path.join(self.path, name)
             try:
@@ -604,16 +715,21 @@ class CheckpointReader:
             except OSError as exc:
                 raise CheckpointError(f"checkpoint {self.tag}: the file {path} can't be found: {exc.strerror}") from exc
             if size != entry["bytes"]:
-                raise CheckpointError(f"{path} is corrupt: it has {size} bytes, the index says {entry['bytes']}"
-                                      + (" (truncated)" if size < entry["bytes"] else ""))
+                raise CheckpointError(
+                    f"{path} is corrupt: it has {size} bytes, the index says {entry['bytes']}"
+                    + (" (truncated)" if size < entry["bytes"] else "")
+                )
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
             entry = self._index["files"].get(name)
             if entry is None:
                 raise self._bad(f"{name!r} is not among the files")
-            self._files[name] = SafetensorsFile(os.path.join(self.path, name), expect_bytes=entry["bytes"],
-                                                expect_header_crc=int(entry["header_crc32c"], 16))
+            self._files[name] = SafetensorsFile(
+                os.path.join(self.path, name),
+                expect_bytes=entry["bytes"],
+                expect_header_crc=int(entry["header_crc32c"], 16),
+            )
         return self._files[name]
 
     def __getitem__(self, name: str) -> LogicalTensor:
@@ -622,14 +738,23 @@ class CheckpointReader:
         except KeyError:
             from ..config_value import suggest
 
-            raise CheckpointError(f"checkpoint {self.path} has no tensor {name!r}.{suggest(name, self.tensors)}") from None
+            raise CheckpointError(
+                f"checkpoint {self.path} has no tensor {name!r}.{suggest(name, self.tensors)}"
+            ) from None
 
     def read(self, name: str, out: torch.Tensor, begin: int = 0, *, verify: bool = True) -> None:
         """Fills `out` with elements [begin, begin + out.numel()) of the flattened logical tensor `name`.
 
-        out: contiguous, on the CPU, of the tensor's dtype, any shape. Every stored piece that is touched is checked as a whole."""
+        out: contiguous, on the CPU, of the tensor's dtype, any shape. Every stored piece that is touched is checked as
+        a whole.
+        """
         tensor = self[name]
-        if not isinstance(out, torch.Tensor) or out.dtype != tensor.dtype or out.device.type != "cpu" or not out.is_contiguous():
+        if (
+            not isinstance(out, torch.Tensor)
+            or out.dtype != tensor.dtype
+            or out.device.type != "cpu"
+            or not out.is_contiguous()
+        ):
             raise ArgumentError(f"tensor {name!r} is {tensor.dtype}: it needs a contiguous CPU buffer of that dtype")
         end = begin + out.numel()
         if begin < 0 or end > tensor.numel:
@@ -641,16 +766,20 @@ class CheckpointReader:
             if start >= end and start > begin:
                 break
             if low < high:
-                self._piece(tensor, file, key, start, length).read_into(key, flat[low - begin : high - begin], low - start, verify=verify)
+                self._piece(tensor, file, key, start, length).read_into(
+                    key, flat[low - begin : high - begin], low - start, verify=verify
+                )
 
     def _piece(self, tensor: LogicalTensor, file: str, key: str, start: int, length: int) -> SafetensorsFile:
         """The file of a piece, after a check that the file and the index mean the same thing by it."""
         opened = self._file(file)
         info = opened[key]
         if info.slice != Slice(tensor.name, tensor.shape, start) or info.numel != length or info.dtype != tensor.dtype:
-            raise CheckpointError(f"{opened.path}: tensor {key!r} is {info.slice} with {info.numel} elements of {info.dtype}, but the "
-                                  f"index takes it for "
-                                  f"elements [{start}, {start + length}) of {tensor.name!r}")
+            raise CheckpointError(
+                f"{opened.path}: tensor {key!r} is {info.slice} with {info.numel} elements of {info.dtype}, but the "
+                "index takes it for "
+                f"elements [{start}, {start + length}) of {tensor.name!r}"
+            )
         return opened
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -704,14 +833,21 @@ class CheckpointReader:
 # ---- Hugging Face model files ----------------------------------------------------------------------------------------
 
 
-def write_model(directory: str | os.PathLike[str], named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-                max_shard_bytes: int = 5_000_000_000, *, metadata: Mapping[str, str] | None = None) -> list[str]:
-    """Writes a model as Hugging Face stores one: model.safetensors, or model-00001-of-0000N.safetensors with model.safetensors.index.json.
+def write_model(
+    directory: str | os.PathLike[str],
+    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    max_shard_bytes: int = 5_000_000_000,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Writes a model as Hugging Face stores one: model.safetensors, or model-00001-of-0000N.safetensors with
+    model.safetensors.index.json.
 
-    named_tensors: a mapping, or an iterable of (name, tensor) that may make each tensor on demand: at most one shard is held at a time. In
-    a mapping, names of the very same memory (tied weights) are stored once, under the first name; the others are recorded in "__metadata__"
-    as name -> stored name, as safetensors.torch.save_model does. Any device and layout; data goes through the CPU. Returns the file names.
-    Each file appears complete, under its final name; files of an earlier, larger save are removed last."""
+    named_tensors: a mapping, or an iterable of (name, tensor) that may make each tensor on demand: at most one shard is
+    held at a time. In a mapping, names of the very same memory (tied weights) are stored once, under the first name;
+    the others are recorded in "__metadata__" as name -> stored name, as safetensors.torch.save_model does. Any device
+    and layout; data goes through the CPU. Returns the file names. Each file appears complete, under its final name;
+    files of an earlier, larger save are removed last."""
     if max_shard_bytes < 1:
         raise ArgumentError(f"max_shard_bytes {max_shard_bytes} must be >= 1")
     directory = os.path.abspath(os.fspath(directory))
@@ -779,6 +915,8 @@ def _place_model(directory: str, shards: list[tuple[str, list[str]]], total: int
         _replace_file(os.path.join(directory, index), text.encode(), token)
     keep = {*names, index} if n > 1 else set(names)
     for entry in os.listdir(directory):
-        if entry not in keep and (entry in (index, "model.safetensors") or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", entry)):
+        if entry not in keep and (
+            entry in (index, "model.safetensors") or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", entry)
+        ):
             Path(directory, entry).unlink()
     return names + ([index] if n > 1 else [])

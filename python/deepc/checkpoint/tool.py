@@ -1,5 +1,5 @@
-"""`deepc ckpt`: what is in a checkpoint, whether it is whole, what differs between two, and its weights as Hugging Face files. Reads
-through store.py only: nothing is unpickled, and no tensor is held that need not be."""
+"""`deepc ckpt`: what is in a checkpoint, whether it is whole, what differs between two, and its weights as Hugging Face
+files. Reads through store.py only: nothing is unpickled, and no tensor is held that need not be."""
 
 from __future__ import annotations
 
@@ -23,19 +23,33 @@ from .store import INDEX, CheckpointReader, list_tags, read_latest, write_model
 
 _CHUNK = 4 << 20  # elements that are compared or converted at a time
 _LEFT = re.compile(r"\.(tmp|old)-(.+)-([0-9a-zA-Z]+)")
-_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZES = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _no_folder(path: str | os.PathLike[str]) -> str:
-    what = f"{os.fspath(path)!r} is a file, and no part of a checkpoint" if os.path.exists(path) else f"there is no folder {os.fspath(path)!r}"
+    what = (
+        f"{os.fspath(path)!r} is a file, and no part of a checkpoint"
+        if os.path.exists(path)
+        else f"there is no folder {os.fspath(path)!r}"
+    )
     return f"{what} (looked in {os.getcwd()}). Give the folder that save_checkpoint got, or FOLDER/TAG"
 
 
-# ---- finding ------------------------------------------------------------------------------------------------------------------------
+# ---- finding ---------------------------------------------------------------------------------------------------------
 def locate(path: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str]:
-    """(directory, tag) that PATH means: a checkpoint directory (its latest, or `tag`) or DIR/TAG. CheckpointError if there is none, which
-    says what is there instead."""
+    """(directory, tag) that PATH means: a checkpoint directory (its latest, or `tag`) or DIR/TAG. CheckpointError if
+    there is none, which says what is there instead."""
     folder = os.path.abspath(os.fspath(path))
     if os.path.isfile(folder) and os.path.basename(folder) in (INDEX, "latest"):
         folder = os.path.dirname(folder)
@@ -56,15 +70,16 @@ def _instead(folder: Path) -> str:
     deeper = [folder, *(p for p in folder.iterdir() if p.is_dir())]
     if any(p.name.endswith(("_model_states.pt", "_optim_states.pt")) for d in deeper for p in d.iterdir()):
         return (
-            " It is DeepSpeed's (pickled), which deepc does not read: DeepSpeed's own zero_to_fp32.py --safe_serialization turns it "
-            "into safetensors, "
-            "which a model loads before deepc.initialize."
+            " It is DeepSpeed's (pickled), which deepc does not read: DeepSpeed's own zero_to_fp32.py"
+            " --safe_serialization turns it into safetensors, which a model loads before deepc.initialize."
         )
     if any(n.endswith(".safetensors") for n in names):
         return " It holds safetensors files without optimizer states: load them into the model itself."
     inside = [p.name for p in sorted(folder.iterdir()) if p.is_dir() and list_tags(p)]
     return (
-        f" Its folder{'s' * (len(inside) > 1)} {', '.join(inside[:5])} {'do' if len(inside) > 1 else 'does'}: give one." if inside else ""
+        f" Its folder{'s' * (len(inside) > 1)} {', '.join(inside[:5])} {'do' if len(inside) > 1 else 'does'}: give one."
+        if inside
+        else ""
     )
 
 
@@ -94,10 +109,10 @@ def _files_bytes(path: str) -> int:
     return sum(e.stat().st_size for e in os.scandir(path) if e.is_file())
 
 
-# ---- ls -----------------------------------------------------------------------------------------------------------------------------
+# ---- ls --------------------------------------------------------------------------------------------------------------
 def listing(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """{"directory", "latest", "checkpoints": [{"tag", "bytes", "written", "ranks", "step", "stage", "dtype", "problem"}], "left": [...]}:
-    newest last; left: what saves that were killed left behind."""
+    """{"directory", "latest", "checkpoints": [{"tag", "bytes", "written", "ranks", "step", "stage", "dtype",
+    "problem"}], "left": [...]}: newest last; left: what saves that were killed left behind."""
     folder = os.path.abspath(os.fspath(directory))
     if not os.path.isdir(folder):
         raise CheckpointError(_no_folder(directory))
@@ -130,7 +145,13 @@ def listing(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if not rows and not _left(folder):
         raise CheckpointError(f"{os.fspath(directory)} holds no deepc checkpoint.{_instead(Path(folder))}")
     rows.sort(key=lambda r: r["written"])
-    return {"directory": folder, "latest": latest, "problem": problem, "checkpoints": rows, "left": [_left_row(p) for p in _left(folder)]}
+    return {
+        "directory": folder,
+        "latest": latest,
+        "problem": problem,
+        "checkpoints": rows,
+        "left": [_left_row(p) for p in _left(folder)],
+    }
 
 
 def _engine_state(reader: CheckpointReader) -> dict[str, Any]:
@@ -140,7 +161,11 @@ def _engine_state(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _left(folder: str) -> list[str]:
-    return sorted(os.path.join(folder, e) for e in os.listdir(folder) if _LEFT.fullmatch(e) and os.path.isdir(os.path.join(folder, e)))
+    return sorted(
+        os.path.join(folder, e)
+        for e in os.listdir(folder)
+        if _LEFT.fullmatch(e) and os.path.isdir(os.path.join(folder, e))
+    )
 
 
 def _left_row(path: str) -> dict[str, Any]:
@@ -156,20 +181,30 @@ def _print_listing(found: dict[str, Any]) -> None:
         if r["problem"]:
             print(f"{mark} {r['tag']:<{width}}  {when}  {size_text(r['bytes']):>10}  WRONG: {r['problem']}")
             continue
-        what = f"step {r['step']}, ZeRO stage {r['stage']}, {r['dtype']}" if r["step"] is not None else "not written by an engine"
-        print(f"{mark} {r['tag']:<{width}}  {when}  {size_text(r['bytes']):>10}  {r['ranks']} rank{'s' * (r['ranks'] > 1)}, {what}")
+        what = (
+            f"step {r['step']}, ZeRO stage {r['stage']}, {r['dtype']}"
+            if r["step"] is not None
+            else "not written by an engine"
+        )
+        print(
+            f"{mark} {r['tag']:<{width}}  {when}  {size_text(r['bytes']):>10}  {r['ranks']}"
+            f" rank{'s' * (r['ranks'] > 1)}, {what}"
+        )
     if found["latest"]:
         print("* latest: what load_checkpoint reads without a tag")
     if found["problem"]:
         print(f"latest: {found['problem']}")
     for r in found["left"]:
-        print(f"  left by a save that did not end: {os.path.basename(r['path'])}, {size_text(r['bytes'])} (deepc ckpt clean removes it)")
+        print(
+            f"  left by a save that did not end: {os.path.basename(r['path'])}, {size_text(r['bytes'])} (deepc ckpt"
+            " clean removes it)"
+        )
 
 
-# ---- info ---------------------------------------------------------------------------------------------------------------------------
+# ---- info ------------------------------------------------------------------------------------------------------------
 def info(path: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
-    """What a checkpoint holds, as data: tag, engine's figures, kinds of tensors with counts and bytes, files, tensors, keys of the client
-    state."""
+    """What a checkpoint holds, as data: tag, engine's figures, kinds of tensors with counts and bytes, files, tensors,
+    keys of the client state."""
     directory, tag = locate(path, tag)
     with CheckpointReader(directory, tag) as reader:
         engine = _engine_state(reader)
@@ -213,20 +248,25 @@ _MEANING = {"fp32": "trained parameters (fp32)", "frozen": "frozen parameters", 
 def _print_info(found: dict[str, Any], tensors: bool) -> None:
     e = found["engine"]
     print(
-        f"{found['path']}: {size_text(found['bytes'])}, written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found['written']))} "
-        f"by {found['ranks']} "
-        f"rank{'s' * (found['ranks'] > 1)}"
+        f"{found['path']}: {size_text(found['bytes'])}, written"
+        f" {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found['written']))} by {found['ranks']}"
+        f" rank{'s' * (found['ranks'] > 1)}"
     )
     if e:
         print(
-            f"  step {e.get('global_steps')} ({e.get('skipped_steps')} skipped), {e.get('global_samples')} samples; ZeRO stage "
-            f"{e.get('stage')}, {e.get('dtype')}"
-            + (f", loss scale {e['scaler'].get('loss_scale', e['scaler'].get('cur_scale'))}" if isinstance(e.get("scaler"), dict) else "")
+            f"  step {e.get('global_steps')} ({e.get('skipped_steps')} skipped), {e.get('global_samples')} samples;"
+            f" ZeRO stage {e.get('stage')}, {e.get('dtype')}"
+            + (
+                f", loss scale {e['scaler'].get('loss_scale', e['scaler'].get('cur_scale'))}"
+                if isinstance(e.get("scaler"), dict)
+                else ""
+            )
         )
         groups = e.get("optimizer", {}).get("param_groups", []) if isinstance(e.get("optimizer"), dict) else []
         for i, g in enumerate(groups if isinstance(groups, list) else []):
             print(
-                f"  parameter group {i}: " + ", ".join(f"{k} {v}" for k, v in g.items() if isinstance(v, (int, float, tuple, list, bool)))
+                f"  parameter group {i}: "
+                + ", ".join(f"{k} {v}" for k, v in g.items() if isinstance(v, (int, float, tuple, list, bool)))
             )
     for kind, k in found["kinds"].items():
         print(
@@ -239,14 +279,16 @@ def _print_info(found: dict[str, Any], tensors: bool) -> None:
         print(f"  client state: {', '.join(found['client_state'])}")
     for t in found["tensors"] if tensors else []:
         print(
-            f"    {t['name']:<56} {t['dtype']:<9} {'x'.join(map(str, t['shape'])) or 'scalar':<18}{size_text(t['bytes']):>12}  "
-            f"{t['pieces']} piece{'s' * (t['pieces'] != 1)}"
+            f"    {t['name']:<56} {t['dtype']:<9}"
+            f" {'x'.join(map(str, t['shape'])) or 'scalar':<18}{size_text(t['bytes']):>12}  {t['pieces']}"
+            f" piece{'s' * (t['pieces'] != 1)}"
         )
 
 
-# ---- verify -------------------------------------------------------------------------------------------------------------------------
+# ---- verify ----------------------------------------------------------------------------------------------------------
 def verify(path: str | os.PathLike[str], tag: str | None = None, *, every: bool = False) -> list[tuple[str, str, int]]:
-    """(tag, what is wrong or "", bytes read) of the checkpoint, or of all of a directory. Reads every byte and checks every checksum."""
+    """(tag, what is wrong or "", bytes read) of the checkpoint, or of all of a directory. Reads every byte and checks
+    every checksum."""
     if every:
         directory = os.path.abspath(os.fspath(path))
         tags = list_tags(directory)
@@ -267,7 +309,7 @@ def verify(path: str | os.PathLike[str], tag: str | None = None, *, every: bool 
     return out
 
 
-# ---- export -------------------------------------------------------------------------------------------------------------------------
+# ---- export ----------------------------------------------------------------------------------------------------------
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -277,10 +319,13 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     buffers: bool = True,
 ) -> list[str]:
-    """Writes the model's weights of a checkpoint as Hugging Face's safetensors, whole tensors under their names; returns the file names.
+    """Writes the model's weights of a checkpoint as Hugging Face's safetensors, whole tensors under their names;
+    returns the file names.
 
-    dtype: "fp32", "bf16" or "fp16", of every floating-point tensor (from the fp32 masters: rounded once). Holds one file's tensors at a
-    time. A tied weight is stored once, under the name that it was trained by. The counterpart of DeepSpeed's zero_to_fp32.py."""
+    dtype: "fp32", "bf16" or "fp16", of every floating-point tensor (from the fp32 masters: rounded once). Holds one
+    file's tensors at a time. A tied weight is stored once, under the name that it was trained by. The counterpart of
+    DeepSpeed's zero_to_fp32.py.
+    """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     directory, tag = locate(path, tag)
@@ -293,13 +338,15 @@ def _weights(reader: CheckpointReader, dtype: torch.dtype, buffers: bool) -> Ite
     wanted = ("fp32", "frozen", "buffer") if buffers else ("fp32", "frozen")
     names = [n for n in reader.tensors if n.split("/", 1)[0] in wanted]
     if not any(n.startswith(("fp32/", "frozen/")) for n in names):
-        raise CheckpointError(f"checkpoint {reader.path} holds no parameters of a model: it was not written by engine.save_checkpoint")
+        raise CheckpointError(
+            f"checkpoint {reader.path} holds no parameters of a model: it was not written by engine.save_checkpoint"
+        )
     for name in names:
         tensor = reader.tensor(name)
         yield name.split("/", 1)[1], tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-# ---- diff ---------------------------------------------------------------------------------------------------------------------------
+# ---- diff ------------------------------------------------------------------------------------------------------------
 class _Entry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -307,13 +354,20 @@ class _Entry(NamedTuple):
 
 
 class _Source:
-    """Tensors by name: of a checkpoint, or of a folder or file of safetensors (its parameters then count as "fp32/...")."""
+    """Tensors by name: of a checkpoint, or of a folder or file of safetensors (its parameters then count as
+    "fp32/...")."""
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None) -> None:
         self._open: list[Any] = []
         self.entries: dict[str, _Entry] = {}
         files = [Path(path)] if Path(path).is_file() and Path(path).suffix == ".safetensors" else []
-        if not files and Path(path).is_dir() and tag is None and not list_tags(path) and not (Path(path) / INDEX).exists():
+        if (
+            not files
+            and Path(path).is_dir()
+            and tag is None
+            and not list_tags(path)
+            and not (Path(path) / INDEX).exists()
+        ):
             files = sorted(Path(path).glob("*.safetensors"))
         if files:
             self.name = str(path)
@@ -339,7 +393,9 @@ class _Source:
 
     def as_model(self) -> None:
         """Names of the model only, to compare with a model's files."""
-        self.entries = {n.split("/", 1)[1]: e for n, e in self.entries.items() if n.split("/", 1)[0] in ("fp32", "frozen", "buffer")}
+        self.entries = {
+            n.split("/", 1)[1]: e for n, e in self.entries.items() if n.split("/", 1)[0] in ("fp32", "frozen", "buffer")
+        }
 
     def close(self) -> None:
         for o in self._open:
@@ -357,8 +413,9 @@ def _range_reader(read: Callable[..., Any], name: str, dtype: torch.dtype) -> Ca
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same. what: "only in A", "only in B", "dtype", "shape" or "values"; the figures are of values: largest
-    absolute difference, the same relative to the tensor's largest absolute value, and how many elements differ."""
+    """One tensor that is not the same. what: "only in A", "only in B", "dtype", "shape" or "values"; the figures are of
+    values: largest absolute difference, the same relative to the tensor's largest absolute value, and how many elements
+    differ."""
 
     name: str
     what: str
@@ -370,11 +427,16 @@ class Difference:
 
 
 def diff(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, tag_a: str | None = None, tag_b: str | None = None, tolerance: float = 0.0
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    tolerance: float = 0.0,
 ) -> tuple[list[Difference], int]:
-    """(differences, tensors compared) of two checkpoints, or of a checkpoint and a model's safetensors files (parameters only then;
-    values of different dtypes are compared as fp64). tolerance: largest difference relative to the tensor's largest value that counts as
-    none; 0: equal bits."""
+    """(differences, tensors compared) of two checkpoints, or of a checkpoint and a model's safetensors files
+    (parameters only then; values of different dtypes are compared as fp64). tolerance: largest difference relative to
+    the tensor's largest value that counts as none; 0: equal bits."""
     if not 0 <= tolerance < math.inf:
         raise ArgumentError(f"tolerance {tolerance} must be a number >= 0")
     first = _Source(a, tag_a)
@@ -423,7 +485,9 @@ def _compare(name: str, a: _Entry, b: _Entry, tolerance: float, dtypes: bool) ->
         return None
     if elements == 0:
         return Difference(name, "dtype", f"{_short(a.dtype)} and {_short(b.dtype)}, equal values", numel=numel)
-    return Difference(name, "values", f"{bad} where one is not finite" if bad else "", largest, relative, elements, numel)
+    return Difference(
+        name, "values", f"{bad} where one is not finite" if bad else "", largest, relative, elements, numel
+    )
 
 
 def _largest(x: torch.Tensor) -> float:
@@ -434,12 +498,14 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ---- clean --------------------------------------------------------------------------------------------------------------------------
+# ---- clean -----------------------------------------------------------------------------------------------------------
 def clean(
     directory: str | os.PathLike[str], *, keep: int | None = None, really: bool = False, least_age_s: float = 3600.0
 ) -> list[tuple[str, int, str]]:
-    """(path, bytes, why) of what is superfluous in a checkpoint directory: what killed saves left (older than least_age_s, and not the
-    only copy of its tag), and with `keep` all but the newest so many checkpoints (the latest always stays). Removes it if `really`."""
+    """(path, bytes, why) of what is superfluous in a checkpoint directory: what killed saves left (older than
+    least_age_s, and not the only copy of its tag), and with `keep` all but the newest so many checkpoints (the latest
+    always stays). Removes it if `really`.
+    """
     import shutil
 
     folder = os.path.abspath(os.fspath(directory))
@@ -457,10 +523,18 @@ def clean(
     if keep is not None:
         whole = [r for r in found["checkpoints"] if not r["problem"]]
         kept = {r["tag"] for r in whole[-keep:]} | {found["latest"]}
-        out += [(os.path.join(folder, r["tag"]), r["bytes"], "older than the ones that are kept") for r in whole if r["tag"] not in kept]
+        out += [
+            (os.path.join(folder, r["tag"]), r["bytes"], "older than the ones that are kept")
+            for r in whole
+            if r["tag"] not in kept
+        ]
     if really:
         for path, _, _ in out:
-            gone = path if _LEFT.fullmatch(os.path.basename(path)) else os.path.join(folder, f".tmp-{os.path.basename(path)}-removed")
+            gone = (
+                path
+                if _LEFT.fullmatch(os.path.basename(path))
+                else os.path.join(folder, f".tmp-{os.path.basename(path)}-removed")
+            )
             if gone != path:
                 shutil.rmtree(gone, ignore_errors=True)
                 os.rename(path, gone)  # a half-removed checkpoint must not look like one
@@ -468,7 +542,7 @@ def clean(
     return out
 
 
-# ---- command line -------------------------------------------------------------------------------------------------------------------
+# ---- command line ----------------------------------------------------------------------------------------------------
 _EXAMPLES = {
     "ls": (
         "list the checkpoints of a folder",
@@ -490,9 +564,14 @@ _EXAMPLES = {
     ),
     "export": (
         "write the weights as Hugging Face safetensors",
-        "The counterpart of DeepSpeed's zero_to_fp32.py: whole weights in fp32, bf16 or fp16, in model.safetensors (and an index if there "
-        "are\nseveral files). Needs no GPU and no ranks.",
-        "deepc ckpt export checkpoints model-folder --dtype bf16\n  deepc ckpt export checkpoints/step100 out --max-shard-size 2GB",
+        (
+            "The counterpart of DeepSpeed's zero_to_fp32.py: whole weights in fp32, bf16 or fp16, in model.safetensors"
+            " (and an index if there are\nseveral files). Needs no GPU and no ranks."
+        ),
+        (
+            "deepc ckpt export checkpoints model-folder --dtype bf16\n  deepc ckpt export checkpoints/step100 out"
+            " --max-shard-size 2GB"
+        ),
         "0",
     ),
     "diff": (
@@ -503,7 +582,10 @@ _EXAMPLES = {
     ),
     "clean": (
         "remove what is superfluous",
-        "Removes what saves that were killed left behind and, with --keep, old checkpoints. Says what it would remove; --yes removes it.",
+        (
+            "Removes what saves that were killed left behind and, with --keep, old checkpoints. Says what it would"
+            " remove; --yes removes it."
+        ),
         "deepc ckpt clean checkpoints --keep 3\n  deepc ckpt clean checkpoints --keep 3 --yes",
         "0",
     ),
@@ -523,13 +605,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             epilog=f"examples:\n  {example}\n\nexit code: {codes}; 2: there is no such checkpoint",
         )
         if name == "diff":
-            p.add_argument("a", metavar="A", help="a checkpoint folder (its latest), FOLDER/TAG, or a model's safetensors")
+            p.add_argument(
+                "a", metavar="A", help="a checkpoint folder (its latest), FOLDER/TAG, or a model's safetensors"
+            )
             p.add_argument("b", metavar="B", help="the other")
         else:
             p.add_argument(
                 "path",
                 metavar="PATH",
-                help="the folder given to save_checkpoint" + ("" if name in ("ls", "clean") else " (its latest), or FOLDER/TAG"),
+                help="the folder given to save_checkpoint"
+                + ("" if name in ("ls", "clean") else " (its latest), or FOLDER/TAG"),
             )
         if name in ("info", "verify", "export"):
             p.add_argument("-t", "--tag", help="default: the latest")
@@ -538,8 +623,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made["info"].add_argument("--tensors", action="store_true", help="a line per tensor")
     made["verify"].add_argument("--all", action="store_true", help="every checkpoint of the folder")
     made["export"].add_argument("output", metavar="OUT", help="folder for model.safetensors")
-    made["export"].add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of floating-point tensors (fp32)")
-    made["export"].add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="of one file (5GB)")
+    made["export"].add_argument(
+        "--dtype", choices=tuple(DTYPES), default="fp32", help="of floating-point tensors (fp32)"
+    )
+    made["export"].add_argument(
+        "--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="of one file (5GB)"
+    )
     made["export"].add_argument("--no-buffers", action="store_true", help="parameters only")
     made["diff"].add_argument(
         "--tolerance",
@@ -592,12 +681,20 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 def _run_export(args: argparse.Namespace) -> int:
     names = export(
-        args.path, args.output, tag=args.tag, dtype=args.dtype, max_shard_bytes=parse_size(args.max_shard_size), buffers=not args.no_buffers
+        args.path,
+        args.output,
+        tag=args.tag,
+        dtype=args.dtype,
+        max_shard_bytes=parse_size(args.max_shard_size),
+        buffers=not args.no_buffers,
     )
     for name in names:
         print(f"{os.path.join(args.output, name)}  {size_text(os.path.getsize(os.path.join(args.output, name)))}")
     if not os.path.exists(os.path.join(args.output, "config.json")):
-        print("A checkpoint does not know the architecture: put the model's config.json (and tokenizer) beside it for from_pretrained.")
+        print(
+            "A checkpoint does not know the architecture: put the model's config.json (and tokenizer) beside it for"
+            " from_pretrained."
+        )
     return 0
 
 
@@ -607,8 +704,8 @@ def _run_diff(args: argparse.Namespace) -> int:
     for d in found[: args.n]:
         if d.what == "values":
             print(
-                f"{d.name}: {d.elements:,} of {d.numel:,} elements differ, by at most {d.largest:.3g} ({d.relative:.2g} of the largest "
-                f"value)" + (f"; {d.detail}" if d.detail else "")
+                f"{d.name}: {d.elements:,} of {d.numel:,} elements differ, by at most {d.largest:.3g} ({d.relative:.2g}"
+                " of the largest value)" + (f"; {d.detail}" if d.detail else "")
             )
         else:
             print(f"{d.name}: {d.what}{' ' + d.detail if d.detail else ''}")
@@ -627,4 +724,11 @@ def _run_clean(args: argparse.Namespace) -> int:
     return 0
 
 
-_RUN = {"ls": _run_ls, "info": _run_info, "verify": _run_verify, "export": _run_export, "diff": _run_diff, "clean": _run_clean}
+_RUN = {
+    "ls": _run_ls,
+    "info": _run_info,
+    "verify": _run_verify,
+    "export": _run_export,
+    "diff": _run_diff,
+    "clean": _run_clean,
+}

@@ -15,7 +15,8 @@ from .names import VERSION  # noqa: F401
 
 
 class DeepSpeedAccelerator:
-    """What both devices have in common. Names and meaning are DeepSpeed's; a device index is a GPU's number and ignored on a CPU."""
+    """What both devices have in common. Names and meaning are DeepSpeed's; a device index is a GPU's number and ignored
+    on a CPU."""
 
     _name: str
     _communication_backend_name = "deepc"
@@ -29,7 +30,7 @@ class DeepSpeedAccelerator:
         def memory_allocated(self, device_index: int | None = None) -> int: ...
         def max_memory_allocated(self, device_index: int | None = None) -> int: ...
 
-    # ---- the device ------------------------------------------------------------------------------------------------------
+    # ---- the device --------------------------------------------------------------------------------------------------
     def device_name(self, device_index: int | None = None) -> str:
         return self._name
 
@@ -55,7 +56,7 @@ class DeepSpeedAccelerator:
     def get_compile_backend(self) -> str:
         return "inductor"
 
-    # ---- tensors ---------------------------------------------------------------------------------------------------------
+    # ---- tensors -----------------------------------------------------------------------------------------------------
     @property
     def FloatTensor(self) -> type:
         return torch.FloatTensor
@@ -87,9 +88,11 @@ class DeepSpeedAccelerator:
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    # ---- what deepc has no counterpart of --------------------------------------------------------------------------------
+    # ---- what deepc has no counterpart of ----------------------------------------------------------------------------
     def create_op_builder(self, class_name: str) -> Any:
-        raise UnsupportedError(f"op builder {class_name}: deepc compiles nothing on your machine; `deepc doctor` shows which kernels run")
+        raise UnsupportedError(
+            f"op builder {class_name}: deepc compiles nothing on your machine; `deepc doctor` shows which kernels run"
+        )
 
     get_op_builder = create_op_builder
 
@@ -210,7 +213,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """A CUDA GPU: torch.cuda under DeepSpeed's names. What is not written here is torch.cuda's function of the same name."""
+    """A CUDA GPU: torch.cuda under DeepSpeed's names. What is not written here is torch.cuda's function of the same
+    name."""
 
     _name = "cuda"
 
@@ -299,5 +303,12 @@ def is_current_accelerator_supported() -> bool:
     return get_accelerator().device_name() in ("cpu", "cuda")
 
 
-__all__ = ["CPU_Accelerator", "CUDA_Accelerator", "DeepSpeedAccelerator", "default_device", "get_accelerator", "is_current_accelerator_supported",
-           "set_accelerator"]
+__all__ = [
+    "CPU_Accelerator",
+    "CUDA_Accelerator",
+    "DeepSpeedAccelerator",
+    "default_device",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "set_accelerator",
+]

@@ -1,12 +1,13 @@
 """deepspeed.checkpointing: activation checkpointing with torch.utils.checkpoint.
 
-checkpoint() recomputes as DeepSpeed's does and keeps random states. Partitioned, contiguous and CPU activations do not exist: configure()
-raises for them."""
+checkpoint() recomputes as DeepSpeed's does and keeps random states. Partitioned, contiguous and CPU activations do not
+exist: configure() raises for them."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as _checkpoint
@@ -18,19 +19,37 @@ _layers: int | None = None
 _reentrant = True
 
 
-def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
-              num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None) -> None:
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
     """Accepts what torch's checkpointing does; UnsupportedError names what it does not."""
     global _configured, _layers
     if deepspeed_config is not None:
         from ..config import Config
 
-        Config.load(deepspeed_config, world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1, allow_auto=True)
-    asked = {"partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing, "checkpoint_in_cpu": checkpoint_in_cpu}
+        Config.load(
+            deepspeed_config,
+            world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+            allow_auto=True,
+        )
+    asked = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+    }
     for name, value in asked.items():
         if value:
-            raise UnsupportedError(f"checkpointing.configure({name}=True) does not exist in deepc: activations are recomputed whole, by "
-                                   "torch.utils.checkpoint. Leave it out")
+            raise UnsupportedError(
+                f"checkpointing.configure({name}=True) does not exist in deepc: activations are recomputed whole, by "
+                "torch.utils.checkpoint. Leave it out"
+            )
     _configured, _layers = True, num_checkpoints
 
 
@@ -61,7 +80,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 class RNGStatesTracker:
-    """Named random states (Megatron's): fork(name) runs with one and puts the other back. On the CPU or the current GPU."""
+    """Named random states (Megatron's): fork(name) runs with one and puts the other back. On the CPU or the current
+    GPU."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -115,7 +135,8 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the default generator with `seed` and the tracker's model-parallel state with another one (model parallelism is of size 1)."""
+    """Seeds the default generator with `seed` and the tracker's model-parallel state with another one (model
+    parallelism is of size 1)."""
     from .accelerator import get_accelerator
 
     _tracker.reset()

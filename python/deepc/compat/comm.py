@@ -1,22 +1,32 @@
 """deepspeed.comm: torch.distributed's functions by the same names, with the few that DeepSpeed adds.
 
-Without a process group get_rank() is the launcher's RANK and get_world_size() its WORLD_SIZE, as integrations that ask early expect."""
+Without a process group get_rank() is the launcher's RANK and get_world_size() its WORLD_SIZE, as integrations that ask
+early expect.
+"""
 
 from __future__ import annotations
 
 import datetime
 import logging
 import os
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import *  # noqa: F403
-from torch.distributed import ReduceOp  # noqa: F401
+from torch.distributed import ReduceOp
 
 from .. import comm as _own
-from ..comm import (configure, default_device, get_comm_operation_count, get_logged_comm_ops, has_comm_data, log_summary,  # noqa: F401
-                    reset_log)
+from ..comm import (
+    configure,
+    default_device,  # noqa: F401
+    get_comm_operation_count,  # noqa: F401
+    get_logged_comm_ops,  # noqa: F401
+    has_comm_data,  # noqa: F401
+    log_summary,  # noqa: F401
+    reset_log,  # noqa: F401
+)
 
 logger = logging.getLogger("deepc")
 
@@ -25,11 +35,22 @@ def __getattr__(name: str) -> Any:
     return getattr(dist, name)
 
 
-def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, verbose: bool = True,
-                     timeout: datetime.timedelta | None = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
-                     rank: int = -1, world_size: int = -1) -> None:
-    """Initialises torch.distributed unless it is: with the launcher's ranks, else those of MPI (OMPI_*, PMI_*) or Slurm, else one process.
-    dist_backend: None, "nccl" and "ccl" mean deepc's backend (shared memory on CPU, NCCL beneath it on GPUs); others are torch's."""
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialises torch.distributed unless it is: with the launcher's ranks, else those of MPI (OMPI_*, PMI_*) or
+    Slurm, else one process. dist_backend: None, "nccl" and "ccl" mean deepc's backend (shared memory on CPU, NCCL
+    beneath it on GPUs); others are torch's.
+    """
     if config is not None:
         configure(config)
     if dist.is_initialized():
@@ -37,7 +58,9 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     if auto_mpi_discovery:
         _discover(distributed_port)
     backend = None if dist_backend in (None, "nccl", "ccl", "deepc") else dist_backend
-    _own.init_distributed(backend, timeout=timeout or _timeout(), init_method=init_method, rank=rank, world_size=world_size)
+    _own.init_distributed(
+        backend, timeout=timeout or _timeout(), init_method=init_method, rank=rank, world_size=world_size
+    )
 
 
 def _timeout() -> datetime.timedelta:
@@ -45,8 +68,10 @@ def _timeout() -> datetime.timedelta:
     return _own.DEFAULT_TIMEOUT if minutes is None else datetime.timedelta(minutes=float(minutes))
 
 
-_LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-              ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 
 def _discover(port: int) -> None:
@@ -122,10 +147,23 @@ def has_coalescing_manager() -> bool:
     return hasattr(dist.distributed_c10d, "_coalescing_manager")
 
 
-def allgather_fn(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: Any = None) -> Any:
+def allgather_fn(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    debug: Any = None,
+) -> Any:
     return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-def reduce_scatter_fn(output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False,
-                      prof: bool = False, debug: Any = None) -> Any:
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: Any = None,
+) -> Any:
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)

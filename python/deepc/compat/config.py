@@ -13,8 +13,16 @@ from ..config import CommsLoggerConfig, Config
 from ..config import ZeroConfig as DeepSpeedZeroConfig
 from ..errors import ConfigError as DeepSpeedConfigError
 
-__all__ = ["CommsConfig", "CommsLoggerConfig", "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedZeroConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum",
-           "ZeroStageEnum"]
+__all__ = [
+    "CommsConfig",
+    "CommsLoggerConfig",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedZeroConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "ZeroStageEnum",
+]
 
 CommsConfig = CommsLoggerConfig
 
@@ -44,8 +52,8 @@ class ZeroStageEnum(IntEnum):
 
 
 class DeepSpeedConfig:
-    """A configuration read and validated (deepc.config.Config), with DeepSpeed's attribute names. The values of sections are deepc's
-    frozen objects."""
+    """A configuration read and validated (deepc.config.Config), with DeepSpeed's attribute names. The values of
+    sections are deepc's frozen objects."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

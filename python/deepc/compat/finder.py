@@ -1,8 +1,11 @@
-"""Finds `deepspeed` and its submodules (from the table in names.py) and the distribution of that name; no files are involved.
+"""Finds `deepspeed` and its submodules (from the table in names.py) and the distribution of that name; no files are
+involved.
 
-A module made here resolves its names when they are first asked for. Three kinds of names are told apart: what deepc has; what DeepSpeed has
-and deepc has not (a stand-in that imports, and raises UnsupportedError when it is used); anything else (an error that is both an
-UnsupportedError and the AttributeError or ImportError that Python expects, so that hasattr and `except ImportError` work)."""
+A module made here resolves its names when they are first asked for. Three kinds of names are told apart: what deepc
+has; what DeepSpeed has and deepc has not (a stand-in that imports, and raises UnsupportedError when it is used);
+anything else (an error that is both an UnsupportedError and the AttributeError or ImportError that Python expects, so
+that hasattr and `except ImportError` work).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import logging
 import os
 import sys
 import types
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ..errors import DeepcError, UnsupportedError
 from . import hf, names
@@ -35,9 +39,10 @@ class UnknownModuleError(UnsupportedError, ModuleNotFoundError):
     """The compatibility layer has no such module."""
 
 
-# ---- what deepc has not ------------------------------------------------------------------------------------------------------
+# ---- what deepc has not ----------------------------------------------------------------------------------------------
 class _Lacking(type):
-    """Class of stand-ins: they can be imported, compared and used in isinstance (nothing is an instance); anything else raises."""
+    """Class of stand-ins: they can be imported, compared and used in isinstance (nothing is an instance); anything else
+    raises."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any], **kwargs: Any) -> type:
         for base in bases:
@@ -65,7 +70,7 @@ def lacking(module: str, name: str, why: str) -> type:
     return _Lacking(name, (), {"__module__": module, "_deepc_why": f"{module}.{name} does not exist in deepc: {why}"})
 
 
-# ---- modules -----------------------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------------------
 class CompatModule(types.ModuleType):
     """A module of the table. Values are resolved at first use and stay (they may be replaced, as in any module)."""
 
@@ -86,8 +91,10 @@ class CompatModule(types.ModuleType):
         why = names.why_lacking(full)
         if why is not None:
             return lacking(self.__name__, name, why)
-        raise UnknownNameError(f"{full} is not a name that deepc knows of DeepSpeed's {names.VERSION}; docs/compat.md lists what there is. If your script "
-                               "needs it, please report it")
+        raise UnknownNameError(
+            f"{full} is not a name that deepc knows of DeepSpeed's {names.VERSION}; docs/compat.md lists what there is."
+            " If your script needs it, please report it"
+        )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *names.table(self.__name__), *names.submodules(self.__name__)})
@@ -120,7 +127,9 @@ class _Loader(importlib.abc.Loader):
         """For `python -m` and runpy: a program that calls the module's main()."""
         if "main" not in names.table(name) and name not in names.REAL_MODULES:
             return None
-        return compile(f"import sys, importlib\nsys.exit(importlib.import_module({name!r}).main())", f"<{name}>", "exec")
+        return compile(
+            f"import sys, importlib\nsys.exit(importlib.import_module({name!r}).main())", f"<{name}>", "exec"
+        )
 
 
 class _ReExport(CompatModule):
@@ -140,17 +149,28 @@ class _ReExport(CompatModule):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """On sys.meta_path while the compatibility layer is installed: modules and, for importlib.metadata, the distribution."""
+    """On sys.meta_path while the compatibility layer is installed: modules and, for importlib.metadata, the
+    distribution."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-                  ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "deepspeed" and not fullname.startswith("deepspeed."):
             return hf.find_spec(fullname, path)
         if not names.has_module(fullname):
             why = names.why_lacking(fullname)
             # Without name=fullname: Python would replace the message in `from deepspeed import x` by its own.
-            raise UnknownModuleError(f"{fullname} does not exist in deepc" + (f": {why}" if why else
-                                     f" (the `deepspeed` of this process is deepc's; docs/compat.md lists what it has of DeepSpeed {names.VERSION})"))
+            raise UnknownModuleError(
+                f"{fullname} does not exist in deepc"
+                + (
+                    f": {why}"
+                    if why
+                    else (
+                        " (the `deepspeed` of this process is deepc's; docs/compat.md lists what it has of DeepSpeed"
+                        f" {names.VERSION})"
+                    )
+                )
+            )
         spec = importlib.machinery.ModuleSpec(fullname, _Loader(), is_package=True)
         spec.origin = "deepc.compat"
         return spec
@@ -168,7 +188,10 @@ class _Distribution(importlib.metadata.Distribution):
     """Metadata of a distribution `deepspeed` of the version whose behaviour deepc matches."""
 
     _FILES = {
-        "METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {names.VERSION}\nSummary: deepc under the name of DeepSpeed (deepc.compat.deepspeed)\n",
+        "METADATA": (
+            f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {names.VERSION}\nSummary: deepc under the name of"
+            " DeepSpeed (deepc.compat.deepspeed)\n"
+        ),
         "top_level.txt": "deepspeed\n",
         "INSTALLER": "deepc\n",
         "RECORD": "",
@@ -191,29 +214,39 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Makes `import deepspeed` give deepc in this process. Does nothing if it does already. Raises ShadowedError if a real DeepSpeed (or
-    what detects one too early) has been imported."""
+    """Makes `import deepspeed` give deepc in this process. Does nothing if it does already. Raises ShadowedError if a
+    real DeepSpeed (or what detects one too early) has been imported."""
     if is_installed():
         return
     taken = sys.modules.get("deepspeed")
     if taken is not None and not isinstance(taken, CompatModule):
-        raise ShadowedError(f"deepspeed was imported before deepc.compat.deepspeed, from {getattr(taken, '__file__', None) or 'an unknown place'}: two libraries "
-                            "can't share the name in one process. Import deepc.compat.deepspeed first, at the top of the script, or start it with "
-                            "`deepc run --as-deepspeed`")
+        raise ShadowedError(
+            "deepspeed was imported before deepc.compat.deepspeed, from"
+            f" {getattr(taken, '__file__', None) or 'an unknown place'}: two libraries can't share the name in one"
+            " process. Import deepc.compat.deepspeed first, at the top of the script, or start it with `deepc run"
+            " --as-deepspeed`"
+        )
     early = sys.modules.get("transformers.integrations.deepspeed")
     if early is not None and getattr(early, "DeepSpeedConfig", None) is object:
-        raise ShadowedError("transformers.integrations.deepspeed was imported before deepc.compat.deepspeed and has found no DeepSpeed. Import "
-                            "deepc.compat.deepspeed first, at the top of the script, or start it with `deepc run --as-deepspeed`")
+        raise ShadowedError(
+            "transformers.integrations.deepspeed was imported before deepc.compat.deepspeed and has found no DeepSpeed."
+            " Import deepc.compat.deepspeed first, at the top of the script, or start it with `deepc run"
+            " --as-deepspeed`"
+        )
     other = importlib.machinery.PathFinder.find_spec("deepspeed")
     sys.meta_path.insert(0, _finder)
     importlib.invalidate_caches()
     hf.teach_loaded()
     if other is not None and os.environ.get("RANK", "0") == "0":
-        logger.info("`import deepspeed` gives deepc in this process; the DeepSpeed in %s is not used", os.path.dirname(other.origin or "") or other.origin)
+        logger.info(
+            "`import deepspeed` gives deepc in this process; the DeepSpeed in %s is not used",
+            os.path.dirname(other.origin or "") or other.origin,
+        )
 
 
 def uninstall() -> None:
-    """Takes it back: the modules named deepspeed are forgotten, and a real DeepSpeed can be imported. What was imported from them keeps working."""
+    """Takes it back: the modules named deepspeed are forgotten, and a real DeepSpeed can be imported. What was imported
+    from them keeps working."""
     if not is_installed():
         return
     sys.meta_path.remove(_finder)

@@ -1,4 +1,5 @@
-"""deepspeed.utils.groups: all ranks are data-parallel. Tensor, sequence and expert parallelism are of size 1, their groups this rank alone."""
+"""deepspeed.utils.groups: all ranks are data-parallel. Tensor, sequence and expert parallelism are of size 1, their
+groups this rank alone."""
 
 from __future__ import annotations
 
@@ -30,8 +31,10 @@ def _only_me() -> Any:
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """For expert parallelism of size 1: nothing to do."""
     if ep_size != 1:
-        raise UnsupportedError(f"groups.initialize(ep_size={ep_size}): expert parallelism is not built yet; any mixture of experts that is plain PyTorch "
-                               "trains under every ZeRO stage")
+        raise UnsupportedError(
+            f"groups.initialize(ep_size={ep_size}): expert parallelism is not built yet; any mixture of experts that is"
+            " plain PyTorch trains under every ZeRO stage"
+        )
 
 
 def _get_data_parallel_group() -> Any:
@@ -66,7 +69,9 @@ get_data_parallel_group = _get_sequence_data_parallel_group = _get_data_parallel
 get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_sequence_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_group = get_tensor_model_parallel_group = _get_sequence_parallel_group = _only_me
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size = _get_sequence_parallel_world_size = _one
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size = (
+    _get_sequence_parallel_world_size
+) = _one
 _get_expert_model_parallel_world_size = _one
 get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = _zero
 

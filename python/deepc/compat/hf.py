@@ -1,7 +1,8 @@
 """What Hugging Face's libraries need beyond the name `deepspeed`.
 
-Accelerate 1.15 takes every rank of a CPU run for a run of its own (a world of 1) when DeepSpeed is asked for: its choice of a backend knows
-accelerators only. While the compatibility layer is installed, that one choice answers "deepc" instead of nothing."""
+Accelerate 1.15 takes every rank of a CPU run for a run of its own (a world of 1) when DeepSpeed is asked for: its
+choice of a backend knows accelerators only. While the compatibility layer is installed, that one choice answers "deepc"
+instead of nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ import importlib.machinery
 import os
 import sys
 import types
-from typing import Any, Callable, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from . import lightning
 
 
 def _on_cpu_ranks() -> bool:
-    return int(os.environ.get("LOCAL_RANK", "-1")) != -1 and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return (
+        int(os.environ.get("LOCAL_RANK", "-1")) != -1
+        and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    )
 
 
 def teach_accelerate(module: types.ModuleType) -> None:

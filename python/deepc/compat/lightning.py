@@ -1,7 +1,8 @@
 """What Lightning's DeepSpeedStrategy needs beyond the name `deepspeed`.
 
-Lightning 2.6 runs the strategy on CUDA only: it asks for a CUDAAccelerator and for devices with an index. deepc trains on CPU ranks as
-well, so while the compatibility layer is installed those two questions also accept CPUs. On GPUs nothing changes."""
+Lightning 2.6 runs the strategy on CUDA only: it asks for a CUDAAccelerator and for devices with an index. deepc trains
+on CPU ranks as well, so while the compatibility layer is installed those two questions also accept CPUs. On GPUs
+nothing changes."""
 
 from __future__ import annotations
 
@@ -26,5 +27,7 @@ def teach_strategy(module: types.ModuleType) -> None:
     module._validate_device_index_selection = validate  # type: ignore[attr-defined]
 
 
-TEACH = {f"{package}.strategies.deepspeed": teach_strategy
-         for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")}
+TEACH = {
+    f"{package}.strategies.deepspeed": teach_strategy
+    for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+}

@@ -1,14 +1,16 @@
 """What the name `deepspeed` stands for: one row per module, one word per name.
 
-MODULES gives for each module (without the leading "deepspeed") lines of the form `source: name name theirs=ours`: where a name comes from, and,
-after `=`, what it is called there. REAL_MODULES are modules that are one of ours as a whole. LACKING has what DeepSpeed has and deepc has
-not, with what to use instead. docs/compat.md is made of these tables (`python -m deepc.compat.names`)."""
+MODULES gives for each module (without the leading "deepspeed") lines of the form `source: name name theirs=ours`: where
+a name comes from, and, after `=`, what it is called there. REAL_MODULES are modules that are one of ours as a whole.
+LACKING has what DeepSpeed has and deepc has not, with what to use instead. docs/compat.md is made of these tables
+(`python -m deepc.compat.names`)."""
 
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
-from typing import Any, Mapping, NamedTuple
+from collections.abc import Mapping
+from functools import cache, lru_cache  # noqa: F401
+from typing import Any, NamedTuple
 
 VERSION = "0.19.8"
 """The release of DeepSpeed whose behaviour and names deepc follows; what `deepspeed.__version__` and the metadata say."""
@@ -21,7 +23,8 @@ _FLOPS = """
     """
 
 MODULES: dict[str, str] = {
-    "": """
+    "": (
+        """
         deepc.compat.engine: initialize DeepSpeedEngine
         deepc: add_config_arguments
         deepc.compat.comm: init_distributed
@@ -36,9 +39,12 @@ MODULES: dict[str, str] = {
         deepspeed.comm: dist=
         deepspeed.runtime.zero: zero=
         deepspeed.runtime.activation_checkpointing.checkpointing: checkpointing=
-        """,
+        """
+    ),
     "accelerator": "deepc.compat.accelerator: get_accelerator set_accelerator DeepSpeedAccelerator",
-    "accelerator.real_accelerator": "deepc.compat.accelerator: get_accelerator set_accelerator is_current_accelerator_supported",
+    "accelerator.real_accelerator": (
+        "deepc.compat.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
+    ),
     "accelerator.abstract_accelerator": "deepc.compat.accelerator: DeepSpeedAccelerator",
     "accelerator.cpu_accelerator": "deepc.compat.accelerator: CPU_Accelerator",
     "accelerator.cuda_accelerator": "deepc.compat.accelerator: CUDA_Accelerator",
@@ -51,7 +57,10 @@ MODULES: dict[str, str] = {
     "inference.config": "deepc.compat.inference: DeepSpeedInferenceConfig",
     "inference.engine": "deepc.compat.inference: InferenceEngine",
     "launcher": "",
-    "launcher.runner": "deepc.compat.values: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS PDSH_MAX_FAN_OUT",
+    "launcher.runner": (
+        "deepc.compat.values: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS"
+        " PDSH_MAX_FAN_OUT"
+    ),
     "launcher.constants": "deepc.compat.values: PDSH_LAUNCHER OPENMPI_LAUNCHER SLURM_LAUNCHER",
     "linear": "",
     "moe": "",
@@ -82,88 +91,116 @@ MODULES: dict[str, str] = {
     "runtime.base_optimizer": "deepc.optim.sharded: ZeROOptimizer=ShardedOptimizer DeepSpeedOptimizer=ShardedOptimizer",
     "runtime.bf16_optimizer": "deepc.optim.sharded: BF16_Optimizer=ShardedOptimizer",
     "runtime.checkpoint_engine": "",
-    "runtime.config": """
+    "runtime.config": (
+        """
         deepc.compat.config: DeepSpeedConfig DeepSpeedConfigError
         deepc.compat.values: ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER DEEPSPEED_OPTIMIZERS
             ADAM_W_MODE ADAM_W_MODE_DEFAULT TORCH_ADAM_PARAM
-        """,
-    "runtime.constants": """
+        """
+    ),
+    "runtime.constants": (
+        """
         deepc.compat.values: TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER SCHEDULER TYPE
             MAX_GRAD_NORM FP16 BFLOAT16 STEPS_PER_PRINT ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE
-        """,
+        """
+    ),
     "runtime.dataloader": "deepc.compat.utils: RepeatingLoader DeepSpeedDataLoader",
-    "runtime.engine": """
+    "runtime.engine": (
+        """
         deepc.compat.engine: DeepSpeedEngine
         deepc.compat.values: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER
             MUON_OPTIMIZER MEMORY_OPT_ALLREDUCE_SIZE
-        """,
+        """
+    ),
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "deepc.optim.sharded: FP16_Optimizer=ShardedOptimizer",
     "runtime.fp16.unfused_optimizer": "deepc.optim.sharded: FP16_UnfusedOptimizer=ShardedOptimizer",
     "runtime.fp16.loss_scaler": "deepc.precision: DynamicLossScaler LossScaler=StaticLossScaler",
-    "runtime.lr_schedules": """
+    "runtime.lr_schedules": (
+        """
         deepc.lr_schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
         deepc.compat.values: VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR
             WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE TOTAL_NUM_STEPS
         deepc.compat.tuning: add_tuning_arguments
-        """,
+        """
+    ),
     "runtime.pipe": "",
     "runtime.sequence_parallel": "",
-    "runtime.utils": """
+    "runtime.utils": (
+        """
         deepc.compat.utils: see_memory_usage memory_status empty_cache move_to_device copy_to_device set_random_seed clip_grad_norm_
             ensure_directory_exists partition_uniform partition_balanced call_to_str get_inactive_params is_model_parallel_parameter
             noop_decorator noop_context
-        """,
-    "runtime.zero": """
+        """
+    ),
+    "runtime.zero": (
+        """
         deepc.zero: Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter
         deepc.compat.zero: ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
-        """,
+        """
+    ),
     "runtime.zero.config": "deepc.compat.config: DeepSpeedZeroConfig ZeroStageEnum",
     "runtime.zero.offload_config": "deepc.compat.config: OffloadDeviceEnum OffloadStateTypeEnum",
-    "runtime.zero.partition_parameters": """
+    "runtime.zero.partition_parameters": (
+        """
         deepc.zero: Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter
         deepc.compat.zero: ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
             _orig_torch_tensor _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full _orig_torch_arange _orig_torch_eye _orig_torch_randn
         deepc.compat.accelerator: get_accelerator
         deepc.compat.utils: see_memory_usage
-        """,
-    "runtime.zero.stage3": """
+        """
+    ),
+    "runtime.zero.stage3": (
+        """
         deepc.optim.sharded: DeepSpeedZeroOptimizer_Stage3=ShardedOptimizer
         deepc.compat.zero: unwrap_model_for_generation estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
             estimate_zero3_model_states_mem_needs
-        """,
-    "runtime.zero.stage_1_and_2": """
+        """
+    ),
+    "runtime.zero.stage_1_and_2": (
+        """
         deepc.optim.sharded: DeepSpeedZeroOptimizer=ShardedOptimizer
         deepc.compat.zero: estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs
-        """,
+        """
+    ),
     "runtime.zero.utils": "deepc.zero: is_zero_param\n deepc.compat.zero: is_zero_supported_optimizer",
-    "utils": """
+    "utils": (
+        """
         deepc.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
             safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param
             safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
         deepc.compat.utils: logger log_dist log_dist_once set_log_level_from_string OnDevice RepeatingLoader instrument_w_nvtx recursive_getattr
             recursive_setattr set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module
             set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
-        """,
+        """
+    ),
     "utils.init_on_device": "deepc.compat.utils: OnDevice",
     "compression": "",
-    "compression.helper": """
+    "compression.helper": (
+        """
         deepc.compat.utils: recursive_getattr recursive_setattr
-    """,
-    "utils.logging": """
+    """
+    ),
+    "utils.logging": (
+        """
         deepc.compat.utils: logger log_dist log_dist_once print_dist print_json_dist warning_once set_log_level_from_string get_log_level_from_string
             should_log_le get_current_level
-        """,
+        """
+    ),
     "utils.nvtx": "deepc.compat.utils: instrument_w_nvtx",
-    "utils.tensor_fragment": """
+    "utils.tensor_fragment": (
+        """
         deepc.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
             safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param
             safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
-        """,
-    "utils.z3_leaf_module": """
+        """
+    ),
+    "utils.z3_leaf_module": (
+        """
         deepc.compat.utils: set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module
             set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
-        """,
+        """
+    ),
 }
 
 REAL_MODULES: dict[str, str] = {
@@ -178,11 +215,17 @@ REAL_MODULES: dict[str, str] = {
 ALIASES: dict[str, str] = {"zero": "runtime.zero"}
 """Attributes of DeepSpeed's package that are modules elsewhere in its tree; importable by either name here."""
 
-_PIPE = "pipeline parallelism is not built yet; ZeRO stage 3 (zero_optimization.stage) trains models that don't fit one rank"
+_PIPE = (
+    "pipeline parallelism is not built yet; ZeRO stage 3 (zero_optimization.stage) trains models that don't fit one"
+    " rank"
+)
 _TP = "tensor parallelism is not built yet; ZeRO stage 3 splits every parameter over the ranks"
 _SP = "sequence parallelism is not built yet; use activation checkpointing for long sequences"
 _MOE = "expert parallelism is not built yet; any mixture of experts that is plain PyTorch trains under every ZeRO stage"
-_KERNEL = "kernel injection is not built; deepc.fuse(model) fuses norms, activations, rotary embeddings and the loss of a model"
+_KERNEL = (
+    "kernel injection is not built; deepc.fuse(model) fuses norms, activations, rotary embeddings and the loss of a"
+    " model"
+)
 _GONE = "it was removed from DeepSpeed as well"
 _NVME = "offload to NVMe is not built yet; offload_optimizer {device: cpu} works"
 _BUILD = "deepc compiles nothing on your machine, so there are no op builders; `deepc doctor` shows which kernels run"
@@ -190,39 +233,80 @@ _COMPRESSION = "it was removed from DeepSpeed as well; quantize after training"
 _DATA = "curriculum and data efficiency are not built yet"
 
 LACKING: dict[str, str] = {
-    "PipelineModule": _PIPE, "PipelineEngine": _PIPE, "DualPipeVEngine": _PIPE, "DualPipeVModule": _PIPE,
-    "tp_model_init": _TP, "set_autotp_mode": _TP,
-    "DeepSpeedHybridEngine": "the hybrid engine is not built; call generate on the trained engine's module (under stage 3 inside deepc's engine.keep_gathered())",
-    "DeepSpeedTransformerLayer": _KERNEL, "DeepSpeedTransformerConfig": _KERNEL, "replace_transformer_layer": _KERNEL, "revert_transformer_layer": _KERNEL,
+    "PipelineModule": _PIPE,
+    "PipelineEngine": _PIPE,
+    "DualPipeVEngine": _PIPE,
+    "DualPipeVModule": _PIPE,
+    "tp_model_init": _TP,
+    "set_autotp_mode": _TP,
+    "DeepSpeedHybridEngine": (
+        "the hybrid engine is not built; call generate on the trained engine's module (under stage 3 inside deepc's"
+        " engine.keep_gathered())"
+    ),
+    "DeepSpeedTransformerLayer": _KERNEL,
+    "DeepSpeedTransformerConfig": _KERNEL,
+    "replace_transformer_layer": _KERNEL,
+    "revert_transformer_layer": _KERNEL,
     "autotuning": "autotuning is not built yet; deepc.estimate(...) says what a configuration needs before it starts",
-    "checkpoint.ds_to_universal": "every deepc checkpoint loads into any number of ranks and any stage: there is nothing to convert",
+    "checkpoint.ds_to_universal": (
+        "every deepc checkpoint loads into any number of ranks and any stage: there is nothing to convert"
+    ),
     "checkpoint.DeepSpeedCheckpoint": "read deepc's checkpoints with `deepc ckpt` or safetensors",
-    "compression.compress": _COMPRESSION, "compression.scheduler": _COMPRESSION, "compression.init_compression": _COMPRESSION,
-    "compression.redundancy_clean": _COMPRESSION, "compile": "use torch.compile, or engine.compile()",
-    "linear.OptimizedLinear": "use peft's LoRA, which works at every stage", "linear.LoRAConfig": "use peft's LoRA, which works at every stage",
+    "compression.compress": _COMPRESSION,
+    "compression.scheduler": _COMPRESSION,
+    "compression.init_compression": _COMPRESSION,
+    "compression.redundancy_clean": _COMPRESSION,
+    "compile": "use torch.compile, or engine.compile()",
+    "linear.OptimizedLinear": "use peft's LoRA, which works at every stage",
+    "linear.LoRAConfig": "use peft's LoRA, which works at every stage",
     "linear.QuantizationConfig": "quantized training is not built yet",
-    "moe.layer.MoE": _MOE, "moe.experts": _MOE, "moe.sharded_moe": _MOE, "moe.mappings": _MOE,
-    "moe.utils.split_params_into_different_moe_groups_for_optimizer": _MOE, "moe.utils.configure_moe_param_groups": _MOE,
-    "module_inject": _KERNEL, "model_implementations": _KERNEL,
-    "nvme": _NVME, "io": _NVME,
-    "ops.aio": _NVME, "ops.gds": _NVME, "ops.adam.ZenFlowCPUAdam": "ZenFlow is not built", "ops.adam.ZenFlowSelectiveAdamW": "ZenFlow is not built",
+    "moe.layer.MoE": _MOE,
+    "moe.experts": _MOE,
+    "moe.sharded_moe": _MOE,
+    "moe.mappings": _MOE,
+    "moe.utils.split_params_into_different_moe_groups_for_optimizer": _MOE,
+    "moe.utils.configure_moe_param_groups": _MOE,
+    "module_inject": _KERNEL,
+    "model_implementations": _KERNEL,
+    "nvme": _NVME,
+    "io": _NVME,
+    "ops.aio": _NVME,
+    "ops.gds": _NVME,
+    "ops.adam.ZenFlowCPUAdam": "ZenFlow is not built",
+    "ops.adam.ZenFlowSelectiveAdamW": "ZenFlow is not built",
     "ops.deepspeed4science": "not built; use torch's scaled_dot_product_attention",
-    "ops.fp_quantizer": "quantized training is not built yet", "ops.quantizer": "quantized training is not built yet",
+    "ops.fp_quantizer": "quantized training is not built yet",
+    "ops.quantizer": "quantized training is not built yet",
     "ops.lamb.FusedLamb": "LAMB is not built yet; torch.optim.AdamW or any elementwise torch optimizer works",
     "ops.lion.FusedLion": "Lion is not built yet; torch.optim.AdamW or any elementwise torch optimizer works",
     "ops.lion.DeepSpeedCPULion": "Lion is not built yet; torch.optim.AdamW or any elementwise torch optimizer works",
-    "ops.op_builder": _BUILD, "ops.random_ltd": _DATA, "ops.sparse_attention": "block-sparse attention is not built yet; " + _GONE,
-    "ops.transformer": _KERNEL, "ops.triton_ops": _KERNEL,
-    "pipe": _PIPE, "runtime.pipe": _PIPE,
-    "runtime.compiler": "use torch.compile", "runtime.data_pipeline": _DATA, "runtime.domino": _TP, "runtime.eigenvalue": _GONE,
+    "ops.op_builder": _BUILD,
+    "ops.random_ltd": _DATA,
+    "ops.sparse_attention": "block-sparse attention is not built yet; " + _GONE,
+    "ops.transformer": _KERNEL,
+    "ops.triton_ops": _KERNEL,
+    "pipe": _PIPE,
+    "runtime.pipe": _PIPE,
+    "runtime.compiler": "use torch.compile",
+    "runtime.data_pipeline": _DATA,
+    "runtime.domino": _TP,
+    "runtime.eigenvalue": _GONE,
     "runtime.hybrid_engine": "the hybrid engine is not built; call generate on the trained engine's module",
-    "runtime.progressive_layer_drop": _GONE, "runtime.quantize": _GONE, "runtime.rollout": "rollouts are not built; call generate on the engine's module",
-    "runtime.sequence_parallel": _SP, "runtime.tensor_parallel": _TP, "runtime.superoffload": "SuperOffload is not built; use offload_optimizer",
-    "runtime.swap_tensor": _NVME, "runtime.zero.tiling": "tiled linear layers are not built; stage 3 streams parameters without splitting modules",
-    "runtime.zero.TiledLinear": "tiled linear layers are not built; stage 3 streams parameters without splitting modules",
+    "runtime.progressive_layer_drop": _GONE,
+    "runtime.quantize": _GONE,
+    "runtime.rollout": "rollouts are not built; call generate on the engine's module",
+    "runtime.sequence_parallel": _SP,
+    "runtime.tensor_parallel": _TP,
+    "runtime.superoffload": "SuperOffload is not built; use offload_optimizer",
+    "runtime.swap_tensor": _NVME,
+    "runtime.zero.tiling": "tiled linear layers are not built; stage 3 streams parameters without splitting modules",
+    "runtime.zero.TiledLinear": (
+        "tiled linear layers are not built; stage 3 streams parameters without splitting modules"
+    ),
     "runtime.zero.DeepSpeedZeRoOffload": "stage 3's parameters are managed by the engine (deepc.initialize)",
     "runtime.zero.parameter_offload": "stage 3's parameters are managed by the engine (deepc.initialize)",
-    "runtime.zero.mics": _GONE, "runtime.fp16.onebit": "1-bit optimizers are not built yet; " + _GONE,
+    "runtime.zero.mics": _GONE,
+    "runtime.fp16.onebit": "1-bit optimizers are not built yet; " + _GONE,
     "elasticity": "elastic training is not built yet; " + _GONE,
     "sequence": _SP,
 }
@@ -248,7 +332,7 @@ def _relative(fullname: str) -> str | None:
 def _canonical(relative: str) -> str:
     for alias, target in ALIASES.items():
         if relative == alias or relative.startswith(alias + "."):
-            return target + relative[len(alias):]
+            return target + relative[len(alias) :]
     return relative
 
 
@@ -271,7 +355,7 @@ def _parse(text: str) -> dict[str, Entry]:
     return out
 
 
-@lru_cache(maxsize=None)
+@cache
 def table(fullname: str) -> Mapping[str, Entry]:
     """The names of a module of the compatibility layer; empty for one that is not in MODULES."""
     relative = _relative(fullname)
@@ -294,12 +378,12 @@ def submodules(fullname: str) -> list[str]:
         return []
     prefix = _canonical(relative) + "." if relative else ""
     known = [*MODULES, *(n.removeprefix("deepspeed.") for n in REAL_MODULES), *(ALIASES if not prefix else ())]
-    return sorted({n[len(prefix):].split(".")[0] for n in known if n.startswith(prefix) and n != ""})
+    return sorted({n[len(prefix) :].split(".")[0] for n in known if n.startswith(prefix) and n != ""})
 
 
 def why_lacking(fullname: str) -> str | None:
-    """Why deepc has not this name or module of DeepSpeed, and what to use instead; None if nobody knows it. What lies below a lacking module lacks for
-    the same reason."""
+    """Why deepc has not this name or module of DeepSpeed, and what to use instead; None if nobody knows it. What lies
+    below a lacking module lacks for the same reason."""
     relative = _relative(fullname)
     if not relative:
         return None
@@ -314,9 +398,10 @@ def doc(fullname: str) -> str:
     return f"{fullname} of deepc's compatibility layer; the names are listed in docs/compat.md."
 
 
-# ---- the documentation ---------------------------------------------------------------------------------------------------
+# ---- the documentation -----------------------------------------------------------------------------------------------
 def listing() -> str:
-    """Markdown: every module with its names, then what is not there and what to use instead. docs/compat.md holds it."""
+    """Markdown: every module with its names, then what is not there and what to use instead. docs/compat.md holds
+    it."""
     lines = ["| module | names |", "|---|---|"]
     for module, text in MODULES.items():
         full = f"deepspeed.{module}" if module else "deepspeed"
@@ -325,7 +410,12 @@ def listing() -> str:
             lines.append(f"| `{full}` | {found} |")
     for full, ours in REAL_MODULES.items():
         lines.append(f"| `{full}` | all of `{ours}` |")
-    lines += ["", "| not there | instead |", "|---|---|", *(f"| `deepspeed.{name}` | {why} |" for name, why in LACKING.items())]
+    lines += [
+        "",
+        "| not there | instead |",
+        "|---|---|",
+        *(f"| `deepspeed.{name}` | {why} |" for name, why in LACKING.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 

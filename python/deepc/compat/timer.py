@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from .utils import log_dist, logger
 
@@ -86,13 +87,25 @@ class SynchronizedWallClockTimer:
         from .accelerator import get_accelerator
 
         device = get_accelerator()
-        return f" | mem_allocated: {device.memory_allocated() / 2**30:.4f} GB max_mem_allocated: {device.max_memory_allocated() / 2**30:.4f} GB"
+        return (
+            f" | mem_allocated: {device.memory_allocated() / 2**30:.4f} GB max_mem_allocated:"
+            f" {device.max_memory_allocated() / 2**30:.4f} GB"
+        )
 
-    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False, ranks: Sequence[int] | None = None) -> None:
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """Prints "time (ms) | name: elapsed | ..." of the timers that exist, on rank 0 (or `ranks`)."""
         parts = [f" | {n}: {self.timers[n].elapsed(reset=reset) / normalizer:.2f}" for n in names if n in self.timers]
         if parts:
-            log_dist("time (ms)" + "".join(parts) + (self.memory_usage() if memory_breakdown else ""), ranks=ranks or [0])
+            log_dist(
+                "time (ms)" + "".join(parts) + (self.memory_usage() if memory_breakdown else ""), ranks=ranks or [0]
+            )
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         out = {}
@@ -121,7 +134,7 @@ class NoopTimer:
     def __init__(self) -> None:
         self.timer = self.Timer()
 
-    def __call__(self, name: str) -> "NoopTimer.Timer":
+    def __call__(self, name: str) -> NoopTimer.Timer:
         return self.timer
 
     def get_timers(self) -> dict[str, Any]:
@@ -140,8 +153,15 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples per second over the steps after the first `start_step`."""
 
-    def __init__(self, config: Any = None, batch_size: int = 1, start_step: int = 2, steps_per_output: int | None = None, monitor_memory: bool = False,
-                 logging_fn: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Any = None,
+    ) -> None:
         self.batch_size, self.start_step, self.steps_per_output = max(1, batch_size or 1), start_step, steps_per_output
         self.logging = logging_fn or logger.info
         self.started = False
@@ -165,10 +185,21 @@ class ThroughputTimer:
         _wait_for_device()
         if self.global_step_count > self.start_step:
             self.total_elapsed_time += time.perf_counter() - self._began
-        if global_step and report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
-            self.logging(f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
-                         f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.4f}")
+        if (
+            global_step
+            and report_speed
+            and self.steps_per_output
+            and self.global_step_count % self.steps_per_output == 0
+        ):
+            self.logging(
+                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.4f}"
+            )
 
     def avg_samples_per_sec(self) -> float:
         steps = self.global_step_count - self.start_step
-        return float("-inf") if steps <= 0 or not self.total_elapsed_time else self.batch_size * steps / self.total_elapsed_time
+        return (
+            float("-inf")
+            if steps <= 0 or not self.total_elapsed_time
+            else self.batch_size * steps / self.total_elapsed_time
+        )

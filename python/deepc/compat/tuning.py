@@ -1,4 +1,5 @@
-"""deepspeed.add_tuning_arguments: command-line arguments of the learning-rate schedules (DeepSpeed's names and defaults)."""
+"""deepspeed.add_tuning_arguments: command-line arguments of the learning-rate schedules (DeepSpeed's names and
+defaults)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import logging
 import os
 import random
 from bisect import bisect_right
-from typing import Any, Callable, Iterable, Iterator, Sequence, Sized, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ logger = logging.getLogger("deepc")
 """deepc's logger under DeepSpeed's name. Trainer sets its level to its own."""
 
 
-# ---- logging -------------------------------------------------------------------------------------------------------------
+# ---- logging ---------------------------------------------------------------------------------------------------------
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
@@ -61,7 +62,13 @@ def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None,
             json.dump({**message, "rank": _rank()}, f)
 
 
-LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
@@ -94,7 +101,7 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-# ---- modules -------------------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------------------
 def recursive_getattr(model: Any, module_name: str) -> Any:
     return functools.reduce(getattr, module_name.split("."), model)
 
@@ -129,23 +136,32 @@ def _mark(modules: Iterable[torch.nn.Module], flag: bool) -> list[torch.nn.Modul
 
 def _of_class(module: torch.nn.Module, classes: Sequence[type | str]) -> bool:
     kind = type(module)
-    return any(isinstance(module, c) if isinstance(c, type) else c in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for c in classes)
+    return any(
+        isinstance(module, c) if isinstance(c, type) else c in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+        for c in classes
+    )
 
 
-def _leaves(model: torch.nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool) -> list[torch.nn.Module]:
+def _leaves(
+    model: torch.nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[torch.nn.Module]:
     found = _mark((m for m in model.modules() if _of_class(m, classes)), flag)
     if not found and raise_if_not_found:
         raise ArgumentError(f"no modules of type {list(classes)} found in {type(model).__name__}")
     return found
 
 
-def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True) -> list[torch.nn.Module]:
-    """Marks modules of these classes, as DeepSpeed does, and returns them. deepc needs no marks: parameters lie in shared memory, or are
-    gathered where they are used, whichever experts a rank runs."""
+def set_z3_leaf_modules(
+    model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[torch.nn.Module]:
+    """Marks modules of these classes, as DeepSpeed does, and returns them. deepc needs no marks: parameters lie in
+    shared memory, or are gathered where they are used, whichever experts a rank runs."""
     return _leaves(model, leaf_module_classes, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True) -> list[torch.nn.Module]:
+def unset_z3_leaf_modules(
+    model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[torch.nn.Module]:
     return _leaves(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -154,16 +170,18 @@ def _missing(missing: list[str], raise_if_not_found: bool, model: torch.nn.Modul
         raise ArgumentError(f"no modules {missing} found in {type(model).__name__}")
 
 
-def set_z3_leaf_modules_by_name(model: torch.nn.Module, module_names: Sequence[str], flag: bool = True,
-                                raise_if_not_found: bool = True) -> tuple[list[torch.nn.Module], list[str]]:
+def set_z3_leaf_modules_by_name(
+    model: torch.nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[torch.nn.Module], list[str]]:
     by_name = dict(model.named_modules())
     missing = [n for n in module_names if n not in by_name]
     _missing(missing, raise_if_not_found, model)
     return _mark((by_name[n] for n in module_names if n in by_name), flag), missing
 
 
-def set_z3_leaf_modules_by_suffix(model: torch.nn.Module, module_name_suffixes: Sequence[str], flag: bool = True,
-                                  raise_if_not_found: bool = True) -> tuple[list[torch.nn.Module], list[str]]:
+def set_z3_leaf_modules_by_suffix(
+    model: torch.nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[torch.nn.Module], list[str]]:
     names = dict(model.named_modules())
     missing = [s for s in module_name_suffixes if not any(n.endswith(s) for n in names)]
     _missing(missing, raise_if_not_found, model)
@@ -191,7 +209,7 @@ class OnDevice:
             self._device.__exit__(*exc)
 
 
-# ---- data ----------------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 class RepeatingLoader:
     """Wraps an iterable so that it starts again when it ends."""
 
@@ -213,22 +231,47 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-def DeepSpeedDataLoader(dataset: Any, batch_size: int, pin_memory: bool = False, local_rank: int = 0, tput_timer: Any = None,
-                        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int | None = None, data_sampler: Any = None,
-                        data_parallel_world_size: int | None = None, data_parallel_rank: int | None = None,
-                        dataloader_drop_last: bool = False, deepspeed_dataloader_config: dict[str, Any] | None = None) -> Any:
-    """A torch DataLoader over this rank's part of the data: shuffled by a DistributedSampler unless `data_sampler` is given."""
-    world = dist.get_world_size() if data_parallel_world_size is None and dist.is_initialized() else data_parallel_world_size or 1
+def DeepSpeedDataLoader(
+    dataset: Any,
+    batch_size: int,
+    pin_memory: bool = False,
+    local_rank: int = 0,
+    tput_timer: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    num_local_io_workers: int | None = None,
+    data_sampler: Any = None,
+    data_parallel_world_size: int | None = None,
+    data_parallel_rank: int | None = None,
+    dataloader_drop_last: bool = False,
+    deepspeed_dataloader_config: dict[str, Any] | None = None,
+) -> Any:
+    """A torch DataLoader over this rank's part of the data: shuffled by a DistributedSampler unless `data_sampler` is
+    given."""
+    world = (
+        dist.get_world_size()
+        if data_parallel_world_size is None and dist.is_initialized()
+        else data_parallel_world_size or 1
+    )
     rank = _rank() if data_parallel_rank is None else data_parallel_rank
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if data_sampler is None and not iterable:
-        data_sampler = (torch.utils.data.DistributedSampler(dataset, num_replicas=world, rank=rank) if world > 1
-                        else torch.utils.data.RandomSampler(dataset))
-    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, collate_fn=collate_fn, num_workers=num_local_io_workers or 0,
-                                       pin_memory=pin_memory and torch.cuda.is_available(), drop_last=dataloader_drop_last)
+        data_sampler = (
+            torch.utils.data.DistributedSampler(dataset, num_replicas=world, rank=rank)
+            if world > 1
+            else torch.utils.data.RandomSampler(dataset)
+        )
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=data_sampler,
+        collate_fn=collate_fn,
+        num_workers=num_local_io_workers or 0,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        drop_last=dataloader_drop_last,
+    )
 
 
-# ---- tensors and memory ----------------------------------------------------------------------------------------------------
+# ---- tensors and memory ----------------------------------------------------------------------------------------------
 def _map_tensors(item: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
         return change(item)
@@ -264,8 +307,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     from .. import memory
 
     now = memory.process_bytes()
-    print(f"{message}\nrss {now['rss_bytes'] / 2**30:.2f} GB, pss {now['pss_bytes'] / 2**30:.2f} GB, peak rss {now['peak_rss_bytes'] / 2**30:.2f} GB, "
-          f"{memory.available() / 2**30:.2f} GB left", flush=True)
+    print(
+        f"{message}\nrss {now['rss_bytes'] / 2**30:.2f} GB, pss {now['pss_bytes'] / 2**30:.2f} GB, peak rss"
+        f" {now['peak_rss_bytes'] / 2**30:.2f} GB, {memory.available() / 2**30:.2f} GB left",
+        flush=True,
+    )
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
@@ -306,11 +352,11 @@ def get_inactive_params(param_list: Iterable[torch.nn.Parameter]) -> list[torch.
     """Stage-3 parameters whose values are not on this rank now."""
     from ..zero import ZeroParamStatus, is_zero_param
 
-    return [p for p in param_list if is_zero_param(p) and getattr(p, "ds_status") == ZeroParamStatus.NOT_AVAILABLE]
+    return [p for p in param_list if is_zero_param(p) and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """"name(arg, key=value)"."""
+    """ "name(arg, key=value)"."""
     return f"{base}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
 
 

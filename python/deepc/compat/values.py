@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 
@@ -15,8 +15,13 @@ __git_hash__ = git_hash = "deepc"
 __git_branch__ = git_branch = "deepc"
 installed_ops: dict[str, bool] = {}
 compatible_ops: dict[str, bool] = {}
-torch_info = {"version": torch.__version__, "bf16_support": True, "cuda_version": torch.version.cuda or "0.0", "nccl_version": "0.0",
-              "hip_version": torch.version.hip or "0.0"}
+torch_info = {
+    "version": torch.__version__,
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": torch.version.hip or "0.0",
+}
 HAS_TRITON = False
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
@@ -46,8 +51,19 @@ ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict
 
 # schedules
 LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = (
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupLR",
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+)
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
-WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"
+WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE = (
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "warmup_num_steps",
+    "warmup_type",
+)
 TOTAL_NUM_STEPS = "total_num_steps"

@@ -1,8 +1,10 @@
 """`module.zero_grad()` on a module that an engine of the compatibility layer trains.
 
-Scripts for DeepSpeed call it on the module itself (a GAN drops what the generator's loss left in the discriminator), and there it clears
-the `.grad`s that the engine would step with. deepc takes gradients out of `.grad` as they come, so the call is passed on to the engine.
-Owned here: the table from modules to engines and the one replacement of torch.nn.Module.zero_grad, made with the first engine."""
+Scripts for DeepSpeed call it on the module itself (a GAN drops what the generator's loss left in the discriminator),
+and there it clears the `.grad`s that the engine would step with. deepc takes gradients out of `.grad` as they come, so
+the call is passed on to the engine. Owned here: the table from modules to engines and the one replacement of
+torch.nn.Module.zero_grad, made with the first engine.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-_engines: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def follow(engine: Any) -> None:

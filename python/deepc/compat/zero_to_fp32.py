@@ -1,10 +1,11 @@
-"""Whole weights out of a checkpoint that engine.save_checkpoint wrote (deepspeed.utils.zero_to_fp32's functions, over deepc's checkpoints).
+"""Whole weights out of a checkpoint that engine.save_checkpoint wrote (deepspeed.utils.zero_to_fp32's functions, over
+deepc's checkpoints).
 
     python -m deepc.compat.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization]
 
-save_checkpoint of the compatibility layer puts a script zero_to_fp32.py beside the checkpoints that does the same. Trained parameters
-come from the fp32 masters; tied weights are there under all their names; buffers keep their dtype. One tensor is read at a time. Files
-are read without pickle and checked against their checksums."""
+save_checkpoint of the compatibility layer puts a script zero_to_fp32.py beside the checkpoints that does the same.
+Trained parameters come from the fp32 masters; tied weights are there under all their names; buffers keep their dtype.
+One tensor is read at a time. Files are read without pickle and checked against their checksums."""
 
 from __future__ import annotations
 
@@ -12,23 +13,30 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..checkpoint.store import CheckpointReader, read_latest, write_model
 from ..errors import ArgumentError, CheckpointError
 
-DTYPES = {"float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16,
-          "bf16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 _KINDS = ("fp32", "frozen", "buffer")
 
 
 class _Lazy:
     """A tensor that is read when contiguous() is called. `shape` and `dtype` are known before."""
 
-    def __init__(self, weights: "_Weights", name: str) -> None:
+    def __init__(self, weights: _Weights, name: str) -> None:
         self._weights, self._name = weights, name
         info = weights.reader[name]
         self.shape, self.dtype = torch.Size(info.shape), info.dtype
@@ -74,10 +82,15 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None, exclude_froze
     return _Weights(path, tag if tag is not None else read_latest(path), exclude_frozen)
 
 
-def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False,
-                                             lazy_mode: bool = False) -> Any:
-    """The state_dict of a checkpoint, whole, on the CPU: trained parameters in fp32, frozen ones and buffers as they are. tag: default the
-    last one. lazy_mode: values are read at `.contiguous()`. CheckpointError if there is none, or it is damaged."""
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> Any:
+    """The state_dict of a checkpoint, whole, on the CPU: trained parameters in fp32, frozen ones and buffers as they
+    are. tag: default the last one. lazy_mode: values are read at `.contiguous()`. CheckpointError if there is none, or
+    it is damaged."""
     weights = _open(checkpoint_dir, tag, exclude_frozen_parameters)
     if lazy_mode:
         return dict(weights)
@@ -92,14 +105,14 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike[s
 
 
 def _shard_bytes(size: str | int | None) -> int:
-    """"5GB" (decimal, as huggingface_hub counts) in bytes; None: no limit."""
+    """ "5GB" (decimal, as huggingface_hub counts) in bytes; None: no limit."""
     if size is None:
         return 1 << 62
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
     if match is None:
-        raise ArgumentError(f"max_shard_size {size!r}: a number of bytes, or a text like \"5GB\"")
+        raise ArgumentError(f'max_shard_size {size!r}: a number of bytes, or a text like "5GB"')
     base = 1024 if match.group(3) else 1000
     return int(float(match.group(1)) * base ** " KMGT".index(match.group(2).upper() or " "))
 
@@ -146,11 +159,17 @@ def _write_pickled(weights: _Weights, dtype: torch.dtype, output_dir: Path, limi
         (output_dir / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def convert_zero_checkpoint_to_state_dict(checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], dtype: str | torch.dtype = torch.float32,
-                                          max_shard_size: str | int | None = "5GB", safe_serialization: bool = False, tag: str | None = None,
-                                          exclude_frozen_parameters: bool = False) -> None:
-    """Writes the weights of a checkpoint as a Hugging Face model: with safe_serialization model.safetensors, else pytorch_model.bin (both in
-    shards with an index beyond max_shard_size). Floating-point tensors become `dtype`."""
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes the weights of a checkpoint as a Hugging Face model: with safe_serialization model.safetensors, else
+    pytorch_model.bin (both in shards with an index beyond max_shard_size). Floating-point tensors become `dtype`."""
     weights, target = _open(checkpoint_dir, tag, exclude_frozen_parameters), _dtype(dtype)
     output, limit = Path(output_dir), _shard_bytes(max_shard_size)
     output.mkdir(parents=True, exist_ok=True)
@@ -160,13 +179,23 @@ def convert_zero_checkpoint_to_state_dict(checkpoint_dir: str | os.PathLike[str]
         _write_pickled(weights, target, output, limit)
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], max_shard_size: str | int | None = "5GB",
-                                               safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False) -> None:
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
     """convert_zero_checkpoint_to_state_dict in fp32."""
-    convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
-def load_state_dict_from_zero_checkpoint(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> torch.nn.Module:
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> torch.nn.Module:
     """Loads the weights of a checkpoint into a plain model (one that no engine holds) on the CPU, and returns it."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -180,7 +209,7 @@ import sys
 from deepc.compat.zero_to_fp32 import main
 
 sys.exit(main())
-'''
+'''  # noqa: E501
 
 
 def leave_script(directory: str | os.PathLike[str]) -> None:
@@ -192,19 +221,32 @@ def leave_script(directory: str | os.PathLike[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Writes the weights of a deepc checkpoint as one model.")
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Writes the weights of a deepc checkpoint as one model."
+    )
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, or of one tag (global_step14)")
     parser.add_argument("output_dir", help="where the model goes")
-    parser.add_argument("--dtype", default="fp32", choices=sorted(DTYPES), help="dtype of floating-point weights (default: fp32)")
+    parser.add_argument(
+        "--dtype", default="fp32", choices=sorted(DTYPES), help="dtype of floating-point weights (default: fp32)"
+    )
     parser.add_argument("--max_shard_size", default="5GB", help="size of one file (default: 5GB)")
-    parser.add_argument("--safe_serialization", action="store_true", help="model.safetensors instead of pytorch_model.bin")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="model.safetensors instead of pytorch_model.bin"
+    )
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint (default: the last one)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted for compatibility")
     args = parser.parse_args(argv)
     try:
-        convert_zero_checkpoint_to_state_dict(args.checkpoint_dir, args.output_dir, args.dtype, args.max_shard_size, args.safe_serialization, args.tag,
-                                              args.exclude_frozen_parameters)
+        convert_zero_checkpoint_to_state_dict(
+            args.checkpoint_dir,
+            args.output_dir,
+            args.dtype,
+            args.max_shard_size,
+            args.safe_serialization,
+            args.tag,
+            args.exclude_frozen_parameters,
+        )
     except (CheckpointError, ArgumentError) as error:
         print(f"zero_to_fp32: {error}")
         return 1

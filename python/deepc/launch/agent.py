@@ -1,13 +1,13 @@
-"""On every host of a run, this one included: starts the host's ranks, watches them, and ends them all when one fails, when the launcher
-says so, or when the launcher is no longer there (its pipe ends, or over a network its pings do). Whatever happens, no process is left on
-the host.
+"""On every host of a run, this one included: starts the host's ranks, watches them, and ends them all when one fails,
+when the launcher says so, or when the launcher is no longer there (its pipe ends, or over a network its pings do).
+Whatever happens, no process is left on the host.
 
 Run by its path with `python -IS`, with the standard library only: it starts in 20 ms and holds 10 MB.
 Usage: agent.py FD_IN FD_OUT        frames (frames.py) come on FD_IN and go to FD_OUT
 
-The frame "start" has: cwd; env, for every rank; processes [{rank, argv, env}]; output "inherit" (ranks write where this process does) or
-"frames"; logs (a folder: each rank's output goes to a file there) or null; script (a file that must be there) or null; lost_after_s or
-null; gentle: the processes are launchers themselves (srun, mpirun)."""
+The frame "start" has: cwd; env, for every rank; processes [{rank, argv, env}]; output "inherit" (ranks write where this
+process does) or "frames"; logs (a folder: each rank's output goes to a file there) or null; script (a file that must be
+there) or null; lost_after_s or null; gentle: the processes are launchers themselves (srun, mpirun)."""
 
 from __future__ import annotations
 
@@ -73,12 +73,21 @@ def _interface(address: str) -> str | None:
 
 
 def hello() -> dict[str, Any]:
-    """What this host is: cores that may be used, GPUs, and the addresses of the connection that we were started over (its, ours)."""
+    """What this host is: cores that may be used, GPUs, and the addresses of the connection that we were started over
+    (its, ours)."""
     fields = os.environ.get("SSH_CONNECTION", "").split()
     theirs, ours = (fields[0], fields[2]) if len(fields) == 4 else (None, None)
     gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-    return {"host": os.uname().nodename, "cores": len(os.sched_getaffinity(0)), "gpus": gpus, "code": code_version(),
-            "client": theirs, "address": ours, "interface": _interface(ours) if ours else None, "pid": os.getpid()}
+    return {
+        "host": os.uname().nodename,
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpus,
+        "code": code_version(),
+        "client": theirs,
+        "address": ours,
+        "interface": _interface(ours) if ours else None,
+        "pid": os.getpid(),
+    }
 
 
 class Rank:
@@ -97,8 +106,8 @@ class Rank:
                 pass
 
     def _written(self) -> dict[str, Any]:
-        """What the rank itself wrote of its end (rank.py record); {} if nothing, or a program's own elastic handler wrote another
-        format."""
+        """What the rank itself wrote of its end (rank.py record); {} if nothing, or a program's own elastic handler
+        wrote another format."""
         try:
             with open(self.errors) as f:
                 extra = json.load(f)["message"]["extraInfo"]
@@ -109,7 +118,13 @@ class Rank:
     def failure(self, now: float) -> dict[str, Any]:
         """For the frame "ended". age: seconds since it happened, because hosts' clocks differ."""
         wrote = self._written()
-        return {"rank": self.name, "pid": self.process.pid, "exit": self.exit, "age": now - wrote.pop("time", self.ended), **wrote}
+        return {
+            "rank": self.name,
+            "pid": self.process.pid,
+            "exit": self.exit,
+            "age": now - wrote.pop("time", self.ended),
+            **wrote,
+        }
 
 
 class Agent:
@@ -133,7 +148,7 @@ class Agent:
         self.selector.register(fd_in, selectors.EVENT_READ, "control")
         self._read_ranks = True
 
-    # ---- what the launcher asks for -------------------------------------------------------------------------------------
+    # ---- what the launcher asks for ----------------------------------------------------------------------------------
     def control(self) -> None:
         try:
             data = os.read(self.fd_in, 1 << 16)
@@ -172,8 +187,14 @@ class Agent:
         port = self.listening.getsockname()[1]
         path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "store.py")
         listening = self.listening.fileno()
-        process = subprocess.Popen([sys.executable, path, str(listening), str(port), str(os.getpid())], pass_fds=[listening],
-                                   stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env={**os.environ, **asked["env"]})
+        process = subprocess.Popen(
+            [sys.executable, path, str(listening), str(port), str(os.getpid())],
+            pass_fds=[listening],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
+            env={**os.environ, **asked["env"]},
+        )
         self.store = Rank("store", process, "")
         self.out.send("store", port=port)
 
@@ -181,12 +202,16 @@ class Agent:
         try:
             os.chdir(spec["cwd"])
         except OSError as exc:
-            self.error(f"there is no folder {spec['cwd']} ({exc.strerror}): the working folder must be the same on every host (a shared "
-                       "file system, or a copy)")
+            self.error(
+                f"there is no folder {spec['cwd']} ({exc.strerror}): the working folder must be the same on every host"
+                " (a shared file system, or a copy)"
+            )
             return
         if spec["script"] and not os.path.isfile(spec["script"]):
-            self.error(f"there is no script {spec['script']!r} in {spec['cwd']}: it must be on every host (a shared file system, or a "
-                       "copy)")
+            self.error(
+                f"there is no script {spec['script']!r} in {spec['cwd']}: it must be on every host (a shared file"
+                " system, or a copy)"
+            )
             return
         self.started, self.lost_after, self.gentle = True, spec["lost_after_s"], spec.get("gentle", False)
         for process in spec["processes"]:
@@ -200,7 +225,13 @@ class Agent:
     def _start_one(self, wanted: dict[str, Any], spec: dict[str, Any]) -> None:
         number = wanted["rank"]
         errors = os.path.join(self.folder, str(number), "error.json")
-        env = {**os.environ, **spec["env"], **wanted["env"], "TORCHELASTIC_ERROR_FILE": errors, "DEEPC_LAUNCHER_PID": str(os.getpid())}
+        env = {
+            **os.environ,
+            **spec["env"],
+            **wanted["env"],
+            "TORCHELASTIC_ERROR_FILE": errors,
+            "DEEPC_LAUNCHER_PID": str(os.getpid()),
+        }
         stdin: Any = None
         out: Any = None
         err: Any = None
@@ -210,8 +241,15 @@ class Agent:
             os.makedirs(spec["logs"], exist_ok=True)
             out = err = open(os.path.join(spec["logs"], f"{spec['logs_prefix']}_rank{number}.log"), "ab")
         try:
-            process = reaper.LingeringPopen(wanted["argv"], env=env, stdin=stdin, stdout=out, stderr=err, start_new_session=True,
-                                            pass_fds=spec.get("pass_fds", ()))
+            process = reaper.LingeringPopen(
+                wanted["argv"],
+                env=env,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                pass_fds=spec.get("pass_fds", ()),
+            )
         finally:
             if spec["logs"]:
                 out.close()
@@ -231,8 +269,8 @@ class Agent:
             self.over = True
 
     def abandon(self) -> None:
-        """Nobody is there any more: end all at once; srun and mpirun (gentle) are given the time to end what they started on
-        other hosts."""
+        """Nobody is there any more: end all at once; srun and mpirun (gentle) are given the time to end what they
+        started on other hosts."""
         if self.abandoned:
             return
         self.abandoned = self.out.broken = True
@@ -244,7 +282,7 @@ class Agent:
             rank.signal_group(signal.SIGKILL)
         self.over = True
 
-    # ---- the ranks ------------------------------------------------------------------------------------------------------
+    # ---- the ranks ---------------------------------------------------------------------------------------------------
     def collect(self) -> None:
         """Notes who has ended."""
         for rank in self.ranks:
@@ -326,7 +364,12 @@ def main() -> None:
         agent.terminated = True
 
     signal.signal(signal.SIGTERM, terminate)
-    for sig in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):  # a handler, for what we start it is the default again
+    for sig in (
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGTSTP,
+    ):  # a handler, for what we start it is the default again
         signal.signal(sig, lambda *_: None)
     reaper.become_subreaper()
     for fd in (agent.fd_in, agent.out.fd):

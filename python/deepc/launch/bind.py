@@ -1,11 +1,11 @@
 """Cores and memory nodes of ranks: which cores a rank gets, and giving them to the calling process.
 
-Only the standard library and no import of deepc: rank.py loads this file by its path before anything else. The options are DeepSpeed's:
---bind_cores_to_rank shares out the physical cores, --bind_core_list says which ("0-3,8,10-12").
+Only the standard library and no import of deepc: rank.py loads this file by its path before anything else. The options
+are DeepSpeed's: --bind_cores_to_rank shares out the physical cores, --bind_core_list says which ("0-3,8,10-12").
 
-A rank's cores are a contiguous run of that list, which goes memory node by memory node, so a rank lies within one node where that is
-possible. Its memory is then taken from that node first (not only: with a hard limit a rank is killed while the other node has space
-left)."""
+A rank's cores are a contiguous run of that list, which goes memory node by memory node, so a rank lies within one node
+where that is possible. Its memory is then taken from that node first (not only: with a hard limit a rank is killed
+while the other node has space left)."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def physical_cores(allowed: set[int], sys: str = _SYS) -> list[int]:
 
 
 def cores_of(local_rank: int, local_ranks: int, core_list: str, allowed: set[int], sys: str = _SYS) -> list[int]:
-    """The cores of one rank: equal contiguous shares of `core_list`, or of all physical cores if it is "all". Raises ValueError with the
-    reason."""
+    """The cores of one rank: equal contiguous shares of `core_list`, or of all physical cores if it is "all". Raises
+    ValueError with the reason."""
     if core_list == "all":
         cores = physical_cores(allowed, sys)
     else:
@@ -80,7 +80,7 @@ def cores_of(local_rank: int, local_ranks: int, core_list: str, allowed: set[int
     if not share:
         have = f"{len(cores)} core{'s' if len(cores) != 1 else ''}"
         raise ValueError(f"{local_ranks} ranks can't be bound to {have}: each needs at least one")
-    return cores[share * local_rank:share * (local_rank + 1)]
+    return cores[share * local_rank : share * (local_rank + 1)]
 
 
 def compact(cores: set[int] | list[int]) -> str:
@@ -108,7 +108,9 @@ def _prefer_memory_of(node: int) -> None:
         return
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << node % 64
-    ctypes.CDLL(None).syscall(number, _MPOL_PREFERRED, words, 64 * len(words) + 1)  # best effort: a container may forbid it
+    ctypes.CDLL(None).syscall(
+        number, _MPOL_PREFERRED, words, 64 * len(words) + 1
+    )  # best effort: a container may forbid it
 
 
 def bind(cores: list[int]) -> None:

@@ -1,5 +1,5 @@
-"""The launcher's side of a run: one agent (agent.py) per host, here through a pipe, elsewhere through ssh. Starts all at once, and the
-ranks only when every host has answered; prints what they print; when one fails ends all."""
+"""The launcher's side of a run: one agent (agent.py) per host, here through a pipe, elsewhere through ssh. Starts all
+at once, and the ranks only when every host has answered; prints what they print; when one fails ends all."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def _open_local(host: Host, pass_fds: Sequence[int]) -> Connection:
     to_agent, ours_out = os.pipe()
     ours_in, from_agent = os.pipe()
     try:
-        process = subprocess.Popen([sys.executable, "-IS", ssh.AGENT, str(to_agent), str(from_agent)],
-                                   pass_fds=[to_agent, from_agent, *pass_fds])
+        process = subprocess.Popen(
+            [sys.executable, "-IS", ssh.AGENT, str(to_agent), str(from_agent)],
+            pass_fds=[to_agent, from_agent, *pass_fds],
+        )
     finally:
         os.close(to_agent)
         os.close(from_agent)
@@ -70,9 +72,13 @@ def _open_ssh(host: Host, launch: Launch) -> Connection:
     """A session of its own: ^C reaches us and not ssh, and ssh asks nobody for a password."""
     command = ssh.command(host.name, port=launch.ssh_port, arguments=launch.launcher_args, before=launch.venv_script)
     try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
     except FileNotFoundError:
-        raise CommError("there is no `ssh` on this machine: install openssh-client, or start with srun or mpirun (--launcher)") from None
+        raise CommError(
+            "there is no `ssh` on this machine: install openssh-client, or start with srun or mpirun (--launcher)"
+        ) from None
     assert process.stdin is not None and process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     return Connection(host, process, process.stdout.fileno(), Sender(process.stdin.fileno()))
@@ -81,11 +87,17 @@ def _open_ssh(host: Host, launch: Launch) -> Connection:
 class Driver:
     """Use as a context: leaving it ends whatever still runs.
 
-    commands: instead of the launch's ranks, processes [{rank, argv, env}] of the one local host. sink: gets the output of local ranks
-    too. single: this host's part of a run that is started on each host by hand (no_ssh)."""
+    commands: instead of the launch's ranks, processes [{rank, argv, env}] of the one local host. sink: gets the output
+    of local ranks too. single: this host's part of a run that is started on each host by hand (no_ssh)."""
 
-    def __init__(self, launch: Launch, *, commands: list[dict[str, Any]] | None = None, sink: Sink | None = None,
-                 pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        commands: list[dict[str, Any]] | None = None,
+        sink: Sink | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.launch, self._commands, self._sink, self._pass_fds = launch, commands, sink, list(pass_fds)
         self.nodes = range(len(launch.hosts)) if launch.node is None else range(launch.node, launch.node + 1)
         self.connections: list[Connection] = []
@@ -97,8 +109,8 @@ class Driver:
         self._pinged = time.monotonic()
         self._printers: dict[tuple[int, int | str, int], Printer] = {}
 
-    # ---- connecting -----------------------------------------------------------------------------------------------------
-    def __enter__(self) -> "Driver":
+    # ---- connecting --------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Driver:
         try:
             for node in self.nodes:
                 host = self.launch.hosts[node]
@@ -132,18 +144,27 @@ class Driver:
         texts = [self._why(c) for c in missing]
         many = len(self.connections) > 1
         whom = f"{len(missing)} of {len(self.connections)} hosts" if many else "the host"
-        raise CommError(f"{whom} could not be reached; nothing was started\n  " + "\n  ".join(texts if many else texts[:1]))
+        raise CommError(
+            f"{whom} could not be reached; nothing was started\n  " + "\n  ".join(texts if many else texts[:1])
+        )
 
     def _why(self, c: Connection) -> str:
         if not c.closed and c.process.poll() is None:
-            return ssh.explain(c.host.name, None, f"connection timed out (no answer within {self.launch.connect_s:g} s)")
+            return ssh.explain(
+                c.host.name, None, f"connection timed out (no answer within {self.launch.connect_s:g} s)"
+            )
         said = (c.said + c.decoder.unsynced()).decode(errors="replace")
         code = c.process.wait()
-        return ssh.explain(c.host.name, code, said) if c.remote else f"{c.host.name}: its agent ended with exit code {code}: {said.strip()}"
+        return (
+            ssh.explain(c.host.name, code, said)
+            if c.remote
+            else f"{c.host.name}: its agent ended with exit code {code}: {said.strip()}"
+        )
 
-    # ---- starting -------------------------------------------------------------------------------------------------------
+    # ---- starting ----------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Starts the ranks of all hosts. Raises CommError if a host can't (a folder or script that is not there, GPUs that are not)."""
+        """Starts the ranks of all hosts. Raises CommError if a host can't (a folder or script that is not there, GPUs
+        that are not)."""
         for c in self.connections:
             self._compare(c)
         address, port = ("", 0) if self._commands is not None else self._meeting_point()
@@ -159,8 +180,10 @@ class Driver:
             print(text, file=sys.stderr, flush=True)
         gpus = hello.get("gpus", 0)
         if c.remote and gpus and not self.launch.cpu and max(c.host.slots) >= gpus:
-            raise CommError(f"{c.host.name} has {gpus} GPUs and slot {max(c.host.slots)} was asked for: correct its slots in the hostfile, "
-                            "or add --cpu")
+            raise CommError(
+                f"{c.host.name} has {gpus} GPUs and slot {max(c.host.slots)} was asked for: correct its slots in the"
+                " hostfile, or add --cpu"
+            )
 
     def _uses_gpus(self, c: Connection) -> bool:
         return bool(c.hello and c.hello["gpus"]) and not self.launch.cpu
@@ -194,19 +217,23 @@ class Driver:
         except (OSError, CommError, DeepcError) as exc:
             where = f"{address}:{port}" if port else address
             reason = exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)
-            raise CommError(f"the ranks' meeting point on {where} could not be opened: {reason}. Is the network up, and the port free? "
-                            "--master_port chooses another") from exc
+            raise CommError(
+                f"the ranks' meeting point on {where} could not be opened: {reason}. Is the network up, and the port"
+                " free? --master_port chooses another"
+            ) from exc
         return address, first.store_port
 
     def _open_store(self, address: str, port: int) -> int:
-        """In this process, which has torch already; it outlives every rank. On a port that was listened to first: none can take it in
-        between."""
+        """In this process, which has torch already; it outlives every rank. On a port that was listened to first: none
+        can take it in between."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         loopback = address == "localhost" or address.startswith("127.")
         with socket.create_server(("127.0.0.1" if loopback else "", port), backlog=1024) as listening:
             port = listening.getsockname()[1]
-            self._store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno()))
+            self._store = TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+            )
         return port
 
     def _spec(self, node: int, c: Connection, address: str, port: int) -> dict[str, Any]:
@@ -219,25 +246,49 @@ class Driver:
             if self._uses_gpus(c):
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, c.host.slots))
             if c.remote and c.hello and c.hello["interface"] and "GLOO_SOCKET_IFNAME" not in env:
-                env["GLOO_SOCKET_IFNAME"] = c.hello["interface"]  # else Gloo takes the one of the host's name, often 127.0.1.1
+                env["GLOO_SOCKET_IFNAME"] = c.hello[
+                    "interface"
+                ]  # else Gloo takes the one of the host's name, often 127.0.1.1
         framed = several or c.remote or self._sink is not None
         logs = os.path.abspath(launch.logs) if launch.logs else None
         processes = self._commands if self._commands is not None else self._processes(node, address, port)
-        return {"cwd": os.getcwd(), "env": env, "processes": processes,
-                "output": "frames" if framed else "inherit", "logs": logs, "logs_prefix": time.strftime("%Y%m%d%H%M%S"),
-                "script": launch.command[0] if launch.kind == "script" else None,
-                "lost_after_s": LOST_AFTER_S if c.remote else None, "pass_fds": self._pass_fds, "gentle": self._commands is not None}
+        return {
+            "cwd": os.getcwd(),
+            "env": env,
+            "processes": processes,
+            "output": "frames" if framed else "inherit",
+            "logs": logs,
+            "logs_prefix": time.strftime("%Y%m%d%H%M%S"),
+            "script": launch.command[0] if launch.kind == "script" else None,
+            "lost_after_s": LOST_AFTER_S if c.remote else None,
+            "pass_fds": self._pass_fds,
+            "gentle": self._commands is not None,
+        }
 
     def _processes(self, node: int, address: str, port: int) -> list[dict[str, Any]]:
         """torchrun's variables for each rank of a host, and DeepSpeed's."""
         launch = self.launch
         hosts, host = launch.hosts, launch.hosts[node]
         before = sum(h.ranks for h in hosts[:node])
-        common = {"WORLD_SIZE": launch.ranks, "LOCAL_WORLD_SIZE": host.ranks, "GROUP_RANK": node, "NODE_RANK": node,
-                  "GROUP_WORLD_SIZE": len(hosts), "LOCAL_SIZE": host.ranks, "CROSS_RANK": node, "CROSS_SIZE": len(hosts),
-                  "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": launch.ranks,
-                  "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": self._run_id(),
-                  "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, **launch.rank_options()}
+        common = {
+            "WORLD_SIZE": launch.ranks,
+            "LOCAL_WORLD_SIZE": host.ranks,
+            "GROUP_RANK": node,
+            "NODE_RANK": node,
+            "GROUP_WORLD_SIZE": len(hosts),
+            "LOCAL_SIZE": host.ranks,
+            "CROSS_RANK": node,
+            "CROSS_SIZE": len(hosts),
+            "ROLE_NAME": "default_role",
+            "ROLE_WORLD_SIZE": launch.ranks,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RUN_ID": self._run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            **launch.rank_options(),
+        }
         argv = [sys.executable, "-u", _RANK, launch.kind, *launch.command]
 
         def environment(i: int) -> dict[str, str]:
@@ -247,11 +298,16 @@ class Driver:
         return [{"rank": before + i, "argv": argv, "env": environment(i)} for i in range(host.ranks)]
 
     def _run_id(self) -> str:
-        return uuid.uuid5(uuid.NAMESPACE_OID, " ".join(self.launch.command)).hex if self.launch.node is not None else uuid.uuid4().hex
+        return (
+            uuid.uuid5(uuid.NAMESPACE_OID, " ".join(self.launch.command)).hex
+            if self.launch.node is not None
+            else uuid.uuid4().hex
+        )
 
-    # ---- running --------------------------------------------------------------------------------------------------------
+    # ---- running -----------------------------------------------------------------------------------------------------
     def wait(self) -> list[Failure]:
-        """Until all hosts are done. Returns what failed; [] if nothing did. Raises CommError for what an agent could not do."""
+        """Until all hosts are done. Returns what failed; [] if nothing did. Raises CommError for what an agent could
+        not do."""
         while not all(c.over for c in self.connections):
             self._step(0.5)
         for c in self.connections:
@@ -354,7 +410,9 @@ class Driver:
 
     def _failure(self, c: Connection, f: dict[str, Any]) -> Failure:
         where = c.host.name if len(self.launch.hosts) > 1 or c.remote else ""
-        return Failure(f["rank"], f["pid"], f["exit"], time.time() - f["age"], f.get("type", ""), f.get("traceback", ""), where)
+        return Failure(
+            f["rank"], f["pid"], f["exit"], time.time() - f["age"], f.get("type", ""), f.get("traceback", ""), where
+        )
 
     def _lost(self, c: Connection) -> None:
         """The agent's pipe has ended. Without a word before: it, the connection or the host died."""
@@ -362,18 +420,32 @@ class Driver:
         if c.failures is not None or c.hello is None:
             return
         code = c.process.wait() if not c.remote else _wait_a_moment(c.process)
-        first = sum(h.ranks for h in self.launch.hosts[:self.launch.hosts.index(self._planned(c))])
-        ranks = f"rank{'s' if c.host.ranks > 1 else ''} {first}" + (f" to {first + c.host.ranks - 1}" if c.host.ranks > 1 else "")
+        first = sum(h.ranks for h in self.launch.hosts[: self.launch.hosts.index(self._planned(c))])
+        ranks = f"rank{'s' if c.host.ranks > 1 else ''} {first}" + (
+            f" to {first + c.host.ranks - 1}" if c.host.ranks > 1 else ""
+        )
         said = c.said.decode(errors="replace").strip().splitlines()[-1:]
-        what = f"the connection to {c.host.name} ({ranks}) was lost" if c.remote else f"the agent that watched {ranks} ended unexpectedly"
-        self.failures.append(Failure(c.host.name, c.process.pid, 1, time.time(), host=c.host.name,
-                                     what=f"{what} ({'; '.join([*said, f'exit code {code}'])})"))
+        what = (
+            f"the connection to {c.host.name} ({ranks}) was lost"
+            if c.remote
+            else f"the agent that watched {ranks} ended unexpectedly"
+        )
+        self.failures.append(
+            Failure(
+                c.host.name,
+                c.process.pid,
+                1,
+                time.time(),
+                host=c.host.name,
+                what=f"{what} ({'; '.join([*said, f'exit code {code}'])})",
+            )
+        )
         self.stop()
 
     def _planned(self, c: Connection) -> Host:
         return next(h for h in self.launch.hosts if h.name == c.host.name)
 
-    # ---- output ---------------------------------------------------------------------------------------------------------
+    # ---- output ------------------------------------------------------------------------------------------------------
     def _print(self, c: Connection, rank: int | str, fd: int, data: bytes) -> None:
         if self._sink is not None:
             self._sink(rank, fd, data)
@@ -383,7 +455,7 @@ class Driver:
             self._printers[key] = Printer(f"[{c.host.name}:{rank}] ", fd)
         self._printers[key].write(data)
 
-    # ---- the end --------------------------------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """No agent, and so no rank, lives afterwards: an agent whose pipe ends kills what it started."""
         for c in self.connections:
@@ -437,14 +509,21 @@ def _wait_a_moment(process: subprocess.Popen[bytes]) -> int | None:
 
 
 class Printer:
-    """Whole lines of one rank, each with a prefix, to stdout or stderr. A carriage return ends a line too: progress bars."""
+    """Whole lines of one rank, each with a prefix, to stdout or stderr. A carriage return ends a line too: progress
+    bars."""
 
     def __init__(self, prefix: str, fd: int) -> None:
         self._prefix, self._rest = prefix.encode(), b""
         self._stream = sys.stdout if fd == 1 else sys.stderr
 
     def write(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\r\x00").replace(b"\n", b"\n\x00").split(b"\x00")
+        *lines, self._rest = (
+            (self._rest + data)
+            .replace(b"\r\n", b"\n")
+            .replace(b"\r", b"\r\x00")
+            .replace(b"\n", b"\n\x00")
+            .split(b"\x00")
+        )
         if len(self._rest) > 1 << 16:
             lines, self._rest = [*lines, self._rest + b"\n"], b""
         self._out(lines)

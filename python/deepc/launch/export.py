@@ -1,5 +1,5 @@
-"""Which variables of this environment the ranks on other hosts get: those that programs of this kind read, by prefix, and what
-.deepspeed_env says."""
+"""Which variables of this environment the ranks on other hosts get: those that programs of this kind read, by prefix,
+and what .deepspeed_env says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,46 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 
-_PREFIXES = ("PYTHON", "PATH", "LD_LIBRARY", "VIRTUAL_ENV", "CONDA", "DEEPC_", "DS_", "DEEPSPEED_", "NCCL", "GLOO_", "UCX", "MV2", "OMP_",
-             "KMP_", "MKL_", "TORCH", "PYTORCH", "CUDA_", "CUBLAS", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "DATASETS_",
-             "WANDB_", "MLFLOW", "COMET_", "TENSORBOARD", "XDG_CACHE", "LANG", "LC_", "TZ", "THP_MEM_ALLOC", "MALLOC_", "LD_PRELOAD",
-             "http_proxy", "https_proxy", "no_proxy")
+_PREFIXES = (
+    "PYTHON",
+    "PATH",
+    "LD_LIBRARY",
+    "VIRTUAL_ENV",
+    "CONDA",
+    "DEEPC_",
+    "DS_",
+    "DEEPSPEED_",
+    "NCCL",
+    "GLOO_",
+    "UCX",
+    "MV2",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "TORCH",
+    "PYTORCH",
+    "CUDA_",
+    "CUBLAS",
+    "HF_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "ACCELERATE_",
+    "DATASETS_",
+    "WANDB_",
+    "MLFLOW",
+    "COMET_",
+    "TENSORBOARD",
+    "XDG_CACHE",
+    "LANG",
+    "LC_",
+    "TZ",
+    "THP_MEM_ALLOC",
+    "MALLOC_",
+    "LD_PRELOAD",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+)
 # What belongs to one host or one process.
 _NEVER = {"CUDA_VISIBLE_DEVICES", "DEEPC_LAUNCHER_PID", "DEEPC_NODE_ID", "TORCHELASTIC_ERROR_FILE"}
 
@@ -22,7 +58,8 @@ def file_name() -> str:
 
 
 def read_file(path: Path) -> dict[str, str]:
-    """NAME=VALUE a line, as DeepSpeed has it; empty lines and comments are left out. Raises ArgumentError with the line that is wrong."""
+    """NAME=VALUE a line, as DeepSpeed has it; empty lines and comments are left out. Raises ArgumentError with the line
+    that is wrong."""
     found = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.strip()

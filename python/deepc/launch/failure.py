@@ -1,4 +1,5 @@
-"""How a run failed: what is known of each rank that ended badly, which of them was the cause, and the report that comes last."""
+"""How a run failed: what is known of each rank that ended badly, which of them was the cause, and the report that comes
+last."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ _CONSEQUENCES = {"RankDiedError", "AbortedError", "CommTimeoutError", "DistNetwo
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended. rank: its number, or the name of what else failed. exit: its exit code, negative = signal, None = it was still
-    running when the report was written. time: by this host's clock. host: where, if the run has several. what: the whole headline, for what
-    is no process."""
+    """How one rank ended. rank: its number, or the name of what else failed. exit: its exit code, negative = signal,
+    None = it was still running when the report was written. time: by this host's clock. host: where, if the run has
+    several. what: the whole headline, for what is no process."""
 
     rank: int | str
     pid: int
@@ -46,7 +47,11 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return self.is_ours or self.type in _CONSEQUENCES or (self.type == "RuntimeError" and "Connection closed by peer" in self.traceback)
+        return (
+            self.is_ours
+            or self.type in _CONSEQUENCES
+            or (self.type == "RuntimeError" and "Connection closed by peer" in self.traceback)
+        )
 
 
 def first_failure(failures: list[Failure]) -> Failure:
@@ -55,8 +60,8 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def report(failures: list[Failure], exit_code: int | None = None) -> int:
-    """Prints why the run ended and returns its exit code: that of the rank that failed first, 128 + n for signal n. exit_code: what
-    it is in any case."""
+    """Prints why the run ended and returns its exit code: that of the rank that failed first, 128 + n for signal n.
+    exit_code: what it is in any case."""
     first = first_failure(failures)
     others = sorted((f.rank for f in failures if f is not first and not f.is_ours and isinstance(f.rank, int)), key=int)
     text = ["", "=" * 100, f"deepc run: {first.headline()}. It ended the run."]
@@ -65,8 +70,14 @@ def report(failures: list[Failure], exit_code: int | None = None) -> int:
     if first.traceback:
         text += ["", first.traceback.rstrip()]
     if re.search(r"No module named 'deepspeed['.]", first.traceback):
-        text += ["", "The script imports DeepSpeed. `deepc run --as-deepspeed ...` runs it on deepc as it is; so does `import deepc.compat.deepspeed` as",
-                 "its first line."]
+        text += [
+            "",
+            (
+                "The script imports DeepSpeed. `deepc run --as-deepspeed ...` runs it on deepc as it is; so does"
+                " `import deepc.compat.deepspeed` as"
+            ),
+            "its first line.",
+        ]
     sys.stdout.flush()
     print("\n".join([*text, "=" * 100]), file=sys.stderr, flush=True)
     if exit_code is not None:

@@ -1,8 +1,8 @@
-"""What the launcher and its agents say to each other: frames over pipes. Only the standard library and no import of deepc: agent.py
-loads this file by its path.
+"""What the launcher and its agents say to each other: frames over pipes. Only the standard library and no import of
+deepc: agent.py loads this file by its path.
 
-A frame is one line of JSON, an object with at least "t" (its type); if it has "n", n bytes follow the line. An agent's first bytes are
-MAGIC: what a login shell printed before is no frame.
+A frame is one line of JSON, an object with at least "t" (its type); if it has "n", n bytes follow the line. An agent's
+first bytes are MAGIC: what a login shell printed before is no frame.
 
 launcher -> agent   store {port}             open the ranks' meeting point here
                     start {...}              start the ranks (agent.py has the fields)
@@ -54,7 +54,7 @@ class Decoder:
             stop = end + 1 + head.get("n", 0)
             if len(self._buffer) < stop:
                 return
-            payload = bytes(self._buffer[end + 1:stop])
+            payload = bytes(self._buffer[end + 1 : stop])
             del self._buffer[:stop]
             yield head, payload
         if len(self._buffer) > _MOST:
@@ -65,7 +65,7 @@ class Decoder:
         if at < 0:
             return False
         self.noise = bytes(self._buffer[:at])
-        del self._buffer[:at + len(MAGIC)]
+        del self._buffer[: at + len(MAGIC)]
         self.synced = True
         return True
 
@@ -105,7 +105,7 @@ class Sender:
     def flush(self) -> None:
         while self._waiting and not self.broken:
             try:
-                del self._waiting[:os.write(self.fd, self._waiting)]
+                del self._waiting[: os.write(self.fd, self._waiting)]
             except BlockingIOError:
                 return
             except OSError:

@@ -1,10 +1,11 @@
-"""Which hosts a run takes and how many ranks each gets: DeepSpeed's hostfile and its filters. Pure data, nothing is started.
+"""Which hosts a run takes and how many ranks each gets: DeepSpeed's hostfile and its filters. Pure data, nothing is
+started.
 
-    worker-1 slots=4        # hostfile: one host a line
-    worker-2 slots=4
+worker-1 slots=4        # hostfile: one host a line
+worker-2 slots=4
 
-    --include worker-1@worker-2:0,2       all of worker-1, slots 0 and 2 of worker-2
-    --exclude worker-2:1                  everything but that slot"""
+--include worker-1@worker-2:0,2       all of worker-1, slots 0 and 2 of worker-2
+--exclude worker-2:1                  everything but that slot"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """Ranks on one host. slots: their numbers there, in rank order; on a host with GPUs the devices. local: started without a
-    remote shell."""
+    """Ranks on one host. slots: their numbers there, in rank order; on a host with GPUs the devices. local: started
+    without a remote shell."""
 
     name: str
     slots: tuple[int, ...]
@@ -62,13 +63,17 @@ def read_hostfile(path: str) -> dict[str, int]:
         text = line.split("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\d+)(\s.*)?", text)  # what follows (max_slots of OpenMPI) means nothing here
+        match = re.fullmatch(
+            r"(\S+)\s+slots\s*=\s*(\d+)(\s.*)?", text
+        )  # what follows (max_slots of OpenMPI) means nothing here
         if not match or int(match[2]) < 1:
             raise ArgumentError(f"--hostfile {path}, line {number}: {text!r} is not of the form 'host slots=N'")
         if match[1].startswith("-"):  # it would be an option of ssh
             raise ArgumentError(f"--hostfile {path}, line {number}: {match[1]!r} is no host name")
         if match[1] in found:
-            raise ArgumentError(f"--hostfile {path}, line {number}: {match[1]} is there twice; give it once, with all its slots")
+            raise ArgumentError(
+                f"--hostfile {path}, line {number}: {match[1]} is there twice; give it once, with all its slots"
+            )
         found[match[1]] = int(match[2])
     if not found:
         raise ArgumentError(f"--hostfile {path} names no host; write one line 'host slots=N' for each")
@@ -102,12 +107,15 @@ def _match(option: str, text: str, name: str, pool: dict[str, tuple[int, ...]]) 
         return name
     if len(pool) == 1 and is_this_machine(name) and is_this_machine(next(iter(pool))):
         return next(iter(pool))
-    raise ArgumentError(f"{option} {text!r}: there is no host {name!r}; there {'is' if len(pool) == 1 else 'are'} {', '.join(pool)}. "
-                        "Other hosts need --hostfile")
+    raise ArgumentError(
+        f"{option} {text!r}: there is no host {name!r}; there {'is' if len(pool) == 1 else 'are'} {', '.join(pool)}. "
+        "Other hosts need --hostfile"
+    )
 
 
 def select(pool: dict[str, tuple[int, ...]], include: str | None, exclude: str | None) -> dict[str, tuple[int, ...]]:
-    """The slots that the filters leave, in the hosts' order. The slots of an included host are taken in the order given."""
+    """The slots that the filters leave, in the hosts' order. The slots of an included host are taken in the order
+    given."""
     if include and exclude:
         raise ArgumentError("--include and --exclude can't be given together")
     if not include and not exclude:
@@ -119,7 +127,9 @@ def select(pool: dict[str, tuple[int, ...]], include: str | None, exclude: str |
         has = pool[name]
         for slot in slots or ():
             if slot not in has:
-                raise ArgumentError(f"{option} {text!r}: there is no slot {slot} on {name}; it has {len(has)} (0 to {len(has) - 1})")
+                raise ArgumentError(
+                    f"{option} {text!r}: there is no slot {slot} on {name}; it has {len(has)} (0 to {len(has) - 1})"
+                )
         if include:
             chosen[name] = has if slots is None else tuple(slots)
         else:
@@ -130,13 +140,20 @@ def select(pool: dict[str, tuple[int, ...]], include: str | None, exclude: str |
     return left
 
 
-def trim(pool: dict[str, tuple[int, ...]], nodes: int | None, per_node: int | None, where: str) -> dict[str, tuple[int, ...]]:
+def trim(
+    pool: dict[str, tuple[int, ...]], nodes: int | None, per_node: int | None, where: str
+) -> dict[str, tuple[int, ...]]:
     """The first `nodes` hosts and the first `per_node` slots of each. where: what named the hosts, for the error."""
     if nodes and nodes > len(pool):
-        raise ArgumentError(f"--num_nodes {nodes}: {where} names only {len(pool)} host{'s' if len(pool) > 1 else ''} ({', '.join(pool)})")
+        raise ArgumentError(
+            f"--num_nodes {nodes}: {where} names only {len(pool)} host{'s' if len(pool) > 1 else ''}"
+            f" ({', '.join(pool)})"
+        )
     kept = dict(list(pool.items())[:nodes]) if nodes else dict(pool)
     for name, slots in kept.items():
         if per_node and per_node > len(slots):
-            raise ArgumentError(f"{per_node} ranks a host asked for, but {where} gives {name} only {len(slots)} "
-                                f"slot{'s' if len(slots) > 1 else ''}")
+            raise ArgumentError(
+                f"{per_node} ranks a host asked for, but {where} gives {name} only {len(slots)} "
+                f"slot{'s' if len(slots) > 1 else ''}"
+            )
     return {name: slots[:per_node] if per_node else slots for name, slots in kept.items()}

@@ -1,8 +1,8 @@
-"""Runs that another launcher starts and watches: srun, mpirun. Its command line, and the socket to which the ranks send the traceback of
-what ends them.
+"""Runs that another launcher starts and watches: srun, mpirun. Its command line, and the socket to which the ranks send
+the traceback of what ends them.
 
-Each rank is `python rank.py ...`, which makes torchrun's variables of the launcher's (places.py). The environment goes along as each of
-them does it."""
+Each rank is `python rank.py ...`, which makes torchrun's variables of the launcher's (places.py). The environment goes
+along as each of them does it."""
 
 from __future__ import annotations
 
@@ -38,24 +38,32 @@ def _equal_slots(launch: Launch) -> int:
     """Ranks per host; these launchers take one number for all, and no device numbers."""
     for host in launch.hosts:
         if host.slots != tuple(range(host.ranks)):
-            raise UnsupportedError(f"--launcher {launch.launcher} can't choose slots {','.join(map(str, host.slots))} of {host.name}: it "
-                                   "counts from 0. Filter whole hosts, or use --launcher ssh")
+            raise UnsupportedError(
+                f"--launcher {launch.launcher} can't choose slots {','.join(map(str, host.slots))} of {host.name}: it "
+                "counts from 0. Filter whole hosts, or use --launcher ssh"
+            )
     counts = {host.ranks for host in launch.hosts}
     if len(counts) > 1:
         shown = ", ".join(f"{h.name} {h.ranks}" for h in launch.hosts)
-        raise UnsupportedError(f"--launcher {launch.launcher} starts equally many ranks on every host, and these differ: {shown}. Use "
-                               "--launcher ssh or openmpi")
+        raise UnsupportedError(
+            f"--launcher {launch.launcher} starts equally many ranks on every host, and these differ: {shown}. Use "
+            "--launcher ssh or openmpi"
+        )
     return counts.pop()
 
 
 def _program(launch: Launch) -> str:
     name = _PROGRAM[launch.launcher]
-    candidates = {"mpich": ["mpirun.mpich", "mpiexec.hydra", name], "openmpi": ["mpirun.openmpi", name]}.get(launch.launcher, [name])
+    candidates = {"mpich": ["mpirun.mpich", "mpiexec.hydra", name], "openmpi": ["mpirun.openmpi", name]}.get(
+        launch.launcher, [name]
+    )
     for candidate in candidates:
         if shutil.which(candidate):
             return candidate
-    raise ArgumentError(f"--launcher {launch.launcher}: there is no `{name}` on this machine: install {_INSTALL[launch.launcher]} (or load "
-                        "its module), or use --launcher ssh")
+    raise ArgumentError(
+        f"--launcher {launch.launcher}: there is no `{name}` on this machine: install {_INSTALL[launch.launcher]} (or"
+        " load its module), or use --launcher ssh"
+    )
 
 
 def _has(arguments: list[str], *names: str) -> bool:
@@ -63,11 +71,17 @@ def _has(arguments: list[str], *names: str) -> bool:
 
 
 def _srun(launch: Launch, more: list[str], env: dict[str, str]) -> list[str]:
-    """--kill-on-bad-exit: a rank that dies ends all. Before 22.05 srun took --cpus-per-task from sbatch by itself; since then it must
-    be told."""
+    """--kill-on-bad-exit: a rank that dies ends all. Before 22.05 srun took --cpus-per-task from sbatch by itself;
+    since then it must be told."""
     per_node, nodes = _equal_slots(launch), len(launch.hosts)
-    out = [_program(launch), f"--nodes={nodes}", f"--ntasks={per_node * nodes}", f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=1",
-           "--export=ALL"]
+    out = [
+        _program(launch),
+        f"--nodes={nodes}",
+        f"--ntasks={per_node * nodes}",
+        f"--ntasks-per-node={per_node}",
+        "--kill-on-bad-exit=1",
+        "--export=ALL",
+    ]
     if nodes > 1 and not _has(more, "--label", "-l", "--unbuffered", "-u"):
         out.append("--label")
     if launch.named:
@@ -81,7 +95,8 @@ def _srun(launch: Launch, more: list[str], env: dict[str, str]) -> list[str]:
 
 
 def _openmpi(launch: Launch, more: list[str], env: dict[str, str]) -> list[str]:
-    """Its own binding is off (a rank with several threads would have one core) unless it is asked for; the environment must be named."""
+    """Its own binding is off (a rank with several threads would have one core) unless it is asked for; the environment
+    must be named."""
     out = [_program(launch), "-n", str(launch.ranks), "--host", ",".join(f"{h.name}:{h.ranks}" for h in launch.hosts)]
     if not _has(more, "--bind-to", "-bind-to", "--map-by", "-map-by"):
         out += ["--bind-to", "none", "--map-by", "slot"]
@@ -91,8 +106,10 @@ def _openmpi(launch: Launch, more: list[str], env: dict[str, str]) -> list[str]:
         out.append("--tag-output")
     for host in launch.hosts:
         if host.slots != tuple(range(host.ranks)):
-            raise UnsupportedError(f"--launcher openmpi can't choose slots {','.join(map(str, host.slots))} of {host.name}: it counts from "
-                                   "0. Use --launcher ssh")
+            raise UnsupportedError(
+                f"--launcher openmpi can't choose slots {','.join(map(str, host.slots))} of {host.name}: it counts from"
+                " 0. Use --launcher ssh"
+            )
     for name in sorted(env):
         out += ["-x", name]
     return out + more
@@ -101,7 +118,15 @@ def _openmpi(launch: Launch, more: list[str], env: dict[str, str]) -> list[str]:
 def _hydra(launch: Launch, more: list[str], env: dict[str, str]) -> list[str]:
     """MPICH, Intel MPI and MVAPICH: mpirun is Hydra, which passes the whole environment on."""
     per_node = _equal_slots(launch)
-    out = [_program(launch), "-n", str(launch.ranks), "-ppn", str(per_node), "-hosts", ",".join(h.name for h in launch.hosts)]
+    out = [
+        _program(launch),
+        "-n",
+        str(launch.ranks),
+        "-ppn",
+        str(per_node),
+        "-hosts",
+        ",".join(h.name for h in launch.hosts),
+    ]
     if len(launch.hosts) > 1 and not _has(more, "-l", "-prepend-rank", "-prepend-pattern"):
         out.append("-prepend-rank" if launch.launcher != "impi" else "-l")
     if launch.launcher == "impi" and not _has(more, "-genv"):
@@ -128,7 +153,13 @@ def _meeting_point(launch: Launch) -> tuple[str, str]:
     address, port = launch.master or ("", None)
     first = launch.hosts[0]
     if not address:
-        address = "127.0.0.1" if len(launch.hosts) == 1 and first.local else socket.gethostname() if first.local else first.name
+        address = (
+            "127.0.0.1"
+            if len(launch.hosts) == 1 and first.local
+            else socket.gethostname()
+            if first.local
+            else first.name
+        )
     if port is None:
         port = 29500
         if first.local:  # a free one; somewhere else it can't be asked for
@@ -140,15 +171,21 @@ def _meeting_point(launch: Launch) -> tuple[str, str]:
 def command(launch: Launch, env: dict[str, str]) -> list[str]:
     """The launcher's command line. env: of environment(); with it and the user's own the ranks are to run."""
     if launch.logs:
-        raise UnsupportedError(f"--enable_each_rank_log does not exist for --launcher {launch.launcher}: give the launcher's own option in "
-                               "--launcher_args (srun --output=rank%t.log, mpirun --output-filename FOLDER), or use --launcher ssh")
+        raise UnsupportedError(
+            f"--enable_each_rank_log does not exist for --launcher {launch.launcher}: give the launcher's own option in"
+            " --launcher_args (srun --output=rank%t.log, mpirun --output-filename FOLDER), or use --launcher ssh"
+        )
     if launch.venv_script or launch.ssh_port:
         raise UnsupportedError(f"--venv_script and --ssh_port belong to --launcher ssh, not to {launch.launcher}")
-    return [*_COMMANDS[launch.launcher](launch, shlex.split(launch.launcher_args), {**exported(os.environ), **env}), *rank_command(launch)]
+    return [
+        *_COMMANDS[launch.launcher](launch, shlex.split(launch.launcher_args), {**exported(os.environ), **env}),
+        *rank_command(launch),
+    ]
 
 
 class Reports:
-    """Where ranks that another launcher started hand in their traceback (rank.py send_record). Only with the run's token."""
+    """Where ranks that another launcher started hand in their traceback (rank.py send_record). Only with the run's
+    token."""
 
     def __init__(self) -> None:
         self._token = secrets.token_hex(16)
@@ -186,8 +223,16 @@ class Reports:
             return
         try:
             extra = json.loads(text)["message"]["extraInfo"]
-            self.failures.append(Failure(int(extra["rank"]), int(extra["pid"]), int(extra.get("exit", 1)), time.time(), str(extra["type"]),
-                                         str(extra["py_callstack"])))
+            self.failures.append(
+                Failure(
+                    int(extra["rank"]),
+                    int(extra["pid"]),
+                    int(extra.get("exit", 1)),
+                    time.time(),
+                    str(extra["type"]),
+                    str(extra["py_callstack"]),
+                )
+            )
         except (ValueError, KeyError, TypeError):
             return
         connection.sendall(b"ok")

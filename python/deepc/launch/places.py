@@ -1,11 +1,13 @@
 """Which rank this process is where no launcher of torch's kind says so: Slurm's srun, OpenMPI, MPICH and its relatives.
 
-Only the standard library and no import of deepc: rank.py loads this file by its path. Each reader turns what its launcher sets into
-torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a MASTER_ADDR or MASTER_PORT that the user
-has set stays.
+Only the standard library and no import of deepc: rank.py loads this file by its path. Each reader turns what its
+launcher sets into torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a
+MASTER_ADDR or MASTER_PORT that the user has set stays.
 
-Where the launcher tells no meeting point there is one rule: ranks of one host meet on 127.0.0.1, ranks of several on the first host of the
-list (Slurm), else MASTER_ADDR must be given. The port is a function of the job, below the kernel's range of outgoing ports."""
+Where the launcher tells no meeting point there is one rule: ranks of one host meet on 127.0.0.1, ranks of several on
+the first host of the list (Slurm), else MASTER_ADDR must be given. The port is a function of the job, below the
+kernel's range of outgoing ports.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def _port(*job: object) -> str:
 
 
 def _slurm(env: Mapping[str, str]) -> dict[str, str] | None:
-    """A task of `srun`. The shell of sbatch or salloc has SLURM_PROCID too, but no step: a program started there is one process."""
+    """A task of `srun`. The shell of sbatch or salloc has SLURM_PROCID too, but no step: a program started there is one
+    process."""
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None
     size = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
@@ -67,14 +70,19 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str] | None:
     on_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     hosts = expand(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
     local = size if len(hosts) < 2 else str(tasks_on(node, on_node)) if on_node else "1"
-    return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": size, "LOCAL_RANK": env.get("SLURM_LOCALID", "0"), "LOCAL_WORLD_SIZE": local,
-            "MASTER_ADDR": "127.0.0.1" if len(hosts) < 2 else hosts[0],
-            "MASTER_PORT": _port("slurm", env.get("SLURM_JOB_ID"), env["SLURM_STEP_ID"])}
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "127.0.0.1" if len(hosts) < 2 else hosts[0],
+        "MASTER_PORT": _port("slurm", env.get("SLURM_JOB_ID"), env["SLURM_STEP_ID"]),
+    }
 
 
 def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
-    """A launcher that sets rank, size, local rank and local size under these names. job: the variable that names the job, if
-    there is one."""
+    """A launcher that sets rank, size, local rank and local size under these names. job: the variable that names the
+    job, if there is one."""
 
     def read(env: Mapping[str, str]) -> dict[str, str] | None:
         if names[0] not in env or names[1] not in env:
@@ -82,8 +90,11 @@ def _counted(names: tuple[str, str, str, str], job: str) -> Reader:
         rank, size = env[names[0]], env[names[1]]
         local_rank, local = env.get(names[2]), env.get(names[3])
         if int(size) > 1 and (local_rank is None or local is None):
-            raise PlaceError(f"{names[0]} and {names[1]} are set, {names[2] if local_rank is None else names[3]} is not: this launcher "
-                             "doesn't tell which ranks share a host. Set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or start with `deepc run`")
+            raise PlaceError(
+                f"{names[0]} and {names[1]} are set, {names[2] if local_rank is None else names[3]} is not: this"
+                " launcher doesn't tell which ranks share a host. Set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank,"
+                " or start with `deepc run`"
+            )
         found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank or "0", "LOCAL_WORLD_SIZE": local or "1"}
         if found["LOCAL_WORLD_SIZE"] == size:
             found["MASTER_ADDR"] = "127.0.0.1"
@@ -113,9 +124,11 @@ def discover(env: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
             continue
         found.update({v: env[v] for v in ("MASTER_ADDR", "MASTER_PORT") if v in env})
         if int(found["WORLD_SIZE"]) > 1 and "MASTER_ADDR" not in found:
-            raise PlaceError(f"{name} started {found['WORLD_SIZE']} ranks on several hosts and names no meeting point: export MASTER_ADDR, "
-                             "the address of rank 0's host (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host), or start with "
-                             "`deepc run --hostfile FILE --launcher openmpi`")
+            raise PlaceError(
+                f"{name} started {found['WORLD_SIZE']} ranks on several hosts and names no meeting point: export"
+                " MASTER_ADDR, the address of rank 0's host (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR"
+                " host), or start with `deepc run --hostfile FILE --launcher openmpi`"
+            )
         if "MASTER_ADDR" in found and "MASTER_PORT" not in found:
             found["MASTER_PORT"] = "29500"
         return name, found

@@ -1,12 +1,13 @@
-"""The first code of every rank: ties its life to the launcher's, finds out which rank it is, binds it to its cores, runs the user's program
-as `python script` would, and hands the traceback of what ends it to the launcher (torch elastic's error file, or over a socket under mpirun
-and srun).
+"""The first code of every rank: ties its life to the launcher's, finds out which rank it is, binds it to its cores,
+runs the user's program as `python script` would, and hands the traceback of what ends it to the launcher (torch
+elastic's error file, or over a socket under mpirun and srun).
 
 Run by path, with no import of torch or deepc: a program that uses neither pays 20 ms for it.
 Usage: rank.py script|module|exec|call|launcher NAME [ARGUMENT...]
 
-Reads of the launcher (and removes from the environment): DEEPC_LAUNCHER_PID, the parent's pid; DEEPC_BIND, "all" or a list of cores;
-DEEPC_AS_DEEPSPEED; DEEPC_LOCAL_RANK_ARGUMENT, append --local_rank=N; DEEPC_REPORT_TO, where to send a traceback."""
+Reads of the launcher (and removes from the environment): DEEPC_LAUNCHER_PID, the parent's pid; DEEPC_BIND, "all" or a
+list of cores; DEEPC_AS_DEEPSPEED; DEEPC_LOCAL_RANK_ARGUMENT, append --local_rank=N; DEEPC_REPORT_TO, where to send a
+traceback."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def find_place() -> None:
 
 
 def take_cores() -> None:
-    """Binds this rank if that was asked for; threads: one for each of its cores, or its share of what this process may use."""
+    """Binds this rank if that was asked for; threads: one for each of its cores, or its share of what this process may
+    use."""
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     allowed = os.sched_getaffinity(0)
     threads = max(1, len(allowed) // ranks)
@@ -77,7 +79,8 @@ def take_cores() -> None:
 
 
 def record(exc: BaseException) -> None:
-    """Hands how this rank ended to the launcher: the format of torch elastic's ErrorHandler, with the exception's type added."""
+    """Hands how this rank ended to the launcher: the format of torch elastic's ErrorHandler, with the exception's type
+    added."""
     text = "".join(traceback.format_exception(exc))
     write_record(described(f"{type(exc).__name__}: {exc}", text, type(exc).__name__))
     if REPORT_TO:
@@ -92,8 +95,20 @@ def record_exit(code: int) -> None:
 
 def described(message: str, text: str, kind: str, **more: object) -> dict[str, object]:
     now = time.time()
-    return {"message": {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(int(now)), "time": now, "type": kind,
-                                                          "rank": os.environ.get("RANK", "0"), "pid": os.getpid(), **more}}}
+    return {
+        "message": {
+            "message": message,
+            "extraInfo": {
+                "py_callstack": text,
+                "timestamp": str(int(now)),
+                "time": now,
+                "type": kind,
+                "rank": os.environ.get("RANK", "0"),
+                "pid": os.getpid(),
+                **more,
+            },
+        }
+    }
 
 
 def write_record(data: dict[str, object]) -> None:
@@ -110,8 +125,8 @@ def write_record(data: dict[str, object]) -> None:
 
 
 def send_record(data: dict[str, object]) -> None:
-    """To the launcher that waits at one of these addresses: "TOKEN PORT ADDRESS...". If none answers the traceback is on stderr all
-    the same."""
+    """To the launcher that waits at one of these addresses: "TOKEN PORT ADDRESS...". If none answers the traceback is
+    on stderr all the same."""
     import socket
 
     token, port, *addresses = REPORT_TO.split()
@@ -208,8 +223,8 @@ def main() -> None:
 
 
 def whole_lines() -> None:
-    """Ranks share one pipe or terminal: a line goes there at its end, in one piece. (python -u writes each part of a print by itself, and
-    those of two ranks mix.)"""
+    """Ranks share one pipe or terminal: a line goes there at its end, in one piece. (python -u writes each part of a
+    print by itself, and those of two ranks mix.)"""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

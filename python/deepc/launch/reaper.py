@@ -1,8 +1,9 @@
-"""No process outlives the run: what a rank started and left behind (data-loader workers of a killed rank) is found and killed.
+"""No process outlives the run: what a rank started and left behind (data-loader workers of a killed rank) is found and
+killed.
 
-The agent is the subreaper of its descendants: an orphan becomes its child instead of init's, so every process of the run stays in the
-tree below the agent, whatever session or process group it moved to. Linux only. Only the standard library and no import of deepc: agent.py
-loads this file by its path."""
+The agent is the subreaper of its descendants: an orphan becomes its child instead of init's, so every process of the
+run stays in the tree below the agent, whatever session or process group it moved to. Linux only. Only the standard
+library and no import of deepc: agent.py loads this file by its path."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class LingeringPopen(subprocess.Popen[bytes]):
-    """A rank that failed stays a zombie for a moment before it is collected: from the zombie the other ranks read how it ended (its signal
-    or exit code; before Linux 6.15 there is no other place), and they get the time to say so before they are stopped as well."""
+    """A rank that failed stays a zombie for a moment before it is collected: from the zombie the other ranks read how
+    it ended (its signal or exit code; before Linux 6.15 there is no other place), and they get the time to say so
+    before they are stopped as well.
+    """
 
     _seen: float | None = None
 
@@ -84,9 +87,12 @@ def _reap() -> None:
 
 
 def kill_descendants(timeout: float = 10.0) -> set[int]:
-    """SIGKILL to all that is below this process, again until nothing is left (a child may fork while it is being killed).
+    """SIGKILL to all that is below this process, again until nothing is left (a child may fork while it is being
+    killed).
 
-    Returns the pids that were still running and had to be killed. What outlives `timeout` seconds (stuck in the kernel) is left."""
+    Returns the pids that were still running and had to be killed. What outlives `timeout` seconds (stuck in the kernel)
+    is left.
+    """
     killed: set[int] = set()
     deadline = time.monotonic() + timeout
     while True:

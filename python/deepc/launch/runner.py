@@ -1,7 +1,7 @@
 """Runs a Launch to its end: what happens becomes an exit code, one report of what failed first, and no process left.
 
-The report comes last, after all the ranks' own output: the traceback of the rank that failed first, not of those that failed because
-of it."""
+The report comes last, after all the ranks' own output: the traceback of the rank that failed first, not of those that
+failed because of it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _run_through(launch: Launch) -> int:
         env = {**from_files(), **mpi.environment(launch, reports.address)}
         command = mpi.command(launch, env)
         if not launch.quiet:
-            print("deepc run: " + " ".join(command[:command.index(mpi.RANK)]) + " ...", file=sys.stderr, flush=True)
+            print("deepc run: " + " ".join(command[: command.index(mpi.RANK)]) + " ...", file=sys.stderr, flush=True)
         argv = [sys.executable, "-u", mpi.RANK, "launcher", *command]
         here = replace(launch, hosts=(Host("localhost", (0,), True),), launcher="local", env={}, logs=None)
         with Driver(here, commands=[{"rank": command[0], "argv": argv, "env": env}]) as driver:
@@ -74,7 +74,8 @@ def _run_through(launch: Launch) -> int:
             return 0
         if not reports.failures:
             return report(failures)
-        # Of several exit codes srun returns the largest, so the cause's own counts; a rank that was killed could not report.
+        # Of several exit codes srun returns the largest, so the cause's own counts; a rank that was killed could not
+        # report.
         ended = failures[0].exit or 1
         theirs = 128 - ended if ended < 0 else ended
         return report(reports.failures, theirs if first_failure(reports.failures).is_consequence else None)
@@ -94,9 +95,10 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 
 
 def run(launch: Launch) -> int:
-    """Starts the ranks, waits for them and returns the exit code of the run: 0, that of the rank that failed first, or 128 + n when
-    signal n ended a rank or stopped the launcher. When it returns no process that the run started is alive, on any host. Raises CommError
-    if a host can't be reached, or the ranks can't be started. Call it in the main thread."""
+    """Starts the ranks, waits for them and returns the exit code of the run: 0, that of the rank that failed first, or
+    128 + n when signal n ended a rank or stopped the launcher. When it returns no process that the run started is
+    alive, on any host. Raises CommError if a host can't be reached, or the ranks can't be started. Call it in the main
+    thread."""
     if not launch.quiet:
         print(launch.describe(), file=sys.stderr, flush=True)
     before = {sig: signal.signal(sig, _raise_stopped) for sig in _STOPPING}

@@ -1,6 +1,5 @@
-"""torch's store, the ranks' meeting point, in a process of its own on the first host of a run: it outlives rank 0, so the others can say
-who died.
-Usage: store.py LISTENING_FD PORT AGENT_PID. Runs until it is killed."""
+"""torch's store, the ranks' meeting point, in a process of its own on the first host of a run: it outlives rank 0, so
+the others can say who died. Usage: store.py LISTENING_FD PORT AGENT_PID. Runs until it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run says while it trains and leaves behind: the log line, the live line, metrics.jsonl and run.json, TensorBoard, W&B, Comet, CSV.
+"""What a run says while it trains and leaves behind: the log line, the live line, metrics.jsonl and run.json,
+TensorBoard, W&B, Comet, CSV.
 
     engine.log({"accuracy": 0.93})            # your own scalars, to all of them
     engine.monitor.set_total_steps(10_000)    # for the ETA, where no schedule tells

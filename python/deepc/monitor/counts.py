@@ -1,17 +1,19 @@
-"""What a step does, counted cheaply: tokens from the shapes of the inputs, model FLOPs from the number of parameters, and the machine's peak.
+"""What a step does, counted cheaply: tokens from the shapes of the inputs, model FLOPs from the number of parameters,
+and the machine's peak.
 
-Model FLOPs are those of the mathematics (PaLM's appendix B, Megatron): a token takes 2 per parameter that multiplies it forward and 4 backward, 2 if the
-parameter is frozen; attention takes 12 x layers x width x length. Recomputed activations do not count. Embeddings that are only looked up do not
-multiply. It is a count for dense token models: experts are counted as if every token saw all of them, so give the figure (Meter.set_flops) there, or use
-the flops profiler."""
+Model FLOPs are those of the mathematics (PaLM's appendix B, Megatron): a token takes 2 per parameter that multiplies it
+forward and 4 backward, 2 if the parameter is frozen; attention takes 12 x layers x width x length. Recomputed
+activations do not count. Embeddings that are only looked up do not multiply. It is a count for dense token models:
+experts are counted as if every token saw all of them, so give the figure (Meter.set_flops) there, or use the flops
+profiler."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -19,13 +21,14 @@ _IDS = ("input_ids", "decoder_input_ids", "labels")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 def _is_tokens(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in _INTEGERS
 
 
 def _search(value: Any, depth: int = 0) -> tuple[Any, ...] | None:
-    """Path of keys and indices to the first (batch, length) tensor of integers; one that is called input_ids goes first."""
+    """Path of keys and indices to the first (batch, length) tensor of integers; one that is called input_ids goes
+    first."""
     if isinstance(value, Mapping):
         named = [k for k in _IDS if k in value]
         items: Any = [(k, value[k]) for k in [*named, *(k for k in value if k not in named)]]
@@ -48,8 +51,9 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 class TokenCounter:
-    """Counts the tokens of a model's inputs: the elements of the first (batch, length) integer tensor among them, padding included. Where it lies is
-    found once and looked up from then on. A model that is encoder and decoder has two such tensors."""
+    """Counts the tokens of a model's inputs: the elements of the first (batch, length) integer tensor among them,
+    padding included. Where it lies is found once and looked up from then on. A model that is encoder and decoder has
+    two such tensors."""
 
     def __init__(self, encoder_decoder: bool = False) -> None:
         self._two = encoder_decoder
@@ -66,7 +70,13 @@ class TokenCounter:
         try:
             t = _at(kwargs if self._in_kwargs else inputs, self._path)  # type: ignore[arg-type]
             batch, length = t.shape
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError):  # another form of call: look again next time
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ValueError,
+        ):  # another form of call: look again next time
             self._path = None
             return 0, 0
         tokens = batch * length
@@ -77,14 +87,18 @@ class TokenCounter:
         return tokens, length
 
     def _find(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        for self._in_kwargs, where in ((True, {k: kwargs[k] for k in _IDS if k in kwargs}), (False, inputs), (True, kwargs)):
+        for self._in_kwargs, where in (
+            (True, {k: kwargs[k] for k in _IDS if k in kwargs}),
+            (False, inputs),
+            (True, kwargs),
+        ):
             if (path := _search(where)) is not None:
                 self._path = path
                 return True
         return False
 
 
-# ---- FLOPs ----------------------------------------------------------------------------------------------------------------
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth")
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "width", "embed_dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "heads")
@@ -100,8 +114,8 @@ def _int_of(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def attention_size(module: torch.nn.Module) -> int:
-    """Layers x width of the attention, from the model's `config` (Hugging Face's names, and common ones) or from its nn.MultiheadAttention; 0 if
-    neither tells."""
+    """Layers x width of the attention, from the model's `config` (Hugging Face's names, and common ones) or from its
+    nn.MultiheadAttention; 0 if neither tells."""
     config = getattr(module, "config", None)
     if config is not None:
         config = getattr(config, "text_config", None) or config
@@ -145,13 +159,31 @@ def is_encoder_decoder(module: torch.nn.Module) -> bool:
     return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
 
 
-# ---- the peak -------------------------------------------------------------------------------------------------------------
+# ---- the peak --------------------------------------------------------------------------------------------------------
 # Dense TFLOP/s by the vendors' data sheets, without sparsity: (part of the device's name, 16-bit, fp32 without TF32).
 _GPUS = (
-    ("B200", 2250.0, 75.0), ("GB200", 2250.0, 75.0), ("H200", 989.0, 67.0), ("H100 PCIe", 756.0, 51.0), ("H100 NVL", 835.0, 60.0), ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5), ("A800", 312.0, 19.5), ("H800", 989.0, 67.0), ("A40", 149.7, 37.4), ("A10G", 70.0, 35.0), ("A10", 125.0, 31.2), ("A6000", 154.8, 38.7),
-    ("L40S", 362.0, 91.6), ("L40", 181.0, 90.5), ("L4", 121.0, 30.3), ("RTX 4090", 165.2, 82.6), ("RTX 3090", 71.0, 35.6), ("V100", 125.0, 15.7),
-    ("T4", 65.0, 8.1), ("MI300X", 1307.0, 163.4), ("MI250X", 383.0, 47.9),
+    ("B200", 2250.0, 75.0),
+    ("GB200", 2250.0, 75.0),
+    ("H200", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.0, 67.0),
+    ("A100", 312.0, 19.5),
+    ("A800", 312.0, 19.5),
+    ("H800", 989.0, 67.0),
+    ("A40", 149.7, 37.4),
+    ("A10G", 70.0, 35.0),
+    ("A10", 125.0, 31.2),
+    ("A6000", 154.8, 38.7),
+    ("L40S", 362.0, 91.6),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 30.3),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71.0, 35.6),
+    ("V100", 125.0, 15.7),
+    ("T4", 65.0, 8.1),
+    ("MI300X", 1307.0, 163.4),
+    ("MI250X", 383.0, 47.9),
 )
 
 
@@ -166,7 +198,8 @@ def known_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 @torch.no_grad()
 def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.04) -> float:
-    """FLOP/s of the best of a few matrix products on this rank's threads. Takes about `seconds`, once; draws no random numbers."""
+    """FLOP/s of the best of a few matrix products on this rank's threads. Takes about `seconds`, once; draws no random
+    numbers."""
     threads = torch.get_num_threads() if device.type == "cpu" else 64
     n = 768 if threads <= 4 else 1536 if threads <= 16 else 3072
     a, b = torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype, device=device)
@@ -186,8 +219,15 @@ def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.0
     return 2.0 * n**3 / min(times[1:])
 
 
-def job_peak(dtype: torch.dtype, device: torch.device, ranks_per_node: int, nodes: int, measure: Callable[..., float] = measured_peak) -> float:
-    """FLOP/s of all ranks together: a GPU by its name, else a measurement of this rank times the ranks that have cores of their own."""
+def job_peak(
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks_per_node: int,
+    nodes: int,
+    measure: Callable[..., float] = measured_peak,
+) -> float:
+    """FLOP/s of all ranks together: a GPU by its name, else a measurement of this rank times the ranks that have cores
+    of their own."""
     if device.type == "cuda":
         peak = known_peak(torch.cuda.get_device_name(device), dtype) or measure(dtype, device)
         return peak * ranks_per_node * nodes

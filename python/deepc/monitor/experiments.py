@@ -1,5 +1,5 @@
-"""TensorBoard, Weights & Biases, Comet and CSV files, from DeepSpeed's sections of the configuration: the same keys, files and tags as DeepSpeed 0.19.8's
-deepspeed/monitor. An event is (tag, value, samples so far).
+"""TensorBoard, Weights & Biases, Comet and CSV files, from DeepSpeed's sections of the configuration: the same keys,
+files and tags as DeepSpeed 0.19.8's deepspeed/monitor. An event is (tag, value, samples so far).
 
 Packages are imported when their section is enabled, on the rank that writes."""
 
@@ -8,21 +8,35 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from types import SimpleNamespace
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any
 
 from ..errors import UnsupportedError
 from .sinks import Guard, Sink
 
 Event = tuple[str, float, int]
 SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
-# Tag -> name in a record. DeepSpeed's own first, then ours, which are written at most once a second (they are rates and change slowly).
-TAGS = {"Train/Samples/train_loss": "loss", "Train/Samples/lr": "lr", "Train/Samples/loss_scale": "loss_scale", "Train/Samples/grad_norm": "grad_norm"}
-RATES = {"Train/Speed/samples_per_s": "samples_per_s", "Train/Speed/tokens_per_s": "tokens_per_s", "Train/Speed/tflops": "tflops",
-         "Train/Speed/fraction_of_peak": "fraction_of_peak"}
-TIMES = {"Train/Samples/elapsed_time_ms_forward": "forward_s", "Train/Samples/elapsed_time_ms_backward": "backward_s",
-         "Train/Samples/elapsed_time_ms_step": "step_s"}
+# Tag -> name in a record. DeepSpeed's own first, then ours, which are written at most once a second (they are rates and
+# change slowly).
+TAGS = {
+    "Train/Samples/train_loss": "loss",
+    "Train/Samples/lr": "lr",
+    "Train/Samples/loss_scale": "loss_scale",
+    "Train/Samples/grad_norm": "grad_norm",
+}
+RATES = {
+    "Train/Speed/samples_per_s": "samples_per_s",
+    "Train/Speed/tokens_per_s": "tokens_per_s",
+    "Train/Speed/tflops": "tflops",
+    "Train/Speed/fraction_of_peak": "fraction_of_peak",
+}
+TIMES = {
+    "Train/Samples/elapsed_time_ms_forward": "forward_s",
+    "Train/Samples/elapsed_time_ms_backward": "backward_s",
+    "Train/Samples/elapsed_time_ms_step": "step_s",
+}
 
 
 def events_of(record: Mapping[str, Any], rates: bool, times: bool) -> list[Event]:
@@ -123,7 +137,8 @@ class WandbMonitor(Monitor):
 
 
 class CometMonitor(Monitor):
-    """comet_ml.start with the section's keys; online=false writes a zip to COMET_OFFLINE_DIRECTORY. A tag is logged once in samples_log_interval samples."""
+    """comet_ml.start with the section's keys; online=false writes a zip to COMET_OFFLINE_DIRECTORY. A tag is logged
+    once in samples_log_interval samples."""
 
     def __init__(self, comet_config: Any) -> None:
         super().__init__(comet_config)
@@ -133,8 +148,14 @@ class CometMonitor(Monitor):
         self.name = "comet"
         c = comet_config
         self.samples_log_interval = c.samples_log_interval
-        self._experiment = comet_ml.start(api_key=c.api_key, project=c.project, workspace=c.workspace, experiment_key=c.experiment_key, mode=c.mode,
-                                          online=c.online)
+        self._experiment = comet_ml.start(
+            api_key=c.api_key,
+            project=c.project,
+            workspace=c.workspace,
+            experiment_key=c.experiment_key,
+            mode=c.mode,
+            online=c.online,
+        )
         if c.experiment_name is not None:
             self._experiment.set_name(c.experiment_name)
         self._last: dict[str, int] = {}
@@ -159,7 +180,8 @@ class CometMonitor(Monitor):
 
 
 class csvMonitor(Monitor):
-    """output_path/job_name/<tag with _ for / and space>.csv: a header "step,<last part of the tag>", then one row per event."""
+    """output_path/job_name/<tag with _ for / and space>.csv: a header "step,<last part of the tag>", then one row per
+    event."""
 
     def __init__(self, csv_config: Any) -> None:
         super().__init__(csv_config)
@@ -193,11 +215,14 @@ def _need(section: str, package: str) -> None:
     import importlib.util
 
     if importlib.util.find_spec(package) is None:
-        raise UnsupportedError(f"the configuration's {section} section needs the package {package}: pip install {package}")
+        raise UnsupportedError(
+            f"the configuration's {section} section needs the package {package}: pip install {package}"
+        )
 
 
 def open_enabled(config: Any, guard: Guard) -> list[Monitor]:
-    """Opens the trackers whose section of `config` (attributes tensorboard, wandb, csv_monitor, comet) is enabled. On the rank that writes only."""
+    """Opens the trackers whose section of `config` (attributes tensorboard, wandb, csv_monitor, comet) is enabled. On
+    the rank that writes only."""
     out = []
     for section in SECTIONS:
         if getattr(config, section).enabled:
@@ -207,13 +232,22 @@ def open_enabled(config: Any, guard: Guard) -> list[Monitor]:
     return out  # type: ignore[return-value]
 
 
-# ---- DeepSpeed's MonitorMaster ----------------------------------------------------------------------------------------------------
+# ---- DeepSpeed's MonitorMaster ---------------------------------------------------------------------------------------
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
     "csv_monitor": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
     "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
-    "comet": {"enabled": False, "samples_log_interval": 100, "project": None, "workspace": None, "api_key": None, "experiment_name": None,
-              "experiment_key": None, "online": None, "mode": None},
+    "comet": {
+        "enabled": False,
+        "samples_log_interval": 100,
+        "project": None,
+        "workspace": None,
+        "api_key": None,
+        "experiment_name": None,
+        "experiment_key": None,
+        "online": None,
+        "mode": None,
+    },
 }
 
 

@@ -1,10 +1,12 @@
-"""The text of a record (the names are those of metrics.jsonl, see docs/logging.md): one line, which fits the terminal by leaving out what matters least."""
+"""The text of a record (the names are those of metrics.jsonl, see docs/logging.md): one line, which fits the terminal
+by leaving out what matters least."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 Record = Mapping[str, Any]
 
@@ -30,7 +32,7 @@ def as_json(record: Record) -> str:
         return json.dumps(plain(record), allow_nan=False)
 
 
-# ---- pieces -----------------------------------------------------------------------------------------------------------------
+# ---- pieces ----------------------------------------------------------------------------------------------------------
 def number(x: float) -> str:
     """About four digits: 12,345  1,234  123.4  1.234  0.1234; thousands as k from a million on."""
     if not math.isfinite(x):
@@ -43,13 +45,13 @@ def number(x: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """"96 MiB", "1.24 GiB"."""
+    """ "96 MiB", "1.24 GiB"."""
     mib = nbytes / 2**20
     return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.2f} GiB" if mib < 100 * 1024 else f"{mib / 1024:.0f} GiB"
 
 
 def clock(seconds: float) -> str:
-    """"0:42", "12:05", "3:04:05", "2d 03:04"."""
+    """ "0:42", "12:05", "3:04:05", "2d 03:04"."""
     s = max(0, int(seconds + 0.5))
     if s >= 86400:
         return f"{s // 86400}d {s % 86400 // 3600:02d}:{s % 3600 // 60:02d}"
@@ -85,7 +87,10 @@ def _wait(r: Record) -> str | None:
     seconds = (r.get("time_s") or 0.0) + wait.get("disk_s", 0.0)
     if not seconds:
         return None
-    shares = [(name, 100 * wait.get(key, 0.0) / seconds) for name, key in (("data", "data_s"), ("comm", "communication_s"), ("disk", "disk_s"))]
+    shares = [
+        (name, 100 * wait.get(key, 0.0) / seconds)
+        for name, key in (("data", "data_s"), ("comm", "communication_s"), ("disk", "disk_s"))
+    ]
     shown = [f"{name} {share:.0f} %" for name, share in shares if share >= 0.5]
     return "waits: " + ", ".join(shown) if shown else None
 
@@ -105,7 +110,12 @@ _PARTS = (
     (6, lambda r: f"skipped {r['skipped_steps']}" if r.get("skipped_steps") else None),
     (6, lambda r: r["mode"] if r.get("mode") else None),
     (1, lambda r: f"{number(r['tokens_per_s'])} tokens/s" if r.get("tokens_per_s") else None),
-    (1, lambda r: f"{number(r['samples_per_s'])} samples/s" if r.get("samples_per_s") and not r.get("tokens_per_s") else None),
+    (
+        1,
+        lambda r: (
+            f"{number(r['samples_per_s'])} samples/s" if r.get("samples_per_s") and not r.get("tokens_per_s") else None
+        ),
+    ),
     (4, _flops),
     (5, _memory),
     (7, _wait),

@@ -1,9 +1,11 @@
-"""The DataLoader that deepc.initialize returns: torch's, with the time that next() takes counted as waiting for data."""
+"""The DataLoader that deepc.initialize returns: torch's, with the time that next() takes counted as waiting for
+data."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ class _TimedIterator:
     def __init__(self, inner: Iterator[Any]) -> None:
         self._inner = inner
 
-    def __iter__(self) -> "_TimedIterator":
+    def __iter__(self) -> _TimedIterator:
         return self
 
     def __next__(self) -> Any:

@@ -1,10 +1,13 @@
 """The meter of one engine: what a step took and did, from a handful of clock reads, and who is told.
 
-It adds no message and no wait for the device to a step: what the other ranks have to say (losses, tokens, waits, memory) rides in the message that
-carries the gradient norm (`row`, `take`). Lines, files and trackers are fed between steps, in bunches, and never more often than their own cost allows:
-whoever takes c seconds is not asked again for 1,000 c.
+It adds no message and no wait for the device to a step: what the other ranks have to say (losses, tokens, waits,
+memory) rides in the message that carries the gradient norm (`row`, `take`). Lines, files and trackers are fed between
+steps, in bunches, and never more often than their own cost allows: whoever takes c seconds is not asked again for 1,000
+c.
 
-The engine calls forward_begins/ends, backward_begins/ends, row and take (inside the step), micro_step_ends, step_ends. Everything else is lazy."""
+The engine calls forward_begins/ends, backward_begins/ends, row and take (inside the step), micro_step_ends, step_ends.
+Everything else is lazy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from typing import Any, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -27,14 +31,16 @@ logger = logging.getLogger("deepc")
 _clock = time.perf_counter
 SHARE = 1e-3  # of the time that lines, files and trackers may take together
 _FLUSH_S, _KEEP, _SAMPLE_S, _LIVE_S = 1.0, 512, 1.0, 0.5
-_meters: "weakref.WeakSet[Meter]" = weakref.WeakSet()
+_meters: weakref.WeakSet[Meter] = weakref.WeakSet()
 _made = 0
 
 
 class Meter:
-    """Made by the engine at the end of initialize. `last`, `set_total_steps`, `set_flops`, `log` and `disk` are for users and other modules."""
+    """Made by the engine at the end of initialize. `last`, `set_total_steps`, `set_flops`, `log` and `disk` are for
+    users and other modules."""
 
-    ROW = 9  # loss, has it a loss, tokens, FLOPs, waits for data, communication and disk, private bytes now and at the peak
+    # loss, has it a loss, tokens, FLOPs, waits for data, communication and disk, private bytes now and at the peak
+    ROW = 9
 
     def __init__(self, engine: Any) -> None:
         global _made
@@ -56,7 +62,9 @@ class Meter:
 
         # this rank, since the last step
         self._losses: list[torch.Tensor] = []
-        self._candidate: list[torch.Tensor] = []  # outputs that look like a loss, where the script calls loss.backward() itself
+        self._candidate: list[
+            torch.Tensor
+        ] = []  # outputs that look like a loss, where the script calls loss.backward() itself
         self._tokens, self._flops = 0, 0.0
         self._data = self._outside = self._forward = self._backward = 0.0
         self._began: float | None = None  # of the step's first forward, less what it waited for data
@@ -82,7 +90,7 @@ class Meter:
         self._warned = False
         self._open(engine)
 
-    # ---- set-up ------------------------------------------------------------------------------------------------------------
+    # ---- set-up ------------------------------------------------------------------------------------------------------
     def _open(self, engine: Any) -> None:
         log = self._config.deepc.log
         self._form = os.environ.get("DEEPC_LOG") or log.format
@@ -111,14 +119,16 @@ class Meter:
             from .run_info import describe
 
             began = time.time() - (_clock() - self._start)
-            self._guard.open(f"the run folder {folder}", lambda: sinks.Folder(folder, describe(engine, self, began), began))
+            self._guard.open(
+                f"the run folder {folder}", lambda: sinks.Folder(folder, describe(engine, self, began), began)
+            )
         if any(getattr(config, s).enabled for s in ("tensorboard", "wandb", "csv_monitor", "comet")):
             from .experiments import open_enabled
 
             for monitor in open_enabled(config, self._guard):
                 monitor.times = config.wall_clock_breakdown
 
-    # ---- what the engine calls ---------------------------------------------------------------------------------------------
+    # ---- what the engine calls ---------------------------------------------------------------------------------------
     def forward_begins(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = self._entered = _clock()
         self._training = torch.is_grad_enabled()
@@ -148,7 +158,13 @@ class Meter:
         if not self._training:
             return
         self._forward += now - self._entered
-        loss = out if isinstance(out, torch.Tensor) else out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        loss = (
+            out
+            if isinstance(out, torch.Tensor)
+            else out.get("loss")
+            if isinstance(out, Mapping)
+            else getattr(out, "loss", None)
+        )
         if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
             self._candidate.append(loss.detach())
         self._rested = now
@@ -172,7 +188,7 @@ class Meter:
         self._losses.clear()
         self._candidate.clear()
 
-    # ---- inside the step: one row per rank, in the message of the gradient norm ----------------------------------------------
+    # ---- inside the step: one row per rank, in the message of the gradient norm --------------------------------------
     def row(self) -> list[float]:
         """This rank's ROW numbers since the last step. Asking twice in a step gives the same."""
         now = _clock()
@@ -206,7 +222,7 @@ class Meter:
         """rows: [ranks, ROW], what all ranks said."""
         self._rows = rows.tolist()
 
-    # ---- after the step ------------------------------------------------------------------------------------------------------
+    # ---- after the step ----------------------------------------------------------------------------------------------
     def step_ends(self, result: Any) -> None:
         """result: the engine's StepResult."""
         now = self._rested = _clock()
@@ -228,7 +244,8 @@ class Meter:
                     logger.warning(f"the log line failed and is off from here on: {type(exc).__name__}: {exc}")
 
     def _collect(self, result: Any, now: float) -> None:
-        """Adds the step up. The record is made of it when somebody asks (most steps of a run that writes no files are asked by nobody)."""
+        """Adds the step up. The record is made of it when somebody asks (most steps of a run that writes no files are
+        asked by nobody)."""
         rows = self._rows
         if self._world == 1:
             _, _, tokens, flops, data, communication, disk, _, _ = rows[0]
@@ -239,7 +256,20 @@ class Meter:
         # Peers also wait for what this rank did between its steps (an evaluation, a print), which is not in `seconds`.
         data, communication = min(data, seconds), min(communication, seconds)
         self._tokens_total += tokens
-        self._raw = (result, now, seconds, tokens, flops, data, communication, disk, self._forward, self._backward, now - self._step_began, self._outside)
+        self._raw = (
+            result,
+            now,
+            seconds,
+            tokens,
+            flops,
+            data,
+            communication,
+            disk,
+            self._forward,
+            self._backward,
+            now - self._step_began,
+            self._outside,
+        )
         self._made_record = None
         sums = self._sums
         sums.seconds += seconds
@@ -263,12 +293,23 @@ class Meter:
         known = sum(r[1] for r in self._rows)
         rates = [float(g["lr"]) for g in engine.optimizer.param_groups]
         out: dict[str, Any] = {
-            "step": engine.global_steps, "at": now - self._start, "time_s": seconds, "samples": engine.global_samples, "tokens": int(self._tokens_total) or None,
-            "loss": sum(r[0] for r in self._rows) / known if known else None, "lr": rates[0] if rates else None,
-            "grad_norm": result.grad_norm if result.applied else None, "loss_scale": engine.loss_scale if engine.scaler is not None else None,
-            "skipped": not result.applied, "skipped_steps": engine.skipped_steps, "precision": engine.precision,
-            "samples_per_s": self._samples_a_step / seconds, "tokens_per_s": tokens / seconds if tokens else None, "tflops": flops / seconds / 1e12 if flops else None,
-            "memory": self._memory_now(), "wait": {"data_s": data, "communication_s": communication, "disk_s": disk},
+            "step": engine.global_steps,
+            "at": now - self._start,
+            "time_s": seconds,
+            "samples": engine.global_samples,
+            "tokens": int(self._tokens_total) or None,
+            "loss": sum(r[0] for r in self._rows) / known if known else None,
+            "lr": rates[0] if rates else None,
+            "grad_norm": result.grad_norm if result.applied else None,
+            "loss_scale": engine.loss_scale if engine.scaler is not None else None,
+            "skipped": not result.applied,
+            "skipped_steps": engine.skipped_steps,
+            "precision": engine.precision,
+            "samples_per_s": self._samples_a_step / seconds,
+            "tokens_per_s": tokens / seconds if tokens else None,
+            "tflops": flops / seconds / 1e12 if flops else None,
+            "memory": self._memory_now(),
+            "wait": {"data_s": data, "communication_s": communication, "disk_s": disk},
             "parts": {"forward_s": forward, "backward_s": backward, "step_s": update, "outside_s": outside},
         }
         if len(set(rates)) > 1:
@@ -332,7 +373,9 @@ class Meter:
     def _averaged(self) -> dict[str, Any]:
         """The last step, with rates, times and waits over the steps since the last line."""
         if self._peak is None and self._now.get("tflops"):
-            self._peak = counts.job_peak(self._engine.dtype, self._engine.device, self._engine.plan.ranks_per_node, self._engine.plan.nodes)
+            self._peak = counts.job_peak(
+                self._engine.dtype, self._engine.device, self._engine.plan.ranks_per_node, self._engine.plan.nodes
+            )
         sums, record = self._sums, {**self._now, **self._ahead()}
         record.update(sums.rates(self._samples_a_step, self._peak))
         if self._own:
@@ -344,7 +387,7 @@ class Meter:
             record["scalars"] = {k: _number(k, v) for k, v in self._scalars.items()}
         return record
 
-    # ---- time left -----------------------------------------------------------------------------------------------------------
+    # ---- time left ---------------------------------------------------------------------------------------------------
     def _total_steps(self) -> int | None:
         if self._total is not None:
             return self._total or None
@@ -363,19 +406,22 @@ class Meter:
             eta = max(0, total - step) * (self._now["at"] + self._start - at) / (step - since)
         return {"total_steps": total, "eta_s": eta}
 
-    # ---- for users and other modules -----------------------------------------------------------------------------------------
+    # ---- for users and other modules ---------------------------------------------------------------------------------
     @property
     def last(self) -> dict[str, Any]:
         """The last finished step, with the names of metrics.jsonl; {} before the first. Figures of all ranks."""
         return {**self._now, **self._ahead()} if self._now else {}
 
     def set_total_steps(self, steps: int | None) -> None:
-        """Optimizer steps that the run will have made at its end, for the ETA; 0: nobody knows; None: what the LR schedule says."""
+        """Optimizer steps that the run will have made at its end, for the ETA; 0: nobody knows; None: what the LR
+        schedule says."""
         self._total = steps
 
-    def set_flops(self, *, per_step: float | None = None, per_token: float | None = None, per_sample: float | None = None) -> None:
-        """Model FLOPs, forward and backward, instead of the count by parameters: of this rank's whole step (all its micro-batches), of one token, or of
-        one sample."""
+    def set_flops(
+        self, *, per_step: float | None = None, per_token: float | None = None, per_sample: float | None = None
+    ) -> None:
+        """Model FLOPs, forward and backward, instead of the count by parameters: of this rank's whole step (all its
+        micro-batches), of one token, or of one sample."""
         if sum(x is not None for x in (per_step, per_token, per_sample)) != 1:
             raise ArgumentError("set_flops takes one of per_step=, per_token=, per_sample=")
         if per_sample is not None:
@@ -388,20 +434,34 @@ class Meter:
         return self._estimate_flops().constant
 
     def log(self, scalars: Mapping[str, Any]) -> None:
-        """The user's own numbers (0-d tensors are read later): to the trackers and metrics.jsonl, and the last ones of each name on the next line."""
+        """The user's own numbers (0-d tensors are read later): to the trackers and metrics.jsonl, and the last ones of
+        each name on the next line."""
         for name, value in scalars.items():
             if not isinstance(name, str) or not _is_number(value):
-                raise ArgumentError(f"engine.log takes {{name: number}}, got {name!r}: {type(value).__name__}; a number, a tensor or an array of one element is meant")
+                raise ArgumentError(
+                    f"engine.log takes {{name: number}}, got {name!r}: {type(value).__name__}; a number, a tensor or an"
+                    " array of one element is meant"
+                )
         kept = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         self._scalars.update(kept)
         if self._writes:
             engine = self._engine
-            self._pending.append({"event": "log", "step": engine.global_steps, "at": _clock() - self._start, "samples": engine.global_samples, "scalars": kept})
+            self._pending.append(
+                {
+                    "event": "log",
+                    "step": engine.global_steps,
+                    "at": _clock() - self._start,
+                    "samples": engine.global_samples,
+                    "scalars": kept,
+                }
+            )
 
     def note(self, event: str, **fields: Any) -> None:
         """Something that happened, with JSON values: a line of metrics.jsonl that is no step."""
         if self._writes:
-            self._pending.append({"event": event, "step": self._engine.global_steps, "at": _clock() - self._start, **fields})
+            self._pending.append(
+                {"event": event, "step": self._engine.global_steps, "at": _clock() - self._start, **fields}
+            )
 
     def tick(self, lane: str, seconds: float) -> None:
         """Adds to what the current step waited: lane "data", "communication" or "disk"."""
@@ -417,8 +477,16 @@ class Meter:
             now = _clock()
             waits.add("disk", now - began)
             if self._writes:
-                self._pending.append({"event": "checkpoint", "step": self._engine.global_steps, "at": now - self._start, "seconds": now - began, "what": what,
-                                      "path": os.fspath(path)})
+                self._pending.append(
+                    {
+                        "event": "checkpoint",
+                        "step": self._engine.global_steps,
+                        "at": now - self._start,
+                        "seconds": now - began,
+                        "what": what,
+                        "path": os.fspath(path),
+                    }
+                )
             self._rested = None  # not a wait for data
 
     def flush(self) -> None:
@@ -438,7 +506,8 @@ class Meter:
         self._flush_at = done + max(_FLUSH_S, min(10.0, (done - began) / SHARE))
 
     def pause(self) -> None:
-        """Ends the live line, before the script prints or asks something of its own; the line of the last step stays. The next step begins a new one."""
+        """Ends the live line, before the script prints or asks something of its own; the line of the last step stays.
+        The next step begins a new one."""
         if self._lines is None:
             return
         with contextlib.suppress(Exception):  # the stream may be gone
@@ -457,7 +526,7 @@ class Meter:
         self._writes = self.speaks = False
         _meters.discard(self)
 
-    # ---- counting ------------------------------------------------------------------------------------------------------------
+    # ---- counting ----------------------------------------------------------------------------------------------------
     def _estimate_flops(self) -> counts.TokenFlops:
         engine = self._engine
         by_name = {p.name: (p.numel, p.index is not None) for p in engine.plan.params}
@@ -478,7 +547,11 @@ class Meter:
     def _memory_now(self) -> dict[str, int]:
         """Of all ranks; one object for the steps between two samples."""
         if not self._memory:
-            self._memory = {"process": int(sum(r[7] for r in self._rows)), "process_peak": int(sum(r[8] for r in self._rows)), "shared": self._shared}
+            self._memory = {
+                "process": int(sum(r[7] for r in self._rows)),
+                "process_peak": int(sum(r[8] for r in self._rows)),
+                "shared": self._shared,
+            }
             if (gpu := tiers.device(self._engine.device)) is not None:
                 self._memory["gpu"], self._memory["gpu_peak"] = gpu
         return self._memory
@@ -495,8 +568,11 @@ class _Sums:
 
     def rates(self, samples_a_step: int, peak: float | None) -> dict[str, Any]:
         s = self.seconds or 1e-9
-        out: dict[str, Any] = {"time_s": s, "samples_per_s": samples_a_step * self.steps / s,
-                               "wait": {"data_s": self.data, "communication_s": self.communication, "disk_s": self.disk}}
+        out: dict[str, Any] = {
+            "time_s": s,
+            "samples_per_s": samples_a_step * self.steps / s,
+            "wait": {"data_s": self.data, "communication_s": self.communication, "disk_s": self.disk},
+        }
         if self.tokens:
             out["tokens_per_s"] = self.tokens / s
         if self.flops:
@@ -518,7 +594,9 @@ def _number(name: str, value: Any) -> float:
 
 @atexit.register
 def _close_all() -> None:
-    silent = any(getattr(getattr(h, "stream", None), "closed", False) for h in logger.handlers)  # a test runner's, say: a line would be an error
+    silent = any(
+        getattr(getattr(h, "stream", None), "closed", False) for h in logger.handlers
+    )  # a test runner's, say: a line would be an error
     for meter in list(_meters):
         meter.speaks = meter.speaks and not silent
         with contextlib.suppress(Exception):

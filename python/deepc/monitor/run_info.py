@@ -29,7 +29,8 @@ def _masked(value: Any, key: str = "") -> Any:
 
 
 def _private_before(engine: Any) -> int | None:
-    """Private bytes of all ranks before initialize (rank 0's, times the ranks): what a prediction is above. None without a prediction."""
+    """Private bytes of all ranks before initialize (rank 0's, times the ranks): what a prediction is above. None
+    without a prediction."""
     if engine._first_step is None:
         return None
     before: int = engine._first_step._before["rss_bytes"]
@@ -46,19 +47,45 @@ def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
     return {
         "started": datetime.datetime.fromtimestamp(began, datetime.timezone.utc).isoformat(timespec="seconds"),
         "began": began,
-        "deepc": __version__, "torch": str(torch.__version__), "python": platform.python_version(),
+        "deepc": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
         "argv0": os.path.basename(sys.argv[0]) if sys.argv else "",
-        "host": socket.gethostname(), "ranks": engine.world_size, "nodes": plan.nodes, "ranks_per_node": plan.ranks_per_node, "device": plan.device,
+        "host": socket.gethostname(),
+        "ranks": engine.world_size,
+        "nodes": plan.nodes,
+        "ranks_per_node": plan.ranks_per_node,
+        "device": plan.device,
         "threads": torch.get_num_threads(),
-        "model": {"class": type(engine.module).__name__, "parameters": sum(p.numel for p in plan.params), "trainable": trained,
-                  "flops_per_token": meter.flops_per_token},
-        "stage": plan.stage, "precision": engine.precision,
-        "batch": {"train": config.train_batch_size, "micro": config.train_micro_batch_size_per_gpu, "accumulation": config.gradient_accumulation_steps},
+        "model": {
+            "class": type(engine.module).__name__,
+            "parameters": sum(p.numel for p in plan.params),
+            "trainable": trained,
+            "flops_per_token": meter.flops_per_token,
+        },
+        "stage": plan.stage,
+        "precision": engine.precision,
+        "batch": {
+            "train": config.train_batch_size,
+            "micro": config.train_micro_batch_size_per_gpu,
+            "accumulation": config.gradient_accumulation_steps,
+        },
         "config": _masked(config.raw),
         "inert": [{"key": i.key, "value": i.value, "reason": i.reason} for i in config.inert],
-        "plan": {"text": plan.describe(), "bytes": dict(plan.bytes), "mode": plan.mode, "transport": plan.transport, "buckets": plan.layout.nbuckets,
-                 "bucket_elems": plan.layout.bucket_elems, "dtype": str(plan.dtype).removeprefix("torch.")},
+        "plan": {
+            "text": plan.describe(),
+            "bytes": dict(plan.bytes),
+            "mode": plan.mode,
+            "transport": plan.transport,
+            "buckets": plan.layout.nbuckets,
+            "bucket_elems": plan.layout.bucket_elems,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+        },
         "predicted": engine.memory_plan.to_dict() if engine.memory_plan is not None else None,
         "process_before": _private_before(engine),
-        "log": {"steps_per_print": config.steps_per_print, "format": config.deepc.log.format, "seconds": config.deepc.log.seconds},
+        "log": {
+            "steps_per_print": config.steps_per_print,
+            "format": config.deepc.log.format,
+            "seconds": config.deepc.log.seconds,
+        },
     }

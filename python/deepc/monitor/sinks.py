@@ -1,6 +1,9 @@
-"""Where records go: lines on stderr, a live line on a terminal, the run folder. Experiment trackers are in experiments.py.
+"""Where records go: lines on stderr, a live line on a terminal, the run folder. Experiment trackers are in
+experiments.py.
 
-A sink may fail (a full disk, a package that is not there, a server that is down): Guard says so once and training goes on without it."""
+A sink may fail (a full disk, a package that is not there, a server that is down): Guard says so once and training goes
+on without it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from . import line
 
@@ -19,7 +23,8 @@ logger = logging.getLogger("deepc")
 
 
 class Sink:
-    """records: dicts with the names of metrics.jsonl; those with "event" are not steps. Called on the rank that writes, between two steps."""
+    """records: dicts with the names of metrics.jsonl; those with "event" are not steps. Called on the rank that writes,
+    between two steps."""
 
     name = "sink"
 
@@ -62,14 +67,16 @@ class Guard:
             what(*args)
         except (Exception, SystemExit) as exc:
             self.sinks.remove(sink)
-            logger.warning(f"{sink.name}: writing failed, so nothing more is written there and training goes on: {_why(exc)}")
+            logger.warning(
+                f"{sink.name}: writing failed, so nothing more is written there and training goes on: {_why(exc)}"
+            )
 
 
 def _why(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
 
 
-# ---- lines ------------------------------------------------------------------------------------------------------------------
+# ---- lines -----------------------------------------------------------------------------------------------------------
 class Lines:
     """A line per record, through the logger "deepc" (so its level counts)."""
 
@@ -92,8 +99,8 @@ class Lines:
 
 
 class LiveLine:
-    """One line at the bottom of a terminal that every record replaces; those to keep scroll by above it. With rich a bar as well, and what the
-    script prints meanwhile goes above; without, a carriage return."""
+    """One line at the bottom of a terminal that every record replaces; those to keep scroll by above it. With rich a
+    bar as well, and what the script prints meanwhile goes above; without, a carriage return."""
 
     live = True
 
@@ -115,7 +122,13 @@ class LiveLine:
         total = record.get("total_steps")
         bar: Any = self._bar
         columns = bar.console.width - (25 if total else 1)
-        bar.update(self._task, total=total, completed=record["step"], visible=True, description=self._prefix + line.text(record, columns))
+        bar.update(
+            self._task,
+            total=total,
+            completed=record["step"],
+            visible=True,
+            description=self._prefix + line.text(record, columns),
+        )
         bar.refresh()
 
     def _say(self, text: str) -> None:
@@ -148,7 +161,9 @@ class LiveLine:
                 return self._of.render(task) if task.total else Text("")
 
         console = Console(file=self._stream)
-        self._bar = Progress(Bar(), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False, transient=True)
+        self._bar = Progress(
+            Bar(), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False, transient=True
+        )
         self._task = self._bar.add_task("", total=None, visible=False)
         self._bar.start()
         console.show_cursor(True)  # a script that is killed must not leave a terminal without one
@@ -158,7 +173,11 @@ class LiveLine:
     def _redirect_logger(self) -> None:
         """Our own messages go above the line as well: the logger has kept the stream that was there before."""
         for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler) and getattr(handler, "stream", None) is self._stream and sys.stderr is not self._stream:
+            if (
+                isinstance(handler, logging.StreamHandler)
+                and getattr(handler, "stream", None) is self._stream
+                and sys.stderr is not self._stream
+            ):
                 self._handlers.append((handler, handler.setStream(sys.stderr)))
 
     def end(self, record: dict[str, Any] | None) -> None:
@@ -187,7 +206,11 @@ def choose_lines(form: str, prefix: str = "") -> Lines | LiveLine | None:
 
 def _is_terminal() -> bool:
     stream = sys.stderr
-    return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM", "") != "dumb" and "ipykernel" not in sys.modules
+    return (
+        bool(getattr(stream, "isatty", lambda: False)())
+        and os.environ.get("TERM", "") != "dumb"
+        and "ipykernel" not in sys.modules
+    )
 
 
 def _has_other_bars() -> bool:
@@ -196,15 +219,15 @@ def _has_other_bars() -> bool:
     return bool(getattr(getattr(tqdm, "tqdm", None), "_instances", None))
 
 
-# ---- the run folder -----------------------------------------------------------------------------------------------------------
+# ---- the run folder --------------------------------------------------------------------------------------------------
 _open_names: dict[str, set[int]] = {}  # by folder: the numbers of the engines that write there
 
 
 class Folder(Sink):
     """run.json and metrics.jsonl in a folder; run.2.json and metrics.2.jsonl for a second engine of the process.
 
-    A run that goes on (its first record is not step 1) is appended and keeps the clock of the first start. A fresh run moves the metrics of an
-    earlier one aside, to metrics.before-<time>.jsonl."""
+    A run that goes on (its first record is not step 1) is appended and keeps the clock of the first start. A fresh run
+    moves the metrics of an earlier one aside, to metrics.before-<time>.jsonl."""
 
     def __init__(self, folder: str | os.PathLike[str], info: dict[str, Any], began: float) -> None:
         """info: what run.json holds. began: time.time() of record time 0."""
@@ -236,8 +259,12 @@ class Folder(Sink):
             os.replace(self.path, self.path.with_name(f"{self.path.stem}.before-{mark}.jsonl"))
         if resumed and self._earlier.get("began"):
             self._shift = max(0.0, self._began - float(self._earlier["began"]))
-            self._info = {**self._info, "started": self._earlier.get("started"), "began": self._earlier["began"],
-                          "resumed": [*self._earlier.get("resumed", ()), self._info.get("started")]}
+            self._info = {
+                **self._info,
+                "started": self._earlier.get("started"),
+                "began": self._earlier["began"],
+                "resumed": [*self._earlier.get("resumed", ()), self._info.get("started")],
+            }
             self._write_info()
         self._file = open(self.path, "a", encoding="utf-8")
         if resumed:
@@ -248,7 +275,14 @@ class Folder(Sink):
             return
         if self._file is None:
             # A checkpoint that was loaded before the first step says where the run is.
-            step = next((r["step"] + 1 if r.get("event") else r["step"] for r in records if r.get("event") in (None, "checkpoint")), None)
+            step = next(
+                (
+                    r["step"] + 1 if r.get("event") else r["step"]
+                    for r in records
+                    if r.get("event") in (None, "checkpoint")
+                ),
+                None,
+            )
             if step is None:
                 step = records[0].get("step", 0) + 1
             self._open(step)

@@ -1,5 +1,6 @@
-"""Memory by tier as it is now: this process's own pages, the pages it shares with the ranks of its node, the GPU's. Cheap enough for a look a second
-(about 50 us; smaps_rollup, which knows shares of pages, takes milliseconds in a large process)."""
+"""Memory by tier as it is now: this process's own pages, the pages it shares with the ranks of its node, the GPU's.
+Cheap enough for a look a second (about 50 us; smaps_rollup, which knows shares of pages, takes milliseconds in a large
+process)."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def read_status(path: str = "/proc/self/status") -> dict[str, int]:
 
 
 def process() -> tuple[int, int, int]:
-    """(private bytes now, private bytes at the peak, bytes of shared memory) of this process. The peak is the kernel's high-water mark less
-    what is shared and what is mapped from files now."""
+    """(private bytes now, private bytes at the peak, bytes of shared memory) of this process. The peak is the kernel's
+    high-water mark less what is shared and what is mapped from files now."""
     s = read_status()
     private, shared = s.get("anonymous", 0), s.get("shared", 0)
     return private, max(private, s.get("peak", 0) - shared - s.get("file", 0)), shared

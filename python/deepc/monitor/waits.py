@@ -1,5 +1,6 @@
-"""Seconds that this process has waited so far, by lane: "data" (loaders), "communication" (peers and the network), "disk" (checkpoints, offload).
-Totals that only grow; who wants a step's share takes the difference. What the C core waited for peers is its counter `wait_ns`.
+"""Seconds that this process has waited so far, by lane: "data" (loaders), "communication" (peers and the network),
+"disk" (checkpoints, offload). Totals that only grow; who wants a step's share takes the difference. What the C core
+waited for peers is its counter `wait_ns`.
 
 Knows nothing of the rest of the package but the core's counters, so that every module may feed it."""
 
@@ -29,5 +30,6 @@ def add(lane: str, duration: float) -> None:
 
 
 def communication() -> float:
-    """Seconds spent waiting for other ranks so far: in the C core (beyond its brief spin), and for messages to other nodes."""
+    """Seconds spent waiting for other ranks so far: in the C core (beyond its brief spin), and for messages to other
+    nodes."""
     return seconds["communication"] + (C.dc_counter_get(_WAIT_NS) * 1e-9 if _WAIT_NS >= 0 else 0.0)

@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from .. import memory, ops  # noqa: F401  (ops registers torch.ops.deepc)
+from .. import memory, ops  # noqa: F401
 from ..dtypes import FLOATS
 from ..errors import ArgumentError, UnsupportedError
 
 
 class AdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW with the same arguments, param_groups, state and state_dict (Loshchilov & Hutter, arXiv:1711.05101).
+    """torch.optim.AdamW with the same arguments, param_groups, state and state_dict (Loshchilov & Hutter,
+    arXiv:1711.05101).
 
-    Parameters: dense fp32, bf16 or fp16 tensors on CPU or CUDA; gradients of any of these dtypes; moments have the parameter's dtype, as in
-    torch. `foreach`, `fused` and `capturable` are accepted and change nothing: there is one path. Raises ArgumentError for what it can't step."""
+    Parameters: dense fp32, bf16 or fp16 tensors on CPU or CUDA; gradients of any of these dtypes; moments have the
+    parameter's dtype, as in torch. `foreach`, `fused` and `capturable` are accepted and change nothing: there is one
+    path. Raises ArgumentError for what it can't step.
+    """
 
     _decoupled = True
 
-    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
-                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
         if differentiable:
-            raise UnsupportedError("differentiable=True: deepc's AdamW can't be differentiated through; use torch.optim.AdamW for that")
+            raise UnsupportedError(
+                "differentiable=True: deepc's AdamW can't be differentiated through; use torch.optim.AdamW for that"
+            )
         _check(lr, betas, eps, weight_decay)
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, foreach=foreach,
-                                      capturable=capturable, differentiable=False, fused=fused, decoupled_weight_decay=self._decoupled))
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                amsgrad=amsgrad,
+                maximize=maximize,
+                foreach=foreach,
+                capturable=capturable,
+                differentiable=False,
+                fused=fused,
+                decoupled_weight_decay=self._decoupled,
+            ),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -67,10 +99,21 @@ class AdamW(torch.optim.Optimizer):
             for (_, step), items in calls.items():
                 params = [p for p, _, _ in items]
                 torch.ops.deepc.step_adamw(
-                    params, [g for _, g, _ in items], [s["exp_avg"] for _, _, s in items], [s["exp_avg_sq"] for _, _, s in items],
-                    [s["max_exp_avg_sq"] for _, _, s in items] if group["amsgrad"] else [], [], float(group["lr"]), float(group["betas"][0]),
-                    float(group["betas"][1]), float(group["eps"]), float(group["weight_decay"]), -1.0 if group["maximize"] else 1.0, step,
-                    bool(group["decoupled_weight_decay"]))
+                    params,
+                    [g for _, g, _ in items],
+                    [s["exp_avg"] for _, _, s in items],
+                    [s["exp_avg_sq"] for _, _, s in items],
+                    [s["max_exp_avg_sq"] for _, _, s in items] if group["amsgrad"] else [],
+                    [],
+                    float(group["lr"]),
+                    float(group["betas"][0]),
+                    float(group["betas"][1]),
+                    float(group["eps"]),
+                    float(group["weight_decay"]),
+                    -1.0 if group["maximize"] else 1.0,
+                    step,
+                    bool(group["decoupled_weight_decay"]),
+                )
                 torch.autograd.graph.increment_version(params)
         return loss
 
@@ -80,27 +123,39 @@ class Adam(AdamW):
 
     _decoupled = False
 
-    def __init__(self, params: Iterable[Any], lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, amsgrad: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
 def _check(lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
-    if not 0.0 <= float(lr):
+    if not float(lr) >= 0.0:
         raise ArgumentError(f"lr must be >= 0, got {lr}")
-    if not 0.0 <= eps:
+    if not eps >= 0.0:
         raise ArgumentError(f"eps must be >= 0, got {eps}")
     for i, beta in enumerate(betas):
         if not 0.0 <= float(beta) < 1.0:
             raise ArgumentError(f"betas[{i}] must be in [0, 1), got {beta}")
-    if not 0.0 <= weight_decay:
+    if not weight_decay >= 0.0:
         raise ArgumentError(f"weight_decay must be >= 0, got {weight_decay}")
 
 
 def _check_tensor(p: torch.Tensor) -> None:
     if p.grad is not None and p.grad.is_sparse:
-        raise ArgumentError("AdamW does not take sparse gradients; use nn.Embedding(sparse=False) or torch.optim.SparseAdam")
+        raise ArgumentError(
+            "AdamW does not take sparse gradients; use nn.Embedding(sparse=False) or torch.optim.SparseAdam"
+        )
     if p.dtype not in FLOATS:
         raise ArgumentError(f"AdamW steps float32, bfloat16 and float16 parameters, got {p.dtype}")
     if not p.is_contiguous():
-        raise ArgumentError(f"a parameter of shape {tuple(p.shape)} is not contiguous; make it so with p.data = p.data.contiguous()")
+        raise ArgumentError(
+            f"a parameter of shape {tuple(p.shape)} is not contiguous; make it so with p.data = p.data.contiguous()"
+        )

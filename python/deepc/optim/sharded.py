@@ -1,16 +1,19 @@
 """The optimizer of an engine: hyper-parameters where users and LR schedulers expect them, states in the rank's shard.
 
-`ShardedOptimizer.param_groups` hold the model's own parameters; the update runs on this rank's share of the flat space. Adam and AdamW run
-in C (one pass: unscale, clip, decay, moments, master, 16-bit write-back); other elementwise torch optimizers run on views of the shard."""
+`ShardedOptimizer.param_groups` hold the model's own parameters; the update runs on this rank's share of the flat space.
+Adam and AdamW run in C (one pass: unscale, clip, decay, moments, master, 16-bit write-back); other elementwise torch
+optimizers run on views of the shard.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, Callable, Iterator, NoReturn
+import ctypes  # noqa: F401
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 
-from .. import memory
+from .. import memory  # noqa: F401
 from .._lib import AdamWArgs, C, check
 from ..config_keys import ELEMENTWISE
 from ..determinism import LayoutOrder
@@ -29,7 +32,8 @@ def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Wraps `base` (any torch.optim.Optimizer over the model's parameters): shares its param_groups, so schedulers made for either act on both."""
+    """Wraps `base` (any torch.optim.Optimizer over the model's parameters): shares its param_groups, so schedulers made
+    for either act on both."""
 
     def __init__(self, base: torch.optim.Optimizer, *, allow_untested: bool, stage: int) -> None:
         # Not Optimizer.__init__: param_groups are base's own list objects, already validated there.
@@ -44,12 +48,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loss_scale = 1.0
         name = type(base).__name__
         if isinstance(base, torch.optim.SparseAdam):
-            raise UnsupportedError("SparseAdam updates only the rows that a batch touched, and takes sparse gradients; the engine reduces "
-                                   "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
-                                   "their momentum alone); nn.Embedding(sparse=True) may stay")
+            raise UnsupportedError(
+                "SparseAdam updates only the rows that a batch touched, and takes sparse gradients; the engine reduces "
+                "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
+                "their momentum alone); nn.Embedding(sparse=True) may stay"
+            )
         if not self.core and stage > 0 and name not in ELEMENTWISE and not allow_untested:
-            raise ConfigError(f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that {', '.join(sorted(ELEMENTWISE))} treat each "
-                              "element alone. Set zero_allow_untested_optimizer: true if yours does, or use stage 0.")
+            raise ConfigError(
+                f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"
+                f" {', '.join(sorted(ELEMENTWISE))} treat each element alone. Set zero_allow_untested_optimizer: true"
+                " if yours does, or use stage 0."
+            )
         self._hook_tables()
 
     def check_layout(self) -> None:
@@ -59,11 +68,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _hook_tables(self: torch.optim.Optimizer) -> None:
         from collections import OrderedDict
 
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
-                     "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        for name in (
+            "_optimizer_step_pre_hooks",
+            "_optimizer_step_post_hooks",
+            "_optimizer_state_dict_pre_hooks",
+            "_optimizer_state_dict_post_hooks",
+            "_optimizer_load_state_dict_pre_hooks",
+            "_optimizer_load_state_dict_post_hooks",
+        ):
             setattr(self, name, OrderedDict())
 
-    # ---- set-up --------------------------------------------------------------------------------------------------------
+    # ---- set-up ------------------------------------------------------------------------------------------------------
     @property
     def moments(self) -> int:
         """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
@@ -87,14 +102,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_args(self, names: list[str]) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
         st = self._state
-        self._runs = [r for r in st.runs([-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]) if r[0] >= 0]
+        self._runs = [
+            r for r in st.runs([-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]) if r[0] >= 0
+        ]
         target = st.flat_host if st.flat_host is not None else st.flat
         if st.state_device.type != "cpu":
             return
         self._args = (AdamWArgs * max(1, len(self._runs)))()
         for a, (g, flat, own, n) in zip(self._args, self._runs):
             master, lowp = st.master, st.master is not None
-            direct = not st.plan.parameters_as  # else the engine makes the parameters from the masters when it publishes them
+            direct = (
+                not st.plan.parameters_as
+            )  # else the engine makes the parameters from the masters when it publishes them
             a.param = master.data_ptr() + 4 * own if master is not None else target.data_ptr() + 4 * flat
             a.grad = st.acc.data_ptr() + 4 * own
             a.exp_avg, a.exp_avg_sq = (self.states[k].data_ptr() + 4 * own for k in names[:2])
@@ -111,21 +130,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         for s in st.plan.segments:
-            source = st.master[s.shard_begin: s.shard_begin + s.length] if st.master is not None else st.flat[s.flat_begin: s.flat_begin + s.length]
-            grad = st.acc[s.shard_begin: s.shard_begin + s.length]
-            if s.length == st.plan.layout.numels[s.param]:  # whole: keep its shape (optimizers that look at it stay right)
+            source = (
+                st.master[s.shard_begin : s.shard_begin + s.length]
+                if st.master is not None
+                else st.flat[s.flat_begin : s.flat_begin + s.length]
+            )
+            grad = st.acc[s.shard_begin : s.shard_begin + s.length]
+            if (
+                s.length == st.plan.layout.numels[s.param]
+            ):  # whole: keep its shape (optimizers that look at it stay right)
                 shape = st.trained[s.param].shape
                 source, grad = source.view(shape), grad.view(shape)
             shard = torch.nn.Parameter(source)
             shard.grad = grad
             groups[self._group_of[s.param]].append(shard)
             self._shards.append((s, shard))
-        # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code see them.
-        self._twin = type(self.base)([{**{k: v for k, v in g.items() if k != "params"}, "params": ps} for g, ps in zip(self.param_groups, groups)],
-                                     **{k: v for k, v in self.base.defaults.items() if k in _init_arguments(type(self.base))})
+        # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code
+        # see them.
+        self._twin = type(self.base)(
+            [
+                {**{k: v for k, v in g.items() if k != "params"}, "params": ps}
+                for g, ps in zip(self.param_groups, groups)
+            ],
+            **{k: v for k, v in self.base.defaults.items() if k in _init_arguments(type(self.base))},
+        )
 
     def follow_state(self) -> None:
-        """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have stayed."""
+        """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have
+        stayed."""
         if self.core:
             self._make_args(list(self.states))
             return
@@ -133,14 +165,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.data = self._state.piece(s).view(shard.shape)
 
     def leave_out(self, indices: frozenset[int]) -> None:
-        """These parameters (flat indices) are not updated until the next call: somebody froze them after initialize. The same on all ranks."""
+        """These parameters (flat indices) are not updated until the next call: somebody froze them after initialize.
+        The same on all ranks."""
         if indices == self._left_out:
             return
         self._left_out = indices
         if self.core:
             self._make_args(list(self.states))
 
-    # ---- the update ----------------------------------------------------------------------------------------------------
+    # ---- the update --------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def update(self, grad_scale: float) -> None:
         """One step on this rank's share; `grad_scale` multiplies every accumulated gradient."""
@@ -153,8 +186,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_device(grad_scale)
 
     def _update_host(self, grad_scale: float) -> None:
-        groups = [(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]),
-                   -grad_scale if g.get("maximize") else grad_scale, 1 if _decoupled(self.base, g) else 0) for g in self.param_groups]
+        groups = [
+            (
+                float(g["lr"]),
+                float(g["betas"][0]),
+                float(g["betas"][1]),
+                float(g["eps"]),
+                float(g["weight_decay"]),
+                -grad_scale if g.get("maximize") else grad_scale,
+                1 if _decoupled(self.base, g) else 0,
+            )
+            for g in self.param_groups
+        ]
         for a, (g, _, _, _) in zip(self._args, self._runs):
             a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, a.flags = groups[g]
             a.step = self._steps
@@ -167,16 +210,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_device(self, grad_scale: float) -> None:
         st = self._state
         for index, g in enumerate(self.param_groups):
-            runs = [(slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index]
+            runs = [
+                (slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index
+            ]
             if not runs:
                 continue
             master, lowp = st.master, st.master is not None
             torch.ops.deepc.step_adamw(
-                [st.flat[f] if master is None else master[o] for f, o in runs], [st.acc[o] for _, o in runs],
-                [self.states["exp_avg"][o] for _, o in runs], [self.states["exp_avg_sq"][o] for _, o in runs],
-                [self.states["max_exp_avg_sq"][o] for _, o in runs] if g.get("amsgrad") else [], [st.flat[f] for f, _ in runs] if lowp else [],
-                float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]),
-                -grad_scale if g.get("maximize") else grad_scale, self._steps, _decoupled(self.base, g))
+                [st.flat[f] if master is None else master[o] for f, o in runs],
+                [st.acc[o] for _, o in runs],
+                [self.states["exp_avg"][o] for _, o in runs],
+                [self.states["exp_avg_sq"][o] for _, o in runs],
+                [self.states["max_exp_avg_sq"][o] for _, o in runs] if g.get("amsgrad") else [],
+                [st.flat[f] for f, _ in runs] if lowp else [],
+                float(g["lr"]),
+                float(g["betas"][0]),
+                float(g["betas"][1]),
+                float(g["eps"]),
+                float(g["weight_decay"]),
+                -grad_scale if g.get("maximize") else grad_scale,
+                self._steps,
+                _decoupled(self.base, g),
+            )
 
     def _update_torch(self, grad_scale: float) -> None:
         st = self._state
@@ -192,11 +247,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.grad = grad
         if st.master is not None and not st.plan.parameters_as:
             for s, shard in self._shards:
-                st.flat[s.flat_begin: s.flat_begin + s.length].copy_(shard.data.view(-1))
+                st.flat[s.flat_begin : s.flat_begin + s.length].copy_(shard.data.view(-1))
 
     # ---- what users call ---------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here
-        raise UnsupportedError("call engine.step(), not optimizer.step(): the engine reduces, unscales and clips before the update")
+        raise UnsupportedError(
+            "call engine.step(), not optimizer.step(): the engine reduces, unscales and clips before the update"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients live in the engine's accumulators; this drops what users left in `.grad`."""
@@ -210,7 +267,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_state", None) is not None:
-            raise UnsupportedError("param groups can't be added after deepc.initialize: the flat space is laid out; pass all groups to initialize")
+            raise UnsupportedError(
+                "param groups can't be added after deepc.initialize: the flat space is laid out; pass all groups to"
+                " initialize"
+            )
         self.base.add_param_group(param_group)
 
     # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
@@ -244,12 +304,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scalars = {}
         if not self.core and self._shards:
             first = self._twin.state.get(self._shards[0][1], {})
-            scalars = {k: float(v) for k, v in first.items() if (torch.is_tensor(v) and v.numel() == 1 and v.dim() == 0) or isinstance(v, (int, float))}
+            scalars = {
+                k: float(v)
+                for k, v in first.items()
+                if (torch.is_tensor(v) and v.numel() == 1 and v.dim() == 0) or isinstance(v, (int, float))
+            }
         return {"type": type(self.base).__name__, "step": self._steps, "param_groups": groups, "scalars": scalars}
 
     def load_hyper_state(self, saved: dict[str, Any]) -> None:
         if len(saved["param_groups"]) != len(self.param_groups):
-            raise ConfigError(f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer {len(self.param_groups)}")
+            raise ConfigError(
+                f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer"
+                f" {len(self.param_groups)}"
+            )
         self._steps = saved["step"]
         for mine, theirs in zip(self.param_groups, saved["param_groups"]):
             for k, v in theirs.items():
@@ -261,7 +328,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
-        return {"hyper": self.hyper_state(), "owned": {f"{n}/{self._state.names[s.param]}@{s.param_begin}": v.clone() for n, s, v in self.owned_states()}}
+        return {
+            "hyper": self.hyper_state(),
+            "owned": {
+                f"{n}/{self._state.names[s.param]}@{s.param_begin}": v.clone() for n, s, v in self.owned_states()
+            },
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.load_hyper_state(state_dict["hyper"])
@@ -269,7 +341,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for n, s, view in self.owned_states():
             key = f"{n}/{self._state.names[s.param]}@{s.param_begin}"
             if key not in state_dict["owned"]:
-                raise ConfigError(f"the state_dict has no '{key}': it was made with another stage or number of ranks; use engine.load_checkpoint")
+                raise ConfigError(
+                    f"the state_dict has no '{key}': it was made with another stage or number of ranks; use"
+                    " engine.load_checkpoint"
+                )
             view.copy_(state_dict["owned"][key])
 
     def __repr__(self) -> str:

@@ -1,15 +1,15 @@
-"""What a run spends its time and memory on: the flops profiler (flops.py), a timeline for Perfetto (timeline.py), DeepSpeed's wall clock
-timers (timers.py).
+"""What a run spends its time and memory on: the flops profiler (flops.py), a timeline for Perfetto (timeline.py),
+DeepSpeed's wall clock timers (timers.py).
 
-Nothing here runs while it is off: an engine is instrumented from outside (probe.py), only while something of this is on. `hook_calls()`
-counts how often code of this package ran inside a training loop."""
+Nothing here runs while it is off: an engine is instrumented from outside (probe.py), only while something of this is
+on. `hook_calls()` counts how often code of this package ran inside a training loop."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, ContextManager
+from typing import TYPE_CHECKING, Any, ContextManager  # noqa: UP035
 
 if TYPE_CHECKING:
     from .flops import FlopsProfiler, get_model_profile
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from .trace import check_trace, merge
 
 __all__ = ["FlopsProfiler", "check_trace", "get_model_profile", "hook_calls", "merge", "span", "timeline"]
-_WHERE = {"FlopsProfiler": "flops", "get_model_profile": "flops", "timeline": "timeline", "merge": "trace", "check_trace": "trace"}
+_WHERE = {
+    "FlopsProfiler": "flops",
+    "get_model_profile": "flops",
+    "timeline": "timeline",
+    "merge": "trace",
+    "check_trace": "trace",
+}
 
 recorder: Any = None
 """The timeline.Recorder that is recording in this process, or None."""
@@ -44,8 +50,8 @@ def hook_calls() -> int:
 
 
 def span(name: str, lane: str = "compute", **args: Any) -> ContextManager[None]:
-    """`with span("augment"):` is an event of the timeline, if one is being recorded; otherwise it does nothing. lane: "compute", "disk" or
-    "waiting". args: JSON values that the event shows."""
+    """`with span("augment"):` is an event of the timeline, if one is being recorded; otherwise it does nothing. lane:
+    "compute", "disk" or "waiting". args: JSON values that the event shows."""
     return _NOTHING if recorder is None else recorder.span(name, lane, args)
 
 
@@ -55,8 +61,8 @@ def run_folder(config: Any) -> str | None:
 
 
 def attach(engine: Any) -> Any:
-    """For Engine.__init__: the probe.Probe of this engine if its configuration (or DEEPC_TIMELINE) asks for something of this package, else
-    None. Collective."""
+    """For Engine.__init__: the probe.Probe of this engine if its configuration (or DEEPC_TIMELINE) asks for something
+    of this package, else None. Collective."""
     config = engine._config
     if not (
         config.wall_clock_breakdown

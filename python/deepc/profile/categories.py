@@ -1,17 +1,23 @@
 """Memory by category, of this process, now:
 
-parameters             private parameters: replicas (stages 0 to 2), what is gathered (streamed), modules without an engine on a GPU
+parameters             private parameters: replicas (stages 0 to 2), what is gathered (streamed), modules without an
+engine on a GPU
 gradients              fp32 accumulators, and gradients between autograd and their bucket
 optimizer_states       fp32 masters and moments of this rank
-shared                 memory that ranks of the node share, as far as this rank has touched it: stage-3 parameters, buckets, communicators
+shared                 memory that ranks of the node share, as far as this rank has touched it: stage-3 parameters,
+buckets, communicators
 activations_and_other  everything else that is in use: activations, temporaries, the interpreter and its libraries
-kept_free              freed, and kept by the core's heap for the next step (deepc.memory.keep_heap; at most what of it is resident)
+kept_free              freed, and kept by the core's heap for the next step (deepc.memory.keep_heap; at most what of it
+is resident)
 
-On a CPU the whole is the process's resident memory; on a GPU what torch has allocated on the device, `shared` and `kept_free` being 0."""
+On a CPU the whole is the process's resident memory; on a GPU what torch has allocated on the device, `shared` and
+`kept_free` being 0.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 

@@ -1,13 +1,15 @@
-"""One clock for the ranks of a timeline. Ranks of one machine share CLOCK_MONOTONIC; the first rank of every other machine exchanges its
-time with rank 0: of `ROUNDS` round trips the fastest tells the difference of the clocks to half its duration."""
+"""One clock for the ranks of a timeline. Ranks of one machine share CLOCK_MONOTONIC; the first rank of every other
+machine exchanges its time with rank 0: of `ROUNDS` round trips the fastest tells the difference of the clocks to half
+its duration."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,8 @@ ROUNDS = 16
 
 @dataclass(frozen=True)
 class Clock:
-    """own time + offset_ns is rank 0's time, within bound_ns (0: it is the same clock). start_ns: when the recording began, on rank 0's
-    clock."""
+    """own time + offset_ns is rank 0's time, within bound_ns (0: it is the same clock). start_ns: when the recording
+    began, on rank 0's clock."""
 
     offset_ns: int = 0
     bound_ns: int = 0
@@ -36,7 +38,8 @@ def identity() -> str:
 
 
 def align(now: Callable[[], int] = time.monotonic_ns, who: str | None = None) -> Clock:
-    """The clock of this rank. Collective over all ranks of the default group. now: this rank's clock; who: its identity."""
+    """The clock of this rank. Collective over all ranks of the default group. now: this rank's clock; who: its
+    identity."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Clock(start_ns=now())
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,17 +1,19 @@
-"""What an operator costs: floating-point operations and multiply-accumulates of one call, from the shapes of its arguments.
+"""What an operator costs: floating-point operations and multiply-accumulates of one call, from the shapes of its
+arguments.
 
-Products (mm, convolution, attention, recurrent layers, deepc's fused operators) have formulas of their own; an operator with torch's tag
-`pointwise` costs one operation per element of its result, a reduction one per element of its input. Rates of norms and softmax are those of
-DeepSpeed's profiler (5 per element of a layer norm with weights, 1 of a softmax), so that totals can be compared. What only moves or makes
-data costs nothing. Operators that nothing here knows are looked up in torch.utils.flop_counter, which has those of newer torch and what
-users registered there.
+Products (mm, convolution, attention, recurrent layers, deepc's fused operators) have formulas of their own; an operator
+with torch's tag `pointwise` costs one operation per element of its result, a reduction one per element of its input.
+Rates of norms and softmax are those of DeepSpeed's profiler (5 per element of a layer norm with weights, 1 of a
+softmax), so that totals can be compared. What only moves or makes data costs nothing. Operators that nothing here knows
+are looked up in torch.utils.flop_counter, which has those of newer torch and what users registered there.
 
 A formula: (args, kwargs, result) -> (flops, macs). `cost_of(operator)` finds it once per operator."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -42,7 +44,7 @@ def _argument(args: Args, kwargs: Kwargs, place: int, name: str, default: Any = 
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
-# ---- products ------------------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------------------
 def _mm(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     a, b = args[:2]
     return _product(a.shape[0] * a.shape[1] * b.shape[1])
@@ -78,7 +80,9 @@ def _convolution(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
     transposed = bool(_argument(args, kwargs, 6, "transposed", False))
     grid = x if transposed else cast(torch.Tensor, _first(out))
     kernel, positions = math.prod(weight.shape[2:]), x.shape[0] * math.prod(grid.shape[2:])
-    macs = kernel * weight.shape[0] * weight.shape[1] * positions  # weight: [out, in / groups, ...], transposed [in, out / groups, ...]
+    macs = (
+        kernel * weight.shape[0] * weight.shape[1] * positions
+    )  # weight: [out, in / groups, ...], transposed [in, out / groups, ...]
     return _product(macs, 0 if bias is None else _numel(out))
 
 
@@ -127,12 +131,14 @@ def _multi_head_attention(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, in
 
 
 def _linear_cross_entropy(args: Args, kwargs: Kwargs, out: Any) -> tuple[int, int]:
-    hidden, weight = args[:2]  # only what a forward is: that its gradients are made at once is backward's work, done early
+    hidden, weight = args[
+        :2
+    ]  # only what a forward is: that its gradients are made at once is backward's work, done early
     rows = hidden.numel() // hidden.shape[-1]
     return _product(rows * weight.numel(), rows * weight.shape[0])
 
 
-# ---- so much per element ----------------------------------------------------------------------------------------------------------
+# ---- so much per element ---------------------------------------------------------------------------------------------
 def _per_input(rate: int = 1) -> Cost:
     return lambda args, kwargs, out: (rate * args[0].numel(), 0)
 
@@ -348,5 +354,8 @@ def cost_of(operator: Any) -> Cost | None:
 
 
 def is_composite(operator: Any) -> bool:
-    """True if the operator is made of others and has no formula of its own (under inference_mode such operators arrive whole)."""
-    return operator._schema.name not in _TABLE and operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    """True if the operator is made of others and has no formula of its own (under inference_mode such operators arrive
+    whole)."""
+    return operator._schema.name not in _TABLE and operator.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )

@@ -1,5 +1,5 @@
-"""The flops profiler: parameters, multiply-accumulates (MACs), operations and time of every module of a model, with the API and output of
-DeepSpeed's.
+"""The flops profiler: parameters, multiply-accumulates (MACs), operations and time of every module of a model, with the
+API and output of DeepSpeed's.
 
     flops, macs, params = get_model_profile(model, input_shape=(8, 3, 224, 224))
 
@@ -8,20 +8,21 @@ DeepSpeed's.
     loss = model(batch)
     profiler.print_model_profile(); profiler.end_profile()
 
-Operators are counted where torch dispatches them (costs.py), so what a model calls, and how, does not matter: F.linear or `@`, attention,
-einsum, a fused operator of deepc's, a library's own. Hooks say to which module they belong. Counted is what runs inside a module's forward;
-a forward that runs again in backward (activation checkpointing) is not. Parameters are logical: with ZeRO-3 those of the whole model,
-wherever they lie.
+Operators are counted where torch dispatches them (costs.py), so what a model calls, and how, does not matter: F.linear
+or `@`, attention, einsum, a fused operator of deepc's, a library's own. Hooks say to which module they belong. Counted
+is what runs inside a module's forward; a forward that runs again in backward (activation checkpointing) is not.
+Parameters are logical: with ZeRO-3 those of the whole model, wherever they lie.
 
-While a profile runs modules have DeepSpeed's attributes: __params__, __flops__ and __macs__ (of a module's own operators, without its
-children's) and __duration__ (seconds, children included)."""
+While a profile runs modules have DeepSpeed's attributes: __params__, __flops__ and __macs__ (of a module's own
+operators, without its children's) and __duration__ (seconds, children included)."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from typing import Any, Callable, Protocol, Sequence, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -42,13 +43,13 @@ from .flops_text import (
 
 __all__ = [
     "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
     "get_model_profile",
     "get_module_duration",
     "get_module_flops",
     "get_module_macs",
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
     "macs_to_string",
     "number_to_string",
     "params_to_string",
@@ -73,7 +74,15 @@ def counted(module: nn.Module) -> Counted:
     return cast(Counted, module)
 
 
-_ATTRIBUTES = ("__flops__", "__macs__", "__params__", "__expert_params__", "__model_expert_params__", "__start_time__", "__duration__")
+_ATTRIBUTES = (
+    "__flops__",
+    "__macs__",
+    "__params__",
+    "__expert_params__",
+    "__model_expert_params__",
+    "__start_time__",
+    "__duration__",
+)
 _UNKNOWN: Any = object()
 
 
@@ -86,7 +95,9 @@ class _Counter(TorchDispatchMode):
         self._cost: dict[Any, Cost | None] = {}
         self._composite: dict[Any, bool] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         composite = self._composite.get(func)
         if composite is None:
@@ -109,11 +120,13 @@ class _Counter(TorchDispatchMode):
 
 
 class FlopsProfiler:
-    """model: the module. ds_engine: the engine that trains it, for the lines about ranks and backward. recompute_fwd_factor: how much of a
-    forward runs again in backward (activation checkpointing of everything: 1.0). count: also operations, not only time (counting slows a
-    forward down a little)."""
+    """model: the module. ds_engine: the engine that trains it, for the lines about ranks and backward.
+    recompute_fwd_factor: how much of a forward runs again in backward (activation checkpointing of everything: 1.0).
+    count: also operations, not only time (counting slows a forward down a little)."""
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0, *, count: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0, *, count: bool = True
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"FlopsProfiler takes a torch.nn.Module, got {type(model).__name__}")
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
@@ -125,10 +138,10 @@ class FlopsProfiler:
         self._stance: Any = None
         self._inside = 0
 
-    # ---- recording -------------------------------------------------------------------------------------------------------------
+    # ---- recording ---------------------------------------------------------------------------------------------------
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
-        """Forgets what was there and counts from now on. ignore_list: classes of modules without an entry of their own; their operators go
-        to the module around them."""
+        """Forgets what was there and counts from now on. ignore_list: classes of modules without an entry of their own;
+        their operators go to the module around them."""
         self.stop_profile()
         self.reset_profile()
         for module in self.model.modules():
@@ -205,10 +218,12 @@ class FlopsProfiler:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch
             self._counter = None
 
-    # ---- results ---------------------------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
     def _check(self) -> None:
         if not self.started:
-            raise ArgumentError("there is no profile: call start_profile() and run the model before this, and end_profile() after it")
+            raise ArgumentError(
+                "there is no profile: call start_profile() and run the model before this, and end_profile() after it"
+            )
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Floating-point operations of the forward."""
@@ -236,10 +251,16 @@ class FlopsProfiler:
         return params_to_string(total) if as_string else total
 
     def print_model_profile(
-        self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True, output_file: str | None = None
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
     ) -> None:
-        """The summary, the top modules of every depth, and (detailed) the model's tree with every module's figures; to standard output or
-        to `output_file`, whose folders are made. module_depth: so many depths of the table, -1: all."""
+        """The summary, the top modules of every depth, and (detailed) the model's tree with every module's figures; to
+        standard output or to `output_file`, whose folders are made. module_depth: so many depths of the table, -1:
+        all."""
         if self.started:
             print_profile(self, profile_step, module_depth, top_modules, detailed, output_file)
 
@@ -281,8 +302,9 @@ def get_model_profile(
 ) -> tuple[int, int, int] | tuple[str, str, str]:
     """(flops, macs, parameters) of one forward of `model` (numbers, or text with as_string), and the printed profile.
 
-    input_shape: of a single tensor input, made of ones in the model's dtype; or args, kwargs: the inputs. mode: "forward" or "generate".
-    The model is put into eval mode, and runs warm_up + 2 times: once for time, once for counts."""
+    input_shape: of a single tensor input, made of ones in the model's dtype; or args, kwargs: the inputs. mode:
+    "forward" or "generate". The model is put into eval mode, and runs warm_up + 2 times: once for time, once for
+    counts."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"get_model_profile takes a torch.nn.Module, got {type(model).__name__}")
     if mode not in ("forward", "generate"):
@@ -308,7 +330,11 @@ def get_model_profile(
     profiler.stop_profile()
     for module, duration in zip(model.modules(), durations):
         counted(module).__duration__ = duration
-    found = get_module_flops(model), get_module_macs(model), counted(model).__params__ + counted(model).__expert_params__
+    found = (
+        get_module_flops(model),
+        get_module_macs(model),
+        counted(model).__params__ + counted(model).__expert_params__,
+    )
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()

@@ -35,7 +35,9 @@ def bytes_to_string(b: float, units: str | None = None, precision: int = PRECISI
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = PRECISION) -> str:
     """Billions are B here."""
-    return number_to_string(params_num, units.replace("B", "G") if units else units, precision).replace("G", "B").strip()
+    return (
+        number_to_string(params_num, units.replace("B", "G") if units else units, precision).replace("G", "B").strip()
+    )
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = PRECISION) -> str:
@@ -50,8 +52,10 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds else 0.0
 
 
-# ---- the whole ------------------------------------------------------------------------------------------------------------------
-def print_profile(profiler: Any, profile_step: int, module_depth: int, top_modules: int, detailed: bool, output_file: str | None) -> None:
+# ---- the whole -------------------------------------------------------------------------------------------------------
+def print_profile(
+    profiler: Any, profile_step: int, module_depth: int, top_modules: int, detailed: bool, output_file: str | None
+) -> None:
     """See FlopsProfiler.print_model_profile."""
     if output_file:
         os.makedirs(os.path.dirname(os.path.abspath(output_file)), exist_ok=True)
@@ -81,14 +85,15 @@ def _write(profiler: Any, step: int, depth: int, top: int, detailed: bool, out: 
     if detailed:
         say("\n------------------------------ Detailed Profile per GPU ------------------------------")
         say(
-            "Each module profile is listed after its name in the following order: \n"
-            "params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, fwd FLOPS"
+            "Each module profile is listed after its name in the following order: \nparams, percentage of total params,"
+            " MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, fwd FLOPS"
         )
         say(
-            "\nNote: 1. Operators that a module calls itself (torch.nn.functional, `@`, +) are part of its figures, no entries of their\n"
-            "own: they are what a parent has beyond the sum of its submodules. 2. Flops are those of the algorithm (a causal mask is not\n"
-            "taken off), so FLOPS may exceed what the machine does. 3. The latency of the top module is that of its forward function; the\n"
-            "fwd latency above may include what the engine does around it.\n"
+            "\nNote: 1. Operators that a module calls itself (torch.nn.functional, `@`, +) are part of its figures, no"
+            " entries of their\nown: they are what a parent has beyond the sum of its submodules. 2. Flops are those of"
+            " the algorithm (a causal mask is not\ntaken off), so FLOPS may exceed what the machine does. 3. The"
+            " latency of the top module is that of its forward function; the\nfwd latency above may include what the"
+            " engine does around it.\n"
         )
         say(_tree(profiler, profiler.model))
     say("------------------------------------------------------------------------------")
@@ -121,9 +126,11 @@ def _summary(profiler: Any) -> list[tuple[str, Any]]:
     return rows + (_step_rows(profiler, flops, forward, timers, micro_batches) if timers else [])
 
 
-def _step_rows(profiler: Any, flops: int, forward: float, timers: dict[str, float], micro_batches: int) -> list[tuple[str, Any]]:
-    """With wall_clock_breakdown: of backward and the whole step. Forward and backward latency are those of one micro-batch; an iteration
-    has all."""
+def _step_rows(
+    profiler: Any, flops: int, forward: float, timers: dict[str, float], micro_batches: int
+) -> list[tuple[str, Any]]:
+    """With wall_clock_breakdown: of backward and the whole step. Forward and backward latency are those of one
+    micro-batch; an iteration has all."""
     engine, factor = profiler.ds_engine, 2 + profiler.recompute_fwd_factor
     backward, step = timers["bwd"] / 1000 / micro_batches, timers["step"] / 1000
     whole = micro_batches * (forward + backward) + step
@@ -131,7 +138,10 @@ def _step_rows(profiler: Any, flops: int, forward: float, timers: dict[str, floa
     samples = engine.train_micro_batch_size_per_gpu() * engine.world_size * micro_batches
     return [
         ("bwd latency: ", duration_to_string(backward)),
-        (f"bwd FLOPS per GPU = {factor:g} * fwd flops per GPU / bwd latency: ", flops_to_string(_rate(factor * flops, backward))),
+        (
+            f"bwd FLOPS per GPU = {factor:g} * fwd flops per GPU / bwd latency: ",
+            flops_to_string(_rate(factor * flops, backward)),
+        ),
         (
             f"fwd+bwd FLOPS per GPU = {factor + 1:g} * fwd flops per GPU / (fwd+bwd latency): ",
             flops_to_string(_rate((factor + 1) * flops, forward + backward)),
@@ -146,7 +156,7 @@ def _step_rows(profiler: Any, flops: int, forward: float, timers: dict[str, floa
     ]
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 def print_aggregated(model: nn.Module, module_depth: int, top_modules: int, out: TextIO) -> None:
     """Per depth the classes with most parameters, MACs and time."""
     depths: list[dict[str, list[float]]] = []

@@ -1,11 +1,12 @@
-"""Per-module events of a timeline: forward from the hooks of nn.Module; backward from when the gradient of a module's output is known until
-that of its input is. Only tensors are hooked for that, so that the graph stays as it is."""
+"""Per-module events of a timeline: forward from the hooks of nn.Module; backward from when the gradient of a module's
+output is known until that of its input is. Only tensors are hooked for that, so that the graph stays as it is."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,10 @@ def hook(root: torch.nn.Module, recorder: Any) -> Callable[[], None]:
     handles: list[Any] = []
     for name, module in root.named_modules():
         one = _Module(name or type(root).__name__, type(module).__name__, recorder)
-        handles += [module.register_forward_pre_hook(one.enter), module.register_forward_hook(one.leave, always_call=True)]
+        handles += [
+            module.register_forward_pre_hook(one.enter),
+            module.register_forward_hook(one.leave, always_call=True),
+        ]
 
     def remove() -> None:
         for handle in handles:
@@ -65,5 +69,7 @@ class _Module:
 
     def _input_gradient(self, _: torch.Tensor) -> None:
         if self._backward is not None:
-            self._recorder.add("modules", f"{self._name} backward", self._backward, time.monotonic_ns(), {"class": self._kind})
+            self._recorder.add(
+                "modules", f"{self._name} backward", self._backward, time.monotonic_ns(), {"class": self._kind}
+            )
             self._backward = None

@@ -1,11 +1,13 @@
-"""Instruments one engine from outside: while somebody listens, methods of this one engine (and of its hooks and optimizer) are replaced on
-the instance by ones that tell when they begin and end. When nobody listens any more, they are taken away again."""
+"""Instruments one engine from outside: while somebody listens, methods of this one engine (and of its hooks and
+optimizer) are replaced on the instance by ones that tell when they begin and end. When nobody listens any more, they
+are taken away again."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,7 +32,8 @@ class Listener:
     """What a probe tells. Times are time.monotonic_ns()."""
 
     def begin(self, name: str, now: int) -> None:
-        """`name` begins: forward, backward, step, or a part of these (reduce: what is left to reduce after autograd)."""
+        """`name` begins: forward, backward, step, or a part of these (reduce: what is left to reduce after
+        autograd)."""
 
     def end(self, name: str, now: int, stepped: bool) -> None:
         """It ended. stepped: it was the step() that ends an accumulation, and global_steps has grown."""
@@ -40,7 +43,8 @@ class Listener:
 
 
 class Probe:
-    """The instrumentation of `engine`. Listeners hear of a begin in the order in which they were added, of an end in the reverse order."""
+    """The instrumentation of `engine`. Listeners hear of a begin in the order in which they were added, of an end in
+    the reverse order."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -67,7 +71,7 @@ class Probe:
         for listener in list(self.listeners):
             self.drop(listener)
 
-    # ---- methods ---------------------------------------------------------------------------------------------------------------
+    # ---- methods -----------------------------------------------------------------------------------------------------
     def _install(self) -> None:
         engine = self.engine
         for name, where, method in _METHODS:
@@ -123,7 +127,7 @@ class Probe:
 
         return destroy
 
-    # ---- telling ---------------------------------------------------------------------------------------------------------------
+    # ---- telling -----------------------------------------------------------------------------------------------------
     def _begin(self, name: str) -> None:
         seen()
         if self._bare and name in ("forward", "step", "backward") and self._backward:

@@ -1,4 +1,5 @@
-"""What an engine's configuration asks for at given steps: the flops profile of one step, and the comms logger's file in the run folder."""
+"""What an engine's configuration asks for at given steps: the flops profile of one step, and the comms logger's file in
+the run folder."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _COMMS_EVERY_S = 30.0
 
 
 class FlopsAtStep(Listener):
-    """Section flops_profiler: profiles the forwards of the step before which `profile_step` steps were done (of an accumulation the last
-    one counts) and prints when it ends. Rank 0 only; nothing of it is left afterwards."""
+    """Section flops_profiler: profiles the forwards of the step before which `profile_step` steps were done (of an
+    accumulation the last one counts) and prints when it ends. Rank 0 only; nothing of it is left afterwards."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe, engine = probe, probe.engine
@@ -28,7 +29,11 @@ class FlopsAtStep(Listener):
         self._profiler = FlopsProfiler(engine.module, engine, self._section.recompute_fwd_factor)
 
     def begin(self, name: str, now: int) -> None:
-        if name == "forward" and self._probe.engine.global_steps == self._section.profile_step and torch.is_grad_enabled():
+        if (
+            name == "forward"
+            and self._probe.engine.global_steps == self._section.profile_step
+            and torch.is_grad_enabled()
+        ):
             self._profiler.start_profile()
 
     def end(self, name: str, now: int, stepped: bool) -> None:
@@ -41,7 +46,9 @@ class FlopsAtStep(Listener):
 
     def _tell(self) -> None:
         engine, s = self._probe.engine, self._section
-        self._profiler.print_model_profile(engine.global_steps, s.module_depth, s.top_modules, s.detailed, s.output_file)
+        self._profiler.print_model_profile(
+            engine.global_steps, s.module_depth, s.top_modules, s.detailed, s.output_file
+        )
         folder = run_folder(engine._config)
         if folder and not s.output_file:
             self._profiler.print_model_profile(

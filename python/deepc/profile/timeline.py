@@ -1,12 +1,13 @@
 """The timeline: what every rank does when, and its memory, as a trace for ui.perfetto.dev (trace.py).
 
-    with deepc.profile.timeline("timeline"):            # or {"deepc": {"timeline": {"steps": [3, 5]}}}, or DEEPC_TIMELINE=3-5
+    with deepc.profile.timeline("timeline"):            # or {"deepc": {"timeline": {"steps": [3, 5]}}}, or
+    DEEPC_TIMELINE=3-5
         for batch in loader: ...
 
-A Recorder collects events of one process while it is on: spans of the engines' methods (probe.py), finished collectives (comms_logger's tap
-on the C core's record), the data loader's and the disk's waiting, spans of the user, memory. At its end the ranks tell each other when they
-came to each collective, so that every rank knows how long it waited for the last one; each writes trace.rank<R>.json, rank 0 all of them in
-trace.json."""
+A Recorder collects events of one process while it is on: spans of the engines' methods (probe.py), finished collectives
+(comms_logger's tap on the C core's record), the data loader's and the disk's waiting, spans of the user, memory. At its
+end the ranks tell each other when they came to each collective, so that every rank knows how long it waited for the
+last one; each writes trace.rank<R>.json, rank 0 all of them in trace.json."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +43,8 @@ def _world() -> tuple[int, int]:
 
 
 class Recorder:
-    """Records this process. modules: also every module's forward and backward, of the engines (True) or of a module given. memory_ms: time
-    between samples of memory beside those at the borders of spans; 0: only those."""
+    """Records this process. modules: also every module's forward and backward, of the engines (True) or of a module
+    given. memory_ms: time between samples of memory beside those at the borders of spans; 0: only those."""
 
     def __init__(self, modules: bool | torch.nn.Module = False, memory_ms: float = 5.0) -> None:
         self.rank, self.world = _world()
@@ -60,7 +62,7 @@ class Recorder:
         self._states: dict[int, int] = {}
         self.on = False
 
-    # ---- switching -------------------------------------------------------------------------------------------------------------
+    # ---- switching ---------------------------------------------------------------------------------------------------
     def start(self, engines: Any = ()) -> None:
         """Begins. Collective over all ranks."""
         if profile.recorder is not None:
@@ -100,7 +102,7 @@ class Recorder:
         self._groups = _groups()
         logger.untap(self._calls.append)
         if self._next_batch is not None:
-            setattr(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
+            torch.utils.data.dataloader._BaseDataLoaderIter.__next__ = self._next_batch
         for handle in self._hooks:
             handle()
         self._hooks.clear()
@@ -108,8 +110,10 @@ class Recorder:
             if (alive := engine()) is not None and (probe := alive.__dict__.get("profile")) is not None:
                 probe.drop(spans)
 
-    # ---- events ----------------------------------------------------------------------------------------------------------------
-    def add(self, lane: str, name: str, begin: int, end: int, args: dict[str, Any] | None = None, cat: str = "") -> None:
+    # ---- events ------------------------------------------------------------------------------------------------------
+    def add(
+        self, lane: str, name: str, begin: int, end: int, args: dict[str, Any] | None = None, cat: str = ""
+    ) -> None:
         """A slice, times of time.monotonic_ns()."""
         if self.on:
             self.events.append(Event(lane, name, begin, max(begin, end), args or {}, cat))
@@ -133,7 +137,9 @@ class Recorder:
 
     def _sample_on(self) -> None:
         while not self._end.wait(self._memory_s):
-            with contextlib.suppress(RuntimeError):  # a dictionary of gradients changed while it was copied: the next sample has it
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a dictionary of gradients changed while it was copied: the next sample has it
                 self.sample()
 
     def _watch_loaders(self) -> None:
@@ -150,7 +156,7 @@ class Recorder:
                 self.add("waiting", "data loader", begin, time.monotonic_ns(), {"kind": "data"})
 
         original = cls.__next__
-        setattr(cls, "__next__", timed)
+        cls.__next__ = timed
 
     def _hook_gathers(self, engine: Any) -> None:
         """Streamed mode: where the model waits until a unit's parameters are there."""
@@ -166,7 +172,13 @@ class Recorder:
             try:
                 return ensure(unit)
             finally:
-                self.add("waiting", f"gather {unit.name}", begin, time.monotonic_ns(), {"kind": "parameters", "elements": unit.elems})
+                self.add(
+                    "waiting",
+                    f"gather {unit.name}",
+                    begin,
+                    time.monotonic_ns(),
+                    {"kind": "parameters", "elements": unit.elems},
+                )
 
         streamed._ensure = timed
         self._hooks.append(lambda: streamed.__dict__.pop("_ensure", None))
@@ -176,7 +188,7 @@ class Recorder:
 
         self._hooks.append(hook(root, self))
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------------------------
     def _shared_calls(self) -> list[tuple[tuple[str, int], str, int, int]]:
         """((group, number), operation, begin, end) of the collectives that other ranks know by the same key."""
         out = []
@@ -187,7 +199,8 @@ class Recorder:
         return out
 
     def settle(self, together: bool) -> None:
-        """Turns calls into events. together: and finds out how long this rank waited for others in them; collective then."""
+        """Turns calls into events. together: and finds out how long this rank waited for others in them; collective
+        then."""
         for c in self._calls:
             args = {"bytes": c.nbytes, "ranks": c.ranks, **({"where": c.where} if c.where else {})}
             self.events.append(Event("communication", c.op, c.begin_ns, c.end_ns, args))
@@ -234,8 +247,8 @@ class Recorder:
         )
 
     def finish(self, folder: str, *, together: bool = True, whole: bool = True, **other: Any) -> str:
-        """Stops, and writes trace.rank<R>.json into `folder`; whole: rank 0 also writes trace.json with all ranks (together, or
-        if there is one rank). Returns this rank's path. Collective if `together`."""
+        """Stops, and writes trace.rank<R>.json into `folder`; whole: rank 0 also writes trace.json with all ranks
+        (together, or if there is one rank). Returns this rank's path. Collective if `together`."""
         self.stop()
         self.settle(together)
         found = self.trace(other)
@@ -254,7 +267,8 @@ class Recorder:
             merge(everyone, os.path.join(folder, "trace.json"))
         if failure:
             raise DeepcError(
-                f"the timeline can't be written: {failure}; set deepc.timeline.folder (or the folder passed) to one that can be"
+                f"the timeline can't be written: {failure}; set deepc.timeline.folder (or the folder passed) to one"
+                " that can be"
             )
         return path
 
@@ -288,14 +302,18 @@ class Spans(Listener):
             self._recorder.sample()
         if stepped and (engine := self._engine()) is not None:
             now = time.monotonic_ns()
-            self._recorder._states[id(engine)] = categories.optimizer_states(engine)  # torch's optimizers make them at their first step
-            self._recorder.add("steps", f"step {engine.global_steps}", self._step_began, now, {"step": engine.global_steps}, "step")
+            self._recorder._states[id(engine)] = categories.optimizer_states(
+                engine
+            )  # torch's optimizers make them at their first step
+            self._recorder.add(
+                "steps", f"step {engine.global_steps}", self._step_began, now, {"step": engine.global_steps}, "step"
+            )
             self._step_began = now
 
 
 class AtSteps(Listener):
-    """Records the steps that the configuration (or DEEPC_TIMELINE) names, then writes. Steps are counted as in the log: step 1 is the
-    first."""
+    """Records the steps that the configuration (or DEEPC_TIMELINE) names, then writes. Steps are counted as in the log:
+    step 1 is the first."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -357,26 +375,38 @@ def _at_exit() -> None:
 
 
 def _asked(section: Any, text: str) -> tuple[tuple[int, int], bool]:
-    """((first step, last step), modules). DEEPC_TIMELINE, "3-5", "3" or "3-5,modules", comes before the configuration."""
+    """((first step, last step), modules). DEEPC_TIMELINE, "3-5", "3" or "3-5,modules", comes before the
+    configuration."""
     if not text:
         begin, end = map(int, section.steps)
         return (max(1, begin), end), False
     steps, _, more = text.partition(",")
     first, _, last = steps.partition("-")
-    if not first.isdigit() or not (last or first).isdigit() or more not in ("", "modules") or not 1 <= int(first) <= int(last or first):
+    if (
+        not first.isdigit()
+        or not (last or first).isdigit()
+        or more not in ("", "modules")
+        or not 1 <= int(first) <= int(last or first)
+    ):
         raise ArgumentError(
-            f'DEEPC_TIMELINE={text!r}: expected steps as "3-5" or "3" (the first step is 1), and ",modules" for every module\'s times'
+            f'DEEPC_TIMELINE={text!r}: expected steps as "3-5" or "3" (the first step is 1), and ",modules" for every'
+            " module's times"
         )
     return (int(first), int(last or first)), more == "modules"
 
 
 @contextlib.contextmanager
 def timeline(
-    folder: str | os.PathLike[str] = FOLDER, *, modules: bool | torch.nn.Module = False, memory_ms: float = 5.0, whole: bool = True
+    folder: str | os.PathLike[str] = FOLDER,
+    *,
+    modules: bool | torch.nn.Module = False,
+    memory_ms: float = 5.0,
+    whole: bool = True,
 ) -> Iterator[Recorder]:
-    """Records what runs inside, of all engines of this process, and writes `folder`/trace.rank<R>.json, and with `whole` trace.json with
-    all ranks. modules: also every module's forward and backward: of the engines (True) or of this one. memory_ms: see Recorder. Collective
-    over all ranks; if the body raises, this rank's file is written without the others."""
+    """Records what runs inside, of all engines of this process, and writes `folder`/trace.rank<R>.json, and with
+    `whole` trace.json with all ranks. modules: also every module's forward and backward: of the engines (True) or of
+    this one. memory_ms: see Recorder. Collective over all ranks; if the body raises, this rank's file is written
+    without the others."""
     from ..engine import _engines
 
     recorder = Recorder(modules, memory_ms)

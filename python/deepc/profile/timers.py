@@ -1,11 +1,13 @@
 """wall_clock_breakdown: DeepSpeed's timers of forward, backward and step, and its lines.
 
-    time (ms) | fwd_microstep: 4.12 | bwd_microstep: 9.87 | bwd_inner_microstep: 9.01 | bwd_allreduce_microstep: 0.86 | step_microstep: 2.20
-    time (ms) | fwd: 8.20 | bwd: 19.73 | bwd_inner: 18.00 | bwd_allreduce: 1.73 | step: 2.22
+    time (ms) | fwd_microstep: 4.12 | bwd_microstep: 9.87 | bwd_inner_microstep: 9.01 | bwd_allreduce_microstep: 0.86 |
+    step_microstep: 2.20 time (ms) | fwd: 8.20 | bwd: 19.73 | bwd_inner: 18.00 | bwd_allreduce: 1.73 | step: 2.22
 
-The first line is printed after every step() and is of that micro-batch, the second at the end of an accumulation and is the sum over it.
-fwd: engine(...). bwd: the whole backward. bwd_inner: autograd, in which gradients go to their buckets and full buckets are reduced.
-bwd_allreduce: what of the reduction was left when autograd was done, waiting for other ranks included. step: engine.step()."""
+The first line is printed after every step() and is of that micro-batch, the second at the end of an accumulation and is
+the sum over it. fwd: engine(...). bwd: the whole backward. bwd_inner: autograd, in which gradients go to their buckets
+and full buckets are reduced. bwd_allreduce: what of the reduction was left when autograd was done, waiting for other
+ranks included. step: engine.step().
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""The timeline's file: Chrome's trace event format as Perfetto reads it (ui.perfetto.dev). Events in memory -> JSON, lanes, merging ranks,
-checking.
+"""The timeline's file: Chrome's trace event format as Perfetto reads it (ui.perfetto.dev). Events in memory -> JSON,
+lanes, merging ranks, checking.
 
-A process of the trace is a rank, a thread is a lane. Slices of one thread must nest, so what overlaps (collectives beside each other) goes
-to further threads of its lane: "communication 2", ..."""
+A process of the trace is a rank, a thread is a lane. Slices of one thread must nest, so what overlaps (collectives
+beside each other) goes to further threads of its lane: "communication 2", ..."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 from ..errors import ArgumentError
 from .scheduled import write_json
@@ -31,12 +32,13 @@ class Event:
 
 
 def place(events: Iterable[Event]) -> list[tuple[int, Event]]:
-    """(thread within its lane, event), sorted by begin: every event on the first thread on which it lies inside or behind all others."""
+    """(thread within its lane, event), sorted by begin: every event on the first thread on which it lies inside or
+    behind all others."""
     out: list[tuple[int, Event]] = []
     threads: dict[str, list[list[int]]] = {}  # lane -> per thread the ends of the slices that are open
     for e in sorted(events, key=lambda e: (e.begin, -e.end)):
         lane = threads.setdefault(e.lane, [])
-        for i, stack in enumerate(lane):
+        for i, stack in enumerate(lane):  # noqa: B007
             while stack and stack[-1] <= e.begin:
                 stack.pop()
             if not stack or e.end <= stack[-1]:
@@ -102,14 +104,16 @@ def _metadata(rank: int, host: str, names: dict[int, str]) -> list[dict[str, Any
 
 
 def merge(traces: Iterable[Any], path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """One trace of several ranks' (paths of trace.rank<R>.json files, or what they contain), which were recorded together; written to
-    `path` if given. A folder stands for all such files in it."""
+    """One trace of several ranks' (paths of trace.rank<R>.json files, or what they contain), which were recorded
+    together; written to `path` if given. A folder stands for all such files in it."""
     if isinstance(traces, (str, os.PathLike)):
         folder = os.fspath(traces)
         try:
             names = sorted(n for n in os.listdir(folder) if n.startswith("trace.rank") and n.endswith(".json"))
         except OSError as exc:
-            raise ArgumentError(f"merge: {folder}: {exc.strerror}; give the folder that a timeline was written to") from exc
+            raise ArgumentError(
+                f"merge: {folder}: {exc.strerror}; give the folder that a timeline was written to"
+            ) from exc
         traces = [os.path.join(folder, n) for n in names]
     loaded = [_load(t) if isinstance(t, (str, os.PathLike)) else t for t in traces]
     if not loaded:
@@ -138,8 +142,9 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_trace(trace: dict[str, Any], name: str = "the trace") -> None:
-    """Raises ArgumentError, saying what and where, unless Perfetto reads this as it is meant: complete events, in order of time, with a
-    name and a duration; slices of a thread nested; every process and thread named; counters of numbers."""
+    """Raises ArgumentError, saying what and where, unless Perfetto reads this as it is meant: complete events, in order
+    of time, with a name and a duration; slices of a thread nested; every process and thread named; counters of
+    numbers."""
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
         raise ArgumentError(f'{name}: a trace is {{"traceEvents": [...]}}')
@@ -153,10 +158,14 @@ def check_trace(trace: dict[str, Any], name: str = "the trace") -> None:
         if e["ph"] == "M":
             continue
         if last is not None and e["ts"] < last:
-            raise ArgumentError(f"{name}: event {i} begins at {e['ts']}, before the one in front of it ({last}): events must be sorted")
+            raise ArgumentError(
+                f"{name}: event {i} begins at {e['ts']}, before the one in front of it ({last}): events must be sorted"
+            )
         last = e["ts"]
         if e["ph"] == "X" and not _nests(open_slices.setdefault((e["pid"], e["tid"]), []), e):
-            raise ArgumentError(f"{name}: event {i} ('{e['name']}') overlaps another of its thread without lying inside it")
+            raise ArgumentError(
+                f"{name}: event {i} ('{e['name']}') overlaps another of its thread without lying inside it"
+            )
 
 
 def _nests(stack: list[float], e: dict[str, Any]) -> bool:

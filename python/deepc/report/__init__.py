@@ -1,5 +1,5 @@
-"""`deepc report RUN...`: a run's folder as one HTML page, from which engineers see how a training went. `folder` reads it, `digest` says
-what is shown of it, `page` puts it into the page."""
+"""`deepc report RUN...`: a run's folder as one HTML page, from which engineers see how a training went. `folder` reads
+it, `digest` says what is shown of it, `page` puts it into the page."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from ..errors import ArgumentError, DeepcError
 
 
 def write_report(
-    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, *, theme: str | None = None
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    theme: str | None = None,
 ) -> Path:
     """Writes the page of one run folder, or the comparison of several, and returns its path.
 
-    out: default report.html in the folder of the run; of several runs in the current folder. theme: "light", "dark" or None (as the
-    reader's system). Raises ArgumentError for a folder that is no run, DeepcError if the page can't be written."""
+    out: default report.html in the folder of the run; of several runs in the current folder. theme: "light", "dark" or
+    None (as the reader's system). Raises ArgumentError for a folder that is no run, DeepcError if the page can't be
+    written."""
     from .._lib import C
     from .digest import digest
     from .folder import read_runs
@@ -48,7 +52,10 @@ def write_report(
 def _distinguish(runs: list[Any]) -> None:
     """Names of the runs in one page: the last parts of their paths that make them differ, and which engine."""
     for depth in range(1, 6):
-        names = ["/".join(Path(r.path).resolve().parts[-depth:]) + (f" (engine {r.engine})" if r.engine > 1 else "") for r in runs]
+        names = [
+            "/".join(Path(r.path).resolve().parts[-depth:]) + (f" (engine {r.engine})" if r.engine > 1 else "")
+            for r in runs
+        ]
         if len(set(names)) == len(names) or depth == 5:
             for r, n in zip(runs, names):
                 r.name = n
@@ -57,9 +64,14 @@ def _distinguish(runs: list[Any]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run (deepc.run_dir in the configuration); several: one page that compares them"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run (deepc.run_dir in the configuration); several: one page that compares them",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default RUN/report.html, of several runs report.html")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="the page; default RUN/report.html, of several runs report.html"
+    )
     parser.add_argument("--theme", choices=("light", "dark"), help="default: as the reader's system")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
 
@@ -78,5 +90,8 @@ def run(args: argparse.Namespace) -> int:
         import webbrowser
 
         if not webbrowser.open(path.resolve().as_uri()):
-            print("deepc report: no browser found here; copy the file to where there is one, it needs nothing else", file=sys.stderr)
+            print(
+                "deepc report: no browser found here; copy the file to where there is one, it needs nothing else",
+                file=sys.stderr,
+            )
     return 0

@@ -1,5 +1,7 @@
-"""What a page shows of a Run: curves thinned to what a screen can show, medians, the split of a step's time, memory against its
-prediction, the communication table, a timeline of a few steps, and what stands out. Plain data (JSON types) out; no HTML here."""
+"""What a page shows of a Run: curves thinned to what a screen can show, medians, the split of a step's time, memory
+against its prediction, the communication table, a timeline of a few steps, and what stands out. Plain data (JSON types)
+out; no HTML here.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,30 @@ MAX_EVENTS = 30_000  # of the timeline
 MIB = 2.0**20
 SPLIT = ("compute", "communication", "data", "disk")
 _Span = tuple[float, float, int, int]  # begin and duration in us, lane, name
-_NOT_CURVES = {"step", "at", "skipped", "skipped_steps", "eta_s", "total_steps", "samples", "tokens", "wait", "memory", "parts"}
-_FIRST = ("loss", "lr", "grad_norm", "tokens_per_s", "samples_per_s", "time_s", "loss_scale", "tflops", "fraction_of_peak")
+_NOT_CURVES = {
+    "step",
+    "at",
+    "skipped",
+    "skipped_steps",
+    "eta_s",
+    "total_steps",
+    "samples",
+    "tokens",
+    "wait",
+    "memory",
+    "parts",
+}
+_FIRST = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "samples_per_s",
+    "time_s",
+    "loss_scale",
+    "tflops",
+    "fraction_of_peak",
+)
 
 
 def _once(what: Callable[[Run], Any]) -> Callable[[Run], Any]:
@@ -59,7 +83,7 @@ def _info(run: Run) -> dict[str, Any]:
     return {k: v for k, v in run.info.items() if k not in ("config",)}
 
 
-# ---- curves --------------------------------------------------------------------------------------------------------------------------
+# ---- curves ----------------------------------------------------------------------------------------------------------
 def flat(row: dict[str, Any]) -> dict[str, float]:
     """Numbers of a step by dotted name ("memory.host")."""
     out: dict[str, float] = {}
@@ -74,8 +98,8 @@ def flat(row: dict[str, Any]) -> dict[str, float]:
 
 
 def thin(xs: list[float], ys: list[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most about `limit` points: of each stretch its lowest and highest value, so that no spike is lost; the first and the last point
-    stay."""
+    """At most about `limit` points: of each stretch its lowest and highest value, so that no spike is lost; the first
+    and the last point stay."""
     n = len(xs)
     if n <= limit:
         return xs, ys
@@ -90,7 +114,8 @@ def thin(xs: list[float], ys: list[float], limit: int = POINTS) -> tuple[list[fl
 
 
 def curves(run: Run) -> dict[str, dict[str, list[float]]]:
-    """name -> {"step": [...], "time": [...], "value": [...]}, the well-known ones first; a value that is not finite leaves a gap."""
+    """name -> {"step": [...], "time": [...], "value": [...]}, the well-known ones first; a value that is not finite
+    leaves a gap."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     clock: dict[float, float] = {}
     logged = [
@@ -111,7 +136,7 @@ def curves(run: Run) -> dict[str, dict[str, list[float]]]:
     return out
 
 
-# ---- time ----------------------------------------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 def step_seconds(run: Run) -> list[float | None]:
     """Duration of each step."""
     return [number(row.get("time_s")) for row in run.steps]
@@ -119,11 +144,13 @@ def step_seconds(run: Run) -> list[float | None]:
 
 @_once
 def split(run: Run) -> dict[str, Any] | None:
-    """Seconds per step: computing and waiting for communication, data and disk, a checkpoint before the step included. None if no step
-    says how long it waited."""
+    """Seconds per step: computing and waiting for communication, data and disk, a checkpoint before the step included.
+    None if no step says how long it waited."""
     xs: list[float] = []
     parts: dict[str, list[float]] = {k: [] for k in SPLIT}
-    between: dict[int, float] = {}  # a checkpoint is no part of a step's time, but the step after it tells how long the disk took
+    between: dict[
+        int, float
+    ] = {}  # a checkpoint is no part of a step's time, but the step after it tells how long the disk took
     for note in run.notes:
         if note["event"] == "checkpoint":
             between[note["step"] + 1] = between.get(note["step"] + 1, 0.0) + (number(note.get("seconds")) or 0.0)
@@ -198,13 +225,14 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 _LEVELS = ("available", "limit")  # not a use of memory
 
 
 @_once
 def memory(run: Run) -> dict[str, Any] | None:
-    """Rows (name, largest, last and least measured bytes), bytes over the steps, the prediction, and what of it was measured."""
+    """Rows (name, largest, last and least measured bytes), bytes over the steps, the prediction, and what of it was
+    measured."""
     told = run.info.get("predicted")
     told = told if isinstance(told, dict) else None
     series: dict[str, tuple[list[float], list[float]]] = {}
@@ -232,7 +260,9 @@ def peak_bytes(run: Run) -> float | None:
 
 def rank_peak(run: Run) -> float | None:
     """Bytes of rank 0's peak through the first step above the process before initialize, if the engine could tell."""
-    return next((v for n in run.notes if n["event"] == "memory" and (v := number(n.get("peak_bytes"))) is not None), None)
+    return next(
+        (v for n in run.notes if n["event"] == "memory" and (v := number(n.get("peak_bytes"))) is not None), None
+    )
 
 
 def planned(run: Run) -> float | None:
@@ -244,7 +274,7 @@ def planned(run: Run) -> float | None:
     return None if own is None else own + (shared or 0.0)
 
 
-# ---- communication -------------------------------------------------------------------------------------------------------------------
+# ---- communication ---------------------------------------------------------------------------------------------------
 def communication(run: Run) -> dict[str, Any] | None:
     """Rows (operation, bytes of a message, calls per rank, and over the ranks: mean time, shares, bandwidth)."""
     if not run.comms:
@@ -291,10 +321,10 @@ def _late(run: Run, op: str, nbytes: int) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-# ---- timeline ------------------------------------------------------------------------------------------------------------------------
+# ---- timeline --------------------------------------------------------------------------------------------------------
 def timeline(run: Run) -> dict[str, Any] | None:
-    """The trace in a compact form: names once, lanes per rank, events [lane, name, begin us, duration us] sorted by begin; whole steps,
-    the last ones, where the trace is longer than MAX_EVENTS."""
+    """The trace in a compact form: names once, lanes per rank, events [lane, name, begin us, duration us] sorted by
+    begin; whole steps, the last ones, where the trace is longer than MAX_EVENTS."""
     lanes: list[dict[str, Any]] = []
     index: dict[tuple[int, str], int] = {}
     names: dict[str, int] = {}
@@ -302,7 +332,11 @@ def timeline(run: Run) -> dict[str, Any] | None:
     steps: list[tuple[float, float, str]] = []
     counters: dict[tuple[int, str], list[tuple[float, dict[str, float]]]] = {}
     for rank, found in sorted(run.traces.items()):
-        labels = {str(e.get("tid")): str(_args(e).get("name")) for e in found if e.get("ph") == "M" and e.get("name") == "thread_name"}
+        labels = {
+            str(e.get("tid")): str(_args(e).get("name"))
+            for e in found
+            if e.get("ph") == "M" and e.get("name") == "thread_name"
+        }
         order = {
             str(e.get("tid")): number(_args(e).get("sort_index")) or 0.0
             for e in found
@@ -384,7 +418,7 @@ def _counter(rank: int, name: str, points: list[tuple[float, dict[str, float]]],
     return {"rank": rank, "name": name, "keys": keys, "time": times, "values": values}
 
 
-# ---- what happened, what stands out --------------------------------------------------------------------------------------------------
+# ---- what happened, what stands out ----------------------------------------------------------------------------------
 def events(run: Run) -> list[dict[str, Any]]:
     """Skipped steps, warnings, checkpoints and changes, in step order; at most 1,000."""
     out: list[dict[str, Any]] = []
@@ -400,7 +434,9 @@ def events(run: Run) -> list[dict[str, Any]]:
             )
     for note in run.notes:
         if note["event"] != "log":
-            out.append({"step": note["step"], "at": number(note.get("at")), "kind": str(note["event"]), "text": _told(note)})
+            out.append(
+                {"step": note["step"], "at": number(note.get("at")), "kind": str(note["event"]), "text": _told(note)}
+            )
     known = {n["step"] for n in run.notes if n["event"] == "resume"}
     out += [
         {"step": s, "at": None, "kind": "resume", "text": "steps from here on were run again"}
@@ -414,7 +450,9 @@ def events(run: Run) -> list[dict[str, Any]]:
 def _told(note: dict[str, Any]) -> str:
     if note["event"] == "checkpoint":
         seconds = number(note.get("seconds"))
-        return f"{note.get('what', 'save')} {note.get('path', '')}" + (f", {seconds:.3g} s" if seconds is not None else "")
+        return f"{note.get('what', 'save')} {note.get('path', '')}" + (
+            f", {seconds:.3g} s" if seconds is not None else ""
+        )
     if note["event"] == "memory":
         return str(note.get("text") or "").removeprefix("memory: ")
     if note["event"] == "resume":
@@ -458,12 +496,16 @@ def _about_loss(run: Run, say: Callable[..., None]) -> None:
         fix = (
             "gradients overflow again and again: try bf16, a lower learning rate, or clipping"
             if often
-            else ("once in a while that is normal with a dynamic loss scale" if late else "normal while the loss scale finds its value")
+            else (
+                "once in a while that is normal with a dynamic loss scale"
+                if late
+                else "normal while the loss scale finds its value"
+            )
         )
         say(
             "bad" if often else "note",
-            f"{len(skipped)} of {len(run.steps)} steps were skipped ({100 * len(skipped) / len(run.steps):.1f} %), the last at step "
-            f"{skipped[-1]}",
+            f"{len(skipped)} of {len(run.steps)} steps were skipped ({100 * len(skipped) / len(run.steps):.1f} %), the"
+            f" last at step {skipped[-1]}",
             fix,
         )
     losses = run.values("loss")
@@ -473,7 +515,11 @@ def _about_loss(run: Run, say: Callable[..., None]) -> None:
         means = [(upto[i + k] - upto[i]) / k for i in range(len(losses) - k + 1)]
         begin, end, best = means[0], means[-1], min(means)
         if end > begin:
-            say("bad", f"the loss ends higher ({end:.4g}) than it began ({begin:.4g})", "lower the learning rate, or warm up longer")
+            say(
+                "bad",
+                f"the loss ends higher ({end:.4g}) than it began ({begin:.4g})",
+                "lower the learning rate, or warm up longer",
+            )
         elif end - best > 0.25 * (begin - best):
             say("note", f"the loss rose again at the end: {end:.4g}, after a best of {best:.4g} (means of {k} steps)")
 
@@ -484,13 +530,18 @@ def _about_time(run: Run, say: Callable[..., None]) -> None:
         mean, total = parts["mean"], sum(parts["mean"].values())
         advice = {
             "data": "more workers in the data loader, or data that is tokenised beforehand",
-            "communication": "look at the ranks in the timeline: one that is late makes all wait; between nodes ZeRO++'s keys send less",
+            "communication": (
+                "look at the ranks in the timeline: one that is late makes all wait; between nodes ZeRO++'s keys send"
+                " less"
+            ),
             "disk": "a faster disk for checkpoints and offload, or fewer checkpoints",
         }
         for kind, fix in advice.items():
             if total and mean[kind] / total > 0.1:
                 say(
-                    "bad" if mean[kind] / total > 0.25 else "note", f"{100 * mean[kind] / total:.0f} % of a step is waiting for {kind}", fix
+                    "bad" if mean[kind] / total > 0.25 else "note",
+                    f"{100 * mean[kind] / total:.0f} % of a step is waiting for {kind}",
+                    fix,
                 )
         if total and mean["compute"] / total > 0.9:
             say("good", f"{100 * mean['compute'] / total:.0f} % of a step is computing")
@@ -516,7 +567,10 @@ def _about_memory(run: Run, say: Callable[..., None]) -> None:
     if plan and measured:
         off, text = (
             measured / plan - 1,
-            f"rank 0 took {measured / MIB:,.0f} MiB at the peak of the first step, the memory plan said {plan / MIB:,.0f}",
+            (
+                f"rank 0 took {measured / MIB:,.0f} MiB at the peak of the first step, the memory plan said"
+                f" {plan / MIB:,.0f}"
+            ),
         )
         if off > 0.1:
             say(
@@ -529,4 +583,8 @@ def _about_memory(run: Run, say: Callable[..., None]) -> None:
     left = next((r["least"] for r in mem["rows"] if r["name"] == "available"), None)
     peak = peak_bytes(run)
     if left is not None and peak and left < 0.1 * peak:
-        say("bad", f"at one point {left / MIB:,.0f} MiB were left on the node", "docs/memory-plan.md tells what makes a run smaller")
+        say(
+            "bad",
+            f"at one point {left / MIB:,.0f} MiB were left on the node",
+            "docs/memory-plan.md tells what makes a run smaller",
+        )

@@ -1,6 +1,6 @@
-"""Reads a run folder (docs/report.md lists its files) into a Run. Takes what is there: each file may be missing, be cut off by a kill, or
-be written while it is read; what could not be read is listed in `problems`, and nothing else of the run is lost by it. Standard library
-only."""
+"""Reads a run folder (docs/report.md lists its files) into a Run. Takes what is there: each file may be missing, be cut
+off by a kill, or be written while it is read; what could not be read is listed in `problems`, and nothing else of the
+run is lost by it. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ENGINE = re.compile(r"(?:run\.(\d+)\.json|metrics\.(\d+)\.jsonl)")
 
 @dataclass
 class Run:
-    """What one engine of a run left in the run's folder. steps: one dict a step, in order, each step once (a resumed run replaces what it
-    repeats); notes: lines of metrics.jsonl that are no steps; traces: rank -> Chrome trace events; comms: rank -> summary of the
-    communication logger (operation -> message bytes -> figures)."""
+    """What one engine of a run left in the run's folder. steps: one dict a step, in order, each step once (a resumed
+    run replaces what it repeats); notes: lines of metrics.jsonl that are no steps; traces: rank -> Chrome trace events;
+    comms: rank -> summary of the communication logger (operation -> message bytes -> figures)."""
 
     path: str
     name: str
@@ -78,19 +78,26 @@ def read_runs(path: str | os.PathLike[str]) -> list[Run]:
 def _names(folder: Path) -> list[str]:
     """The files in a run folder. ArgumentError if it is none."""
     if folder.is_file():
-        raise ArgumentError(f"{folder} is a file: give the folder of the run, the one with run.json and metrics.jsonl in it")
+        raise ArgumentError(
+            f"{folder} is a file: give the folder of the run, the one with run.json and metrics.jsonl in it"
+        )
     if not folder.is_dir():
         raise ArgumentError(f"there is no run folder {str(folder)!r} (looked in {os.getcwd()}). {_hint(Path('runs'))}")
     names = sorted(p.name for p in folder.iterdir())
     if not any(n in FILES or _RANK.fullmatch(n) or _ENGINE.fullmatch(n) for n in names):
         inside = [p.name for p in sorted(folder.iterdir()) if p.is_dir() and any((p / n).exists() for n in FILES)]
-        more = f" Its folders {', '.join(inside[:5])} are runs: give one or more of them." if inside else " " + _hint(Path("runs"))
+        more = (
+            f" Its folders {', '.join(inside[:5])} are runs: give one or more of them."
+            if inside
+            else " " + _hint(Path("runs"))
+        )
         raise ArgumentError(f"{folder} holds no run: none of {', '.join(FILES)} is in it.{more}")
     return names
 
 
 def _read_engine(folder: Path, names: list[str], number_: int) -> Run:
-    """run.json and metrics.jsonl of the number_-th engine of the process (run.2.json and metrics.2.jsonl of the second)."""
+    """run.json and metrics.jsonl of the number_-th engine of the process (run.2.json and metrics.2.jsonl of the
+    second)."""
     dot = f".{number_}" if number_ > 1 else ""
     run = Run(str(folder), folder.resolve().name + (f" (engine {number_})" if number_ > 1 else ""), engine=number_)
     info = _json(folder / f"run{dot}.json", run) if f"run{dot}.json" in names else {}
@@ -107,7 +114,10 @@ def _hint(runs: Path) -> str:
     found = sorted(p.parent for p in runs.glob("*/run.json")) if runs.is_dir() else []
     if found:
         return f"Runs here: {', '.join(map(str, found[:8]))}."
-    return 'A run writes its folder when the configuration has {"deepc": {"run_dir": "runs/name"}} or DEEPC_RUN_DIR=runs/name is set.'
+    return (
+        'A run writes its folder when the configuration has {"deepc": {"run_dir": "runs/name"}} or'
+        " DEEPC_RUN_DIR=runs/name is set."
+    )
 
 
 def _json(path: Path, run: Run) -> Any:
@@ -145,7 +155,8 @@ def _read_steps(path: Path, run: Run) -> None:
             rows[step], last = row, step
     if bad:
         run.problems.append(
-            f"{path.name}: {bad} line{'s are' if bad > 1 else ' is'} no record of a step{'' if ended else ' (the last one is cut off)'}"
+            f"{path.name}: {bad} line{'s are' if bad > 1 else ' is'} no record of a"
+            f" step{'' if ended else ' (the last one is cut off)'}"
         )
     run.steps = [rows[s] for s in sorted(rows)]
 
@@ -170,4 +181,8 @@ def _table(value: Any) -> dict[str, dict[str, dict[str, Any]]]:
     """operation -> bytes -> figures; whatever has another form is left out."""
     if not isinstance(value, dict):
         return {}
-    return {op: {n: v for n, v in sizes.items() if isinstance(v, dict)} for op, sizes in value.items() if isinstance(sizes, dict)}
+    return {
+        op: {n: v for n, v in sizes.items() if isinstance(v, dict)}
+        for op, sizes in value.items()
+        if isinstance(sizes, dict)
+    }

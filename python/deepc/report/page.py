@@ -1,5 +1,5 @@
-"""One HTML file with everything in it: page.html with page.css, page.js and the runs' figures as JSON. It loads nothing, and its content
-security policy would not let it."""
+"""One HTML file with everything in it: page.html with page.css, page.js and the runs' figures as JSON. It loads
+nothing, and its content security policy would not let it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def embedded(data: Any) -> str:
 
 
 def page(runs: list[dict[str, Any]], *, version: str, theme: str | None = None) -> str:
-    """The page of digests (digest.digest) of one or several runs. theme: "light" or "dark"; None: as the reader's system."""
+    """The page of digests (digest.digest) of one or several runs. theme: "light" or "dark"; None: as the reader's
+    system."""
     made = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(r["name"] for r in runs)
     data = {"runs": runs, "version": version, "made": made, "theme": theme}
