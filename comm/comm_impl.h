@@ -45,7 +45,7 @@ typedef struct dc__seat {
 enum { DC__CALL_WORDS = 3, DC__WHERE_WORDS = 8, DC__CELLS = 64, DC__SMALLS = 16, DC__SMALLS_ROUND = 3 };
 #define DC__INLINE ((int64_t)16)     /* bytes of a call's data that fit into its cell */
 #define DC__SMALL ((int64_t)16384)   /* and into a small slot */
-#define DC__SMALL_STRIDE (DC__SMALL + 3 * DC__LINE) /* not congruent, see SLOT_COLOR */
+#define DC__SMALL_STRIDE (DC__SMALL + 3 * DC__LINE) /* not congruent, see DC__SLOT_COLOR */
 typedef struct dc__cell {
   _Alignas(DC__LINE) _Atomic uint32_t posted; /* number of the step + 1, modulo 2^32 */
   uint32_t reserved;
@@ -164,10 +164,11 @@ static inline void dc__prefetch_write(const void *p) {
 #endif
 }
 
-/* ---- shm.c ------------------------------------------------------------------------------------------------------- */
+/* ---- open.c ------------------------------------------------------------------------------------------------------ */
 /* A number that differs between a process and its forked children. */
 uint64_t dc__fork_mark(void);
 
+/* ---- segment.c --------------------------------------------------------------------------------------------------- */
 void dc__segments_lock(void);
 void dc__segments_unlock(void);
 

@@ -47,7 +47,8 @@ DC_API int dc_flight_log_take(dc_flight_row *rows, int64_t capacity, int64_t *co
 /* Name of a dc_call_op ("all_reduce"), "?" if there is none. */
 DC_API const char *dc_call_name(int op);
 
-/* ---- for shm.c, coll.c, p2p.c: called with c entered; cheap (two clock reads, one row) --------------------------- */
+/* ---- for open.c, segment.c, coll.c, p2p.c: called with c entered; cheap (two clock reads, one row)
+ * --------------------------- */
 int dc__flight_group_open(const dc_comm *c); /* at dc_comm_open; the returned index goes to c->flight_group */
 void dc__flight_group_close(int group);
 /* After c->seq was counted up. Returns the row's number, 0 if the call is not recorded. */

@@ -47,7 +47,8 @@ DC_API int dc_request_free(dc_request *r);
 DC_API int dc_send(dc_comm *c, const void *buf, int64_t count, int dtype, int dst, int64_t tag);
 DC_API int dc_recv(dc_comm *c, void *buf, int64_t count, int dtype, int src, int64_t tag, int *source);
 
-/* ---- for shm.c: the pairs' rings lie in the communicator's shared map -------------------------------------------- */
+/* ---- for arena.c and open.c: the pairs' rings lie in the communicator's shared map
+ * -------------------------------------------- */
 /* Bytes of the area for `size` ranks (a multiple of 4096; the area is zeroed and 64-byte aligned). */
 int64_t dc__p2p_bytes(int size);
 /* Called by dc_comm_open when all ranks have mapped the area, and before it is unmapped (also in a forked child).

@@ -175,7 +175,7 @@ def _round(n: int, to: int) -> int:
 
 
 def _comm_bytes(ranks: int, slot_bytes: int, slots: int) -> int:
-    """Shared memory of one communicator (comm/shm.c): staging slots, small slots, the area of messages."""
+    """Shared memory of one communicator (comm/arena.c): staging slots, small slots, the area of messages."""
     pair = 2048
     while pair * 2 <= (4 << 20) // (ranks * ranks) and pair < 128 << 10:
         pair *= 2

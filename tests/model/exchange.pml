@@ -1,5 +1,5 @@
 /* exchange.pml: the exchange between ranks (comm/sync.c: begin, post, wait, wait_rank, skip, done;
- * comm/coll_staged.c: the order in which collectives call them; comm/shm.c: leaving).
+ * comm/coll_staged.c: the order in which collectives call them; comm/open.c: leaving).
  *
  * Every rank has rings of CELLS cells and of SLOTS slots, and SMALLS small slots, and makes CALLS calls. Which
  * ones is chosen freely when the first rank comes to each: all wait for all (whole, in two chunks with the second

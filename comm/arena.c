@@ -1,0 +1,172 @@
+/* arena.c: the memory that ranks share: memfds, their mappings and first touch, and the layout of a communicator's
+ * arena.
+ *
+ * Owns how shared memory is made and placed; knows nothing of sockets. An arena is, in this order: the header with
+ * seats, cells and caller texts, the staging slots, the small slots, and the area of the messages (p2p.c). Everything
+ * in it is sealed in size, so that no rank can make another one's access fault.
+ *
+ * Uses MADV_POPULATE_WRITE (Linux 5.14) and MADV_COLLAPSE (6.1) where they exist. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "comm_impl.h"
+#include "open.h"
+#include "p2p.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+/* ---- mappings ---------------------------------------------------------------------------------------------------- */
+bool dc__arena_huge(int64_t bytes) {
+  const char *e = getenv("DEEPC_HUGEPAGES");
+  return bytes >= (int64_t)DC_HUGE_PAGE && !(e && strcmp(e, "0") == 0);
+}
+
+/* Refuses before the kernel would kill: beyond a memory cgroup's limit, faulting in is a SIGKILL and not an ENOMEM. */
+int dc__arena_fits(int64_t bytes) {
+  int64_t free_bytes;
+  DC_TRY(dc_mem_available(&free_bytes));
+  if (bytes + bytes / 64 > free_bytes)
+    return DC_FAIL(
+        DC_E_NOMEM,
+        "a shared segment of %lld MiB does not fit: %lld MiB are available here (memory cgroup and MemAvailable)",
+        (long long)(bytes >> 20), (long long)(free_bytes >> 20));
+  struct rlimit lim;
+  if (getrlimit(RLIMIT_FSIZE, &lim) == 0 && lim.rlim_cur != RLIM_INFINITY && (uint64_t)bytes > lim.rlim_cur)
+    return DC_FAIL(DC_E_NOMEM, "a shared segment of %lld bytes exceeds the file size limit (ulimit -f) of %llu bytes",
+                   (long long)bytes, (unsigned long long)lim.rlim_cur);
+  return DC_OK;
+}
+
+int dc__arena_memfd(int64_t bytes, int *out) {
+  int fd = (int)syscall(SYS_memfd_create, "deepc", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return DC_FAIL(DC_E_SYSTEM, "memfd_create: %s", strerror(errno));
+  /* sealed in both directions: no rank can make another one's access fault, and nobody can undo that */
+  if (ftruncate(fd, bytes) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) {
+    int e = errno;
+    close(fd);
+    return DC_FAIL(DC_E_SYSTEM, "a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
+  }
+  *out = fd;
+  return DC_OK;
+}
+
+/* What a peer sent must be of the agreed size and must not be able to shrink under us. */
+int dc__arena_memfd_check(int fd, int64_t bytes) {
+  int seals = fcntl(fd, F_GET_SEALS);
+  /* not fstat: as a symbol of its own it is younger than the glibc that the wheel is for */
+  if (lseek(fd, 0, SEEK_END) != (off_t)bytes || seals < 0 || !(seals & F_SEAL_SHRINK))
+    return DC_FAIL(DC_E_PEER, "rank 0 sent a segment of the wrong size or without seals");
+  return DC_OK;
+}
+
+/* Maps at a 2 MiB boundary, so that huge pages of the file can be mapped whole. */
+static int arena_map_aligned(int fd, int64_t bytes, void **base) {
+  int64_t span = bytes + (int64_t)DC_HUGE_PAGE;
+  char *p = mmap(NULL, (size_t)span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return DC_FAIL(DC_E_NOMEM, "%lld bytes of address space: %s", (long long)span, strerror(errno));
+  char *at = (char *)(((uintptr_t)p + DC_HUGE_PAGE - 1) & ~(uintptr_t)(DC_HUGE_PAGE - 1));
+  if (mmap(at, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    int e = errno;
+    munmap(p, (size_t)span);
+    return DC_FAIL(DC_E_NOMEM, "mmap of a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
+  }
+  if (at > p) munmap(p, (size_t)(at - p));
+  if (at + bytes < p + span) munmap(at + bytes, (size_t)(p + span - (at + bytes)));
+  *base = at;
+  return DC_OK;
+}
+
+/* Kernels before 5.14: reserve all of it (an error, not a SIGBUS), then touch. Peers use the memory only after the
+ * handshake, so that adding 0 races with nobody. */
+static int arena_populate(int fd, char *base, int64_t bytes) {
+  int e = posix_fallocate(fd, 0, bytes);
+  if (e) return e;
+  for (int64_t i = 0; i < bytes; i += 4096)
+    atomic_fetch_add_explicit((_Atomic uint8_t *)(base + i), 0, memory_order_relaxed);
+  return 0;
+}
+
+/* Faults everything in. The first rank touches one byte per 2 MiB and collapses, which gives huge pages to all who map
+ * the file, whatever shmem_enabled says; failing that, small pages do, and dc_segment_info tells. */
+static int arena_fault_in(int fd, char *base, int64_t bytes, bool first) {
+  if (dc__arena_huge(bytes)) {
+    madvise(base, (size_t)bytes, MADV_HUGEPAGE);
+    if (first) {
+      int64_t whole = bytes / (int64_t)DC_HUGE_PAGE * (int64_t)DC_HUGE_PAGE;
+      for (int64_t i = 0; i < whole; i += (int64_t)DC_HUGE_PAGE) *(volatile char *)(base + i) = 0;
+      madvise(base, (size_t)whole, MADV_COLLAPSE);
+    }
+  }
+  int e = 0;
+  while (madvise(base, (size_t)bytes, MADV_POPULATE_WRITE)) {
+    e = errno;
+    if (e == EINTR || e == EAGAIN) continue;
+    if (e == EINVAL) e = arena_populate(fd, base, bytes);
+    break;
+  }
+  if (e && e != EINTR && e != EAGAIN)
+    return DC_FAIL(DC_E_NOMEM, "faulting in a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
+  return DC_OK;
+}
+
+int dc__arena_map(int fd, int64_t bytes, bool first, dc__map *out) {
+  void *base = NULL;
+  DC_TRY(arena_map_aligned(fd, bytes, &base));
+  int rc = arena_fault_in(fd, base, bytes, first);
+  if (rc) {
+    munmap(base, (size_t)bytes);
+    return rc;
+  }
+  *out = (dc__map){base, bytes};
+  return DC_OK;
+}
+
+void dc__arena_unmap(dc__map *m) {
+  if (m->base) munmap(m->base, (size_t)m->bytes);
+  *m = (dc__map){NULL, 0};
+}
+
+/* ---- the arena of a communicator --------------------------------------------------------------------------------- */
+static int64_t arena_header_bytes(const dc_comm *c) {
+  int64_t n = (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size +
+              (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
+  return dc__round_up(n, 4096);
+}
+
+static int64_t arena_small_begin(const dc_comm *c) {
+  return dc__round_up(arena_header_bytes(c) + c->slot_stride * c->slots * c->size, 4096);
+}
+
+/* Where the messages' area begins. */
+int64_t dc__stage_end(const dc_comm *c) {
+  return dc__round_up(arena_small_begin(c) + DC__SMALL_STRIDE * DC__SMALLS * c->size, 4096);
+}
+
+int64_t dc__stage_bytes(const dc_comm *c) {
+  int64_t n = dc__stage_end(c) + dc__p2p_bytes(c->size);
+  return dc__round_up(n, dc__arena_huge(n) ? (int64_t)DC_HUGE_PAGE : 4096);
+}
+
+int dc__stage_map(dc_comm *c, int fd, int64_t bytes, bool first) {
+  DC_TRY(dc__arena_map(fd, bytes, first, &c->map));
+  /* a forked child (a data loader) keeps neither the memory alive nor can it write into it */
+  if (madvise(c->map.base, (size_t)bytes, MADV_DONTFORK))
+    return DC_FAIL(DC_E_SYSTEM, "madvise(MADV_DONTFORK): %s", strerror(errno));
+  c->h = c->map.base;
+  c->cell = (dc__cell *)((char *)c->map.base + (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size);
+  c->wheres = (dc__where *)(c->cell + (int64_t)c->size * c->cells);
+  c->stage = (char *)c->map.base + arena_header_bytes(c);
+  c->small = (char *)c->map.base + arena_small_begin(c);
+  return DC_OK;
+}

@@ -1,0 +1,161 @@
+/* open.c: opening and closing a communicator: the mark of forks, what the configuration and the environment say, and
+ * the order in which the parts are made (rendezvous.c, arena.c, p2p.c, coll.c) and given back. */
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "comm_impl.h"
+#include "flight.h"
+#include "open.h"
+#include "p2p.h"
+
+#ifndef MADV_WIPEONFORK
+#define MADV_WIPEONFORK 18
+#endif
+
+/* ---- forks ------------------------------------------------------------------------------------------------------- */
+/* One page that the kernel zeroes in a forked child. It holds a number that no ancestor used, set at the first open of
+ * a process. */
+static pthread_mutex_t open_fork_lock = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t *open_fork_page;
+static uint64_t open_fork_last;
+
+uint64_t dc__fork_mark(void) { return open_fork_page ? *open_fork_page : 0; }
+
+static int open_fork_mark(void) {
+  int rc = DC_OK;
+  pthread_mutex_lock(&open_fork_lock);
+  if (!open_fork_page) {
+    void *p = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+      rc = DC_FAIL(DC_E_NOMEM, "mmap of one page: %s", strerror(errno));
+    } else if (madvise(p, 4096, MADV_WIPEONFORK)) {
+      rc = DC_FAIL(DC_E_UNSUPPORTED, "madvise(MADV_WIPEONFORK): %s; deepc's collectives need Linux 5.3 or later",
+                   strerror(errno));
+      munmap(p, 4096);
+    } else {
+      open_fork_page = p;
+    }
+  }
+  if (!rc && *open_fork_page == 0) *open_fork_page = ++open_fork_last;
+  pthread_mutex_unlock(&open_fork_lock);
+  return rc;
+}
+
+/* ---- open, close ------------------------------------------------------------------------------------------------- */
+static int open_env_us(const char *name, int64_t *ns) {
+  const char *e = getenv(name);
+  if (!e || !*e) return DC_OK;
+  char *end;
+  long us = strtol(e, &end, 10);
+  if (*end || us < 0 || us > 10000000)
+    return DC_FAIL(DC_E_ENV, "%s=%s: expected microseconds from 0 to 10000000", name, e);
+  *ns = us * 1000;
+  return DC_OK;
+}
+
+static int open_wait_defaults(dc_comm *c) {
+  cpu_set_t set;
+  int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  /* ranks are often bound to cores of their own each: then the machine's count says whether they fit */
+  if (cpus < (int)sysconf(_SC_NPROCESSORS_ONLN)) cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
+  c->spin_ns = c->size <= cpus ? 20000 : 0; /* with fewer cores a spinning rank only keeps the others from arriving */
+  c->yield_ns = 200000;
+  DC_TRY(open_env_us("DEEPC_SPIN_US", &c->spin_ns));
+  return open_env_us("DEEPC_YIELD_US", &c->yield_ns);
+}
+
+static int open_check(const dc_comm_config *k) {
+  if (!k || !k->address || !k->label) return DC_FAIL(DC_E_INVALID, "config, address or label is NULL");
+  if (k->size < 1 || k->size > DC_COMM_MAX_RANKS || k->rank < 0 || k->rank >= k->size)
+    return DC_FAIL(DC_E_INVALID, "rank %d of %d: expected 0 <= rank < size <= %d", k->rank, k->size, DC_COMM_MAX_RANKS);
+  size_t n = strlen(k->address);
+  if (n < 1 || n > DC__ADDRESS)
+    return DC_FAIL(DC_E_INVALID, "the address has %zu bytes: expected 1 to %d", n, DC__ADDRESS);
+  if (k->timeout_ms <= 0 || k->timeout_ms > INT64_MAX / 2000000)
+    return DC_FAIL(DC_E_INVALID, "timeout_ms %lld", (long long)k->timeout_ms);
+  if (k->slot_bytes <= 0 || k->slot_bytes % 4096 || k->slot_bytes > ((int64_t)1 << 40))
+    return DC_FAIL(DC_E_INVALID, "slot_bytes %lld: expected a positive multiple of 4096", (long long)k->slot_bytes);
+  if (k->slots < 2 || k->slots > 1024) return DC_FAIL(DC_E_INVALID, "slots %d: expected 2 to 1024", k->slots);
+  if (k->flags) return DC_FAIL(DC_E_INVALID, "flags %d: none is defined", k->flags);
+  return DC_OK;
+}
+
+static void open_release(dc_comm *c) {
+  dc__p2p_close(c); /* before its area goes */
+  dc__segments_orphan(c);
+  dc__counts_detach(&c->counts);
+  bool ours = c->fork_mark == dc__fork_mark();
+  if (ours) dc__arena_unmap(&c->map); /* in a forked child nothing of it is mapped */
+  for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
+    if (c->sock[r] >= 0) close(c->sock[r]);
+    if (c->pidfd[r] >= 0) close(c->pidfd[r]);
+  }
+  free(c->shown);
+  free(c->slot_used);
+  free(c);
+}
+
+int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
+  DC_TRY(open_check(k));
+  if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL");
+  DC_TRY(open_fork_mark());
+  dc_comm *c = calloc(1, sizeof *c);
+  if (!c) return DC_FAIL(DC_E_NOMEM, "%zu bytes", sizeof *c);
+  c->rank = k->rank;
+  c->size = k->size;
+  c->slots = k->slots;
+  c->slot_bytes = k->slot_bytes;
+  c->slot_stride = k->slot_bytes + DC__SLOT_COLOR;
+  c->timeout_ns = k->timeout_ms * 1000000;
+  c->look_ns = dc__now_ns();
+  c->fork_mark = dc__fork_mark();
+  snprintf(c->label, sizeof c->label, "%s", k->label);
+  for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
+    c->sock[r] = c->pidfd[r] = -1;
+    c->global_rank[r] = k->global_rank && r < k->size ? k->global_rank[r] : r;
+  }
+  c->cells = k->slots > DC__CELLS ? k->slots : DC__CELLS;
+  dc__counts_attach(&c->counts);
+  dc__use_membarrier(c, false); /* until all ranks have agreed */
+  c->shown = calloc((size_t)c->cells, sizeof *c->shown);
+  c->slot_used = calloc((size_t)k->slots, sizeof *c->slot_used);
+  int rc = c->shown && c->slot_used ? open_wait_defaults(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);
+  if (!rc) rc = dc__force_algos(c);
+  if (!rc) dc__choices_make(c);
+  if (!rc) rc = dc__join(c, k);
+  if (!rc) rc = dc__p2p_open(c, (char *)c->map.base + dc__stage_end(c));
+  if (!rc && c->size > 1) rc = dc__probe_single_copy(c);
+  c->base = c->begun;
+  if (rc) {
+    open_release(c);
+    return rc;
+  }
+  c->id = dc__flight_id(k->address);
+  c->flight_group = dc__flight_group_open(c);
+  *out = c;
+  return DC_OK;
+}
+
+int dc_comm_close(dc_comm *c) {
+  if (!c) return DC_OK;
+  if (c->fork_mark == dc__fork_mark()) {
+    if (!dc__go_in(c)) return DC_FAIL(DC_E_STATE, "group %s is in use by another thread and can't be closed", c->label);
+    dc__p2p_close(c); /* first: its waits here end because of this call, not because a peer saw us leave */
+    /* open_release: peers that see it also see the last steps that we posted */
+    atomic_store_explicit(&c->h->seat[c->rank].left, 1, memory_order_release);
+    dc__wake_all(c);
+    dc__flight_group_close(c->flight_group);
+  }
+  open_release(c);
+  return DC_OK;
+}
+
+int dc_comm_rank(const dc_comm *c) { return c ? c->rank : DC_FAIL(DC_E_INVALID, "the communicator is NULL"); }
+
+int dc_comm_size(const dc_comm *c) { return c ? c->size : DC_FAIL(DC_E_INVALID, "the communicator is NULL"); }
