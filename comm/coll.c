@@ -14,6 +14,7 @@
 
 #include "coll_impl.h"
 #include "flight.h"
+#include "segment.h"
 
 #define TRIALS 8 /* calls of a kind and size that take turns, now and then */
 
@@ -229,12 +230,22 @@ static int run_alone(const dc__job *j) {
   return j->out == j->in || bytes == 0 ? DC_OK : dc_copy(j->out, j->in, bytes);
 }
 
-/* Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks the group. */
+/* Whatever fails after the first step has begun would leave the ranks at different steps, so it breaks the group. The
+ * buffers are the caller's again when the call returns: so not before the peers have let go of them. */
 static int settle(dc_comm *c, int rc) {
-  if (!rc || dc__broken(c)) return rc;
-  char why[1024];
+  if (!rc) return DC_OK;
+  char why[DC__TEXT];
+  if (!dc__broken(c)) {
+    snprintf(why, sizeof why, "%s", dc_last_error());
+    rc = dc__break(c, rc, "group %s: %s", c->label, why);
+  }
+  const int busy = dc__await_calm(c);
+  if (busy < 0) return rc;
   snprintf(why, sizeof why, "%s", dc_last_error());
-  return dc__break(c, rc, "group %s: %s", c->label, why);
+  return DC_FAIL(rc,
+                 "%s; rank %d (pid %d) was stopped within this call and may still write into its buffers when it goes "
+                 "on: don't reuse them",
+                 why, c->global_rank[busy], c->h->seat[busy].pid);
 }
 
 /* `call`: j->call once more, for a caller that has it in registers: see collective(). */
@@ -251,6 +262,7 @@ static inline int start(dc__job *j, dc_call call) {
 
 static int end(dc_comm *c, int rc) {
   if (c->size > 1) rc = settle(c, rc);
+  dc__segments_unpin(c);
   dc__show(c); /* alone, or failed before the first post */
   dc__flight_end(c->flight, rc);
   return rc;

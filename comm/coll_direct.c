@@ -17,7 +17,7 @@
  * of 64 KiB takes 6.8 here and 5.5 staged (OpenMPI 5.3 by the root alone). all_gather in place twice as fast as MPI is
  * beyond the memory: at 16 MiB OpenMPI moves its half at 0.85 of the rate of a copy, registered buffers here at 0.94.
  *
- * May assume: dc__meet has agreed on the call, and dc__reachable holds on all ranks. */
+ * May assume: dc__meet has agreed on the call and pinned the segments, and dc__reachable holds on all ranks. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,6 +26,7 @@
 #include <unistd.h>
 
 #include "coll_impl.h"
+#include "segment.h"
 
 #define SCRATCH_BYTES \
   ((int64_t)256 << 10) /* on the stack of every thread that works: stays in the second-level cache */
@@ -69,26 +70,12 @@ static int64_t parts_bytes(const dc__job *j, const int64_t *counts, int parts) {
   return n * j->esz;
 }
 
-/* The segment that holds [p, p + bytes), and the ones that are mapped here. */
-static int find_segment(const dc_comm *c, const char *p, int64_t bytes, int64_t *off) {
-  for (int i = 0; i < DC__SEGMENTS; i++) {
-    const dc_segment *s = c->segment[i];
-    if (!s || p < (char *)s->map.base || p + bytes > (char *)s->map.base + s->map.bytes) continue;
-    *off = p - (char *)s->map.base;
-    return i;
-  }
-  return -1;
-}
-
 static dc__info info_of(const dc__job *j) {
   dc__info f = {.in = (uint64_t)j->in, .out = (uint64_t)j->out, .in_seg = -1, .out_seg = -1};
-  dc__segments_lock();
-  for (int i = 0; i < DC__SEGMENTS; i++)
-    if (j->c->segment[i]) f.mapped |= (uint64_t)1 << i;
-  if (f.mapped && j->in) f.in_seg = find_segment(j->c, j->in, parts_bytes(j, j->in_counts, j->in_parts), &f.in_off);
+  f.mapped = dc__segments_pin(j->c);
+  if (f.mapped && j->in) f.in_seg = dc__segment_find(j->c, j->in, parts_bytes(j, j->in_counts, j->in_parts), &f.in_off);
   if (f.mapped && j->out)
-    f.out_seg = find_segment(j->c, j->out, parts_bytes(j, j->out_counts, j->out_parts), &f.out_off);
-  dc__segments_unlock();
+    f.out_seg = dc__segment_find(j->c, j->out, parts_bytes(j, j->out_counts, j->out_parts), &f.out_off);
   return f;
 }
 
@@ -134,20 +121,23 @@ typedef struct direct {
   char text[256];
 } direct;
 
+/* The call has failed somewhere: from here on buffers may belong to their owners again. */
+static bool is_off(const direct *d) {
+  return atomic_load_explicit(&d->j->c->h->broken, memory_order_relaxed) != DC__SOUND;
+}
+
 static char *mapped_at(const direct *d, int seg, int64_t off) {
   const dc_comm *c = d->j->c;
-  return everywhere(c, d->v, seg) ? (char *)c->segment[seg]->map.base + off : NULL;
+  return everywhere(c, d->v, seg) ? (char *)c->pinned[seg]->map.base + off : NULL;
 }
 
 static void find_peers(direct *d) {
   const dc_comm *c = d->j->c;
-  dc__segments_lock();
   for (int r = 0; r < c->size; r++) {
     const dc__info *f = &d->v->of[r];
     d->in[r] = r == c->rank ? (char *)d->j->in : mapped_at(d, f->in_seg, f->in_off);
     d->out[r] = r == c->rank ? d->j->out : mapped_at(d, f->out_seg, f->out_off);
   }
-  dc__segments_unlock();
 }
 
 /* A peer's memory that can't be reached is most often a peer that died: dc__unreachable says so in better words. */
@@ -308,9 +298,11 @@ static int blocks(const direct *d) {
   const dc__job *j = d->j;
   char *to = j->out;
   for (int r = 0; r < j->c->size; to += j->out_counts[r++] * j->esz) {
+    const int64_t bytes = j->out_counts[r] * j->esz;
     int64_t from = 0;
     for (int k = 0; k < j->c->rank; k++) from += j->theirs[r][k] * j->esz;
-    if (j->out_counts[r]) DC_TRY(fetch(d, r, to, from, j->out_counts[r] * j->esz));
+    for (int64_t at = 0; at < bytes && !is_off(d); at += MOVE_CHUNK)
+      DC_TRY(fetch(d, r, to + at, from + at, dc__min64(bytes - at, MOVE_CHUNK)));
   }
   return DC_OK;
 }
@@ -382,7 +374,7 @@ static void work_range(int64_t begin, int64_t end, void *ctx) {
   piece_fn *piece = piece_of(j->call.op);
   const bool per_part = piece == all_gather_piece || piece == all_to_all_piece;
   _Alignas(DC__LINE) char room[SCRATCH_BYTES];
-  for (int64_t at = begin; at < end && atomic_load(&d->status) == DC_OK;) {
+  for (int64_t at = begin; at < end && atomic_load(&d->status) == DC_OK && !is_off(d);) {
     int64_t n = dc__min64(d->chunk, end - at);
     if (per_part) n = dc__min64(n, j->count - at % j->count);
     int rc = piece(d, d->begin + at, n, room);
@@ -405,11 +397,23 @@ static int work(direct *d) {
   return d->status ? DC_FAIL(d->status, "%s", d->text) : DC_OK;
 }
 
+/* A rank whose call fails waits for the peers that work (dc__await_calm) before it gives its buffers back. It reads
+ * `working` after it has seen `broken`, and here it is the other way round, all sequentially consistent: so either it
+ * sees that we work, or we see that the group is broken and leave its buffers alone. */
+static int work_if_sound(direct *d) {
+  dc_comm *c = d->j->c;
+  _Atomic uint32_t *working = &c->h->seat[c->rank].working;
+  atomic_store_explicit(working, 1, memory_order_seq_cst);
+  int rc = atomic_load_explicit(&c->h->broken, memory_order_seq_cst) == DC__SOUND ? work(d) : DC_OK;
+  atomic_store_explicit(working, 0, memory_order_release);
+  return is_off(d) ? dc__broken(c) : rc;
+}
+
 int dc__direct(const dc__job *j, const dc__view *v) {
   direct d = {.j = j, .v = v, .stream = parts_bytes(j, j->out_counts, j->out_parts) >= STREAM_BYTES};
   find_peers(&d);
   span_of(&d);
-  int rc = work(&d);
+  int rc = work_if_sound(&d);
   if (rc == DC_E_PEER) { /* no step is posted: where the dead rank posted its own, others would take their results for
                             complete */
     char why[512];

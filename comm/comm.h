@@ -67,7 +67,8 @@ DC_API const char *dc_comm_error(const dc_comm *c);
  * ranks; c stays usable). The segment outlives c. *base is this rank's address. A forked child inherits the mapping of
  * a segment (unlike staging). */
 DC_API int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base);
-/* Unmaps locally; the memory goes when the last rank did. */
+/* Gives the segment up, in any thread, also while a collective of its communicator runs: a call in progress keeps the
+ * mapping until it ends. The caller does not use the memory any more; it goes when the last rank has given it up. */
 DC_API int dc_segment_free(dc_segment *s);
 /* What huge pages were got, of how many bytes. */
 DC_API int dc_segment_info(const dc_segment *s, int64_t *bytes, int64_t *huge_bytes);
@@ -106,7 +107,9 @@ DC_API int dc_scatter(dc_comm *c, const void *in, void *out, int64_t count, int 
 /* Buffers that lie in a dc_segment made by this dc_comm (on every rank; in and out may be of different segments) are
  * registered: large calls read and write them where they lie. Others are staged, or read straight from the peer's
  * memory where the kernel allows that (process_vm_readv). Which it is never changes a bit of the result. Who passes a
- * peer a registered buffer lets it write that buffer's output range during the call, and nothing else, nor after. */
+ * peer a registered buffer lets it write that buffer's output range during the call, and nothing else, nor after: a
+ * call that fails returns when no living peer works in its buffers any more. Only a peer that stays stopped within the
+ * call for longer than the time-out can't be waited for; the error then names it. */
 
 /* ---- the exchange itself, for callers that fill and read slots in place ------------------------------------------ */
 enum dc_call_op {

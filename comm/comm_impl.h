@@ -14,7 +14,7 @@
 #include "comm.h"
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
-#define DC__COMM_VERSION 4
+#define DC__COMM_VERSION 5
 #define DC__ALGO \
   256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
@@ -31,6 +31,7 @@ enum { DC__POSTED, DC__DONE };
 typedef struct dc__seat {
   _Alignas(DC__LINE) _Atomic uint32_t done;        /* steps marked done, modulo 2^32 */
   _Alignas(DC__LINE) _Atomic uint32_t sleepers[2]; /* for some posted, for done */
+  _Atomic uint32_t working; /* 1 while this rank may read and write other ranks' buffers, see dc__await_calm() */
   _Alignas(DC__LINE) _Atomic uint32_t left;        /* 1 after a normal close */
   int32_t pid;
 } dc__seat;
@@ -139,20 +140,14 @@ struct dc_comm {
   uint64_t flight;  /* its row */
   uint64_t id;      /* of the group, the same on all its ranks and no other group's (dc__flight_id of the address) */
   dc_call call;     /* the call in progress, for messages */
-  dc_segment *segment[DC__SEGMENTS]; /* guarded by dc__segment_lock */
+  dc_segment *segment[DC__SEGMENTS]; /* segment.c's own */
+  dc_segment *pinned[DC__SEGMENTS];  /* what the call in progress uses of them */
+  uint64_t pins;                     /* which those are */
   int segments;                      /* made so far: the same on all ranks */
   bool single_copy;                  /* all ranks may read and write each other's memory through the kernel */
   uint8_t forced[DC__CALL_OPS];      /* row + 1 of the algorithm table that DEEPC_ALGO forces */
   dc__choice choice[DC__CALL_OPS];
   dc__trial trial[DC__CALL_OPS][DC__CLASSES];
-};
-
-/* Segments that collectives may read and write where they lie: id = number of the segment in its communicator. */
-struct dc_segment {
-  dc__map map;
-  uint64_t fork_mark;
-  dc_comm *owner; /* NULL when it was closed, or when there were more than DC__SEGMENTS */
-  int id;
 };
 
 /* Asks for the line at p to be written here. (GCC's builtin for that reads without -mprfchw.) */
@@ -167,10 +162,6 @@ static inline void dc__prefetch_write(const void *p) {
 /* ---- open.c ------------------------------------------------------------------------------------------------------ */
 /* A number that differs between a process and its forked children. */
 uint64_t dc__fork_mark(void);
-
-/* ---- segment.c --------------------------------------------------------------------------------------------------- */
-void dc__segments_lock(void);
-void dc__segments_unlock(void);
 
 /* ---- coll.c, coll_direct.c --------------------------------------------------------------------------------------- */
 void dc__choices_make(dc_comm *c);
@@ -196,6 +187,9 @@ int dc__broken(dc_comm *c);
 /* Breaks c on all ranks with this error; the first one wins. Returns the status of the winner. */
 int dc__break(dc_comm *c, int status, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 void dc__wake_all(dc_comm *c);
+/* c is broken and this rank's call is about to fail: waits until no living peer reads or writes the buffers of ranks
+ * any more, at most for the time-out. Returns the rank that was still at it then, or -1. */
+int dc__await_calm(dc_comm *c);
 /* A peer's memory could not be reached: breaks c, with the peer's death as soon as that shows, else with `why`. */
 int dc__unreachable(dc_comm *c, const char *why);
 /* " died: ..." and "is in all_reduce(...) ...": how a rank ended, and what it did last in collectives. */

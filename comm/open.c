@@ -13,6 +13,7 @@
 #include "flight.h"
 #include "open.h"
 #include "p2p.h"
+#include "segment.h"
 
 #ifndef MADV_WIPEONFORK
 #define MADV_WIPEONFORK 18

@@ -53,8 +53,4 @@ int dc__msg_await(int sock, const char *label, const char *who, dc__msg *m, dc__
 /* Joins the group: afterwards c has its arena mapped, and every rank's pidfd. */
 int dc__join(dc_comm *c, const dc_comm_config *config);
 
-/* ---- segment.c --------------------------------------------------------------------------------------------------- */
-/* c closes: its segments live on without it. */
-void dc__segments_orphan(dc_comm *c);
-
 #endif

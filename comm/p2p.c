@@ -228,7 +228,7 @@ static void ring(p2p *p, int rank) {
 }
 
 static void unlock(p2p *p) {
-  if (p->completed) ring(p, p->rank); /* other threads of this rank; the states were stored seq_cst */
+  if (p->completed && !p->closed) ring(p, p->rank); /* other threads of this rank; the states were stored seq_cst */
   p->completed = false;
   pthread_mutex_unlock(&p->lock);
 }
@@ -415,6 +415,11 @@ static bool put(p2p *p, int dst, const cell *head, const char *data, int64_t byt
   return true;
 }
 
+static void count_queued(p2p *p, int n) {
+  uint32_t v = atomic_load_explicit(&p->queued, memory_order_relaxed) + (uint32_t)n;
+  atomic_store_explicit(&p->queued, v, memory_order_relaxed); /* written under the lock only */
+}
+
 static bool put_send(p2p *p, dc_request *r) {
   cell k = {.kind = EAGER, .dtype = (uint8_t)r->dtype, .where = r->row, .count = r->count, .tag = r->tag};
   k.id = (uint32_t)r->seq;
@@ -438,18 +443,15 @@ static bool put_data(p2p *p, dc_request *r) {
   if (!put(p, r->peer, &k, r->buf + r->moved, n)) return false;
   dc__count(DC_COUNTER_p2p_bytes_ring, n);
   r->moved += n;
-  if (r->moved == r->bytes) finish(p, r, DONE, DC_OK);
+  if (r->moved < r->bytes) return true;
+  count_queued(p, -1); /* before: from finish() on a blocking send may be its owner's stack again */
+  finish(p, r, DONE, DC_OK);
   return true;
 }
 
 static bool put_answer(p2p *p, int dst, int kind, uint32_t id) {
   cell k = {.kind = (uint8_t)kind, .id = id};
   return put(p, dst, &k, NULL, 0);
-}
-
-static void count_queued(p2p *p, int n) {
-  uint32_t v = atomic_load_explicit(&p->queued, memory_order_relaxed) + (uint32_t)n;
-  atomic_store_explicit(&p->queued, v, memory_order_relaxed); /* written under the lock only */
 }
 
 /* Sends what waits for room. Answers first: nothing but room holds them up, and somebody waits for them. */
@@ -467,11 +469,8 @@ static void flush(p2p *p, int dst) {
     if (!put_send(p, REQUEST(o->sends.next))) return;
     count_queued(p, -1);
   }
-  while (!list_empty(&o->data)) {
-    dc_request *r = REQUEST(o->data.next);
-    if (!put_data(p, r)) return;
-    if (is_over(r)) count_queued(p, -1);
-  }
+  while (!list_empty(&o->data))
+    if (!put_data(p, REQUEST(o->data.next))) return;
 }
 
 /* `done`: the receive that is complete once the answer is in the ring, or NULL. */

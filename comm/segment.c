@@ -1,7 +1,7 @@
 /* segment.c: shared segments of a communicator: made and mapped together, freed by each rank on its own.
  *
- * Owns the table of a communicator's segments (registered: collectives read and write them where they lie) and its
- * lock. A segment may outlive its communicator. */
+ * Owns the table of a communicator's segments (registered: collectives read and write them where they lie), their
+ * references and the lock of both. A segment may outlive its communicator. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,40 +10,84 @@
 #include "comm_impl.h"
 #include "flight.h"
 #include "open.h"
+#include "segment.h"
 
-/* ---- segments of a communicator, for registered buffers ---------------------------------------------------------- */
-/* One lock for all: segments are freed by whoever drops the last reference, in any thread, before or after their
- * communicator. */
+/* One lock for all: the last reference may go in any thread, before or after the communicator. */
 static pthread_mutex_t segment_lock = PTHREAD_MUTEX_INITIALIZER;
 
-void dc__segments_lock(void) { pthread_mutex_lock(&segment_lock); }
-void dc__segments_unlock(void) { pthread_mutex_unlock(&segment_lock); }
-
-static void segment_register(dc_comm *c, dc_segment *s) {
-  dc__segments_lock();
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+/* Gives a new segment its number, a place in c while there is one, and its owner's reference. */
+static void segment_add(dc_comm *c, dc_segment *s) {
+  pthread_mutex_lock(&segment_lock);
+  s->refs = 1;
   s->id = c->segments++;
   if (s->id < DC__SEGMENTS) {
     s->owner = c;
     c->segment[s->id] = s;
   }
-  dc__segments_unlock();
-}
-
-static void segment_unregister(dc_segment *s) {
-  dc__segments_lock();
-  if (s->owner) s->owner->segment[s->id] = NULL;
-  s->owner = NULL;
-  dc__segments_unlock();
+  pthread_mutex_unlock(&segment_lock);
 }
 
 void dc__segments_orphan(dc_comm *c) {
-  dc__segments_lock();
+  pthread_mutex_lock(&segment_lock);
   for (int i = 0; i < DC__SEGMENTS; i++)
     if (c->segment[i]) c->segment[i]->owner = NULL;
-  dc__segments_unlock();
+  pthread_mutex_unlock(&segment_lock);
 }
 
-/* ---- segments ---------------------------------------------------------------------------------------------------- */
+static void segment_drop(dc_segment *s) {
+  dc__arena_unmap(&s->map);
+  free(s);
+}
+
+uint64_t dc__segments_pin(dc_comm *c) {
+  pthread_mutex_lock(&segment_lock);
+  for (int i = 0; i < DC__SEGMENTS; i++) {
+    if (!c->segment[i]) continue;
+    c->pinned[i] = c->segment[i];
+    c->pinned[i]->refs++;
+    c->pins |= (uint64_t)1 << i;
+  }
+  pthread_mutex_unlock(&segment_lock);
+  return c->pins;
+}
+
+void dc__segments_unpin(dc_comm *c) {
+  if (!c->pins) return;
+  dc_segment *last[DC__SEGMENTS];
+  int n = 0;
+  pthread_mutex_lock(&segment_lock);
+  for (int i = 0; i < DC__SEGMENTS; i++)
+    if (c->pins >> i & 1 && --c->pinned[i]->refs == 0) last[n++] = c->pinned[i];
+  c->pins = 0;
+  pthread_mutex_unlock(&segment_lock);
+  while (n) segment_drop(last[--n]);
+}
+
+int dc__segment_find(const dc_comm *c, const char *p, int64_t bytes, int64_t *off) {
+  for (int i = 0; i < DC__SEGMENTS; i++) {
+    if (!(c->pins >> i & 1)) continue;
+    const char *base = c->pinned[i]->map.base;
+    if (p < base || p + bytes > base + c->pinned[i]->map.bytes) continue;
+    *off = p - base;
+    return i;
+  }
+  return -1;
+}
+
+int dc_segment_free(dc_segment *s) {
+  if (!s) return DC_OK;
+  pthread_mutex_lock(&segment_lock);
+  if (s->owner) s->owner->segment[s->id] = NULL;
+  s->owner = NULL;
+  /* a forked child inherited the mapping and drops its own: the calls that may have held it are the parent's */
+  const bool last = --s->refs == 0 || s->fork_mark != dc__fork_mark();
+  pthread_mutex_unlock(&segment_lock);
+  if (last) segment_drop(s);
+  return DC_OK;
+}
+
+/* ---- making ------------------------------------------------------------------------------------------------------ */
 /* What ranks tell each other in a slot about their part of a segment's creation. */
 typedef struct segment_verdict {
   int32_t status;
@@ -131,7 +175,7 @@ int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base) 
   }
   s->fork_mark = c->fork_mark;
   rc = segment_build(c, dc__round_up(bytes, (int64_t)DC_HUGE_PAGE), &s->map);
-  if (!rc) segment_register(c, s);
+  if (!rc) segment_add(c, s);
 out:
   dc__leave(c);
   if (rc) {
@@ -140,14 +184,6 @@ out:
   }
   *base = s->map.base;
   *out = s;
-  return DC_OK;
-}
-
-int dc_segment_free(dc_segment *s) {
-  if (!s) return DC_OK;
-  segment_unregister(s);
-  dc__arena_unmap(&s->map); /* a forked child inherited the mapping and drops its own */
-  free(s);
   return DC_OK;
 }
 

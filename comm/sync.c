@@ -142,16 +142,17 @@ static const char *red_name(int op) {
 }
 
 static void add_call(text *t, const dc_comm *c, const dc_call *k, int64_t seq, const char *where) {
-  add(t, "%s(", dc_call_name(k->op));
-  if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_SEGMENT) add(t, "%s", dc_dtype_name(k->dtype));
-  if (k->op == DC_CALL_SEGMENT) add(t, "bytes %lld", (long long)k->count);
-  else if (k->op != DC_CALL_BARRIER && k->op != DC_CALL_ALL_TO_ALLV)
+  const int op = k->op % DC__ALGO; /* without the forced row that a fingerprint carries */
+  add(t, "%s(", dc_call_name(op));
+  if (op != DC_CALL_BARRIER && op != DC_CALL_SEGMENT) add(t, "%s", dc_dtype_name(k->dtype));
+  if (op == DC_CALL_SEGMENT) add(t, "bytes %lld", (long long)k->count);
+  else if (op != DC_CALL_BARRIER && op != DC_CALL_ALL_TO_ALLV)
     add(t, ", count %lld", (long long)k->count); /* that has many */
-  if (k->op == DC_CALL_ALL_REDUCE || k->op == DC_CALL_REDUCE_SCATTER || k->op == DC_CALL_REDUCE)
+  if (op == DC_CALL_ALL_REDUCE || op == DC_CALL_REDUCE_SCATTER || op == DC_CALL_REDUCE)
     add(t, ", %s", red_name(k->red_op));
-  if (k->op == DC_CALL_BROADCAST || k->op == DC_CALL_REDUCE || k->op == DC_CALL_GATHER || k->op == DC_CALL_SCATTER)
+  if (op == DC_CALL_BROADCAST || op == DC_CALL_REDUCE || op == DC_CALL_GATHER || op == DC_CALL_SCATTER)
     add(t, ", root %d", k->root);
-  if (k->tag) add(t, "%stag %lld", k->op == DC_CALL_BARRIER ? "" : ", ", (long long)k->tag);
+  if (k->tag) add(t, "%stag %lld", op == DC_CALL_BARRIER ? "" : ", ", (long long)k->tag);
   add(t, ") [call %lld%s%s]", (long long)seq, where[0] ? " at " : "", where);
 }
 
@@ -276,7 +277,8 @@ int dc__break(dc_comm *c, int status, const char *fmt, ...) {
   vsnprintf(s, sizeof s, fmt, ap);
   va_end(ap);
   uint32_t sound = DC__SOUND;
-  if (atomic_compare_exchange_strong_explicit(&c->h->broken, &sound, DC__BREAKING, memory_order_acq_rel,
+  /* seq_cst: see dc__await_calm() */
+  if (atomic_compare_exchange_strong_explicit(&c->h->broken, &sound, DC__BREAKING, memory_order_seq_cst,
                                               memory_order_acquire)) {
     memcpy(c->h->text, s, sizeof s);
     c->h->status = status;
@@ -448,6 +450,25 @@ static int gone(dc_comm *c, int r, bool left) {
   add(&t, " ");
   add_position(&t, c, r);
   return dc__break(c, DC_E_PEER_DIED, "%s", t.s);
+}
+
+int dc__await_calm(dc_comm *c) {
+  const struct timespec nap = {0, 100000};
+  const int64_t deadline = dc__now_ns() + c->timeout_ns;
+  int busy = -1;
+  atomic_load_explicit(&c->h->broken, memory_order_seq_cst); /* before `working`: see work_if_sound() */
+  for (int r = 0; r < c->size; r++) {
+    if (r == c->rank) continue;
+    while (!c->dead[r] && atomic_load_explicit(&c->h->seat[r].working, memory_order_seq_cst)) {
+      if (dc__now_ns() >= deadline) {
+        busy = r;
+        break;
+      }
+      nanosleep(&nap, NULL);
+      look_at_pidfds(c);
+    }
+  }
+  return busy;
 }
 
 int dc__unreachable(dc_comm *c, const char *why) {

@@ -1,8 +1,12 @@
 // test_direct.cpp: large collectives where the buffers lie (registered, or through the kernel) give the same bits as
 // through the slots (which test_comm.cpp compares with scalar sums), for every op, kind of memory and number of ranks.
+#include <sys/mman.h>
+
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <thread>
 
 #include "comm/comm.h"
 #include "ranks.h"
@@ -247,6 +251,149 @@ TEST(Registered, ASegmentThatOneRankFreedIsPrivateMemory) {
   }));
 }
 
+// ---- when buffers belong to their owners again
+// ----------------------------------------------------------------------- What the ranks of a test share with each
+// other.
+struct Board {
+  std::atomic<int> pid[4], ready;
+};
+struct SharedBoard {
+  SharedBoard() : b((Board *)mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {}
+  ~SharedBoard() { munmap(b, sizeof *b); }
+  Board *operator->() const { return b; }
+  Board *b;
+};
+
+// Rank 0 stops its peer in the middle of a call, aborts, and lets the peer go on later. What its failed call has given
+// back must stay as rank 0 then writes it.
+std::string abort_in_the_middle(const std::string &address, const Board *board, int rank, bool registered, int after_us,
+                                bool *failed) {
+  Comm c;
+  std::string open = open_comm(address, rank, 2, registered ? "" : "all_reduce=direct", "1", &c);
+  if (!open.empty()) return open;
+  const int64_t n = 4 << 20;
+  dc_segment *segment = nullptr;
+  void *base = nullptr;
+  if (registered) FINE(dc_segment_create(c.get(), 2 * n * 4, &segment, &base));
+  std::vector<float> own(registered ? 0 : (size_t)n, 1);
+  float *x = registered ? (float *)base + rank * n : own.data();
+  for (int64_t i = 0; i < n; i++) x[i] = 1;
+  FINE(dc_barrier(c.get(), 0));
+  std::thread t;
+  if (rank == 0)
+    t = std::thread([&] {
+      usleep((useconds_t)after_us);
+      kill(board->pid[1], SIGSTOP);
+      usleep(1000);
+      dc_comm_abort(c.get(), "the test gave up");
+      usleep(15000);
+      kill(board->pid[1], SIGCONT);
+    });
+  const int rc = dc_all_reduce(c.get(), x, x, n, DC_F32, DC_RED_SUM, 0);
+  *failed = rc != DC_OK;
+  int64_t bad = 0;
+  if (rank == 0) {
+    for (int64_t i = 0; i < n; i++) x[i] = -7;
+    t.join();
+    nap_ms(25);
+    for (int64_t i = 0; i < n; i++) bad += x[i] != -7;
+  }
+  FINE(dc_segment_free(segment));
+  WANT(rc == DC_OK || rc == DC_E_ABORTED, "%s: %s", dc_status_name(rc), dc_last_error());
+  WANT(bad == 0, "%lld elements were written after the call had returned", (long long)bad);
+  return "";
+}
+
+TEST(Failed, NoPeerWritesAfterACallHasReturned) {
+  for (bool registered : {false, true}) {
+    SCOPED_TRACE(registered);
+    SharedBoard board;
+    std::string address = fresh_address();
+    expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
+      board->pid[rank] = getpid();
+      int failures = 0;
+      for (int i = 0; i < 20; i++) {
+        bool failed = false;
+        std::string s = abort_in_the_middle(fmt("%s-%d", address.c_str(), i), board.b, rank, registered, i % 10 * 150,
+                                            &failed);
+        if (!s.empty()) return fmt("round %d: ", i) + s;
+        failures += failed;
+      }
+      WANT(rank || failures > 0, "no call was slow enough to fail");
+      return "";
+    }));
+  }
+}
+
+// A peer that is never heard of again holds up the error for the time-out, and the text says what that means.
+TEST(Failed, APeerThatIsStoppedForTooLongIsNamed) {
+  SharedBoard board;
+  std::string address = fresh_address();
+  std::vector<Outcome> out = run_ranks(2, [&](int rank) -> std::string {
+    board->pid[rank] = getpid();
+    setenv("DEEPC_ALGO", "all_reduce=direct", 1);
+    setenv("DEEPC_CMA", "1", 1);
+    dc_comm_config k = config_of(address.c_str(), rank, 2, 3, 64 << 10, 500);
+    dc_comm *c = nullptr;
+    FINE(dc_comm_open(&k, &c));
+    Comm close_it(c);
+    std::vector<float> x(64 << 20, 1);
+    FINE(dc_barrier(c, 0));
+    std::thread t;
+    if (rank == 0)
+      t = std::thread([&] {
+        usleep(8000);
+        kill(board->pid[1], SIGSTOP);
+        dc_comm_abort(c, "the test gave up");
+      });
+    const int rc = dc_all_reduce(c, x.data(), x.data(), (int64_t)x.size(), DC_F32, DC_RED_SUM, 0);
+    const std::string text = dc_last_error();
+    if (rank == 0) {
+      t.join();
+      kill(board->pid[1], SIGKILL);
+    }
+    WANT(rc == DC_E_ABORTED, "%s: %s", dc_status_name(rc), text.c_str());
+    WANT(text.find("the test gave up") != std::string::npos, "%s", text.c_str());
+    WANT(text.find(fmt("rank 1 (pid %d) was stopped within this call", board->pid[1].load())) != std::string::npos,
+         "%s", text.c_str());
+    return "";
+  });
+  EXPECT_EQ(out[0].text, "");
+  EXPECT_TRUE(out[1].killed());
+}
+
+// A segment that is freed in another thread while a call of this rank copies out of it.
+TEST(Registered, ASegmentFreedDuringACallStaysMappedForIt) {
+  std::string address = fresh_address();
+  expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
+    Comm c;
+    std::string failed = open_comm(address, rank, 2, "", "1", &c);
+    if (!failed.empty()) return failed;
+    const int64_t n = 1 << 20;
+    std::vector<float> own((size_t)n);
+    for (int round = 0; round < 40; round++) {
+      dc_segment *segment;
+      void *base;
+      FINE(dc_segment_create(c.get(), n * 4, &segment, &base));
+      float *x = rank == 0 ? (float *)base : own.data();
+      for (int64_t i = 0; i < n; i++) x[i] = rank == 0 ? (float)(round + i % 100) : -1.0f;
+      std::thread t;
+      if (rank == 1)
+        t = std::thread([&] {
+          usleep((useconds_t)(round * 37 % 1500));
+          dc_segment_free(segment);
+        });
+      FINE(dc_broadcast(c.get(), x, n, DC_F32, 0, 0));
+      if (rank == 1) t.join();
+      for (int64_t i = 0; i < n; i++)
+        WANT(x[i] == (float)(round + i % 100), "round %d: element %lld", round, (long long)i);
+      FINE(dc_barrier(c.get(), 0));
+      if (rank == 0) FINE(dc_segment_free(segment));
+    }
+    return "";
+  }));
+}
+
 TEST(Forced, AnUnknownRowNamesTheKnownOnes) {
   setenv("DEEPC_ALGO", "all_reduce=ring", 1);
   std::string address = fresh_address();
@@ -266,6 +413,7 @@ TEST(Forced, DifferentRowsOnTwoRanksAreTold) {
     std::vector<float> x(100000);
     int rc = dc_all_reduce(c.get(), x.data(), x.data(), 100000, DC_F32, DC_RED_SUM, 0);
     WANT(rc == DC_E_MISMATCH, "gave %s: %s", dc_status_name(rc), dc_last_error());
+    WANT_TEXT("all_reduce(fp32, count 100000, sum)");
     return "";
   }));
 }

@@ -841,6 +841,77 @@ TEST(MessageThreads, ClosingEndsAWaitAndRequestsOutliveTheGroup) {
   }));
 }
 
+// Threads that poll while another one closes find a closed communicator, and touch nothing of its memory.
+TEST(MessageThreads, ClosingBesideThreadsThatPoll) {
+  for (int round = 0; round < 60; round++) {
+    std::string address = fresh_address();
+    std::vector<Outcome> out = run_ranks(2, [&](int rank) -> std::string {
+      dc_comm_config k = config_of(address.c_str(), rank, 2);
+      dc_comm *c;
+      FINE(dc_comm_open(&k, &c));
+      Comm close_it(rank ? c : nullptr);
+      if (rank) {
+        WANT_STATUS(DC_E_PEER_DIED, dc_barrier(c, 0)); // stays until rank 0 has left
+        return "";
+      }
+      float x[3];
+      Request never[3];
+      std::vector<std::thread> t;
+      std::vector<std::string> said(3);
+      for (int i = 0; i < 3; i++) {
+        never[i] = irecv(c, &x[i], 1, DC_F32, 1, i);
+        WANT(never[i], "%s", dc_last_error());
+        t.emplace_back([&, i] {
+          int rc = DC_OK, done = 0;
+          while (rc == DC_OK) rc = dc_request_test(never[i].get(), &done);
+          if (rc != DC_E_STATE) said[i] = fmt("%s: %s", dc_status_name(rc), dc_last_error());
+        });
+      }
+      usleep((useconds_t)(100 + round * 7));
+      FINE(dc_comm_close(c));
+      for (auto &x : t) x.join();
+      for (auto &s : said)
+        if (!s.empty()) return s;
+      return "";
+    });
+    expect_all_fine(out);
+    if (HasFailure()) break;
+  }
+}
+
+// A blocking send lies on its thread's stack, and another thread of the rank may be the one that completes it.
+TEST(MessageThreads, ABlockingSendThatAnotherThreadCompletes) {
+  expect_all_fine(run_group({2, false}, [](dc_comm *c, int rank) -> std::string {
+    const int rounds = 200;
+    std::atomic<bool> stop{false};
+    int32_t never = 0;
+    Request poll = irecv(c, &never, 1, DC_I32, 1 - rank, 99);
+    WANT(poll, "%s", dc_last_error());
+    std::thread t([&] {
+      int done = 0;
+      while (!stop) dc_request_test(poll.get(), &done);
+    });
+    std::string said = [&]() -> std::string {
+      Buffer b(20000);
+      for (int i = 0; i < rounds; i++) {
+        if (rank == 0) {
+          b.fill((uint32_t)i);
+          FINE(dc_send(c, b.data(), 20000, DC_U8, 1, 0));
+        } else {
+          FINE(dc_recv(c, b.data(), 20000, DC_U8, 0, 0, nullptr));
+          std::string d = b.check((uint32_t)i);
+          WANT(d.empty(), "message %d: %s", i, d.c_str());
+        }
+      }
+      return "";
+    }();
+    stop = true;
+    t.join();
+    FINE(dc_barrier(c, 0));
+    return said;
+  }));
+}
+
 TEST(MessageFork, AChildCanNotUseTheParentsRequests) {
   expect_all_fine(run_group({2, true}, [](dc_comm *c, int rank) -> std::string {
     int32_t x = 5, y = 0;
