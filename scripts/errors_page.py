@@ -1,7 +1,7 @@
 """Writes docs/errors.md and docs/env.md from their sources, and lists every message for the site (docs/messages.md).
 
 Sources: the exceptions in python/deepc (docstrings: what it means, then 'Fix: ...'), the table of statuses in
-python/deepc/_lib.py, ops/base/status.def and ops/base/env.def. Nothing is imported, so it runs without torch and
+python/deepc/core/lib.py, ops/base/status.def and ops/base/env.def. Nothing is imported, so it runs without torch and
 without a build. `--check` writes nothing and fails if a page is not current; mkdocs calls on_page_markdown, so the list
 of messages is never older than the site."""
 

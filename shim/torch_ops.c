@@ -1,6 +1,6 @@
 /* torch_ops.c: torch.ops.deepc.*: one boxed kernel per operator, for the CPU and CUDA keys. A kernel turns handles into
  * pointers and counts, checks what only torch knows (device, contiguity, dtype), and calls the C core or its CUDA
- * launchers. Fake kernels and autograd are Python's (python/deepc/ops.py): under fake tensors sizes are symbolic and
+ * launchers. Fake kernels and autograd are Python's (python/deepc/core/ops.py): under fake tensors sizes are symbolic and
  * can't be read in C.
  *
  * Rules of the ABI that this file follows: a boxed kernel owns its inputs (each tensor and list handle is deleted on
@@ -417,7 +417,7 @@ static const char *register_all(dct_library def, dct_library cpu, dct_library cu
   return NULL;
 }
 
-/* Registers everything, once per process. "" on success, else what failed. Called by python/deepc/ops.py after torch is
+/* Registers everything, once per process. "" on success, else what failed. Called by python/deepc/core/ops.py after torch is
  * imported. */
 DC_API const char *dct_register(void) {
   static int done;

@@ -17,24 +17,22 @@ if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
     # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from . import (
-    ops,  # noqa: F401
-    optim,
-    profile,
-    utils,
-    zero,
-)
-from ._lib import C as _C
-from ._lib import counters
-from .access import view
-from .backend import register_backend
-from .comm import init_distributed
+from . import optim
+from .comm.c10d.backend import register_backend
+from .comm.start import init_distributed
+from .compat.helpers import safe as utils
+from .core import ops  # noqa: F401
+from .core.lib import C as _C
+from .core.lib import counters
+from .engine.access import view
+from .engine.serve.export import export
+from .engine.serve.inference import InferenceEngine, inference
 from .errors import DeepcError
-from .estimate import estimate
-from .export import export
-from .fuse import fuse
-from .fused_loss import linear_cross_entropy
-from .inference import InferenceEngine, inference
+from .nn.fuse import fuse
+from .nn.loss import linear_cross_entropy
+from .observe import profile
+from .plan.predict.estimate import estimate
+from .zero import init as zero
 
 if TYPE_CHECKING:
     import argparse
@@ -42,12 +40,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from . import checkpoint, notebook  # noqa: F401
-    from .ema import EMA
-    from .engine import Engine, OptimizerLike
-    from .lr_schedules import Scheduler
-    from .monitor.loader import TimedLoader
-    from .optim.sharded import ShardedOptimizer
+    from . import checkpoint  # noqa: F401
+    from .engine.averages import EMA
+    from .engine.data import TimedLoader
+    from .engine.engine import Engine, OptimizerLike
+    from .launch import notebook
+    from .optim.schedules import Scheduler
+    from .zero.step.update import ShardedOptimizer
 
     ConfigSource = str | os.PathLike[str] | dict[str, Any]
     Schedule = Scheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any]
@@ -180,7 +179,7 @@ def initialize(
 
     Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong
     configuration, OutOfMemoryError before anything is allocated if the plan does not fit."""
-    from .engine import Engine
+    from .engine.engine import Engine
 
     return _initialize(
         Engine,
@@ -222,8 +221,8 @@ def _initialize(
     import torch
     import torch.distributed as dist
 
-    from . import comm
-    from .config import Config
+    from .comm import start as comm
+    from .config.tree import Config
     from .errors import ArgumentError, ConfigError, UnsupportedError
 
     if not isinstance(model, torch.nn.Module):

@@ -51,8 +51,8 @@ _COMMANDS: dict[str, Command] = {
         "The plan that deepc.initialize makes for these ranks, without allocating anything.",
         ("deepc plan --config ds_config.json --model train.py:make_model --ranks 2",),
         f"0; {_TWO}",
-        "estimate:plan_arguments",
-        "estimate:run_plan",
+        "plan.predict.estimate:plan_arguments",
+        "plan.predict.estimate:run_plan",
     ),
     "estimate": Command(
         "predict the peak memory of a training",
@@ -66,8 +66,8 @@ _COMMANDS: dict[str, Command] = {
             "deepc estimate --params 7e9 --largest-layer 131072000 --ranks 8",
         ),
         f"0 it fits here, 1 it does not; {_TWO}",
-        "estimate:add_arguments",
-        "estimate:run_estimate",
+        "plan.predict.estimate:add_arguments",
+        "plan.predict.estimate:run_estimate",
     ),
     "config": Command(
         "explain a ds_config.json, list all keys",
@@ -78,8 +78,8 @@ _COMMANDS: dict[str, Command] = {
             "deepc config schema -o deepc.schema.json",
         ),
         f"0; 1 the configuration is wrong; {_TWO}",
-        "config_check:add_arguments",
-        "config_check:run",
+        "config.explain:add_arguments",
+        "config.explain:run",
     ),
     "report": Command(
         "make a page of a run, or compare several",
@@ -88,8 +88,8 @@ _COMMANDS: dict[str, Command] = {
         ' when its configuration has {"deepc": {"run_dir": "runs/name"}}, or under DEEPC_RUN_DIR=runs/name.',
         ("deepc report runs/name", "deepc report runs/a runs/b -o compare.html", "deepc report runs/name --open"),
         f"0; 1 the page can't be written; {_TWO}",
-        "report:add_arguments",
-        "report:run",
+        "observe.report:add_arguments",
+        "observe.report:run",
     ),
     "ckpt": Command(
         "look into checkpoints, verify, compare, export them",
@@ -111,8 +111,8 @@ _COMMANDS: dict[str, Command] = {
         " processes make them worse.",
         ("deepc bench", "deepc bench --only collectives --ranks 4", "deepc bench --only disk --folder /data --json"),
         f"0; 1 a part could not be measured; {_TWO}",
-        "bench:add_arguments",
-        "bench:run",
+        "observe.diagnose.bench:add_arguments",
+        "observe.diagnose.bench:run",
     ),
     "doctor": Command(
         "check this machine, or tell where the ranks of a run hang",
@@ -121,8 +121,8 @@ _COMMANDS: dict[str, Command] = {
         " which call differs.",
         ("deepc doctor", "deepc doctor --no-test --json", "deepc doctor 12345", "deepc doctor --all"),
         f"0 all is well, 1 something is wrong; {_TWO}",
-        "doctor:add_arguments",
-        "doctor:run",
+        "observe.diagnose.doctor:add_arguments",
+        "observe.diagnose.doctor:run",
     ),
 }
 
@@ -156,7 +156,7 @@ def _version() -> str:
 
     import torch
 
-    from ._lib import C
+    from .core.lib import C
 
     core = C.dc_version().decode()
     try:

@@ -158,9 +158,9 @@ class Rank:
 
         self.rank, self.world, self.args = rank, world, args
         torch.set_num_threads(1)
-        from deepc import node
-        from deepc._lib import C
-        from deepc.process_group import DEFAULT_STAGING
+        from deepc.comm import shared as node
+        from deepc.comm.c10d.group import DEFAULT_STAGING
+        from deepc.core.lib import C
 
         self.core = C
         path = compiled("coll_loop.c", "coll_loop.so", "-shared", "-fPIC")
@@ -318,7 +318,7 @@ class Rank:
         return int(230 / math.log2(self.world)) if self.world > 1 else 200
 
     def _core(self, bufs: Buffers, comm=None) -> CLoop:
-        from deepc.dtypes import CODES
+        from deepc.core.dtypes import CODES
 
         names = ("dc_send", "dc_recv") if self.op == "send_recv" else (_DC[self.op],)
         fns = []

@@ -39,7 +39,7 @@ def composed_rms_norm(x, weight):
 def functions(name: str):
     """(ours, {peer -> function}) over the tensors of `operands`."""
     import torch.nn.functional as F
-    from deepc import ops
+    from deepc.core import ops
 
     def added(norm):
         return lambda x, r, *more: (lambda s: (norm(s, *more), s))(x + r)

@@ -166,7 +166,7 @@ def run_ops(mode: str) -> tuple[list[dict], int]:
     from common import compiled, require_deepc, skip
 
     require_deepc()
-    from deepc._lib import library_dir
+    from deepc.core.lib import library_dir
 
     folder = str(library_dir())
     try:

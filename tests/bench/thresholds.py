@@ -36,7 +36,7 @@ HEAD = """/* thresholds.def: which row of the algorithm table (coll.c) runs a ca
 def known_rows() -> dict[str, list[str]]:
     """op -> the names of its rows, from the library: what it does not know it answers with what it knows."""
     require_deepc()
-    from deepc._lib import C, CommConfig
+    from deepc.core.lib import C, CommConfig
 
     os.environ["DEEPC_ALGO"] = "?"
     try:

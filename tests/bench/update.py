@@ -27,7 +27,7 @@ class Deepc:
 
     def __init__(self, shapes, norm_pass: bool) -> None:
         import torch
-        from deepc._lib import C, check
+        from deepc.core.lib import C, check
 
         self.flat, self.norm_pass = Flat(shapes, low=True), norm_pass
         self.partial = torch.zeros(self.flat.total // 4096, dtype=torch.float64)

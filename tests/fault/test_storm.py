@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from deepc._lib import library_dir
+from deepc.core.lib import library_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -125,8 +125,8 @@ def resident() -> dict[str, int]:
 def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     """One rank's part of a run."""
     import deepc
-    from deepc.dryrun import call_model, loss_of
-    from deepc.estimate import estimate
+    from deepc.plan.predict.dryrun import call_model, loss_of
+    from deepc.plan.predict.estimate import estimate
 
     model, batch = make_model(case), make_batch(case)
     out: dict = {}

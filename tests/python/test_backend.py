@@ -1005,7 +1005,7 @@ def test_exit_without_destroy_and_forked_child(tmp_path):
 def comm_and_segments(rank, world, folder):
     import datetime
 
-    from deepc import node
+    from deepc.comm import shared as node
     from deepc.errors import ArgumentError, CommError, UnsupportedError
 
     store = dist.FileStore(folder + "/store", world)
@@ -1101,7 +1101,7 @@ def test_comm_and_segments(tmp_path):
 
 
 def test_node_id(monkeypatch):
-    from deepc import node
+    from deepc.comm import shared as node
 
     monkeypatch.delenv("DEEPC_NODE_ID", raising=False)
     boot, net = node.node_id().split("/")

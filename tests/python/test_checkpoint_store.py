@@ -19,7 +19,7 @@ import pytest
 import torch
 from deepc.checkpoint import safetensors_io as io
 from deepc.checkpoint import store
-from deepc.checkpoint.safetensors_io import SafetensorsFile, Slice, write_safetensors
+from deepc.checkpoint.files import SafetensorsFile, Slice, write_safetensors
 from deepc.checkpoint.store import (
     CheckpointReader,
     CheckpointWriter,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepc.checkpoint import tool
-from deepc.checkpoint.safetensors_io import SafetensorsFile
+from deepc.checkpoint.files import SafetensorsFile
 from deepc.cli import main
 from deepc.errors import ArgumentError, CheckpointError
 from ranks import run_ranks

@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from deepc import bench, cli, doctor
+from deepc import cli
 from deepc.cli import main
 from deepc.errors import ArgumentError
+from deepc.observe.diagnose import bench, doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

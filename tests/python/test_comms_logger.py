@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from deepc import comms_logger
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError
+from deepc.observe.diagnose import calls as comms_logger
 from ranks import run_ranks
 
 

@@ -13,7 +13,7 @@ import string
 import pytest
 from deepc import config as c
 from deepc.config import Config
-from deepc.config_keys import ANY, KEYS, OPTIMIZER_PARAMS, TABLE, State
+from deepc.config.keys import ANY, KEYS, OPTIMIZER_PARAMS, TABLE, State
 from deepc.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from deepc import config_check
 from deepc.cli import main
-from deepc.config_keys import DIFFERS, KEYS, OPTIMIZER_PARAMS, TABLE, State
+from deepc.config import explain as config_check
+from deepc.config.keys import DIFFERS, KEYS, OPTIMIZER_PARAMS, TABLE, State
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {

@@ -36,7 +36,7 @@ def test_generated_pages_are_current():
 
 
 def test_statuses_are_those_of_the_library():
-    from deepc import _lib
+    from deepc.core import lib as _lib
 
     i, seen = 0, {}
     name, value = ctypes.c_char_p(), ctypes.c_int()

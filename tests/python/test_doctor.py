@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
-from deepc import diagnosis, doctor, flight
 from deepc.errors import ArgumentError
-from deepc.flight import Call, Group, Member, Record
+from deepc.observe.diagnose import diagnosis, doctor, flight
+from deepc.observe.diagnose.flight import Call, Group, Member, Record
 from ranks import run_ranks
 
 NOW = 1_700_000_000.0

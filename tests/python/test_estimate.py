@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch._dynamo
 import torch._subclasses.fake_tensor
-from deepc import dryrun, memory
+from deepc import memory
 from deepc.errors import ArgumentError, OutOfMemoryError, UnsupportedError
-from deepc.estimate import MemoryEstimate, estimate, model_states_bytes, state_rows
-from deepc.partition import Layout
+from deepc.plan.layout import Layout
+from deepc.plan.predict import dryrun
+from deepc.plan.predict.estimate import MemoryEstimate, estimate, model_states_bytes, state_rows
 from ranks import RankFailure, run_ranks  # noqa: F401
 from tiny import TinyGPT, config, make_batch, make_model
 
@@ -374,7 +375,7 @@ def test_model_states_by_counts() -> None:
 
 
 def test_deepspeeds_helpers_print_a_table(capsys: pytest.CaptureFixture) -> None:
-    from deepc.estimate import (
+    from deepc.plan.predict.estimate import (
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,
     )

@@ -11,9 +11,9 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from deepc import int8
 from deepc.checkpoint import SafetensorsFile
 from deepc.errors import ArgumentError, CheckpointError, DeepcError, UnsupportedError
+from deepc.nn import int8
 from ranks import run_quietly, run_ranks
 from torch import nn
 

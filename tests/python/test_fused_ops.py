@@ -7,7 +7,7 @@ import deepc
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc import ops
+from deepc.core import ops
 from deepc.errors import ArgumentError, UnsupportedError
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,7 +16,9 @@ import nethosts
 import pytest
 import torch
 import torch.distributed as dist
-from deepc import errors, hierarchy, node
+from deepc import errors
+from deepc.comm import hierarchy
+from deepc.comm import shared as node
 from nethosts import Hosts, why_not
 
 REDUCED = (

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from deepc.determinism import MicroBatchSampler, tree_buffers
+from deepc.zero.step.tree import MicroBatchSampler, tree_buffers
 from ranks import run_ranks as _run_ranks
 from torch import nn
 

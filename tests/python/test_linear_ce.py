@@ -7,8 +7,9 @@ import deepc
 import pytest
 import torch
 import torch.nn.functional as F
-from deepc import fused_loss, matmul
 from deepc.errors import ArgumentError, UnsupportedError
+from deepc.nn import loss as fused_loss
+from deepc.nn import matmul
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -29,7 +29,7 @@ DTYPES = [
 
 
 def _comm(folder: str, rank: int, world: int, seconds: float = 30):
-    from deepc import node
+    from deepc.comm import shared as node
 
     return node.open_comm(
         dist.FileStore(folder + "/store", world),
@@ -54,7 +54,7 @@ def _data(dtype: torch.dtype, n: int, seed: int) -> torch.Tensor:
 
 
 def _every_dtype(rank: int, world: int, folder: str) -> None:
-    from deepc import _lib
+    from deepc.core import lib as _lib
 
     comm = _comm(folder, rank, world)
     before = _lib.counters()

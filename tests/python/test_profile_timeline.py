@@ -16,8 +16,8 @@ import torch.distributed as dist
 from deepc import profile
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, DeepcError
+from deepc.observe.profile.timeline import Recorder, _asked, timeline
 from deepc.profile import check_trace, merge, trace
-from deepc.profile.timeline import Recorder, _asked, timeline
 from ranks import run_ranks
 
 
@@ -206,7 +206,7 @@ def test_wrong_requests_are_errors():
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 def other_clock(rank, world):
     """Rank 1 pretends to be another machine, whose clock is 5 s ahead."""
-    from deepc.profile.clock import align
+    from deepc.observe.profile.clock import align
 
     ahead = 5_000_000_000 if rank == 1 else 0
     clock = align(lambda: time.monotonic_ns() + ahead, f"machine {rank}")
@@ -476,7 +476,7 @@ def test_wall_clock_breakdown_prints_deepspeeds_lines():
 # ---- the communication logger's file ---------------------------------------------------------------------------------
 def logged(rank, world, folder):
     import deepc
-    from deepc import comms_logger
+    from deepc.observe.diagnose import calls as comms_logger
 
     comms_logger.logger.reset()
     cfg = tiny.config(1, micro=2, comms_logger={"enabled": True}, deepc={"run_dir": folder, "log": {"format": "none"}})
@@ -507,7 +507,7 @@ def table(rank, world):
     import contextlib
     import io
 
-    from deepc.comms_logger import CommsLogger as Ours
+    from deepc.observe.diagnose.calls import CommsLogger as Ours
     from deepspeed import comm as ds_comm
     from deepspeed.utils.comms_logging import CommsLogger as Theirs
 

@@ -338,7 +338,8 @@ def test_ddp(mode, tmp_path):
 
 def chosen(rank, world, folder):
     """The measurement runs the same on all ranks and gives one answer."""
-    from deepc import node, progress
+    from deepc.comm import shared as node
+    from deepc.comm.c10d import progress
 
     comm = node.open_comm(
         dist.FileStore(folder + "/store", world),
@@ -373,7 +374,7 @@ def test_choice_is_one_for_all_ranks(tmp_path):
 
 
 def test_unknown_mode(monkeypatch):
-    from deepc import progress
+    from deepc.comm.c10d import progress
     from deepc.errors import ConfigError
 
     monkeypatch.setenv("DEEPC_PROGRESS", "sometimes")

@@ -216,7 +216,7 @@ class Delays:
         self.calls, self._draw, self._original = 0, random.Random(seed), {}
 
     def __enter__(self) -> Delays:
-        from deepc import _lib
+        from deepc.core import lib as _lib
 
         waits = (
             "dc_barrier",
@@ -243,7 +243,7 @@ class Delays:
         return original(*args)
 
     def __exit__(self, *exc) -> None:
-        from deepc import _lib
+        from deepc.core import lib as _lib
 
         for name, original in self._original.items():
             setattr(_lib.C, name, original)

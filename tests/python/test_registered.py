@@ -12,7 +12,7 @@ N = 1 << 18
 
 
 def _moved() -> dict[str, int]:
-    from deepc._lib import counters
+    from deepc.core.lib import counters
 
     return {k: v for k, v in counters().items() if k.startswith("coll_bytes")}
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import report_runs
 from deepc.errors import ArgumentError
+from deepc.observe.report.folder import read_runs
+from deepc.observe.report.page import embedded, page
 from deepc.report import digest as d
 from deepc.report import write_report
-from deepc.report.folder import read_runs
-from deepc.report.page import embedded, page
 
 
 def read(folder: Path):

@@ -26,7 +26,7 @@ LIBRARIES = ["libdeepc.so", "libdeepc_torch.so"]
 
 
 def built(name: str) -> bytes:
-    from deepc._lib import library_dir
+    from deepc.core.lib import library_dir
 
     return (library_dir() / name).read_bytes()
 

@@ -19,7 +19,7 @@ def uneven(rank: int):
 
 def keep(nbytes: int) -> None:
     """Of parameters that stay whole while a model is built, besides the last one."""
-    from deepc import init_shards
+    from deepc.zero import shards as init_shards
 
     init_shards.KEEP = nbytes  # the process goes on to other tests, which ask for theirs
 

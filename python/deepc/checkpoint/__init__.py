@@ -1,8 +1,8 @@
 """Checkpoints: safetensors shards with an index, published by one atomic rename; no pickle anywhere.
 
-`safetensors_io` reads and writes one file, `store` a checkpoint directory."""
+`files` reads and writes one file, `store` a checkpoint directory."""
 
-from .safetensors_io import SafetensorsFile, Slice, TensorInfo, write_safetensors
+from .files import SafetensorsFile, Slice, TensorInfo, write_safetensors
 from .store import (
     CheckpointReader,
     CheckpointWriter,

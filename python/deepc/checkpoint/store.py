@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
-from .safetensors_io import (
+from .files import (
     DTYPES,
     SafetensorsFile,
     Slice,
@@ -736,7 +736,7 @@ class CheckpointReader:
         try:
             return self.tensors[name]
         except KeyError:
-            from ..config_value import suggest
+            from ..config.values import suggest
 
             raise CheckpointError(
                 f"checkpoint {self.path} has no tensor {name!r}.{suggest(name, self.tensors)}"

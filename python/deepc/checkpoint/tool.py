@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError, CheckpointError
-from .safetensors_io import SafetensorsFile
+from .files import SafetensorsFile
 from .store import INDEX, CheckpointReader, list_tags, read_latest, write_model
 
 _CHUNK = 4 << 20  # elements that are compared or converted at a time

@@ -15,25 +15,25 @@ from typing import Any, NamedTuple
 VERSION = "0.19.8"
 """The release of DeepSpeed whose behaviour and names deepc follows; what `deepspeed.__version__` and the metadata say."""
 
-_OPTIMIZERS = "deepc.compat.optimizers: DeepSpeedCPUAdam FusedAdam"
+_OPTIMIZERS = "deepc.compat.runtime.optimizers: DeepSpeedCPUAdam FusedAdam"
 
 _FLOPS = """
-    deepc.profile.flops: FlopsProfiler get_model_profile get_module_flops get_module_macs get_module_duration
-    deepc.profile.flops_text: number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string
+    deepc.observe.profile.flops: FlopsProfiler get_model_profile get_module_flops get_module_macs get_module_duration
+    deepc.observe.profile.flops_text: number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string
     """
 
 MODULES: dict[str, str] = {
     "": (
         """
-        deepc.compat.engine: initialize DeepSpeedEngine
+        deepc.compat.runtime.engine: initialize DeepSpeedEngine
         deepc: add_config_arguments
-        deepc.compat.comm: init_distributed
-        deepc.compat.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
-        deepc.optim.sharded: DeepSpeedOptimizer=ShardedOptimizer
-        deepc.compat.config: DeepSpeedConfig DeepSpeedConfigError
-        deepc.compat.utils: OnDevice log_dist logger
-        deepc.compat.accelerator: get_accelerator
-        deepc.compat.values: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_hash git_branch
+        deepc.compat.helpers.comm: init_distributed
+        deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
+        deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer
+        deepc.compat.runtime.config: DeepSpeedConfig DeepSpeedConfigError
+        deepc.compat.helpers.utils: OnDevice log_dist logger
+        deepc.compat.helpers.accelerator: get_accelerator
+        deepc.compat.helpers.values: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_hash git_branch
             HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable ADAM_OPTIMIZER LAMB_OPTIMIZER
         deepspeed.runtime.dataloader: DeepSpeedDataLoader
         deepspeed.comm: dist=
@@ -41,40 +41,40 @@ MODULES: dict[str, str] = {
         deepspeed.runtime.activation_checkpointing.checkpointing: checkpointing=
         """
     ),
-    "accelerator": "deepc.compat.accelerator: get_accelerator set_accelerator DeepSpeedAccelerator",
+    "accelerator": "deepc.compat.helpers.accelerator: get_accelerator set_accelerator DeepSpeedAccelerator",
     "accelerator.real_accelerator": (
-        "deepc.compat.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
+        "deepc.compat.helpers.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
     ),
-    "accelerator.abstract_accelerator": "deepc.compat.accelerator: DeepSpeedAccelerator",
-    "accelerator.cpu_accelerator": "deepc.compat.accelerator: CPU_Accelerator",
-    "accelerator.cuda_accelerator": "deepc.compat.accelerator: CUDA_Accelerator",
+    "accelerator.abstract_accelerator": "deepc.compat.helpers.accelerator: DeepSpeedAccelerator",
+    "accelerator.cpu_accelerator": "deepc.compat.helpers.accelerator: CPU_Accelerator",
+    "accelerator.cuda_accelerator": "deepc.compat.helpers.accelerator: CUDA_Accelerator",
     "checkpoint": "",
-    "checkpoint.utils": "deepc.compat.utils: clone_tensors_for_torch_save",
-    "comm.config": "deepc.compat.config: CommsConfig CommsLoggerConfig",
-    "constants": "deepc.compat.values: TORCH_DISTRIBUTED_DEFAULT_PORT",
-    "git_version_info": "deepc.compat.values: version git_hash git_branch installed_ops compatible_ops torch_info",
-    "inference": "deepc.compat.inference: InferenceEngine DeepSpeedInferenceConfig",
-    "inference.config": "deepc.compat.inference: DeepSpeedInferenceConfig",
-    "inference.engine": "deepc.compat.inference: InferenceEngine",
+    "checkpoint.utils": "deepc.compat.helpers.utils: clone_tensors_for_torch_save",
+    "comm.config": "deepc.compat.runtime.config: CommsConfig CommsLoggerConfig",
+    "constants": "deepc.compat.helpers.values: TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "git_version_info": "deepc.compat.helpers.values: version git_hash git_branch installed_ops compatible_ops torch_info",
+    "inference": "deepc.compat.runtime.inference: InferenceEngine DeepSpeedInferenceConfig",
+    "inference.config": "deepc.compat.runtime.inference: DeepSpeedInferenceConfig",
+    "inference.engine": "deepc.compat.runtime.inference: InferenceEngine",
     "launcher": "",
     "launcher.runner": (
-        "deepc.compat.values: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS"
+        "deepc.compat.helpers.values: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS"
         " PDSH_MAX_FAN_OUT"
     ),
-    "launcher.constants": "deepc.compat.values: PDSH_LAUNCHER OPENMPI_LAUNCHER SLURM_LAUNCHER",
+    "launcher.constants": "deepc.compat.helpers.values: PDSH_LAUNCHER OPENMPI_LAUNCHER SLURM_LAUNCHER",
     "linear": "",
     "moe": "",
-    "moe.utils": "deepc.compat.moe: has_moe_layers is_moe_param is_moe_param_group",
+    "moe.utils": "deepc.compat.helpers.moe: has_moe_layers is_moe_param is_moe_param_group",
     "moe.layer": "",
     "module_inject": "",
     "monitor": "",
-    "monitor.monitor": "deepc.monitor.experiments: Monitor MonitorMaster",
-    "monitor.tensorboard": "deepc.monitor.experiments: TensorBoardMonitor",
-    "monitor.wandb": "deepc.monitor.experiments: WandbMonitor",
-    "monitor.comet": "deepc.monitor.experiments: CometMonitor",
-    "monitor.csv_monitor": "deepc.monitor.experiments: csvMonitor",
+    "monitor.monitor": "deepc.observe.monitor.experiments: Monitor MonitorMaster",
+    "monitor.tensorboard": "deepc.observe.monitor.experiments: TensorBoardMonitor",
+    "monitor.wandb": "deepc.observe.monitor.experiments: WandbMonitor",
+    "monitor.comet": "deepc.observe.monitor.experiments: CometMonitor",
+    "monitor.csv_monitor": "deepc.observe.monitor.experiments: csvMonitor",
     "ops": "",
-    "ops.adagrad": "deepc.compat.optimizers: DeepSpeedCPUAdagrad",
+    "ops.adagrad": "deepc.compat.runtime.optimizers: DeepSpeedCPUAdagrad",
     "ops.adam": _OPTIMIZERS,
     "ops.adam.cpu_adam": _OPTIMIZERS,
     "ops.adam.fused_adam": _OPTIMIZERS,
@@ -86,118 +86,118 @@ MODULES: dict[str, str] = {
     "profiling": "",
     "profiling.flops_profiler": _FLOPS,
     "profiling.flops_profiler.profiler": _FLOPS,
-    "runtime": "deepc.optim.sharded: ZeROOptimizer=ShardedOptimizer DeepSpeedOptimizer=ShardedOptimizer",
+    "runtime": "deepc.zero.step.update: ZeROOptimizer=ShardedOptimizer DeepSpeedOptimizer=ShardedOptimizer",
     "runtime.activation_checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing: checkpointing=",
-    "runtime.base_optimizer": "deepc.optim.sharded: ZeROOptimizer=ShardedOptimizer DeepSpeedOptimizer=ShardedOptimizer",
-    "runtime.bf16_optimizer": "deepc.optim.sharded: BF16_Optimizer=ShardedOptimizer",
+    "runtime.base_optimizer": "deepc.zero.step.update: ZeROOptimizer=ShardedOptimizer DeepSpeedOptimizer=ShardedOptimizer",
+    "runtime.bf16_optimizer": "deepc.zero.step.update: BF16_Optimizer=ShardedOptimizer",
     "runtime.checkpoint_engine": "",
     "runtime.config": (
         """
-        deepc.compat.config: DeepSpeedConfig DeepSpeedConfigError
-        deepc.compat.values: ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER DEEPSPEED_OPTIMIZERS
+        deepc.compat.runtime.config: DeepSpeedConfig DeepSpeedConfigError
+        deepc.compat.helpers.values: ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER DEEPSPEED_OPTIMIZERS
             ADAM_W_MODE ADAM_W_MODE_DEFAULT TORCH_ADAM_PARAM
         """
     ),
     "runtime.constants": (
         """
-        deepc.compat.values: TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER SCHEDULER TYPE
+        deepc.compat.helpers.values: TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER SCHEDULER TYPE
             MAX_GRAD_NORM FP16 BFLOAT16 STEPS_PER_PRINT ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE
         """
     ),
-    "runtime.dataloader": "deepc.compat.utils: RepeatingLoader DeepSpeedDataLoader",
+    "runtime.dataloader": "deepc.compat.helpers.utils: RepeatingLoader DeepSpeedDataLoader",
     "runtime.engine": (
         """
-        deepc.compat.engine: DeepSpeedEngine
-        deepc.compat.values: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER
+        deepc.compat.runtime.engine: DeepSpeedEngine
+        deepc.compat.helpers.values: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER
             MUON_OPTIMIZER MEMORY_OPT_ALLREDUCE_SIZE
         """
     ),
     "runtime.fp16": "",
-    "runtime.fp16.fused_optimizer": "deepc.optim.sharded: FP16_Optimizer=ShardedOptimizer",
-    "runtime.fp16.unfused_optimizer": "deepc.optim.sharded: FP16_UnfusedOptimizer=ShardedOptimizer",
-    "runtime.fp16.loss_scaler": "deepc.precision: DynamicLossScaler LossScaler=StaticLossScaler",
+    "runtime.fp16.fused_optimizer": "deepc.zero.step.update: FP16_Optimizer=ShardedOptimizer",
+    "runtime.fp16.unfused_optimizer": "deepc.zero.step.update: FP16_UnfusedOptimizer=ShardedOptimizer",
+    "runtime.fp16.loss_scaler": "deepc.engine.precision: DynamicLossScaler LossScaler=StaticLossScaler",
     "runtime.lr_schedules": (
         """
-        deepc.lr_schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
-        deepc.compat.values: VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR
+        deepc.optim.schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
+        deepc.compat.helpers.values: VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR
             WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE TOTAL_NUM_STEPS
-        deepc.compat.tuning: add_tuning_arguments
+        deepc.compat.helpers.tuning: add_tuning_arguments
         """
     ),
     "runtime.pipe": "",
     "runtime.sequence_parallel": "",
     "runtime.utils": (
         """
-        deepc.compat.utils: see_memory_usage memory_status empty_cache move_to_device copy_to_device set_random_seed clip_grad_norm_
+        deepc.compat.helpers.utils: see_memory_usage memory_status empty_cache move_to_device copy_to_device set_random_seed clip_grad_norm_
             ensure_directory_exists partition_uniform partition_balanced call_to_str get_inactive_params is_model_parallel_parameter
             noop_decorator noop_context
         """
     ),
     "runtime.zero": (
         """
-        deepc.zero: Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter
-        deepc.compat.zero: ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
+        deepc.zero.init: Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter
+        deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
         """
     ),
-    "runtime.zero.config": "deepc.compat.config: DeepSpeedZeroConfig ZeroStageEnum",
-    "runtime.zero.offload_config": "deepc.compat.config: OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.config": "deepc.compat.runtime.config: DeepSpeedZeroConfig ZeroStageEnum",
+    "runtime.zero.offload_config": "deepc.compat.runtime.config: OffloadDeviceEnum OffloadStateTypeEnum",
     "runtime.zero.partition_parameters": (
         """
-        deepc.zero: Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter
-        deepc.compat.zero: ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
+        deepc.zero.init: Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter
+        deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
             _orig_torch_tensor _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full _orig_torch_arange _orig_torch_eye _orig_torch_randn
-        deepc.compat.accelerator: get_accelerator
-        deepc.compat.utils: see_memory_usage
+        deepc.compat.helpers.accelerator: get_accelerator
+        deepc.compat.helpers.utils: see_memory_usage
         """
     ),
     "runtime.zero.stage3": (
         """
-        deepc.optim.sharded: DeepSpeedZeroOptimizer_Stage3=ShardedOptimizer
-        deepc.compat.zero: unwrap_model_for_generation estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
+        deepc.zero.step.update: DeepSpeedZeroOptimizer_Stage3=ShardedOptimizer
+        deepc.compat.runtime.zero: unwrap_model_for_generation estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
             estimate_zero3_model_states_mem_needs
         """
     ),
     "runtime.zero.stage_1_and_2": (
         """
-        deepc.optim.sharded: DeepSpeedZeroOptimizer=ShardedOptimizer
-        deepc.compat.zero: estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs
+        deepc.zero.step.update: DeepSpeedZeroOptimizer=ShardedOptimizer
+        deepc.compat.runtime.zero: estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs
         """
     ),
-    "runtime.zero.utils": "deepc.zero: is_zero_param\n deepc.compat.zero: is_zero_supported_optimizer",
+    "runtime.zero.utils": "deepc.zero.init: is_zero_param\n deepc.compat.runtime.zero: is_zero_supported_optimizer",
     "utils": (
         """
-        deepc.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
+        deepc.compat.helpers.safe: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
             safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param
             safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
-        deepc.compat.utils: logger log_dist log_dist_once set_log_level_from_string OnDevice RepeatingLoader instrument_w_nvtx recursive_getattr
+        deepc.compat.helpers.utils: logger log_dist log_dist_once set_log_level_from_string OnDevice RepeatingLoader instrument_w_nvtx recursive_getattr
             recursive_setattr set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module
             set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
         """
     ),
-    "utils.init_on_device": "deepc.compat.utils: OnDevice",
+    "utils.init_on_device": "deepc.compat.helpers.utils: OnDevice",
     "compression": "",
     "compression.helper": (
         """
-        deepc.compat.utils: recursive_getattr recursive_setattr
+        deepc.compat.helpers.utils: recursive_getattr recursive_setattr
     """
     ),
     "utils.logging": (
         """
-        deepc.compat.utils: logger log_dist log_dist_once print_dist print_json_dist warning_once set_log_level_from_string get_log_level_from_string
+        deepc.compat.helpers.utils: logger log_dist log_dist_once print_dist print_json_dist warning_once set_log_level_from_string get_log_level_from_string
             should_log_le get_current_level
         """
     ),
-    "utils.nvtx": "deepc.compat.utils: instrument_w_nvtx",
+    "utils.nvtx": "deepc.compat.helpers.utils: instrument_w_nvtx",
     "utils.tensor_fragment": (
         """
-        deepc.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
+        deepc.compat.helpers.safe: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
             safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param
             safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
         """
     ),
     "utils.z3_leaf_module": (
         """
-        deepc.compat.utils: set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module
+        deepc.compat.helpers.utils: set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module
             set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
         """
     ),

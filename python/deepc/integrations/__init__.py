@@ -1,1 +1,1 @@
-"""deepc inside other libraries' training loops. Nothing here is imported by `import deepc`."""
+"""deepc inside other libraries' training loops: public names of deepc.compat. Not imported by `import deepc`."""

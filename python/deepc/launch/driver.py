@@ -17,15 +17,15 @@ from typing import Any
 
 from ..errors import CommError, DeepcError
 from . import ssh
-from .export import exported, from_files
+from .environment import exported, from_files
 from .failure import Failure
-from .frames import Decoder, FrameError, Sender
+from .host.frames import Decoder, FrameError, Sender
 from .hosts import Host
 from .options import Launch, threads
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL of ranks that don't end by themselves
 LOST_AFTER_S = 60.0  # without a sign of the launcher an agent ends its ranks; over a network only
-_RANK = str(Path(__file__).with_name("rank.py"))
+_RANK = str(Path(__file__).parent / "host" / "rank.py")
 _SETTLE_S = 1.5  # for the other hosts' verdicts, when one can't be reached
 
 Sink = Callable[[int | str, int, bytes], None]  # rank, fd, what it wrote

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ArgumentError, UnsupportedError
-from .export import exported
+from .environment import exported
 from .failure import Failure
 from .options import Launch
 
-RANK = str(Path(__file__).with_name("rank.py"))
+RANK = str(Path(__file__).parent / "host" / "rank.py")
 _MOST = 1 << 22  # of one report
 _PROGRAM = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "mvapich": "mpirun"}
 _INSTALL = {"slurm": "Slurm", "openmpi": "OpenMPI", "mpich": "MPICH", "impi": "Intel MPI", "mvapich": "MVAPICH"}

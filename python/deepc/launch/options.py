@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ArgumentError, UnsupportedError
-from . import bind, places
+from .host import bind, places
 from .hosts import Host, is_this_machine, read_hostfile, select, trim
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "mpich", "impi", "mvapich")

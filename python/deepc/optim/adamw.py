@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .. import memory, ops  # noqa: F401
-from ..dtypes import FLOATS
+from ..core import memory, ops  # noqa: F401
+from ..core.dtypes import FLOATS
 from ..errors import ArgumentError, UnsupportedError
 
 

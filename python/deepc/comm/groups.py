@@ -1,0 +1,405 @@
+"""The ranks that share one model: how they reach each other, and the few control messages the engine sends.
+
+Four kinds, one interface: one rank; the ranks of one node over shared memory (the C core); CPU nodes with equally many
+ranks each (shared memory inside, Gloo between the ranks of one local index); anything else over torch.distributed.
+
+A rank's place: `node` (nodes are in the order of their lowest rank), `local_rank` (its place among its node's ranks),
+`leader` (local_rank 0), and `part`, its place in the flat space's layout: local_rank * nodes + node, so that a node's
+part of a bucket, and the parts of all ranks of one local index, are each one stretch."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal, Union
+
+import torch
+import torch.distributed as dist
+
+from ..core import waits
+from ..errors import CommError, DeepcError
+
+if TYPE_CHECKING:
+    from .shared import Comm, Segment
+
+CONTROL_SLOT_BYTES = 256 * 1024
+_BREAK_TAG = 0x7FFFFFF1
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+class _OneNode:
+    """What a group without other nodes answers."""
+
+    nodes, node = 1, 0
+    uneven = ""  # why this is no MultiNodeGroup, if that is because the nodes have different numbers of ranks
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that this rank sent to other nodes, by what they were."""
+        return {}
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        raise NotImplementedError
+
+    def part_of(self, rank: int) -> int:
+        """The place of `rank` in the layout."""
+        return rank
+
+    def node_barrier(self) -> None:
+        """Returns when every rank of this node has called it."""
+        self.barrier()
+
+    def spread(self, tensor: torch.Tensor, rank: int = 0) -> None:
+        """Node-shared memory `tensor` (the same place on every node) of the node of `rank` to all other nodes. Fences
+        are the caller's."""
+
+
+class SoloGroup(_OneNode):
+    """One rank."""
+
+    transport: Literal["local"] = "local"
+    leader = True
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.ranks_per_node, self.local_rank = 0, 1, 1, 0
+
+    def barrier(self) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        pass
+
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[n] -> [world, n], rows in rank order. Also a barrier."""
+        return tensor.unsqueeze(0)
+
+    def close(self) -> None:
+        pass
+
+
+class NodeGroup(_OneNode):
+    """The ranks of one node, over dc_comm. Owns its control communicator; buckets get one of their own (`open_comm`).
+    names: the ranks in messages."""
+
+    transport: Literal["node"] = "node"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        label: str,
+        timeout: datetime.timedelta,
+        names: list[int] | None = None,
+    ) -> None:
+        self.rank, self.world, self.ranks_per_node, self.local_rank, self.leader = rank, world, world, rank, rank == 0
+        self._store, self._label, self._timeout, self._opened, self._names = store, label, timeout, 0, names
+        self._comms: list[Comm] = []
+        self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
+
+    def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
+        """A further communicator of the same ranks (collective). Closed with the group."""
+        from . import shared as node
+
+        self._opened += 1
+        store = dist.PrefixStore(f"{self._label}/{what}/{self._opened}", self._store)
+        comm = node.open_comm(
+            store,
+            self.rank,
+            self.world,
+            label=f"{self._label}/{what}",
+            timeout=self._timeout,
+            slot_bytes=(slot_bytes + 4095) // 4096 * 4096,
+            slots=slots,
+            global_ranks=self._names,
+        )
+        self._comms.append(comm)
+        return comm
+
+    def close_comm(self, comm: Comm) -> None:
+        """The end of one that `open_comm` made (collective)."""
+        self.barrier()  # a peer that still waits in it would be told that this rank died
+        self._comms.remove(comm)
+        comm.close()
+
+    def barrier(self) -> None:
+        self.comm.barrier()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        self.comm.broadcast(tensor, root)
+
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(self.world * tensor.numel(), dtype=tensor.dtype)
+        self.comm.all_gather(out, tensor)
+        return out.view(self.world, tensor.numel())
+
+    def segment(self, nbytes: int) -> Segment:
+        """A shared segment (collective), see dc_segment_create."""
+        return self.comm.segment(nbytes)
+
+    def abort(self, reason: str) -> None:
+        """Breaks all communicators of the node, so that no rank waits for this one."""
+        for comm in self._comms:
+            with contextlib.suppress(DeepcError):  # broken or closed already
+                comm.abort(reason)
+
+    def close(self) -> None:
+        comms, self._comms = self._comms, []
+        for comm in comms:
+            comm.close()
+
+
+class _Sent:
+    """A message to other nodes under way. wait() returns when it and what comes back have arrived; holds the tensors
+    until then."""
+
+    def __init__(self, group: MultiNodeGroup, what: str, work: dist.Work, *tensors: torch.Tensor) -> None:
+        self._group, self._what, self._work, self._tensors = group, what, work, tensors
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        with self._group.across_errors(self._what):
+            self._work.wait()
+        self._tensors = ()
+        waits.add("communication", time.perf_counter() - began)
+
+
+class MultiNodeGroup:
+    """CPU nodes with `ranks_per_node` ranks each: a NodeGroup inside each, and for each local index a Gloo group of its
+    ranks on all nodes.
+
+    places: the global ranks of each node. What crosses the network does so once per node: each rank talks only to its
+    counterparts.
+    """
+
+    transport: Literal["nodes"] = "nodes"
+    uneven = ""
+
+    def __init__(
+        self, store: dist.Store, rank: int, places: list[list[int]], label: str, timeout: datetime.timedelta
+    ) -> None:
+        self.rank, self.nodes, self.ranks_per_node = rank, len(places), len(places[0])
+        self.world, self._places = self.nodes * self.ranks_per_node, places
+        self.in_order = [r for ranks in places for r in ranks] == list(
+            range(self.world)
+        )  # each node's ranks are consecutive
+        self.node = next(n for n, ranks in enumerate(places) if rank in ranks)
+        self.local_rank = places[self.node].index(rank)
+        self.leader = self.local_rank == 0
+        self.sent_bytes = {"gradients": 0, "parameters": 0, "control": 0}
+        self._parts = {r: i * self.nodes + n for n, ranks in enumerate(places) for i, r in enumerate(ranks)}
+        self._label, self._store = label, store
+        self.inside = NodeGroup(
+            dist.PrefixStore(f"node{self.node}", store),
+            self.local_rank,
+            self.ranks_per_node,
+            f"{label} on node {self.node}",
+            timeout,
+            places[self.node],
+        )
+        self._across: dist.ProcessGroup | None = None
+        for index in range(self.ranks_per_node):  # new_group is collective over all ranks, in one order
+            made = dist.new_group([ranks[index] for ranks in places], backend="gloo", timeout=timeout)
+            if index == self.local_rank:
+                self._across = made
+
+    def part_of(self, rank: int) -> int:
+        return self._parts[rank]
+
+    def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
+        return self.inside.open_comm(what, slot_bytes, slots)
+
+    def segment(self, nbytes: int) -> Segment:
+        return self.inside.segment(nbytes)
+
+    def node_barrier(self) -> None:
+        with self.node_errors():
+            self.inside.barrier()
+
+    # ---- failures: who fails tells its node and its counterparts, so that an error runs through all nodes ------------
+    @contextlib.contextmanager
+    def node_errors(self) -> Iterator[None]:
+        """Around calls inside the node: if one fails, the counterparts on other nodes, which would wait for this rank,
+        are told."""
+        try:
+            yield
+        except CommError as exc:
+            self._tell(str(exc))
+            raise
+
+    @contextlib.contextmanager
+    def across_errors(self, what: str) -> Iterator[None]:
+        """Around calls between nodes: turns Gloo's error into one of ours, with the reason if some rank left one, and
+        tells the ranks of this node."""
+        try:
+            yield
+        except DeepcError:
+            raise
+        except RuntimeError as exc:
+            why = self._reason()
+            peers = ", ".join(
+                f"rank {ranks[self.local_rank]} of node {n}" for n, ranks in enumerate(self._places) if n != self.node
+            )
+            text = f"{self._label}: {what} between rank {self.rank} of node {self.node} and {peers} failed: " + (
+                why or f"one of them died, left or can't be reached ({exc})"
+            )
+            self._tell(why or text)
+            self.inside.abort(text)
+            raise CommError(text) from exc
+
+    def _tell(self, text: str) -> None:
+        """Leaves the reason in the store and closes the connections to the counterparts. A receive that times out is
+        what closes them: Gloo's abort and the end of its group object leave them open (torch 2.13)."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+            self._store.compare_set("failed", "", text)
+        across, self._across = self._across, None
+        for peer in range(self.nodes):
+            if across is not None and peer != self.node:
+                with contextlib.suppress(RuntimeError):
+                    across.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
+
+    def _reason(self) -> str:
+        """What some rank left in the store as the reason, or "" after two seconds: the rank that saw it first may need
+        a moment."""
+        try:
+            for _ in range(40):
+                if self._store.check(["failed"]):
+                    told: bytes = self._store.get("failed")
+                    return told.decode(errors="replace")
+                time.sleep(0.05)
+        except RuntimeError:
+            pass
+        return ""
+
+    def _counterparts(self) -> dist.ProcessGroup:
+        if self._across is None:
+            raise CommError(
+                f"{self._label}: the connections to other nodes were closed after a failure, or the group is closed"
+            )
+        return self._across
+
+    def exchange(self, out: torch.Tensor, send: torch.Tensor, what: str) -> _Sent:
+        """Block n of send[nodes * k] goes to this rank's counterpart on node n, and block n of out comes from there.
+        Returns at once."""
+        self.sent_bytes[what] += send.numel() * send.element_size() // self.nodes * (self.nodes - 1)
+        with self.across_errors(what):
+            return _Sent(
+                self, what, dist.all_to_all_single(out, send, group=self._counterparts(), async_op=True), out, send
+            )
+
+    def collect(self, out: torch.Tensor, mine: torch.Tensor, what: str) -> _Sent:
+        """out[nodes * k] = mine[k] of this rank's counterparts, in node order. `mine` does not lie in `out`. Returns at
+        once."""
+        self.sent_bytes[what] += mine.numel() * mine.element_size() * (self.nodes - 1)
+        with self.across_errors(what):
+            return _Sent(self, what, _all_gather(out, mine, group=self._counterparts(), async_op=True), out, mine)
+
+    def spread(self, tensor: torch.Tensor, rank: int = 0) -> None:
+        root = self._node_of(rank)
+        if self._places[root].index(rank) != self.local_rank:
+            return
+        if self.node == root:
+            self.sent_bytes["control"] += tensor.numel() * tensor.element_size() * (self.nodes - 1)
+        with self.across_errors("broadcast"):
+            dist.broadcast(tensor, self._places[root][self.local_rank], group=self._counterparts())
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        self.spread(tensor, root)
+        with self.node_errors():
+            self.inside.broadcast(tensor, self._places[self._node_of(root)].index(root))
+
+    def _node_of(self, rank: int) -> int:
+        return next(n for n, ranks in enumerate(self._places) if rank in ranks)
+
+    def barrier(self) -> None:
+        self.node_barrier()
+        if self.leader:
+            with self.across_errors("barrier"):
+                dist.barrier(group=self._counterparts())
+        self.node_barrier()
+
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        n = tensor.numel()
+        column = torch.empty(self.nodes * n, dtype=tensor.dtype)
+        self.collect(column, tensor.contiguous().view(-1), "control").wait()
+        with self.node_errors():
+            rows = self.inside.gather_all(column).view(self.world, n)  # in the order of parts
+        return rows[[self._parts[r] for r in range(self.world)]]
+
+    def close(self) -> None:
+        self.inside.close()
+        across, self._across = self._across, None
+        if across is not None and dist.is_initialized():
+            dist.destroy_process_group(across)
+
+
+class TorchGroup(_OneNode):
+    """Ranks on several nodes or GPUs, over torch.distributed's default group."""
+
+    transport: Literal["c10d"] = "c10d"
+
+    def __init__(self, device: torch.device, uneven: str = "") -> None:
+        self.rank, self.world, self.device, self.uneven = dist.get_rank(), dist.get_world_size(), device, uneven
+        self.ranks_per_node, self.local_rank, self.leader = 1, 0, True
+        self.before: Callable[[], None] = lambda: (
+            None
+        )  # called before every collective of the group (streamed.py: ranks may be at different gathers)
+
+    def barrier(self) -> None:
+        self.before()
+        dist.barrier()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        self.before()
+        dist.broadcast(tensor, root)
+
+    def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.before()
+        send = tensor.to(self.device)
+        out = [torch.empty_like(send) for _ in range(self.world)]
+        dist.all_gather(out, send)
+        return torch.stack(out).to(tensor.device)
+
+    def close(self) -> None:
+        pass
+
+
+# What `transport` tells apart.
+Group = Union[SoloGroup, NodeGroup, MultiNodeGroup, TorchGroup]  # noqa: UP007
+MemoryGroup = Union[NodeGroup, MultiNodeGroup]  # its ranks map the same pages  # noqa: UP007
+
+
+def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine") -> Group:
+    """The group of all ranks for one engine. Collective: engines are made in the same order on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return SoloGroup()
+    if device.type != "cpu":
+        return TorchGroup(device)
+    from . import shared as node
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shared = dist.distributed_c10d._get_default_store()
+    number = shared.add(
+        f"deepc/{label}/made by {rank}", 1
+    )  # counted in the store: it belongs to this default group, not to the process
+    store = dist.PrefixStore(f"deepc/{label}{number}", shared)
+    places: dict[str, list[int]] = {}
+    for r, where in enumerate(node.node_ids(store, rank, world)):
+        places.setdefault(where, []).append(r)
+    if len(places) == 1:
+        return NodeGroup(store, rank, world, f"{label}{number}", timeout)
+    if len({len(ranks) for ranks in places.values()}) > 1:
+        return TorchGroup(
+            device,
+            "; ".join(
+                f"node {name} has rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                for name, ranks in places.items()
+            ),
+        )
+    return MultiNodeGroup(store, rank, list(places.values()), f"{label}{number}", timeout)

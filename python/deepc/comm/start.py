@@ -1,0 +1,173 @@
+"""Start-up of torch.distributed for deepc. Collectives themselves are torch.distributed's, on the backend "deepc"."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **ignored: Any,
+) -> None:
+    """Initialises torch.distributed unless it is. Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set:
+    torchrun, deepc run; or what srun and mpirun set) with those ranks; else one process. dist_backend: default "deepc"
+    (shared memory on CPU, NCCL beneath it on GPU).
+    """
+    _adopt_place()
+    if dist.is_initialized():
+        return
+    from .c10d.backend import register_backend
+
+    register_backend()
+    backend = dist_backend or "deepc"
+    if rank >= 0 or world_size > 0 or init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    have = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v in os.environ]
+    if len(have) == 4:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+        raise ConfigError(
+            f"some variables of a launcher are set ({', '.join(have)}) and {', '.join(missing)} are missing; start the"
+            " script with `deepc run` or `torchrun`, or unset them"
+        )
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _adopt_place() -> None:
+    """Under srun or mpirun: torchrun's variables from theirs, LOCAL_RANK among them. Raises ConfigError if they don't
+    suffice."""
+    if "RANK" in os.environ:
+        return
+    from ..launch.host.places import PlaceError, discover
+
+    try:
+        found = discover(os.environ)
+    except PlaceError as exc:
+        raise ConfigError(str(exc)) from None
+    if found is not None and found[1]["WORLD_SIZE"] != "1":
+        os.environ.update(found[1])
+
+
+def empty_registered(
+    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A CPU tensor of this rank's own, in memory that the ranks of `group` (default: all) share: the group's large
+    collectives read and write it where it lies, which saves a copy of every byte. Zeroed. Collective: every rank of the
+    group asks for the same size and dtype.
+
+    Raises UnsupportedError if the group is not of the backend "deepc", or spans nodes. The memory goes when the last
+    tensor on it does.
+    """
+    from ..errors import UnsupportedError
+
+    group = dist.group.WORLD if group is None else group
+    comm = getattr(group, "node_comm", None)
+    if comm is None:
+        raise UnsupportedError(
+            "registered buffers need a group of the backend 'deepc' whose ranks are all on one node; this one is"
+            f" {type(group).__name__} or spans nodes"
+        )
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0])
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    registered: torch.Tensor = comm.registered(torch.Size(size).numel(), dtype)
+    return registered.view(size)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
+    """Prints, on rank 0, what the comms logger has seen there: per operation and message size the calls, latency and
+    bandwidth, in DeepSpeed's form (comms_logger.py has the units). Logging is on with the config section comms_logger
+    {enabled: true}, or configure(). show_straggler: also how long the rank waited for the slowest one. return_dict:
+    every rank gets its own tables. Collective over all ranks."""
+    from ..observe.diagnose.calls import logger
+
+    if dist.is_initialized():
+        dist.barrier()
+    out = logger.log_all(not dist.is_initialized() or dist.get_rank() == 0, show_straggler, return_dict)
+    if dist.is_initialized():
+        dist.barrier()
+    return out
+
+
+def reset_log() -> None:
+    """Forgets what the comms logger of this rank has seen, for figures of one epoch or interval."""
+    from ..observe.diagnose.calls import logger
+
+    logger.reset()
+
+
+def has_comm_data() -> bool:
+    """Whether the comms logger of this rank has seen a call."""
+    from ..observe.diagnose.calls import logger
+
+    return bool(logger.summary())
+
+
+def get_comm_operation_count() -> int:
+    """How many calls the comms logger of this rank has seen."""
+    from ..observe.diagnose.calls import logger
+
+    return sum(v["count"] for sizes in logger.summary().values() for v in sizes.values())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names of the operations that the comms logger of this rank has seen."""
+    from ..observe.diagnose.calls import logger
+
+    return list(logger.summary())
+
+
+def configure(
+    deepspeed_config: Any = None,
+    *,
+    enabled: bool | None = None,
+    prof_all: bool = True,
+    prof_ops: Any = None,
+    verbose: bool = False,
+    debug: bool = False,
+) -> None:
+    """Starts or stops the comms logger without an engine. deepspeed_config: a configuration (path, JSON text or dict),
+    whose section comms_logger is taken; the other arguments are that section's keys."""
+    from ..observe.diagnose.calls import logger
+
+    if deepspeed_config is not None:
+        from ..config.tree import Config
+
+        log = Config.load(
+            deepspeed_config, world_size=dist.get_world_size() if dist.is_initialized() else 1, allow_auto=True
+        ).comms_logger
+        logger.configure(log.enabled, log.prof_all, log.prof_ops, log.verbose, log.debug)
+    else:
+        logger.configure(logger.enabled if enabled is None else enabled, prof_all, prof_ops, verbose, debug)
+
+
+def default_device() -> torch.device:
+    """This rank's device: the GPU of its local rank if there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {index} has no GPU: this machine shows {torch.cuda.device_count()}; start fewer ranks"
+                " (--num_gpus)"
+            )
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")

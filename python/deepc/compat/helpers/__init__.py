@@ -1,0 +1,1 @@
+"""DeepSpeed's smaller modules: accelerator, comm, groups, utils, timers, values."""

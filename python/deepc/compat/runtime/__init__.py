@@ -1,0 +1,1 @@
+"""DeepSpeed's engine, configuration, zero, checkpointing and inference names, over deepc's."""

@@ -1,0 +1,418 @@
+"""DeepSpeedEngine: deepc's engine with DeepSpeed's remaining habits, and deepspeed.initialize that makes it.
+
+What every user of deepc wants is in deepc.engine. Here is what only scripts written for DeepSpeed ask for: accessors of
+the configuration, names of groups and ranks, files by DeepSpeed's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...engine.engine import Engine, StepResult
+from ...errors import ArgumentError, ConfigError, UnsupportedError
+from ..helpers.timer import ThroughputTimer
+from ..helpers.utils import DeepSpeedDataLoader
+from . import zero_grad, zero_to_fp32
+
+_UNSUPPORTED_METHODS = {
+    "train_batch": (
+        "pipeline parallelism is not built yet; write the loop: loss = engine(batch); engine.backward(loss);"
+        " engine.step()"
+    ),
+    "eval_batch": "pipeline parallelism is not built yet; run engine(batch) under torch.no_grad()",
+    "set_custom_curriculum_learning_schedule": "curriculum learning is not built yet",
+    "register_compile_pass": "DeepCompile does not exist in deepc; use engine.compile() (torch.compile)",
+    "sparse_allreduce": "gradients are reduced by backward",
+    "allreduce_bucket": "gradients are reduced by backward",
+}
+
+
+def _flat_zero_keys() -> dict[str, str]:
+    """DeepSpeed's accessor -> field of the zero section."""
+    return {
+        "zero_reduce_scatter": "reduce_scatter",
+        "zero_overlap_comm": "overlap_comm",
+        "zero_reduce_bucket_size": "reduce_bucket_size",
+        "zero_allgather_bucket_size": "allgather_bucket_size",
+        "zero_contiguous_gradients": "contiguous_gradients",
+        "zero_sub_group_size": "sub_group_size",
+        "zero_max_live_parameters": "stage3_max_live_parameters",
+        "zero_max_reuse_distance": "stage3_max_reuse_distance",
+        "zero_prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "zero_param_persistence_threshold": "stage3_param_persistence_threshold",
+        "zero_model_persistence_threshold": "stage3_model_persistence_threshold",
+        "zero_round_robin_gradients": "round_robin_gradients",
+        "zero_hpz_partition_size": "zero_hpz_partition_size",
+        "zero_quantized_weights": "zero_quantized_weights",
+        "zero_quantized_gradients": "zero_quantized_gradients",
+        "zero_offload_optimizer": "offload_optimizer",
+        "zero_offload_param": "offload_param",
+    }
+
+
+class DeepSpeedEngine(Engine):
+    """The engine that deepspeed.initialize returns under deepc."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
+        self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
+        super().__init__(model, config, optimizer=optimizer, **options)
+        self.client_optimizer = optimizer
+        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
+        zero_grad.follow(self)
+
+    def module_zero_grad(self) -> None:
+        """What the user's `module.zero_grad()` means for gradients that are with the engine: they go, as from
+        DeepSpeed's `.grad` at stage 0. In the middle of an accumulation at stages 1 to 3 they stay, as there."""
+        if self.zero_optimization_stage() == 0 or self.micro_steps % self.gradient_accumulation_steps() == 0:
+            self.zero_grad()
+
+    # ---- without an optimizer ----------------------------------------------------------------------------------------
+    def _make_base_optimizer(self, optimizer: Any, model_parameters: Any) -> torch.optim.Optimizer:
+        """Without an optimizer DeepSpeed makes an engine for evaluation: ZeRO-3 without gradients and states."""
+        if not self._inference_only:
+            return super()._make_base_optimizer(optimizer, model_parameters)
+        return torch.optim.SGD(list(self.module.parameters()) or [torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+
+    def _groups(self, param_groups: Any) -> dict[int, int]:
+        return {} if self._inference_only else super()._groups(param_groups)
+
+    def _refuse_to_train(self, what: str) -> None:
+        if self._inference_only:
+            raise ConfigError(
+                f"engine.{what}() needs an optimizer: this engine was made without one, for evaluation. Add an"
+                " optimizer section to the configuration, or pass optimizer= to initialize"
+            )
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **ignored: Any
+    ) -> torch.Tensor:  # type: ignore[override]
+        self._refuse_to_train("backward")
+        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
+        self._refuse_to_train("step")
+        return super().step(lr_kwargs)
+
+    # ---- ranks and groups --------------------------------------------------------------------------------------------
+    @property
+    def dp_world_size(self) -> int:
+        return self.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        return 1
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    seq_data_parallel_group = data_parallel_group
+    seq_dp_world_size = dp_world_size
+
+    @property
+    def mpu(self) -> None:
+        return None
+
+    def get_data_parallel_rank(self) -> int:
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        from ..helpers.groups import _get_sequence_parallel_group
+
+        return _get_sequence_parallel_group()
+
+    # ---- the configuration -------------------------------------------------------------------------------------------
+    def zero_optimization(self) -> bool:
+        return self._config.zero.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._config.zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._config.zero.stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        return self._config.zero.offload_optimizer.device == "cpu"
+
+    zero_use_cpu_optimizer = zero_cpu_offload
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        return self._config.zero_allow_untested_optimizer
+
+    def fp16_enabled(self) -> bool:
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    def fp16_auto_cast(self) -> bool:
+        return self._config.fp16.auto_cast
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0**self._config.fp16.initial_scale_power
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(of the model, of the gradients' accumulation)."""
+        return self.dtype, torch.float32
+
+    def steps_per_print(self) -> int | None:
+        return self._config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self._config.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        return self._config.memory_breakdown
+
+    def dump_state(self) -> bool:
+        return self._config.dump_state
+
+    def dataloader_drop_last(self) -> bool:
+        return self._config.dataloader_drop_last
+
+    def postscale_gradients(self) -> bool:
+        return not self._config.prescale_gradients
+
+    def gradient_predivide_factor(self) -> float:
+        return self._config.gradient_predivide_factor
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return self.plan.wire or self.dtype
+
+    def _section(self, name: str) -> dict[str, Any]:
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
+
+    def optimizer_name(self) -> str | None:
+        if self.client_optimizer is not None:
+            return type(self.optimizer.base).__name__
+        kind = self._section("optimizer").get("type")
+        return kind.lower() if isinstance(kind, str) else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return self._section("optimizer").get("params")
+
+    def scheduler_name(self) -> str | None:
+        return self._section("scheduler").get("type")
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return self._section("scheduler").get("params")
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self._config.checkpoint.tag_validation != "Ignore"
+
+    def get_mom(self) -> list[Any]:
+        key = "momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas"
+        return [g.get(key, 0.0) for g in self.optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        return [g.get("type", 0.0) for g in self.optimizer.param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of micro-batches of a step, from the next step on."""
+        per_pass = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size <= 0 or train_batch_size % per_pass:
+            raise ArgumentError(
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch x ranks, {per_pass}"
+            )
+        self._set_batch(train_batch_size=train_batch_size, gradient_accumulation_steps=train_batch_size // per_pass)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro-batch, keeping the accumulation."""
+        if micro_batch_size <= 0:
+            raise ArgumentError(f"set_train_micro_batch_size({micro_batch_size}): it must be positive")
+        self._set_batch(
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            train_batch_size=micro_batch_size * self.gradient_accumulation_steps() * self.world_size,
+        )
+
+    def _set_batch(self, **sizes: int) -> None:
+        if self.same is not None:
+            raise UnsupportedError('the batch is fixed with deepc.deterministic = "layout"')
+        if self.micro_steps % self.gradient_accumulation_steps():
+            raise ArgumentError("batch sizes can be changed between two optimizer steps, not inside an accumulation")
+        given: dict[str, Any] = {**sizes}
+        self._config = dataclasses.replace(self._config, **given)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the average gradient of the last step; inf if it was skipped, as in DeepSpeed."""
+        return float("inf") if self.optimizer.overflow else super().get_global_grad_norm()
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A DataLoader over this rank's part of `dataset`, in micro-batches."""
+        if (
+            data_sampler is None
+            and route in ("predict", "eval")
+            and not isinstance(dataset, torch.utils.data.IterableDataset)
+        ):
+            data_sampler = torch.utils.data.DistributedSampler(
+                dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=False
+            )
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory,
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_parallel_world_size=self.world_size,
+            data_parallel_rank=self.global_rank,
+            dataloader_drop_last=self.dataloader_drop_last(),
+        )
+
+    # ---- moving states: they are in host memory already on a CPU -----------------------------------------------------
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Without effect on a CPU, where all states are in host memory."""
+        if self.device.type != "cpu":
+            raise UnsupportedError(
+                "offload_states on a GPU does not exist in deepc yet; set zero_optimization.offload_optimizer {device:"
+                " cpu}"
+            )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The counterpart of offload_states."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing is cached between steps."""
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: backward has reduced them."""
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,  # type: ignore[override]
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """torch.compile of the module, in place. schedule and compiled_autograd_enabled belong to DeepCompile:
+        UnsupportedError."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError(
+                "engine.compile(schedule=..., compiled_autograd_enabled=True): DeepCompile does not exist in deepc;"
+                " leave them out, torch.compile runs"
+            )
+        super().compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        return getattr(self.module, "_compiled_call_impl", None) is not None
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """deepc's checkpoint; beside it the script zero_to_fp32.py, which makes one model of it."""
+        super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        if self.global_rank == 0:
+            zero_to_fp32.leave_script(save_dir)
+        return True
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the module's weights, whole, in the training precision, as `save_dir/save_filename`: torch.save's
+        format, or safetensors for a name that ends so. Rank 0 writes. Collective."""
+        if save_filename.endswith(".safetensors"):
+            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if self.global_rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, os.path.join(save_dir, save_filename))
+        self.group.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def __getattr__(self, name: str) -> Any:
+        field = _flat_zero_keys().get(name)
+        if field is not None:
+            value = getattr(self._config.zero, field)
+            return lambda: value
+        if name in _UNSUPPORTED_METHODS:
+            raise UnsupportedError(f"engine.{name}: {_UNSUPPORTED_METHODS[name]}")
+        return super().__getattr__(name)
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """deepspeed.initialize: (engine, optimizer, training_dataloader, lr_scheduler). As deepc.initialize; without any
+    optimizer the engine is for evaluation (as in DeepSpeed). mesh_param: sequence parallelism, UnsupportedError."""
+    from ... import _initialize
+    from ..helpers.comm import init_distributed
+
+    if mesh_param is not None:
+        raise UnsupportedError("initialize(mesh_param=...): sequence parallelism is not built yet; leave it out")
+    given = config if config is not None else config_params
+    named = getattr(args, "deepspeed_config", None) if args is not None else None
+    if given is not None and named is not None:
+        raise ConfigError(
+            "the configuration is given twice, as initialize(config=...) and as args.deepspeed_config; keep one"
+        )
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port or 29500)
+    return _initialize(
+        DeepSpeedEngine,
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=given,
+    )

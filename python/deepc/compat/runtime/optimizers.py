@@ -1,0 +1,88 @@
+"""DeepSpeed's optimizer classes over deepc.optim: same arguments, one C call per step, nothing compiled on the
+machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from ...optim import AdamW
+
+
+def _plain(name: str, bias_correction: bool, **lacking: bool) -> None:
+    if not bias_correction:
+        raise UnsupportedError(
+            f"{name}(bias_correction=False) does not exist in deepc; leave it True, or pass a torch optimizer with "
+            "zero_allow_untested_optimizer"
+        )
+    for key, asked in lacking.items():
+        if asked:
+            raise UnsupportedError(f"{name}({key}): optimizer states are fp32 in deepc; leave it out")
+
+
+class _Adam(AdamW):
+    """AdamW, or Adam with L2 decay, by an argument."""
+
+    def _set_mode(self, decoupled: bool) -> None:
+        self._decoupled = decoupled
+        self.defaults["decoupled_weight_decay"] = decoupled
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = decoupled
+
+
+class DeepSpeedCPUAdam(_Adam):
+    """deepspeed.ops.adam.DeepSpeedCPUAdam. Betas and eps of param groups are kept (Accelerate passes groups)."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _plain("DeepSpeedCPUAdam", bias_correction, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
+        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad)
+        self._set_mode(adamw_mode)
+
+
+class FusedAdam(_Adam):
+    """deepspeed.ops.adam.FusedAdam, on CPU and CUDA."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _plain("FusedAdam", bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad)
+        self._set_mode(adam_w_mode)
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad: torch's Adagrad, run on the rank's shard."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _plain("DeepSpeedCPUAdagrad", True, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -1,0 +1,135 @@
+"""One key and one value of a configuration: the canonical form of a value, or what is wrong with it; and which known
+key an unknown one may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .keys import KEYS, TABLE, Key
+
+AUTO = "auto"
+
+_ALIASES = {f"{k.section}.{k.alias}": k.path for k in KEYS if k.alias}
+_SECTIONS = {".".join(k.path.split(".")[:i]) for k in KEYS for i in range(1, k.path.count(".") + 1)}
+
+
+def suggest(key: str, known: Any = None) -> str:
+    """' Did you mean "..."?' or ''."""
+    paths = list(known) if known is not None else [*TABLE, *_ALIASES, *_SECTIONS]
+    lower = {p.lower(): p for p in reversed(paths)}
+    found = [lower[m] for m in difflib.get_close_matches(key.lower(), lower, n=2, cutoff=0.75)]
+    leaves: dict[str, list[str]] = {}
+    for path in paths:
+        leaves.setdefault(path.rsplit(".", 1)[-1].lower(), []).append(path)
+    for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1].lower(), leaves, n=2, cutoff=0.8):
+        found += [p for p in leaves[leaf] if p not in found]
+    found = list(dict.fromkeys(found))[:3]
+    return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""
+
+
+def _auto_message(source: str, keys: Any) -> str:
+    return (
+        f'{source}: these keys are still "auto": {", ".join(keys)}. An integration (Hugging Face Trainer, Accelerate)'
+        " fills them before initialize(); without one, write values, or remove the keys to get the defaults."
+    )
+
+
+# ---- one value -------------------------------------------------------------------------------------------------------
+
+_KIND_WORDS = {
+    "bool": "true or false",
+    "int": "an integer",
+    "number": "a number",
+    "str": "a string",
+    "strings": "a list of strings",
+    "numbers": "a list of numbers",
+    "object": "an object {...}",
+    "gated": "an object {...}",
+}
+
+
+class _Bad(Exception):
+    """The text after 'key = value'."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _range_text(row: Key) -> str:
+    return " and ".join(
+        f"{op} {b:g}" for op, b in ((">=", row.ge), (">", row.gt), ("<=", row.le), ("<", row.lt)) if b is not None
+    )
+
+
+def _in_range(row: Key, value: float) -> bool:
+    return not (
+        (row.ge is not None and value < row.ge)
+        or (row.gt is not None and value <= row.gt)
+        or (row.le is not None and value > row.le)
+        or (row.lt is not None and value >= row.lt)
+    )
+
+
+def _check_number(row: Key, value: Any, integer: bool) -> Any:
+    word = _KIND_WORDS["int" if integer else "number"]
+    if isinstance(value, str):
+        raise _Bad(f"is a string, but must be {word}; write it without quotes")
+    if not _is_number(value):
+        raise _Bad(f"must be {word}")
+    if not math.isfinite(value):
+        raise _Bad("must be finite")
+    if integer and value != int(value):
+        raise _Bad("must be an integer")
+    if not _in_range(row, value):
+        raise _Bad(f"is out of range, it must be {_range_text(row)}")
+    return int(value) if integer else float(value)
+
+
+def check_value(row: Key, value: Any) -> Any:
+    """The value in its canonical form. Raises _Bad."""
+    if value is None and (row.default is None or row.null):
+        return None
+    kind = row.kind
+    if kind == "any":
+        return value
+    if kind in ("int", "number"):
+        return _check_number(row, value, kind == "int")
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise _Bad("must be true or false" + (", without quotes" if isinstance(value, str) else ""))
+        return value
+    if kind == "str":
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if not isinstance(value, str):
+            raise _Bad("must be a string" + (f", one of {', '.join(row.choices)}" if row.choices else ""))
+        if row.choices:
+            spelled = {c.lower(): c for c in row.choices}
+            if value.lower() not in spelled:
+                raise _Bad(f"must be one of {', '.join(row.choices)}")
+            return spelled[value.lower()]
+        return value
+    if kind == "strings":
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise _Bad("must be a list of strings")
+        return list(value)
+    if kind == "numbers":
+        if not isinstance(value, (list, tuple)) or len(value) != len(row.default):
+            raise _Bad(f"must be a list of {len(row.default)} numbers")
+        return tuple(_check_number(row, v, False) for v in value)
+    if not isinstance(value, Mapping):
+        raise _Bad("must be an object {...}")
+    return dict(value)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,334 @@
+"""The C core, libdeepc.so, as Python sees it: one ctypes handle, typed prototypes, statuses as exceptions.
+
+`C.dc_xxx(...)` calls return the raw status; `call("dc_xxx", ...)` raises. ctypes releases the GIL during calls."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+
+
+def library_dir() -> Path:
+    """Folder of libdeepc*.so: DEEPC_LIBRARY_DIR if set, else the package's own."""
+    return Path(os.environ.get("DEEPC_LIBRARY_DIR") or Path(__file__).parents[1] / "lib")
+
+
+def _load() -> ctypes.CDLL:
+    path = library_dir() / "libdeepc.so"
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as exc:
+        raise ImportError(
+            f"deepc can't load its C core {path}: {exc}. Reinstall deepc-torch, or point DEEPC_LIBRARY_DIR to a build."
+        ) from exc
+
+
+C = _load()
+
+
+class CommConfig(ctypes.Structure):
+    _fields_ = [
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("address", c_char_p),
+        ("label", c_char_p),
+        ("global_rank", POINTER(c_int32)),
+        ("timeout_ms", c_int64),
+        ("slot_bytes", c_int64),
+        ("slots", c_int32),
+        ("flags", c_int32),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [(n, c_int32) for n in ("op", "dtype", "red_op", "root")] + [("count", c_int64), ("tag", c_int64)]
+
+
+class HeapStats(ctypes.Structure):
+    _fields_ = [("base", c_void_p)] + [
+        (n, c_int64) for n in ("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free")
+    ]
+
+
+class FlightRow(ctypes.Structure):
+    _fields_ = (
+        [("number", ctypes.c_uint64)]
+        + [(n, c_int64) for n in ("begin_ns", "end_ns", "count", "tag", "seq")]
+        + [(n, c_int32) for n in ("group", "op", "dtype", "red_op", "root", "status", "ranks", "reserved")]
+        + [("where", ctypes.c_char * 64)]
+    )
+
+
+class Layout(ctypes.Structure):
+    _fields_ = [
+        ("nparams", c_int64),
+        ("world", c_int64),
+        ("total", c_int64),
+        ("bucket_elems", c_int64),
+        ("nbuckets", c_int64),
+        ("shard_elems", c_int64),
+        ("offset", POINTER(c_int64)),
+        ("numel", POINTER(c_int64)),
+    ]
+
+
+class Segment(ctypes.Structure):
+    _fields_ = [
+        ("param", c_int64),
+        ("param_begin", c_int64),
+        ("flat_begin", c_int64),
+        ("shard_begin", c_int64),
+        ("len", c_int64),
+    ]
+
+
+class Action(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("reserved", c_int32), ("unit", c_int64)]
+
+
+class BytesIn(ctypes.Structure):
+    _fields_ = (
+        [(n, c_int64) for n in ("total", "shard", "frozen", "world", "ranks_per_node", "slots", "bucket_elems")]
+        + [
+            (n, c_int32)
+            for n in (
+                "stage",
+                "param_size",
+                "grad_wire_size",
+                "master",
+                "state_size",
+                "nstates",
+                "resident",
+                "grad_buffers",
+            )
+        ]
+        + [("exchange", c_int64)]
+    )
+
+
+class Bytes(ctypes.Structure):
+    _fields_ = [
+        (n, c_int64)
+        for n in (
+            "params_private",
+            "params_shared",
+            "grads_private",
+            "master_private",
+            "states_private",
+            "staging_shared",
+            "rank_total",
+            "node_total",
+            "exchange_private",
+        )
+    ]
+
+
+class ReducerConfig(ctypes.Structure):
+    _fields_ = [
+        ("comm", c_void_p),
+        ("layout", POINTER(Layout)),
+        ("dtype", c_int32),
+        ("own_all", c_int32),
+        ("rank", c_int32),
+        ("ring", c_int32),
+        ("pre_scale", c_float),
+        ("tree", c_int32),
+        ("pending_limit_bytes", c_int64),
+        ("acc", c_void_p),
+        ("partial", c_void_p),
+        ("tree_acc", c_void_p),
+    ]
+
+
+class AdamWArgs(ctypes.Structure):
+    _fields_ = [
+        ("param", c_void_p),
+        ("grad", c_void_p),
+        ("exp_avg", c_void_p),
+        ("exp_avg_sq", c_void_p),
+        ("max_exp_avg_sq", c_void_p),
+        ("lowp", c_void_p),
+        ("n", c_int64),
+        ("step", c_int64),
+        ("lr", c_double),
+        ("beta1", c_double),
+        ("beta2", c_double),
+        ("eps", c_double),
+        ("weight_decay", c_double),
+        ("grad_scale", c_double),
+        ("param_dtype", c_int32),
+        ("grad_dtype", c_int32),
+        ("state_dtype", c_int32),
+        ("lowp_dtype", c_int32),
+        ("flags", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+_P = POINTER
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    # name: (result, *arguments)
+    "dc_version": (c_char_p,),
+    "dc_status_name": (c_char_p, c_int),
+    "dc_status_text": (c_char_p, c_int),
+    "dc_status_at": (c_int, c_int, _P(c_char_p), _P(c_int)),
+    "dc_last_error": (c_char_p,),
+    "dc_isa_name": (c_char_p, c_int),
+    "dc_isa_available": (c_int, c_int),
+    "dc_isa_current": (c_int, _P(c_int)),
+    "dc_isa_force": (c_int, c_int),
+    "dc_set_num_threads": (c_int, c_int),
+    "dc_num_threads": (c_int,),
+    "dc_mem_alloc": (c_int, c_size_t, c_int, _P(c_void_p)),
+    "dc_mem_free": (c_int, c_void_p),
+    "dc_mem_available": (c_int, _P(c_int64)),
+    "dc_mem_huge_bytes": (c_int, c_void_p, c_size_t, _P(c_int64)),
+    "dc_heap_take_high": (c_void_p, c_size_t),
+    "dc_lease_open": (c_int, c_size_t, c_int, _P(c_void_p), _P(c_void_p)),
+    "dc_lease_need": (c_int, c_void_p, c_size_t, c_size_t),
+    "dc_lease_end": (c_int, c_void_p),
+    "dc_lease_close": (c_int, c_void_p),
+    "dc_lease_bytes": (c_int, c_void_p, _P(c_int64), _P(c_int64)),
+    "dc_reducer_lease": (c_int, c_void_p, c_void_p),
+    "dc_heap_keep_small": (c_int, c_int, _P(c_int)),
+    "dc_heap_trim": (c_int,),
+    "dc_heap_stats": (c_int, _P(HeapStats)),
+    "dc_heap_take": (c_void_p, c_size_t),
+    "dc_heap_give": (c_int, c_void_p),
+    "dc_crc32c": (c_uint32, c_uint32, c_void_p, c_size_t),
+    "dc_counter_get": (c_int64, c_int),
+    "dc_counter_reset": (None,),
+    "dc_counter_name": (c_char_p, c_int),
+    "dc_env_at": (c_int, c_int, _P(c_char_p), _P(c_char_p), _P(c_char_p)),
+    "dc_cast": (c_int, c_void_p, c_int, c_void_p, c_int, c_float, c_int64),
+    "dc_scale": (c_int, c_void_p, c_int, c_float, c_int64),
+    "dc_axpy": (c_int, c_void_p, c_float, c_void_p, c_int, c_int64),
+    "dc_sqnorm": (c_int, c_void_p, c_int, c_int64, c_void_p),
+    "dc_sum_partials": (c_double, c_void_p, c_int64),
+    "dc_find_nonfinite": (c_int, c_void_p, c_int, c_int64, _P(c_int64)),
+    "dc_copy": (c_int, c_void_p, c_void_p, c_int64),
+    "dc_reduce": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int, c_int64),
+    "dc_reduce_acc": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int64, c_int, c_void_p),
+    "dc_adamw": (c_int, _P(AdamWArgs), c_int64),
+    "dc_comm_open": (c_int, _P(CommConfig), _P(c_void_p)),
+    "dc_comm_close": (c_int, c_void_p),
+    "dc_comm_abort": (c_int, c_void_p, c_char_p),
+    "dc_comm_rank": (c_int, c_void_p),
+    "dc_comm_size": (c_int, c_void_p),
+    "dc_comm_set_caller": (c_int, c_void_p, c_char_p),
+    "dc_comm_error": (c_char_p, c_void_p),
+    "dc_comm_set_timeout": (c_int, c_void_p, c_int64),
+    "dc_segment_create": (c_int, c_void_p, c_int64, _P(c_void_p), _P(c_void_p)),
+    "dc_segment_free": (c_int, c_void_p),
+    "dc_segment_info": (c_int, c_void_p, _P(c_int64), _P(c_int64)),
+    "dc_barrier": (c_int, c_void_p, c_int64),
+    "dc_all_reduce": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_reduce_scatter": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_all_gather": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int64),
+    "dc_broadcast": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_all_to_all": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int64),
+    "dc_all_to_allv": (c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64),
+    "dc_reduce_to": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int, c_int64),
+    "dc_gather": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_scatter": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_isend": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_char_p, _P(c_void_p)),
+    "dc_irecv": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_char_p, _P(c_void_p)),
+    "dc_request_test": (c_int, c_void_p, _P(c_int)),
+    "dc_request_wait": (c_int, c_void_p, c_int64),
+    "dc_request_source": (c_int, c_void_p),
+    "dc_request_free": (c_int, c_void_p),
+    "dc_send": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64),
+    "dc_recv": (c_int, c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, _P(c_int)),
+    "dc_exchange_begin": (c_int, c_void_p, _P(c_int64), _P(c_void_p)),
+    "dc_exchange_post": (c_int, c_void_p, _P(Call)),
+    "dc_exchange_wait": (c_int, c_void_p, c_int64),
+    "dc_exchange_peer": (c_void_p, c_void_p, c_int, c_int64),
+    "dc_exchange_done": (c_int, c_void_p, c_int64),
+    "dc_flight_read": (c_int, _P(FlightRow), c_int64, _P(c_int64)),
+    "dc_flight_fd": (c_int,),
+    "dc_flight_parse": (c_int, c_int, _P(FlightRow), c_int64, _P(c_int64), c_char_p, c_int64),
+    "dc_flight_log": (c_int, c_int64),
+    "dc_flight_log_take": (c_int, _P(FlightRow), c_int64, _P(c_int64), _P(c_int64)),
+    "dc_call_name": (c_char_p, c_int),
+    "dc_dtype_name": (c_char_p, c_int),
+    "dc_dtype_size": (c_size_t, c_int),
+    "dc_reducer_create": (c_int, _P(ReducerConfig), _P(c_void_p)),
+    "dc_reducer_free": (c_int, c_void_p),
+    "dc_reducer_begin": (c_int, c_void_p, c_int, c_int),
+    "dc_reducer_add": (c_int, c_void_p, c_int64, c_void_p, c_int),
+    "dc_reducer_released": (c_int, c_void_p, _P(c_int64), c_int64, _P(c_int64)),
+    "dc_reducer_finish": (c_int, c_void_p),
+    "dc_reducer_reduced": (c_int, c_void_p, _P(c_int64)),
+    "dc_reducer_give_back": (c_int, c_void_p, c_int64),
+    "dc_reducer_in_pass": (c_int, c_void_p),
+    "dc_reducer_gather": (c_int, c_void_p, c_void_p, c_int),
+    "dc_zero_layout_make": (c_int, _P(c_int64), c_int64, c_int64, c_int64, _P(_P(Layout))),
+    "dc_zero_layout_free": (None, _P(Layout)),
+    "dc_zero_bucket": (c_int, _P(Layout), c_int64, _P(c_int64), _P(c_int64)),
+    "dc_zero_slice": (c_int, _P(Layout), c_int64, c_int64, _P(c_int64), _P(c_int64), _P(c_int64)),
+    "dc_zero_locate": (c_int, _P(Layout), c_int64, _P(c_int64), _P(c_int64)),
+    "dc_zero_segments": (c_int, _P(Layout), c_int64, _P(Segment), c_int64, _P(c_int64)),
+    "dc_zero_prefetch": (
+        c_int,
+        _P(c_int64),
+        c_int64,
+        _P(c_int64),
+        c_int64,
+        c_int64,
+        c_int64,
+        c_int64,
+        _P(Action),
+        c_int64,
+        _P(c_int64),
+    ),
+    "dc_zero_gather": (c_int, c_void_p, c_void_p, c_int64),
+    "dc_zero_estimate": (c_int, _P(BytesIn), _P(Bytes)),
+}
+for _name, (_res, *_args) in _PROTOTYPES.items():
+    try:
+        _fn = getattr(C, _name)
+    except AttributeError as exc:
+        raise ImportError(
+            f"{library_dir()}/libdeepc.so lacks {_name}: it is not the library of this package version"
+        ) from exc
+    _fn.restype, _fn.argtypes = _res, _args
+
+_EXCEPTIONS = {
+    "E_INVALID": errors.ArgumentError,
+    "E_DTYPE": errors.ArgumentError,
+    "E_SHAPE": errors.ArgumentError,
+    "E_NOMEM": errors.OutOfMemoryError,
+    "E_ENV": errors.ConfigError,
+    "E_MISMATCH": errors.MismatchError,
+    "E_PEER_DIED": errors.RankDiedError,
+    "E_TIMEOUT": errors.CommTimeoutError,
+    "E_ABORTED": errors.AbortedError,
+    "E_PEER": errors.CommError,
+    "E_UNSUPPORTED": errors.UnsupportedError,
+}
+
+
+def check(status: int) -> None:
+    """Raises the exception of a negative status, with the C core's text of the failure."""
+    if status:
+        name = C.dc_status_name(status).decode()
+        raise _EXCEPTIONS.get(name, errors.DeepcError)(C.dc_last_error().decode(errors="replace"))
+
+
+def call(name: str, *args: Any) -> None:
+    """Calls a function of the core that returns a status, and raises on failure."""
+    check(getattr(C, name)(*args))
+
+
+def counters() -> dict[str, int]:
+    """All counters of this process, by name (see ops/base/counters.def)."""
+    out, i = {}, 0
+    while (name := C.dc_counter_name(i)) is not None:
+        out[name.decode()] = C.dc_counter_get(i)
+        i += 1
+    return out

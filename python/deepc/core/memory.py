@@ -1,0 +1,141 @@
+"""Memory of the C core as torch tensors: huge pages, staggered start addresses, shared segments."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+from .lib import C, HeapStats, call
+from .ops import use_heap
+
+COLOR_STEP = 4096 + 256  # bytes between the starts of two colors (DC__COLOR_STEP)
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+    """A 1-D tensor over `numel` elements at `address`. Its storage keeps `owner` alive."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    raw = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
+    # The storage holds `raw`, and `raw` the owner.
+    raw._deepc_owner = owner  # type: ignore[attr-defined]  # ctypes objects take attributes
+    return torch.frombuffer(raw, dtype=dtype, count=numel)
+
+
+class _Block:
+    """Owns one dc_mem_alloc block."""
+
+    def __init__(self, nbytes: int, color: int) -> None:
+        pointer = ctypes.c_void_p()
+        call("dc_mem_alloc", nbytes, color, ctypes.byref(pointer))
+        self.address: int = pointer.value or 0
+
+    def __del__(self) -> None:
+        if getattr(self, "address", None):
+            C.dc_mem_free(self.address)
+
+
+def zeros(numel: int, dtype: torch.dtype, color: int = 0) -> torch.Tensor:
+    """A zeroed, faulted-in 1-D CPU tensor on huge pages where the kernel gives them. `color` (0..15) staggers arrays
+    that are walked together. Raises OutOfMemoryError before the kernel would kill."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    block = _Block(numel * dtype.itemsize, color)
+    return tensor_at(block.address, numel, dtype, block)
+
+
+class Lease:
+    """A zeroed 1-D CPU tensor that has memory only between `need` and `end`, and then the heap's (ops/base/lease.c):
+    for what is dead while a forward needs the most. Contents are lost at `end`; where there was no memory `need` leaves
+    anything. tensor: [numel] dtype; valid as long as a reference lives.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, color: int = 0) -> None:
+        handle, address = ctypes.c_void_p(), ctypes.c_void_p()
+        call("dc_lease_open", numel * dtype.itemsize, color, ctypes.byref(handle), ctypes.byref(address))
+        self.handle = handle.value
+        self.tensor = tensor_at(address.value or 0, numel, dtype, _LeaseOwner(self.handle))
+
+    def end(self) -> None:
+        """The memory goes back to the heap, the tensor reads as zeros."""
+        call("dc_lease_end", self.handle)
+
+    def nbytes(self) -> int:
+        """Bytes that the range has now."""
+        borrowed, own = ctypes.c_int64(), ctypes.c_int64()
+        call("dc_lease_bytes", self.handle, ctypes.byref(borrowed), ctypes.byref(own))
+        return borrowed.value + own.value
+
+
+class _LeaseOwner:
+    """Closes the lease with the last tensor over it."""
+
+    def __init__(self, handle: int | None) -> None:
+        self._handle = handle
+
+    def __del__(self) -> None:
+        C.dc_lease_close(self._handle)
+
+
+_heap_kept = False
+
+
+def heap_kept() -> bool:
+    """Whether torch's large tensors live in the core's heap now (keep_heap)."""
+    return _heap_kept
+
+
+def keep_heap(keep: bool = True) -> bool:
+    """Large CPU tensors of torch come from the core's heap from now on, which keeps their pages, and malloc keeps what
+    smaller ones free: so a step finds the memory of the one before, without page faults (ops/base/heap.c). For the
+    whole process. Returns whether they do: not where the user chose otherwise (DEEPC_KEEP_HEAP=0) or where torch is
+    built in another way than its wheels. keep=False: from the C library again; tensors that live stay.
+    """
+    if os.environ.get("DEEPC_KEEP_HEAP", "1") == "0":
+        return False
+    kept = ctypes.c_int()
+    call("dc_heap_keep_small", int(keep), ctypes.byref(kept))
+    global _heap_kept
+    _heap_kept = use_heap(keep)
+    return _heap_kept
+
+
+def heap() -> dict[str, int]:
+    """Bytes of the core's heap: "extent" was ever in use and may be resident, "in_use", its "peak", "free" in
+    "free_blocks" holes, the "largest_free"."""
+    stats = HeapStats()
+    call("dc_heap_stats", ctypes.byref(stats))
+    return {name: getattr(stats, name) or 0 for name, *_ in HeapStats._fields_}
+
+
+def trim_heap() -> None:
+    """Gives what the heap and malloc hold free back to the system: after something large that will not come again."""
+    call("dc_heap_trim")
+
+
+def available() -> int:
+    """Bytes that can still be allocated: the tightest of the memory cgroups and what the machine has."""
+    out = ctypes.c_int64()
+    call("dc_mem_available", ctypes.byref(out))
+    return out.value
+
+
+def process_bytes() -> dict[str, int]:
+    """This process's memory: {"rss_bytes", "pss_bytes", "peak_rss_bytes"}; PSS counts a page shared by n processes
+    1/n."""
+    out = {"rss_bytes": 0, "pss_bytes": 0, "peak_rss_bytes": 0}
+    try:
+        with open("/proc/self/smaps_rollup") as f:
+            for line in f:
+                if line.startswith("Rss:"):
+                    out["rss_bytes"] = int(line.split()[1]) * 1024
+                elif line.startswith("Pss:"):
+                    out["pss_bytes"] = int(line.split()[1]) * 1024
+        with open("/proc/self/status") as f:
+            for line in f:
+                if line.startswith("VmHWM:"):
+                    out["peak_rss_bytes"] = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return out

@@ -1,0 +1,460 @@
+"""torch.ops.deepc.*: loads libdeepc_torch.so (C over torch's C shim) and gives each operator its fake kernel.
+
+The kernels themselves are C; shapes for torch.compile and the formulas of the differentiable operators are here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import ArgumentError, UnsupportedError
+from .lib import library_dir
+
+BLOCK = 4096  # DC_BLOCK of ops/ops.h: elements of one partial sum of a norm
+
+
+def _load() -> ctypes.CDLL:
+    path = library_dir() / "libdeepc_torch.so"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as exc:
+        raise ImportError(f"deepc can't load its operators {path}: {exc}. Reinstall deepc-torch.") from exc
+    library.dct_register.restype = ctypes.c_char_p
+    if error := library.dct_register():
+        raise ImportError(f"deepc can't register its operators with torch {torch.__version__}: {error.decode()}")
+    library.dct_heap_use.argtypes, library.dct_heap_use.restype = [ctypes.c_int], ctypes.c_int
+    return library
+
+
+_library = _load()
+
+
+def use_heap(on: bool) -> bool:
+    """Whether torch's CPU tensors of at least 1 MiB now come from the core's heap (shim/torch_heap.c)."""
+    return bool(_library.dct_heap_use(int(on)))
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_shapes = torch.library.Library("deepc", "FRAGMENT")
+
+
+def fake(name: str) -> Callable[[_F], _F]:
+    """Registers a function as operator `name` without numbers: torch.library.register_fake does the same in 15 times
+    the time, which every `import deepc` would pay."""
+
+    def register(function: _F) -> _F:
+        _shapes.impl(name, function, "Meta")
+        return function
+
+    return register
+
+
+@fake("cast_tensor")
+def _(src: torch.Tensor, dst: torch.Tensor, scale: float) -> None:
+    return None
+
+
+@fake("scale_tensor")
+def _(x: torch.Tensor, a: float) -> None:
+    return None
+
+
+@fake("add_scaled")
+def _(y: torch.Tensor, x: torch.Tensor, a: float) -> None:
+    return None
+
+
+@fake("copy_tensor")
+def _(src: torch.Tensor, dst: torch.Tensor) -> None:
+    return None
+
+
+@fake("reduce_tensors")
+def _(dst: torch.Tensor, srcs: list[torch.Tensor], op: int) -> None:
+    return None
+
+
+@fake("accumulate_tensors")
+def _(acc: torch.Tensor, srcs: list[torch.Tensor], assign: bool, partial: torch.Tensor) -> None:
+    return None
+
+
+@fake("step_adamw")
+def _(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    lowps: list[torch.Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: float,
+    step: int,
+    decoupled: bool,
+) -> None:
+    return None
+
+
+@fake("quantize_blocks")
+def _(x: torch.Tensor, payload: torch.Tensor, error: torch.Tensor, bits: int, block: int) -> None:
+    return None
+
+
+@fake("dequantize_blocks")
+def _(payload: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
+    return None
+
+
+@fake("add_dequantized")
+def _(payload: torch.Tensor, acc: torch.Tensor, bits: int, block: int, factor: float) -> None:
+    return None
+
+
+@fake("select_topk")
+def _(x: torch.Tensor, payload: torch.Tensor, error: torch.Tensor, block: int, k: int) -> None:
+    return None
+
+
+@fake("spread_topk")
+def _(payload: torch.Tensor, out: torch.Tensor, block: int, k: int) -> None:
+    return None
+
+
+@fake("add_topk")
+def _(payload: torch.Tensor, acc: torch.Tensor, block: int, k: int, factor: float) -> None:
+    return None
+
+
+@fake("cross_entropy_rows")
+def _(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    row_scale: torch.Tensor,
+    loss: torch.Tensor,
+    classes: int,
+    scale: float,
+    label_smoothing: float,
+    ignore_index: int,
+    gradient: bool,
+) -> None:
+    return None
+
+
+@fake("norm_squared")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(((x.numel() + BLOCK - 1) // BLOCK,), dtype=torch.float64)
+
+
+def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _norm_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    (x,) = ctx.saved_tensors
+    per_element = grad.repeat_interleave(BLOCK)[: x.numel()].view(x.shape)
+    out: torch.Tensor = (2 * x * per_element).to(x.dtype)
+    return out
+
+
+torch.library.register_autograd("deepc::norm_squared", _norm_backward, setup_context=_norm_setup)
+
+
+# ---- fused operators of a transformer block (ops/fused.h): docs/fused.md ---------------------------------------------
+# An empty tensor stands for an absent weight, bias or gradient: torch's C shim has no optional tensors for boxed C
+# kernels.
+def _stats(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@fake("rms_norm")
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return _packed(x), _stats(x)
+
+
+@fake("add_rms_norm")
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _packed(x), _packed(x), _stats(x)
+
+
+@fake("layer_norm")
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _packed(x), _stats(x), _stats(x)
+
+
+@fake("add_layer_norm")
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _packed(x), _packed(x), _stats(x), _stats(x)
+
+
+@fake("norm_grad")
+def _(
+    dy: torch.Tensor,
+    dsum: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    offset: float,
+    dweight: bool,
+    dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cols = x.shape[-1]
+    return _packed(x), weight.new_empty((cols if dweight else 0,)), weight.new_empty((cols if dbias else 0,))
+
+
+@fake("swiglu")
+def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _packed(gate)
+
+
+@fake("swiglu_grad")
+def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _packed(gate), _packed(gate)
+
+
+@fake("gelu")
+def _(x: torch.Tensor, bias: torch.Tensor, tanh: bool) -> torch.Tensor:
+    return _packed(x)
+
+
+@fake("gelu_grad")
+def _(
+    dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, tanh: bool, dbias: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _packed(x), bias.new_empty((x.shape[-1] if dbias else 0,))
+
+
+@fake("rotary")
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _no_second(name: str) -> None:
+    """No formula is registered for the gradients' own gradients; torch would return wrong numbers with a warning, this
+    raises."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            f"deepc::{name} has no second derivative: the fused operators don't support create_graph=True. "
+            "Use PyTorch's own operators where you need gradients of gradients (deepc.fuse is what puts ours in)"
+        )
+
+    torch.library.register_autograd(f"deepc::{name}", backward)
+
+
+for _name in ("norm_grad", "swiglu_grad", "gelu_grad"):
+    _no_second(_name)
+
+
+# A torch.autograd.Function of the same formulas in place of register_autograd saved 6 of 86 us a call (measured): not
+# worth a second path.
+def _norm_formula(name: str, add: bool, center: bool) -> None:
+    """Registers the gradient of one of the four norms."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight = inputs[0], inputs[2 if add else 1]
+        bias = inputs[3 if add else 2] if center else None
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2 if add else 1 :])
+        ctx.offset, ctx.has_weight, ctx.has_bias = (
+            0.0 if center else inputs[-1],
+            weight.numel() > 0,
+            bias is not None and bias.numel() > 0,
+        )
+        # like: its dtype is that of dbias
+        like = weight if ctx.has_weight or bias is None or not ctx.has_bias else weight.new_empty(0, dtype=bias.dtype)
+        ctx.save_for_backward(output[1] if add else x, like, *output[2 if add else 1 :])
+
+    def backward(ctx: Any, dy: torch.Tensor | None, *more: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x, weight, *stats = ctx.saved_tensors
+        dsum = more[0] if add else None
+        mean, rstd = stats if center else (x.new_empty(0, dtype=torch.float32), stats[0])
+        needs = ctx.needs_input_grad
+        dweight, dbias = ctx.has_weight and needs[2 if add else 1], ctx.has_bias and center and needs[3 if add else 2]
+        dx = dw = db = None
+        if dy is not None:
+            more_dx = x.new_empty(0) if dsum is None else dsum.contiguous()
+            dx, dw, db = torch.ops.deepc.norm_grad(
+                dy.contiguous(), more_dx, x, weight, mean, rstd, ctx.offset, dweight, dbias
+            )
+        elif dsum is not None:
+            dx = dsum
+        tensors = [dx] * (2 if add else 1) + [dw if dweight else None] + ([db if dbias else None] if center else [])
+        return (*tensors, *([None] * (1 if center else 2)))
+
+    torch.library.register_autograd(f"deepc::{name}", backward, setup_context=setup)
+
+
+_norm_formula("rms_norm", False, False)
+_norm_formula("add_rms_norm", True, False)
+_norm_formula("layer_norm", False, True)
+_norm_formula("add_layer_norm", True, True)
+
+
+def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    return torch.ops.deepc.swiglu_grad(_rows(grad), *ctx.saved_tensors)
+
+
+torch.library.register_autograd("deepc::swiglu", _swiglu_backward, setup_context=_swiglu_setup)
+
+
+def _gelu_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, bias, ctx.tanh = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _gelu_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    x, bias = ctx.saved_tensors
+    dbias = bias.numel() > 0 and ctx.needs_input_grad[1]
+    dx, db = torch.ops.deepc.gelu_grad(grad.contiguous(), x, bias, ctx.tanh, dbias)
+    return dx, db if dbias else None, None
+
+
+torch.library.register_autograd("deepc::gelu", _gelu_backward, setup_context=_gelu_setup)
+
+
+def _rotary_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, cos, sin, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotary_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        raise UnsupportedError(
+            "deepc::rotary gives no gradient to cos and sin, and one of them requires it. Pass cos.detach() and "
+            "sin.detach(), or use PyTorch's own operators if your model trains its positions"
+        )
+    cos, sin = ctx.saved_tensors
+    return torch.ops.deepc.rotary(_inner_dense(grad), cos, sin, not ctx.inverse), None, None, None
+
+
+torch.library.register_autograd("deepc::rotary", _rotary_backward, setup_context=_rotary_setup)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a contiguous copy if its rows (all dimensions but the last) don't lie evenly spaced with their elements
+    side by side."""
+    if x.is_contiguous():
+        return x
+    size, step, following = x.shape, x.stride(), -1
+    even = size[-1] <= 1 or step[-1] == 1
+    for k in range(x.dim() - 2, -1, -1):
+        if size[k] == 1:
+            continue
+        even = even and step[k] >= size[-1] and following in (-1, step[k])
+        following = step[k] * size[k]
+    return x if even else x.contiguous()
+
+
+def _inner_dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _or_empty(t: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(0) if t is None else t.contiguous()
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
+) -> torch.Tensor:
+    """x * rsqrt(mean(x^2) + eps) * (offset + weight) over the last dimension (arXiv:1910.07467); offset 1 is Gemma's
+    form.
+
+    x: [..., cols] float32, bfloat16 or float16, rows may have strides; weight: [cols] of any of them. Arithmetic is
+    fp32 with one rounding, the result has x's shape and dtype. Differentiable once. RuntimeError for other dtypes and
+    shapes that don't fit.
+    """
+    out: torch.Tensor = torch.ops.deepc.rms_norm(_rows(x), _or_empty(weight, x), eps, offset)[0]
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(s), s) with s = x + residual, rounded to x's dtype, in one pass; residual: like x."""
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.deepc.add_rms_norm(
+        _rows(x), _rows(residual), _or_empty(weight, x), eps, offset
+    )[:2]
+    return out
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+) -> torch.Tensor:
+    """Layer norm over the last dimension (arXiv:1607.06450); weight and bias: [cols], of one dtype. Otherwise as
+    `rms_norm`."""
+    out: torch.Tensor = torch.ops.deepc.layer_norm(_rows(x), _or_empty(weight, x), _or_empty(bias, x), eps)[0]
+    return out
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(layer_norm(s), s) with s = x + residual, rounded to x's dtype, in one pass; residual: like x."""
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.deepc.add_layer_norm(
+        _rows(x), _rows(residual), _or_empty(weight, x), _or_empty(bias, x), eps
+    )[:2]
+    return out
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (arXiv:2002.05202); both of one shape and dtype, such as the halves of one tensor (x.chunk(2,
+    -1), uncopied)."""
+    out: torch.Tensor = torch.ops.deepc.swiglu(_rows(gate), _rows(up))
+    return out
+
+
+def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none") -> torch.Tensor:
+    """GELU of x + bias (arXiv:1606.08415); bias: [cols]; approximate: "none" or "tanh", as torch.nn.functional.gelu has
+    it."""
+    if approximate not in ("none", "tanh"):
+        raise ArgumentError(f"deepc.ops.gelu: approximate={approximate!r}; it is 'none' or 'tanh'")
+    out: torch.Tensor = torch.ops.deepc.gelu(_rows(x), _or_empty(bias, x), approximate == "tanh")
+    return out
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (arXiv:2104.09864) as transformers lays it out: x * cos + rotate_half(x) * sin.
+
+    x: up to 4 dimensions, any strides but for the last; the result lies in memory as x does. cos, sin: [..., rotated],
+    broadcast against x's leading dimensions; elements of x from `rotated` on pass through. The gradient is x's only;
+    UnsupportedError if cos or sin need one.
+    """
+    out: torch.Tensor = torch.ops.deepc.rotary(_inner_dense(x), _inner_dense(cos), _inner_dense(sin), False)
+    return out
+
+
+def apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotary` of queries and keys, with the arguments of transformers' apply_rotary_pos_emb: cos, sin [batch or 1,
+    positions, rotated]."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return rotary(q, cos, sin), rotary(k, cos, sin)

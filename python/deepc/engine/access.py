@@ -1,0 +1,428 @@
+"""Whole and local values of a parameter that an engine trains: fp32 weights, gradient, optimizer states; read and
+written.
+
+    v = deepc.view(p)                    # p: a parameter of a model that was passed to deepc.initialize
+    v.fp32; v.grad; v.state["exp_avg"]   # whole, fp32, p's shape, on every rank; can be assigned
+    v.local.fp32; v.local.ranges         # this rank's part, 1-D, and where it lies in the flattened parameter
+
+Every whole value, read or written, is collective: all ranks ask for the same parameters in the same order. So is
+writing `local.fp32`, because what the model computes with follows at once. The other local values are this rank's own.
+
+utils.py has DeepSpeed's names for the same (safe_get_full_grad, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ..errors import ArgumentError, UnsupportedError
+from ..plan.layout import Segment
+from ..zero.param import close_shared
+
+if TYPE_CHECKING:
+    from ..comm.groups import Group
+    from .engine import Engine
+
+_Pieces = Callable[[Segment], torch.Tensor]
+
+
+def engine_of(p: torch.Tensor) -> Engine | None:
+    """The engine that trains `p`, or None."""
+    from .engine import _owner_of
+
+    return _owner_of.get(id(p))
+
+
+def view(p: torch.Tensor) -> View:
+    """The values behind parameter `p`; see View. ArgumentError if no engine trains it."""
+    engine = engine_of(p)
+    if engine is None:
+        raise ArgumentError(
+            f"no deepc engine trains this parameter of shape {tuple(p.shape)}: it is frozen, not part of a model that"
+            " was passed to deepc.initialize, or its engine was destroyed"
+        )
+    return View(engine, p)
+
+
+class View:
+    """One trained parameter, whole. Values are fp32 copies of the parameter's shape on every rank, and may be assigned
+    a tensor (of any floating dtype, with as many elements), the same on all ranks, of which each rank keeps the part
+    that it owns. All collective.
+    """
+
+    def __init__(self, engine: Engine, p: torch.Tensor) -> None:
+        self._access = _Access(engine, p)
+        self.param, self.name = p, engine.state.names[self._access.index]
+        self.state, self.local = States(self._access), Local(self._access)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What the model computes with, whole, in its dtype; a copy."""
+        return self._access.value()
+
+    @property
+    def fp32(self) -> torch.Tensor:
+        """The fp32 weights (masters where the model computes in 16 bits). Assigning: the model's values follow at
+        once."""
+        return self._access.fp32()
+
+    @fp32.setter
+    def fp32(self, value: torch.Tensor) -> None:
+        self._access.set_fp32(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Average over ranks and micro-batches so far, unscaled, before clipping; None outside of backward .. step.
+        What no_sync() left on the ranks is reduced for it. Assigning: between backward and step; the step uses it, its
+        norm and clipping too.
+        """
+        return self._access.grad(self._access.engine._unit())
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        self._access.set_grad(value, self._access.engine._unit())
+
+    def __repr__(self) -> str:
+        dtype = str(self._access.engine.plan.dtype).removeprefix("torch.")
+        return (
+            f"deepc.view('{self.name}', shape {tuple(self.param.shape)}, {dtype}, states"
+            f" {', '.join(self.state) or 'none yet'})"
+        )
+
+
+class States(Mapping[str, torch.Tensor]):
+    """Optimizer states of one parameter by name ("exp_avg", ...), whole; see View. `in`, len and iteration are this
+    rank's knowledge; reading and writing one is collective."""
+
+    def __init__(self, access: _Access) -> None:
+        self._access = access
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._access.state(name)
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        self._access.set_state(name, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._access.state_names())
+
+    def __len__(self) -> int:
+        return len(self._access.state_names())
+
+    def __contains__(self, name: object) -> bool:  # Mapping's would read it, which is collective
+        return name in self._access.state_names()
+
+
+class Local:
+    """This rank's part of one parameter: 1-D fp32 copies, empty where it owns nothing of it. `ranges`: which elements
+    of the flattened parameter they are, as [begin, end), in this order. At stage 0 every rank owns all."""
+
+    def __init__(self, access: _Access) -> None:
+        self._access = access
+        self.state = LocalStates(access)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(s.param_begin, s.param_begin + s.length) for s in self._access.mine]
+
+    @property
+    def fp32(self) -> torch.Tensor:
+        return self._access.local_fp32()
+
+    @fp32.setter
+    def fp32(self, value: torch.Tensor) -> None:
+        """Collective, unlike the others: the model's values follow at once."""
+        self._access.set_local_fp32(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As View.grad; None outside of backward .. step. Over several nodes at stage 0, where sums are completed when
+        someone looks, collective."""
+        return self._access.local_grad(self._access.engine._unit())
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        self._access.set_local_grad(value, self._access.engine._unit())
+
+
+class LocalStates(States):
+    """States, this rank's part; nothing here is collective."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._access.local_state(name)
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        self._access.set_local_state(name, value)
+
+
+class _Access:
+    """Reads and writes the states of one parameter. `mine`: this rank's segments of it, in the parameter's order."""
+
+    def __init__(self, engine: Engine, p: torch.Tensor) -> None:
+        self.engine, self.param = engine, p
+        self.index: int = next((i for i, q in enumerate(engine.state.trained) if q is p), -1)
+        if self.index < 0:
+            raise ArgumentError(f"this parameter of shape {tuple(p.shape)} is not trained by this engine")
+        self.name = engine.state.names[self.index]
+        self.mine = sorted(
+            (s for r, s in engine.state.owners(self.index) if r == engine.global_rank), key=lambda s: s.param_begin
+        )
+
+    # ---- pieces <-> tensors ------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _whole(self, pieces: _Pieces) -> torch.Tensor:
+        """The owners' pieces on every rank. [shape] fp32 on the engine's device. No rank holds more than this one
+        tensor."""
+        engine = self.engine
+        out = torch.empty(self.param.numel(), dtype=torch.float32, device=engine.device)
+        alone = engine.plan.own_all or engine.world_size == 1
+        for rank, s in engine.state.owners(self.index):
+            part = out[s.param_begin : s.param_begin + s.length]
+            if rank == engine.global_rank:
+                part.copy_(pieces(s))
+            if not alone:
+                engine.group.broadcast(part, rank)
+        return out.view(self.param.shape)
+
+    @torch.no_grad()
+    def _mine(self, pieces: _Pieces) -> torch.Tensor:
+        parts = [pieces(s) for s in self.mine]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=self.engine.state.state_device)
+
+    @torch.no_grad()
+    def _put(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:
+        """This rank's pieces = its elements of the whole `value` * factor."""
+        flat = self._checked(value, self.param.numel(), "the parameter's").reshape(-1)
+        for s in self.mine:
+            part = flat[s.param_begin : s.param_begin + s.length]
+            pieces(s).copy_(part if factor == 1.0 else part.float() * factor)
+
+    @torch.no_grad()
+    def _put_mine(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:
+        flat, at = (
+            self._checked(
+                value, sum(s.length for s in self.mine), "this rank's part of the parameter, view(p).local.ranges, has"
+            ).reshape(-1),
+            0,
+        )
+        for s in self.mine:
+            part = flat[at : at + s.length]
+            pieces(s).copy_(part if factor == 1.0 else part.float() * factor)
+            at += s.length
+
+    def _checked(self, value: torch.Tensor, numel: int, whose: str) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor) or value.numel() != numel:
+            got = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ArgumentError(f"the new value for '{self.name}' has {got}; {whose} {numel}")
+        return value.detach()
+
+    # ---- fp32 weights ------------------------------------------------------------------------------------------------
+    def value(self) -> torch.Tensor:
+        return self.engine.state.full_param(self.index).clone().view(self.param.shape)
+
+    def _catch_up(self) -> None:
+        """Stages 0 to 2: what the user wrote into the replica counts; the step would make the master follow, a reader
+        wants it now."""
+        if self.engine.plan.stage < 3 and self.param._version != self.engine.state.versions[self.index]:
+            self.engine.state.master_from_params([self.index])
+
+    def fp32(self) -> torch.Tensor:
+        self._catch_up()
+        if self.engine.state.master is None and self.engine.state.flat_host is None:
+            return self.value().float()
+        return self._whole(self.engine.state.piece)
+
+    def local_fp32(self) -> torch.Tensor:
+        self._catch_up()
+        return self._mine(self.engine.state.piece)
+
+    def set_fp32(self, value: torch.Tensor) -> None:
+        self._checked(value, self.param.numel(), "the parameter's")
+        self._write_fp32(lambda: self._put(self.engine.state.piece, value))
+
+    def set_local_fp32(self, value: torch.Tensor) -> None:
+        self._write_fp32(lambda: self._put_mine(self.engine.state.piece, value))
+
+    def _write_fp32(self, write: Callable[[], None]) -> None:
+        engine = self.engine
+        engine._verify_checksums()
+        engine.group.barrier()  # nobody reads the old values any more
+        write()
+        if engine.plan.parameters_as:  # quantised blocks are made of whole shards
+            strays = [i for i in engine.state.changed() if i != self.index]
+            engine._publish()
+            for i in strays:
+                engine.state.versions[i] -= 1  # still to be seen at the step
+            return
+        engine.state.follow(self.index)
+        engine._remember_checksums()
+
+    # ---- gradient ----------------------------------------------------------------------------------------------------
+    def _grad_piece(self, s: Segment) -> torch.Tensor:
+        return self.engine.reducer.sums(s.shard_begin, s.length)
+
+    def _have_grad(self) -> bool:
+        """Whether there is one; completes sums that wait for someone to look. Collective where needed."""
+        self._outside_of_backward()
+        self.engine.hooks.check()
+        if not self.engine.hooks.accumulated:
+            return False
+        self.engine.reducer.settle()
+        return True
+
+    def _take_left_behind(self) -> None:
+        self._outside_of_backward()
+        self.engine._take_left_behind()
+
+    def _outside_of_backward(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise ArgumentError(
+                f"the gradient of '{self.name}' was asked for inside backward: it is not reduced yet. Ask after "
+                "engine.backward(loss)"
+            )
+
+    def grad(self, factor: float) -> torch.Tensor | None:
+        self._take_left_behind()
+        return self._whole(self._grad_piece) * factor if self._have_grad() else None
+
+    def local_grad(self, factor: float) -> torch.Tensor | None:
+        return self._mine(self._grad_piece) * factor if self._have_grad() else None
+
+    def _need_grad(self) -> None:
+        if not self._have_grad():
+            raise ArgumentError(
+                f"'{self.name}' has no gradient to set: there was no backward since the last step. Set it between "
+                "engine.backward(loss) and "
+                "engine.step()"
+            )
+        tree = getattr(self.engine.reducer, "tree", None)
+        if tree is not None and not tree.closed:
+            raise UnsupportedError(
+                f"the gradient of '{self.name}' can't be set before the step's last micro-batch with "
+                'deepc.deterministic = "layout": it '
+                "lies in parts that have their order. Set it after the last backward"
+            )
+        self.engine.hooks.norm_ready = False  # the norm was made of the old one
+
+    def set_grad(self, value: torch.Tensor, factor: float) -> None:
+        self._checked(value, self.param.numel(), "the parameter's")
+        self._take_left_behind()
+        self._need_grad()
+        self._put(self._grad_piece, value, 1.0 / factor)
+
+    def set_local_grad(self, value: torch.Tensor, factor: float) -> None:
+        self._need_grad()
+        self._put_mine(self._grad_piece, value, 1.0 / factor)
+
+    # ---- optimizer states --------------------------------------------------------------------------------------------
+    def state_names(self) -> list[str]:
+        optimizer = self.engine.optimizer
+        return list(optimizer.states) if optimizer.core else optimizer.torch_state_names()
+
+    def _state_views(self, name: str) -> dict[Segment, torch.Tensor]:
+        return {s: v for n, s, v in self.engine.optimizer.owned_states() if n == name and s.param == self.index}
+
+    def _raise_without(self, name: str) -> NoReturn:
+        names = self.state_names()
+        raise ArgumentError(
+            f"'{self.name}' has no optimizer state '{name}'; there "
+            f"{'is none yet' if not names else 'are ' + ', '.join(names)}"
+            + ("" if self.engine.optimizer.core else " (torch's optimizers make theirs at the first step)")
+        )
+
+    def _agreed_views(self, name: str) -> dict[Segment, torch.Tensor]:
+        """As _state_views; an error on all ranks if an owner lacks the state. Collective."""
+        optimizer, engine = self.engine.optimizer, self.engine
+        views = self._state_views(name)
+        missing = any(s not in views for s in self.mine)
+        if not optimizer.core and engine.world_size > 1:
+            missing = bool(engine.group.gather_all(torch.tensor([int(missing)], dtype=torch.int64)).any())
+        elif optimizer.core:
+            missing = name not in optimizer.states
+        if missing:
+            self._raise_without(name)
+        return views
+
+    def state(self, name: str) -> torch.Tensor:
+        return self._whole(self._agreed_views(name).__getitem__)
+
+    def set_state(self, name: str, value: torch.Tensor) -> None:
+        self._checked(value, self.param.numel(), "the parameter's")
+        self._put(self._agreed_views(name).__getitem__, value)
+
+    def _local_views(self, name: str) -> dict[Segment, torch.Tensor]:
+        views = self._state_views(name)
+        if any(s not in views for s in self.mine) or (
+            self.engine.optimizer.core and name not in self.engine.optimizer.states
+        ):
+            self._raise_without(name)
+        return views
+
+    def local_state(self, name: str) -> torch.Tensor:
+        return self._mine(self._local_views(name).__getitem__)
+
+    def set_local_state(self, name: str, value: torch.Tensor) -> None:
+        self._put_mine(self._local_views(name).__getitem__, value)
+
+
+# ---- the model's values, for saving ----------------------------------------------------------------------------------
+def module_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+    """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its
+    tensors are the model's own memory (of released parameters: copies). Collective."""
+    engine.group.barrier()  # other ranks' updates are complete
+    out: dict[str, torch.Tensor] = engine.module.state_dict()
+    if exclude_frozen_parameters:
+        frozen = {id(p) for p in engine.module.parameters() if not p.requires_grad}
+        names = {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in frozen}
+        for name in names:
+            out.pop(name, None)
+    return out
+
+
+def consolidated_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+    """module_state_dict on the CPU on rank 0, None on the others. Collective."""
+    whole = module_state_dict(engine, exclude_frozen_parameters)
+    if engine.global_rank != 0:
+        return None
+    return type(whole)((n, t.detach().cpu() if isinstance(t, torch.Tensor) else t) for n, t in whole.items())
+
+
+def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
+    """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that
+    no rank makes a copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
+    from ..zero import init as zero
+
+    params = [*engine.state.trained, *(p for _, p in engine.state.frozen)]
+    if engine.plan.mode != "resident" or engine.world_size == 1:
+        with zero.GatheredParameters(params, modifier_rank=0):
+            engine.module.load_state_dict(state_dict, strict=strict)
+        if engine.plan.stage < 3:
+            engine._parameters_modified(params)
+        return
+    engine._raise_stray_writes()
+    engine.group.barrier()  # nobody reads any more
+    error: Exception | None = None
+    try:
+        if engine.global_rank == 0:
+            engine.module.load_state_dict(state_dict, strict=strict)
+        else:
+            buffers = {n for n, _ in engine.module.named_buffers(remove_duplicate=False)}
+            engine.module.load_state_dict({n: t for n, t in state_dict.items() if n in buffers}, strict=False)
+    except Exception as exc:
+        error = exc
+    close_shared(engine.group, params, 0, None)
+    engine._parameters_modified(params)
+    _raise_everywhere(engine.group, error)
+
+
+def _raise_everywhere(group: Group, error: Exception | None) -> None:
+    """If some rank has an error, all raise: their own, or the first rank's text. Collective."""
+    text = "" if error is None else f"rank {group.rank}: {type(error).__name__}: {error}"
+    data = torch.frombuffer(bytearray(text.encode()[:4096].ljust(4096)), dtype=torch.uint8)
+    texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in group.gather_all(data)]
+    if error is not None:
+        raise error
+    if first := next((t for t in texts if t), ""):
+        raise RuntimeError(first)

@@ -1,0 +1,375 @@
+"""An engine's checkpoint: what is in it, under which names, and how a rank finds its part again.
+
+Logical tensors: `fp32/<parameter>` (masters, or the parameters themselves in fp32 training), `<state>/<parameter>` for
+each optimizer state, `average.<label>/<parameter>` for each deepc.EMA, `frozen/<parameter>`, `buffer/<name>`. Each is
+recorded by name, shape and offset, so any number of ranks and any stage can read it. A failure on one rank is told to
+all, and all raise."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..checkpoint.store import (
+    CheckpointReader,
+    CheckpointWriter,
+    encode_client_state,
+    list_tags,
+    new_token,
+    rng_state,
+    set_rng_state,
+    write_model,
+)
+from ..errors import CheckpointError, CheckpointTypeError
+from ..observe import profile
+
+if TYPE_CHECKING:
+    from ..plan.layout import Segment
+    from .engine import Engine
+    from .precision import AutoPrecision
+
+logger = logging.getLogger("deepc")
+_PLACE_BYTES = 256
+
+
+def _together(engine: Engine, what: str, failure: Exception | None) -> None:
+    """Every rank learns whether some rank failed. Also a barrier."""
+    flags = engine.group.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
+    if failure is not None:
+        raise failure
+    bad = [r for r, f in enumerate(flags) if f]
+    if bad:
+        raise CheckpointError(
+            f"{what} failed on rank {', '.join(map(str, bad))} (its own message tells why); this rank gave up as well"
+        )
+
+
+def _agree(engine: Engine, token: str, path: str) -> tuple[str, list[str]]:
+    """(rank 0's token, where each rank saves: the end of it). Collective."""
+    mine = token.encode() + path.encode()[-_PLACE_BYTES:].ljust(_PLACE_BYTES, b"\0")
+    rows = [bytes(row) for row in engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
+    return rows[0][:-_PLACE_BYTES].decode(), [
+        row[-_PLACE_BYTES:].rstrip(b"\0").decode(errors="replace") for row in rows
+    ]
+
+
+def _scattered(places: list[str]) -> CheckpointError:
+    other = next(r for r, place in enumerate(places) if place != places[0])
+    return CheckpointError(
+        f"save_checkpoint was called with different places: rank 0 with '{places[0]}', rank {other} with"
+        f" '{places[other]}'. All ranks must name the same folder and tag; a name with the time in it is made on rank 0"
+        " and broadcast"
+    )
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous().view(-1)
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of persistent buffers, each once."""
+    seen: set[int] = set()
+    for prefix, m in module.named_modules():
+        for name, b in m._buffers.items():
+            if b is not None and name not in m._non_persistent_buffers_set and id(b) not in seen:
+                seen.add(id(b))
+                yield (f"{prefix}." if prefix else "") + name, b
+
+
+def save(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    tag: str,
+    client_state: dict[str, Any],
+    latest: bool,
+    exclude_frozen: bool,
+) -> None:
+    """Collective. See Engine.save_checkpoint."""
+    if not isinstance(client_state, dict):
+        raise CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
+    encode_client_state(client_state)  # refuse what can't be saved before a byte is written
+    if engine.hooks.accumulated or engine.hooks.open:
+        logger.warning(
+            "save_checkpoint between a backward and its step: gradients of the unfinished step are not saved"
+        )
+    token, places = _agree(engine, new_token(), os.path.join(directory, str(tag)))
+    writer: CheckpointWriter | None = None
+    failure: Exception | None = None
+    try:
+        writer = CheckpointWriter(
+            directory, str(tag), rank=engine.global_rank, world_size=engine.world_size, token=token
+        )
+        _add_tensors(engine, writer, exclude_frozen)
+        with profile.span("write shard", "disk"):
+            writer.write({"rng": rng_state()})
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    try:
+        _together(engine, f"saving checkpoint {tag}", failure)
+        if engine.global_rank == 0:
+            try:
+                with profile.span("publish checkpoint", "disk"):
+                    cast(CheckpointWriter, writer).publish(
+                        {"client": client_state, "engine": _engine_state(engine)}, latest=latest
+                    )
+            except Exception as exc:
+                failure = exc if len(set(places)) == 1 else _scattered(places)
+        _together(engine, f"publishing checkpoint {tag}", failure)
+    except Exception:
+        if writer is not None:
+            writer.abort()
+        raise
+
+
+def save_model(engine: Engine, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
+    """Collective. See Engine.save_16bit_model."""
+    failure: Exception | None = None
+    if engine.global_rank == 0:
+        frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
+        try:
+            write_model(directory, {n: t for n, t in engine.module.state_dict().items() if n not in frozen})
+        except Exception as exc:  # told to the other ranks, then raised
+            failure = exc
+    _together(engine, "writing the model", failure)
+
+
+def _add_tensors(engine: Engine, writer: CheckpointWriter, exclude_frozen: bool) -> None:
+    st, plan = engine.state, engine.plan
+    mine = engine.global_rank == 0
+    # At stage 0 every rank has everything: rank 0 writes.
+    if mine or not plan.own_all:
+        for s in plan.segments:
+            source = (
+                st.master[s.shard_begin : s.shard_begin + s.length]
+                if st.master is not None
+                else st.flat[s.flat_begin : s.flat_begin + s.length]
+            )
+            writer.add(f"fp32/{st.names[s.param]}", _host(source), shape=st.trained[s.param].shape, begin=s.param_begin)
+        for name, s, view in engine.optimizer.owned_states():
+            writer.add(f"{name}/{st.names[s.param]}", _host(view), shape=st.trained[s.param].shape, begin=s.param_begin)
+        for label, s, view in _averages(engine):
+            writer.add(
+                f"average.{label}/{st.names[s.param]}",
+                _host(view),
+                shape=st.trained[s.param].shape,
+                begin=s.param_begin,
+            )
+    if mine:
+        for i, n in enumerate(plan.layout.numels):
+            if n == 0:
+                writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
+        for name, p in [] if exclude_frozen else st.frozen:
+            writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=p.shape)
+        for name, b in _buffers(engine.module):
+            writer.add(f"buffer/{name}", _host(b), shape=b.shape)
+
+
+def _averages(engine: Engine) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+    """(label, segment, this rank's part of the average) of each deepc.EMA."""
+    for label, average in engine.averages.items():
+        for s in engine.plan.segments:
+            yield label, s, average.piece(s)
+
+
+def _ties(engine: Engine) -> dict[str, str]:
+    """Further names of parameters and buffers that modules share -> the name that they are stored under."""
+    first: dict[int, str] = {}
+    named = [
+        *engine.module.named_parameters(remove_duplicate=False),
+        *engine.module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+
+def _engine_state(engine: Engine) -> dict[str, Any]:
+    return {
+        "ties": _ties(engine),
+        "stage": engine.plan.stage,
+        "world_size": engine.world_size,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "optimizer": engine.optimizer.hyper_state(),
+        "torch_states": engine.optimizer.torch_state_names(),
+        "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
+        "precision": engine.auto_precision.state_dict() if engine.auto_precision is not None else None,
+        "lr_scheduler": (
+            engine.lr_scheduler.state_dict()
+            if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict")
+            else None
+        ),
+        "averages": {label: average.updates for label, average in engine.averages.items()},
+    }
+
+
+def load(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    strict: bool,
+    optimizer_states: bool,
+    lr_scheduler_states: bool,
+) -> tuple[str | None, dict[str, Any]]:
+    """Collective. See Engine.load_checkpoint."""
+    directory = os.fspath(directory)
+    if tag is None and not os.path.lexists(os.path.join(directory, "latest")) and not list_tags(directory):
+        logger.warning("no checkpoint in %s: nothing was loaded", directory)
+        return None, {}
+    if optimizer_states and engine.auto_precision is not None:
+        _take_precision(engine, directory, tag)
+    failure: Exception | None = None
+    result: tuple[str | None, dict[str, Any]] = (None, {})
+    try:
+        with CheckpointReader(directory, tag) as reader:
+            state = reader.client_state()
+            if not isinstance(state, dict) or not isinstance(state.get("engine"), dict):
+                raise CheckpointError(f"checkpoint {reader.path} was not written by engine.save_checkpoint")
+            _check_names(engine, reader, strict)
+            if optimizer_states:
+                engine.optimizer.prepare_states(state["engine"]["torch_states"])
+                _check_states(engine, reader)
+            _load_parameters(engine, reader)
+            _load_averages(engine, reader)
+            if optimizer_states:
+                _load_states(engine, reader)
+            result = (reader.path, state["client"])
+            own = reader.rank_state(engine.global_rank) if reader.world_size == engine.world_size else None
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    engine.hooks.reset()
+    engine._publish()
+    _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
+    for label, average in engine.averages.items():
+        average.loaded(state["engine"].get("averages", {}).get(label, 0))
+    if own is not None:
+        set_rng_state(own["rng"])
+    engine.group.barrier()
+    return result
+
+
+def _take_precision(engine: Engine, directory: str, tag: str | None) -> None:
+    """precision "auto": the mode that the checkpoint was saved in, before its values are read. Collective."""
+    failure: Exception | None = None
+    saved: dict[str, Any] | None = None
+    try:
+        with CheckpointReader(directory, tag) as reader:
+            state = reader.client_state()
+            saved = (
+                state["engine"].get("precision")
+                if isinstance(state, dict) and isinstance(state.get("engine"), dict)
+                else None
+            )
+        if saved is not None:
+            cast("AutoPrecision", engine.auto_precision).load_state_dict(saved)
+    except Exception as exc:  # told to the other ranks, then raised
+        failure = exc
+    _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    engine.take_precision()
+
+
+def _check_names(engine: Engine, reader: CheckpointReader, strict: bool) -> None:
+    st = engine.state
+    want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
+    have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
+    missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
+    if strict and (missing or extra):
+        raise CheckpointError(
+            f"checkpoint {reader.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)},"
+            f" unexpected {extra[:5]}{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)});"
+            " load_module_strict=False loads what fits"
+        )
+    for name, shape in want.items():
+        if name in have and tuple(have[name]) != shape:
+            raise CheckpointError(
+                f"checkpoint {reader.path}: parameter '{name}' has shape {tuple(have[name])} there and {shape} in the"
+                " model"
+            )
+
+
+def _check_states(engine: Engine, reader: CheckpointReader) -> None:
+    for name, s, _ in engine.optimizer.owned_states():
+        if f"{name}/{engine.state.names[s.param]}" not in reader.tensors:
+            raise CheckpointError(
+                f"checkpoint {reader.path} has no optimizer state '{name}' of '{engine.state.names[s.param]}': it was"
+                " saved with another optimizer or with that parameter frozen; pass load_optimizer_states=False"
+            )
+
+
+def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0) -> None:
+    """Fills the 1-D `out` (any device and floating dtype) from elements of logical tensor `name`."""
+    stored = reader[name].dtype
+    if out.device.type == "cpu" and out.dtype == stored and out.is_contiguous():
+        reader.read(name, out, begin)
+        return
+    buffer = torch.empty(out.numel(), dtype=stored)
+    reader.read(name, buffer, begin)
+    out.copy_(buffer)
+
+
+@torch.no_grad()
+def _load_parameters(engine: Engine, reader: CheckpointReader) -> None:
+    st, plan = engine.state, engine.plan
+    for s in plan.segments:
+        name = st.names[s.param]
+        source = f"fp32/{name}" if f"fp32/{name}" in reader.tensors else f"frozen/{name}"
+        if source not in reader.tensors:
+            continue
+        flat = st.flat[s.flat_begin : s.flat_begin + s.length]
+        if st.master is None:
+            _read(reader, source, flat, s.param_begin)
+        else:
+            master = st.master[s.shard_begin : s.shard_begin + s.length]
+            _read(reader, source, master, s.param_begin)
+            flat.copy_(master)
+        if st.flat_host is not None:
+            st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat)
+    for name, p in st.frozen:
+        source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
+        if source in reader.tensors:
+            value = torch.empty(p.numel(), dtype=p.dtype)
+            _read(reader, source, value)
+            st.set_frozen(p, value.view(p.shape))
+    for name, b in _buffers(engine.module):
+        if f"buffer/{name}" in reader.tensors:
+            value = torch.empty(b.numel(), dtype=b.dtype)
+            _read(reader, f"buffer/{name}", value)
+            b.data.copy_(value.view(b.shape))
+
+
+@torch.no_grad()
+def _load_averages(engine: Engine, reader: CheckpointReader) -> None:
+    """Averages that the checkpoint does not have begin as the weights that it has."""
+    for label, s, view in _averages(engine):
+        source = f"average.{label}/{engine.state.names[s.param]}"
+        if source in reader.tensors:
+            _read(reader, source, view, s.param_begin)
+        else:
+            view.copy_(engine.state.piece(s))
+
+
+def _load_states(engine: Engine, reader: CheckpointReader) -> None:
+    for name, s, view in engine.optimizer.owned_states():
+        _read(reader, f"{name}/{engine.state.names[s.param]}", view, s.param_begin)
+
+
+def _load_engine_state(
+    engine: Engine, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool
+) -> None:
+    engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
+    engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
+    if saved["world_size"] != engine.world_size or engine.micro_steps % engine.gradient_accumulation_steps():
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    if optimizer_states:
+        engine.optimizer.load_hyper_state(saved["optimizer"])
+        if engine.scaler is not None and saved["scaler"] is not None:
+            engine.scaler.load_state_dict(saved["scaler"])
+            engine.optimizer.loss_scale = engine.scaler.loss_scale
+    if lr_scheduler_states and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])

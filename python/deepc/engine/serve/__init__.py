@@ -1,0 +1,1 @@
+"""Trained weights put to use: inference engines and exported models."""

@@ -1,0 +1,343 @@
+"""Trained weights at work without training: evaluation, generation, frozen teachers.
+
+    served = deepc.inference(model, checkpoint="checkpoints", dtype="bf16")     # plain: this process has the weights
+    teacher = deepc.inference(model, checkpoint="teacher", stage=3)             # once per node, in memory that its
+    ranks share
+    small = deepc.inference(model, checkpoint="exported", dtype="int8")         # weight-only int8 (int8.py)
+    with_what_trains = deepc.inference(engine)                                  # an engine's weights as they are at
+    each call
+
+No gradients, optimizer states or masters: a weight costs what its dtype takes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ...comm import start as comm
+from ...errors import ArgumentError, CheckpointError, UnsupportedError
+from ...nn import int8
+from ...zero import init as zero
+from .. import precision
+from ..wrapper import ModelWrapper
+from .export import Weights, dtype_of, open_weights
+
+if TYPE_CHECKING:
+    from ...zero.init import _Home
+    from ..engine import Engine
+
+logger = logging.getLogger("deepc")
+
+
+def inference(
+    model: torch.nn.Module,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    tag: str | None = None,
+    average: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    stage: int = 0,
+    keep: Sequence[str] = (),
+    strict: bool = True,
+    device: torch.device | str | None = None,
+) -> InferenceEngine:
+    """Makes an InferenceEngine of `model`.
+
+    model: a module, which is taken over: frozen, in evaluation mode, cast, with int8 its linear layers replaced; it may
+    be on the meta device if a checkpoint is given, so that its weights are read to where they stay. Or a training
+    Engine: its weights are used where they are, nothing else may be given then. checkpoint: a folder of
+    engine.save_checkpoint (`tag`, else the latest; average: the label of an EMA in it), a folder with
+    model.safetensors, or such a file. dtype: "fp32", "bf16", "fp16", "int8" or the torch dtype; default: the model's
+    own (int8 if the checkpoint is). keep: names that int8 leaves alone. stage: 0, every rank has the weights; 3, they
+    lie once per node in shared memory (CPU; collective; read-only from then on; with a checkpoint, a node's first rank
+    reads it). strict: names that are missing in the checkpoint, or that the model lacks, are an error.
+
+    Raises ArgumentError, CheckpointError, UnsupportedError."""
+    from ..engine import Engine
+
+    if isinstance(model, InferenceEngine):
+        raise ArgumentError("inference: this is an InferenceEngine already")
+    if isinstance(model, Engine):
+        if checkpoint is not None or dtype is not None or stage or keep or device is not None:
+            raise ArgumentError(
+                "inference(engine) runs the engine's own weights where they are: checkpoint, dtype, stage, keep and "
+                "device can't be given with it; for another "
+                "dtype deepc.export(engine, folder, dtype=...) and load that"
+            )
+        return InferenceEngine(model.module, model.dtype, trainer=model)
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"inference needs a torch.nn.Module or a deepc Engine, got {type(model).__name__}")
+    if stage not in (0, 3):
+        raise ArgumentError(
+            f"inference(stage={stage!r}): 0 (every rank has the weights) or 3 (once per node); without optimizer states"
+            " and gradients 1 and 2 are 0"
+        )
+    where = torch.device(device) if device is not None else comm.default_device()
+    _check_stage(stage, where)
+    weights = open_weights(checkpoint, tag, average) if checkpoint is not None else None
+    with weights if weights is not None else contextlib.nullcontext():
+        return _Builder(model, weights, dtype, stage, keep, strict, where).build()
+
+
+def _check_stage(stage: int, device: torch.device) -> None:
+    if stage == 3 and device.type != "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError(
+            "inference(stage=3) on several GPUs does not exist; use stage=0, where each has the weights, or put the "
+            "model, frozen, into the "
+            "one that you train (docs/several-models.md): then its weights are streamed with it"
+        )
+
+
+class _Builder:
+    """Turns a module into an InferenceEngine: layers, dtype, place, values, in the order that keeps least in memory."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        weights: Weights | None,
+        dtype: str | torch.dtype | None,
+        stage: int,
+        keep: Sequence[str],
+        strict: bool,
+        device: torch.device,
+    ) -> None:
+        self.model, self.stage, self.keep, self.strict, self.device = model, stage, keep, strict, device
+        self.weights = weights
+        asked = dtype_of(dtype) if dtype is not None else None
+        self.stored_int8 = weights.int8 if weights is not None else set()
+        if weights is not None and self.stored_int8 and asked not in (None, torch.int8):
+            raise ArgumentError(
+                f"{weights.path} holds int8 weights and dtype={dtype!r} was asked for; leave dtype out, or export the "
+                "checkpoint in that dtype"
+            )
+        self.int8 = asked == torch.int8 or bool(self.stored_int8)
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = own if asked is None or asked == torch.int8 else asked
+
+    def build(self) -> InferenceEngine:
+        model = self.model.requires_grad_(False).eval()
+        if self.weights is None:
+            empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+            self._refuse_meta(empty, "there is no checkpoint to take its values from")
+        if self.stored_int8:
+            int8.convert(model, self.dtype, self._chosen_by_file(), values=False)
+        self._leave_meta()
+        late = self.int8 and not self.stored_int8  # quantised here: needs the values first
+        if late and self.weights is not None:
+            self._load()
+        if late:
+            int8.convert(model, self.dtype, int8.quantizable(model, self.keep))
+        self._cast()
+        home = self._share() if self.stage == 3 else None
+        if self.weights is not None and not late:
+            self._load_on_leaders(home) if home is not None else self._load()
+        _choose_matmul(self.dtype, self.device)
+        return InferenceEngine(model, self.dtype, home=home)
+
+    def _chosen_by_file(self) -> dict[int, int]:
+        """The weights that the file has as int8."""
+        can, weights = int8.quantizable(self.model), cast(Weights, self.weights)
+        chosen = {}
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if weights.find(name) in self.stored_int8:
+                if id(p) not in can:
+                    raise CheckpointError(
+                        f"{weights.path} has '{name}' in int8, but in this model it is not the weight of a linear "
+                        "layer (or of an "
+                        "embedding tied to one) alone"
+                    )
+                chosen[id(p)] = can[id(p)]
+        return chosen
+
+    @staticmethod
+    def _refuse_meta(names: list[str], why: str) -> None:
+        if names:
+            raise ArgumentError(
+                f"'{names[0]}'{f' and {len(names) - 1} more' * (len(names) > 1)} of the model is on the meta device and"
+                f" {why}; build the model with values, or under deepc.zero.Init()"
+            )
+
+    def _leave_meta(self) -> None:
+        meta = [n for n, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
+        if not meta:
+            return
+        weights = cast(Weights, self.weights)  # without them build() has refused
+        stored = {n for n in meta if weights.find(n)}
+        if self.strict or len(stored) < len(meta):
+            self._refuse_meta([n for n in meta if n not in stored], f"{weights.path} does not have it")
+        for module in self.model.modules():
+            for registry in (module._parameters, module._buffers):
+                for name, t in registry.items():
+                    if t is not None and t.is_meta:
+                        registry[name] = self._empty(t)  # type: ignore[assignment]  # a Parameter for a Parameter
+
+    def _empty(self, t: torch.Tensor) -> torch.Tensor:
+        """Untouched memory in place of a tensor without values; the same for the same tensor."""
+        made = self.__dict__.setdefault("_made", {})
+        if id(t) not in made:
+            values = torch.empty(t.shape, dtype=self.dtype if self._casts(t) else t.dtype, device="cpu")
+            made[id(t)] = (
+                (torch.nn.Parameter(values, requires_grad=False) if isinstance(t, torch.nn.Parameter) else values),
+                t,
+            )
+        value: torch.Tensor = made[id(t)][0]
+        return value
+
+    def _casts(self, t: torch.Tensor) -> bool:
+        return t.is_floating_point() and id(t) not in self._scales()
+
+    def _scales(self) -> set[int]:
+        """Identities of int8 layers' scales, which stay fp32."""
+        return {
+            id(m.weight_scale) for m in self.model.modules() if isinstance(m, (int8.Int8Linear, int8.Int8Embedding))
+        }
+
+    @torch.no_grad()
+    def _cast(self) -> None:
+        """Floating-point parameters and buffers in the dtype; scales of int8 stay fp32."""
+        scales = self._scales()
+        for t in (*self.model.parameters(), *self.model.buffers()):
+            t.data = t.data.to(
+                device=self.device, dtype=self.dtype if t.is_floating_point() and id(t) not in scales else t.dtype
+            )
+
+    def _share(self) -> _Home:
+        """Parameters move into node-shared memory; with one rank they stay."""
+        with zero.Init() as made:
+            home = made._home
+            for module in self.model.modules():
+                for p in module._parameters.values():
+                    made._take(p)
+        return home
+
+    def _load_on_leaders(self, home: _Home) -> None:
+        """A node's first rank writes what all its ranks see. What it raises is raised on all ranks. Collective."""
+        from ..access import _raise_everywhere
+
+        failure: Exception | None = None
+        try:
+            if home.group.leader:
+                self._load()
+            else:
+                self._load(buffers_only=True)
+        except Exception as exc:  # told to the other ranks
+            failure = exc
+        _raise_everywhere(home.group, failure)
+
+    @torch.no_grad()
+    def _load(self, buffers_only: bool = False) -> None:
+        weights = cast(Weights, self.weights)
+        used: set[str] = set()
+        wanted = [*self.model.named_parameters(remove_duplicate=False), *_persistent(self.model)]
+        by_tensor: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, t in wanted:
+            by_tensor.setdefault(id(t), []).append((name, t))
+        missing = []
+        for names in by_tensor.values():
+            found = [f for n, _ in names if (f := weights.find(n)) is not None]
+            used.update(found)
+            if not found:
+                missing.append(names[0][0])
+                continue
+            if not buffers_only or not isinstance(names[0][1], torch.nn.Parameter):
+                self._fill(names[0][0], names[0][1], found[0])
+        extra = [n for n in weights.names if n not in used]
+        if self.strict and (missing or extra):
+            raise CheckpointError(
+                f"{weights.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)}, unexpected "
+                f"{extra[:5]}"
+                f"{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)}); strict=False loads what fits"
+            )
+
+    def _fill(self, name: str, t: torch.Tensor, stored: str) -> None:
+        weights = cast(Weights, self.weights)
+        shape = weights.names[stored][1]
+        if tuple(shape) != tuple(t.shape):
+            raise CheckpointError(
+                f"{weights.path}: '{stored}' has shape {tuple(shape)} there and {tuple(t.shape)} in the model "
+                f"('{name}')"
+            )
+        t.data.copy_(weights.tensor(stored))
+
+
+def _persistent(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, b in module._buffers.items():
+            if b is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}." if prefix else "") + name, b
+
+
+def _choose_matmul(dtype: torch.dtype, device: torch.device) -> None:
+    """16-bit products on a CPU without the arithmetic go through fp32, as in training."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return
+    native, _ = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()
+    if not native:
+        from ...nn import matmul
+
+        matmul.install(dtype)
+
+
+class InferenceEngine(ModelWrapper):
+    """See deepc.inference. `engine(...)` runs the model without gradients, floating-point inputs cast to its dtype;
+    `generate(...)` its generation. `module`: the model; gradients with respect to inputs come from calling that.
+    trainer: the training engine whose weights these are, or None."""
+
+    def __init__(
+        self, module: torch.nn.Module, dtype: torch.dtype, *, trainer: Engine | None = None, home: _Home | None = None
+    ) -> None:
+        super().__init__()
+        self.trainer: Engine | None
+        self.__dict__["trainer"] = trainer  # not a submodule: its parameters are not ours
+        self.module, self._dtype, self._home = module, dtype, home
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in now."""
+        return self._dtype if self.trainer is None else self.trainer.dtype
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Without gradients; a module that trains is in evaluation mode meanwhile."""
+        training = [m for m in self.module.modules() if m.training] if self.trainer is not None else []
+        for m in training:
+            m.training = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for m in training:
+                m.training = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        from ..engine import _cast
+
+        with self._running():
+            return self.module(*_cast(inputs, self.dtype), **_cast(kwargs, self.dtype))
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own generate. Where ZeRO-3 streams the weights they stay gathered meanwhile, and it is
+        collective."""
+        if not hasattr(self.module, "generate"):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has no generate(); call the engine in your own loop, inside "
+                "engine.gathered()"
+            )
+        with self._running(), self.gathered():
+            return cast(Any, self.module).generate(*inputs, **kwargs)
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Context for many calls in a row: weights that ZeRO-3 streams stay. No effect elsewhere."""
+        return self.trainer.keep_gathered() if self.trainer is not None else contextlib.nullcontext()
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers, each once: at stage 3 of the node, else of this rank."""
+        return sum(
+            t.numel() * t.element_size()
+            for t in {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}.values()
+        )

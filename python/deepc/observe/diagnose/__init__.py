@@ -1,0 +1,1 @@
+"""What went wrong, and what this machine can do: flight records, the doctor, the collectives' log, machine benches."""

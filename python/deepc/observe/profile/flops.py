@@ -1,0 +1,341 @@
+"""The flops profiler: parameters, multiply-accumulates (MACs), operations and time of every module of a model, with the
+API and output of DeepSpeed's.
+
+    flops, macs, params = get_model_profile(model, input_shape=(8, 3, 224, 224))
+
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    loss = model(batch)
+    profiler.print_model_profile(); profiler.end_profile()
+
+Operators are counted where torch dispatches them (costs.py), so what a model calls, and how, does not matter: F.linear
+or `@`, attention, einsum, a fused operator of deepc's, a library's own. Hooks say to which module they belong. Counted
+is what runs inside a module's forward; a forward that runs again in backward (activation checkpointing) is not.
+Parameters are logical: with ZeRO-3 those of the whole model, wherever they lie.
+
+While a profile runs modules have DeepSpeed's attributes: __params__, __flops__ and __macs__ (of a module's own
+operators, without its children's) and __duration__ (seconds, children included)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import ArgumentError
+from .costs import Cost, cost_of, is_composite
+from .flops_text import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+    print_aggregated,
+    print_profile,
+)
+
+__all__ = [
+    "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "get_module_duration",
+    "get_module_flops",
+    "get_module_macs",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]
+_log = logging.getLogger("deepc")
+
+
+class Counted(Protocol):
+    """The attributes that a module has while a profile is there."""
+
+    __flops__: int
+    __macs__: int
+    __params__: int
+    __expert_params__: int
+    __model_expert_params__: int
+    __start_time__: float
+    __duration__: float
+
+
+def counted(module: nn.Module) -> Counted:
+    """`module`, whose attributes torch declares to be tensors or modules."""
+    return cast(Counted, module)
+
+
+_ATTRIBUTES = (
+    "__flops__",
+    "__macs__",
+    "__params__",
+    "__expert_params__",
+    "__model_expert_params__",
+    "__start_time__",
+    "__duration__",
+)
+_UNKNOWN: Any = object()
+
+
+class _Counter(TorchDispatchMode):
+    """Adds what operators cost to the module that is running."""
+
+    def __init__(self, running: list[tuple[nn.Module, float]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._running = running
+        self._cost: dict[Any, Cost | None] = {}
+        self._composite: dict[Any, bool] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        composite = self._composite.get(func)
+        if composite is None:
+            composite = self._composite[func] = is_composite(func)
+        if composite:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        cost = self._cost.get(func, _UNKNOWN)
+        if cost is _UNKNOWN:
+            cost = self._cost[func] = cost_of(func)
+        if cost is not None and self._running:
+            flops, macs = cost(args, kwargs, out)
+            module = counted(self._running[-1][0])
+            module.__flops__ += flops
+            module.__macs__ += macs
+        return out
+
+
+class FlopsProfiler:
+    """model: the module. ds_engine: the engine that trains it, for the lines about ranks and backward.
+    recompute_fwd_factor: how much of a forward runs again in backward (activation checkpointing of everything: 1.0).
+    count: also operations, not only time (counting slows a forward down a little)."""
+
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0, *, count: bool = True
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"FlopsProfiler takes a torch.nn.Module, got {type(model).__name__}")
+        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.started = False
+        self._count = count
+        self._handles: list[Any] = []
+        self._running: list[tuple[nn.Module, float]] = []
+        self._counter: _Counter | None = None
+        self._stance: Any = None
+        self._inside = 0
+
+    # ---- recording ---------------------------------------------------------------------------------------------------
+    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
+        """Forgets what was there and counts from now on. ignore_list: classes of modules without an entry of their own;
+        their operators go to the module around them."""
+        self.stop_profile()
+        self.reset_profile()
+        for module in self.model.modules():
+            if not (ignore_list and type(module) in ignore_list):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self._eager()
+        self.started = True
+
+    def _eager(self) -> None:
+        """Compiled code has no modules: a compiled model runs eagerly while it is profiled."""
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def stop_profile(self) -> None:
+        """Stops counting; results stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leave_counter()
+        self._running.clear()
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def reset_profile(self) -> None:
+        """Zeroes all counts."""
+        for module in map(counted, self.model.modules()):
+            module.__flops__ = module.__macs__ = 0
+            module.__params__ = sum(p.numel() for p in cast(nn.Module, module).parameters())
+            module.__expert_params__ = module.__model_expert_params__ = 0
+            module.__start_time__ = module.__duration__ = 0.0
+
+    def end_profile(self) -> None:
+        """Stops, and takes everything off the modules."""
+        if not self.started:
+            return
+        self.stop_profile()
+        self.started = False
+        for module in self.model.modules():
+            for name in _ATTRIBUTES:
+                module.__dict__.pop(name, None)
+
+    def _now(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        from . import seen
+
+        seen()
+        if torch._C._current_graph_task_id() != -1:  # a recomputation in backward
+            return
+        if not self._running and self._count:
+            self._counter = _Counter(self._running)
+            self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch
+        self._running.append((module, self._now()))
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        now = self._now()
+        while self._running:  # deeper ones are left over only if their hooks did not run
+            last, began = self._running.pop()
+            counted(last).__duration__ += now - began
+            if last is module:
+                break
+        if not self._running:
+            self._leave_counter()
+
+    def _leave_counter(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch
+            self._counter = None
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        if not self.started:
+            raise ArgumentError(
+                "there is no profile: call start_profile() and run the model before this, and end_profile() after it"
+            )
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Floating-point operations of the forward."""
+        self._check()
+        total = get_module_flops(self.model)
+        return number_to_string(total) if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Multiply-accumulates of the forward."""
+        self._check()
+        total = get_module_macs(self.model)
+        return macs_to_string(total) if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Seconds of the forward."""
+        self._check()
+        total = get_module_duration(self.model)
+        return duration_to_string(total) if as_string else total
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Parameters of the model, each once, wherever ZeRO has put them."""
+        self._check()
+        model = counted(self.model)
+        total = model.__params__ + model.__expert_params__
+        return params_to_string(total) if as_string else total
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """The summary, the top modules of every depth, and (detailed) the model's tree with every module's figures; to
+        standard output or to `output_file`, whose folders are made. module_depth: so many depths of the table, -1:
+        all."""
+        if self.started:
+            print_profile(self, profile_step, module_depth, top_modules, detailed, output_file)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Only the table of top modules."""
+        self._check()
+        print_aggregated(self.model, module_depth, top_modules, sys.stdout)
+
+
+def get_module_flops(module: nn.Module) -> int:
+    """Operations of a module and all inside it, while a profile is there."""
+    return sum(counted(m).__flops__ for m in module.modules())
+
+
+def get_module_macs(module: nn.Module) -> int:
+    """Multiply-accumulates of a module and all inside it."""
+    return sum(counted(m).__macs__ for m in module.modules())
+
+
+def get_module_duration(module: nn.Module) -> float:
+    """Seconds in a module's forward; of one that is not called itself (a ModuleList): its children's."""
+    return counted(module).__duration__ or sum(map(get_module_duration, module.children()))
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type] | None = None,
+    mode: str = "forward",
+) -> tuple[int, int, int] | tuple[str, str, str]:
+    """(flops, macs, parameters) of one forward of `model` (numbers, or text with as_string), and the printed profile.
+
+    input_shape: of a single tensor input, made of ones in the model's dtype; or args, kwargs: the inputs. mode:
+    "forward" or "generate". The model is put into eval mode, and runs warm_up + 2 times: once for time, once for
+    counts."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"get_model_profile takes a torch.nn.Module, got {type(model).__name__}")
+    if mode not in ("forward", "generate"):
+        raise ArgumentError(f'mode={mode!r}; it must be "forward" or "generate"')
+    if input_shape is not None:
+        if not isinstance(input_shape, tuple) or not input_shape:
+            raise ArgumentError(f"input_shape={input_shape!r}; it must be a tuple with at least one size, batch first")
+        like = next(model.parameters(), torch.empty(()))
+        args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
+    if not args and not kwargs:
+        raise ArgumentError("get_model_profile needs input_shape=, or the model's inputs as args= or kwargs=")
+    model.eval()
+    run: Callable[..., Any] = model if mode == "forward" else cast(Any, model).generate
+    for _ in range(warm_up):
+        run(*args, **(kwargs or {}))
+    profiler = FlopsProfiler(model, count=False)
+    profiler.start_profile(ignore_list=ignore_modules)
+    run(*args, **(kwargs or {}))
+    durations = [counted(m).__duration__ for m in model.modules()]
+    profiler._count = True
+    profiler.start_profile(ignore_list=ignore_modules)
+    run(*args, **(kwargs or {}))
+    profiler.stop_profile()
+    for module, duration in zip(model.modules(), durations):
+        counted(module).__duration__ = duration
+    found = (
+        get_module_flops(model),
+        get_module_macs(model),
+        counted(model).__params__ + counted(model).__expert_params__,
+    )
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    profiler.end_profile()
+    return (number_to_string(found[0]), macs_to_string(found[1]), params_to_string(found[2])) if as_string else found

@@ -1,0 +1,99 @@
+"""What an engine's configuration asks for at given steps: the flops profile of one step, and the comms logger's file in
+the run folder."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+from . import run_folder
+from .flops import FlopsProfiler
+from .probe import Listener, Probe
+
+_COMMS_EVERY_S = 30.0
+
+
+class FlopsAtStep(Listener):
+    """Section flops_profiler: profiles the forwards of the step before which `profile_step` steps were done (of an
+    accumulation the last one counts) and prints when it ends. Rank 0 only; nothing of it is left afterwards."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe, engine = probe, probe.engine
+        self._section = engine._config.flops_profiler
+        self._profiler = FlopsProfiler(engine.module, engine, self._section.recompute_fwd_factor)
+
+    def begin(self, name: str, now: int) -> None:
+        if (
+            name == "forward"
+            and self._probe.engine.global_steps == self._section.profile_step
+            and torch.is_grad_enabled()
+        ):
+            self._profiler.start_profile()
+
+    def end(self, name: str, now: int, stepped: bool) -> None:
+        if name == "forward":
+            self._profiler.stop_profile()
+        elif name == "step" and stepped and self._profiler.started:
+            self._tell()
+        if name == "step" and stepped and self._probe.engine.global_steps > self._section.profile_step:
+            self._probe.drop(self)
+
+    def _tell(self) -> None:
+        engine, s = self._probe.engine, self._section
+        self._profiler.print_model_profile(
+            engine.global_steps, s.module_depth, s.top_modules, s.detailed, s.output_file
+        )
+        folder = run_folder(engine._config)
+        if folder and not s.output_file:
+            self._profiler.print_model_profile(
+                engine.global_steps, s.module_depth, s.top_modules, s.detailed, os.path.join(folder, "flops.txt")
+            )
+        set_flops = getattr(getattr(engine, "monitor", None), "set_flops", None)
+        if set_flops is not None:
+            set_flops(per_step=3 * self._profiler.get_total_flops() * engine.gradient_accumulation_steps())
+
+    def close(self) -> None:
+        self._profiler.end_profile()
+
+
+class CommsFile(Listener):
+    """comms.rank<R>.json in the run folder: what the comms logger has seen, every half minute and at the end."""
+
+    def __init__(self, engine: Any, folder: str) -> None:
+        self._path = os.path.join(folder, f"comms.rank{engine.global_rank}.json")
+        self._written = time.monotonic()
+        atexit.register(self._at_exit)
+
+    def end(self, name: str, now: int, stepped: bool) -> None:
+        if name == "step" and stepped and time.monotonic() - self._written > _COMMS_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        from ..diagnose.calls import logger
+
+        self._written = time.monotonic()
+        found = {**(logger.log_all(print_log=False, return_dict=True) or {}), "lost": logger.lost}
+        write_json(self._path, found)
+
+    def _at_exit(self) -> None:
+        with contextlib.suppress(Exception):  # the process ends: what is half gone by now must not change how
+            self._write()
+
+    def close(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._write()
+
+
+def write_json(path: str, value: Any) -> None:
+    """Writes a file whole or not at all; its folder is made."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    new = f"{path}.{os.getpid()}.new"
+    with open(new, "w", encoding="utf-8") as f:
+        json.dump(value, f)
+    os.replace(new, path)

@@ -1,0 +1,188 @@
+"""Reads a run folder (docs/report.md lists its files) into a Run. Takes what is there: each file may be missing, be cut
+off by a kill, or be written while it is read; what could not be read is listed in `problems`, and nothing else of the
+run is lost by it. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import ArgumentError
+
+FILES = ("run.json", "metrics.jsonl", "trace.rank*.json", "comms.rank*.json", "flops.txt")
+_RANK = re.compile(r"(trace|comms)\.rank(\d+)\.json")
+_ENGINE = re.compile(r"(?:run\.(\d+)\.json|metrics\.(\d+)\.jsonl)")
+
+
+@dataclass
+class Run:
+    """What one engine of a run left in the run's folder. steps: one dict a step, in order, each step once (a resumed
+    run replaces what it repeats); notes: lines of metrics.jsonl that are no steps; traces: rank -> Chrome trace events;
+    comms: rank -> summary of the communication logger (operation -> message bytes -> figures)."""
+
+    path: str
+    name: str
+    engine: int = 1
+    info: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)  # steps at which a resumed run went on
+    traces: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    comms: dict[int, dict[str, dict[str, dict[str, Any]]]] = field(default_factory=dict)
+    late: dict[int, dict[str, dict[str, dict[str, Any]]]] = field(default_factory=dict)  # rank -> straggler analysis
+    flops: str = ""
+    problems: list[str] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)  # what digest.py has found out already
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found = self.info.get("config")
+        return found if isinstance(found, dict) else {}
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric, in step order."""
+        return [v for s in self.steps if (v := number(s.get(name))) is not None]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None (also for "nan", "inf" and "-inf", which stand for numbers in metrics.jsonl)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def is_not_finite(value: Any) -> bool:
+    """A number that is none any more: NaN or infinite, also as text."""
+    return value in ("nan", "inf", "-inf") or (isinstance(value, float) and not math.isfinite(value))
+
+
+def read_runs(path: str | os.PathLike[str]) -> list[Run]:
+    """Reads a run folder: a Run per engine that wrote there, mostly one. ArgumentError if it is no run folder."""
+    folder = Path(path)
+    names = _names(folder)
+    first = _read_engine(folder, names, 1)
+    for name in names:
+        if match := _RANK.fullmatch(name):
+            _read_rank_file(folder / name, match[1], int(match[2]), first)
+    if "flops.txt" in names:
+        first.flops = (folder / "flops.txt").read_text(encoding="utf-8", errors="replace")[:400_000]
+    others = sorted({int(m[1] or m[2]) for n in names if (m := _ENGINE.fullmatch(n))})
+    return [first, *(_read_engine(folder, names, k) for k in others)]
+
+
+def _names(folder: Path) -> list[str]:
+    """The files in a run folder. ArgumentError if it is none."""
+    if folder.is_file():
+        raise ArgumentError(
+            f"{folder} is a file: give the folder of the run, the one with run.json and metrics.jsonl in it"
+        )
+    if not folder.is_dir():
+        raise ArgumentError(f"there is no run folder {str(folder)!r} (looked in {os.getcwd()}). {_hint(Path('runs'))}")
+    names = sorted(p.name for p in folder.iterdir())
+    if not any(n in FILES or _RANK.fullmatch(n) or _ENGINE.fullmatch(n) for n in names):
+        inside = [p.name for p in sorted(folder.iterdir()) if p.is_dir() and any((p / n).exists() for n in FILES)]
+        more = (
+            f" Its folders {', '.join(inside[:5])} are runs: give one or more of them."
+            if inside
+            else " " + _hint(Path("runs"))
+        )
+        raise ArgumentError(f"{folder} holds no run: none of {', '.join(FILES)} is in it.{more}")
+    return names
+
+
+def _read_engine(folder: Path, names: list[str], number_: int) -> Run:
+    """run.json and metrics.jsonl of the number_-th engine of the process (run.2.json and metrics.2.jsonl of the
+    second)."""
+    dot = f".{number_}" if number_ > 1 else ""
+    run = Run(str(folder), folder.resolve().name + (f" (engine {number_})" if number_ > 1 else ""), engine=number_)
+    info = _json(folder / f"run{dot}.json", run) if f"run{dot}.json" in names else {}
+    if isinstance(info, dict):
+        run.info = info
+    else:
+        run.problems.append(f"run{dot}.json is no JSON object")
+    if f"metrics{dot}.jsonl" in names:
+        _read_steps(folder / f"metrics{dot}.jsonl", run)
+    return run
+
+
+def _hint(runs: Path) -> str:
+    found = sorted(p.parent for p in runs.glob("*/run.json")) if runs.is_dir() else []
+    if found:
+        return f"Runs here: {', '.join(map(str, found[:8]))}."
+    return (
+        'A run writes its folder when the configuration has {"deepc": {"run_dir": "runs/name"}} or'
+        " DEEPC_RUN_DIR=runs/name is set."
+    )
+
+
+def _json(path: Path, run: Run) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError) as exc:
+        run.problems.append(f"{path.name} can't be read: {exc}")
+        return {}
+
+
+def _read_steps(path: Path, run: Run) -> None:
+    rows: dict[int, dict[str, Any]] = {}
+    last, bad, ended = None, 0, True
+    with path.open(encoding="utf-8", errors="replace") as f:
+        for line in f:
+            ended = line.endswith("\n")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                bad += 1
+                continue
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                bad += 1
+                continue
+            step = row["step"]
+            if "event" in row:
+                run.notes.append(row)
+                continue
+            if last is not None and step <= last:
+                run.restarts += [] if step in run.restarts else [step]
+                for older in [s for s in rows if s >= step]:
+                    del rows[older]
+            rows[step], last = row, step
+    if bad:
+        run.problems.append(
+            f"{path.name}: {bad} line{'s are' if bad > 1 else ' is'} no record of a"
+            f" step{'' if ended else ' (the last one is cut off)'}"
+        )
+    run.steps = [rows[s] for s in sorted(rows)]
+
+
+def _read_rank_file(path: Path, kind: str, rank: int, run: Run) -> None:
+    value = _json(path, run)
+    if kind == "trace":
+        events = value.get("traceEvents", []) if isinstance(value, dict) else value
+        if isinstance(events, list):
+            run.traces[rank] = [e for e in events if isinstance(e, dict)]
+        return
+    if not isinstance(value, dict):
+        run.problems.append(f"{path.name} is no JSON object")
+        return
+    summary = value.get("summary", value)
+    run.comms[rank] = _table(summary)
+    if isinstance(value.get("straggler_analysis"), dict):
+        run.late[rank] = _table(value["straggler_analysis"])
+
+
+def _table(value: Any) -> dict[str, dict[str, dict[str, Any]]]:
+    """operation -> bytes -> figures; whatever has another form is left out."""
+    if not isinstance(value, dict):
+        return {}
+    return {
+        op: {n: v for n, v in sizes.items() if isinstance(v, dict)}
+        for op, sizes in value.items()
+        if isinstance(sizes, dict)
+    }

@@ -1,0 +1,1 @@
+"""How much memory a training will take: by arithmetic and by a dry run of the model."""

@@ -1,0 +1,237 @@
+"""zero.Init where ranks share no memory: each keeps its part of the parameters that are built, so that no rank ever
+holds the model.
+
+A parameter is whole and this rank's own from its registration until others take its room (`KEEP` bytes, the last one in
+any case); then every rank keeps 1/ranks of rank 0's values, and the parameter is released (param.py). A touch inside
+the context, of a constructor or a parent's weight init, makes it whole again. Both are collective: all ranks build the
+same model, and touch the same parameters in the same order. Each time they compare what they are about to do, so that
+ranks which don't raise MismatchError and none waits for the others in vain."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import start as comm
+from ..comm.groups import _all_gather
+from ..errors import CommError, DeepcError, MismatchError, ReleasedParameterError
+from .param import NodeParameter, Released, released_class, unshare
+
+KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built
+_PART, _WHOLE, _END = 1, 2, 3  # what ranks are about to do
+_DOING = {_PART: "gives up", _WHOLE: "touches", _END: "is at the end of the context, after"}
+_data_of_tensor: Any = torch.Tensor.data  # the C getset descriptor
+
+
+@dataclass(eq=False)
+class _Part:
+    """What is known of one parameter. number: of its registration; mine: this rank's part, padded at the last ranks."""
+
+    number: int
+    kind: type[torch.nn.Parameter]
+    mine: torch.Tensor | None = None
+
+
+class Shards:
+    """The parameters of one zero.Init, and their owner (param.Owner) while they are released. Made collectively.
+    Private memory: KEEP bytes or one parameter, and 1/ranks of all."""
+
+    def __init__(self) -> None:
+        self._world, self._rank = dist.get_world_size(), dist.get_rank()
+        self._group: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
+        self._parts = WeakIdKeyDictionary()  # parameter -> _Part
+        self._whole: dict[int, torch.nn.Parameter] = {}  # by id, the longest whole first
+        self._held: set[int] = set()  # ids of those that a GatheredParameters keeps whole
+        self._number = 0
+        self._building = True
+
+    # ---- while a model is built --------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def take(self, p: torch.nn.Parameter, dtype: torch.dtype) -> None:
+        """`p` was registered; it becomes `dtype`. Collective."""
+        if dtype != p.dtype:
+            p.data = p.data.to(dtype)
+        self._number += 1
+        self._parts[p] = _Part(self._number, type(p))
+        p._deepc_owner = self  # type: ignore[attr-defined]
+        self._whole[id(p)] = p
+        self.settle()
+
+    def settle(self) -> None:
+        """Parameters that have been whole for longest are cut until the others fit. Collective."""
+        idle = [p for i, p in self._whole.items() if i not in self._held] if self._building else []
+        room = KEEP - sum(p.nbytes for p in idle)
+        for p in idle[:-1]:
+            if room >= 0:
+                return
+            room += p.nbytes
+            self._cut(p, 0)
+
+    def finish(self) -> None:
+        """The end of the context. Collective."""
+        self._agree(_END, self._number)
+        self._building = False
+        for p in list(self._whole.values()):
+            self._cut(p, 0)
+        for p, part in self._parts.items():
+            if part.kind is torch.nn.Parameter:
+                part.kind = NodeParameter
+                p.__class__ = released_class(NodeParameter)
+
+    @contextlib.contextmanager
+    def parameters_of_parameters(self) -> Iterator[None]:
+        """Inside, `nn.Parameter(p)` of a released p makes a parameter of its values: torch looks at p's class before it
+        touches p."""
+        before = torch.nn.Parameter.__dict__["__new__"]
+
+        def new(cls: type[torch.nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+            if isinstance(data, Released) and data._deepc_owner is self:
+                self._make_whole(data)  # type: ignore[arg-type]  # it is a Parameter as well
+            return before.__func__(cls, data, requires_grad)
+
+        torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.nn.Parameter.__new__ = before  # type: ignore[method-assign]  # what it was
+
+    # ---- released and whole ------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _cut(self, p: torch.nn.Parameter, root: int | None) -> None:
+        """`p` is released; its values are those of rank `root` (None: those it was made whole with). Collective with a
+        root."""
+        part = self._parts[p]
+        if root is not None:
+            self._agree(_PART, part.number)
+            value = p.detach().contiguous().view(-1)
+            if (
+                root != self._rank
+                # not in place: p may be a view of a mapped file, whose pages a write would copy for as long as it is open  # noqa: E501
+            ):
+                value = torch.empty_like(value)
+            if value.numel():
+                with self._errors():
+                    dist.broadcast(value.view(torch.uint8), root, group=self._group)
+            n = -(-value.numel() // self._world)
+            part.mine = torch.zeros(n, dtype=value.dtype)
+            mine = value[self._rank * n : (self._rank + 1) * n]
+            part.mine[: mine.numel()].copy_(mine)
+        part.kind = type(p)
+        empty = torch.empty(p.shape, dtype=p.dtype)
+        empty.untyped_storage().resize_(0)
+        p.data = empty
+        p.__class__ = released_class(part.kind)
+        del self._whole[id(p)]
+
+    @torch.no_grad()
+    def _make_whole(self, p: torch.nn.Parameter) -> None:
+        """The opposite. Collective."""
+        value = self._value(p)
+        p.__class__ = self._parts[p].kind
+        p.data = value
+        self._whole[id(p)] = p
+
+    def _value(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """The values of the released `p`, in memory of their own. Collective."""
+        part = self._parts[p]
+        self._agree(_WHOLE, part.number)
+        assert part.mine is not None
+        out = torch.empty(self._world * part.mine.numel(), dtype=part.mine.dtype)
+        if out.numel():
+            with self._errors():
+                _all_gather(out.view(torch.uint8), part.mine.view(torch.uint8), group=self._group)
+        return out[: p.numel()].view(p.shape)
+
+    def _agree(self, doing: int, number: int) -> None:
+        """Raises on all ranks if they are about to do different things. Collective."""
+        mine, table = torch.tensor([doing, number]), torch.empty(2 * self._world, dtype=torch.int64)
+        with self._errors():
+            _all_gather(table, mine, group=self._group)
+        rows = table.view(self._world, 2).tolist()
+        if any(row != rows[0] for row in rows):
+            told = ", ".join(f"rank {r} {_DOING[what]} parameter {n}" for r, (what, n) in enumerate(rows))
+            raise MismatchError(
+                f"zero.Init on ranks that share no memory: {told} (counted as they were registered). All ranks must"
+                " build the same model, and read and write the same parameters in the same order while they do; put"
+                " what one rank does alone behind the context, under deepc.zero.GatheredParameters"
+            )
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Around calls of the backend: turns its error into one of ours."""
+        try:
+            yield
+        except DeepcError:
+            raise
+        except RuntimeError as exc:
+            raise CommError(
+                f"zero.Init over {self._world} ranks failed on rank {self._rank}: a rank died, left, raised an error,"
+                f" or can't be reached ({exc})"
+            ) from exc
+
+    # ---- as the owner of released parameters -------------------------------------------------------------------------
+    def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> None:
+        """See param.Owner. In the context `p` becomes whole."""
+        if not self._building:
+            raise ReleasedParameterError(
+                f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between"
+                " zero.Init and deepc.initialize, on ranks that share no memory: each holds a part of its values. Read"
+                " it under deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there"
+            )
+        self._make_whole(p)
+        if func in (_data_of_tensor.__get__, _data_of_tensor.__set__):
+            self.settle()  # of an operator's other arguments nothing is known before it is through
+
+    def copy_of(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """The values of `p`, in memory of their own. Collective."""
+        return self._value(p)
+
+    # ---- until the engine takes them ---------------------------------------------------------------------------------
+    def open(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Makes `params` whole until `close`, which takes what this returns: those that no context around keeps whole.
+        Collective."""
+        mine = [p for p in params if id(p) not in self._held]
+        for p in mine:
+            if not isinstance(p, Released):
+                self._cut(p, 0)  # while a model is built, what is whole has this rank's values
+            self._make_whole(p)
+            self._held.add(id(p))
+        return mine
+
+    def close(
+        self, params: Sequence[torch.nn.Parameter], mine: Sequence[torch.nn.Parameter], writer: int | None
+    ) -> None:
+        """The end of that. writer: whose values count from now on (None: nobody wrote). Collective."""
+        self._held.difference_update(id(p) for p in mine)
+        for p in params:
+            if writer is not None or (id(p) not in self._held and not self._building):
+                self._cut(p, writer)
+            if id(p) in self._held and isinstance(p, Released):
+                self._make_whole(p)  # for the context around
+        self.settle()
+
+    def give(self, p: torch.nn.Parameter) -> None:
+        """`p` is made whole, and is an ordinary parameter from now on. Collective."""
+        self._make_whole(p)
+        del self._whole[id(p)], self._parts[p]
+        del p._deepc_owner  # type: ignore[attr-defined]
+        unshare(p)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process, what it needs may be gone
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
+
+
+def give(p: torch.nn.Parameter) -> bool:
+    """Makes a parameter whole that a zero.Init has released; False if it is not such a one. Collective."""
+    if not isinstance(p, Released) or not isinstance(p._deepc_owner, Shards):
+        return False
+    p._deepc_owner.give(p)
+    return True

@@ -1,0 +1,421 @@
+"""The model states of one rank: flat parameters, fp32 masters, gradient accumulators, moments; and how the model's
+parameters become views of the flat space. Follows the plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..core import memory
+from ..errors import ArgumentError, ConfigError, UnsupportedError
+from ..plan.layout import BLOCK, Segment
+from ..plan.plan import Plan
+from .param import Released, close_shared, open_shared, share, unshare
+from .step.nodes import published
+
+if TYPE_CHECKING:
+    from ..comm.groups import Group, MemoryGroup
+    from .step.collective import TorchReducer
+
+# Colors stagger the arrays that the optimizer walks together (ops/base/base.h).
+_COLOR = {"params": 0, "acc": 1, "exp_avg": 2, "exp_avg_sq": 3, "master": 4, "max_exp_avg_sq": 5, "lowp": 6}
+
+
+class ModelState:
+    """Owns this rank's share of the model states, as `plan` says.
+
+    flat: [total] plan.dtype, the parameters; node-shared at stage 3, a private replica before. acc, master, moments:
+    [owned] fp32. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat` lie in host
+    memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        group: Group,
+        device: torch.device,
+        *,
+        host: bool,
+        accumulates: bool = False,
+    ) -> None:
+        self.plan, self.group, self.device = plan, group, device
+        self.state_device = torch.device("cpu") if host else device
+        by_index = sorted(
+            ((info.index, p, info.name) for info, (_, p) in zip(plan.params, named) if info.index is not None),
+            key=lambda t: t[0],
+        )
+        self.trained: list[torch.nn.Parameter] = [p for _, p, _ in by_index]
+        self.names: list[str] = [n for _, _, n in by_index]
+        self.frozen: list[tuple[str, torch.nn.Parameter]] = [
+            (info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None
+        ]
+        owned = plan.owned_elems
+        self.segment = None
+        self._owners: list[list[tuple[int, Segment]]] | None = None
+        self.lease = (
+            memory.Lease(owned, torch.float32, _COLOR["acc"]) if leases_gradients(plan, accumulates) and owned else None
+        )
+        self.acc = self.zeros(owned, torch.float32, "acc") if self.lease is None else self.lease.tensor
+        self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
+        self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
+        self._make_flat()
+        self._bind()
+
+    def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """A zeroed state array where the states lie; `what` gives it its place among the arrays that are walked
+        together."""
+        if self.state_device.type == "cpu":
+            return memory.zeros(numel, dtype, _COLOR[what])
+        return torch.zeros(numel, dtype=dtype, device=self.state_device)
+
+    def _make_flat(self) -> None:
+        plan = self.plan
+        frozen_bytes = plan.frozen_elems * plan.dtype.itemsize
+        self.frozen_flat = None
+        if plan.stage == 3 and plan.transport in ("node", "nodes"):
+            # at least a page: an engine for evaluation may find every parameter in another engine
+            self.segment = cast("MemoryGroup", self.group).segment(
+                max(4096, plan.layout.total * plan.dtype.itemsize + frozen_bytes)
+            )
+            self.flat = self.segment.tensor(plan.dtype, 0, plan.layout.total)
+            if plan.frozen_elems:
+                self.frozen_flat = self.segment.tensor(
+                    plan.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems
+                )
+        elif self.device.type == "cpu":
+            self.flat = memory.zeros(plan.layout.total, plan.dtype, _COLOR["params"])
+        else:
+            self.flat = torch.zeros(plan.layout.total, dtype=plan.dtype, device=self.device)
+        host_copy = self.state_device != self.device
+        self.flat_host = memory.zeros(plan.layout.total, plan.dtype, _COLOR["lowp"]) if host_copy else None
+
+    @torch.no_grad()
+    def _bind(self) -> None:
+        """Moves the parameters' values (rank 0's) into the flat space and makes each parameter a view of it, one at a
+        time, so that at no time two whole copies exist in this process. Node-shared memory is written by each node's
+        leader; at last rank 0's goes to all nodes."""
+        plan = self.plan
+        writer = self.group.leader or self.segment is None
+        self._refuse_shared_memory()
+        pieces = self._segments_by_param()
+        for i, p in enumerate(self.trained):
+            offset, n = plan.layout.offsets[i], plan.layout.numels[i]
+            value = p.data.reshape(-1)
+            view = self.flat[offset : offset + n]
+            if self.master is not None and plan.world > 1:  # every rank starts from rank 0's values, unrounded
+                value = value.to(device=self.device, dtype=torch.float32, copy=True)
+                self.group.broadcast(value, 0)
+            if writer:
+                view.copy_(value)
+            if self.master is not None:
+                for s in pieces[i]:
+                    self.master[s.shard_begin : s.shard_begin + s.length].copy_(
+                        value[s.param_begin : s.param_begin + s.length]
+                    )
+            p.data = view.view(p.shape)
+        at = 0
+        for _, p in self.frozen:
+            if self.frozen_flat is not None and p.is_floating_point():
+                view = self.frozen_flat[at : at + p.numel()]
+                at += (p.numel() + 63) // 64 * 64
+                if writer:
+                    view.copy_(p.data.reshape(-1))
+                p.data = view.view(p.shape)
+                share(p)
+            else:
+                p.data = p.data.to(device=self.device, dtype=plan.dtype if p.is_floating_point() else p.dtype)
+                if plan.world > 1:
+                    self._broadcast_any(p.data)
+        if plan.stage == 3 or self.master is not None:  # writes of others must be seen: to refuse them, or to follow
+            for p in self.trained:
+                share(p)
+        if self.segment is not None:
+            if self.group.leader:
+                for shared in (self.flat if self.master is None else None, self.frozen_flat):
+                    if shared is not None:
+                        self.group.spread(shared)
+            self.group.barrier()  # rank 0's values are visible to all
+        elif plan.world > 1:
+            self.group.broadcast(self.flat, 0)
+        self.versions = [p._version for p in self.trained]
+        self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
+        self._frozen_versions = self._versions_of_frozen()
+
+    @torch.no_grad()
+    def recast(self, plan: Plan) -> None:
+        """The same states in the dtype of `plan`, which differs from the present one in nothing else. This rank's part
+        of the parameters comes from the fp32 masters (in fp32 the parameters are the masters), frozen parameters from
+        their present values. Accumulators stay where they are; parameters stay the same objects. Whole replicas, or a
+        fence, are the caller's. Collective."""
+        old, master, old_frozen = self.flat, self.master, self.frozen_flat
+        self.plan = plan
+        self._make_flat()
+        self.master = self.zeros(plan.owned_elems, torch.float32, "master") if plan.has_master else None
+        for flat, shard, n in plan.slices:
+            exact = old[flat : flat + n] if master is None else master[shard : shard + n]
+            self.flat[flat : flat + n].copy_(exact)
+            if self.master is not None:
+                self.master[shard : shard + n].copy_(exact)
+        for p, offset, n in zip(self.trained, plan.layout.offsets, plan.layout.numels):
+            _replace(p, self.flat[offset : offset + n].view(p.shape))
+            if plan.stage < 3:
+                (unshare if self.master is None else share)(p)
+        self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
+        if old_frozen is not None and self.group.leader:
+            cast(torch.Tensor, self.frozen_flat).copy_(old_frozen)
+        at = 0
+        for _, p in self.frozen:
+            if old_frozen is not None and p.is_floating_point():
+                offset, at = at, at + (p.numel() + 63) // 64 * 64
+                if p.data_ptr() == old_frozen[offset:].data_ptr():
+                    _replace(p, cast(torch.Tensor, self.frozen_flat)[offset : offset + p.numel()].view(p.shape))
+                    continue
+            if p.dtype == old.dtype:
+                _replace(p, p.data.to(plan.dtype))
+
+    def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
+        """Frozen parameters whose memory the node shares, by id: name, parameter, version."""
+        here = self.segment is not None and self.plan.mode == "resident"
+        shared: list[tuple[str, torch.nn.Parameter]] = self.frozen if here else []
+        return {id(p): (n, p, p._version) for n, p in shared if p.is_floating_point()}
+
+    def _refuse_shared_memory(self) -> None:
+        """Each parameter gets memory of its own, so two objects over the same memory would part: at least one of them
+        is trained."""
+        seen: dict[tuple[int, torch.device | None], str] = {}
+        named: list[tuple[str, torch.nn.Parameter]] = [*zip(self.names, self.trained), *self.frozen]
+        for at, (name, p) in enumerate(named):
+            key = (p.data_ptr(), p.device) if p.numel() and not isinstance(p, Released) else (id(p), None)
+            if key in seen and not p.is_meta:
+                raise ConfigError(
+                    f"parameters '{seen[key]}' and '{name}' share memory but are different Parameter objects; tie them"
+                    " by assigning the same Parameter to both modules"
+                )
+            if at < len(self.trained):  # the frozen ones come behind
+                seen[key] = name
+
+    def _broadcast_any(self, tensor: torch.Tensor) -> None:
+        if tensor.is_contiguous():
+            self.group.broadcast(tensor.view(-1), 0)
+        else:
+            copy = tensor.contiguous()
+            self.group.broadcast(copy.view(-1), 0)
+            tensor.copy_(copy)
+
+    def _segments_by_param(self) -> list[list[Segment]]:
+        out: list[list[Segment]] = [[] for _ in self.trained]
+        for s in self.plan.segments:
+            out[s.param].append(s)
+        return out
+
+    def runs(self, group_of: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """(optimizer group, flat_begin, owned_begin, length): the longest stretches of this rank's share that belong to
+        one group, padding between parameters included (it is zero and stays zero)."""
+        runs: list[list[int]] = []
+        for s in self.plan.segments:
+            g = group_of[s.param]
+            if runs:
+                last = runs[-1]
+                gap = s.flat_begin - (last[1] + last[3])
+                if last[0] == g and 0 <= gap < 64 and s.shard_begin - (last[2] + last[3]) == gap:
+                    last[3] += gap + s.length
+                    continue
+            runs.append([g, s.flat_begin, s.shard_begin, s.length])
+        return [(g, flat, owned, length) for g, flat, owned, length in runs]
+
+    def owned_views(self, owned: torch.Tensor) -> list[tuple[Segment, torch.Tensor]]:
+        """(segment, view of `owned`) for each of this rank's segments."""
+        return [(s, owned[s.shard_begin : s.shard_begin + s.length]) for s in self.plan.segments]
+
+    def bump_versions(self) -> None:
+        """Makes autograd see that the parameters were written (C writes, and other ranks' writes, are invisible to
+        it)."""
+        increment_version(self.trained)
+        self.versions = [p._version for p in self.trained]
+        self._frozen_versions = self._versions_of_frozen()
+
+    def let_go(self, others: Container[int]) -> None:
+        """Frozen parameters with an id in `others` are another engine's from now on: it trains them, and has moved
+        them."""
+        self.frozen = [(n, p) for n, p in self.frozen if id(p) not in others]
+        self._frozen_versions = {i: row for i, row in self._frozen_versions.items() if i not in others}
+
+    def stray_write(self) -> int:
+        """The first parameter that was written since the last step by someone else, for `name_at`, or -1."""
+        frozen = (
+            len(self.trained) + i for i, (_, p, v) in enumerate(self._frozen_versions.values()) if p._version != v
+        )
+        return next(iter(self.changed()), next(frozen, -1))
+
+    def name_at(self, index: int) -> str:
+        """Name of the parameter at `index`: trained ones first, then frozen ones."""
+        return (
+            self.names[index]
+            if index < len(self.trained)
+            else list(self._frozen_versions.values())[index - len(self.trained)][0]
+        )
+
+    def frozen_write(self, among: set[int]) -> str | None:
+        """Name of the first frozen parameter with an id in `among` that was written since the last step, or None."""
+        return next((n for i, (n, p, v) in self._frozen_versions.items() if i in among and p._version != v), None)
+
+    def changed(self) -> list[int]:
+        """Indices of the trained parameters that were written since the last step by someone else, or whose memory was
+        replaced (`p.data = tensor`)."""
+        replaced = self._replaced()
+        return [i for i, p in enumerate(self.trained) if p._version != self.versions[i] or i in replaced]
+
+    def _replaced(self) -> set[int]:
+        if self.flat.data_ptr() != self._flat_at:
+            raise UnsupportedError(
+                "the memory of the parameters was moved under the engine: by model.share_memory(), or by sending the"
+                " model or one of its tensors through torch.multiprocessing. Send copies: {name: t.clone() for name, t"
+                " in model.state_dict().items()}"
+            )
+        return {i for i, (p, at) in enumerate(zip(self.trained, self._addresses)) if p.data_ptr() != at}
+
+    @torch.no_grad()
+    def take_in_replaced(self) -> None:
+        """Stages 0 to 2: values that a user put in place of a parameter's memory (`p.data = tensor`,
+        vector_to_parameters) go where that was."""
+        for i in self._replaced():
+            p, offset, n = self.trained[i], self.plan.layout.offsets[i], self.plan.layout.numels[i]
+            if p.numel() != n or p.dtype != self.plan.dtype or p.device != self.flat.device:
+                raise ArgumentError(
+                    f"the data of parameter '{self.names[i]}' was replaced by a tensor of {p.numel()} elements in"
+                    f" {p.dtype} on {p.device}; after deepc.initialize it must stay {n} elements in {self.plan.dtype}"
+                    f" on {self.flat.device} (was the model moved or cast?)"
+                )
+            view = self.flat[offset : offset + n]
+            view.copy_(p.data.reshape(-1))
+            p.data = view.view(p.shape)
+
+    @torch.no_grad()
+    def master_from_params(self, indices: Sequence[int]) -> None:
+        """fp32 masters of these parameters follow their 16-bit values where a user changed them; elsewhere they keep
+        their precision."""
+        if self.master is None or not indices:
+            return
+        chosen = set(indices)
+        rounded = published(self.plan, self.master, self.plan.dtype) if self.plan.parameters_as else None
+        for s in self.plan.segments:
+            if s.param in chosen:
+                master = self.master[s.shard_begin : s.shard_begin + s.length]
+                now = self.flat[s.flat_begin : s.flat_begin + s.length].to(master.device)
+                was = master.to(now.dtype) if rounded is None else rounded[s.shard_begin : s.shard_begin + s.length]
+                master.copy_(torch.where(was == now, master, now.float()))
+
+    def gradients_end(self) -> None:
+        """After a step: nobody reads the accumulators until the next pass overwrites them."""
+        if self.lease is not None:
+            self.lease.end()
+
+    def make_reducer(self, wire: torch.dtype, pre_scale: float) -> TorchReducer:
+        """The reducer of gradients over torch.distributed. Collective."""
+        from .step.collective import TorchReducer
+
+        return TorchReducer(self.plan, self.device, self.acc, self.partial, wire, pre_scale)
+
+    def inert(self, rows: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
+        """Of the configuration's rows (key, value, reason) without effect on this device those that have none in this
+        mode."""
+        return list(rows)
+
+    def keep_gathered(self) -> contextlib.AbstractContextManager[None]:
+        """See Engine.keep_gathered."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """The engine ends; parameters stay readable."""
+
+    def frozen_value(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """The whole value of a parameter that is not trained, to be read before the next call. Collective."""
+        return p.detach()
+
+    def set_frozen(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Writes a parameter that is not trained; the same value on all ranks, a fence is the caller's. Node-shared
+        memory is written by the leader."""
+        if self.segment is None or self.group.leader:
+            p.data.copy_(value)
+
+    # ---- whole parameters: what access.py and zero.py ask for --------------------------------------------------------
+    def owners(self, index: int) -> list[tuple[int, Segment]]:
+        """(rank, segment) of every piece of parameter `index`, in the order of ranks; at stage 0, where everyone owns
+        all, only this rank's."""
+        if self._owners is None:
+            plan = self.plan
+            table: list[list[tuple[int, Segment]]] = [[] for _ in self.trained]
+            for rank in [plan.rank] if plan.own_all else range(plan.world):
+                for s in plan.segments if rank == plan.rank else plan.layout.segments(self.group.part_of(rank)):
+                    table[s.param].append((rank, s))
+            self._owners = table
+        return self._owners[index]
+
+    def piece(self, s: Segment) -> torch.Tensor:
+        """[s.length] fp32: what the optimizer updates for this rank's segment `s`; the master, or the parameter itself.
+        A view."""
+        if self.master is not None:
+            return self.master[s.shard_begin : s.shard_begin + s.length]
+        return (self.flat if self.flat_host is None else self.flat_host)[s.flat_begin : s.flat_begin + s.length]
+
+    def full_param(self, index: int) -> torch.Tensor:
+        """[numel] in the plan's dtype: the whole value that the model computes with, to be read before the next call.
+        Collective."""
+        return self.flat[
+            self.plan.layout.offsets[index] : self.plan.layout.offsets[index] + self.plan.layout.numels[index]
+        ]
+
+    def is_available(self, p: torch.nn.Parameter) -> bool:
+        """Whether `p` can be read now without a gather."""
+        return True
+
+    @torch.no_grad()
+    def follow(self, index: int) -> None:
+        """After the owners wrote `piece`s of parameter `index`: what the model computes with follows, on every rank.
+        Not for parameters that reach other nodes quantised. Collective."""
+        everywhere = self.plan.own_all or self.plan.world == 1
+        for rank, s in self.owners(index):
+            view = self.flat[s.flat_begin : s.flat_begin + s.length]
+            if rank == self.plan.rank:
+                if self.flat_host is not None and self.master is not None:
+                    self.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(
+                        self.master[s.shard_begin : s.shard_begin + s.length]
+                    )
+                if self.master is not None or self.flat_host is not None:
+                    view.copy_(self.piece(s))
+            if not everywhere:
+                (self.group.broadcast if self.segment is None else self.group.spread)(view, rank)
+        if self.segment is not None:
+            self.group.barrier()
+        increment_version([self.trained[index]])
+        self.versions[index] += 1  # this write is no stray one, and a stray one stays seen
+
+    def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None) -> Any:
+        """For zero.GatheredParameters: until close_params, which takes what this returns, `params` have their values,
+        and may be written by rank `writer`. Collective."""
+        return open_shared(self.group, params, writer)
+
+    def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened: Any) -> None:
+        """The end of that; rank `writer`'s values (None: nobody's) are everyone's now. Masters are the caller's part.
+        Collective."""
+        close_shared(self.group, params, writer, opened)
+
+
+def leases_gradients(plan: Plan, accumulates: bool) -> bool:
+    """Whether accumulators borrow their memory from the heap between backward and step: where the C core's reducer
+    fills them. Not where they stay through the next micro-batch's forward: among its activations they would cut the
+    heap into smaller holes (8 % more memory).
+    """
+    return not accumulates and plan.core_reduces and memory.heap_kept()
+
+
+def _replace(p: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """`p` gets this memory and dtype; a gradient that lies in `.grad` follows."""
+    grad, p.grad = p.grad, None
+    p.data = data
+    if grad is not None:
+        p.grad = grad.to(data.dtype)

@@ -1,0 +1,384 @@
+"""Gradients into their owners' accumulators over torch.distributed (GPUs, nodes with different numbers of ranks), while
+backward runs.
+
+The flat space's buckets go through an explicit state machine (`BucketStates`): OPEN (gradients are missing) -> COMPLETE
+-> BEGUN (its reduction is under way) -> REDUCED. A bucket's reduction begins as soon as this rank has all its
+gradients, on all ranks in one order, whatever gradients each has: who lacks one (an expert that it did not use) holds
+back what comes behind until its backward ends, and then gives zeros. The order is that in which buckets became complete
+on rank 0, told to all after the first, second, fourth, eighth ... pass, so that a parameter that nobody uses holds
+nobody back for long. A gradient is dropped when the last of its buckets is reduced.
+
+On the CPU reductions run in a thread, because not every backend has asynchronous ones (groups of the backend "deepc"
+over several nodes block); one bucket is copied at a time. The threads tell each other how many buckets their ranks have
+begun: while more than AHEAD buckets of gradients wait, a rank waits for the oldest ones that all ranks have begun.
+Waiting for one that another rank has not begun could be for ever: it may need this rank for something else first. On a
+device reductions are asynchronous Works. The process group is our own: other calls of this rank don't meet them. Sums
+have the bits that reductions after backward have: each bucket is one collective, whenever it runs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...comm import start as comm
+from ...comm.c10d.progress import Progress
+from ...errors import CommError, DeepcError
+from ...plan.plan import Plan
+
+AHEAD = 4  # see above
+OPEN, COMPLETE, BEGUN, REDUCED = range(4)
+Pieces = list[tuple[int, torch.Tensor]]  # (where in the bucket, [n] a gradient's elements there)
+_GRACE_S = 5.0  # that a reduction under way gets when the reducer closes
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+
+
+class BucketStates:
+    """The states of one pass's buckets, and their order. Knows nothing of tensors and of other ranks."""
+
+    def __init__(self, offsets: Sequence[int], numels: Sequence[int], bucket_elems: int, nbuckets: int) -> None:
+        self._buckets_of = [
+            range(o // bucket_elems, (o + n - 1) // bucket_elems + 1) if n else range(0)
+            for o, n in zip(offsets, numels)
+        ]
+        self.params_of: list[list[int]] = [[] for _ in range(nbuckets)]
+        for i, buckets in enumerate(self._buckets_of):
+            for b in buckets:
+                self.params_of[b].append(i)
+        self.order = list(range(nbuckets))
+        self.begin()
+
+    def begin(self) -> None:
+        """A new pass: all are OPEN but those without a parameter."""
+        self.state = [OPEN if params else COMPLETE for params in self.params_of]
+        self._missing = [len(params) for params in self.params_of]
+        self._left = [len(buckets) for buckets in self._buckets_of]
+        self._completed = [b for b, s in enumerate(self.state) if s == COMPLETE]
+        self._ready = self.begun = 0  # buckets from the front of the order that are not OPEN any more; that have begun
+
+    def arrived(self, param: int) -> bool:
+        """The gradient of `param` is there. False if no bucket needs it: it has no elements."""
+        for b in self._buckets_of[param]:
+            self._missing[b] -= 1
+            if self._missing[b] == 0:
+                self.state[b] = COMPLETE
+                self._completed.append(b)
+        return len(self._buckets_of[param]) > 0
+
+    def close(self) -> None:
+        """No more gradients come: what is OPEN is COMPLETE, with zeros for the missing."""
+        self.state = [COMPLETE if s == OPEN else s for s in self.state]
+
+    @property
+    def ready(self) -> int:
+        """How many buckets from the front of the order are not OPEN any more."""
+        while self._ready < len(self.order) and self.state[self.order[self._ready]] != OPEN:
+            self._ready += 1
+        return self._ready
+
+    def take(self, limit: int) -> int | None:
+        """The next bucket in order if it is COMPLETE, now BEGUN; only the first `limit` in the order."""
+        if self.begun >= min(limit, self.ready):
+            return None
+        b = self.order[self.begun]
+        self.begun += 1
+        self.state[b] = BEGUN
+        return b
+
+    def reduced(self, b: int) -> list[int]:
+        """Bucket b is REDUCED. The parameters whose gradients nothing needs any more."""
+        self.state[b] = REDUCED
+        for i in self.params_of[b]:
+            self._left[i] -= 1
+        return [i for i in self.params_of[b] if self._left[i] == 0]
+
+    def seen_order(self) -> list[int]:
+        """Buckets in the order in which they became complete in this pass, behind them those that did not."""
+        seen = set(self._completed)
+        return [*self._completed, *(b for b in range(len(self.order)) if b not in seen)]
+
+
+class TorchReducer:
+    """The reducer over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). The interface
+    is that of reduce.py. Made and closed collectively."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        acc: torch.Tensor,
+        partial: torch.Tensor,
+        wire: torch.dtype,
+        pre_scale: float,
+    ) -> None:
+        self._plan, self._device, self._acc, self._partial, self._wire, self._pre_scale = (
+            plan,
+            device,
+            acc,
+            partial,
+            wire,
+            pre_scale,
+        )
+        layout = plan.layout
+        self._states = BucketStates(layout.offsets, layout.numels, layout.bucket_elems, layout.nbuckets)
+        self._grads: dict[int, torch.Tensor] = {}
+        self._released: list[int] = []
+        self._seen: set[int] = set()
+        self._none = torch.empty(0, dtype=torch.float64, device=acc.device)
+        self._assign = self._norm = self._open = False
+        self._passes = 0
+        self._limit = layout.nbuckets  # buckets in order that may begin
+        self._told = self._known = (
+            # buckets in order that all ranks have begun: as the threads tell each other; as this rank knows from
+            # elsewhere
+            0
+        )
+        self._bound = AHEAD * layout.bucket_elems * wire.itemsize
+        # bucket, Work, its sum if that is not added yet, bytes of its copy
+        self._under_way: collections.deque[tuple[int, Any, torch.Tensor | None, int]] = collections.deque()
+        self._failed: BaseException | None = None
+        self._bytes, self._stats = 0, dict.fromkeys(("reductions", "early", "grad_bytes_max", "waits"), 0)
+        self._group: Any = None
+        self._progress: Progress | None = None
+        if plan.world > 1:
+            self._group = dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
+            if device.type == "cpu":
+                self._progress = Progress("gradients")
+                self._flat = torch.empty(layout.bucket_elems, dtype=wire)
+                self._mine = torch.empty(layout.bucket_elems // plan.world, dtype=wire)
+                self._bytes = self._flat.nbytes
+
+    # ---- one rank ----------------------------------------------------------------------------------------------------
+    def _add_alone(self, index: int, grad: torch.Tensor) -> None:
+        """Nothing to wait for: the gradient can go."""
+        self._seen.add(index)
+        layout = self._plan.layout
+        target = self._acc[layout.offsets[index] : layout.offsets[index] + layout.numels[index]]
+        flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
+        torch.ops.deepc.accumulate_tensors(target, [flat.to(target.device)], self._assign, self._none)
+        self._released.append(index)
+
+    def _finish_alone(self) -> None:
+        layout = self._plan.layout
+        for i in range(layout.nparams) if self._assign else ():
+            if i not in self._seen:
+                self._acc[layout.offsets[i] : layout.offsets[i] + layout.numels[i]].zero_()
+        self._seen.clear()
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+    def begin(self, assign: bool, norm: bool) -> None:
+        self._raise_failure()
+        self._assign, self._norm, self._open = assign, norm, True
+        self._states.begin()
+        self._told = self._known = 0
+        self._stats["grad_bytes_max"] = self._bytes
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        if self._plan.world == 1:
+            self._add_alone(index, grad)
+            return
+        self._raise_failure()
+        if not self._states.arrived(index):
+            self._released.append(index)
+            return
+        self._grads[index] = grad
+        self._count(grad.nbytes)
+        self._begin_complete()
+        self._take_reduced()
+        self._hold_back()
+
+    def released(self) -> list[int]:
+        out, self._released = self._released, []
+        return out
+
+    def finish(self) -> None:
+        if self._plan.world == 1:
+            self._finish_alone()
+        else:
+            self._raise_failure()
+            self._stats["early"] += self._states.begun
+            self._states.close()
+            self._begin_complete()
+            self._meet()
+            self._begin_complete()
+            while self._under_way:
+                self._take_oldest()
+            self._passes += 1
+            if self._passes & (self._passes - 1) == 0:
+                self._agree_on_order()
+        self._open = False
+        if self._norm:
+            self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
+
+    def _meet(self) -> None:
+        """Before the end of a pass is waited for."""
+
+    def _agree_on_order(self) -> None:
+        """Rank 0's order becomes everyone's. Collective."""
+        if len(self._states.order) < 2:
+            return
+        order = torch.tensor(self._states.seen_order(), dtype=torch.int64, device=self._device)
+        with self._errors("the order of reductions"):
+            dist.broadcast(order, 0, group=self._group)
+        self._states.order = order.tolist()
+
+    # ---- a bucket ----------------------------------------------------------------------------------------------------
+    def _begin_complete(self) -> None:
+        """Begins the reductions of all buckets that may begin."""
+        while (b := self._states.take(self._limit)) is not None:
+            self._begin(b)
+
+    def _begin(self, b: int) -> None:
+        self._stats["reductions"] += 1
+        begin, end = self._plan.layout.bucket(b)
+        pieces: Pieces = []
+        for i in self._states.params_of[b]:
+            if i in self._grads:
+                at = self._plan.layout.offsets[i]
+                lo, hi = max(begin, at), min(end, at + self._plan.layout.numels[i])
+                pieces.append((lo - begin, self._grads[i].reshape(-1)[lo - at : hi - at]))
+        if self._progress is not None:
+            job = functools.partial(self._reduce_here, b, self._states.begun, pieces)
+            work = self._progress.submit(job, (), lambda: f"reduction of gradient bucket {b}", b"")
+            self._under_way.append((b, work, None, 0))
+            return
+        flat = torch.empty(end - begin, dtype=self._wire, device=self._device)
+        with self._errors(f"reduction of gradient bucket {b}"):
+            work, part = self._reduce(flat, pieces, torch.empty_like(flat[: flat.numel() // self._plan.world]), True)
+        self._count(flat.nbytes)
+        self._under_way.append((b, work, part, flat.nbytes))
+
+    def _reduce(self, flat: torch.Tensor, pieces: Pieces, mine: torch.Tensor, later: bool) -> tuple[Any, torch.Tensor]:
+        """Fills `flat` with this rank's pieces, zeros elsewhere, and adds up all ranks': (Work if later, this rank's
+        part of the sum)."""
+        flat.zero_()
+        for at, piece in pieces:
+            flat[at : at + piece.numel()].copy_(piece if self._pre_scale == 1 else piece * self._pre_scale)
+        if self._plan.own_all:
+            return dist.all_reduce(flat, group=self._group, async_op=later), flat
+        return _reduce_scatter(mine, flat, group=self._group, async_op=later), mine
+
+    def _reduce_here(self, b: int, count: int, pieces: Pieces) -> None:
+        """In the thread: all of the reduction of bucket b, the `count`th in order."""
+        begin, end = self._plan.layout.bucket(b)
+        n = end - begin
+        with self._errors(f"reduction of gradient bucket {b}"):
+            if count > self._told:  # on all ranks alike
+                begun = torch.tensor([self._states.begun], dtype=torch.int64)
+                dist.all_reduce(begun, dist.ReduceOp.MIN, group=self._group)
+                self._told = int(begun)
+            _, part = self._reduce(self._flat[:n], pieces, self._mine[: n // self._plan.world], False)
+        self._accumulate(b, part)
+
+    def _accumulate(self, b: int, part: torch.Tensor) -> None:
+        shard = self._plan.layout.bucket(b)[0] if self._plan.own_all else self._plan.slices[b].shard_begin
+        target = self._acc[shard : shard + part.numel()]
+        torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, self._none)
+
+    def _take_reduced(self) -> None:
+        """Drops what reductions that are through have needed. Does not wait."""
+        while self._under_way and self._under_way[0][1].is_completed():
+            self._take_oldest()
+
+    def _hold_back(self) -> None:
+        """Waits for reductions while too many bytes of gradients wait for those that all ranks have begun."""
+        while (
+            self._bytes > self._bound
+            and self._under_way
+            and self._states.begun - len(self._under_way) < max(self._told, self._known)
+        ):
+            self._stats["waits"] += 1
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        """Waits for the oldest reduction under way."""
+        b, work, part, nbytes = self._under_way.popleft()
+        with self._errors(f"reduction of gradient bucket {b}"):
+            work.wait()
+        if part is not None:
+            self._accumulate(b, part)
+        self._count(-nbytes)
+        for i in self._states.reduced(b):
+            if (grad := self._grads.pop(i, None)) is not None:
+                self._count(-grad.nbytes)
+                self._released.append(i)
+
+    def _count(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        self._stats["grad_bytes_max"] = max(self._stats["grad_bytes_max"], self._bytes)
+
+    def stats(self) -> dict[str, int]:
+        """Counted since the start: reductions of buckets, early (those that began before backward had ended), waits
+        (for reductions, to bound the bytes of gradients); and of the last pass: grad_bytes_max, the most bytes of
+        gradients that waited here for their reduction, copies included.
+        """
+        return dict(self._stats)
+
+    # ---- failures ----------------------------------------------------------------------------------------------------
+    @property
+    def broken(self) -> bool:
+        """Whether a pass has failed, or is not at its end."""
+        return self._open or self._failed is not None
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Makes a failure of the backend a CommError. After one the reducer is broken: every call raises it."""
+        try:
+            yield
+        except BaseException as exc:
+            if self._failed is None:
+                known = isinstance(exc, DeepcError) or not isinstance(exc, RuntimeError)
+                self._failed = (
+                    exc
+                    if known
+                    else CommError(f"{what} over all ranks failed: one of them died, left or can't be reached ({exc})")
+                )
+                self.tell(self._failed)
+            if self._failed is exc:
+                raise
+            raise self._failed from exc
+
+    def tell(self, error: BaseException) -> None:
+        """Called with the first failure, in whichever thread, so that what else waits between these ranks ends too."""
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    # ---- the rest of the interface -----------------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Nothing is left to do: accumulators are complete."""
+
+    def sums(self, begin: int, length: int) -> torch.Tensor:
+        return self._acc[begin : begin + length]
+
+    def gather(self, flat: torch.Tensor) -> None:
+        layout = self._plan.layout
+        for b, own in enumerate(self._plan.slices):
+            begin, end = layout.bucket(b)
+            dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin : own.flat_begin + own.length].clone())
+
+    def close(self) -> None:
+        """Ends the thread and leaves the group. Reductions that are under way get a few seconds, none if their pass
+        does not come to its end."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._progress is not None and not self._progress.close(0 if self.broken else _GRACE_S):
+            group.abort()
+        if self._progress is not None:
+            self._progress.join()
+        self._grads.clear()
+        self._under_way.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._progress is not None:
+                self._progress.close(0)

@@ -1,0 +1,236 @@
+"""The hooks that carry gradients from stock autograd into the reducer.
+
+A pass is one backward, and collective: all ranks make the same passes, whatever gradients each has. engine.backward
+opens and closes its pass. A bare `loss.backward()` opens one at its first gradient, and autograd closes it when the
+outermost backward ends: outputs of the engine are hooked to find that backward, because under reentrant checkpointing
+gradients come from backwards inside it.
+
+A gradient leaves `.grad` as soon as its parameter has it. Another one for the same parameter in the same pass (it is
+used by several blocks under reentrant checkpointing) goes with the next pass, or with one more before the step: ranks
+may differ in that, so the engine asks all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import DeepcError, UnsupportedError
+from ..state import ModelState
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+
+class GradientHooks:
+    """Owns the post-accumulate hooks of one engine's trained parameters, and their gradients from autograd to the
+    reducer.
+
+    bare: called when a backward of others than this engine brings the first gradient of a pass, with the hooks of the
+    engine whose backward it is (or None): returns (is it the last of its step, factor on its gradients), or raises."""
+
+    _running: GradientHooks | None = None  # whose engine.backward is under way in this process
+
+    def __init__(
+        self, state: ModelState, reducer: Reducer, bare: Callable[[GradientHooks | None], tuple[bool, float]]
+    ) -> None:
+        self._state, self._reducer, self._bare = state, reducer, bare
+        self._params = state.trained
+        self.synchronising = True  # False inside no_sync(): gradients stay in .grad
+        self._kept = False  # some .grad were left by no_sync
+        self._late: dict[int, torch.Tensor] = {}  # gradients whose parameter already had one in its pass
+        self._held: dict[int, torch.Tensor] = {}  # lent to the reducer
+        self.open = False  # a pass is under way
+        self._queued = False  # autograd will close the pass
+        self._failed = False
+        self.blocked = ""  # why nothing may be trained now (EMA.applied)
+        self._factor = self.scale = 1.0
+        self._added: set[int] = set()
+        self.accumulated = False  # something was reduced since the last step
+        self.norm_ready = False
+        self.one_gradient = False  # a parameter may not get a second one in a pass ("deterministic": "layout")
+        self.boundary = True  # the pass now open is the last of its step: make the norm
+        self._handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._params)]
+
+    @property
+    def left_behind(self) -> bool:
+        """True if this rank has gradients that no pass has taken."""
+        return self._kept or bool(self._late)
+
+    # ---- a backward --------------------------------------------------------------------------------------------------
+    def run(self, backward: Callable[[], None], boundary: bool, scale: float) -> None:
+        """One pass around `backward()` of a loss that was multiplied by `scale`. Collective. If it raises, the pass
+        stays open and everything but `discard` refuses."""
+        self.check()
+        self.scale = scale
+        self.begin_pass(boundary)
+        before, GradientHooks._running = GradientHooks._running, self
+        try:
+            backward()
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            GradientHooks._running = before
+        self.end_pass()
+
+    def watch(self, outputs: Any) -> None:
+        """Finds the outermost backward through these outputs of the model, should nobody say when it ends."""
+        if torch._C._current_graph_task_id() == -1 and self._queued and not self.open:
+            self._queued = False  # of a backward that raised before it had a gradient
+        if torch._C._are_functorch_transforms_active():
+            return
+        for t in _tensors(outputs):
+            if t.grad_fn is not None:
+                t.register_hook(self._on_output)
+
+    def _on_output(self, _: torch.Tensor) -> None:
+        if self.synchronising and GradientHooks._running is not self:
+            self._close_at_end()
+
+    def _close_at_end(self) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        self._queued = False
+        if self.open:
+            self.end_pass()
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(p: torch.Tensor) -> None:
+            if self.synchronising:
+                self._take(index, p)
+            else:
+                self._kept = True
+
+        return hook
+
+    def _take(self, index: int, p: torch.Tensor) -> None:
+        if not self.open:
+            boundary, factor = self._bare(GradientHooks._running)
+            self.begin_pass(boundary, factor)
+            self._close_at_end()
+        grad, p.grad = p.grad, None  # autograd must not add to what the reducer reads
+        grad = _dense(grad)  # type: ignore[arg-type]  # autograd has just accumulated it: it is not None
+        if self._factor != 1.0:
+            grad = grad * self._factor
+        if (late := self._late.pop(index, None)) is not None:
+            grad = grad + late
+        if index in self._added:
+            if self.one_gradient:
+                raise UnsupportedError(
+                    f"'{self._state.names[index]}' got two gradients in one backward (a module that is used again under"
+                    ' reentrant checkpointing), and deepc.deterministic = "layout" adds one per micro-batch; use'
+                    " checkpoint(..., use_reentrant=False), or put the backward into engine.no_sync()"
+                )
+            self._late[index] = grad
+        else:
+            self._add(index, grad)
+
+    def _add(self, index: int, grad: torch.Tensor) -> None:
+        self._added.add(index)
+        self._held[index] = grad = grad.contiguous()
+        self._reducer.add(index, grad)
+        self._drop_released()
+
+    def _drop_released(self) -> None:
+        for i in self._reducer.released():
+            self._held.pop(i, None)
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+    def begin_pass(self, boundary: bool, factor: float = 1.0) -> None:
+        """Opens a pass; the first since the last step overwrites the accumulators."""
+        if self.blocked:
+            raise DeepcError(self.blocked)
+        self.open, self.boundary, self._factor = True, boundary, factor
+        self._added.clear()
+        self.norm_ready = False
+        self._reducer.begin(not self.accumulated, boundary)
+
+    def end_pass(self) -> None:
+        """Takes what earlier passes left, and reduces the rest (collective). Parameters without a gradient count as
+        zero, whichever rank lacks it."""
+        if self._kept:
+            self._kept = False
+            for i, p in enumerate(self._params):
+                if p.grad is not None:
+                    late, grad, p.grad = self._late.pop(i, None), _dense(p.grad), None
+                    self._late[i] = grad if late is None else late + grad
+        for i in [i for i in self._late if i not in self._added]:
+            self._add(i, self._late.pop(i))
+        self.open = False
+        self._reducer.finish()
+        self._held.clear()
+        self._drop_released()
+        self._added.clear()
+        self.accumulated = True
+        self.norm_ready = self.boundary
+
+    def flush(self) -> None:
+        """One more pass, for the gradients that some rank has left (collective)."""
+        self.begin_pass(True)
+        self.end_pass()
+
+    def check(self) -> None:
+        """Raises if a backward since the last step did not come to its end."""
+        if self.blocked:
+            raise DeepcError(self.blocked)
+        if self._failed or self.open or self._queued:
+            self._failed = True
+            raise DeepcError(
+                "a backward since the last step raised an error part way, so the gradients are incomplete. Call"
+                " engine.zero_grad() on every rank (it drops what was accumulated since the last step) and go on with a"
+                " new forward"
+            )
+
+    def discard(self) -> None:
+        """Drops all gradients since the last step (collective if a pass is open)."""
+        if self.open:
+            self.end_pass()
+        self._failed = self._queued = self._kept = False
+        self._late.clear()
+        for p in self._params:
+            p.grad = None
+        self.reset()
+
+    def reset(self) -> None:
+        """After a step: the next pass starts afresh."""
+        self.accumulated = self.norm_ready = False
+
+    def take_reducer(self, reducer: Reducer) -> None:
+        """Between two steps: gradients go there from now on."""
+        self._reducer = reducer
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient without history and, where it is sparse (nn.Embedding(sparse=True)), dense: buckets are, and so is the
+    update."""
+    grad = grad.detach() if grad.requires_grad else grad
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 4:
+        if isinstance(value, Mapping):
+            parts: Any = value.values()
+        elif isinstance(value, (list, tuple)):
+            parts = value
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, f.name, None) for f in fields(value)]
+        else:
+            return
+        for part in parts:
+            yield from _tensors(part, depth + 1)

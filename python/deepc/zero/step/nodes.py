@@ -1,0 +1,305 @@
+"""What crosses the network between CPU nodes: gradients after they were reduced inside the node, and the parameters
+that an owner has updated.
+
+A bucket is cut into one slice per local index and a slice into one part per node (group.py: part = local_rank * nodes +
+node). Inside the node the C core reduces this rank's slice where the gradients lie (comm/bucket.h, with a ring: the
+slice only waits there). Then the ranks of one local index exchange parts: each gets its own part from every node, adds
+them up in fp32 in node order, and is its owner. So every gradient crosses once per node, whichever the stage, all
+stages see equal bits, and buckets are on the network while backward goes on.
+
+ZeRO++ (Wang et al., arXiv:2306.10209) is a matter of the two codecs: qgZ sends parts of gradients as 4-bit blocks
+(quantised once, added in fp32; a rank's own part is not quantised), qwZ sends updated parameters as 8-bit blocks.
+Blocks are 64 elements, the alignment of a parameter in the flat space: no block mixes a norm's weights with a
+matrix's."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ...core import lib as _lib
+from ...core import memory
+from ...core.dtypes import code
+from ...core.lib import C, check
+from ...errors import UnsupportedError
+from ...plan.plan import RING, SLOTS, Plan
+from .reducer import CoreReducer, Tree
+
+if TYPE_CHECKING:
+    from ...comm.groups import MultiNodeGroup, _Sent
+    from ...core.codecs import Codec
+    from ...plan.layout import Layout
+
+_COLOR = 7  # where the buffers start within 2 MiB, see state.py
+
+
+class Plain:
+    """No compression: elements in `dtype`, with the interface of compress.py's codecs. fp16 travels as 1/`shares`: what
+    is sent is a sum of so many gradients, each within fp16's range, and the sum need not be."""
+
+    def __init__(self, dtype: torch.dtype, shares: int = 1) -> None:
+        self.dtype, self.shares = dtype, shares if dtype == torch.float16 else 1
+
+    def nbytes(self, n: int) -> int:
+        return n * self.dtype.itemsize
+
+    def encode(self, payload: torch.Tensor, x: torch.Tensor) -> None:
+        payload.view(self.dtype).copy_(x if self.shares == 1 else x / self.shares)
+
+    def decode_add(self, acc: torch.Tensor, payload: torch.Tensor, scale: float) -> None:
+        acc.add_(payload.view(self.dtype), alpha=scale * self.shares)
+
+
+def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1) -> Plain | Codec:
+    """The codec of a plan's `gradients_as` or `parameters_as`: Plain(dtype, shares), or "int4" or "int8" in blocks."""
+    if not quantized:
+        return Plain(dtype, shares)
+    from ...core.codecs import Int4Blocks, Int8Blocks
+
+    return Int4Blocks(block=64) if quantized == "int4" else Int8Blocks(block=64)
+
+
+class NodesReducer(CoreReducer):
+    """The reducer of several nodes. The interface of reduce.py, and `publish`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: MultiNodeGroup,
+        acc: torch.Tensor,
+        partial: torch.Tensor,
+        wire: torch.dtype,
+        pre_scale: float,
+    ) -> None:
+        self._plan, self._group, self._acc, self._partial = plan, group, acc, partial
+        self._nodes, self._here = plan.nodes, plan.part % plan.nodes
+        self._none = torch.empty(0, dtype=torch.float64)
+        # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded
+        # and is pushed (determinism.py).
+        self.tree = Tree(acc, plan.gradient_buffers) if plan.gradient_buffers else None
+        self._codec = codec_for(plan.gradients_as, plan.crossing_dtype or plan.dtype, plan.ranks_per_node)
+        self._whole = (
+            isinstance(self._codec, Plain) and self._codec.shares == 1
+        )  # a slice is cast and added up in one call each
+        # straight: not even cast, slices go as they lie
+        self._straight = self._whole and isinstance(self._codec, Plain) and self._codec.dtype == torch.float32
+        per_slice = plan.layout.bucket_elems // plan.ranks_per_node
+        self._slots = memory.zeros(RING * per_slice, torch.float32, _COLOR).view(RING, -1)
+        room = self._nodes * self._codec.nbytes(plan.layout.bucket_elems // plan.world)
+        self._in = memory.zeros(RING * room, torch.uint8, _COLOR + 1).view(RING, -1)
+        self._out = None if self._straight else memory.zeros(RING * room, torch.uint8, _COLOR + 2).view(RING, -1)
+        self._under_way: collections.deque[Any] = collections.deque()
+        self._launched = self._taken = 0
+        self._assign = self._norm = self._unsettled = False
+        comm = group.open_comm("buckets", plan.layout.bucket_elems * max(wire.itemsize, plan.dtype.itemsize), SLOTS)
+        self._keep = (plan.node_layout, comm, self._slots)  # borrowed by the C side
+        self._make(
+            _lib.ReducerConfig(
+                comm=comm.handle,
+                layout=cast("Layout", plan.node_layout).handle,
+                dtype=code(wire),
+                own_all=0,
+                rank=group.local_rank,
+                ring=RING,
+                tree=int(self.tree is not None),
+                pre_scale=pre_scale,
+                pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize,
+                acc=self._slots.data_ptr(),
+                partial=None,
+            )
+        )
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    def begin(self, assign: bool, norm: bool) -> None:
+        if self.tree is not None:
+            self.tree.check(assign)
+        self._assign, self._norm = assign, norm
+        self._launched = self._taken = 0
+        super().begin(True, False)
+        if self.tree is not None:
+            self.tree.begin(assign)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        with self._group.node_errors():
+            super().add(index, grad)
+        self._advance()
+
+    def finish(self) -> None:
+        while True:
+            if self._launched - self._taken == RING:
+                self._take_oldest()
+            with self._group.node_errors():
+                super().finish()
+            self._advance()
+            if not C.dc_reducer_in_pass(self.handle):
+                break
+        while self._under_way:
+            self._take_oldest()
+        self._unsettled = self._plan.own_all
+        if self.tree is not None:
+            self.tree.end(self._plan.world, self._norm)
+        if self._norm:
+            self.settle()
+            self._partial.copy_(torch.ops.deepc.norm_squared(self._acc))
+
+    def settle(self) -> None:
+        """Stage 0: every rank gets the sums that others own. Collective."""
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        pending: collections.deque[Any] = collections.deque()
+        for b in range(self._plan.layout.nbuckets):
+            at, part, m = self._part(b)
+            if len(pending) == RING:
+                pending.popleft().wait()
+            pending.append(
+                self._group.collect(
+                    self._acc[at : at + self._nodes * m], self._acc[part : part + m].clone(), "gradients"
+                )
+            )
+        for sent in pending:
+            sent.wait()
+        self._inside(self._acc)
+
+    def sums(self, begin: int, length: int) -> torch.Tensor:
+        if self.tree is None:
+            return super().sums(begin, length)
+        if self._plan.own_all and not self.tree.closed:
+            raise UnsupportedError(
+                "gradients at stage 0 over several nodes can be read after the step's last micro-batch only with"
+                ' deepc.deterministic = "layout"; use stage 1, 2 or 3, or ask later'
+            )
+        return self.tree.sums(begin, length)
+
+    def _advance(self) -> None:
+        """Sends the slices that are ready inside the node, and takes the parts that have arrived. Does not wait."""
+        with self._group.node_errors():
+            check(C.dc_reducer_reduced(self.handle, self._count_ref))
+        ready = self._count.value
+        while self._launched < ready:
+            self._send(self._launched)
+            self._launched += 1
+        while self._under_way and self._under_way[0][1].done():
+            self._take_oldest()
+
+    def _part(self, b: int) -> tuple[int, int, int]:
+        """(start of this rank's slice of bucket b in the flat space, start of its part there, elements of a part)."""
+        begin, end = self._plan.layout.bucket(b)
+        m = (end - begin) // self._plan.world
+        at = begin + self._group.local_rank * self._nodes * m
+        return at, at + self._here * m, m
+
+    def _send(self, b: int) -> None:
+        m = self._part(b)[2]
+        k, size = b % RING, self._codec.nbytes(m)
+        slot = self._slots[k, : self._nodes * m]
+        received = self._in[k, : self._nodes * size]
+        if self._straight:
+            payload = slot.view(torch.uint8)
+        else:
+            payload = cast(torch.Tensor, self._out)[k, : self._nodes * size]
+            if self._whole:
+                self._codec.encode(payload, slot)
+            else:
+                for n in range(self._nodes):
+                    if n != self._here:
+                        self._codec.encode(payload[n * size : (n + 1) * size], slot[n * m : (n + 1) * m])
+        self._under_way.append((b, self._group.exchange(received, payload, "gradients")))
+
+    def _take_oldest(self) -> None:
+        """Waits for the parts of the oldest bucket under way and adds them to the accumulator."""
+        b, sent = self._under_way.popleft()
+        sent.wait()
+        _, part, m = self._part(b)
+        k, size = b % RING, self._codec.nbytes(m)
+        start = part if self._plan.own_all else self._plan.slices[b].shard_begin
+        target, received = self._acc[start : start + m], self._in[k, : self._nodes * size]
+        if self.tree is not None:
+            self.tree.push(
+                start,
+                list(received.view(torch.float32).view(self._nodes, m)),
+                self.tree.leaves // self._plan.ranks_per_node,
+                self._norm,
+            )
+        elif self._whole:
+            parts = received.view(cast(Plain, self._codec).dtype).view(self._nodes, m)
+            torch.ops.deepc.accumulate_tensors(target, list(parts), self._assign, self._none)
+        else:
+            if self._assign:
+                target.zero_()
+            for n in range(self._nodes):
+                if n == self._here:
+                    torch.ops.deepc.accumulate_tensors(target, [self._slots[k, n * m : (n + 1) * m]], False, self._none)
+                else:
+                    self._codec.decode_add(target, received[n * size : (n + 1) * size], 1.0)
+        self._taken += 1
+        check(C.dc_reducer_give_back(self.handle, self._taken))
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+    def publish(self, flat: torch.Tensor, master: torch.Tensor | None, resident: bool) -> None:
+        """Makes `flat` whole on every node: the owners' slices cross once per node. With qwZ they are made from
+        `master` and every node, the owner's too, gets the dequantised values, so that all nodes hold equal bits.
+        resident: `flat` is node-shared and a fence of the node is the caller's; otherwise the ranks of the node
+        complete their replicas. Collective."""
+        codec = codec_for(self._plan.parameters_as, flat.dtype)
+        pending: collections.deque[Any] = collections.deque()
+        for b in range(self._plan.layout.nbuckets):
+            if len(pending) == RING:
+                self._arrived(flat, codec, *pending.popleft())
+            pending.append((b, *self._offer(flat, master, codec, b)))
+        while pending:
+            self._arrived(flat, codec, *pending.popleft())
+        if not resident:
+            self._inside(flat)
+
+    def _offer(
+        self, flat: torch.Tensor, master: torch.Tensor | None, codec: Plain | Codec, b: int
+    ) -> tuple[_Sent, torch.Tensor | None]:
+        at, part, m = self._part(b)
+        if isinstance(codec, Plain):
+            return (
+                self._group.collect(flat[at : at + self._nodes * m], flat[part : part + m].clone(), "parameters"),
+                None,
+            )
+        mine = torch.empty(codec.nbytes(m), dtype=torch.uint8)
+        everyone = torch.empty(self._nodes * mine.numel(), dtype=torch.uint8)
+        shard = self._plan.slices[b].shard_begin
+        codec.encode(mine, cast(torch.Tensor, master)[shard : shard + m])
+        return self._group.collect(everyone, mine, "parameters"), everyone
+
+    def _arrived(
+        self, flat: torch.Tensor, codec: Plain | Codec, b: int, sent: _Sent, everyone: torch.Tensor | None
+    ) -> None:
+        sent.wait()
+        if everyone is None:
+            return
+        at, _, m = self._part(b)
+        for n, payload in enumerate(everyone.view(self._nodes, -1)):
+            cast("Codec", codec).decode(flat[at + n * m : at + (n + 1) * m], payload)
+
+    def _inside(self, flat: torch.Tensor) -> None:
+        """Completes the node's replicas from its ranks' slices."""
+        if self._plan.ranks_per_node > 1:
+            with self._group.node_errors():
+                self.gather(flat)
+
+    def close(self) -> None:
+        self._under_way.clear()
+        super().close()
+
+    __del__ = close
+
+
+def published(plan: Plan, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `publish` makes of this rank's masters: [owned], in the dtype of the parameters."""
+    if not plan.parameters_as:
+        return master.to(dtype)
+    codec, out = codec_for(plan.parameters_as, dtype), torch.empty(master.numel(), dtype=dtype)
+    for own in plan.slices:
+        piece = slice(own.shard_begin, own.shard_begin + own.length)
+        payload = torch.empty(codec.nbytes(own.length), dtype=torch.uint8)
+        codec.encode(payload, master[piece])
+        cast("Codec", codec).decode(out[piece], payload)
+    return out

@@ -1,0 +1,369 @@
+"""The optimizer of an engine: hyper-parameters where users and LR schedulers expect them, states in the rank's shard.
+
+`ShardedOptimizer.param_groups` hold the model's own parameters; the update runs on this rank's share of the flat space.
+Adam and AdamW run in C (one pass: unscale, clip, decay, moments, master, 16-bit write-back); other elementwise torch
+optimizers run on views of the shard.
+"""
+
+from __future__ import annotations
+
+import ctypes  # noqa: F401
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from ...config.keys import ELEMENTWISE
+from ...core import memory  # noqa: F401
+from ...core.dtypes import code
+from ...core.lib import AdamWArgs, C, check
+from ...errors import ConfigError, UnsupportedError
+from ...optim.adamw import AdamW
+from ...plan.layout import Segment
+from ..state import ModelState
+from .tree import LayoutOrder
+
+
+def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
+    """True if `optimizer` is Adam or AdamW, torch's or ours, with options that the C step has."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not isinstance(optimizer, AdamW):
+        return False
+    return not any(g.get("differentiable") for g in optimizer.param_groups)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Wraps `base` (any torch.optim.Optimizer over the model's parameters): shares its param_groups, so schedulers made
+    for either act on both."""
+
+    def __init__(self, base: torch.optim.Optimizer, *, allow_untested: bool, stage: int) -> None:
+        # Not Optimizer.__init__: param_groups are base's own list objects, already validated there.
+        self.base = base
+        self.defaults = base.defaults
+        self.param_groups = base.param_groups
+        self.core = takes_core_path(base)
+        self._state: ModelState  # from attach on
+        self._steps = 0
+        self._left_out: frozenset[int] = frozenset()
+        self.overflow = False
+        self.loss_scale = 1.0
+        name = type(base).__name__
+        if isinstance(base, torch.optim.SparseAdam):
+            raise UnsupportedError(
+                "SparseAdam updates only the rows that a batch touched, and takes sparse gradients; the engine reduces "
+                "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
+                "their momentum alone); nn.Embedding(sparse=True) may stay"
+            )
+        if not self.core and stage > 0 and name not in ELEMENTWISE and not allow_untested:
+            raise ConfigError(
+                f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"
+                f" {', '.join(sorted(ELEMENTWISE))} treat each element alone. Set zero_allow_untested_optimizer: true"
+                " if yours does, or use stage 0."
+            )
+        self._hook_tables()
+
+    def check_layout(self) -> None:
+        """Raises if the update of an element could depend on where its shard ends ("deterministic": "layout")."""
+        LayoutOrder.check_optimizer(type(self.base).__name__, self.core)
+
+    def _hook_tables(self: torch.optim.Optimizer) -> None:
+        from collections import OrderedDict
+
+        for name in (
+            "_optimizer_step_pre_hooks",
+            "_optimizer_step_post_hooks",
+            "_optimizer_state_dict_pre_hooks",
+            "_optimizer_state_dict_post_hooks",
+            "_optimizer_load_state_dict_pre_hooks",
+            "_optimizer_load_state_dict_post_hooks",
+        ):
+            setattr(self, name, OrderedDict())
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+    @property
+    def moments(self) -> int:
+        """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
+        return 3 if self.core and any(g.get("amsgrad") for g in self.param_groups) else 2
+
+    def attach(self, state: ModelState, group_of: list[int]) -> None:
+        """Binds the update to this rank's share. group_of[i]: param group of flat parameter i."""
+        self._state, self._group_of = state, group_of
+        if self.core:
+            self._attach_core()
+        else:
+            self._attach_torch()
+
+    def _attach_core(self) -> None:
+        st = self._state
+        owned = st.plan.owned_elems
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if self.moments == 3 else [])
+        self.states: dict[str, torch.Tensor] = {n: st.zeros(owned, torch.float32, n) for n in names}
+        self._make_args(names)
+
+    def _make_args(self, names: list[str]) -> None:
+        """The stretches that the C step walks, without those of parameters that are left out."""
+        st = self._state
+        self._runs = [
+            r for r in st.runs([-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]) if r[0] >= 0
+        ]
+        target = st.flat_host if st.flat_host is not None else st.flat
+        if st.state_device.type != "cpu":
+            return
+        self._args = (AdamWArgs * max(1, len(self._runs)))()
+        for a, (g, flat, own, n) in zip(self._args, self._runs):
+            master, lowp = st.master, st.master is not None
+            direct = (
+                not st.plan.parameters_as
+            )  # else the engine makes the parameters from the masters when it publishes them
+            a.param = master.data_ptr() + 4 * own if master is not None else target.data_ptr() + 4 * flat
+            a.grad = st.acc.data_ptr() + 4 * own
+            a.exp_avg, a.exp_avg_sq = (self.states[k].data_ptr() + 4 * own for k in names[:2])
+            if self.param_groups[g].get("amsgrad"):
+                a.max_exp_avg_sq = self.states["max_exp_avg_sq"].data_ptr() + 4 * own
+            if lowp and direct:
+                a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * flat, code(target.dtype)
+            a.n = n
+            a.param_dtype = a.grad_dtype = a.state_dtype = code(torch.float32)
+
+    def _attach_torch(self) -> None:
+        """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
+        st = self._state
+        groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
+        self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
+        for s in st.plan.segments:
+            source = (
+                st.master[s.shard_begin : s.shard_begin + s.length]
+                if st.master is not None
+                else st.flat[s.flat_begin : s.flat_begin + s.length]
+            )
+            grad = st.acc[s.shard_begin : s.shard_begin + s.length]
+            if (
+                s.length == st.plan.layout.numels[s.param]
+            ):  # whole: keep its shape (optimizers that look at it stay right)
+                shape = st.trained[s.param].shape
+                source, grad = source.view(shape), grad.view(shape)
+            shard = torch.nn.Parameter(source)
+            shard.grad = grad
+            groups[self._group_of[s.param]].append(shard)
+            self._shards.append((s, shard))
+        # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code
+        # see them.
+        self._twin = type(self.base)(
+            [
+                {**{k: v for k, v in g.items() if k != "params"}, "params": ps}
+                for g, ps in zip(self.param_groups, groups)
+            ],
+            **{k: v for k, v in self.base.defaults.items() if k in _init_arguments(type(self.base))},
+        )
+
+    def follow_state(self) -> None:
+        """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have
+        stayed."""
+        if self.core:
+            self._make_args(list(self.states))
+            return
+        for s, shard in self._shards:
+            shard.data = self._state.piece(s).view(shard.shape)
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        """These parameters (flat indices) are not updated until the next call: somebody froze them after initialize.
+        The same on all ranks."""
+        if indices == self._left_out:
+            return
+        self._left_out = indices
+        if self.core:
+            self._make_args(list(self.states))
+
+    # ---- the update --------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def update(self, grad_scale: float) -> None:
+        """One step on this rank's share; `grad_scale` multiplies every accumulated gradient."""
+        self._steps += 1
+        if not self.core:
+            self._update_torch(grad_scale)
+        elif self._state.state_device.type == "cpu":
+            self._update_host(grad_scale)
+        else:
+            self._update_device(grad_scale)
+
+    def _update_host(self, grad_scale: float) -> None:
+        groups = [
+            (
+                float(g["lr"]),
+                float(g["betas"][0]),
+                float(g["betas"][1]),
+                float(g["eps"]),
+                float(g["weight_decay"]),
+                -grad_scale if g.get("maximize") else grad_scale,
+                1 if _decoupled(self.base, g) else 0,
+            )
+            for g in self.param_groups
+        ]
+        for a, (g, _, _, _) in zip(self._args, self._runs):
+            a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, a.flags = groups[g]
+            a.step = self._steps
+        check(C.dc_adamw(self._args, len(self._runs)))
+        if self._state.flat_host is not None:  # offloaded: the new parameters go back to the device
+            for s in self._state.plan.slices:
+                part = slice(s.flat_begin, s.flat_begin + s.length)
+                self._state.flat[part].copy_(self._state.flat_host[part])
+
+    def _update_device(self, grad_scale: float) -> None:
+        st = self._state
+        for index, g in enumerate(self.param_groups):
+            runs = [
+                (slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index
+            ]
+            if not runs:
+                continue
+            master, lowp = st.master, st.master is not None
+            torch.ops.deepc.step_adamw(
+                [st.flat[f] if master is None else master[o] for f, o in runs],
+                [st.acc[o] for _, o in runs],
+                [self.states["exp_avg"][o] for _, o in runs],
+                [self.states["exp_avg_sq"][o] for _, o in runs],
+                [self.states["max_exp_avg_sq"][o] for _, o in runs] if g.get("amsgrad") else [],
+                [st.flat[f] for f, _ in runs] if lowp else [],
+                float(g["lr"]),
+                float(g["betas"][0]),
+                float(g["betas"][1]),
+                float(g["eps"]),
+                float(g["weight_decay"]),
+                -grad_scale if g.get("maximize") else grad_scale,
+                self._steps,
+                _decoupled(self.base, g),
+            )
+
+    def _update_torch(self, grad_scale: float) -> None:
+        st = self._state
+        if grad_scale != 1.0:
+            torch.ops.deepc.scale_tensor(st.acc, grad_scale)
+        for mine, twin in zip(self.param_groups, self._twin.param_groups):
+            twin.update({k: v for k, v in mine.items() if k != "params"})
+        left_out = [(shard, shard.grad) for s, shard in self._shards if s.param in self._left_out]
+        for shard, _ in left_out:
+            shard.grad = None
+        self._twin.step()
+        for shard, grad in left_out:
+            shard.grad = grad
+        if st.master is not None and not st.plan.parameters_as:
+            for s, shard in self._shards:
+                st.flat[s.flat_begin : s.flat_begin + s.length].copy_(shard.data.view(-1))
+
+    # ---- what users call ---------------------------------------------------------------------------------------------
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # not how a step is made here
+        raise UnsupportedError(
+            "call engine.step(), not optimizer.step(): the engine reduces, unscales and clips before the update"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients live in the engine's accumulators; this drops what users left in `.grad`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # torch has a plain attribute; these are its own, of the base
+        return self.base.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_state", None) is not None:
+            raise UnsupportedError(
+                "param groups can't be added after deepc.initialize: the flat space is laid out; pass all groups to"
+                " initialize"
+            )
+        self.base.add_param_group(param_group)
+
+    # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
+    def owned_states(self) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+        """Yields (state name, segment, 1-D view of this rank's part) for every optimizer state tensor."""
+        if self.core:
+            for name, owned in self.states.items():
+                for s, view in self._state.owned_views(owned):
+                    yield name, s, view
+            return
+        for s, shard in self._shards:
+            for name, value in self._twin.state.get(shard, {}).items():
+                if torch.is_tensor(value) and value.numel() == s.length and value.dim() > 0:
+                    yield name, s, value.view(-1)
+
+    def torch_state_names(self) -> list[str]:
+        """Names of the per-element states of a torch optimizer (empty for the C path)."""
+        return [] if self.core else sorted({n for n, _, _ in self.owned_states()})
+
+    def prepare_states(self, names: list[str]) -> None:
+        """Before loading into a fresh torch optimizer: creates its per-element states, zeroed."""
+        if self.core:
+            return
+        for _, shard in self._shards:
+            for name in names:
+                self._twin.state[shard].setdefault(name, torch.zeros_like(shard.data))
+
+    def hyper_state(self) -> dict[str, Any]:
+        """JSON-able: step count, hyper-parameters per group, scalar states of a torch optimizer."""
+        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
+        scalars = {}
+        if not self.core and self._shards:
+            first = self._twin.state.get(self._shards[0][1], {})
+            scalars = {
+                k: float(v)
+                for k, v in first.items()
+                if (torch.is_tensor(v) and v.numel() == 1 and v.dim() == 0) or isinstance(v, (int, float))
+            }
+        return {"type": type(self.base).__name__, "step": self._steps, "param_groups": groups, "scalars": scalars}
+
+    def load_hyper_state(self, saved: dict[str, Any]) -> None:
+        if len(saved["param_groups"]) != len(self.param_groups):
+            raise ConfigError(
+                f"the checkpoint has {len(saved['param_groups'])} param groups and this optimizer"
+                f" {len(self.param_groups)}"
+            )
+        self._steps = saved["step"]
+        for mine, theirs in zip(self.param_groups, saved["param_groups"]):
+            for k, v in theirs.items():
+                mine[k] = tuple(v) if isinstance(v, list) else v
+        if not self.core:
+            for _, shard in self._shards:
+                for k, v in saved["scalars"].items():
+                    self._twin.state[shard][k] = torch.tensor(v)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: hyper-parameters and its shards. Whole states are written by engine.save_checkpoint."""
+        return {
+            "hyper": self.hyper_state(),
+            "owned": {
+                f"{n}/{self._state.names[s.param]}@{s.param_begin}": v.clone() for n, s, v in self.owned_states()
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.load_hyper_state(state_dict["hyper"])
+        self.prepare_states(sorted({k.split("/", 1)[0] for k in state_dict["owned"]}))
+        for n, s, view in self.owned_states():
+            key = f"{n}/{self._state.names[s.param]}@{s.param_begin}"
+            if key not in state_dict["owned"]:
+                raise ConfigError(
+                    f"the state_dict has no '{key}': it was made with another stage or number of ranks; use"
+                    " engine.load_checkpoint"
+                )
+            view.copy_(state_dict["owned"][key])
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.base!r})"
+
+
+def _decoupled(base: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    return isinstance(base, torch.optim.AdamW)
+
+
+def _plain(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _init_arguments(kind: type) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]  # of the class, not of an instance
