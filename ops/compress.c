@@ -7,48 +7,46 @@
 
 enum { MIN_BLOCK = 64, MAX_BLOCK = 1 << 20 };
 
-static int get_table(const dc__ops **ops) {
-  DC_TRY(dc_isa_current(NULL));
-  *ops = dc__ops_get();
-  return DC_OK;
-}
-
-static int64_t blocks_of(int64_t block, int64_t n) { return (n + block - 1) / block; }
-static int64_t round4(int64_t bytes) { return (bytes + 3) & ~(int64_t)3; }
+static int64_t compress_blocks(int64_t block, int64_t n) { return (n + block - 1) / block; }
+static int64_t compress_round4(int64_t bytes) { return (bytes + 3) & ~(int64_t)3; }
 
 /* A thread's share: whole blocks, about 256 Ki elements of 4 to 8 bytes. */
-static int64_t share_of(int64_t block) { return blocks_of(block, (int64_t)256 << 10) * block; }
+static int64_t compress_share(int64_t block) { return compress_blocks(block, (int64_t)256 << 10) * block; }
 
-static int check_block(int64_t block, int64_t most) {
+static int compress_check_block(int64_t block, int64_t most) {
   if (block >= MIN_BLOCK && block <= most && block % MIN_BLOCK == 0) return DC_OK;
   return DC_FAIL(DC_E_INVALID, "block = %lld; it must be a multiple of %d from %d to %lld", (long long)block,
                  (int)MIN_BLOCK, (int)MIN_BLOCK, (long long)most);
 }
 
-static int check_payload(const void *payload, int64_t bytes, const void *x, int dt, int64_t n, const char *what) {
+static int compress_check_payload(const void *payload, int64_t bytes, const void *x, int dt, int64_t n,
+                                  const char *what) {
   DC_TRY(check_low(dt, what));
   DC_TRY(check_array(payload, sizeof(float), n, "payload"));
-  DC_TRY(check_array(x, dc_dtype_size(dt), n, what));
-  if (n > 0 && overlap(payload, bytes, x, bytes_of(dt, n)))
+  DC_TRY(check_array(x, check_size(dt), n, what));
+  if (n > 0 && check_overlap(payload, bytes, x, check_bytes(dt, n)))
     return DC_FAIL(DC_E_INVALID, "payload and %s overlap", what);
   return DC_OK;
 }
 
-static int check_error(const void *payload, int64_t bytes, const void *x, int dt, const float *error, int64_t n) {
+static int compress_check_error(const void *payload, int64_t bytes, const void *x, int dt, const float *error,
+                                int64_t n) {
   if (!error || n == 0) return DC_OK;
   DC_TRY(check_array(error, sizeof *error, n, "error"));
-  if (overlap(error, bytes_of(DC_F32, n), x, bytes_of(dt, n))) return DC_FAIL(DC_E_INVALID, "error and x overlap");
-  if (overlap(error, bytes_of(DC_F32, n), payload, bytes)) return DC_FAIL(DC_E_INVALID, "error and payload overlap");
+  if (check_overlap(error, check_bytes(DC_F32, n), x, check_bytes(dt, n)))
+    return DC_FAIL(DC_E_INVALID, "error and x overlap");
+  if (check_overlap(error, check_bytes(DC_F32, n), payload, bytes))
+    return DC_FAIL(DC_E_INVALID, "error and payload overlap");
   return DC_OK;
 }
 
 /* ---- blockwise quantisation -------------------------------------------------------------------------------------- */
 int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes) {
   if (bits != 8 && bits != 4 && bits != 1) return DC_FAIL(DC_E_INVALID, "bits = %d; there are 8, 4 and 1", bits);
-  DC_TRY(check_block(block, MAX_BLOCK));
+  DC_TRY(compress_check_block(block, MAX_BLOCK));
   DC_TRY(check_count(n));
   if (!bytes) return DC_FAIL(DC_E_INVALID, "bytes is NULL");
-  *bytes = 4 * blocks_of(block, n) + round4((n * bits + 7) / 8);
+  *bytes = 4 * compress_blocks(block, n) + compress_round4((n * bits + 7) / 8);
   return DC_OK;
 }
 
@@ -67,10 +65,10 @@ typedef struct quant_job {
 static int quant_open(quant_job *j, const uint8_t *payload, int bits, int64_t block, const void *x, int dt, int64_t n,
                       int64_t *bytes, const char *what) {
   DC_TRY(dc_quantize_bytes(bits, block, n, bytes));
-  DC_TRY(check_payload(payload, *bytes, x, dt, n, what));
-  DC_TRY(get_table(&j->ops));
+  DC_TRY(compress_check_payload(payload, *bytes, x, dt, n, what));
+  DC_TRY(dc__ops_table(&j->ops));
   j->scales = (float *)(uintptr_t)payload;
-  j->codes = (uint8_t *)(uintptr_t)payload + 4 * blocks_of(block, n);
+  j->codes = (uint8_t *)(uintptr_t)payload + 4 * compress_blocks(block, n);
   j->bits = bits, j->dt = dt, j->block = block, j->x = (char *)(uintptr_t)x;
   return DC_OK;
 }
@@ -79,7 +77,7 @@ static void quantize_range(int64_t begin, int64_t end, void *ctx) {
   const quant_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->quantize(j->codes + begin * j->bits / 8, j->scales + begin / j->block, j->bits, j->block,
-                   j->x + bytes_of(j->dt, begin), j->dt, j->error ? j->error + begin : NULL, end - begin);
+                   j->x + check_bytes(j->dt, begin), j->dt, j->error ? j->error + begin : NULL, end - begin);
   fp_leave(fp);
 }
 
@@ -87,19 +85,19 @@ int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt
   quant_job j = {.error = error};
   int64_t bytes;
   DC_TRY(quant_open(&j, payload, bits, block, x, dt, n, &bytes, "x"));
-  DC_TRY(check_error(payload, bytes, x, dt, error, n));
+  DC_TRY(compress_check_error(payload, bytes, x, dt, error, n));
   dc__count(DC_COUNTER_quantize_calls, 1);
   if (n == 0) return DC_OK;
-  for (int64_t i = (n * bits + 7) / 8; i < round4((n * bits + 7) / 8); i++) j.codes[i] = 0;
-  dc_parallel_for(n, share_of(block), quantize_range, &j);
+  for (int64_t i = (n * bits + 7) / 8; i < compress_round4((n * bits + 7) / 8); i++) j.codes[i] = 0;
+  dc_parallel_for(n, compress_share(block), quantize_range, &j);
   return DC_OK;
 }
 
 static void dequantize_range(int64_t begin, int64_t end, void *ctx) {
   const quant_job *j = ctx;
   const unsigned fp = fp_enter();
-  j->ops->dequantize(j->x + bytes_of(j->dt, begin), j->dt, j->codes + begin * j->bits / 8, j->scales + begin / j->block,
-                     j->bits, j->block, end - begin);
+  j->ops->dequantize(j->x + check_bytes(j->dt, begin), j->dt, j->codes + begin * j->bits / 8,
+                     j->scales + begin / j->block, j->bits, j->block, end - begin);
   fp_leave(fp);
 }
 
@@ -108,7 +106,7 @@ int dc_dequantize(void *out, int dt, const uint8_t *payload, int bits, int64_t b
   int64_t bytes;
   DC_TRY(quant_open(&j, payload, bits, block, out, dt, n, &bytes, "out"));
   dc__count(DC_COUNTER_dequantize_calls, 1);
-  if (n > 0) dc_parallel_for(n, share_of(block), dequantize_range, &j);
+  if (n > 0) dc_parallel_for(n, compress_share(block), dequantize_range, &j);
   return DC_OK;
 }
 
@@ -125,24 +123,24 @@ int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t bloc
   int64_t bytes;
   DC_TRY(quant_open(&j, payload, bits, block, acc, DC_F32, n, &bytes, "acc"));
   dc__count(DC_COUNTER_dequantize_calls, 1);
-  if (n > 0) dc_parallel_for(n, share_of(block), dequantize_add_range, &j);
+  if (n > 0) dc_parallel_for(n, compress_share(block), dequantize_add_range, &j);
   return DC_OK;
 }
 
 /* ---- top-k ------------------------------------------------------------------------------------------------------- */
 /* Chosen elements in all. */
-static int64_t chosen_of(int64_t block, int64_t k, int64_t n) {
+static int64_t topk_chosen(int64_t block, int64_t k, int64_t n) {
   const int64_t rest = n % block;
   return n / block * k + (rest < k ? rest : k);
 }
 
 int dc_topk_bytes(int64_t block, int64_t k, int64_t n, int64_t *bytes) {
-  DC_TRY(check_block(block, DC_TOPK_BLOCK_MAX));
+  DC_TRY(compress_check_block(block, DC_TOPK_BLOCK_MAX));
   if (k < 1 || k > block)
     return DC_FAIL(DC_E_INVALID, "k = %lld; it must be from 1 to the block of %lld", (long long)k, (long long)block);
   DC_TRY(check_count(n));
   if (!bytes) return DC_FAIL(DC_E_INVALID, "bytes is NULL");
-  *bytes = round4(chosen_of(block, k, n) * 6);
+  *bytes = compress_round4(topk_chosen(block, k, n) * 6);
   return DC_OK;
 }
 
@@ -160,10 +158,10 @@ typedef struct topk_job {
 static int topk_open(topk_job *j, const uint8_t *payload, int64_t block, int64_t k, const void *x, int dt, int64_t n,
                      int64_t *bytes, const char *what) {
   DC_TRY(dc_topk_bytes(block, k, n, bytes));
-  DC_TRY(check_payload(payload, *bytes, x, dt, n, what));
-  DC_TRY(get_table(&j->ops));
+  DC_TRY(compress_check_payload(payload, *bytes, x, dt, n, what));
+  DC_TRY(dc__ops_table(&j->ops));
   j->values = (float *)(uintptr_t)payload;
-  j->index = (uint16_t *)(j->values + chosen_of(block, k, n));
+  j->index = (uint16_t *)(j->values + topk_chosen(block, k, n));
   j->block = block, j->k = k, j->n = n, j->x = (char *)(uintptr_t)x, j->dt = dt;
   return DC_OK;
 }
@@ -172,8 +170,8 @@ static void topk_range(int64_t begin, int64_t end, void *ctx) {
   const topk_job *j = ctx;
   const int64_t at = begin / j->block * j->k;
   const unsigned fp = fp_enter();
-  j->ops->topk(j->values + at, j->index + at, j->x + bytes_of(j->dt, begin), j->dt, j->error ? j->error + begin : NULL,
-               j->block, j->k, end - begin);
+  j->ops->topk(j->values + at, j->index + at, j->x + check_bytes(j->dt, begin), j->dt,
+               j->error ? j->error + begin : NULL, j->block, j->k, end - begin);
   fp_leave(fp);
 }
 
@@ -181,16 +179,16 @@ int dc_topk(uint8_t *payload, int64_t block, int64_t k, const void *x, int dt, f
   topk_job j = {.error = error};
   int64_t bytes;
   DC_TRY(topk_open(&j, payload, block, k, x, dt, n, &bytes, "x"));
-  DC_TRY(check_error(payload, bytes, x, dt, error, n));
+  DC_TRY(compress_check_error(payload, bytes, x, dt, error, n));
   dc__count(DC_COUNTER_topk_calls, 1);
   if (n == 0) return DC_OK;
-  if (chosen_of(block, k, n) % 2) j.index[chosen_of(block, k, n)] = 0;
-  dc_parallel_for(n, share_of(block), topk_range, &j);
+  if (topk_chosen(block, k, n) % 2) j.index[topk_chosen(block, k, n)] = 0;
+  dc_parallel_for(n, compress_share(block), topk_range, &j);
   return DC_OK;
 }
 
 /* The payload came from elsewhere: an index is an address to write to. */
-static int check_indices(const topk_job *j) {
+static int topk_check_indices(const topk_job *j) {
   for (int64_t begin = 0; begin < j->n; begin += j->block) {
     const int64_t len = j->n - begin < j->block ? j->n - begin : j->block, take = len < j->k ? len : j->k;
     const uint16_t *index = j->index + begin / j->block * j->k;
@@ -206,10 +204,10 @@ static int check_indices(const topk_job *j) {
   return DC_OK;
 }
 
-static void spread_range(int64_t begin, int64_t end, void *ctx) {
+static void topk_spread_range(int64_t begin, int64_t end, void *ctx) {
   const topk_job *j = ctx;
   const unsigned fp = fp_enter();
-  memset(j->x + bytes_of(j->dt, begin), 0, (size_t)bytes_of(j->dt, end - begin));
+  memset(j->x + check_bytes(j->dt, begin), 0, (size_t)check_bytes(j->dt, end - begin));
   for (int64_t block = begin; block < end; block += j->block) {
     const int64_t len = end - block < j->block ? end - block : j->block, take = len < j->k ? len : j->k;
     const int64_t at = block / j->block * j->k;
@@ -222,9 +220,9 @@ int dc_topk_spread(void *out, int dt, const uint8_t *payload, int64_t block, int
   topk_job j = {0};
   int64_t bytes;
   DC_TRY(topk_open(&j, payload, block, k, out, dt, n, &bytes, "out"));
-  DC_TRY(check_indices(&j));
+  DC_TRY(topk_check_indices(&j));
   dc__count(DC_COUNTER_dequantize_calls, 1);
-  if (n > 0) dc_parallel_for(n, share_of(block), spread_range, &j);
+  if (n > 0) dc_parallel_for(n, compress_share(block), topk_spread_range, &j);
   return DC_OK;
 }
 
@@ -232,7 +230,7 @@ int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_t k, fl
   topk_job j = {.factor = factor};
   int64_t bytes;
   DC_TRY(topk_open(&j, payload, block, k, acc, DC_F32, n, &bytes, "acc"));
-  DC_TRY(check_indices(&j));
+  DC_TRY(topk_check_indices(&j));
   dc__count(DC_COUNTER_dequantize_calls, 1);
   const unsigned fp = fp_enter();
   for (int64_t begin = 0; begin < n; begin += block) {

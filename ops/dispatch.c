@@ -3,10 +3,9 @@
  *
  * The tables are constant (cpu/table.c; here the scalar one): no code of an instruction set runs before cpuid. Grains
  * are multiples of DC_BLOCK so that reduction blocks are never cut and vector starts stay aligned as the arrays are. */
+#include "adamw_coef.h"
 #include "call.h"
 
-#include <limits.h>
-#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -42,21 +41,21 @@ static const char *const isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", 
 
 #if defined(DEEPC_X86_BODIES)
 /* The register state that the kernel saves (XCR0): a processor may have AVX-512 and the kernel not. */
-static unsigned os_saved_state(void) {
+static unsigned isa_saved_state(void) {
   unsigned lo, hi;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   return lo;
 }
 
 /* Intel SDM vol. 1, 14.3, 14.7.1, 15.2: the bits to test before AVX, AVX2 and AVX-512. */
-static void detect_x86(void) {
+static void isa_detect_x86(void) {
   enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C = 1 << 29, AVX2 = 1 << 5 };
   const unsigned avx512_fdqbwvl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, ymm_state = 0x6, zmm_state = 0xe6;
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return;
   const unsigned need = FMA | OSXSAVE | AVX | F16C;
   if ((c & need) != need) return;
-  const unsigned state = os_saved_state();
+  const unsigned state = isa_saved_state();
   if ((state & ymm_state) != ymm_state || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
   const unsigned subleaves = a;
   g_have[DC_ISA_AVX2] = (b & AVX2) != 0;
@@ -67,22 +66,22 @@ static void detect_x86(void) {
 }
 #endif
 
-static void detect(void) {
+static void isa_detect(void) {
   g_have[DC_ISA_SCALAR] = 1;
 #if defined(DEEPC_X86_BODIES)
-  detect_x86();
+  isa_detect_x86();
 #endif
 }
 
 const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? isa_names[isa] : "?"; }
 
 int dc_isa_available(int isa) {
-  pthread_once(&g_once, detect);
+  pthread_once(&g_once, isa_detect);
   return isa >= 0 && isa < DC_ISA_COUNT && g_have[isa];
 }
 
 /* "scalar, avx2": what this processor can run, for messages. */
-static const char *available_names(char *buf, size_t size) {
+static const char *isa_available_names(char *buf, size_t size) {
   buf[0] = 0;
   for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
     if (!dc_isa_available(isa)) continue;
@@ -98,12 +97,12 @@ static int isa_from_env(const char *value, int *isa) {
     if (strcmp(value, isa_names[i]) != 0) continue;
     if (!dc_isa_available(i))
       return DC_FAIL(DC_E_ENV, "DEEPC_ISA=%s: this processor or this binary cannot run it; choose one of: %s", value,
-                     available_names(names, sizeof names));
+                     isa_available_names(names, sizeof names));
     *isa = i;
     return DC_OK;
   }
   return DC_FAIL(DC_E_ENV, "DEEPC_ISA=%s is not an instruction set; choose one of: %s, or unset it for the best", value,
-                 available_names(names, sizeof names));
+                 isa_available_names(names, sizeof names));
 }
 
 int dc_isa_current(int *isa) {
@@ -125,17 +124,12 @@ int dc_isa_force(int isa) {
   char names[64];
   if (!dc_isa_available(isa))
     return DC_FAIL(DC_E_UNSUPPORTED, "instruction set %d (%s) cannot run here; available: %s", isa, dc_isa_name(isa),
-                   available_names(names, sizeof names));
+                   isa_available_names(names, sizeof names));
   atomic_store_explicit(&g_isa, isa, memory_order_relaxed);
   return DC_OK;
 }
 
-const dc__ops *dc__ops_get(void) {
-  int isa;
-  return dc_isa_current(&isa) == DC_OK ? g_table[isa] : NULL;
-}
-
-static int get_table(const dc__ops **ops) {
+int dc__ops_table(const dc__ops **ops) {
   int isa;
   DC_TRY(dc_isa_current(&isa));
   *ops = g_table[isa];
@@ -154,25 +148,18 @@ typedef struct cast_job {
 static void cast_range(int64_t begin, int64_t end, void *ctx) {
   const cast_job *j = ctx;
   const unsigned fp = fp_enter();
-  j->ops->cast(j->dst + bytes_of(j->ddt, begin), j->ddt, j->src + bytes_of(j->sdt, begin), j->sdt, j->scale,
+  j->ops->cast(j->dst + check_bytes(j->ddt, begin), j->ddt, j->src + check_bytes(j->sdt, begin), j->sdt, j->scale,
                end - begin, j->stream);
   fp_leave(fp);
 }
 
 int dc_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n) {
   cast_job j = {.dst = dst, .src = src, .ddt = ddt, .sdt = sdt, .scale = scale};
-  DC_TRY(check_low(ddt, "dst"));
-  DC_TRY(check_low(sdt, "src"));
-  DC_TRY(check_count(n));
-  DC_TRY(check_array(dst, dc_dtype_size(ddt), n, "dst"));
-  DC_TRY(check_array(src, dc_dtype_size(sdt), n, "src"));
-  const int in_place = dst == src && dc_dtype_size(ddt) == dc_dtype_size(sdt);
-  if (!in_place && overlap(dst, bytes_of(ddt, n), src, bytes_of(sdt, n)))
-    return DC_FAIL(DC_E_INVALID, "dst and src overlap; they may only be the same array of one element size");
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(check_cast(dst, ddt, src, sdt, n));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_cast_calls, 1);
-  j.stream = !in_place && bytes_of(ddt, n) >= STREAM_BYTES;
-  if (n > 0) dc_parallel_for(n, grain_of(8), cast_range, &j);
+  j.stream = dst != src && check_bytes(ddt, n) >= CALL_STREAM_BYTES;
+  if (n > 0) dc_parallel_for(n, call_grain(8), cast_range, &j);
   return DC_OK;
 }
 
@@ -186,18 +173,16 @@ typedef struct scale_job {
 static void scale_range(int64_t begin, int64_t end, void *ctx) {
   const scale_job *j = ctx;
   const unsigned fp = fp_enter();
-  j->ops->scale(j->x + bytes_of(j->dt, begin), j->dt, j->a, end - begin);
+  j->ops->scale(j->x + check_bytes(j->dt, begin), j->dt, j->a, end - begin);
   fp_leave(fp);
 }
 
 int dc_scale(void *x, int dt, float a, int64_t n) {
   scale_job j = {.x = x, .dt = dt, .a = a};
-  DC_TRY(check_low(dt, "x"));
-  DC_TRY(check_count(n));
-  DC_TRY(check_array(x, dc_dtype_size(dt), n, "x"));
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(check_scale(x, dt, n));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_scale_calls, 1);
-  if (n > 0) dc_parallel_for(n, grain_of(8), scale_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(8), scale_range, &j);
   return DC_OK;
 }
 
@@ -212,23 +197,16 @@ typedef struct axpy_job {
 static void axpy_range(int64_t begin, int64_t end, void *ctx) {
   const axpy_job *j = ctx;
   const unsigned fp = fp_enter();
-  j->ops->axpy(j->y + begin, j->a, j->x + bytes_of(j->xdt, begin), j->xdt, end - begin);
+  j->ops->axpy(j->y + begin, j->a, j->x + check_bytes(j->xdt, begin), j->xdt, end - begin);
   fp_leave(fp);
 }
 
 int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n) {
   axpy_job j = {.y = y, .a = a, .x = x, .xdt = xdt};
-  DC_TRY(check_low(xdt, "x"));
-  DC_TRY(check_count(n));
-  DC_TRY(check_array(y, sizeof *y, n, "y"));
-  DC_TRY(check_array(x, dc_dtype_size(xdt), n, "x"));
-  if ((const void *)y != x && overlap(y, bytes_of(DC_F32, n), x, bytes_of(xdt, n)))
-    return DC_FAIL(DC_E_INVALID, "x and y overlap");
-  if ((const void *)y == x && xdt != DC_F32 && n > 0)
-    return DC_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(check_axpy(y, x, xdt, n));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_axpy_calls, 1);
-  if (n > 0) dc_parallel_for(n, grain_of(12), axpy_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(12), axpy_range, &j);
   return DC_OK;
 }
 
@@ -243,19 +221,16 @@ typedef struct sqnorm_job {
 static void sqnorm_range(int64_t begin, int64_t end, void *ctx) {
   const sqnorm_job *j = ctx;
   const unsigned fp = fp_enter();
-  j->ops->sqnorm(j->x + bytes_of(j->dt, begin), j->dt, end - begin, j->partial + begin / DC_BLOCK);
+  j->ops->sqnorm(j->x + check_bytes(j->dt, begin), j->dt, end - begin, j->partial + begin / DC_BLOCK);
   fp_leave(fp);
 }
 
 int dc_sqnorm(const void *x, int dt, int64_t n, double *partial) {
   sqnorm_job j = {.x = x, .dt = dt, .partial = partial};
-  DC_TRY(check_low(dt, "x"));
-  DC_TRY(check_count(n));
-  DC_TRY(check_array(x, dc_dtype_size(dt), n, "x"));
-  DC_TRY(check_array(partial, sizeof *partial, n, "partial"));
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(check_sqnorm(x, dt, n, partial));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_sqnorm_calls, 1);
-  if (n > 0) dc_parallel_for(n, grain_of(4), sqnorm_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(4), sqnorm_range, &j);
   return DC_OK;
 }
 
@@ -281,21 +256,16 @@ static void copy_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_copy(void *dst, const void *src, int64_t bytes) {
-  copy_job j = {.dst = dst, .src = src, .stream = bytes >= STREAM_BYTES};
-  DC_TRY(check_count(bytes));
-  DC_TRY(check_array(dst, 1, bytes, "dst"));
-  DC_TRY(check_array(src, 1, bytes, "src"));
-  if (overlap(dst, bytes, src, bytes)) return DC_FAIL(DC_E_INVALID, "dst and src overlap");
-  DC_TRY(get_table(&j.ops));
+  copy_job j = {.dst = dst, .src = src, .stream = bytes >= CALL_STREAM_BYTES};
+  DC_TRY(check_copy(dst, src, bytes));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_copy_calls, 1);
-  if (bytes > 0) dc_parallel_for(bytes, grain_of(1), copy_range, &j);
+  if (bytes > 0) dc_parallel_for(bytes, call_grain(1), copy_range, &j);
   return DC_OK;
 }
 
 /* ---- reductions over arrays -------------------------------------------------------------------------------------- */
 /* Every range makes its own shifted copy of the source pointers, on its stack: 8 KiB at most. */
-enum { MAX_SOURCES = 1024 };
-
 typedef struct reduce_job {
   const dc__ops *ops;
   char *dst;
@@ -304,102 +274,69 @@ typedef struct reduce_job {
   double *partial;
 } reduce_job;
 
-static void shift_sources(const reduce_job *j, int64_t begin, const void **at) {
-  for (int k = 0; k < j->nsrc; k++) at[k] = (const char *)j->src[k] + bytes_of(j->dt, begin);
+static void reduce_shift(const reduce_job *j, int64_t begin, const void **at) {
+  for (int k = 0; k < j->nsrc; k++) at[k] = (const char *)j->src[k] + check_bytes(j->dt, begin);
 }
 
 static void reduce_range(int64_t begin, int64_t end, void *ctx) {
   const reduce_job *j = ctx;
-  const void *at[MAX_SOURCES];
+  const void *at[CHECK_MAX_SOURCES];
   const unsigned fp = fp_enter();
-  shift_sources(j, begin, at);
-  j->ops->reduce(j->dst + bytes_of(j->dt, begin), at, j->nsrc, j->dt, j->op, end - begin, j->stream);
+  reduce_shift(j, begin, at);
+  j->ops->reduce(j->dst + check_bytes(j->dt, begin), at, j->nsrc, j->dt, j->op, end - begin, j->stream);
   fp_leave(fp);
 }
 
 static void reduce_acc_range(int64_t begin, int64_t end, void *ctx) {
   const reduce_job *j = ctx;
-  const void *at[MAX_SOURCES];
+  const void *at[CHECK_MAX_SOURCES];
   const unsigned fp = fp_enter();
-  shift_sources(j, begin, at);
+  reduce_shift(j, begin, at);
   j->ops->reduce_acc((float *)j->dst + begin, at, j->nsrc, j->dt, end - begin, j->assign,
                      j->partial ? j->partial + begin / DC_BLOCK : NULL, j->stream);
   fp_leave(fp);
 }
 
-static int check_sources(const void *const *src, int nsrc, int dt, int64_t n) {
-  char what[32];
-  if (nsrc < 1 || nsrc > MAX_SOURCES)
-    return DC_FAIL(DC_E_INVALID, "nsrc = %d; one call reduces 1 to %d arrays", nsrc, (int)MAX_SOURCES);
-  if (n == 0) return DC_OK;
-  if (!src) return DC_FAIL(DC_E_INVALID, "src is NULL");
-  for (int k = 0; k < nsrc; k++) {
-    if (src[k] && (uintptr_t)src[k] % dc_dtype_size(dt) == 0) continue; /* the text is made for the bad one only */
-    snprintf(what, sizeof what, "src[%d]", k);
-    return check_array(src[k], dc_dtype_size(dt), n, what);
-  }
-  return DC_OK;
-}
-
 int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
   reduce_job j = {.dst = dst, .src = src, .nsrc = nsrc, .dt = dt, .op = op};
-  if (dc_dtype_size(dt) == 0) return DC_FAIL(DC_E_DTYPE, "%d is not a dtype", dt);
-  if (op < DC_RED_SUM || op > DC_RED_BXOR) return DC_FAIL(DC_E_INVALID, "%d is not a reduce op", op);
-  const int floating = is_low(dt) || dt == DC_F64;
-  if (floating && op >= DC_RED_BAND)
-    return DC_FAIL(DC_E_DTYPE, "bitwise reduce op %d on %s; it takes integers", op, dc_dtype_name(dt));
-  if (!floating && op == DC_RED_AVG)
-    return DC_FAIL(DC_E_DTYPE, "average of %s; it takes floating dtypes (use a sum)", dc_dtype_name(dt));
-  DC_TRY(check_count(n));
-  DC_TRY(check_array(dst, dc_dtype_size(dt), n, "dst"));
-  DC_TRY(check_sources(src, nsrc, dt, n));
-  j.stream = bytes_of(dt, n) >= STREAM_BYTES;
-  for (int k = 0; n > 0 && k < nsrc; k++) {
+  DC_TRY(check_reduce(dst, src, nsrc, dt, op, n));
+  j.stream = check_bytes(dt, n) >= CALL_STREAM_BYTES;
+  for (int k = 0; n > 0 && k < nsrc; k++)
     if (dst == src[k]) j.stream = 0; /* its lines are in the cache: they were read */
-    if (dst != src[k] && overlap(dst, bytes_of(dt, n), src[k], bytes_of(dt, n)))
-      return DC_FAIL(DC_E_INVALID, "dst and src[%d] overlap without being equal", k);
-  }
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_reduce_calls, 1);
-  if (n > 0) dc_parallel_for(n, grain_of((int64_t)dc_dtype_size(dt) * (nsrc + 1)), reduce_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain((int64_t)check_size(dt) * (nsrc + 1)), reduce_range, &j);
   return DC_OK;
 }
 
 int dc__reduce_here(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   reduce_job j = {.dst = dst, .src = src, .nsrc = nsrc, .dt = dt, .op = op, .stream = stream};
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(dc__ops_table(&j.ops));
   if (n > 0) reduce_range(0, n, &j);
   return DC_OK;
 }
 
 int dc__reduce_acc_here(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
   reduce_job j = {.dst = (char *)acc, .src = src, .nsrc = nsrc, .dt = dt, .assign = assign, .partial = partial};
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(dc__ops_table(&j.ops));
   if (n > 0) reduce_acc_range(0, n, &j);
   return DC_OK;
 }
 
 int dc__copy_here(void *dst, const void *src, int64_t bytes, int stream) {
   const dc__ops *ops;
-  DC_TRY(get_table(&ops));
+  DC_TRY(dc__ops_table(&ops));
   if (bytes > 0) ops->copy(dst, src, bytes, stream);
   return DC_OK;
 }
 
 int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
   reduce_job j = {.dst = (char *)acc, .src = src, .nsrc = nsrc, .dt = dt, .assign = assign != 0, .partial = partial};
-  DC_TRY(check_low(dt, "src"));
-  DC_TRY(check_count(n));
-  DC_TRY(check_array(acc, sizeof *acc, n, "acc"));
-  DC_TRY(check_sources(src, nsrc, dt, n));
-  DC_TRY(check_array(partial, sizeof *partial, 0, "partial"));
-  for (int k = 0; n > 0 && k < nsrc; k++)
-    if (overlap(acc, bytes_of(DC_F32, n), src[k], bytes_of(dt, n)))
-      return DC_FAIL(DC_E_INVALID, "acc and src[%d] overlap", k);
-  j.stream = j.assign && bytes_of(DC_F32, n) >= STREAM_BYTES;
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(check_reduce_acc(acc, src, nsrc, dt, n, partial));
+  j.stream = j.assign && check_bytes(DC_F32, n) >= CALL_STREAM_BYTES;
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_reduce_calls, 1);
-  if (n > 0) dc_parallel_for(n, grain_of((int64_t)dc_dtype_size(dt) * nsrc + 4), reduce_acc_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain((int64_t)check_size(dt) * nsrc + 4), reduce_acc_range, &j);
   return DC_OK;
 }
 
@@ -414,26 +351,10 @@ typedef struct adamw_job {
   int64_t count;
 } adamw_job;
 
-static int64_t padded(int64_t n) { return (n + ADAMW_PAD - 1) / ADAMW_PAD * ADAMW_PAD; }
-
-static dc__adamw_coef make_coef(const dc_adamw_args *t) {
-  const int decoupled = (t->flags & DC_ADAMW_DECOUPLED) != 0;
-  const double bc1 = 1.0 - pow(t->beta1, (double)t->step), bc2 = 1.0 - pow(t->beta2, (double)t->step);
-  return (dc__adamw_coef){
-      .grad_scale = (float)t->grad_scale,
-      .one_minus_b1 = (float)(1.0 - t->beta1),
-      .b2 = (float)t->beta2,
-      .one_minus_b2 = (float)(1.0 - t->beta2),
-      .decay = decoupled ? (float)(1.0 - t->lr * t->weight_decay) : 1.0f,
-      .step_size_neg = (float)-(t->lr / bc1),
-      .inv_sqrt_bc2 = (float)(1.0 / sqrt(bc2)),
-      .eps = (float)t->eps,
-      .l2 = decoupled ? 0.0f : (float)t->weight_decay,
-  };
-}
+static int64_t adamw_padded(int64_t n) { return (n + ADAMW_PAD - 1) / ADAMW_PAD * ADAMW_PAD; }
 
 /* The tensors of one group share their scalars; two pow() per small tensor would be most of its time. */
-static int same_coef(const dc_adamw_args *a, const dc_adamw_args *b) {
+static int adamw_same_coef(const dc_adamw_args *a, const dc_adamw_args *b) {
   return a->step == b->step && a->lr == b->lr && a->beta1 == b->beta1 && a->beta2 == b->beta2 && a->eps == b->eps &&
          a->weight_decay == b->weight_decay && a->grad_scale == b->grad_scale && a->flags == b->flags;
 }
@@ -444,62 +365,27 @@ static void adamw_range(int64_t begin, int64_t end, void *ctx) {
   dc__adamw_coef coef;
   int64_t start = 0; /* of tensor t on the line */
   const unsigned fp = fp_enter();
-  for (const dc_adamw_args *t = j->tensor; start < end && t < j->tensor + j->count; start += padded(t->n), t++) {
+  for (const dc_adamw_args *t = j->tensor; start < end && t < j->tensor + j->count; start += adamw_padded(t->n), t++) {
     const int64_t lo = begin > start ? begin - start : 0, hi = end - start < t->n ? end - start : t->n;
     if (lo >= hi) continue;
-    if (!last || !same_coef(last, t)) coef = make_coef(t);
+    if (!last || !adamw_same_coef(last, t)) coef = dc__adamw_coef_of(t);
     last = t;
     j->ops->adamw(t, &coef, lo, hi);
   }
   fp_leave(fp);
 }
 
-static int check_adamw_scalars(const dc_adamw_args *t, int64_t k) {
-  const long long i = k;
-  if (t->step < 1) return DC_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
-  if (!isfinite(t->lr)) return DC_FAIL(DC_E_INVALID, "tensor %lld: lr = %g is not finite", i, t->lr);
-  if (!(t->beta1 >= 0 && t->beta1 < 1))
-    return DC_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
-  if (!(t->beta2 >= 0 && t->beta2 < 1))
-    return DC_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
-  if (!(t->eps >= 0)) return DC_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
-  if (!isfinite(t->weight_decay))
-    return DC_FAIL(DC_E_INVALID, "tensor %lld: weight_decay = %g is not finite", i, t->weight_decay);
-  if (!isfinite(t->grad_scale))
-    return DC_FAIL(DC_E_INVALID, "tensor %lld: grad_scale = %g is not finite", i, t->grad_scale);
-  if (t->flags & ~DC_ADAMW_DECOUPLED)
-    return DC_FAIL(DC_E_INVALID, "tensor %lld: unknown flags 0x%x", i, (unsigned)t->flags);
-  return DC_OK;
-}
-
-static int check_adamw_arrays(const dc_adamw_args *t) {
-  DC_TRY(check_count(t->n));
-  DC_TRY(check_low(t->param_dtype, "param"));
-  DC_TRY(check_low(t->grad_dtype, "grad"));
-  DC_TRY(check_low(t->state_dtype, "exp_avg"));
-  if (t->lowp) DC_TRY(check_low(t->lowp_dtype, "lowp"));
-  DC_TRY(check_array(t->param, dc_dtype_size(t->param_dtype), t->n, "param"));
-  DC_TRY(check_array(t->grad, dc_dtype_size(t->grad_dtype), t->n, "grad"));
-  DC_TRY(check_array(t->exp_avg, dc_dtype_size(t->state_dtype), t->n, "exp_avg"));
-  DC_TRY(check_array(t->exp_avg_sq, dc_dtype_size(t->state_dtype), t->n, "exp_avg_sq"));
-  DC_TRY(check_array(t->max_exp_avg_sq, dc_dtype_size(t->state_dtype), 0, "max_exp_avg_sq"));
-  if (t->lowp) DC_TRY(check_array(t->lowp, dc_dtype_size(t->lowp_dtype), 0, "lowp"));
-  return DC_OK;
-}
-
 int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
   adamw_job j = {.tensor = tensors, .count = count};
   int64_t line = 0, elements = 0;
-  if (count < 0) return DC_FAIL(DC_E_INVALID, "count = %lld is negative", (long long)count);
-  if (count > 0 && !tensors) return DC_FAIL(DC_E_INVALID, "tensors is NULL with count = %lld", (long long)count);
+  DC_TRY(check_adamw_list(tensors, count));
   for (int64_t k = 0; k < count; k++) {
-    DC_TRY(check_adamw_scalars(&tensors[k], k));
-    DC_TRY(check_adamw_arrays(&tensors[k]));
-    if (__builtin_add_overflow(line, padded(tensors[k].n), &line))
+    DC_TRY(check_adamw(&tensors[k], k));
+    if (__builtin_add_overflow(line, adamw_padded(tensors[k].n), &line))
       return DC_FAIL(DC_E_OVERFLOW, "the elements of %lld tensors overflow 64 bits", (long long)count);
     elements += tensors[k].n;
   }
-  DC_TRY(get_table(&j.ops));
+  DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_adamw_calls, 1);
   dc__count(DC_COUNTER_adamw_elements, elements);
   if (line > 0) dc_parallel_for(line, ADAMW_GRAIN, adamw_range, &j);

@@ -163,7 +163,7 @@ typedef struct dc_xent_args {
 DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
 
 /* ---- for files of the core: the table ---------------------------------------------------------------------------- */
-/* fp32 scalars of one tensor's step, made once in dispatch.c so that every body uses the same bits. */
+/* fp32 scalars of one tensor's step (adamw_coef.h). */
 typedef struct dc__adamw_coef {
   float grad_scale, one_minus_b1, b2, one_minus_b2, decay, step_size_neg, inv_sqrt_bc2, eps, l2;
 } dc__adamw_coef;
@@ -173,8 +173,8 @@ typedef struct dc__ops {
 #include "ops.def"
 #undef DC_OP
 } dc__ops;
-/* The table in use (never NULL after a successful dc_isa_current). */
-const dc__ops *dc__ops_get(void);
+/* The table in use. DC_E_ENV if DEEPC_ISA could not be understood. */
+int dc__ops_table(const dc__ops **ops);
 
 #ifdef __cplusplus
 }

@@ -6,17 +6,17 @@
 #include <stdio.h>
 #include <string.h>
 
-static _Thread_local char text[256];
+static _Thread_local char abi_text[256];
 
 const char *dct_resolve(dct_api *api) {
   memset(api, 0, sizeof *api);
   void *cpu = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
   if (!cpu) return "libtorch_cpu.so is not loaded in this process: import torch before deepc's operators";
-#define DCT_RESOLVE(result, name, params)                                                                  \
-  *(void **)&api->name = dlsym(cpu, #name);                                                                \
-  if (!api->name) {                                                                                        \
-    snprintf(text, sizeof text, "this torch has no C shim function %s: deepc needs torch >= 2.10", #name); \
-    return text;                                                                                           \
+#define DCT_RESOLVE(result, name, params)                                                                          \
+  *(void **)&api->name = dlsym(cpu, #name);                                                                        \
+  if (!api->name) {                                                                                                \
+    snprintf(abi_text, sizeof abi_text, "this torch has no C shim function %s: deepc needs torch >= 2.10", #name); \
+    return abi_text;                                                                                               \
   }
   DCT_SYMBOLS(DCT_RESOLVE)
 #undef DCT_RESOLVE

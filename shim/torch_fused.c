@@ -7,18 +7,18 @@ enum { MAX_DIM = 16, MAX_OUT = 4 };
 
 /* ---- tensors of rows --------------------------------------------------------------------------------------------- */
 typedef struct rows {
-  view v;
+  dct_view v;
   int64_t rows, cols, stride, dim, size[MAX_DIM], step[MAX_DIM];
 } rows;
 
-static bool look_shape(call *c, dct_tensor t, const char *name, rows *r) {
+static bool fused_look_shape(dct_call *c, dct_tensor t, const char *name, rows *r) {
   int64_t *size, *step;
   memset(r, 0, sizeof *r);
-  if (!look_strided(c, t, name, &r->v)) return false;
-  if (api.aoti_torch_get_dim(t, &r->dim) || r->dim > MAX_DIM)
-    return fail(c, "argument '%s' has more than %d dimensions", name, MAX_DIM);
-  if (api.aoti_torch_get_sizes(t, &size) || api.aoti_torch_get_strides(t, &step))
-    return fail(c, "argument '%s' has no strides", name);
+  if (!dct__look_strided(c, t, name, &r->v)) return false;
+  if (dct__api.aoti_torch_get_dim(t, &r->dim) || r->dim > MAX_DIM)
+    return dct__fail(c, "argument '%s' has more than %d dimensions", name, MAX_DIM);
+  if (dct__api.aoti_torch_get_sizes(t, &size) || dct__api.aoti_torch_get_strides(t, &step))
+    return dct__fail(c, "argument '%s' has no strides", name);
   for (int64_t k = 0; k < r->dim; k++) r->size[k] = size[k], r->step[k] = step[k];
   r->cols = r->dim ? r->size[r->dim - 1] : 1;
   r->rows = r->cols ? r->v.n / r->cols : 0;
@@ -26,9 +26,9 @@ static bool look_shape(call *c, dct_tensor t, const char *name, rows *r) {
 }
 
 /* Rows are all dimensions but the last, evenly spaced; the last has stride 1. */
-static bool look_rows(call *c, dct_tensor t, const char *name, rows *r) {
+static bool fused_look_rows(dct_call *c, dct_tensor t, const char *name, rows *r) {
   int64_t next = -1; /* the stride that the next dimension outwards must have; an expanded one's would be 0 */
-  if (!look_shape(c, t, name, r)) return false;
+  if (!fused_look_shape(c, t, name, r)) return false;
   r->stride = r->cols;
   bool even = r->dim == 0 || r->cols <= 1 || r->step[r->dim - 1] == 1;
   for (int64_t k = r->dim - 2; k >= 0; k--) {
@@ -38,29 +38,30 @@ static bool look_rows(call *c, dct_tensor t, const char *name, rows *r) {
     next = r->step[k] * r->size[k];
   }
   if (r->v.n == 0 || (even && (r->rows <= 1 || r->stride >= r->cols))) return true;
-  return fail(
+  return dct__fail(
       c, "the rows of argument '%s' don't lie evenly spaced with their elements side by side; pass %s.contiguous()",
       name, name);
 }
 
-static bool same_shape(call *c, const rows *a, const char *an, const rows *b, const char *bn) {
+static bool fused_same_shape(dct_call *c, const rows *a, const char *an, const rows *b, const char *bn) {
   bool same = a->dim == b->dim && a->v.dtype == b->v.dtype;
   for (int64_t k = 0; same && k < a->dim; k++) same = a->size[k] == b->size[k];
-  return same ? true : fail(c, "'%s' and '%s' differ in shape or dtype; they must agree", an, bn);
+  return same ? true : dct__fail(c, "'%s' and '%s' differ in shape or dtype; they must agree", an, bn);
 }
 
-static bool low(call *c, const view *v, const char *name) {
+static bool fused_low(dct_call *c, const dct_view *v, const char *name) {
   if (v->dtype == DC_F32 || v->dtype == DC_BF16 || v->dtype == DC_F16) return true;
-  return fail(c, "argument '%s' is %s; it takes float32, bfloat16 and float16", name, dc_dtype_name(v->dtype));
+  return dct__fail(c, "argument '%s' is %s; it takes float32, bfloat16 and float16", name, dc_dtype_name(v->dtype));
 }
 
 /* A vector over the columns, or an empty tensor: then *ptr is NULL. */
-static bool look_columns(call *c, dct_tensor t, const char *name, const rows *x, view *v, const void **ptr) {
+static bool fused_look_columns(dct_call *c, dct_tensor t, const char *name, const rows *x, dct_view *v,
+                               const void **ptr) {
   *ptr = NULL;
-  if (!look(c, t, name, v) || !low(c, v, name)) return false;
+  if (!dct__look(c, t, name, v) || !fused_low(c, v, name)) return false;
   if (v->n == 0) return true;
   if (v->n != x->cols)
-    return fail(c, "'%s' has %" PRId64 " elements; the last dimension has %" PRId64, name, v->n, x->cols);
+    return dct__fail(c, "'%s' has %" PRId64 " elements; the last dimension has %" PRId64, name, v->n, x->cols);
   *ptr = v->ptr;
   return true;
 }
@@ -71,226 +72,232 @@ typedef struct outputs {
   int n;
 } outputs;
 
-static int32_t torch_dtype(int dtype) {
-  return dtype == DC_F32    ? api.aoti_torch_dtype_float32()
-         : dtype == DC_BF16 ? api.aoti_torch_dtype_bfloat16()
-                            : api.aoti_torch_dtype_float16();
+static int32_t fused_torch_dtype(int dtype) {
+  return dtype == DC_F32    ? dct__api.aoti_torch_dtype_float32()
+         : dtype == DC_BF16 ? dct__api.aoti_torch_dtype_bfloat16()
+                            : dct__api.aoti_torch_dtype_float16();
 }
 
 /* A new tensor, the next result; *ptr: its storage. */
-static bool result(call *c, outputs *o, int64_t dim, const int64_t *size, const int64_t *step, int dtype, void **ptr) {
+static bool fused_result(dct_call *c, outputs *o, int64_t dim, const int64_t *size, const int64_t *step, int dtype,
+                         void **ptr) {
   int64_t n = 1;
   dct_tensor t = NULL;
   *ptr = NULL;
   for (int64_t k = 0; k < dim; k++) n *= size[k];
-  if (api.aoti_torch_empty_strided(dim, size, step, torch_dtype(dtype), c->device, c->index, &t))
-    return fail(c, "torch could not allocate %" PRId64 " elements for a result", n);
+  if (dct__api.aoti_torch_empty_strided(dim, size, step, fused_torch_dtype(dtype), c->device, c->index, &t))
+    return dct__fail(c, "torch could not allocate %" PRId64 " elements for a result", n);
   o->tensor[o->n++] = t;
-  return n && api.aoti_torch_get_data_ptr(t, ptr) ? fail(c, "a result has no storage") : true;
+  return n && dct__api.aoti_torch_get_data_ptr(t, ptr) ? dct__fail(c, "a result has no storage") : true;
 }
 
-static bool result_like(call *c, outputs *o, const rows *x, int dtype, int64_t dim, void **ptr) {
+static bool fused_result_like(dct_call *c, outputs *o, const rows *x, int dtype, int64_t dim, void **ptr) {
   int64_t step[MAX_DIM], next = 1;
   for (int64_t k = dim - 1; k >= 0; k--) step[k] = next, next *= x->size[k] > 1 ? x->size[k] : 1;
-  return result(c, o, dim, x->size, step, dtype, ptr);
+  return fused_result(c, o, dim, x->size, step, dtype, ptr);
 }
 
-static bool result_vector(call *c, outputs *o, int64_t n, int dtype, void **ptr) {
+static bool fused_result_vector(dct_call *c, outputs *o, int64_t n, int dtype, void **ptr) {
   const int64_t step = 1;
-  return result(c, o, 1, &n, &step, dtype, ptr);
+  return fused_result(c, o, 1, &n, &step, dtype, ptr);
 }
 
 /* Inputs go; results, if all is well, take their places. Raises. */
-static void leave(call *c, dct_value *stack, int inputs, outputs *o, int line) {
-  delete_tensors(stack, inputs);
+static void fused_leave(dct_call *c, dct_value *stack, int inputs, outputs *o, int line) {
+  dct__delete_tensors(stack, inputs);
   for (int k = 0; k < o->n; k++) {
-    if (c->error[0]) api.aoti_torch_delete_tensor_object(o->tensor[k]);
+    if (c->error[0]) dct__api.aoti_torch_delete_tensor_object(o->tensor[k]);
     else stack[k] = (dct_value)(uintptr_t)o->tensor[k];
   }
-  finish(c, line);
+  dct__finish(c, __FILE__, line);
 }
 
 /* ---- norms ------------------------------------------------------------------------------------------------------- */
 /* The four forward operators: stack is x, [residual], weight, [bias], eps, [offset]. Results: y, [sum], [mean], rstd.
  */
-static void norm(dct_value *stack, const char *op, bool add, bool center) {
-  call c;
-  begin(&c, op);
+static void fused_norm(dct_value *stack, const char *op, bool add, bool center) {
+  dct_call c;
+  dct__begin(&c, op);
   outputs o = {.n = 0};
   rows x, residual;
-  view weight, bias = {0};
+  dct_view weight, bias = {0};
   const int at = 1 + add, scalars = at + 1 + center;
-  dc_norm_args a = {.eps = (float)as_double(stack[scalars]),
-                    .offset = center ? 0.0f : (float)as_double(stack[scalars + 1])};
-  bool ok = look_rows(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x") &&
-            look_columns(&c, as_tensor(stack[at]), "weight", &x, &weight, &a.weight);
+  dc_norm_args a = {.eps = (float)value_double(stack[scalars]),
+                    .offset = center ? 0.0f : (float)value_double(stack[scalars + 1])};
+  bool ok = fused_look_rows(&c, value_tensor(stack[0]), "x", &x) && fused_low(&c, &x.v, "x") &&
+            fused_look_columns(&c, value_tensor(stack[at]), "weight", &x, &weight, &a.weight);
   if (ok && add)
-    ok = look_rows(&c, as_tensor(stack[1]), "residual", &residual) && same_shape(&c, &residual, "residual", &x, "x");
-  if (ok && center) ok = look_columns(&c, as_tensor(stack[at + 1]), "bias", &x, &bias, &a.bias);
+    ok = fused_look_rows(&c, value_tensor(stack[1]), "residual", &residual) &&
+         fused_same_shape(&c, &residual, "residual", &x, "x");
+  if (ok && center) ok = fused_look_columns(&c, value_tensor(stack[at + 1]), "bias", &x, &bias, &a.bias);
   if (ok && a.weight && a.bias && weight.dtype != bias.dtype)
-    ok = fail(&c, "'weight' and 'bias' differ in dtype; they must agree");
+    ok = dct__fail(&c, "'weight' and 'bias' differ in dtype; they must agree");
   void *mean = NULL, *rstd = NULL;
-  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.y) &&
-       (!add || result_like(&c, &o, &x, x.v.dtype, x.dim, &a.sum)) &&
-       (!center || result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &mean)) &&
-       result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &rstd);
+  ok = ok && fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.y) &&
+       (!add || fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.sum)) &&
+       (!center || fused_result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &mean)) &&
+       fused_result_like(&c, &o, &x, DC_F32, x.dim ? x.dim - 1 : 0, &rstd);
   if (ok && x.v.n) {
     a.x = x.v.ptr, a.mean = mean, a.rstd = rstd, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride,
     a.dtype = x.v.dtype;
     if (add) a.residual = residual.v.ptr, a.residual_stride = residual.stride;
     a.weight_dtype = a.weight ? weight.dtype : a.bias ? bias.dtype : DC_F32;
-    status(&c, c.cuda ? c.cuda->norm(&a, c.stream) : dc_norm(&a));
+    dct__status(&c, c.cuda ? c.cuda->norm(&a, c.stream) : dc_norm(&a));
   }
-  leave(&c, stack, scalars, &o, __LINE__);
+  fused_leave(&c, stack, scalars, &o, __LINE__);
 }
 
-static void rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  norm(stack, "rms_norm", false, false);
+static void fused_rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_norm(stack, "rms_norm", false, false);
 }
-static void add_rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  norm(stack, "add_rms_norm", true, false);
+static void fused_add_rms_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_norm(stack, "add_rms_norm", true, false);
 }
-static void layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  norm(stack, "layer_norm", false, true);
+static void fused_layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_norm(stack, "layer_norm", false, true);
 }
-static void add_layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  norm(stack, "add_layer_norm", true, true);
+static void fused_add_layer_norm(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_norm(stack, "add_layer_norm", true, true);
 }
 
-static bool look_stats(call *c, dct_tensor t, const char *name, const rows *x, view *v) {
-  if (!look(c, t, name, v) || !must_be_f32(c, v, name)) return false;
-  return v->n == x->rows ? true : fail(c, "'%s' has %" PRId64 " elements for %" PRId64 " rows", name, v->n, x->rows);
+static bool fused_look_stats(dct_call *c, dct_tensor t, const char *name, const rows *x, dct_view *v) {
+  if (!dct__look(c, t, name, v) || !dct__must_be_f32(c, v, name)) return false;
+  return v->n == x->rows ? true
+                         : dct__fail(c, "'%s' has %" PRId64 " elements for %" PRId64 " rows", name, v->n, x->rows);
 }
 
 /* Memory for the partial sums of `sums` vectors over the columns: a tensor that is no result. */
-static bool workspace(call *c, const rows *x, int sums, dct_tensor *t, float **ptr) {
+static bool fused_workspace(dct_call *c, const rows *x, int sums, dct_tensor *t, float **ptr) {
   const int64_t n = sums * dc_row_blocks(x->rows) * x->cols, step = 1;
   void *p = NULL;
   *ptr = NULL;
   if (n == 0) return true;
-  if (api.aoti_torch_empty_strided(1, &n, &step, torch_dtype(DC_F32), c->device, c->index, t) ||
-      api.aoti_torch_get_data_ptr(*t, &p))
-    return fail(c, "torch could not allocate %" PRId64 " partial sums", n);
+  if (dct__api.aoti_torch_empty_strided(1, &n, &step, fused_torch_dtype(DC_F32), c->device, c->index, t) ||
+      dct__api.aoti_torch_get_data_ptr(*t, &p))
+    return dct__fail(c, "torch could not allocate %" PRId64 " partial sums", n);
   *ptr = p;
   return true;
 }
 
 /* dy, dsum, x, weight, mean, rstd, offset, dweight wanted, dbias wanted */
-static void norm_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c;
-  begin(&c, "norm_grad");
+static void fused_norm_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "norm_grad");
   outputs o = {.n = 0};
   rows dy, dsum, x;
-  view weight, mean = {0}, rstd;
+  dct_view weight, mean = {0}, rstd;
   dct_tensor partial = NULL;
-  const bool has_weight = as_bool(stack[7]), has_bias = as_bool(stack[8]);
-  dc_norm_grad_args a = {.offset = (float)as_double(stack[6])};
-  bool ok = look_rows(&c, as_tensor(stack[2]), "x", &x) && low(&c, &x.v, "x") &&
-            look_rows(&c, as_tensor(stack[0]), "dy", &dy) && same_shape(&c, &dy, "dy", &x, "x") &&
-            look_rows(&c, as_tensor(stack[1]), "dsum", &dsum) &&
-            (dsum.v.n == 0 || same_shape(&c, &dsum, "dsum", &x, "x")) &&
-            look_columns(&c, as_tensor(stack[3]), "weight", &x, &weight, &a.weight) &&
-            look_stats(&c, as_tensor(stack[5]), "rstd", &x, &rstd) && look(&c, as_tensor(stack[4]), "mean", &mean) &&
-            (mean.n == 0 || look_stats(&c, as_tensor(stack[4]), "mean", &x, &mean));
+  const bool has_weight = value_bool(stack[7]), has_bias = value_bool(stack[8]);
+  dc_norm_grad_args a = {.offset = (float)value_double(stack[6])};
+  bool ok = fused_look_rows(&c, value_tensor(stack[2]), "x", &x) && fused_low(&c, &x.v, "x") &&
+            fused_look_rows(&c, value_tensor(stack[0]), "dy", &dy) && fused_same_shape(&c, &dy, "dy", &x, "x") &&
+            fused_look_rows(&c, value_tensor(stack[1]), "dsum", &dsum) &&
+            (dsum.v.n == 0 || fused_same_shape(&c, &dsum, "dsum", &x, "x")) &&
+            fused_look_columns(&c, value_tensor(stack[3]), "weight", &x, &weight, &a.weight) &&
+            fused_look_stats(&c, value_tensor(stack[5]), "rstd", &x, &rstd) &&
+            dct__look(&c, value_tensor(stack[4]), "mean", &mean) &&
+            (mean.n == 0 || fused_look_stats(&c, value_tensor(stack[4]), "mean", &x, &mean));
   if (ok && x.v.n && (dy.stride != x.cols || (dsum.v.n && dsum.stride != x.cols)))
-    ok = x.rows == 1 || fail(&c, "'dy' and 'dsum' must be contiguous");
-  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
-       result_vector(&c, &o, has_weight ? x.cols : 0, weight.dtype, &a.dweight) &&
-       result_vector(&c, &o, has_bias ? x.cols : 0, weight.dtype, &a.dbias) &&
-       workspace(&c, &x, has_weight + has_bias, &partial, &a.partial);
+    ok = x.rows == 1 || dct__fail(&c, "'dy' and 'dsum' must be contiguous");
+  ok = ok && fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
+       fused_result_vector(&c, &o, has_weight ? x.cols : 0, weight.dtype, &a.dweight) &&
+       fused_result_vector(&c, &o, has_bias ? x.cols : 0, weight.dtype, &a.dbias) &&
+       fused_workspace(&c, &x, has_weight + has_bias, &partial, &a.partial);
   if (ok && x.cols) {
     a.dy = dy.v.ptr, a.dsum = dsum.v.n ? dsum.v.ptr : NULL, a.x = x.v.ptr, a.mean = mean.n ? mean.ptr : NULL,
     a.rstd = rstd.ptr;
     a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype, a.weight_dtype = weight.dtype;
-    status(&c, c.cuda ? c.cuda->norm_grad(&a, c.stream) : dc_norm_grad(&a));
+    dct__status(&c, c.cuda ? c.cuda->norm_grad(&a, c.stream) : dc_norm_grad(&a));
   }
-  if (partial) api.aoti_torch_delete_tensor_object(partial);
-  leave(&c, stack, 6, &o, __LINE__);
+  if (partial) dct__api.aoti_torch_delete_tensor_object(partial);
+  fused_leave(&c, stack, 6, &o, __LINE__);
 }
 
 /* ---- activations ------------------------------------------------------------------------------------------------- */
-static void swiglu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c;
-  begin(&c, "swiglu");
+static void fused_swiglu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "swiglu");
   outputs o = {.n = 0};
   rows gate, up;
   dc_swiglu_args a = {0};
-  if (look_rows(&c, as_tensor(stack[0]), "gate", &gate) && low(&c, &gate.v, "gate") &&
-      look_rows(&c, as_tensor(stack[1]), "up", &up) && same_shape(&c, &up, "up", &gate, "gate") &&
-      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.out) && gate.v.n) {
+  if (fused_look_rows(&c, value_tensor(stack[0]), "gate", &gate) && fused_low(&c, &gate.v, "gate") &&
+      fused_look_rows(&c, value_tensor(stack[1]), "up", &up) && fused_same_shape(&c, &up, "up", &gate, "gate") &&
+      fused_result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.out) && gate.v.n) {
     a.gate = gate.v.ptr, a.up = up.v.ptr, a.rows = gate.rows, a.cols = gate.cols, a.dtype = gate.v.dtype;
     a.gate_stride = gate.stride, a.up_stride = up.stride, a.out_stride = gate.cols;
-    status(&c, c.cuda ? c.cuda->swiglu(&a, c.stream) : dc_swiglu(&a));
+    dct__status(&c, c.cuda ? c.cuda->swiglu(&a, c.stream) : dc_swiglu(&a));
   }
-  leave(&c, stack, 2, &o, __LINE__);
+  fused_leave(&c, stack, 2, &o, __LINE__);
 }
 
-static void swiglu_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c;
-  begin(&c, "swiglu_grad");
+static void fused_swiglu_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "swiglu_grad");
   outputs o = {.n = 0};
   rows dout, gate, up;
   dc_swiglu_grad_args a = {0};
-  if (look_rows(&c, as_tensor(stack[1]), "gate", &gate) && low(&c, &gate.v, "gate") &&
-      look_rows(&c, as_tensor(stack[0]), "dout", &dout) && same_shape(&c, &dout, "dout", &gate, "gate") &&
-      look_rows(&c, as_tensor(stack[2]), "up", &up) && same_shape(&c, &up, "up", &gate, "gate") &&
-      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dgate) &&
-      result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dup) && gate.v.n) {
+  if (fused_look_rows(&c, value_tensor(stack[1]), "gate", &gate) && fused_low(&c, &gate.v, "gate") &&
+      fused_look_rows(&c, value_tensor(stack[0]), "dout", &dout) &&
+      fused_same_shape(&c, &dout, "dout", &gate, "gate") && fused_look_rows(&c, value_tensor(stack[2]), "up", &up) &&
+      fused_same_shape(&c, &up, "up", &gate, "gate") &&
+      fused_result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dgate) &&
+      fused_result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.dup) && gate.v.n) {
     a.dout = dout.v.ptr, a.gate = gate.v.ptr, a.up = up.v.ptr, a.rows = gate.rows, a.cols = gate.cols,
     a.dtype = gate.v.dtype;
     a.dout_stride = dout.stride, a.gate_stride = gate.stride, a.up_stride = up.stride,
     a.dgate_stride = a.dup_stride = gate.cols;
-    status(&c, c.cuda ? c.cuda->swiglu_grad(&a, c.stream) : dc_swiglu_grad(&a));
+    dct__status(&c, c.cuda ? c.cuda->swiglu_grad(&a, c.stream) : dc_swiglu_grad(&a));
   }
-  leave(&c, stack, 3, &o, __LINE__);
+  fused_leave(&c, stack, 3, &o, __LINE__);
 }
 
-static void gelu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c;
-  begin(&c, "gelu");
+static void fused_gelu(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "gelu");
   outputs o = {.n = 0};
   rows x;
-  view bias;
-  dc_gelu_args a = {.form = as_bool(stack[2]) ? DC_GELU_TANH : DC_GELU_ERF};
-  if (look_rows(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x") &&
-      look_columns(&c, as_tensor(stack[1]), "bias", &x, &bias, &a.bias) &&
-      result_like(&c, &o, &x, x.v.dtype, x.dim, &a.out) && x.v.n) {
+  dct_view bias;
+  dc_gelu_args a = {.form = value_bool(stack[2]) ? DC_GELU_TANH : DC_GELU_ERF};
+  if (fused_look_rows(&c, value_tensor(stack[0]), "x", &x) && fused_low(&c, &x.v, "x") &&
+      fused_look_columns(&c, value_tensor(stack[1]), "bias", &x, &bias, &a.bias) &&
+      fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.out) && x.v.n) {
     a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype,
     a.bias_dtype = bias.dtype;
-    status(&c, c.cuda ? c.cuda->gelu(&a, c.stream) : dc_gelu(&a));
+    dct__status(&c, c.cuda ? c.cuda->gelu(&a, c.stream) : dc_gelu(&a));
   }
-  leave(&c, stack, 2, &o, __LINE__);
+  fused_leave(&c, stack, 2, &o, __LINE__);
 }
 
 /* dout, x, bias, tanh, dbias wanted */
-static void gelu_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c;
-  begin(&c, "gelu_grad");
+static void fused_gelu_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "gelu_grad");
   outputs o = {.n = 0};
   rows dout, x;
-  view bias;
+  dct_view bias;
   dct_tensor partial = NULL;
-  const bool has_bias = as_bool(stack[4]);
-  dc_gelu_grad_args a = {.form = as_bool(stack[3]) ? DC_GELU_TANH : DC_GELU_ERF};
-  bool ok = look_rows(&c, as_tensor(stack[1]), "x", &x) && low(&c, &x.v, "x") &&
-            look_rows(&c, as_tensor(stack[0]), "dout", &dout) && same_shape(&c, &dout, "dout", &x, "x") &&
-            look_columns(&c, as_tensor(stack[2]), "bias", &x, &bias, &a.bias);
-  if (ok && x.rows > 1 && x.cols && dout.stride != x.cols) ok = fail(&c, "'dout' must be contiguous");
-  ok = ok && result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
-       result_vector(&c, &o, has_bias ? x.cols : 0, bias.dtype, &a.dbias) &&
-       workspace(&c, &x, has_bias, &partial, &a.partial);
+  const bool has_bias = value_bool(stack[4]);
+  dc_gelu_grad_args a = {.form = value_bool(stack[3]) ? DC_GELU_TANH : DC_GELU_ERF};
+  bool ok = fused_look_rows(&c, value_tensor(stack[1]), "x", &x) && fused_low(&c, &x.v, "x") &&
+            fused_look_rows(&c, value_tensor(stack[0]), "dout", &dout) &&
+            fused_same_shape(&c, &dout, "dout", &x, "x") &&
+            fused_look_columns(&c, value_tensor(stack[2]), "bias", &x, &bias, &a.bias);
+  if (ok && x.rows > 1 && x.cols && dout.stride != x.cols) ok = dct__fail(&c, "'dout' must be contiguous");
+  ok = ok && fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.dx) &&
+       fused_result_vector(&c, &o, has_bias ? x.cols : 0, bias.dtype, &a.dbias) &&
+       fused_workspace(&c, &x, has_bias, &partial, &a.partial);
   if (ok && x.cols) {
     a.dout = dout.v.ptr, a.x = x.v.ptr, a.rows = x.rows, a.cols = x.cols, a.x_stride = x.stride, a.dtype = x.v.dtype,
     a.bias_dtype = bias.dtype;
-    status(&c, c.cuda ? c.cuda->gelu_grad(&a, c.stream) : dc_gelu_grad(&a));
+    dct__status(&c, c.cuda ? c.cuda->gelu_grad(&a, c.stream) : dc_gelu_grad(&a));
   }
-  if (partial) api.aoti_torch_delete_tensor_object(partial);
-  leave(&c, stack, 3, &o, __LINE__);
+  if (partial) dct__api.aoti_torch_delete_tensor_object(partial);
+  fused_leave(&c, stack, 3, &o, __LINE__);
 }
 
 /* ---- rotary embedding -------------------------------------------------------------------------------------------- */
 /* The result lies in memory in the order of x's dimensions, without gaps, as torch.empty_like makes it. */
-static void packed_like(const rows *x, int64_t *step) {
+static void fused_packed_like(const rows *x, int64_t *step) {
   int order[MAX_DIM], n = 0;
   for (int k = 0; k < (int)x->dim; k++) {
     int at = n++;
@@ -302,74 +309,75 @@ static void packed_like(const rows *x, int64_t *step) {
 }
 
 /* Strides of a table over x's leading dimensions, 0 where it is broadcast. */
-static bool look_table(call *c, dct_tensor t, const char *name, const rows *x, rows *r, int64_t *step) {
-  if (!look_shape(c, t, name, r) || !low(c, &r->v, name)) return false;
+static bool fused_look_table(dct_call *c, dct_tensor t, const char *name, const rows *x, rows *r, int64_t *step) {
+  if (!fused_look_shape(c, t, name, r) || !fused_low(c, &r->v, name)) return false;
   if (r->dim < 1 || r->dim > x->dim)
-    return fail(c, "'%s' has %" PRId64 " dimensions and 'x' %" PRId64, name, r->dim, x->dim);
+    return dct__fail(c, "'%s' has %" PRId64 " dimensions and 'x' %" PRId64, name, r->dim, x->dim);
   if (r->cols > 1 && r->step[r->dim - 1] != 1)
-    return fail(c, "the last dimension of '%s' has gaps; pass %s.contiguous()", name, name);
+    return dct__fail(c, "the last dimension of '%s' has gaps; pass %s.contiguous()", name, name);
   for (int64_t k = 0; k < x->dim - 1; k++) {
     const int64_t own = k - (x->dim - r->dim); /* dimensions are matched from the right */
     if (own >= 0 && r->size[own] != 1 && r->size[own] != x->size[k])
-      return fail(c, "'%s' can't be broadcast: dimension %" PRId64 " has %" PRId64 " elements and 'x' has %" PRId64,
-                  name, own, r->size[own], x->size[k]);
+      return dct__fail(c,
+                       "'%s' can't be broadcast: dimension %" PRId64 " has %" PRId64 " elements and 'x' has %" PRId64,
+                       name, own, r->size[own], x->size[k]);
     step[k + 4 - x->dim] = own >= 0 && r->size[own] != 1 ? r->step[own] : 0;
   }
   return true;
 }
 
-static void rotary(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
-  call c;
-  begin(&c, "rotary");
+static void fused_rotary(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "rotary");
   outputs o = {.n = 0};
   rows x, cos, sin;
   int64_t step[MAX_DIM];
-  dc_rotary_args a = {.size = {1, 1, 1}, .inverse = as_bool(stack[3])};
-  bool ok = look_shape(&c, as_tensor(stack[0]), "x", &x) && low(&c, &x.v, "x");
-  if (ok && (x.dim < 1 || x.dim > 4)) ok = fail(&c, "'x' has %" PRId64 " dimensions; it must have 1 to 4", x.dim);
+  dc_rotary_args a = {.size = {1, 1, 1}, .inverse = value_bool(stack[3])};
+  bool ok = fused_look_shape(&c, value_tensor(stack[0]), "x", &x) && fused_low(&c, &x.v, "x");
+  if (ok && (x.dim < 1 || x.dim > 4)) ok = dct__fail(&c, "'x' has %" PRId64 " dimensions; it must have 1 to 4", x.dim);
   if (ok && x.cols > 1 && x.v.n && x.step[x.dim - 1] != 1)
-    ok = fail(&c, "the last dimension of 'x' has gaps; pass x.contiguous()");
-  ok = ok && look_table(&c, as_tensor(stack[1]), "cos", &x, &cos, a.cos_stride) &&
-       look_table(&c, as_tensor(stack[2]), "sin", &x, &sin, a.sin_stride);
+    ok = dct__fail(&c, "the last dimension of 'x' has gaps; pass x.contiguous()");
+  ok = ok && fused_look_table(&c, value_tensor(stack[1]), "cos", &x, &cos, a.cos_stride) &&
+       fused_look_table(&c, value_tensor(stack[2]), "sin", &x, &sin, a.sin_stride);
   if (ok && (cos.cols != sin.cols || cos.v.dtype != sin.v.dtype))
-    ok = fail(&c, "'cos' and 'sin' differ in their last dimension or dtype");
-  if (ok) packed_like(&x, step);
-  if (ok && result(&c, &o, x.dim, x.size, step, x.v.dtype, &a.out) && x.v.n) {
+    ok = dct__fail(&c, "'cos' and 'sin' differ in their last dimension or dtype");
+  if (ok) fused_packed_like(&x, step);
+  if (ok && fused_result(&c, &o, x.dim, x.size, step, x.v.dtype, &a.out) && x.v.n) {
     for (int64_t k = 0; k < x.dim - 1; k++)
       a.size[k + 4 - x.dim] = x.size[k], a.x_stride[k + 4 - x.dim] = x.step[k], a.out_stride[k + 4 - x.dim] = step[k];
     a.x = x.v.ptr, a.cos = cos.v.ptr, a.sin = sin.v.ptr, a.cols = x.cols, a.rotated = cos.cols, a.dtype = x.v.dtype,
     a.table_dtype = cos.v.dtype;
-    status(&c, c.cuda ? c.cuda->rotary(&a, c.stream) : dc_rotary(&a));
+    dct__status(&c, c.cuda ? c.cuda->rotary(&a, c.stream) : dc_rotary(&a));
   }
-  leave(&c, stack, 3, &o, __LINE__);
+  fused_leave(&c, stack, 3, &o, __LINE__);
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 static const dct_operator operators[] = {
-    {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", rms_norm},
+    {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", fused_rms_norm},
     {"add_rms_norm",
      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)",
-     add_rms_norm},
+     fused_add_rms_norm},
     {"layer_norm", "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
-     layer_norm},
+     fused_layer_norm},
     {"add_layer_norm",
      "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, "
      "Tensor)",
-     add_layer_norm},
+     fused_add_layer_norm},
     {"norm_grad",
      "norm_grad(Tensor dy, Tensor dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, float offset, bool dweight, "
      "bool dbias) "
      "-> (Tensor, Tensor, Tensor)",
-     norm_grad},
-    {"swiglu", "swiglu(Tensor gate, Tensor up) -> Tensor", swiglu},
-    {"swiglu_grad", "swiglu_grad(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_grad},
-    {"gelu", "gelu(Tensor x, Tensor bias, bool tanh) -> Tensor", gelu},
+     fused_norm_grad},
+    {"swiglu", "swiglu(Tensor gate, Tensor up) -> Tensor", fused_swiglu},
+    {"swiglu_grad", "swiglu_grad(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)", fused_swiglu_grad},
+    {"gelu", "gelu(Tensor x, Tensor bias, bool tanh) -> Tensor", fused_gelu},
     {"gelu_grad", "gelu_grad(Tensor dout, Tensor x, Tensor bias, bool tanh, bool dbias) -> (Tensor, Tensor)",
-     gelu_grad},
-    {"rotary", "rotary(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor", rotary},
+     fused_gelu_grad},
+    {"rotary", "rotary(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor", fused_rotary},
 };
 
-const char *dct__fused(const dct_operator **table, size_t *count) {
-  *table = operators, *count = sizeof operators / sizeof *operators;
-  return dct_resolve(&api);
+const dct_operator *dct__fused(size_t *count) {
+  *count = sizeof operators / sizeof *operators;
+  return operators;
 }

@@ -83,9 +83,9 @@ static const struct {
   size_t size;
   const char *name;
 } dtypes[DC_DTYPE_COUNT] = {
-    [DC_F32] = {4, "fp32"},  [DC_BF16] = {2, "bf16"}, [DC_F16] = {2, "fp16"},
-    [DC_F64] = {8, "fp64"},  [DC_I8] = {1, "int8"},   [DC_U8] = {1, "uint8"},
-    [DC_I16] = {2, "int16"}, [DC_I32] = {4, "int32"}, [DC_I64] = {8, "int64"},
+#define DC_DTYPE(name, bytes, text) [DC_##name] = {bytes, text},
+#include "dtypes.def"
+#undef DC_DTYPE
 };
 
 size_t dc_dtype_size(int dtype) { return dtype < 0 || dtype >= DC_DTYPE_COUNT ? 0 : dtypes[dtype].size; }

@@ -14,8 +14,20 @@ DC_INLINE piece piece_at(int64_t e, int64_t end, int64_t cols) {
   return (piece){row, from, left < cols ? left : cols};
 }
 
+/* step(r) of r elements from i on, in piece p, for the elements [begin, end) of rows of `cols`. */
+#define EACH_PIECE(begin, end, cols, step)             \
+  for (int64_t e = begin; e < end;) {                  \
+    const piece p = piece_at(e, end, cols);            \
+    int64_t i = p.from;                                \
+    for (; i + LANES <= p.to; i += LANES) step(LANES); \
+    if (i < p.to) step((int)(p.to - i));               \
+    e = p.row * cols + p.to;                           \
+  }
+
 /* ---- SwiGLU ------------------------------------------------------------------------------------------------------ */
 DC_INLINE void swiglu_step(const dc_swiglu_args *a, int dt, piece p, int64_t i, int r) {
+  v_ahead(a->gate, dt, p.row * a->gate_stride + i, AHEAD);
+  v_ahead(a->up, dt, p.row * a->up_stride + i, AHEAD);
   const vf gate = v_get(a->gate, dt, p.row * a->gate_stride + i, r);
   const vf up = v_get(a->up, dt, p.row * a->up_stride + i, r);
   v_put(a->out, dt, p.row * a->out_stride + i, r, v_mul(v_mul(gate, v_logistic(gate)), up));
@@ -23,28 +35,19 @@ DC_INLINE void swiglu_step(const dc_swiglu_args *a, int dt, piece p, int64_t i, 
 
 DC_INLINE void swiglu_loop(const dc_swiglu_args *args, int dt, int64_t begin, int64_t end) {
   const dc_swiglu_args a = *args;
-  for (int64_t e = begin; e < end;) {
-    const piece p = piece_at(e, end, a.cols);
-    int64_t i = p.from;
-    for (; i + LANES <= p.to; i += LANES) {
-      v_ahead(a.gate, dt, p.row * a.gate_stride + i, AHEAD);
-      v_ahead(a.up, dt, p.row * a.up_stride + i, AHEAD);
-      swiglu_step(&a, dt, p, i, LANES);
-    }
-    if (i < p.to) swiglu_step(&a, dt, p, i, (int)(p.to - i));
-    e = p.row * a.cols + p.to;
-  }
+#define STEP(r) swiglu_step(&a, dt, p, i, r)
+  EACH_PIECE(begin, end, a.cols, STEP)
+#undef STEP
 }
 
 void DC_BODY(swiglu)(const dc_swiglu_args *a, int64_t begin, int64_t end) {
-  switch (a->dtype) {
-  case DC_F32: swiglu_loop(a, DC_F32, begin, end); return;
-  case DC_BF16: swiglu_loop(a, DC_BF16, begin, end); return;
-  default: swiglu_loop(a, DC_F16, begin, end); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, swiglu_loop(a, DT, begin, end));
 }
 
 DC_INLINE void swiglu_grad_step(const dc_swiglu_grad_args *a, int dt, piece p, int64_t i, int r) {
+  v_ahead(a->dout, dt, p.row * a->dout_stride + i, AHEAD);
+  v_ahead(a->gate, dt, p.row * a->gate_stride + i, AHEAD);
+  v_ahead(a->up, dt, p.row * a->up_stride + i, AHEAD);
   const vf d = v_get(a->dout, dt, p.row * a->dout_stride + i, r);
   const vf gate = v_get(a->gate, dt, p.row * a->gate_stride + i, r);
   const vf up = v_get(a->up, dt, p.row * a->up_stride + i, r);
@@ -55,26 +58,13 @@ DC_INLINE void swiglu_grad_step(const dc_swiglu_grad_args *a, int dt, piece p, i
 
 DC_INLINE void swiglu_grad_loop(const dc_swiglu_grad_args *args, int dt, int64_t begin, int64_t end) {
   const dc_swiglu_grad_args a = *args;
-  for (int64_t e = begin; e < end;) {
-    const piece p = piece_at(e, end, a.cols);
-    int64_t i = p.from;
-    for (; i + LANES <= p.to; i += LANES) {
-      v_ahead(a.dout, dt, p.row * a.dout_stride + i, AHEAD);
-      v_ahead(a.gate, dt, p.row * a.gate_stride + i, AHEAD);
-      v_ahead(a.up, dt, p.row * a.up_stride + i, AHEAD);
-      swiglu_grad_step(&a, dt, p, i, LANES);
-    }
-    if (i < p.to) swiglu_grad_step(&a, dt, p, i, (int)(p.to - i));
-    e = p.row * a.cols + p.to;
-  }
+#define STEP(r) swiglu_grad_step(&a, dt, p, i, r)
+  EACH_PIECE(begin, end, a.cols, STEP)
+#undef STEP
 }
 
 void DC_BODY(swiglu_grad)(const dc_swiglu_grad_args *a, int64_t begin, int64_t end) {
-  switch (a->dtype) {
-  case DC_F32: swiglu_grad_loop(a, DC_F32, begin, end); return;
-  case DC_BF16: swiglu_grad_loop(a, DC_BF16, begin, end); return;
-  default: swiglu_grad_loop(a, DC_F16, begin, end); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, swiglu_grad_loop(a, DT, begin, end));
 }
 
 /* ---- GELU -------------------------------------------------------------------------------------------------------- */
@@ -84,22 +74,16 @@ DC_INLINE vf gelu_input(const void *x, int dt, int64_t at, const void *bias, int
 }
 
 DC_INLINE void gelu_step(const dc_gelu_args *a, int dt, int form, piece p, int64_t i, int r) {
+  v_ahead(a->x, dt, p.row * a->x_stride + i, AHEAD);
   const vf x = gelu_input(a->x, dt, p.row * a->x_stride + i, a->bias, a->bias_dtype, i, r);
   v_put(a->out, dt, p.row * a->cols + i, r, v_gelu(x, form));
 }
 
 DC_INLINE void gelu_loop(const dc_gelu_args *args, int dt, int form, int64_t begin, int64_t end) {
   const dc_gelu_args a = *args;
-  for (int64_t e = begin; e < end;) {
-    const piece p = piece_at(e, end, a.cols);
-    int64_t i = p.from;
-    for (; i + LANES <= p.to; i += LANES) {
-      v_ahead(a.x, dt, p.row * a.x_stride + i, AHEAD);
-      gelu_step(&a, dt, form, p, i, LANES);
-    }
-    if (i < p.to) gelu_step(&a, dt, form, p, i, (int)(p.to - i));
-    e = p.row * a.cols + p.to;
-  }
+#define STEP(r) gelu_step(&a, dt, form, p, i, r)
+  EACH_PIECE(begin, end, a.cols, STEP)
+#undef STEP
 }
 
 DC_INLINE void gelu_form(const dc_gelu_args *a, int dt, int64_t begin, int64_t end) {
@@ -108,14 +92,12 @@ DC_INLINE void gelu_form(const dc_gelu_args *a, int dt, int64_t begin, int64_t e
 }
 
 void DC_BODY(gelu)(const dc_gelu_args *a, int64_t begin, int64_t end) {
-  switch (a->dtype) {
-  case DC_F32: gelu_form(a, DC_F32, begin, end); return;
-  case DC_BF16: gelu_form(a, DC_BF16, begin, end); return;
-  default: gelu_form(a, DC_F16, begin, end); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, gelu_form(a, DT, begin, end));
 }
 
 DC_INLINE void gelu_grad_step(const dc_gelu_grad_args *a, int dt, int form, piece p, int64_t i, int r, float *dbias) {
+  v_ahead(a->x, dt, p.row * a->x_stride + i, AHEAD);
+  v_ahead(a->dout, dt, p.row * a->cols + i, AHEAD);
   const vf x = gelu_input(a->x, dt, p.row * a->x_stride + i, a->bias, a->bias_dtype, i, r);
   const vf d = v_mul(v_get(a->dout, dt, p.row * a->cols + i, r), v_gelu_slope(x, form));
   v_put(a->dx, dt, p.row * a->cols + i, r, d);
@@ -125,17 +107,9 @@ DC_INLINE void gelu_grad_step(const dc_gelu_grad_args *a, int dt, int form, piec
 DC_INLINE void gelu_grad_loop(const dc_gelu_grad_args *args, int dt, int form, int64_t begin, int64_t end,
                               float *dbias) {
   const dc_gelu_grad_args a = *args;
-  for (int64_t e = begin; e < end;) {
-    const piece p = piece_at(e, end, a.cols);
-    int64_t i = p.from;
-    for (; i + LANES <= p.to; i += LANES) {
-      v_ahead(a.x, dt, p.row * a.x_stride + i, AHEAD);
-      v_ahead(a.dout, dt, p.row * a.cols + i, AHEAD);
-      gelu_grad_step(&a, dt, form, p, i, LANES, dbias);
-    }
-    if (i < p.to) gelu_grad_step(&a, dt, form, p, i, (int)(p.to - i), dbias);
-    e = p.row * a.cols + p.to;
-  }
+#define STEP(r) gelu_grad_step(&a, dt, form, p, i, r, dbias)
+  EACH_PIECE(begin, end, a.cols, STEP)
+#undef STEP
 }
 
 DC_INLINE void gelu_grad_form(const dc_gelu_grad_args *a, int dt, int64_t begin, int64_t end, float *dbias) {
@@ -144,9 +118,5 @@ DC_INLINE void gelu_grad_form(const dc_gelu_grad_args *a, int dt, int64_t begin,
 }
 
 void DC_BODY(gelu_grad)(const dc_gelu_grad_args *a, int64_t begin, int64_t end, float *dbias) {
-  switch (a->dtype) {
-  case DC_F32: gelu_grad_form(a, DC_F32, begin, end, dbias); return;
-  case DC_BF16: gelu_grad_form(a, DC_BF16, begin, end, dbias); return;
-  default: gelu_grad_form(a, DC_F16, begin, end, dbias); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, gelu_grad_form(a, DT, begin, end, dbias));
 }

@@ -13,9 +13,5 @@ DC_INLINE void axpy_loop(float *y, float a, const void *x, int xdt, int64_t n) {
 }
 
 void DC_BODY(axpy)(float *y, float a, const void *x, int xdt, int64_t n) {
-  switch (xdt) {
-  case DC_F32: axpy_loop(y, a, x, DC_F32, n); return;
-  case DC_BF16: axpy_loop(y, a, x, DC_BF16, n); return;
-  default: axpy_loop(y, a, x, DC_F16, n); return;
-  }
+  DC_FOR_LOW(xdt, DT, axpy_loop(y, a, x, DT, n));
 }

@@ -32,17 +32,9 @@ DC_INLINE void cast_loop(void *dst, int ddt, const void *src, int sdt, float sca
 }
 
 DC_INLINE void cast_to(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, int stream) {
-  switch (sdt) {
-  case DC_F32: cast_loop(dst, ddt, src, DC_F32, scale, n, stream); return;
-  case DC_BF16: cast_loop(dst, ddt, src, DC_BF16, scale, n, stream); return;
-  default: cast_loop(dst, ddt, src, DC_F16, scale, n, stream); return;
-  }
+  DC_FOR_LOW(sdt, DT, cast_loop(dst, ddt, src, DT, scale, n, stream));
 }
 
 void DC_BODY(cast)(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, int stream) {
-  switch (ddt) {
-  case DC_F32: cast_to(dst, DC_F32, src, sdt, scale, n, stream); return;
-  case DC_BF16: cast_to(dst, DC_BF16, src, sdt, scale, n, stream); return;
-  default: cast_to(dst, DC_F16, src, sdt, scale, n, stream); return;
-  }
+  DC_FOR_LOW(ddt, DT, cast_to(dst, DT, src, sdt, scale, n, stream));
 }

@@ -119,11 +119,7 @@ DC_INLINE void norm_dtype(const dc_norm_args *a, int dt, int64_t begin, int64_t 
 }
 
 void DC_BODY(norm)(const dc_norm_args *a, int64_t begin, int64_t end) {
-  switch (a->dtype) {
-  case DC_F32: norm_dtype(a, DC_F32, begin, end); return;
-  case DC_BF16: norm_dtype(a, DC_BF16, begin, end); return;
-  default: norm_dtype(a, DC_F16, begin, end); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, norm_dtype(a, DT, begin, end));
 }
 
 /* ---- gradient ---------------------------------------------------------------------------------------------------- */
@@ -207,11 +203,7 @@ DC_INLINE void grad_dtype(const dc_norm_grad_args *a, int dt, int64_t begin, int
 }
 
 void DC_BODY(norm_grad)(const dc_norm_grad_args *a, int64_t begin, int64_t end, float *dweight, float *dbias) {
-  switch (a->dtype) {
-  case DC_F32: grad_dtype(a, DC_F32, begin, end, dweight, dbias); return;
-  case DC_BF16: grad_dtype(a, DC_BF16, begin, end, dweight, dbias); return;
-  default: grad_dtype(a, DC_F16, begin, end, dweight, dbias); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, grad_dtype(a, DT, begin, end, dweight, dbias));
 }
 
 /* ---- sums of blocks of rows -------------------------------------------------------------------------------------- */

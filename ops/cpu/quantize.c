@@ -7,6 +7,26 @@
  * tests/bench/compress.py. */
 #include "cpu/vec.h"
 
+/* Runs `call` with BITS as a constant: 8, 4 or 1. */
+#define FOR_BITS(bits, call) \
+  switch (bits) {            \
+  case 8: {                  \
+    enum { BITS = 8 };       \
+    call;                    \
+    break;                   \
+  }                          \
+  case 4: {                  \
+    enum { BITS = 4 };       \
+    call;                    \
+    break;                   \
+  }                          \
+  default: {                 \
+    enum { BITS = 1 };       \
+    call;                    \
+    break;                   \
+  }                          \
+  }
+
 /* x + e, or x, of r elements. */
 DC_INLINE vf value(const void *x, int dt, const float *error, int fed, int64_t i, int r) {
   const vf v = v_get(x, dt, i, r);
@@ -109,20 +129,12 @@ DC_INLINE void quantize_fed(uint8_t *codes, float *scales, int bits, int64_t blo
 
 DC_INLINE void quantize_bits(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt,
                              float *error, int64_t n) {
-  switch (dt) {
-  case DC_F32: quantize_fed(codes, scales, bits, block, x, DC_F32, error, n); return;
-  case DC_BF16: quantize_fed(codes, scales, bits, block, x, DC_BF16, error, n); return;
-  default: quantize_fed(codes, scales, bits, block, x, DC_F16, error, n); return;
-  }
+  DC_FOR_LOW(dt, DT, quantize_fed(codes, scales, bits, block, x, DT, error, n));
 }
 
 void DC_BODY(quantize)(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt, float *error,
                        int64_t n) {
-  switch (bits) {
-  case 8: quantize_bits(codes, scales, 8, block, x, dt, error, n); return;
-  case 4: quantize_bits(codes, scales, 4, block, x, dt, error, n); return;
-  default: quantize_bits(codes, scales, 1, block, x, dt, error, n); return;
-  }
+  FOR_BITS(bits, quantize_bits(codes, scales, BITS, block, x, dt, error, n));
 }
 
 /* ---- back -------------------------------------------------------------------------------------------------------- */
@@ -152,20 +164,12 @@ DC_INLINE void dequantize_bits(void *out, int dt, const uint8_t *codes, const fl
 
 DC_INLINE void dequantize_to(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
                              int64_t n) {
-  switch (dt) {
-  case DC_F32: dequantize_bits(out, DC_F32, codes, scales, bits, block, n); return;
-  case DC_BF16: dequantize_bits(out, DC_BF16, codes, scales, bits, block, n); return;
-  default: dequantize_bits(out, DC_F16, codes, scales, bits, block, n); return;
-  }
+  DC_FOR_LOW(dt, DT, dequantize_bits(out, DT, codes, scales, bits, block, n));
 }
 
 void DC_BODY(dequantize)(void *out, int dt, const uint8_t *codes, const float *scales, int bits, int64_t block,
                          int64_t n) {
-  switch (bits) {
-  case 8: dequantize_to(out, dt, codes, scales, 8, block, n); return;
-  case 4: dequantize_to(out, dt, codes, scales, 4, block, n); return;
-  default: dequantize_to(out, dt, codes, scales, 1, block, n); return;
-  }
+  FOR_BITS(bits, dequantize_to(out, dt, codes, scales, BITS, block, n));
 }
 
 DC_INLINE void add_step(float *acc, const uint8_t *codes, vf factor, int bits, int64_t i, int r) {
@@ -185,9 +189,5 @@ DC_INLINE void add_bits(float *acc, const uint8_t *codes, const float *scales, i
 
 void DC_BODY(dequantize_add)(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block,
                              float factor, int64_t n) {
-  switch (bits) {
-  case 8: add_bits(acc, codes, scales, 8, block, factor, n); return;
-  case 4: add_bits(acc, codes, scales, 4, block, factor, n); return;
-  default: add_bits(acc, codes, scales, 1, block, factor, n); return;
-  }
+  FOR_BITS(bits, add_bits(acc, codes, scales, BITS, block, factor, n));
 }

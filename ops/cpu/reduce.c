@@ -140,15 +140,13 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
 
 void DC_BODY(reduce)(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   switch (dt) {
-  case DC_F32: reduce_low(dst, src, nsrc, DC_F32, op, n, stream); return;
-  case DC_BF16: reduce_low(dst, src, nsrc, DC_BF16, op, n, stream); return;
-  case DC_F16: reduce_low(dst, src, nsrc, DC_F16, op, n, stream); return;
   case DC_F64: reduce_f64(dst, src, nsrc, op, n); return;
   case DC_I8: reduce_i8(dst, src, nsrc, op, n); return;
   case DC_U8: reduce_u8(dst, src, nsrc, op, n); return;
   case DC_I16: reduce_i16(dst, src, nsrc, op, n); return;
   case DC_I32: reduce_i32(dst, src, nsrc, op, n); return;
-  default: reduce_i64(dst, src, nsrc, op, n); return;
+  case DC_I64: reduce_i64(dst, src, nsrc, op, n); return;
+  default: DC_FOR_LOW(dt, DT, reduce_low(dst, src, nsrc, DT, op, n, stream));
   }
 }
 
@@ -196,9 +194,5 @@ DC_INLINE void acc_low(float *acc, const void *const *src, int nsrc, int dt, int
 
 void DC_BODY(reduce_acc)(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
                          int stream) {
-  switch (dt) {
-  case DC_F32: acc_low(acc, src, nsrc, DC_F32, n, assign, partial, stream); return;
-  case DC_BF16: acc_low(acc, src, nsrc, DC_BF16, n, assign, partial, stream); return;
-  default: acc_low(acc, src, nsrc, DC_F16, n, assign, partial, stream); return;
-  }
+  DC_FOR_LOW(dt, DT, acc_low(acc, src, nsrc, DT, n, assign, partial, stream));
 }

@@ -55,9 +55,5 @@ DC_INLINE void rotary_table(const dc_rotary_args *a, int dt, int64_t begin, int6
 }
 
 void DC_BODY(rotary)(const dc_rotary_args *a, int64_t begin, int64_t end) {
-  switch (a->dtype) {
-  case DC_F32: rotary_table(a, DC_F32, begin, end); return;
-  case DC_BF16: rotary_table(a, DC_BF16, begin, end); return;
-  default: rotary_table(a, DC_F16, begin, end); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, rotary_table(a, DT, begin, end));
 }

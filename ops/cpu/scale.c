@@ -8,10 +8,4 @@ DC_INLINE void scale_loop(void *x, int dt, float a, int64_t n) {
   if (i < n) v_put(x, dt, i, (int)(n - i), v_mul(va, v_get(x, dt, i, (int)(n - i))));
 }
 
-void DC_BODY(scale)(void *x, int dt, float a, int64_t n) {
-  switch (dt) {
-  case DC_F32: scale_loop(x, DC_F32, a, n); return;
-  case DC_BF16: scale_loop(x, DC_BF16, a, n); return;
-  default: scale_loop(x, DC_F16, a, n); return;
-  }
-}
+void DC_BODY(scale)(void *x, int dt, float a, int64_t n) { DC_FOR_LOW(dt, DT, scale_loop(x, DT, a, n)); }

@@ -38,9 +38,5 @@ DC_INLINE void sqnorm_loop(const void *x, int dt, int64_t n, double *partial) {
 }
 
 void DC_BODY(sqnorm)(const void *x, int dt, int64_t n, double *partial) {
-  switch (dt) {
-  case DC_F32: sqnorm_loop(x, DC_F32, n, partial); return;
-  case DC_BF16: sqnorm_loop(x, DC_BF16, n, partial); return;
-  default: sqnorm_loop(x, DC_F16, n, partial); return;
-  }
+  DC_FOR_LOW(dt, DT, sqnorm_loop(x, DT, n, partial));
 }

@@ -111,9 +111,5 @@ DC_INLINE void topk_fed(float *values, uint16_t *index, const void *x, int dt, f
 
 void DC_BODY(topk)(float *values, uint16_t *index, const void *x, int dt, float *error, int64_t block, int64_t k,
                    int64_t n) {
-  switch (dt) {
-  case DC_F32: topk_fed(values, index, x, DC_F32, error, block, k, n); return;
-  case DC_BF16: topk_fed(values, index, x, DC_BF16, error, block, k, n); return;
-  default: topk_fed(values, index, x, DC_F16, error, block, k, n); return;
-  }
+  DC_FOR_LOW(dt, DT, topk_fed(values, index, x, DT, error, block, k, n));
 }

@@ -24,6 +24,25 @@
 #define DC_BODY(name) DC__CAT(dc__, name, DC_ISA)
 #define DC_INLINE static inline __attribute__((always_inline))
 #define DC_UNLIKELY(x) __builtin_expect(!!(x), 0)
+/* Runs `call` with DT as a constant: fp32, bf16 or fp16 as the variable dt says. So each loop is compiled per dtype. */
+#define DC_FOR_LOW(dt, DT, call) \
+  switch (dt) {                  \
+  case DC_F32: {                 \
+    enum { DT = DC_F32 };        \
+    call;                        \
+    break;                       \
+  }                              \
+  case DC_BF16: {                \
+    enum { DT = DC_BF16 };       \
+    call;                        \
+    break;                       \
+  }                              \
+  default: {                     \
+    enum { DT = DC_F16 };        \
+    call;                        \
+    break;                       \
+  }                              \
+  }
 
 enum { LANES = 16, CACHE_LINE = 64 };
 /* How far ahead arrays are fetched, in bytes. The processor's own prefetchers stop at every 4 KiB page; what it gives

@@ -99,9 +99,5 @@ DC_INLINE void rows_loop(const dc_xent_args *a, int dt, int64_t begin, int64_t e
 }
 
 void DC_BODY(xent)(const dc_xent_args *a, int64_t begin, int64_t end) {
-  switch (a->dtype) {
-  case DC_F32: rows_loop(a, DC_F32, begin, end); return;
-  case DC_BF16: rows_loop(a, DC_BF16, begin, end); return;
-  default: rows_loop(a, DC_F16, begin, end); return;
-  }
+  DC_FOR_LOW(a->dtype, DT, rows_loop(a, DT, begin, end));
 }

@@ -3,29 +3,12 @@
 #ifndef DEEPC_CUDA_ADAMW_TABLE_H
 #define DEEPC_CUDA_ADAMW_TABLE_H
 
-#include <math.h>
 #include <string.h>
 
+#include "adamw_coef.h"
 #include "cuda/bodies.cuh"
 
 namespace dc_gpu {
-
-// Must stay the bits of make_coef in ops/dispatch.c.
-inline dc__adamw_coef make_coef(const dc_adamw_args *t) {
-  const bool decoupled = (t->flags & DC_ADAMW_DECOUPLED) != 0;
-  const double bc1 = 1.0 - pow(t->beta1, (double)t->step), bc2 = 1.0 - pow(t->beta2, (double)t->step);
-  dc__adamw_coef c;
-  c.grad_scale = (float)t->grad_scale;
-  c.one_minus_b1 = (float)(1.0 - t->beta1);
-  c.b2 = (float)t->beta2;
-  c.one_minus_b2 = (float)(1.0 - t->beta2);
-  c.decay = decoupled ? (float)(1.0 - t->lr * t->weight_decay) : 1.0f;
-  c.step_size_neg = (float)-(t->lr / bc1);
-  c.inv_sqrt_bc2 = (float)(1.0 / sqrt(bc2));
-  c.eps = (float)t->eps;
-  c.l2 = decoupled ? 0.0f : (float)t->weight_decay;
-  return c;
-}
 
 inline bool wide_aligned(const void *p, int dt) { return (uintptr_t)p % (ADAMW_WIDTH * (dt == DC_F32 ? 4 : 2)) == 0; }
 
@@ -39,7 +22,7 @@ inline AdamwTensor make_row(const dc_adamw_args *t) {
   row.max_exp_avg_sq = t->max_exp_avg_sq;
   row.lowp = t->lowp;
   row.n = t->n;
-  row.coef = make_coef(t);
+  row.coef = dc__adamw_coef_of(t);
   row.param_dtype = (int8_t)t->param_dtype;
   row.grad_dtype = (int8_t)t->grad_dtype;
   row.state_dtype = (int8_t)t->state_dtype;

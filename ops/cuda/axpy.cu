@@ -17,14 +17,8 @@ template <class X> static int launch_axpy(float *y, float a, const void *from, i
 }
 
 int dc_cuda_axpy(float *y, float a, const void *x, int xdt, int64_t n, void *stream) {
-  DC_TRY(dc__cuda_check_low(xdt, "x"));
-  DC_TRY(dc__cuda_check_count(n));
-  DC_TRY(dc__cuda_check_array(y, sizeof *y, n, "y"));
-  DC_TRY(dc__cuda_check_array(x, dc__cuda_dtype_size(xdt), n, "x"));
+  DC_TRY(check_axpy(y, x, xdt, n));
   if (n == 0) return DC_OK;
-  if (y == x && xdt != DC_F32) return CUDA_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
-  if (y != x && dc__cuda_overlap(y, n * 4, x, n * (int64_t)dc__cuda_dtype_size(xdt)))
-    return CUDA_FAIL(DC_E_INVALID, "x and y overlap");
   DeviceScope device;
   DC_TRY(device.enter(y, "y"));
   return with_low(xdt, [=](auto t) { return launch_axpy<decltype(t)>(y, a, x, n, static_cast<cudaStream_t>(stream)); });

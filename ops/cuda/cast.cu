@@ -31,34 +31,20 @@ static int run_cast(void *dst, int ddt, const void *src, int sdt, float scale, i
 }
 
 int dc_cuda_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream) {
-  DC_TRY(dc__cuda_check_low(ddt, "dst"));
-  DC_TRY(dc__cuda_check_low(sdt, "src"));
-  DC_TRY(dc__cuda_check_count(n));
-  const size_t dsize = dc__cuda_dtype_size(ddt), ssize = dc__cuda_dtype_size(sdt);
-  DC_TRY(dc__cuda_check_array(dst, dsize, n, "dst"));
-  DC_TRY(dc__cuda_check_array(src, ssize, n, "src"));
-  if (n == 0) return DC_OK;
-  const bool in_place = dst == src && dsize == ssize;
-  if (!in_place && dc__cuda_overlap(dst, n * (int64_t)dsize, src, n * (int64_t)ssize))
-    return CUDA_FAIL(DC_E_INVALID, "dst and src overlap; they may only be the same array of one element size");
-  return run_cast(dst, ddt, src, sdt, scale, n, stream);
+  DC_TRY(check_cast(dst, ddt, src, sdt, n));
+  return n == 0 ? (int)DC_OK : run_cast(dst, ddt, src, sdt, scale, n, stream);
 }
 
 /* a * float(x) in place is a cast to itself. */
 int dc_cuda_scale(void *x, int dt, float a, int64_t n, void *stream) {
-  DC_TRY(dc__cuda_check_low(dt, "x"));
-  DC_TRY(dc__cuda_check_count(n));
-  DC_TRY(dc__cuda_check_array(x, dc__cuda_dtype_size(dt), n, "x"));
+  DC_TRY(check_scale(x, dt, n));
   return n == 0 ? (int)DC_OK : run_cast(x, dt, x, dt, a, n, stream);
 }
 
 /* The driver's copy takes any alignment and reaches the memory's limit. */
 int dc_cuda_copy(void *dst, const void *src, int64_t bytes, void *stream) {
-  DC_TRY(dc__cuda_check_count(bytes));
-  DC_TRY(dc__cuda_check_array(dst, 1, bytes, "dst"));
-  DC_TRY(dc__cuda_check_array(src, 1, bytes, "src"));
+  DC_TRY(check_copy(dst, src, bytes));
   if (bytes == 0) return DC_OK;
-  if (dc__cuda_overlap(dst, bytes, src, bytes)) return CUDA_FAIL(DC_E_INVALID, "dst and src overlap");
   DeviceScope device;
   DC_TRY(device.enter(dst, "dst"));
   const cudaError_t error = cudaMemcpyAsync(dst, src, (size_t)bytes, cudaMemcpyDefault,

@@ -26,30 +26,6 @@ static inline unsigned grid_for_rows(int64_t rows) {
   return grid_for(rows > INT64_MAX / WARP ? INT64_MAX : rows * WARP);
 }
 
-// ---- validation: as in ops/fused.c ---------------------------------------------------------------------------------
-static int check_shape(int64_t rows, int64_t cols) {
-  int64_t n;
-  if (rows < 0 || cols < 0)
-    return CUDA_FAIL(DC_E_INVALID, "rows = %lld, cols = %lld; neither may be negative", (long long)rows,
-                     (long long)cols);
-  if (__builtin_mul_overflow(rows, cols, &n)) n = INT64_MAX;
-  return dc__cuda_check_count(n);
-}
-
-static int check_rows(const void *p, int dt, int64_t rows, int64_t cols, int64_t stride, const char *what) {
-  int64_t n;
-  DC_TRY(dc__cuda_check_array(p, dc__cuda_dtype_size(dt), rows * cols, what));
-  if (rows > 1 && (stride < cols || __builtin_mul_overflow(rows, stride, &n) || n > INT64_MAX / 16))
-    return CUDA_FAIL(DC_E_INVALID,
-                     "%s: rows start %lld elements apart; it must be at least cols = %lld, and fit memory", what,
-                     (long long)stride, (long long)cols);
-  return DC_OK;
-}
-
-static int check_maybe(const void *p, int dt, const char *what) {
-  return p ? dc__cuda_check_array(p, dc__cuda_dtype_size(dt), 0, what) : (int)DC_OK;
-}
-
 // ---- sums over rows ------------------------------------------------------------------------------------------------
 __global__ void __launch_bounds__(THREADS)
     fold_kernel(void *out, int dt, const float *partial, int64_t blocks, int64_t cols) {
@@ -78,20 +54,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) norm_kernel(const 
 int dc_cuda_norm(const dc_norm_args *args, void *stream) {
   if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
   const dc_norm_args a = *args;
-  DC_TRY(dc__cuda_check_low(a.dtype, "x"));
-  if (a.weight || a.bias) DC_TRY(dc__cuda_check_low(a.weight_dtype, "weight"));
-  DC_TRY(check_shape(a.rows, a.cols));
-  if (!(a.eps >= 0 && isfinite(a.eps))) return CUDA_FAIL(DC_E_INVALID, "eps = %g; it must be >= 0 and finite", a.eps);
-  if (!isfinite(a.offset)) return CUDA_FAIL(DC_E_INVALID, "offset = %g is not finite", a.offset);
-  if (!a.residual != !a.sum) return CUDA_FAIL(DC_E_INVALID, "residual and sum come together: pass both, or neither");
-  DC_TRY(check_rows(a.x, a.dtype, a.rows, a.cols, a.x_stride, "x"));
-  if (a.residual) DC_TRY(check_rows(a.residual, a.dtype, a.rows, a.cols, a.residual_stride, "residual"));
-  DC_TRY(check_maybe(a.sum, a.dtype, "sum"));
-  DC_TRY(check_maybe(a.weight, a.weight_dtype, "weight"));
-  DC_TRY(check_maybe(a.bias, a.weight_dtype, "bias"));
-  DC_TRY(check_maybe(a.mean, DC_F32, "mean"));
-  DC_TRY(dc__cuda_check_array(a.y, dc__cuda_dtype_size(a.dtype), a.rows * a.cols, "y"));
-  DC_TRY(dc__cuda_check_array(a.rstd, sizeof *a.rstd, a.rows, "rstd"));
+  DC_TRY(check_norm(&a));
   if (a.rows == 0 || a.cols == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.y, "y"));
@@ -127,20 +90,7 @@ int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
   const dc_norm_grad_args a = *args;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   const int sums = (a.dweight != nullptr) + (a.dbias != nullptr);
-  DC_TRY(dc__cuda_check_low(a.dtype, "x"));
-  if (a.weight || sums) DC_TRY(dc__cuda_check_low(a.weight_dtype, "weight"));
-  DC_TRY(check_shape(a.rows, a.cols));
-  if (!isfinite(a.offset)) return CUDA_FAIL(DC_E_INVALID, "offset = %g is not finite", a.offset);
-  DC_TRY(check_rows(a.x, a.dtype, a.rows, a.cols, a.x_stride, "x"));
-  DC_TRY(dc__cuda_check_array(a.dy, dc__cuda_dtype_size(a.dtype), a.rows * a.cols, "dy"));
-  DC_TRY(dc__cuda_check_array(a.dx, dc__cuda_dtype_size(a.dtype), a.rows * a.cols, "dx"));
-  DC_TRY(dc__cuda_check_array(a.rstd, sizeof *a.rstd, a.rows, "rstd"));
-  DC_TRY(check_maybe(a.dsum, a.dtype, "dsum"));
-  DC_TRY(check_maybe(a.mean, DC_F32, "mean"));
-  DC_TRY(check_maybe(a.weight, a.weight_dtype, "weight"));
-  DC_TRY(check_maybe(a.dweight, a.weight_dtype, "dweight"));
-  DC_TRY(check_maybe(a.dbias, a.weight_dtype, "dbias"));
-  DC_TRY(dc__cuda_check_array(a.partial, sizeof *a.partial, sums ? a.rows * a.cols : 0, "partial"));
+  DC_TRY(check_norm_grad(&a));
   if (a.cols == 0 || (a.rows == 0 && !sums)) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.rows ? a.dx : a.dweight ? a.dweight : a.dbias, "dx"));
@@ -195,11 +145,7 @@ int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream_) {
   if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
   dc_swiglu_args a = *args;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(dc__cuda_check_low(a.dtype, "gate"));
-  DC_TRY(check_shape(a.rows, a.cols));
-  DC_TRY(check_rows(a.gate, a.dtype, a.rows, a.cols, a.gate_stride, "gate"));
-  DC_TRY(check_rows(a.up, a.dtype, a.rows, a.cols, a.up_stride, "up"));
-  DC_TRY(check_rows(a.out, a.dtype, a.rows, a.cols, a.out_stride, "out"));
+  DC_TRY(check_swiglu(&a));
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (a.gate_stride == a.cols && a.up_stride == a.cols && a.out_stride == a.cols) {
@@ -221,13 +167,7 @@ int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
   if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
   dc_swiglu_grad_args a = *args;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(dc__cuda_check_low(a.dtype, "gate"));
-  DC_TRY(check_shape(a.rows, a.cols));
-  DC_TRY(check_rows(a.dout, a.dtype, a.rows, a.cols, a.dout_stride, "dout"));
-  DC_TRY(check_rows(a.gate, a.dtype, a.rows, a.cols, a.gate_stride, "gate"));
-  DC_TRY(check_rows(a.up, a.dtype, a.rows, a.cols, a.up_stride, "up"));
-  DC_TRY(check_rows(a.dgate, a.dtype, a.rows, a.cols, a.dgate_stride, "dgate"));
-  DC_TRY(check_rows(a.dup, a.dtype, a.rows, a.cols, a.dup_stride, "dup"));
+  DC_TRY(check_swiglu_grad(&a));
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (a.dout_stride == a.cols && a.gate_stride == a.cols && a.up_stride == a.cols && a.dgate_stride == a.cols &&
@@ -247,22 +187,11 @@ int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
   });
 }
 
-static int check_form(int form) {
-  if (form == DC_GELU_ERF || form == DC_GELU_TANH) return DC_OK;
-  return CUDA_FAIL(DC_E_INVALID, "form = %d; it is DC_GELU_ERF (0) or DC_GELU_TANH (1)", form);
-}
-
 int dc_cuda_gelu(const dc_gelu_args *args, void *stream_) {
   if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
   dc_gelu_args a = *args;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(dc__cuda_check_low(a.dtype, "x"));
-  if (a.bias) DC_TRY(dc__cuda_check_low(a.bias_dtype, "bias"));
-  DC_TRY(check_form(a.form));
-  DC_TRY(check_shape(a.rows, a.cols));
-  DC_TRY(check_rows(a.x, a.dtype, a.rows, a.cols, a.x_stride, "x"));
-  DC_TRY(check_maybe(a.bias, a.bias_dtype, "bias"));
-  DC_TRY(dc__cuda_check_array(a.out, dc__cuda_dtype_size(a.dtype), a.rows * a.cols, "out"));
+  DC_TRY(check_gelu(&a));
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (!a.bias && a.x_stride == a.cols) {
@@ -295,16 +224,7 @@ int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
   const dc_gelu_grad_args whole = *args;
   dc_gelu_grad_args a = whole;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(dc__cuda_check_low(a.dtype, "x"));
-  if (a.bias || a.dbias) DC_TRY(dc__cuda_check_low(a.bias_dtype, "bias"));
-  DC_TRY(check_form(a.form));
-  DC_TRY(check_shape(a.rows, a.cols));
-  DC_TRY(check_rows(a.x, a.dtype, a.rows, a.cols, a.x_stride, "x"));
-  DC_TRY(check_maybe(a.bias, a.bias_dtype, "bias"));
-  DC_TRY(check_maybe(a.dbias, a.bias_dtype, "dbias"));
-  DC_TRY(dc__cuda_check_array(a.dout, dc__cuda_dtype_size(a.dtype), a.rows * a.cols, "dout"));
-  DC_TRY(dc__cuda_check_array(a.dx, dc__cuda_dtype_size(a.dtype), a.rows * a.cols, "dx"));
-  DC_TRY(dc__cuda_check_array(a.partial, sizeof *a.partial, a.dbias ? a.rows * a.cols : 0, "partial"));
+  DC_TRY(check_gelu_grad(&a));
   const int64_t n = a.rows * a.cols, block = dc_row_block(a.rows), blocks = dc_row_blocks(a.rows);
   if (a.cols == 0 || (n == 0 && !a.dbias)) return DC_OK;
   if (!a.bias && a.x_stride == a.cols) {
@@ -336,20 +256,8 @@ __global__ void __launch_bounds__(THREADS) rotary_kernel(const __grid_constant__
 int dc_cuda_rotary(const dc_rotary_args *args, void *stream) {
   if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
   const dc_rotary_args a = *args;
-  int64_t rows = 1;
-  DC_TRY(dc__cuda_check_low(a.dtype, "x"));
-  DC_TRY(dc__cuda_check_low(a.table_dtype, "cos and sin"));
-  for (int k = 0; k < 3; k++)
-    if (a.size[k] < 0 || __builtin_mul_overflow(rows, a.size[k], &rows))
-      return CUDA_FAIL(DC_E_INVALID, "size[%d] = %lld is no number of rows", k, (long long)a.size[k]);
-  DC_TRY(check_shape(rows, a.cols));
-  if (a.rotated < 0 || a.rotated % 2 || a.rotated > a.cols)
-    return CUDA_FAIL(DC_E_INVALID, "rotated = %lld; it must be even, and at most cols = %lld", (long long)a.rotated,
-                     (long long)a.cols);
-  DC_TRY(dc__cuda_check_array(a.x, dc__cuda_dtype_size(a.dtype), rows * a.cols, "x"));
-  DC_TRY(dc__cuda_check_array(a.out, dc__cuda_dtype_size(a.dtype), rows * a.cols, "out"));
-  DC_TRY(dc__cuda_check_array(a.cos, dc__cuda_dtype_size(a.table_dtype), rows * a.rotated, "cos"));
-  DC_TRY(dc__cuda_check_array(a.sin, dc__cuda_dtype_size(a.table_dtype), rows * a.rotated, "sin"));
+  int64_t rows;
+  DC_TRY(check_rotary(&a, &rows));
   if (rows == 0 || a.cols == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.out, "out"));

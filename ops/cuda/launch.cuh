@@ -1,5 +1,5 @@
-// launch.cuh: what all launchers share: the error text, validation as in ops/dispatch.c, the device of the arrays, grid
-// sizes. Included by *.cu only.
+// launch.cuh: what all launchers share: the error text, the checks of ops/check.h with it, the device of the arrays,
+// grid sizes. Included by *.cu only.
 #ifndef DEEPC_CUDA_LAUNCH_CUH
 #define DEEPC_CUDA_LAUNCH_CUH
 
@@ -12,21 +12,16 @@
 int dc__cuda_fail(int status, const char *file, int line, const char *func, const char *fmt, ...)
     __attribute__((format(printf, 5, 6)));
 #define CUDA_FAIL(status, ...) dc__cuda_fail((status), __FILE__, __LINE__, __func__, __VA_ARGS__)
+#define CHECK_FAIL CUDA_FAIL
+#include "check.h"
 
 // DC_E_CUDA with what the call said and what to do about it.
 int dc__cuda_error(cudaError_t error, const char *what);
 
-size_t dc__cuda_dtype_size(int dt);
-const char *dc__cuda_dtype_name(int dt);
-int dc__cuda_check_low(int dt, const char *what);
-int dc__cuda_check_count(int64_t n);
-int dc__cuda_check_array(const void *p, size_t element, int64_t n, const char *what);
-int dc__cuda_check_sources(const void *const *src, int nsrc, int dt, int64_t n);
-int dc__cuda_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);
 // 1 if p is aligned to `bytes`.
 static inline int aligned_to(const void *p, size_t bytes) { return (uintptr_t)p % bytes == 0; }
 
-enum { MAX_SOURCES = 1024, FEW_SOURCES = 8, THREADS = 256, MAX_GRID = 1 << 16 };
+enum { FEW_SOURCES = 8, THREADS = 256, MAX_GRID = 1 << 16 };
 
 // Makes the device that holds `array` current for one scope. A launch goes to the current device, whatever its stream
 // is.

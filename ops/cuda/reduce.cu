@@ -42,7 +42,7 @@ static int launch_reduce(void *to, const void *const *src, int nsrc, int op, int
 template <class T>
 static int launch_reduce_for(void *dst, const void *const *src, int nsrc, int op, int64_t n, cudaStream_t stream) {
   return nsrc <= FEW_SOURCES ? launch_reduce<T, FEW_SOURCES>(dst, src, nsrc, op, n, stream)
-                             : launch_reduce<T, MAX_SOURCES>(dst, src, nsrc, op, n, stream);
+                             : launch_reduce<T, CHECK_MAX_SOURCES>(dst, src, nsrc, op, n, stream);
 }
 
 static int launch_reduce_of(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n,
@@ -61,21 +61,8 @@ static int launch_reduce_of(void *dst, const void *const *src, int nsrc, int dt,
 }
 
 int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, void *stream) {
-  const int64_t size = (int64_t)dc__cuda_dtype_size(dt);
-  const bool floating = dt == DC_F32 || dt == DC_BF16 || dt == DC_F16 || dt == DC_F64;
-  if (size == 0) return CUDA_FAIL(DC_E_DTYPE, "%d is not a dtype", dt);
-  if (op < DC_RED_SUM || op > DC_RED_BXOR) return CUDA_FAIL(DC_E_INVALID, "%d is not a reduce op", op);
-  if (floating && op >= DC_RED_BAND)
-    return CUDA_FAIL(DC_E_DTYPE, "bitwise reduce op %d on %s; it takes integers", op, dc__cuda_dtype_name(dt));
-  if (!floating && op == DC_RED_AVG)
-    return CUDA_FAIL(DC_E_DTYPE, "average of %s; it takes floating dtypes (use a sum)", dc__cuda_dtype_name(dt));
-  DC_TRY(dc__cuda_check_count(n));
-  DC_TRY(dc__cuda_check_array(dst, (size_t)size, n, "dst"));
-  DC_TRY(dc__cuda_check_sources(src, nsrc, dt, n));
+  DC_TRY(check_reduce(dst, src, nsrc, dt, op, n));
   if (n == 0) return DC_OK;
-  for (int k = 0; k < nsrc; k++)
-    if (dst != src[k] && dc__cuda_overlap(dst, n * size, src[k], n * size))
-      return CUDA_FAIL(DC_E_INVALID, "dst and src[%d] overlap without being equal", k);
   DeviceScope device;
   DC_TRY(device.enter(dst, "dst"));
   return launch_reduce_of(dst, src, nsrc, dt, op, n, static_cast<cudaStream_t>(stream));
@@ -120,21 +107,15 @@ static int launch_reduce_acc(float *acc, const void *const *src, int nsrc, int64
 
 int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
                        void *stream) {
-  DC_TRY(dc__cuda_check_low(dt, "src"));
-  DC_TRY(dc__cuda_check_count(n));
-  DC_TRY(dc__cuda_check_array(acc, sizeof *acc, n, "acc"));
-  DC_TRY(dc__cuda_check_sources(src, nsrc, dt, n));
-  DC_TRY(dc__cuda_check_array(partial, sizeof *partial, 0, "partial"));
+  DC_TRY(check_reduce_acc(acc, src, nsrc, dt, n, partial));
   if (n == 0) return DC_OK;
-  for (int k = 0; k < nsrc; k++)
-    if (dc__cuda_overlap(acc, n * 4, src[k], n * (int64_t)dc__cuda_dtype_size(dt)))
-      return CUDA_FAIL(DC_E_INVALID, "acc and src[%d] overlap", k);
   DeviceScope device;
   DC_TRY(device.enter(acc, "acc"));
   return with_low(dt, [=](auto tag) {
     typedef decltype(tag) S;
     const cudaStream_t queue = static_cast<cudaStream_t>(stream);
-    return nsrc <= FEW_SOURCES ? launch_reduce_acc<S, FEW_SOURCES>(acc, src, nsrc, n, assign != 0, partial, queue)
-                               : launch_reduce_acc<S, MAX_SOURCES>(acc, src, nsrc, n, assign != 0, partial, queue);
+    return nsrc <= FEW_SOURCES
+               ? launch_reduce_acc<S, FEW_SOURCES>(acc, src, nsrc, n, assign != 0, partial, queue)
+               : launch_reduce_acc<S, CHECK_MAX_SOURCES>(acc, src, nsrc, n, assign != 0, partial, queue);
   });
 }

@@ -24,10 +24,7 @@ template <class T> static int launch_sqnorm(const void *x, int64_t n, double *pa
 }
 
 int dc_cuda_sqnorm(const void *x, int dt, int64_t n, double *partial, void *stream) {
-  DC_TRY(dc__cuda_check_low(dt, "x"));
-  DC_TRY(dc__cuda_check_count(n));
-  DC_TRY(dc__cuda_check_array(x, dc__cuda_dtype_size(dt), n, "x"));
-  DC_TRY(dc__cuda_check_array(partial, sizeof *partial, n, "partial"));
+  DC_TRY(check_sqnorm(x, dt, n, partial));
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(x, "x"));

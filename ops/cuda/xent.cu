@@ -58,26 +58,10 @@ template <class T> __global__ void __launch_bounds__(THREADS) xent_kernel(const 
   }
 }
 
-// As in ops/xent.c, but for the labels, which the host can't read.
-static int check_xent(const dc_xent_args &a) {
-  DC_TRY(dc__cuda_check_low(a.dtype, "logits"));
-  DC_TRY(dc__cuda_check_count(a.rows));
-  if (a.classes < 1) return CUDA_FAIL(DC_E_INVALID, "classes = %lld; it must be at least 1", (long long)a.classes);
-  if (a.stride < a.classes || (a.rows > 0 && a.stride > INT64_MAX / 16 / a.rows))
-    return CUDA_FAIL(DC_E_INVALID, "stride = %lld with classes = %lld and rows = %lld", (long long)a.stride,
-                     (long long)a.classes, (long long)a.rows);
-  if (!(a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f))
-    return CUDA_FAIL(DC_E_INVALID, "label_smoothing = %g; it must be from 0 to 1", (double)a.label_smoothing);
-  DC_TRY(dc__cuda_check_array(a.logits, dc__cuda_dtype_size(a.dtype), a.rows, "logits"));
-  DC_TRY(dc__cuda_check_array(a.labels, sizeof *a.labels, a.rows, "labels"));
-  DC_TRY(dc__cuda_check_array(a.row_scale, sizeof *a.row_scale, 0, "row_scale"));
-  return dc__cuda_check_array(a.loss, sizeof *a.loss, 0, "loss");
-}
-
 int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream) {
   if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
   const dc_xent_args a = *args;
-  DC_TRY(check_xent(a));
+  DC_TRY(check_xent(&a));
   if (a.rows == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.logits, "logits"));

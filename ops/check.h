@@ -1,0 +1,350 @@
+/* check.h: what every op demands of its arguments, for the CPU's wrappers and for the CUDA launchers: one text, two
+ * libraries. libdeepc_cuda.so shares no code with libdeepc.so at run time and keeps an error text of its own, so the
+ * includer says how a failure is recorded: CHECK_FAIL(status, format, ...), whose value is the status. call.h is the
+ * includer of ops/ and cuda/launch.cuh of ops/cuda.
+ *
+ * Every check_<op> returns DC_OK or a status with its text recorded, writes nothing but its outputs, and looks only at
+ * what the host can read: never at elements. Whoever calls a body or a kernel has called its check. */
+#ifndef DEEPC_OPS_CHECK_H
+#define DEEPC_OPS_CHECK_H
+
+#include <math.h>
+#include <stdio.h>
+
+#include "ops.h"
+
+#ifndef CHECK_FAIL
+#error "define CHECK_FAIL(status, format, ...) before check.h"
+#endif
+
+/* ---- data types -------------------------------------------------------------------------------------------------- */
+/* dc_dtype_size and dc_dtype_name, without the library that has them. */
+static inline size_t check_size(int dt) {
+  switch (dt) {
+#define DC_DTYPE(name, bytes, text) \
+  case DC_##name: return bytes;
+#include "base/dtypes.def"
+#undef DC_DTYPE
+  default: return 0;
+  }
+}
+static inline const char *check_name(int dt) {
+  switch (dt) {
+#define DC_DTYPE(name, bytes, text) \
+  case DC_##name: return text;
+#include "base/dtypes.def"
+#undef DC_DTYPE
+  default: return "?";
+  }
+}
+static inline int64_t check_bytes(int dt, int64_t n) { return (int64_t)check_size(dt) * n; }
+
+static inline int check_is_low(int dt) { return dt == DC_F32 || dt == DC_BF16 || dt == DC_F16; }
+
+static inline int check_low(int dt, const char *what) {
+  if (check_is_low(dt)) return DC_OK;
+  return CHECK_FAIL(DC_E_DTYPE, "%s is dtype %d (%s); this op takes fp32, bf16 and fp16", what, dt, check_name(dt));
+}
+
+/* ---- arrays ------------------------------------------------------------------------------------------------------ */
+/* n bytes or elements; 16 bytes an element is more than any op touches per array, so byte counts can't overflow. */
+static inline int check_count(int64_t n) {
+  if (n < 0) return CHECK_FAIL(DC_E_INVALID, "n = %lld is negative", (long long)n);
+  if (n > INT64_MAX / 16) return CHECK_FAIL(DC_E_INVALID, "n = %lld is more than memory can hold", (long long)n);
+  return DC_OK;
+}
+
+static inline int check_array(const void *p, size_t element, int64_t n, const char *what) {
+  if (n > 0 && !p) return CHECK_FAIL(DC_E_INVALID, "%s is NULL with n = %lld", what, (long long)n);
+  if ((uintptr_t)p % element)
+    return CHECK_FAIL(DC_E_INVALID, "%s = %p is not aligned to its element of %zu bytes", what, p, element);
+  return DC_OK;
+}
+
+/* n elements of one of the floating dtypes that most ops take. */
+static inline int check_floats(const void *p, int dt, int64_t n, const char *what) {
+  DC_TRY(check_low(dt, what));
+  return check_array(p, check_size(dt), n, what);
+}
+
+/* An array that may be NULL; dt was checked. */
+static inline int check_maybe(const void *p, int dt, const char *what) {
+  return p ? check_array(p, check_size(dt), 0, what) : (int)DC_OK;
+}
+
+static inline int check_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes) {
+  const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+  return x < y + (uintptr_t)b_bytes && y < x + (uintptr_t)a_bytes;
+}
+
+/* ---- elementwise ops and sums of squares ------------------------------------------------------------------------- */
+static inline int check_cast(const void *dst, int ddt, const void *src, int sdt, int64_t n) {
+  DC_TRY(check_count(n));
+  DC_TRY(check_floats(dst, ddt, n, "dst"));
+  DC_TRY(check_floats(src, sdt, n, "src"));
+  if (dst == src && check_size(ddt) == check_size(sdt)) return DC_OK;
+  if (check_overlap(dst, check_bytes(ddt, n), src, check_bytes(sdt, n)))
+    return CHECK_FAIL(DC_E_INVALID, "dst and src overlap; they may only be the same array of one element size");
+  return DC_OK;
+}
+
+static inline int check_scale(const void *x, int dt, int64_t n) {
+  DC_TRY(check_count(n));
+  return check_floats(x, dt, n, "x");
+}
+
+static inline int check_axpy(const float *y, const void *x, int xdt, int64_t n) {
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(y, sizeof *y, n, "y"));
+  DC_TRY(check_floats(x, xdt, n, "x"));
+  if ((const void *)y != x && check_overlap(y, check_bytes(DC_F32, n), x, check_bytes(xdt, n)))
+    return CHECK_FAIL(DC_E_INVALID, "x and y overlap");
+  if ((const void *)y == x && xdt != DC_F32 && n > 0)
+    return CHECK_FAIL(DC_E_INVALID, "x and y are one array of two dtypes");
+  return DC_OK;
+}
+
+static inline int check_sqnorm(const void *x, int dt, int64_t n, const double *partial) {
+  DC_TRY(check_count(n));
+  DC_TRY(check_floats(x, dt, n, "x"));
+  return check_array(partial, sizeof *partial, n, "partial");
+}
+
+static inline int check_copy(const void *dst, const void *src, int64_t bytes) {
+  DC_TRY(check_count(bytes));
+  DC_TRY(check_array(dst, 1, bytes, "dst"));
+  DC_TRY(check_array(src, 1, bytes, "src"));
+  return check_overlap(dst, bytes, src, bytes) ? CHECK_FAIL(DC_E_INVALID, "dst and src overlap") : (int)DC_OK;
+}
+
+/* ---- reductions over arrays -------------------------------------------------------------------------------------- */
+enum { CHECK_MAX_SOURCES = 1024 };
+
+static inline int check_sources(const void *const *src, int nsrc, int dt, int64_t n) {
+  char what[32];
+  if (nsrc < 1 || nsrc > CHECK_MAX_SOURCES)
+    return CHECK_FAIL(DC_E_INVALID, "nsrc = %d; one call reduces 1 to %d arrays", nsrc, (int)CHECK_MAX_SOURCES);
+  if (n == 0) return DC_OK;
+  if (!src) return CHECK_FAIL(DC_E_INVALID, "src is NULL");
+  for (int k = 0; k < nsrc; k++) {
+    if (src[k] && (uintptr_t)src[k] % check_size(dt) == 0) continue; /* the text is made for the bad one only */
+    snprintf(what, sizeof what, "src[%d]", k);
+    return check_array(src[k], check_size(dt), n, what);
+  }
+  return DC_OK;
+}
+
+static inline int check_reduce_op(int op, int dt) {
+  const int floating = check_is_low(dt) || dt == DC_F64;
+  if (check_size(dt) == 0) return CHECK_FAIL(DC_E_DTYPE, "%d is not a dtype", dt);
+  if (op < DC_RED_SUM || op > DC_RED_BXOR) return CHECK_FAIL(DC_E_INVALID, "%d is not a reduce op", op);
+  if (floating && op >= DC_RED_BAND)
+    return CHECK_FAIL(DC_E_DTYPE, "bitwise reduce op %d on %s; it takes integers", op, check_name(dt));
+  if (!floating && op == DC_RED_AVG)
+    return CHECK_FAIL(DC_E_DTYPE, "average of %s; it takes floating dtypes (use a sum)", check_name(dt));
+  return DC_OK;
+}
+
+static inline int check_reduce(const void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n) {
+  DC_TRY(check_reduce_op(op, dt));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(dst, check_size(dt), n, "dst"));
+  DC_TRY(check_sources(src, nsrc, dt, n));
+  for (int k = 0; n > 0 && k < nsrc; k++)
+    if (dst != src[k] && check_overlap(dst, check_bytes(dt, n), src[k], check_bytes(dt, n)))
+      return CHECK_FAIL(DC_E_INVALID, "dst and src[%d] overlap without being equal", k);
+  return DC_OK;
+}
+
+static inline int check_reduce_acc(const float *acc, const void *const *src, int nsrc, int dt, int64_t n,
+                                   const double *partial) {
+  DC_TRY(check_low(dt, "src"));
+  DC_TRY(check_count(n));
+  DC_TRY(check_array(acc, sizeof *acc, n, "acc"));
+  DC_TRY(check_sources(src, nsrc, dt, n));
+  DC_TRY(check_array(partial, sizeof *partial, 0, "partial"));
+  for (int k = 0; n > 0 && k < nsrc; k++)
+    if (check_overlap(acc, check_bytes(DC_F32, n), src[k], check_bytes(dt, n)))
+      return CHECK_FAIL(DC_E_INVALID, "acc and src[%d] overlap", k);
+  return DC_OK;
+}
+
+/* ---- AdamW ------------------------------------------------------------------------------------------------------- */
+static inline int check_adamw_scalars(const dc_adamw_args *t, int64_t k) {
+  const long long i = k;
+  if (t->step < 1)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
+  if (!isfinite(t->lr)) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: lr = %g is not finite", i, t->lr);
+  if (!(t->beta1 >= 0 && t->beta1 < 1))
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: beta1 = %g, not in [0, 1)", i, t->beta1);
+  if (!(t->beta2 >= 0 && t->beta2 < 1))
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: beta2 = %g, not in [0, 1)", i, t->beta2);
+  if (!(t->eps >= 0)) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
+  if (!isfinite(t->weight_decay))
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: weight_decay = %g is not finite", i, t->weight_decay);
+  if (!isfinite(t->grad_scale))
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: grad_scale = %g is not finite", i, t->grad_scale);
+  if (t->flags & ~DC_ADAMW_DECOUPLED)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: unknown flags 0x%x", i, (unsigned)t->flags);
+  return DC_OK;
+}
+
+/* Tensor k of a call. */
+static inline int check_adamw(const dc_adamw_args *t, int64_t k) {
+  DC_TRY(check_adamw_scalars(t, k));
+  DC_TRY(check_count(t->n));
+  DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
+  DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
+  DC_TRY(check_floats(t->exp_avg, t->state_dtype, t->n, "exp_avg"));
+  DC_TRY(check_floats(t->exp_avg_sq, t->state_dtype, t->n, "exp_avg_sq"));
+  DC_TRY(check_floats(t->max_exp_avg_sq, t->state_dtype, 0, "max_exp_avg_sq"));
+  return t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;
+}
+
+static inline int check_adamw_list(const dc_adamw_args *tensors, int64_t count) {
+  if (count < 0) return CHECK_FAIL(DC_E_INVALID, "count = %lld is negative", (long long)count);
+  if (count > 0 && !tensors) return CHECK_FAIL(DC_E_INVALID, "tensors is NULL with count = %lld", (long long)count);
+  return DC_OK;
+}
+
+/* ---- cross-entropy: all but the labels, which may lie where the host can't read them ----------------------------- */
+static inline int check_xent(const dc_xent_args *a) {
+  DC_TRY(check_low(a->dtype, "logits"));
+  DC_TRY(check_count(a->rows));
+  if (a->classes < 1) return CHECK_FAIL(DC_E_INVALID, "classes = %lld; it must be at least 1", (long long)a->classes);
+  if (a->stride < a->classes || (a->rows > 0 && a->stride > INT64_MAX / 16 / a->rows))
+    return CHECK_FAIL(DC_E_INVALID, "stride = %lld with classes = %lld and rows = %lld", (long long)a->stride,
+                      (long long)a->classes, (long long)a->rows);
+  if (!(a->label_smoothing >= 0.0f && a->label_smoothing <= 1.0f))
+    return CHECK_FAIL(DC_E_INVALID, "label_smoothing = %g; it must be from 0 to 1", (double)a->label_smoothing);
+  DC_TRY(check_array(a->logits, check_size(a->dtype), a->rows, "logits"));
+  DC_TRY(check_array(a->labels, sizeof *a->labels, a->rows, "labels"));
+  DC_TRY(check_array(a->row_scale, sizeof *a->row_scale, 0, "row_scale"));
+  return check_array(a->loss, sizeof *a->loss, 0, "loss");
+}
+
+/* ---- arrays of rows ---------------------------------------------------------------------------------------------- */
+static inline int check_shape(int64_t rows, int64_t cols) {
+  int64_t n;
+  if (rows < 0 || cols < 0)
+    return CHECK_FAIL(DC_E_INVALID, "rows = %lld, cols = %lld; neither may be negative", (long long)rows,
+                      (long long)cols);
+  if (__builtin_mul_overflow(rows, cols, &n)) n = INT64_MAX;
+  return check_count(n);
+}
+
+static inline int check_rows(const void *p, int dt, int64_t rows, int64_t cols, int64_t stride, const char *what) {
+  int64_t n;
+  DC_TRY(check_array(p, check_size(dt), rows * cols, what));
+  if (rows > 1 && (stride < cols || __builtin_mul_overflow(rows, stride, &n) || n > INT64_MAX / 16))
+    return CHECK_FAIL(DC_E_INVALID,
+                      "%s: rows start %lld elements apart; it must be at least cols = %lld, and fit memory", what,
+                      (long long)stride, (long long)cols);
+  return DC_OK;
+}
+
+static inline int check_offset(float offset) {
+  return isfinite(offset) ? (int)DC_OK : CHECK_FAIL(DC_E_INVALID, "offset = %g is not finite", (double)offset);
+}
+
+static inline int check_norm(const dc_norm_args *a) {
+  DC_TRY(check_low(a->dtype, "x"));
+  if (a->weight || a->bias) DC_TRY(check_low(a->weight_dtype, "weight"));
+  DC_TRY(check_shape(a->rows, a->cols));
+  if (!(a->eps >= 0 && isfinite(a->eps)))
+    return CHECK_FAIL(DC_E_INVALID, "eps = %g; it must be >= 0 and finite", (double)a->eps);
+  DC_TRY(check_offset(a->offset));
+  if (!a->residual != !a->sum) return CHECK_FAIL(DC_E_INVALID, "residual and sum come together: pass both, or neither");
+  DC_TRY(check_rows(a->x, a->dtype, a->rows, a->cols, a->x_stride, "x"));
+  if (a->residual) DC_TRY(check_rows(a->residual, a->dtype, a->rows, a->cols, a->residual_stride, "residual"));
+  DC_TRY(check_maybe(a->sum, a->dtype, "sum"));
+  DC_TRY(check_maybe(a->weight, a->weight_dtype, "weight"));
+  DC_TRY(check_maybe(a->bias, a->weight_dtype, "bias"));
+  DC_TRY(check_maybe(a->mean, DC_F32, "mean"));
+  DC_TRY(check_array(a->y, check_size(a->dtype), a->rows * a->cols, "y"));
+  return check_array(a->rstd, sizeof *a->rstd, a->rows, "rstd");
+}
+
+static inline int check_norm_grad(const dc_norm_grad_args *a) {
+  const int sums = (a->dweight != NULL) + (a->dbias != NULL);
+  DC_TRY(check_low(a->dtype, "x"));
+  if (a->weight || sums) DC_TRY(check_low(a->weight_dtype, "weight"));
+  DC_TRY(check_shape(a->rows, a->cols));
+  DC_TRY(check_offset(a->offset));
+  DC_TRY(check_rows(a->x, a->dtype, a->rows, a->cols, a->x_stride, "x"));
+  DC_TRY(check_array(a->dy, check_size(a->dtype), a->rows * a->cols, "dy"));
+  DC_TRY(check_array(a->dx, check_size(a->dtype), a->rows * a->cols, "dx"));
+  DC_TRY(check_array(a->rstd, sizeof *a->rstd, a->rows, "rstd"));
+  DC_TRY(check_maybe(a->dsum, a->dtype, "dsum"));
+  DC_TRY(check_maybe(a->mean, DC_F32, "mean"));
+  DC_TRY(check_maybe(a->weight, a->weight_dtype, "weight"));
+  DC_TRY(check_maybe(a->dweight, a->weight_dtype, "dweight"));
+  DC_TRY(check_maybe(a->dbias, a->weight_dtype, "dbias"));
+  return check_array(a->partial, sizeof *a->partial, sums ? a->rows * a->cols : 0, "partial");
+}
+
+static inline int check_swiglu(const dc_swiglu_args *a) {
+  DC_TRY(check_low(a->dtype, "gate"));
+  DC_TRY(check_shape(a->rows, a->cols));
+  DC_TRY(check_rows(a->gate, a->dtype, a->rows, a->cols, a->gate_stride, "gate"));
+  DC_TRY(check_rows(a->up, a->dtype, a->rows, a->cols, a->up_stride, "up"));
+  return check_rows(a->out, a->dtype, a->rows, a->cols, a->out_stride, "out");
+}
+
+static inline int check_swiglu_grad(const dc_swiglu_grad_args *a) {
+  DC_TRY(check_low(a->dtype, "gate"));
+  DC_TRY(check_shape(a->rows, a->cols));
+  DC_TRY(check_rows(a->dout, a->dtype, a->rows, a->cols, a->dout_stride, "dout"));
+  DC_TRY(check_rows(a->gate, a->dtype, a->rows, a->cols, a->gate_stride, "gate"));
+  DC_TRY(check_rows(a->up, a->dtype, a->rows, a->cols, a->up_stride, "up"));
+  DC_TRY(check_rows(a->dgate, a->dtype, a->rows, a->cols, a->dgate_stride, "dgate"));
+  return check_rows(a->dup, a->dtype, a->rows, a->cols, a->dup_stride, "dup");
+}
+
+static inline int check_form(int form) {
+  if (form == DC_GELU_ERF || form == DC_GELU_TANH) return DC_OK;
+  return CHECK_FAIL(DC_E_INVALID, "form = %d; it is DC_GELU_ERF (0) or DC_GELU_TANH (1)", form);
+}
+
+static inline int check_gelu(const dc_gelu_args *a) {
+  DC_TRY(check_low(a->dtype, "x"));
+  if (a->bias) DC_TRY(check_low(a->bias_dtype, "bias"));
+  DC_TRY(check_form(a->form));
+  DC_TRY(check_shape(a->rows, a->cols));
+  DC_TRY(check_rows(a->x, a->dtype, a->rows, a->cols, a->x_stride, "x"));
+  DC_TRY(check_maybe(a->bias, a->bias_dtype, "bias"));
+  return check_array(a->out, check_size(a->dtype), a->rows * a->cols, "out");
+}
+
+static inline int check_gelu_grad(const dc_gelu_grad_args *a) {
+  DC_TRY(check_low(a->dtype, "x"));
+  if (a->bias || a->dbias) DC_TRY(check_low(a->bias_dtype, "bias"));
+  DC_TRY(check_form(a->form));
+  DC_TRY(check_shape(a->rows, a->cols));
+  DC_TRY(check_rows(a->x, a->dtype, a->rows, a->cols, a->x_stride, "x"));
+  DC_TRY(check_maybe(a->bias, a->bias_dtype, "bias"));
+  DC_TRY(check_maybe(a->dbias, a->bias_dtype, "dbias"));
+  DC_TRY(check_array(a->dout, check_size(a->dtype), a->rows * a->cols, "dout"));
+  DC_TRY(check_array(a->dx, check_size(a->dtype), a->rows * a->cols, "dx"));
+  return check_array(a->partial, sizeof *a->partial, a->dbias ? a->rows * a->cols : 0, "partial");
+}
+
+/* *rows: the product of the three sizes. */
+static inline int check_rotary(const dc_rotary_args *a, int64_t *rows) {
+  DC_TRY(check_low(a->dtype, "x"));
+  DC_TRY(check_low(a->table_dtype, "cos and sin"));
+  *rows = 1;
+  for (int k = 0; k < 3; k++)
+    if (a->size[k] < 0 || __builtin_mul_overflow(*rows, a->size[k], rows))
+      return CHECK_FAIL(DC_E_INVALID, "size[%d] = %lld is no number of rows", k, (long long)a->size[k]);
+  DC_TRY(check_shape(*rows, a->cols));
+  if (a->rotated < 0 || a->rotated % 2 || a->rotated > a->cols)
+    return CHECK_FAIL(DC_E_INVALID, "rotated = %lld; it must be even, and at most cols = %lld", (long long)a->rotated,
+                      (long long)a->cols);
+  DC_TRY(check_array(a->x, check_size(a->dtype), *rows * a->cols, "x"));
+  DC_TRY(check_array(a->out, check_size(a->dtype), *rows * a->cols, "out"));
+  DC_TRY(check_array(a->cos, check_size(a->table_dtype), *rows * a->rotated, "cos"));
+  return check_array(a->sin, check_size(a->table_dtype), *rows * a->rotated, "sin");
+}
+
+#endif
