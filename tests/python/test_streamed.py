@@ -347,7 +347,7 @@ def test_prefetch_follows_the_recorded_order_within_its_limits():
 
 
 def test_order_of_uses():
-    from deepc.zero.streamed import order_of
+    from deepc.plan.order import order_of
 
     order = order_of([0, 1, 2, 1, 0], [10, 10, 10], 10, 30, 0)
     assert order.ahead == ((1,), (2,), (), (0,), ()) or all(len(a) <= 1 for a in order.ahead)

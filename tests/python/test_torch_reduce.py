@@ -28,7 +28,7 @@ def uneven(rank: int):
 
 # ---- the states ------------------------------------------------------------------------------------------------------
 def test_buckets_begin_in_one_order_whatever_the_order_of_gradients():
-    from deepc.zero.step.collective import BucketStates
+    from deepc.plan.buckets import BucketStates
 
     numels = [30, 0, 5, 100, 1, 17]
     offsets = [0, 30, 30, 35, 135, 136]

@@ -11,6 +11,22 @@ from .lib import C, HeapStats, call
 from .ops import use_heap
 
 COLOR_STEP = 4096 + 256  # bytes between the starts of two colors (DC__COLOR_STEP)
+# Arrays that are walked together start at different places within 2 MiB (ops/base/base.h): each has a color of its own.
+COLORS = {
+    "params": 0,
+    "acc": 1,
+    "exp_avg": 2,
+    "exp_avg_sq": 3,
+    "master": 4,
+    "max_exp_avg_sq": 5,
+    "lowp": 6,
+    "average": 7,
+    "average_flat": 8,
+    "tree": 9,
+    "slots": 10,
+    "received": 11,
+    "sent": 12,
+}
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..zero.step.nodes import NodesReducer
     from .engine import Engine
 
-_COLOR = 7  # staggers the average among the arrays that are walked together (ops/base/base.h)
 _CHUNK = 1 << 18  # elements that are swapped at a time
 
 
@@ -73,7 +72,9 @@ class EMA:
         if self._flat is None or engine.plan.has_master or engine.state.state_device != engine.device:
             owned, where = engine.plan.owned_elems, engine.state.state_device
             self._values = (
-                memory.zeros(owned, torch.float32, _COLOR) if where.type == "cpu" else torch.zeros(owned, device=where)
+                memory.zeros(owned, torch.float32, memory.COLORS["average"])
+                if where.type == "cpu"
+                else torch.zeros(owned, device=where)
             )
         if as_module:
             self._make_module()
@@ -230,7 +231,7 @@ class EMA:
             self._segment = cast("MemoryGroup", engine.group).segment(total * plan.dtype.itemsize)
             self._flat = self._segment.tensor(plan.dtype, 0, total)
         elif engine.device.type == "cpu":
-            self._flat = memory.zeros(total, plan.dtype, _COLOR)
+            self._flat = memory.zeros(total, plan.dtype, memory.COLORS["average_flat"])
         else:
             self._flat = torch.zeros(total, dtype=plan.dtype, device=engine.device)
 

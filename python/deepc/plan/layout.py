@@ -10,6 +10,12 @@ from ..core import lib as _lib
 from ..core.lib import C, call
 
 BLOCK = 4096  # DC_BLOCK: slices are multiples of it
+ALIGN = 64  # DC_ZERO_ALIGN: a parameter starts at a multiple of it, in elements
+
+
+def padded(numel: int) -> int:
+    """The elements that a parameter of `numel` takes with the padding before the next one."""
+    return (numel + ALIGN - 1) // ALIGN * ALIGN
 
 
 class Segment(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from ..core import lib as _lib
 from ..core import memory
 from ..errors import OutOfMemoryError
-from .layout import Layout, Segment, Slice
+from .layout import Layout, Segment, Slice, padded
 
 MAX_BUCKET_ELEMS = 1 << 20  # larger buckets win nothing in shared memory and cost staging; reduce_bucket_size lowers it
 SLOTS = 2  # staging slots per rank
@@ -222,7 +222,7 @@ def make_plan(
     index = {id(p): i for i, (_, p) in enumerate(trained)}
     infos = tuple(ParamInfo(n, tuple(p.shape), p.numel(), group_of.get(id(p)), index.get(id(p))) for n, p in named)
     layout = Layout([p.numel() for _, p in trained], world, max(1, min(bucket_elems, MAX_BUCKET_ELEMS)))
-    frozen = sum((p.numel + 63) // 64 * 64 for p in infos if p.index is None)
+    frozen = sum(padded(p.numel) for p in infos if p.index is None)
     part, wire = rank if part is None else part, wire or dtype
     mode = "private" if stage < 3 else "streamed" if streamed else "resident"
     node_layout = _cut_for_node(layout, ranks_per_node) if nodes > 1 else None
@@ -282,7 +282,7 @@ def _cut_for_node(layout: Layout, ranks: int) -> Layout:
     """The same flat space, in the same buckets, for the ranks of a node. A parameter that no one has stands for the
     padding, which is longer than a layout of fewer ranks would make it."""
     numels = list(layout.numels)
-    end = (layout.offsets[-1] + numels[-1] + 63) // 64 * 64 if numels else 0
+    end = padded(layout.offsets[-1] + numels[-1]) if numels else 0
     cut = Layout([*numels, layout.total - end], ranks, layout.bucket_elems)
     assert (cut.total, cut.bucket_elems) == (layout.total, layout.bucket_elems)
     return cut

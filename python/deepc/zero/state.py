@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..core import memory
 from ..errors import ArgumentError, ConfigError, UnsupportedError
-from ..plan.layout import BLOCK, Segment
+from ..plan.layout import BLOCK, Segment, padded
 from ..plan.plan import Plan
 from .param import Released, close_shared, open_shared, share, unshare
 from .step.nodes import published
@@ -20,9 +20,6 @@ from .step.nodes import published
 if TYPE_CHECKING:
     from ..comm.groups import Group, MemoryGroup
     from .step.collective import TorchReducer
-
-# Colors stagger the arrays that the optimizer walks together (ops/base/base.h).
-_COLOR = {"params": 0, "acc": 1, "exp_avg": 2, "exp_avg_sq": 3, "master": 4, "max_exp_avg_sq": 5, "lowp": 6}
 
 
 class ModelState:
@@ -57,7 +54,9 @@ class ModelState:
         self.segment = None
         self._owners: list[list[tuple[int, Segment]]] | None = None
         self.lease = (
-            memory.Lease(owned, torch.float32, _COLOR["acc"]) if leases_gradients(plan, accumulates) and owned else None
+            memory.Lease(owned, torch.float32, memory.COLORS["acc"])
+            if leases_gradients(plan, accumulates) and owned
+            else None
         )
         self.acc = self.zeros(owned, torch.float32, "acc") if self.lease is None else self.lease.tensor
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
@@ -69,7 +68,7 @@ class ModelState:
         """A zeroed state array where the states lie; `what` gives it its place among the arrays that are walked
         together."""
         if self.state_device.type == "cpu":
-            return memory.zeros(numel, dtype, _COLOR[what])
+            return memory.zeros(numel, dtype, memory.COLORS[what])
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
     def _make_flat(self) -> None:
@@ -87,11 +86,11 @@ class ModelState:
                     plan.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems
                 )
         elif self.device.type == "cpu":
-            self.flat = memory.zeros(plan.layout.total, plan.dtype, _COLOR["params"])
+            self.flat = memory.zeros(plan.layout.total, plan.dtype, memory.COLORS["params"])
         else:
             self.flat = torch.zeros(plan.layout.total, dtype=plan.dtype, device=self.device)
         host_copy = self.state_device != self.device
-        self.flat_host = memory.zeros(plan.layout.total, plan.dtype, _COLOR["lowp"]) if host_copy else None
+        self.flat_host = memory.zeros(plan.layout.total, plan.dtype, memory.COLORS["lowp"]) if host_copy else None
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -121,7 +120,7 @@ class ModelState:
         for _, p in self.frozen:
             if self.frozen_flat is not None and p.is_floating_point():
                 view = self.frozen_flat[at : at + p.numel()]
-                at += (p.numel() + 63) // 64 * 64
+                at += padded(p.numel())
                 if writer:
                     view.copy_(p.data.reshape(-1))
                 p.data = view.view(p.shape)
@@ -170,7 +169,7 @@ class ModelState:
         at = 0
         for _, p in self.frozen:
             if old_frozen is not None and p.is_floating_point():
-                offset, at = at, at + (p.numel() + 63) // 64 * 64
+                offset, at = at, at + padded(p.numel())
                 if p.data_ptr() == old_frozen[offset:].data_ptr():
                     _replace(p, cast(torch.Tensor, self.frozen_flat)[offset : offset + p.numel()].view(p.shape))
                     continue

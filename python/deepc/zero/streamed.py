@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,10 +36,11 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
-from ..core import lib as _lib
 from ..core import memory
 from ..core.lib import C, check
 from ..errors import CommError, ReleasedParameterError
+from ..plan.layout import ALIGN, padded
+from ..plan.order import Order, order_of
 from ..plan.units import cut
 from .param import Released, released_class, share
 from .shards import give
@@ -48,9 +48,6 @@ from .sources import CollectiveSource
 from .state import ModelState
 from .step.collective import TorchReducer
 
-ALIGN = (
-    64  # of a parameter in its unit's storage, elements: that of the flat space, so that neighbours there are one copy
-)
 HONOURED = (
     "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold",
@@ -102,44 +99,6 @@ class _Recipe:
     shape: torch.Size
     stride: tuple[int, ...]
     version: int
-
-
-@dataclass(frozen=True)
-class Order:
-    """The recorded uses of a pass, and what the C core made of them (zero/prefetch.c): per use, what goes before it,
-    and what is gathered ahead while it runs; keep: whether its unit stays after it."""
-
-    uses: tuple[int, ...]
-    drop: tuple[tuple[int, ...], ...]
-    ahead: tuple[tuple[int, ...], ...]
-    keep: tuple[bool, ...]
-
-
-def order_of(uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live: int, max_reuse: int) -> Order:
-    """The prefetch order of recorded `uses` of units with `elems` elements, under the limits of zero/zero.h
-    (dc_zero_prefetch)."""
-    n, units = len(uses), len(elems)
-    count = ctypes.c_int64()
-    actions = (_lib.Action * max(1, 3 * n))()
-    limits = [min(x, (1 << 62) - 1) for x in (prefetch, max_live, max_reuse)]
-    use, size = (ctypes.c_int64 * max(1, n))(*uses), (ctypes.c_int64 * max(1, units))(*elems)
-    check(C.dc_zero_prefetch(use, n, size, units, *limits, actions, 3 * n, ctypes.byref(count)))
-    drop, ahead, keep = [], [], []
-    dropped: list[int] = []
-    gathered: list[int] = []
-    for a in actions[: count.value]:
-        if a.kind == 1:
-            gathered.append(a.unit)
-        elif a.kind == 3 and keep and a.unit == uses[len(keep) - 1] and keep[-1] and not gathered and not dropped:
-            keep[-1] = False
-        elif a.kind == 3:
-            dropped.append(a.unit)
-        else:
-            drop.append(tuple(dropped))
-            ahead.append(tuple(u for u in gathered if u != a.unit))
-            keep.append(True)
-            dropped, gathered = [], []
-    return Order(tuple(uses), tuple(drop), tuple(ahead), tuple(keep))
 
 
 class NodeSource:
@@ -287,7 +246,7 @@ class Streamed:
         offsets, at = [], 0
         for p in params:
             offsets.append(at)
-            at += (_numel(shapes[self._name[id(p)]]) + ALIGN - 1) // ALIGN * ALIGN
+            at += padded(_numel(shapes[self._name[id(p)]]))
         flat = torch.zeros(at, dtype=self._state.plan.dtype, device=self._state.device)
         unit = Unit(
             len(self._units),
@@ -856,7 +815,7 @@ class StreamedState(ModelState):
                 continue
             value = self._from_rank_0(p, plan.dtype)
             self._frozen_at[id(p)] = (at, p.numel())
-            at += (p.numel() + ALIGN - 1) // ALIGN * ALIGN
+            at += padded(p.numel())
             for _, begin, n, mine in self._frozen_pieces(p):
                 if mine is not None:
                     mine.copy_(value[begin : begin + n])

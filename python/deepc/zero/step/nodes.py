@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ...core.codecs import Codec
     from ...plan.layout import Layout
 
-_COLOR = 7  # where the buffers start within 2 MiB, see state.py
-
 
 class Plain:
     """No compression: elements in `dtype`, with the interface of compress.py's codecs. fp16 travels as 1/`shares`: what
@@ -86,10 +84,12 @@ class NodesReducer(CoreReducer):
         # straight: not even cast, slices go as they lie
         self._straight = self._whole and isinstance(self._codec, Plain) and self._codec.dtype == torch.float32
         per_slice = plan.layout.bucket_elems // plan.ranks_per_node
-        self._slots = memory.zeros(RING * per_slice, torch.float32, _COLOR).view(RING, -1)
+        self._slots = memory.zeros(RING * per_slice, torch.float32, memory.COLORS["slots"]).view(RING, -1)
         room = self._nodes * self._codec.nbytes(plan.layout.bucket_elems // plan.world)
-        self._in = memory.zeros(RING * room, torch.uint8, _COLOR + 1).view(RING, -1)
-        self._out = None if self._straight else memory.zeros(RING * room, torch.uint8, _COLOR + 2).view(RING, -1)
+        self._in = memory.zeros(RING * room, torch.uint8, memory.COLORS["received"]).view(RING, -1)
+        self._out = (
+            None if self._straight else memory.zeros(RING * room, torch.uint8, memory.COLORS["sent"]).view(RING, -1)
+        )
         self._under_way: collections.deque[Any] = collections.deque()
         self._launched = self._taken = 0
         self._assign = self._norm = self._unsettled = False

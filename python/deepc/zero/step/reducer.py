@@ -23,8 +23,6 @@ from ...plan.plan import Plan
 if TYPE_CHECKING:
     from ...comm.shared import Comm
 
-_TREE_COLOR = 9  # where the tree's buffers start within 2 MiB, see state.py
-
 
 class Reducer(Protocol):
     """What the hooks and the engine ask of a reducer."""
@@ -145,7 +143,7 @@ class Tree:
         self._all = [
             acc,
             *(
-                memory.zeros(acc.numel() * (buffers - 1), acc.dtype, _TREE_COLOR).view(buffers - 1, -1)
+                memory.zeros(acc.numel() * (buffers - 1), acc.dtype, memory.COLORS["tree"]).view(buffers - 1, -1)
                 if buffers > 1
                 else ()
             ),
