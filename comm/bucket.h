@@ -27,6 +27,7 @@ extern "C" {
 typedef struct dc_reducer dc_reducer;
 
 typedef struct dc_reducer_config {
+  size_t struct_size; /* sizeof(dc_reducer_config): see base.h */
   dc_comm *comm; /* borrowed; slot_bytes >= bucket_elems * dtype size. NULL only with layout->world 1 */
   const dc_zero_layout *layout; /* borrowed */
   int32_t dtype; /* of the gradients on the wire: fp32, bf16, fp16 */

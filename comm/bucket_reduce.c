@@ -633,8 +633,11 @@ static void destroy(dc_reducer *r) {
   free(r);
 }
 
-int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out) {
-  if (!config || !out) return DC_FAIL(DC_E_INVALID, "config or out is NULL");
+int dc_reducer_create(const dc_reducer_config *given, dc_reducer **out) {
+  dc_reducer_config taken;
+  const dc_reducer_config *config = &taken;
+  if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL");
+  DC_TRY(DC__SIZED(dc_reducer_config, tree_acc, given, &taken));
   DC_TRY(check_config(config));
   const dc_zero_layout *l = config->layout;
   dc_reducer *r = calloc(1, sizeof *r);

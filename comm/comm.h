@@ -32,6 +32,7 @@ typedef struct dc_comm dc_comm;
 typedef struct dc_segment dc_segment;
 
 typedef struct dc_comm_config {
+  size_t struct_size;         /* sizeof(dc_comm_config): see base.h */
   int32_t rank, size;         /* in the group; 1 <= size <= DC_COMM_MAX_RANKS */
   const char *address;        /* the group's unique abstract socket name, the same on all ranks, <= 90 bytes (make it
                                  unguessable: 16 random bytes in hex; rank 0's socket exists only while ranks join) */

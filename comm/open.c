@@ -72,7 +72,7 @@ static int open_wait_defaults(dc_comm *c) {
 }
 
 static int open_check(const dc_comm_config *k) {
-  if (!k || !k->address || !k->label) return DC_FAIL(DC_E_INVALID, "config, address or label is NULL");
+  if (!k->address || !k->label) return DC_FAIL(DC_E_INVALID, "address or label is NULL");
   if (k->size < 1 || k->size > DC_COMM_MAX_RANKS || k->rank < 0 || k->rank >= k->size)
     return DC_FAIL(DC_E_INVALID, "rank %d of %d: expected 0 <= rank < size <= %d", k->rank, k->size, DC_COMM_MAX_RANKS);
   size_t n = strlen(k->address);
@@ -102,7 +102,10 @@ static void open_release(dc_comm *c) {
   free(c);
 }
 
-int dc_comm_open(const dc_comm_config *k, dc_comm **out) {
+int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
+  dc_comm_config taken;
+  const dc_comm_config *k = &taken;
+  DC_TRY(DC__SIZED(dc_comm_config, flags, config, &taken));
   DC_TRY(open_check(k));
   if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL");
   DC_TRY(open_fork_mark());

@@ -51,6 +51,18 @@ DC_API int dc_fail(int status, const char *file, int line, const char *func, con
     if (dc_try_rc_ != DC_OK) return dc_try_rc_; \
   } while (0)
 
+/* ---- structs that may grow --------------------------------------------------------------------------------------- */
+/* Configurations and arguments that a public function takes in a struct begin with `size_t struct_size`, which the
+ * caller sets to sizeof of the struct as it was compiled there. New fields are added at the end, and mean what was
+ * before when they are zero. So a smaller struct (an older caller) is taken with zeros for what it lacks, and a larger
+ * one (a caller newer than the library) is refused, since what it asks for might be left undone.
+ *
+ * DC__SIZED copies `given` to *taken by these rules; `last`: the last field of the struct's first version, which no
+ * caller may lack. DC_E_INVALID (NULL, too small, too large) names the struct. */
+#define DC__SIZED(type, last, given, taken) \
+  dc__take_struct((taken), sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last), (given), #type)
+int dc__take_struct(void *taken, size_t known, size_t least, const void *given, const char *name);
+
 /* ---- data types -------------------------------------------------------------------------------------------------- */
 enum dc_dtype {
   DC_F32 = 0, /* IEEE 754 binary32 */

@@ -127,6 +127,7 @@ inline dc_comm_config config_of(const char *address, int rank, int size, int slo
                                 int timeout_ms = 60000) {
   dc_comm_config k;
   memset(&k, 0, sizeof k);
+  k.struct_size = sizeof k;
   k.rank = rank;
   k.size = size;
   k.address = address;

@@ -145,6 +145,7 @@ Layout make_layout(const Config &k) {
 Comm join(const Config &k, int rank, const std::string &address, int64_t slot_bytes, int64_t timeout_ms = 30000) {
   if (k.world == 1 && !k.ring) return nullptr;
   dc_comm_config c = {};
+  c.struct_size = sizeof c;
   c.rank = rank;
   c.size = k.world;
   c.address = address.c_str();
@@ -296,6 +297,7 @@ struct Rank {
     partial.assign(k.ring ? 0 : acc.size() / DC_BLOCK, -1.0);
     slots.assign((size_t)(k.ring * slice()), std::numeric_limits<float>::quiet_NaN());
     dc_reducer_config c = {};
+    c.struct_size = sizeof c;
     c.comm = comm;
     c.layout = layout.get();
     c.dtype = k.wire;
@@ -609,6 +611,7 @@ TEST(Tree, MistakesLeaveItUsable) {
     WANT(strstr(dc_last_error(), "must assign"), "%s", dc_last_error());
     r.step();
     dc_reducer_config c = {};
+    c.struct_size = sizeof c;
     c.layout = r.layout.get();
     c.pre_scale = 1;
     c.acc = r.acc.data();
@@ -682,6 +685,7 @@ TEST(Reducer, MistakesWithARingLeaveItUsable) {
     r.step();
   });
   dc_reducer_config c = {};
+  c.struct_size = sizeof c;
   Layout l = make_layout(k);
   c.layout = l.get();
   c.ring = 2;
@@ -961,6 +965,7 @@ TEST(Reducer, WrongConfigs) {
     std::vector<float> acc((size_t)l->total);
     auto status = [&](auto change) {
       dc_reducer_config c = {};
+      c.struct_size = sizeof c;
       c.comm = comm.get();
       c.layout = l.get();
       c.rank = rank;
@@ -993,6 +998,7 @@ TEST(Reducer, WrongConfigs) {
     WANT_OK(dc_reducer_free(nullptr));
     // norm without a place for it
     dc_reducer_config c = {};
+    c.struct_size = sizeof c;
     c.comm = comm.get();
     c.layout = l.get();
     c.rank = rank;

@@ -240,7 +240,8 @@ static void open_all(rank_state *s, const char *address) {
   const plan *p = s->p;
   int32_t names[MAX_RANKS];
   for (int r = 0; r < p->size; r++) names[r] = r + p->names;
-  dc_comm_config k = {.rank = s->rank,
+  dc_comm_config k = {.struct_size = sizeof k,
+                      .rank = s->rank,
                       .size = p->size,
                       .address = address,
                       .label = LABEL,

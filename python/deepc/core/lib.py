@@ -31,8 +31,16 @@ def _load() -> ctypes.CDLL:
 C = _load()
 
 
-class CommConfig(ctypes.Structure):
+class Sized(ctypes.Structure):
+    """A struct that says in its first field how large it is, so that it may grow (ops/base/base.h)."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+
+class CommConfig(Sized):
     _fields_ = [
+        ("struct_size", c_size_t),
         ("rank", c_int32),
         ("size", c_int32),
         ("address", c_char_p),
@@ -128,8 +136,9 @@ class Bytes(ctypes.Structure):
     ]
 
 
-class ReducerConfig(ctypes.Structure):
+class ReducerConfig(Sized):
     _fields_ = [
+        ("struct_size", c_size_t),
         ("comm", c_void_p),
         ("layout", POINTER(Layout)),
         ("dtype", c_int32),
