@@ -96,7 +96,7 @@ def _rows(name: str, macro: str) -> list[tuple[Any, ...]]:
 
 def statuses() -> list[tuple[str, int, str, str]]:
     """(name, value, text, exception in Python) of each C status. ValueError for one without a fix in STATUS_FIX."""
-    tree = ast.parse((PACKAGE / "_lib.py").read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / "core/lib.py").read_text(encoding="utf-8"))
     table = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_EXCEPTIONS")
     assert isinstance(table, ast.Dict)
     raised = {

@@ -259,7 +259,7 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-_LATER = {"EMA": ("ema", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}
+_LATER = {"EMA": ("engine.averages", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}
 
 
 def __getattr__(name: str) -> Any:

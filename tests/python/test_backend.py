@@ -849,7 +849,7 @@ def mismatches(rank, world, folder):
         lambda: dist.all_reduce(torch.ones(4)) if rank == 0 else dist.broadcast(torch.ones(4), 0),
         "rank 0 called all_reduce(fp32, count 4, sum)",
         "rank 1 called broadcast(fp32, count 4, root 0)",
-        f"test_backend.py:{line + 1}",
+        f"test_backend.py:{line + 3}",
     )
     raises(MismatchError, lambda: dist.barrier(), "rank 0 called all_reduce")  # broken for good
     other = dist.new_group()  # other groups still work
@@ -865,7 +865,7 @@ def mismatches(rank, world, folder):
     raises(
         MismatchError,
         lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(4)) if rank == 0 else dist.all_reduce(sparse),
-        f"rank 0 called all_gather(fp32, count 4) [call 2 at python/test_backend.py:{line + 1}]",
+        f"rank 0 called all_gather(fp32, count 4) [call 2 at python/test_backend.py:{line + 3}]",
         "rank 1 called barrier(tag",
         "(all_reduce, on Gloo)",
     )

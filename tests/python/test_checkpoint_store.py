@@ -17,7 +17,7 @@ import sys
 
 import pytest
 import torch
-from deepc.checkpoint import safetensors_io as io
+from deepc.checkpoint import files as io
 from deepc.checkpoint import store
 from deepc.checkpoint.files import SafetensorsFile, Slice, write_safetensors
 from deepc.checkpoint.store import (
@@ -286,7 +286,7 @@ def test_no_copy_of_the_data_is_made(tmp_path):
     """128 MiB are written and read back with less than 48 MiB of additional memory."""
     code = f"""
 import resource, torch
-from deepc.checkpoint.safetensors_io import write_safetensors, SafetensorsFile
+from deepc.checkpoint.files import write_safetensors, SafetensorsFile
 t = torch.ones(32 << 20)
 write_safetensors({str(tmp_path / "a")!r}, {{"t": t[:1024]}}, fsync=False)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

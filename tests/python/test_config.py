@@ -11,8 +11,8 @@ import re
 import string
 
 import pytest
-from deepc import config as c
-from deepc.config import Config
+from deepc.config import Config, schema
+from deepc.config import tree as c
 from deepc.config.keys import ANY, KEYS, OPTIMIZER_PARAMS, TABLE, State
 from deepc.errors import ConfigError
 from hypothesis import given, settings
@@ -1013,7 +1013,7 @@ def problems(schema: dict, value, at: str = "$") -> list[str]:
     return out
 
 
-SCHEMA = c.json_schema()
+SCHEMA = schema.json_schema()
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -1043,7 +1043,7 @@ def test_schema_refuses_what_the_reader_refuses(path, value):
 
 
 def test_schema_knows_every_key_and_is_json(tmp_path):
-    text = c.write_schema(tmp_path / "schema.json")
+    text = schema.write_schema(tmp_path / "schema.json")
     assert json.loads((tmp_path / "schema.json").read_text()) == json.loads(text) == SCHEMA
     for row in KEYS:
         node = SCHEMA

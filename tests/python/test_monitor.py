@@ -20,9 +20,10 @@ import deepc
 import pytest
 import torch
 from deepc.config import Config
+from deepc.core import waits
 from deepc.engine.data import TimedLoader
 from deepc.errors import ArgumentError, ConfigError
-from deepc.monitor import MonitorMaster, counts, experiments, line, sinks, tiers, waits
+from deepc.observe.monitor import MonitorMaster, counts, experiments, line, sinks, tiers
 from ranks import run_ranks
 from tiny import TinyGPT, config, make_batch, make_model
 from torch import nn

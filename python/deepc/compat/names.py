@@ -204,12 +204,12 @@ MODULES: dict[str, str] = {
 }
 
 REAL_MODULES: dict[str, str] = {
-    "deepspeed.comm": "deepc.compat.comm",
-    "deepspeed.comm.comm": "deepc.compat.comm",
+    "deepspeed.comm": "deepc.compat.helpers.comm",
+    "deepspeed.comm.comm": "deepc.compat.helpers.comm",
     "deepspeed.runtime.activation_checkpointing.checkpointing": "deepc.compat.checkpointing",
-    "deepspeed.utils.groups": "deepc.compat.groups",
-    "deepspeed.utils.timer": "deepc.compat.timer",
-    "deepspeed.utils.zero_to_fp32": "deepc.compat.zero_to_fp32",
+    "deepspeed.utils.groups": "deepc.compat.helpers.groups",
+    "deepspeed.utils.timer": "deepc.compat.helpers.timer",
+    "deepspeed.utils.zero_to_fp32": "deepc.compat.runtime.zero_to_fp32",
 }
 
 ALIASES: dict[str, str] = {"zero": "runtime.zero"}
