@@ -17,10 +17,12 @@ if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
     # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from . import optim
+from . import optim, zero
 from .comm.c10d.backend import register_backend
 from .comm.start import init_distributed
+from .compat import hf as _hf
 from .compat.helpers import safe as utils
+from .compat.runtime import parameters as _parameters
 from .core import ops  # noqa: F401
 from .core.lib import C as _C
 from .core.lib import counters
@@ -32,7 +34,6 @@ from .nn.fuse import fuse
 from .nn.loss import linear_cross_entropy
 from .observe import profile
 from .plan.predict.estimate import estimate
-from .zero import init as zero
 
 if TYPE_CHECKING:
     import argparse
@@ -74,6 +75,8 @@ __all__ = [
 ]
 
 register_backend()
+_parameters.install()
+zero.init.around_init(_hf.loads_one_by_one)
 
 _log = logging.getLogger("deepc")
 if not _log.handlers:

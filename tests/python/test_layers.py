@@ -151,7 +151,6 @@ KNOWN_CLIMBS: set[str] = {
     "plan.predict.estimate -> engine.precision",
     "plan.predict.estimate -> zero.step.tree",
     "plan.predict.estimate -> zero.step.update",
-    "zero.init -> engine.engine",
 }
 KNOWN_TORCH: set[str] = set(["config/tree.py", "core/dtypes.py", "plan/plan.py", "plan/units.py"])
 KNOWN_CIRCLES = 3

@@ -3,6 +3,7 @@ write when; through transformers as well."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import sys
@@ -219,7 +220,7 @@ def _arguments(rank, world):
             nn.Linear(2, 2)
             raise KeyError
     hooks = torch.nn.modules.module._global_parameter_registration_hooks
-    assert not hooks and not zero._active and os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") is None
+    assert not hooks and not zero.init._active and os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") is None
     with context:
         model = tiny.make_model(seed=rank)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), want.parameters()))
@@ -257,6 +258,64 @@ def _arguments(rank, world):
 
 def test_arguments_and_the_time_before_initialize():
     assert run_ranks(_arguments, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"bf16": {"enabled": true,}, // as deepc.initialize takes it\n "train_batch_size": 8,}',
+        "base64",
+        "path",
+        {"bfloat16": {"enabled": True}, "train_batch_size": "auto", "gradient_accumulation_steps": "auto"},
+    ],
+)
+def test_init_reads_a_configuration_as_initialize_does(given, tmp_path):
+    import deepc
+
+    text = '# ours\n{"bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 2,}'
+    if given == "base64":
+        given = base64.urlsafe_b64encode(text.partition("\n")[2].encode()).decode()
+    elif given == "path":
+        (tmp_path / "config.json").write_text(text)
+        given = tmp_path / "config.json"
+    assert deepc.zero.Init(config_dict_or_path=given).dtype == torch.bfloat16
+
+
+def test_init_refuses_what_initialize_refuses():
+    import deepc
+    from deepc.errors import ConfigError
+
+    with pytest.raises(ConfigError, match='unknown key "bf61"'):
+        deepc.zero.Init(config={"bf61": {"enabled": True}})
+    with pytest.raises(ConfigError, match="line 1, column"):
+        deepc.zero.Init(config='{"bf16": }')
+
+
+def _second_holder_refuses(rank, world):
+    import deepc
+    from deepc.errors import StrayWriteError
+
+    first, second = (deepc.initialize(model=tiny.make_model(), config=tiny.config(3, micro=2))[0] for _ in range(2))
+    a, b = first.module.ln.weight, second.module.ln.weight
+    shared = a.data_ptr()
+    if rank == 1:
+        with torch.no_grad():
+            second.module.ln.bias.add_(1.0)
+    for writer in (0, 1):
+        with pytest.raises(StrayWriteError, match="ln.bias.*rank 1"):
+            with deepc.zero.GatheredParameters([a, b], modifier_rank=writer):
+                raise AssertionError("it is not open")
+        assert a.data_ptr() == shared, "no rank keeps a private copy"
+    with deepc.zero.GatheredParameters(a, modifier_rank=1), torch.no_grad():
+        a.fill_(0.5 if rank == 1 else 7.0)
+    assert torch.all(a == 0.5)
+    for engine in (first, second):
+        engine.destroy()
+    return True
+
+
+def test_a_holder_that_refuses_leaves_the_others_closed():
+    assert run_ranks(_second_holder_refuses, 2) == [True, True]
 
 
 def _then_streamed(rank, world, nodes):

@@ -2,17 +2,21 @@
 
 Accelerate 1.15 takes every rank of a CPU run for a run of its own (a world of 1) when DeepSpeed is asked for: its
 choice of a backend knows accelerators only. While the compatibility layer is installed, that one choice answers "deepc"
-instead of nothing."""
+instead of nothing.
+
+transformers builds and loads models under zero.Init one parameter at a time if two things are switched off meanwhile
+(`loads_one_by_one`), with or without the compatibility layer."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from . import lightning
@@ -80,3 +84,26 @@ def teach_loaded() -> None:
     for name, teach in _TEACH.items():
         if name in sys.modules:
             teach(sys.modules[name])
+
+
+@contextlib.contextmanager
+def loads_one_by_one() -> Iterator[None]:
+    """transformers would take a living HfDeepSpeedConfig as a sign to import deepspeed, and reads checkpoints ahead in
+    threads, the whole model if they are faster than its main thread. Both are switched off while a zero.Init is
+    open."""
+    name, key = "HF_DEACTIVATE_ASYNC_LOAD", "_hf_deepspeed_config_weak_ref"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    living = getattr(module, key, None)
+    if living is not None:
+        setattr(module, key, None)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+        if living is not None:
+            setattr(module, key, living)

@@ -331,17 +331,21 @@ class Config:
         world_size: int,
         device_type: str = "cpu",
         allow_auto: bool = False,
+        needs_batch: bool = True,
     ) -> Config:
         """Reads and validates a configuration.
 
         source: path of a JSON file (comments and trailing commas are allowed, as DeepSpeed does), JSON text, base64 of
         JSON text, a dict (copied), or a Config. world_size: number of data-parallel ranks. device_type: "cpu" or
         "cuda", decides which hints are inert. allow_auto: keep "auto" values (the keys are listed in `.auto`, their
-        fields hold the default) instead of raising. Raises ConfigError, which lists everything that is wrong."""
+        fields hold the default) instead of raising. needs_batch=False: it may leave out the batch sizes,
+        for who asks of something else. Raises ConfigError, which lists everything that is wrong."""
         if isinstance(source, Config):
             source = source.raw
         raw, name = _read(source)
-        return _Loader(raw, name, world_size, device_type, allow_auto).load()
+        loader = _Loader(raw, name, world_size, device_type, allow_auto)
+        loader.needs_batch = needs_batch
+        return loader.load()
 
     def require_resolved(self) -> None:
         """Raises ConfigError, naming them, if "auto" values are left."""
@@ -410,6 +414,7 @@ class _Loader:
         self.auto: list[str] = []
         self.inert: list[InertKey] = []
         self.errors: list[str] = []
+        self.needs_batch = True
 
     def load(self) -> Config:
         self._walk(self.raw, "")
@@ -636,7 +641,7 @@ class _Loader:
             return
         train, micro, accum = (self.values.get(k) for k in _TRIANGLE)
         if train is None and micro is None:
-            if not any(f" {k} = " in e for e in self.errors for k in _TRIANGLE[:2]):
+            if self.needs_batch and not any(f" {k} = " in e for e in self.errors for k in _TRIANGLE[:2]):
                 self.errors.append(f"{self.name}: give train_batch_size or train_micro_batch_size_per_gpu (or both).")
             return
         triangle = resolve_batch(train, micro, accum, self.world)

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment
-from ..zero.param import close_shared
+from ..zero.gathered import GatheredParameters, SharedMemory
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
@@ -392,17 +392,16 @@ def consolidated_state_dict(engine: Engine, exclude_frozen_parameters: bool = Fa
 def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
     """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that
     no rank makes a copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
-    from ..zero import init as zero
-
     params = [*engine.state.trained, *(p for _, p in engine.state.frozen)]
     if engine.plan.mode != "resident" or engine.world_size == 1:
-        with zero.GatheredParameters(params, modifier_rank=0):
+        with GatheredParameters(params, modifier_rank=0):
             engine.module.load_state_dict(state_dict, strict=strict)
         if engine.plan.stage < 3:
             engine._parameters_modified(params)
         return
     engine._raise_stray_writes()
-    engine.group.barrier()  # nobody reads any more
+    whole = SharedMemory(engine.group, params, 0, copies=False)
+    whole.begin()
     error: Exception | None = None
     try:
         if engine.global_rank == 0:
@@ -412,7 +411,7 @@ def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: b
             engine.module.load_state_dict({n: t for n, t in state_dict.items() if n in buffers}, strict=False)
     except Exception as exc:
         error = exc
-    close_shared(engine.group, params, 0, None)
+    whole.end()
     engine._parameters_modified(params)
     _raise_everywhere(engine.group, error)
 

@@ -28,7 +28,8 @@ from ..observe.profile.timers import wall_clock
 from ..optim import Adam, AdamW
 from ..plan.plan import Plan, make_plan, refuse_if_too_big
 from ..plan.predict.estimate import FirstStep, MemoryEstimate, check_plan
-from ..zero import init as zero
+from ..zero import gathered
+from ..zero.init import adopt
 from ..zero.param import unshare
 from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks
@@ -150,7 +151,7 @@ class Engine(ModelWrapper):
             memory.trim_heap()  # what an earlier engine's steps left free is available
         refuse_if_too_big(self.plan, self._bytes_to_change())
         self._first_step = self._check_memory(named, group_of, sample_batch, loss_fn)
-        zero._adopt(named, self.plan.sharded)
+        adopt(named, self.plan.sharded)
         self._cast_buffers()
         self._choose_matmul()
         host = self.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu"
@@ -174,8 +175,8 @@ class Engine(ModelWrapper):
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self.training_dataloader = self._make_loader(training_data, collate_fn)
         if stage == 3:
-            zero._register(self.state.trained, self)
-            zero._register((p for _, p in self.state.frozen), self)
+            self._holds = gathered.Held(self.state, self._raise_stray_writes, self._parameters_modified)
+            gathered.hold([*self.state.trained, *(p for _, p in self.state.frozen)], self._holds)
         for p in self.state.trained:
             _owner_of[id(p)] = self
         for other in _engines:  # what was frozen in another engine and is trained here has moved here
@@ -1199,7 +1200,8 @@ class Engine(ModelWrapper):
         self.state.close()
         self.reducer.close()
         self.group.close()
-        zero._unregister(self)
+        if self.plan.stage == 3:
+            gathered.let_go([*self.state.trained, *(p for _, p in self.state.frozen)], self._holds)
         for p in self.state.trained:
             _owner_of.pop(id(p), None)
             unshare(p)

@@ -1,21 +1,40 @@
-"""ZeRO: where parameters, gradients and optimizer states lie while training runs (Rajbhandari et al., arXiv:1910.02054).
+"""ZeRO: where parameters, gradients and optimizer states lie while training runs (Rajbhandari et al.,
+arXiv:1910.02054).
 
-Users' part is re-exported here. step/ is what happens between a backward and the next forward."""  # noqa: E501
+Users' part is re-exported here. step/ is what happens between a backward and the next forward."""
 
-from .init import (
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .gathered import (
     GatheredParameters,
-    Init,
-    ZeroParamStatus,
     is_zero_param,
     register_external_parameter,
     unregister_external_parameter,
 )
+from .init import Init
 
 __all__ = [
     "GatheredParameters",
     "Init",
-    "ZeroParamStatus",
     "is_zero_param",
     "register_external_parameter",
     "unregister_external_parameter",
 ]
+
+_further: dict[str, Callable[[], Any]] = {}
+
+
+def add_name(name: str, load: Callable[[], Any]) -> None:
+    """`deepc.zero.<name>` is what `load` gives when it is first asked for: names of this module for things whose home
+    is above this room (DeepSpeed's ZeroParamStatus)."""
+    _further[name] = load
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _further:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = _further[name]()
+    return found

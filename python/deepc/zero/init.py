@@ -1,23 +1,19 @@
-"""ZeRO-3's user interface: build models straight into node-shared memory (`Init`), read and write partitioned
-parameters (`GatheredParameters`), and what a parameter says of itself under DeepSpeed's names (`ds_id`, `ds_status`,
-...).
+"""zero.Init: models are built straight into node-shared memory.
 
 Between `Init` and deepc.initialize a model's parameters lie in chunks of node-shared memory: once per node, written by
 the node's first rank. In resident mode (CPU nodes) that stays so: they are pages that all ranks of a node map, always
 readable, and writing is for one rank. Where ranks share no memory (nodes with different numbers of ranks), each has its
-part of them (init_shards.py).
+part of them (shards.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
+import datetime
 import gc
-import itertools
 import os
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
@@ -25,102 +21,26 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import ArgumentError, ConfigError, StrayWriteError, UnsupportedError
-from .param import Released, close_shared, open_shared, share, unshare
+from ..comm.groups import MultiNodeGroup, NodeGroup, open_group
+from ..comm.start import default_device, init_distributed
+from ..config.tree import Config
+from ..errors import ArgumentError, StrayWriteError, UnsupportedError
+from .gathered import Params, SharedMemory, Whole, built, holder_of, number
+from .param import Released, share, unshare
 from .shards import Shards, give
 
 if TYPE_CHECKING:
     from ..comm.groups import MemoryGroup
-    from ..engine.engine import Engine
 
     ConfigSource = Union[str, os.PathLike[str], dict[str, Any]]  # noqa: UP007
-    Params = Sequence[torch.nn.Parameter]
 
-# id(parameter) -> engine that holds it at stage 3; entries go with the engine.
-_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
-_built = WeakIdKeyDictionary()  # parameter -> _Home, from zero.Init to deepc.initialize
-_ids = WeakIdKeyDictionary()  # parameter -> ds_id
-_next_id = itertools.count()
+_around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
 
-def _register(params: Iterable[torch.nn.Parameter], engine: Engine) -> None:
-    for p in params:
-        _engines[id(p)] = engine
-        share(p)
-        _identify(p)
-
-
-def _unregister(engine: Engine) -> None:
-    """The engine ends: its parameters are ordinary ones."""
-    for p in [*engine.state.trained, *(p for _, p in engine.state.frozen)]:
-        if _engines.get(id(p)) is engine:
-            del _engines[id(p)]
-            unshare(p)
-
-
-def _identify(p: torch.nn.Parameter) -> None:
-    if p not in _ids:
-        _ids[p] = next(_next_id)
-
-
-# ---- what a parameter says of itself ---------------------------------------------------------------------------------
-class ZeroParamStatus(enum.Enum):
-    """DeepSpeed's states of a stage-3 parameter. In resident mode always AVAILABLE."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-def describe(p: torch.nn.Parameter, what: str) -> Any:
-    """The value of attribute `what` (ds_id, ds_shape, ds_numel, ds_status, ds_persist) of a stage-3 parameter;
-    AttributeError for any other."""
-    engine = _engines.get(id(p))
-    if engine is None and p not in _built:
-        raise AttributeError(
-            f"parameter of shape {tuple(p.shape)} has no {what}: it is not held by a ZeRO-3 engine and was not built "
-            "under zero.Init"
-        )
-    if what == "ds_id":
-        return _ids[p]
-    if what == "ds_shape":
-        return p.shape
-    if what == "ds_numel":
-        return p.numel()
-    available = not isinstance(p, Released) if engine is None else engine.state.is_available(p)
-    if what == "ds_status":
-        return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
-    raise AttributeError(
-        f"a deepc parameter has no {what}: a rank's partition is a part of deepc's flat space, not a tensor of the "
-        "parameter. Read and write "
-        "it through deepc.view(p).local or deepc.utils.safe_get_local_*"
-    )
-
-
-def is_zero_param(p: object) -> bool:
-    """True if `p` is held by a stage-3 engine or was built under zero.Init."""
-    return isinstance(p, torch.Tensor) and (id(p) in _engines or p in _built)
-
-
-def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted as in DeepSpeed, and not needed: parameters that are used outside of their module are found without
-    it."""
-    if not isinstance(parameter, torch.nn.Parameter):
-        raise ArgumentError(f"register_external_parameter takes a torch.nn.Parameter, got {type(parameter).__name__}")
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"register_external_parameter takes a torch.nn.Module, got {type(module).__name__}")
-    module.__dict__.setdefault("_external_params", {})[id(parameter)] = parameter
-
-
-def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Takes it back. ArgumentError if it was not registered."""
-    if not isinstance(parameter, torch.nn.Parameter):
-        raise ArgumentError(f"unregister_external_parameter takes a torch.nn.Parameter, got {type(parameter).__name__}")
-    if getattr(module, "_external_params", {}).pop(id(parameter), None) is None:
-        raise ArgumentError(
-            f"parameter of shape {tuple(parameter.shape)} was not registered as an external parameter of "
-            f"{type(module).__name__}"
-        )
+def around_init(make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """From now on a context of `make` is open while a zero.Init is: for libraries that must know (compat/hf.py)."""
+    if make not in _around:
+        _around.append(make)
 
 
 # ---- zero.Init -------------------------------------------------------------------------------------------------------
@@ -169,18 +89,13 @@ class _Arena:
         self._chunks = []
 
 
-class _Home:
+class Home:
     """Where the parameters of one zero.Init (with the ones nested in it) lie, and the ranks that share them; closed
     when the last of them has gone to an engine or away. arena: of ranks that share memory; shards: of others (nodes
     with different numbers of ranks).
     """
 
     def __init__(self) -> None:
-        import datetime
-
-        from ..comm.groups import MultiNodeGroup, NodeGroup, open_group
-        from ..comm.start import init_distributed
-
         init_distributed()
         self.group = open_group(torch.device("cpu"), datetime.timedelta(minutes=10), "init")
         shared = isinstance(self.group, (NodeGroup, MultiNodeGroup))
@@ -201,8 +116,8 @@ class _Home:
         elif dtype != p.dtype:
             p.data = p.data.to(dtype)
         self.taken.append(weakref.ref(p))
-        _built[p] = self
-        _identify(p)
+        built[p] = self
+        number(p)
 
     def _moved(self, arena: _Arena) -> list[torch.nn.Parameter]:
         """Parameters whose memory was replaced since (`p.data = ...` in a constructor)."""
@@ -214,7 +129,7 @@ class _Home:
             self._finish_arena(self.arena)
         if self.shards is not None:
             self.shards.finish()
-        for p in (p for r in self.taken if (p := r()) is not None and _built.get(p) is self):
+        for p in (p for r in self.taken if (p := r()) is not None and built.get(p) is self):
             share(p)
             self.versions[p] = p._version
         self.taken = []
@@ -249,6 +164,24 @@ class _Home:
             return False
         return p._version != self.versions[p] and self.arena.holds(p)
 
+    # ---- as a Holder (gathered.py) ---------------------------------------------------------------------------------
+    def whole(self, params: Params, writer: int | None) -> Whole:
+        inner = Whole()
+        if self.shards is not None:
+            inner = self.shards.whole(params, writer)
+        elif self.arena is not None:
+            inner = SharedMemory(self.group, params, writer)
+        return _Noted(inner, self, params if writer is not None else ())
+
+    def written(self, params: Params) -> str | None:
+        wrote = [p for p in params if p in self.versions and p._version != self.versions[p]]
+        for p in wrote if self.shards is not None else ():
+            self.versions[p] = p._version  # it was this rank's copy, which is gone
+        return f"of shape {tuple(wrote[0].shape)}" if wrote and self.group.world > 1 else None
+
+    def is_available(self, p: torch.nn.Parameter) -> bool:
+        return not isinstance(p, Released)
+
     def close(self) -> None:
         group = self.__dict__.pop("group", None)  # also of one whose making failed
         if group is not None:
@@ -259,14 +192,29 @@ class _Home:
             self.close()
 
 
-def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> None:
+class _Noted(Whole):
+    """`inner`; writes to `params` inside of it are no stray ones."""
+
+    def __init__(self, inner: Whole, home: Home, params: Params) -> None:
+        self._inner, self._home, self._params = inner, home, params
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def end(self) -> None:
+        self._inner.end()
+        for p in self._params:
+            self._home.versions[p] = p._version
+
+
+def adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> None:
     """The parameters go to an engine. Raises on all ranks if some rank wrote into memory that others share. sharded:
-    the engine takes those that are released one at a time (init_shards.give). Collective if any was built under
+    the engine takes those that are released one at a time (shards.give). Collective if any was built under
     Init."""
-    homes: dict[int, _Home] = {}
+    homes: dict[int, Home] = {}
     stray = -1
     for i, (_, p) in enumerate(named):
-        home = _built.get(p)
+        home = built.get(p)
         if home is not None:
             homes[id(home)] = home
             if stray < 0 and home.wrote(p):
@@ -281,7 +229,7 @@ def _adopt(named: Sequence[tuple[str, torch.nn.Parameter]], sharded: bool) -> No
                         " context, or under deepc.zero.GatheredParameters(params, modifier_rank=0)"
                     )
     for _, p in named:
-        if _built.pop(p, None) is not None:
+        if built.pop(p, None) is not None:
             unshare(p)  # the engine decides anew
             if not sharded:
                 give(p)
@@ -423,23 +371,24 @@ class Init:
             with self:
                 for m in module.modules():
                     for p in m._parameters.values():
-                        self._take(p)
+                        self.take(p)
 
     def __enter__(self) -> Init:
         if not self.enabled:
             return self
         self._outermost = not _active
         if self._outermost:
-            self._home = _Home()
+            self.home = Home()
             self._stack = contextlib.ExitStack()
             self._stack.callback(register_module_parameter_registration_hook(_registered).remove)
-            self._stack.enter_context(_transformers_loads_one_by_one())
-            if self._home.shards is not None:
-                self._stack.enter_context(self._home.shards.parameters_of_parameters())
-            if self._home.arena is not None and not self._home.group.leader:
-                self._stack.enter_context(_OwnerWrites(self._home.arena))
+            for make in _around:
+                self._stack.enter_context(make())
+            if self.home.shards is not None:
+                self._stack.enter_context(self.home.shards.parameters_of_parameters())
+            if self.home.arena is not None and not self.home.group.leader:
+                self._stack.enter_context(_OwnerWrites(self.home.arena))
         else:
-            self._home = _active[-1]._home
+            self.home = _active[-1].home
         _active.append(self)
         return self
 
@@ -447,7 +396,7 @@ class Init:
         if not self.enabled:
             return
         _active.remove(self)
-        home = self.__dict__.pop("_home")
+        home = self.__dict__.pop("home")
         if self._outermost:
             self._stack.close()
             if exc[0] is None:
@@ -456,42 +405,19 @@ class Init:
                 home.close()
 
     @torch.no_grad()
-    def _take(self, p: torch.nn.Parameter | None) -> None:
-        if p is None or p in _built or id(p) in _engines:
+    def take(self, p: torch.nn.Parameter | None) -> None:
+        if p is None or holder_of(p) is not None:
             return
         if torch.nn.parameter.is_lazy(p) or p.device.type != "cpu" or p.layout != torch.strided:
             return
-        self._home.take(p, self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype)
+        self.home.take(p, self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype)
 
 
 _active: list[Init] = []
 
 
 def _registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-    _active[-1]._take(param)
-
-
-@contextlib.contextmanager
-def _transformers_loads_one_by_one() -> Iterator[None]:
-    """transformers would take a living HfDeepSpeedConfig as a sign to import deepspeed, and reads checkpoints ahead in
-    threads, the whole model if they are faster than its main thread. Both are switched off while a zero.Init is
-    open."""
-    name, key = "HF_DEACTIVATE_ASYNC_LOAD", "_hf_deepspeed_config_weak_ref"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    module = sys.modules.get("transformers.integrations.deepspeed")
-    living = getattr(module, key, None)
-    if living is not None:
-        setattr(module, key, None)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-        if living is not None:
-            setattr(module, key, living)
+    _active[-1].take(param)
 
 
 def _check_groups(groups: dict[str, Any]) -> None:
@@ -504,181 +430,11 @@ def _check_groups(groups: dict[str, Any]) -> None:
             )
 
 
-def _dtype_of(raw: Any) -> torch.dtype | None:
-    """The dtype that a DeepSpeed configuration (dict, JSON text or path) asks for, or None."""
-    import json
-    from pathlib import Path
-
-    if not isinstance(raw, dict):
-        try:
-            text = str(raw)
-            raw = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-        except (OSError, ValueError) as exc:
-            raise ConfigError(
-                f"zero.Init: {str(raw)[:200]!r} is no DeepSpeed configuration (a dict, JSON text or the path of a JSON "
-                f"file): {exc}"
-            ) from exc
-    for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if isinstance(raw.get(key), dict) and raw[key].get("enabled") is True:
-            return dtype
-    return None
-
-
-# ---- zero.GatheredParameters -----------------------------------------------------------------------------------------
-class GatheredParameters:
-    """Context for reading, and with `modifier_rank` writing, parameters of a stage-3 model, or of one that was built
-    under zero.Init and has no engine yet. Collective over the ranks; parameters are whole inside.
-
-    modifier_rank=None: for reading; a write inside raises StrayWriteError at the end. modifier_rank=r: what rank r
-    writes in place is seen by all ranks after the context, and the fp32 masters follow; what other ranks write is
-    private and dropped, as in DeepSpeed, where scripts often run the same code on all ranks (with DEEPC_DEBUG=1 it is
-    an error that names rank and parameter). fwd_module: the parameters become external parameters of it. Parameters
-    that are neither are left alone. Contexts that write may not overlap in parameters."""
-
-    def __init__(
-        self,
-        params: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | None],
-        modifier_rank: int | None = None,
-        fwd_module: torch.nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        given: Iterable[Any]
-        if isinstance(params, torch.Tensor):
-            given = [params]
-        elif isinstance(params, torch.nn.Module):
-            given = params.parameters()
-        else:
-            given = params
-        given = [p for p in given if p is not None]
-        for p in given:
-            if not isinstance(p, torch.Tensor):
-                raise ArgumentError(f"GatheredParameters takes parameters, got {type(p).__name__}")
-        unique = {id(p): p for p in given} if enabled else {}
-        self._params = [p for p in unique.values() if is_zero_param(p)]
-        self._modifier = modifier_rank
-        if modifier_rank is not None and not (isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)):
-            raise ArgumentError(f"modifier_rank is a rank or None, got {modifier_rank!r}")
-        if fwd_module is not None:
-            for p in self._params:
-                register_external_parameter(fwd_module, p)
-
-    def __enter__(self) -> None:
-        holders: dict[int, tuple[Engine | _Home, list[torch.nn.Parameter]]] = {}
-        for p in self._params:
-            holder: Engine | _Home = _engines.get(id(p)) or _built[p]
-            holders.setdefault(id(holder), (holder, []))[1].append(p)
-        self._open = [
-            _Opened(_Unowned(h) if isinstance(h, _Home) else _Owned(h), params, self._modifier)
-            for h, params in holders.values()
-        ]
-        for opened in self._open:
-            opened.begin()
-
-    def __exit__(self, *exc: Any) -> None:
-        opened, self._open = self._open, []
-        errors: list[Exception] = []
-        for o in reversed(opened):
-            try:
-                o.end(exc[0] is not None)
-            except StrayWriteError as error:  # the others' parameters go home first
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-
-class _Owned:
-    """What GatheredParameters needs of an engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.group, self.state = engine, engine.group, engine.state
-
-    def begin(self, params: Params, writer: int | None) -> Any:
-        if writer is not None:
-            self.engine._raise_stray_writes()
-        return self.state.open_params(params, writer)
-
-    def end(self, params: Params, writer: int | None, opened: Any) -> None:
-        self.state.close_params(params, writer, opened)
-        if writer is not None:
-            self.engine._parameters_modified(params)
-
-    def written(self, params: Params) -> str | None:
-        """The name of the first of `params` that this rank wrote."""
-        indices = set(self.state.changed())
-        mine = {id(p) for p in params}
-        names = [self.state.names[i] for i in indices if id(self.state.trained[i]) in mine]
-        return names[0] if names else self.state.frozen_write(mine)
-
-
-class _Unowned:
-    """The same of parameters that no engine has yet."""
-
-    def __init__(self, home: _Home) -> None:
-        self.home, self.group = home, home.group
-
-    def begin(self, params: Params, writer: int | None) -> Any:
-        if self.home.shards is not None:
-            return self.home.shards.open(params)
-        return open_shared(self.group, params, writer) if self.home.arena is not None else None
-
-    def end(self, params: Params, writer: int | None, opened: Any) -> None:
-        if self.home.arena is not None:
-            close_shared(self.group, params, writer, opened)
-        if self.home.shards is not None:
-            self.home.shards.close(params, opened, writer)
-        if writer is not None:
-            for p in params:
-                self.home.versions[p] = p._version
-
-    def written(self, params: Params) -> str | None:
-        wrote = [p for p in params if p in self.home.versions and p._version != self.home.versions[p]]
-        for p in wrote if self.home.shards is not None else ():
-            self.home.versions[p] = p._version  # it was this rank's copy, which is gone
-        return f"of shape {tuple(wrote[0].shape)}" if wrote and self.group.world > 1 else None
-
-
-class _Opened:
-    """One GatheredParameters over the parameters of one holder."""
-
-    _writing: set[int] = set()  # id(parameter) of all contexts that write now
-
-    def __init__(self, holder: _Owned | _Unowned, params: list[torch.nn.Parameter], writer: int | None) -> None:
-        self._holder, self._params, self._writer = holder, params, writer
-
-    def begin(self) -> None:
-        group = self._holder.group
-        if self._writer is not None:
-            if not 0 <= self._writer < group.world:
-                raise ArgumentError(f"modifier_rank {self._writer} is not one of {group.world} ranks")
-            if _Opened._writing & {id(p) for p in self._params}:
-                raise ArgumentError(
-                    "GatheredParameters with a modifier_rank inside another one over the same parameter; close the"
-                    " outer one first"
-                )
-        self._opened = self._holder.begin(self._params, self._writer)
-        if self._writer is not None:
-            _Opened._writing.update(id(p) for p in self._params)
-        self._versions = [p._version for p in self._params]
-
-    def end(self, failed: bool) -> None:
-        if self._writer is None:
-            self._holder.end(self._params, None, self._opened)
-            name = None if failed else self._holder.written([p for p in self._params if id(p) not in _Opened._writing])
-            if name is not None:
-                raise StrayWriteError(
-                    f"parameter {name} was written under GatheredParameters without modifier_rank (or before it), which"
-                    " is for reading. Its memory is shared by all ranks of the node: pass modifier_rank=r, and what"
-                    " rank r writes counts"
-                )
-            return
-        _Opened._writing.difference_update(id(p) for p in self._params)
-        stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
-        self._holder.end(self._params, self._writer, self._opened)
-        if os.environ.get("DEEPC_DEBUG", "0") == "1" and self._holder.group.world > 1:
-            for rank, i in enumerate(self._holder.group.gather_all(torch.tensor([stray])).view(-1).tolist()):
-                if i >= 0 and rank != self._writer:
-                    raise StrayWriteError(
-                        f"parameter {i} of GatheredParameters, of shape {tuple(self._params[i].shape)}, was written on "
-                        f"rank {rank}, but modifier_rank is "
-                        f"{self._writer}: that write was dropped. Guard it by `if rank == {self._writer}:`"
-                    )
+def _dtype_of(source: ConfigSource) -> torch.dtype | None:
+    """The dtype that a configuration asks for by fp16 or bf16, or None. Read as deepc.initialize reads it, but batch
+    sizes may be missing and values may be "auto"."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    config = Config.load(
+        source, world_size=world, device_type=default_device().type, allow_auto=True, needs_batch=False
+    )
+    return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None

@@ -3,13 +3,10 @@ mode), or an fp32 master stands behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from ..comm.groups import Group
 
 _data: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
 
@@ -31,12 +28,6 @@ class NodeParameter(torch.nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation for its own
         return "Parameter containing:\n" + repr(self.detach().requires_grad_(self.requires_grad))
 
-    def partition_numel(self) -> int:
-        """A rank's share of the elements as DeepSpeed counts it, rounded up (Lightning's model summary asks);
-        AttributeError as for ds_numel."""
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        return int(-(-self.ds_numel // ranks))  # type: ignore[attr-defined]  # set below, with the other ds_ properties
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """An ordinary parameter with memory of its own."""
         if id(self) not in memo:
@@ -45,29 +36,6 @@ class NodeParameter(torch.nn.Parameter):
             )
         copy: torch.nn.Parameter = memo[id(self)]
         return copy
-
-
-def _described(name: str) -> property:
-    def get(self: torch.nn.Parameter) -> Any:
-        from .init import describe
-
-        return describe(self, name)
-
-    return property(get, doc=f"DeepSpeed's {name} of a ZeRO-3 parameter; AttributeError for others. See zero.py.")
-
-
-for _name in (
-    "ds_id",
-    "ds_shape",
-    "ds_numel",
-    "ds_status",
-    "ds_tensor",
-    "ds_secondary_tensor",
-    "ds_process_group",
-    "ds_persist",
-    "ds_active_sub_modules",
-):
-    setattr(NodeParameter, _name, _described(_name))
 
 
 def share(p: torch.nn.Parameter) -> None:
@@ -79,36 +47,6 @@ def share(p: torch.nn.Parameter) -> None:
 def unshare(p: torch.nn.Parameter) -> None:
     if type(p) is NodeParameter:
         p.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # the other way round is what mypy narrows to
-
-
-# ---- writing one of several ranks' shared memory ---------------------------------------------------------------------
-def open_shared(group: Group, params: Sequence[torch.nn.Parameter], writer: int | None) -> list[torch.Tensor] | None:
-    """Parameters in node-shared memory are about to be written by rank `writer`: the others get private copies
-    meanwhile. Collective; returns what close_shared takes."""
-    if writer is None:
-        return None
-    group.barrier()  # nobody reads any more
-    if group.rank == writer:
-        return None
-    views = [p.data for p in params]
-    for p in params:
-        p.data = p.data.clone()
-    return views
-
-
-def close_shared(
-    group: Group, params: Sequence[torch.nn.Parameter], writer: int | None, views: list[torch.Tensor] | None
-) -> None:
-    """Everybody sees what `writer` wrote. Collective."""
-    if writer is None:
-        return
-    for p, view in zip(params, views or ()):
-        p.data = view
-    group.barrier()  # the writer's values are visible on its node
-    if group.nodes > 1:
-        for p in params:
-            group.spread(p.data.view(-1), writer)
-        group.barrier()
 
 
 # ---- released parameters (ZeRO-3, streamed mode) ---------------------------------------------------------------------
@@ -208,7 +146,7 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class Owner(Protocol):
-    """Who gathers released parameters (streamed.py, init_shards.py)."""
+    """Who gathers released parameters (streamed.py, shards.py)."""
 
     def touched(self, p: Any, func: Callable[..., Any]) -> Any:
         """`func` is about to run on the released parameter `p`: gathers it or raises. What is not None is func's

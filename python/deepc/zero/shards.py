@@ -10,7 +10,7 @@ ranks which don't raise MismatchError and none waits for the others in vain."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm import start as comm
 from ..comm.groups import _all_gather
 from ..errors import CommError, DeepcError, MismatchError, ReleasedParameterError
+from .gathered import Params, Whole
 from .param import NodeParameter, Released, released_class, unshare
 
 KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built
@@ -193,9 +194,13 @@ class Shards:
         return self._value(p)
 
     # ---- until the engine takes them ---------------------------------------------------------------------------------
-    def open(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Makes `params` whole until `close`, which takes what this returns: those that no context around keeps whole.
-        Collective."""
+    def whole(self, params: Params, writer: int | None) -> Whole:
+        """What makes `params` whole for a while, for rank `writer` to write (None: nobody writes)."""
+        return _Held(self, params, writer)
+
+    def hold(self, params: Params) -> list[torch.nn.Parameter]:
+        """Makes `params` whole until `let_go`, which takes what this returns: those that no context around keeps
+        whole. Collective."""
         mine = [p for p in params if id(p) not in self._held]
         for p in mine:
             if not isinstance(p, Released):
@@ -204,9 +209,7 @@ class Shards:
             self._held.add(id(p))
         return mine
 
-    def close(
-        self, params: Sequence[torch.nn.Parameter], mine: Sequence[torch.nn.Parameter], writer: int | None
-    ) -> None:
+    def let_go(self, params: Params, mine: Params, writer: int | None) -> None:
         """The end of that. writer: whose values count from now on (None: nobody wrote). Collective."""
         self._held.difference_update(id(p) for p in mine)
         for p in params:
@@ -227,6 +230,19 @@ class Shards:
         with contextlib.suppress(Exception):  # at the end of the process, what it needs may be gone
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
+
+
+class _Held(Whole):
+    """Parameters of a zero.Init whose parts lie on all ranks, gathered."""
+
+    def __init__(self, shards: Shards, params: Params, writer: int | None) -> None:
+        self._shards, self._params, self._writer = shards, params, writer
+
+    def begin(self) -> None:
+        self._mine = self._shards.hold(self._params)
+
+    def end(self) -> None:
+        self._shards.let_go(self._params, self._mine, self._writer)
 
 
 def give(p: torch.nn.Parameter) -> bool:

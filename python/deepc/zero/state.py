@@ -3,7 +3,6 @@ parameters become views of the flat space. Follows the plan."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +13,8 @@ from ..core import memory
 from ..errors import ArgumentError, ConfigError, UnsupportedError
 from ..plan.layout import BLOCK, Segment, padded
 from ..plan.plan import Plan
-from .param import Released, close_shared, open_shared, share, unshare
+from .gathered import Params, SharedMemory, Whole
+from .param import Released, share, unshare
 from .step.nodes import published
 
 if TYPE_CHECKING:
@@ -324,9 +324,9 @@ class ModelState:
         mode."""
         return list(rows)
 
-    def keep_gathered(self) -> contextlib.AbstractContextManager[None]:
+    def keep_gathered(self) -> Whole:
         """See Engine.keep_gathered."""
-        return contextlib.nullcontext()
+        return Whole()
 
     def close(self) -> None:
         """The engine ends; parameters stay readable."""
@@ -393,15 +393,10 @@ class ModelState:
         increment_version([self.trained[index]])
         self.versions[index] += 1  # this write is no stray one, and a stray one stays seen
 
-    def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None) -> Any:
-        """For zero.GatheredParameters: until close_params, which takes what this returns, `params` have their values,
-        and may be written by rank `writer`. Collective."""
-        return open_shared(self.group, params, writer)
-
-    def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened: Any) -> None:
-        """The end of that; rank `writer`'s values (None: nobody's) are everyone's now. Masters are the caller's part.
-        Collective."""
-        close_shared(self.group, params, writer, opened)
+    def whole(self, params: Params, writer: int | None) -> Whole:
+        """What makes `params` whole for a while, for rank `writer` to write (None: nobody writes). Masters are the
+        caller's part."""
+        return SharedMemory(self.group, params, writer)
 
 
 def leases_gradients(plan: Plan, accumulates: bool) -> bool:

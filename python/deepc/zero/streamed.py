@@ -27,7 +27,6 @@ backward, was changed in place; for inputs it is checked here.
 from __future__ import annotations
 
 import bisect
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +41,7 @@ from ..errors import CommError, ReleasedParameterError
 from ..plan.layout import ALIGN, padded
 from ..plan.order import Order, order_of
 from ..plan.units import cut
+from .gathered import Params, Whole
 from .param import Released, released_class, share
 from .shards import give
 from .sources import CollectiveSource
@@ -644,18 +644,14 @@ class Streamed:
         with torch._C.DisableTorchFunctionSubclass():
             return p.untyped_storage()._cdata != self._unit_of[id(p)].key
 
-    @contextlib.contextmanager
-    def keep_gathered(self):
-        """See Engine.keep_gathered."""
-        units = self.hold()
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            self.let_go(units)
-            if not self._holds:
-                self._release_idle()
+    def keep(self, on: bool) -> None:
+        """While on (it may be nested) nothing is released, and uses are not recorded."""
+        self._holds += 1 if on else -1
+
+    def settle_idle(self) -> None:
+        """Releases what nothing uses, unless it is kept."""
+        if not self._holds:
+            self._release_idle()
 
     def holds(self, p: torch.nn.Parameter) -> bool:
         """Whether `p` comes and goes, or is persistent; False for parameters that are not floating-point."""
@@ -852,8 +848,8 @@ class StreamedState(ModelState):
     def inert(self, rows: Sequence) -> list:
         return [r for r in rows if r[0].removeprefix("zero_optimization.") not in HONOURED]
 
-    def keep_gathered(self):
-        return self.streamed.keep_gathered()
+    def keep_gathered(self) -> Whole:
+        return _Kept(self.streamed)
 
     def compile(self, *args, **kwargs) -> None:
         """Compiles the forward of every block (units.py); hooks run around it."""
@@ -888,30 +884,8 @@ class StreamedState(ModelState):
         elif self.segment is None or self.group.leader:
             self.streamed.write(p, value)
 
-    # ---- GatheredParameters ------------------------------------------------------------------------------------------
-    def open_params(self, params: Sequence[torch.nn.Parameter], writer: int | None) -> None:
-        self.streamed.hold(self.streamed.units_of(params))
-
-    @torch.no_grad()
-    def close_params(self, params: Sequence[torch.nn.Parameter], writer: int | None, opened) -> None:
-        params = [p for p in params if self.streamed.holds(p)]
-        if writer is not None:
-            self.group.barrier()  # nobody gathers any more
-            for p in params:
-                if self.plan.sharded:
-                    value = p.detach().clone().view(-1)
-                    self.group.broadcast(value, writer)
-                    self.streamed.write(p, value)
-                elif self.plan.rank == writer:
-                    self.streamed.write(p, p.detach())
-            self.group.barrier()
-            for p in params if self.group.nodes > 1 else ():
-                self.group.spread(self.streamed.origin(p), writer)
-            if self.group.nodes > 1:
-                self.group.barrier()
-        self.streamed.let_go(self.streamed.units_of(params))
-        if writer is not None:
-            self.streamed.refresh()
+    def whole(self, params: Params, writer: int | None) -> Whole:
+        return _Gathered(self, [p for p in params if self.streamed.holds(p)], writer)
 
     def close(self) -> None:
         if self.streamed is not None:
@@ -920,6 +894,58 @@ class StreamedState(ModelState):
                     CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())")
                 )
             self.streamed.close()
+
+
+class _Gathered(Whole):
+    """Parameters in streamed mode, gathered, and written by rank `writer` (None: nobody)."""
+
+    def __init__(self, state: StreamedState, params: Params, writer: int | None) -> None:
+        self._state, self._params, self._writer = state, params, writer
+
+    def begin(self) -> None:
+        streamed = self._state.streamed
+        self._units = streamed.hold(streamed.units_of(self._params))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        if self._writer is not None:
+            self._take(self._writer)
+        self._state.streamed.let_go(self._units)
+        if self._writer is not None:
+            self._state.streamed.refresh()
+
+    def _take(self, writer: int) -> None:
+        """What the writer's parameters hold goes to where they are gathered from."""
+        state, group = self._state, self._state.group
+        group.barrier()  # nobody gathers any more
+        for p in self._params:
+            if state.plan.sharded:
+                value = p.detach().clone().view(-1)
+                group.broadcast(value, writer)
+                state.streamed.write(p, value)
+            elif state.plan.rank == writer:
+                state.streamed.write(p, p.detach())
+        group.barrier()
+        for p in self._params if group.nodes > 1 else ():
+            group.spread(state.streamed.origin(p), writer)
+        if group.nodes > 1:
+            group.barrier()
+
+
+class _Kept(Whole):
+    """All units of streamed mode, gathered once for many forward calls."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self._streamed = streamed
+
+    def begin(self) -> None:
+        self._units = self._streamed.hold()
+        self._streamed.keep(True)
+
+    def end(self) -> None:
+        self._streamed.keep(False)
+        self._streamed.let_go(self._units)
+        self._streamed.settle_idle()
 
 
 class _RoundsReducer(TorchReducer):

@@ -350,7 +350,8 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 
 def get_inactive_params(param_list: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Stage-3 parameters whose values are not on this rank now."""
-    from ...zero.init import ZeroParamStatus, is_zero_param
+    from ...zero.gathered import is_zero_param
+    from ..runtime.parameters import ZeroParamStatus
 
     return [p for p in param_list if is_zero_param(p) and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
 

@@ -22,13 +22,12 @@ import torch
 from ...comm import start as comm
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
-from ...zero import init as zero
+from ...zero.init import Home, Init
 from .. import precision
 from ..wrapper import ModelWrapper
 from .export import Weights, dtype_of, open_weights
 
 if TYPE_CHECKING:
-    from ...zero.init import _Home
     from ..engine import Engine
 
 logger = logging.getLogger("deepc")
@@ -206,16 +205,16 @@ class _Builder:
                 device=self.device, dtype=self.dtype if t.is_floating_point() and id(t) not in scales else t.dtype
             )
 
-    def _share(self) -> _Home:
+    def _share(self) -> Home:
         """Parameters move into node-shared memory; with one rank they stay."""
-        with zero.Init() as made:
-            home = made._home
+        with Init() as made:
+            home = made.home
             for module in self.model.modules():
                 for p in module._parameters.values():
-                    made._take(p)
+                    made.take(p)
         return home
 
-    def _load_on_leaders(self, home: _Home) -> None:
+    def _load_on_leaders(self, home: Home) -> None:
         """A node's first rank writes what all its ranks see. What it raises is raised on all ranks. Collective."""
         from ..access import _raise_everywhere
 
@@ -289,7 +288,7 @@ class InferenceEngine(ModelWrapper):
     trainer: the training engine whose weights these are, or None."""
 
     def __init__(
-        self, module: torch.nn.Module, dtype: torch.dtype, *, trainer: Engine | None = None, home: _Home | None = None
+        self, module: torch.nn.Module, dtype: torch.dtype, *, trainer: Engine | None = None, home: Home | None = None
     ) -> None:
         super().__init__()
         self.trainer: Engine | None

@@ -1,0 +1,80 @@
+"""What a parameter of ZeRO-3 says of itself under DeepSpeed's names: `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, and
+`partition_numel()` (Lightning's model summary asks for it). Set on the class of such parameters when deepc is imported;
+AttributeError for any other parameter, so that hasattr tells them apart."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+from ... import zero
+from ...zero.gathered import holder_of, number
+from ...zero.param import NodeParameter
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's states of a stage-3 parameter. In resident mode always AVAILABLE."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_NAMES = (
+    "ds_id",
+    "ds_shape",
+    "ds_numel",
+    "ds_status",
+    "ds_tensor",
+    "ds_secondary_tensor",
+    "ds_process_group",
+    "ds_persist",
+    "ds_active_sub_modules",
+)
+
+
+def describe(p: torch.nn.Parameter, what: str) -> Any:
+    """The value of one of `_NAMES` of a stage-3 parameter; AttributeError for any other, and for what deepc has in
+    another form."""
+    holder = holder_of(p)
+    if holder is None:
+        raise AttributeError(
+            f"parameter of shape {tuple(p.shape)} has no {what}: it is not held by a ZeRO-3 engine and was not built "
+            "under zero.Init"
+        )
+    if what == "ds_id":
+        return number(p)
+    if what == "ds_shape":
+        return p.shape
+    if what == "ds_numel":
+        return p.numel()
+    if what == "ds_status":
+        return ZeroParamStatus.AVAILABLE if holder.is_available(p) else ZeroParamStatus.NOT_AVAILABLE
+    raise AttributeError(
+        f"a deepc parameter has no {what}: a rank's partition is a part of deepc's flat space, not a tensor of the "
+        "parameter. Read and write it through deepc.view(p).local or deepc.utils.safe_get_local_*"
+    )
+
+
+def _described(name: str) -> property:
+    def get(self: torch.nn.Parameter) -> Any:
+        return describe(self, name)
+
+    return property(get, doc=f"DeepSpeed's {name} of a ZeRO-3 parameter; AttributeError for others.")
+
+
+def _partition_numel(self: torch.nn.Parameter) -> int:
+    """A rank's share of the elements as DeepSpeed counts it, rounded up; AttributeError as for ds_numel."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    numel: int = describe(self, "ds_numel")
+    return -(-numel // ranks)
+
+
+def install() -> None:
+    """Gives parameters of stage 3 these names, and `deepc.zero` ZeroParamStatus."""
+    for name in _NAMES:
+        setattr(NodeParameter, name, _described(name))
+    NodeParameter.partition_numel = _partition_numel  # type: ignore[attr-defined]  # not a name of deepc's own
+    zero.add_name("ZeroParamStatus", lambda: ZeroParamStatus)
