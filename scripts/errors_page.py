@@ -208,11 +208,25 @@ def env_page() -> str:
         ),
         "`ops/base/env.def`.",
         "",
-        "| variable | default | meaning |",
-        "|---|---|---|",
+        "An argument of a function comes before the environment, the environment before the configuration, and that before",
+        "the default. Set to nothing is not set. Any other value than those in the table is a ConfigError that names both.",
+        "",
+        "| variable | values | default | meaning |",
+        "|---|---|---|---|",
     ]
-    for name, default, text in _rows("env.def", "DC_ENV"):
-        lines.append(f"| `{name}` | {f'`{default}`' if default else ''} | {_cell(text)} |")
+    rows = _rows("env.def", "DC_ENV")
+    for name, values, default, text in rows:
+        if values != "internal":
+            shown = ", ".join(f"`{v}`" for v in values.split("|")) if "|" in values else values
+            lines.append(f"| `{name}` | {shown} | {f'`{default}`' if default else ''} | {_cell(text)} |")
+    lines += [
+        "",
+        "Parts of deepc hand these to each other; nobody sets them by hand:",
+        "",
+        "| variable | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {_cell(text)} |" for name, values, _, text in rows if values == "internal"]
     return "\n".join(lines) + "\n"
 
 

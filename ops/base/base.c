@@ -169,20 +169,21 @@ int dc__env_switch(const char *name, bool fallback, bool *on) {
 
 /* ---- environment rows -------------------------------------------------------------------------------------------- */
 static const struct {
-  const char *name, *fallback, *help;
+  const char *name, *values, *fallback, *help;
 } env_rows[] = {
-#define DC_ENV(name, fallback, help) {#name, fallback, help},
+#define DC_ENV(name, values, fallback, help) {#name, values, fallback, help},
 #include "env.def"
 #undef DC_ENV
 };
 enum { ENV_COUNT = sizeof env_rows / sizeof env_rows[0] };
 
-int dc_env_at(int i, const char **name, const char **value_or_default, const char **help) {
-  if (!name || !value_or_default || !help)
-    return DC_FAIL(DC_E_INVALID, "dc_env_at needs all three outputs; got a NULL pointer");
+int dc_env_at(int i, const char **name, const char **values, const char **value_or_default, const char **help) {
+  if (!name || !values || !value_or_default || !help)
+    return DC_FAIL(DC_E_INVALID, "dc_env_at needs all four outputs; got a NULL pointer");
   if (i < 0 || i >= ENV_COUNT) return DC_FAIL(DC_E_INVALID, "environment row %d is not in [0, %d)", i, (int)ENV_COUNT);
   const char *value = getenv(env_rows[i].name);
   *name = env_rows[i].name;
+  *values = env_rows[i].values;
   /* Set but empty means unset, as in most tools. */
   *value_or_default = value && *value ? value : env_rows[i].fallback;
   *help = env_rows[i].help;

@@ -198,8 +198,9 @@ enum { DC__COLORS = 16, DC__COLOR_STEP = 4096 + 256 }; /* of dc_mem_alloc, see m
 /* A private mapping of `length` bytes (a multiple of DC_HUGE_PAGE) on a huge page's boundary; flags: further ones of
  * mmap. NULL with errno on failure. */
 void *dc__map_aligned(size_t length, int flags);
-/* Row i of env.def; DC_E_INVALID past the end. */
-DC_API int dc_env_at(int i, const char **name, const char **value_or_default, const char **help);
+/* Row i of env.def, which says what *values means; *value_or_default is the environment's where it is set and not
+ * empty. All static or the environment's own. DC_E_INVALID past the end. */
+DC_API int dc_env_at(int i, const char **name, const char **values, const char **value_or_default, const char **help);
 
 #ifdef __cplusplus
 }

@@ -12,7 +12,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-if os.environ.get("DEEPC_HUGEPAGES", "1") != "0":
+from .core import env
+
+if env.switch("DEEPC_HUGEPAGES"):
     # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults.
     # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -83,7 +85,7 @@ if not _log.handlers:
     _handler = logging.StreamHandler(sys.stderr)
     _handler.setFormatter(logging.Formatter("deepc: %(message)s"))
     _log.addHandler(_handler)
-    _log.setLevel(os.environ.get("DEEPC_LOG_LEVEL", "INFO").upper())
+    _log.setLevel(env.text("DEEPC_LOG_LEVEL"))
     _log.propagate = False
 
 
@@ -244,7 +246,7 @@ def _initialize(
     parsed = Config.load(source, world_size=dist.get_world_size(), device_type=device.type)
     parsed.require_resolved()
     if parsed.log_level:
-        _log.setLevel(parsed.log_level.upper())
+        _log.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
     if device.type != "cpu":
         model.to(device)
     engine = kind(

@@ -150,19 +150,24 @@ TEST(Counter, CountsCallsAndResets) {
 
 TEST(Env, RowsGiveTheValueOrTheDefault) {
   ScopedEnv debug("DEEPC_DEBUG", "7"), huge("DEEPC_HUGEPAGES", "");
-  const char *name, *value, *help;
-  std::map<std::string, std::string> rows;
+  const char *name, *values, *value, *help;
+  std::map<std::string, std::string> rows, possible;
   int n = 0;
-  for (; dc_env_at(n, &name, &value, &help) == DC_OK; n++) {
+  for (; dc_env_at(n, &name, &values, &value, &help) == DC_OK; n++) {
     rows[name] = value;
+    possible[name] = values;
+    EXPECT_GT(strlen(values), 0u) << name;
     EXPECT_EQ(strncmp(name, "DEEPC_", 6), 0) << name;
     EXPECT_GT(strlen(help), 0u) << name;
   }
   EXPECT_EQ((int)rows.size(), n);
   EXPECT_EQ(rows.at("DEEPC_DEBUG"), "7");
   EXPECT_EQ(rows.at("DEEPC_HUGEPAGES"), "1"); // empty means unset
-  EXPECT_EQ(dc_env_at(-1, &name, &value, &help), DC_E_INVALID);
-  EXPECT_EQ(dc_env_at(0, &name, &value, nullptr), DC_E_INVALID);
+  EXPECT_EQ(possible.at("DEEPC_HUGEPAGES"), "0|1");
+  EXPECT_EQ(possible.at("DEEPC_BIND"), "internal");
+  EXPECT_EQ(dc_env_at(-1, &name, &values, &value, &help), DC_E_INVALID);
+  EXPECT_EQ(dc_env_at(0, &name, &values, &value, nullptr), DC_E_INVALID);
+  EXPECT_EQ(dc_env_at(0, &name, nullptr, &value, &help), DC_E_INVALID);
 }
 
 // ---- threads -------------------------------------------------------------------------------------------------------

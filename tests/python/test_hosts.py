@@ -456,12 +456,12 @@ def through_torch(rank: int, world: int, count: int) -> tuple[int, int, int]:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dist.barrier()
     time.sleep(0.2)
-    begin, reductions = nethosts.traffic()[1], deepc._lib.counters()
+    begin, reductions = nethosts.traffic()[1], deepc.counters()
     dist.barrier()
     dist.all_reduce(x)
     dist.barrier()
     time.sleep(0.2)
-    middle, counted = nethosts.traffic()[1], deepc._lib.counters()
+    middle, counted = nethosts.traffic()[1], deepc.counters()
     dist.all_reduce(x, group=halves[rank // 2])
     end = nethosts.traffic()[1]
     dist.barrier()

@@ -374,9 +374,9 @@ def test_choice_is_one_for_all_ranks(tmp_path):
 
 
 def test_unknown_mode(monkeypatch):
-    from deepc.comm.c10d import progress
+    from deepc.core import env
     from deepc.errors import ConfigError
 
     monkeypatch.setenv("DEEPC_PROGRESS", "sometimes")
-    with pytest.raises(ConfigError, match="DEEPC_PROGRESS is 'sometimes'; expected one of auto, inline, thread"):
-        progress.given_mode()
+    with pytest.raises(ConfigError, match="DEEPC_PROGRESS='sometimes'.*auto, inline or thread"):
+        env.text("DEEPC_PROGRESS")

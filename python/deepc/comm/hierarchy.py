@@ -65,6 +65,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..core import env
 from ..core.lib import C, call, check
 from ..core.memory import tensor_at
 from ..errors import AbortedError, ArgumentError, CommError, CommTimeoutError, MismatchError, RankDiedError
@@ -240,7 +241,7 @@ class Hierarchy:
         self._peers = [
             (self._host + k) % topology.count for k in range(1, topology.count)
         ]  # rotated: not all to node 0 first
-        self._wire_fp32 = os.environ.get("DEEPC_WIRE_FP32", "0") not in ("", "0")
+        self._wire_fp32 = env.switch("DEEPC_WIRE_FP32")
         self._inline = max(1 << 10, min(_INLINE, (256 << 10) // topology.count))
         self._frame = -(-(_HEADER + self._inline + 16 * topology.count) // ALIGN) * ALIGN
         self._leads = self._slice < topology.leaders

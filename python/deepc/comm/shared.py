@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core import env
 from ..core.dtypes import CODES
 from ..core.lib import C, CommConfig, call, check
 from ..core.memory import tensor_at
@@ -52,7 +53,7 @@ REDUCTIONS = _reductions()
 def node_id() -> str:
     """Names this node: DEEPC_NODE_ID if set, else boot id and network namespace (two namespaces of one machine are two
     nodes, because ranks meet over abstract Unix sockets, which belong to a namespace)."""
-    given = os.environ.get("DEEPC_NODE_ID")
+    given = env.text("DEEPC_NODE_ID")
     if given:
         return given
     try:

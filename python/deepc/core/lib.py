@@ -213,7 +213,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_counter_get": (c_int64, c_int),
     "dc_counter_reset": (None,),
     "dc_counter_name": (c_char_p, c_int),
-    "dc_env_at": (c_int, c_int, _P(c_char_p), _P(c_char_p), _P(c_char_p)),
+    "dc_env_at": (c_int, c_int, _P(c_char_p), _P(c_char_p), _P(c_char_p), _P(c_char_p)),
     "dc_cast": (c_int, c_void_p, c_int, c_void_p, c_int, c_float, c_int64),
     "dc_scale": (c_int, c_void_p, c_int, c_float, c_int64),
     "dc_axpy": (c_int, c_void_p, c_float, c_void_p, c_int, c_int64),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 
 import torch
 
+from . import env
 from .lib import C, HeapStats, call
 from .ops import use_heap
 
@@ -108,7 +108,7 @@ def keep_heap(keep: bool = True) -> bool:
     whole process. Returns whether they do: not where the user chose otherwise (DEEPC_KEEP_HEAP=0) or where torch is
     built in another way than its wheels. keep=False: from the C library again; tensors that live stay.
     """
-    if os.environ.get("DEEPC_KEEP_HEAP", "1") == "0":
+    if not env.switch("DEEPC_KEEP_HEAP"):
         return False
     kept = ctypes.c_int()
     call("dc_heap_keep_small", int(keep), ctypes.byref(kept))

@@ -17,7 +17,7 @@ import torch
 from ..comm import start as comm
 from ..comm.groups import open_group
 from ..config.tree import Config, OptimizerConfig, default_optimizer
-from ..core import memory
+from ..core import env, memory
 from ..core.dtypes import code
 from ..core.lib import C, call
 from ..errors import ArgumentError, ConfigError, DeepcError, OutOfMemoryError, StrayWriteError, UnsupportedError
@@ -101,7 +101,7 @@ class Engine(ModelWrapper):
         self._scaled = False  # engine.scale was called: a bare backward follows
         self._grad_norm: float | None = None
         self._last = StepResult(False, "no step yet")
-        self._debug = os.environ.get("DEEPC_DEBUG", "0") == "1"
+        self._debug = env.switch("DEEPC_DEBUG")
         self._checksums: list[int] | None = None
         self.averages: dict[str, Any] = {}  # label -> EMA
 
@@ -348,12 +348,8 @@ class Engine(ModelWrapper):
     def _is_streamed(self) -> bool:
         """Stage 3's parameters come and go where the ranks share no memory for them, or where DEEPC_STREAMED=1 says
         so."""
-        asked = os.environ.get("DEEPC_STREAMED") or "0"
-        if asked not in ("0", "1"):
-            raise ConfigError(f"DEEPC_STREAMED={asked!r}: it is 0 or 1")
-        return self._config.zero.stage == 3 and (
-            asked == "1" or (self.group.transport == "c10d" and self.world_size > 1)
-        )
+        asked = env.switch("DEEPC_STREAMED")
+        return self._config.zero.stage == 3 and (asked or (self.group.transport == "c10d" and self.world_size > 1))
 
     def _state_class(self) -> type[ModelState]:
         if self.plan.mode != "streamed":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..core import env
 from ..errors import ArgumentError, StrayWriteError
 from .param import share, unshare
 
@@ -296,7 +296,7 @@ class _Opened:
         _Opened._writing.difference_update(id(p) for p in self._params)
         stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
         self._whole.end()
-        if os.environ.get("DEEPC_DEBUG", "0") == "1" and self._holder.group.world > 1:
+        if env.switch("DEEPC_DEBUG") and self._holder.group.world > 1:
             self._raise_if_others_wrote(stray, self._writer)
 
     def _raise_if_written(self) -> None:

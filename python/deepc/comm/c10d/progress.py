@@ -27,23 +27,16 @@ from typing import Any
 
 import torch
 
+from ...core import env
 from ...core.lib import C, Call, check
-from ...errors import CommError, ConfigError
+from ...errors import CommError
 from .. import shared as node
 from .works import Pending
 
-MODES = ("auto", "inline", "thread")
+MODES = ("auto", "inline", "thread")  # of DEEPC_PROGRESS
 GAIN = 0.9  # the thread is taken if it needs at most this share of the time inline
 ROUNDS, TRIALS, ROUND_BYTES = 8, 3, 256 << 10
 _CALL_USER = 9  # DC_CALL_USER
-
-
-def given_mode() -> str:
-    """DEEPC_PROGRESS, checked."""
-    mode = os.environ.get("DEEPC_PROGRESS") or "auto"
-    if mode not in MODES:
-        raise ConfigError(f"DEEPC_PROGRESS is '{mode}'; expected one of {', '.join(MODES)}")
-    return mode
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------
@@ -124,7 +117,7 @@ class Progress:
 def choose(comm: node.Comm) -> str:
     """ "inline" or "thread" for a communicator that was just opened. Collective if any rank has DEEPC_PROGRESS=auto, so
     always."""
-    mode = given_mode()
+    mode = env.text("DEEPC_PROGRESS")
     if comm.size == 1:
         return "inline" if mode == "auto" else mode
     cores = os.sched_getaffinity(0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import difflib
 import json
 import os
 import platform
@@ -26,7 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from ...errors import ArgumentError, DeepcError
+from ...core import env
+from ...errors import ArgumentError, ConfigError, DeepcError
 from . import diagnosis, flight
 
 _SELF_TEST_S = 90.0  # most of it is importing torch, on a machine that is busy
@@ -168,37 +170,24 @@ def _gpus() -> list[Check]:
     return [Check("GPUs", "ok", value)]
 
 
+_NOT_OURS = ("DEEPC_TEST", "DEEPC_CUDA")  # of the build and of its tests
+
+
 def _variables() -> list[Check]:
     """DEEPC_* of the environment; one that nobody reads is probably a typing error."""
-    import difflib
-
-    from ...core.lib import C
-
-    known, i = [], 0
-    name, value, text = ctypes.c_char_p(), ctypes.c_char_p(), ctypes.c_char_p()
-    while C.dc_env_at(i, ctypes.byref(name), ctypes.byref(value), ctypes.byref(text)) == 0:
-        known.append((name.value or b"").decode())
-        i += 1
-    python_side = (
-        "AS_DEEPSPEED BIND CUDA LAUNCHER_PID LOCAL_RANK_ARGUMENT LOG LOG_LEVEL LOG_RANKS REPORT_TO RUN_DIR TIMELINE"
-    )
-    own = {f"DEEPC_{n}" for n in python_side.split()}
+    known = env.variables()
     found = []
-    for var in sorted(
-        v for v in os.environ if v.startswith("DEEPC_") and not v.startswith("DEEPC_TEST") and v not in own
-    ):
-        if var in known:
-            found.append(Check(var, "ok", os.environ[var]))
-        else:
-            near = difflib.get_close_matches(var, [*known, *own], 1)
-            found.append(
-                Check(
-                    var,
-                    "warn",
-                    f"{os.environ[var]} (no such variable)",
-                    f"did you mean {near[0]}?" if near else "unset it",
-                )
-            )
+    for name in sorted(v for v in os.environ if v.startswith("DEEPC_") and not v.startswith(_NOT_OURS)):
+        value = os.environ[name]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            fix = f"did you mean {near[0]}?" if near else "unset it"
+            found.append(Check(name, "warn", f"{value} (no such variable)", fix))
+        elif known[name].values != "internal":
+            try:
+                found.append(Check(name, "ok", env.text(name)))
+            except ConfigError as exc:
+                found.append(Check(name, "fail", value, str(exc)))
     return found
 
 
@@ -441,7 +430,7 @@ def _heap() -> Check:
     if memory.keep_heap():
         memory.keep_heap(False)
         return Check("kept heap", "ok", "works: a step finds the memory of the one before, without page faults")
-    if os.environ.get("DEEPC_KEEP_HEAP") == "0":
+    if not env.switch("DEEPC_KEEP_HEAP"):
         return Check("kept heap", "ok", "off (DEEPC_KEEP_HEAP=0)")
     return Check(
         "kept heap",
@@ -485,7 +474,9 @@ def machine_checks() -> list[Check]:
 
 
 # ---- the self-test ---------------------------------------------------------------------------------------------------
-_TEST_RANK = "import sys; from deepc.doctor import _test_rank; _test_rank(int(sys.argv[1]), sys.argv[2])"
+_TEST_RANK = (
+    "import sys; from deepc.observe.diagnose.doctor import _test_rank; _test_rank(int(sys.argv[1]), sys.argv[2])"
+)
 
 
 def _test_rank(rank: int, folder: str) -> None:

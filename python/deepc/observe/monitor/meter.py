@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ...core import waits
+from ...core import env, waits
 from ...errors import ArgumentError
 from . import counts, sinks, tiers
 
@@ -94,8 +94,8 @@ class Meter:
     # ---- set-up ------------------------------------------------------------------------------------------------------
     def _open(self, engine: Any) -> None:
         log = self._config.deepc.log
-        self._form = os.environ.get("DEEPC_LOG") or log.format
-        every_rank = (os.environ.get("DEEPC_LOG_RANKS") or log.ranks) == "all"
+        self._form = env.text("DEEPC_LOG", config=log.format)
+        every_rank = env.text("DEEPC_LOG_RANKS", config=log.ranks) == "all"
         self.speaks = self._form != "none" and (self._rank == 0 or every_rank)
         if every_rank and self._world > 1:
             self._prefix = f"rank {self._rank}: " + self._prefix
@@ -115,7 +115,7 @@ class Meter:
 
     def _open_sinks(self, engine: Any) -> None:
         config = self._config
-        folder = os.environ.get("DEEPC_RUN_DIR") or config.deepc.run_dir
+        folder = env.text("DEEPC_RUN_DIR", config=config.deepc.run_dir)
         if folder:
             from .run_info import describe
 

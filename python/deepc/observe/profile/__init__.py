@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from typing import TYPE_CHECKING, Any, ContextManager  # noqa: UP035
+
+from ...core import env
 
 if TYPE_CHECKING:
     from .flops import FlopsProfiler, get_model_profile
@@ -57,7 +58,7 @@ def span(name: str, lane: str = "compute", **args: Any) -> ContextManager[None]:
 
 def run_folder(config: Any) -> str | None:
     """The run folder of a Config, or None."""
-    return getattr(config.deepc, "run_dir", None) or os.environ.get("DEEPC_RUN_DIR") or None
+    return env.text("DEEPC_RUN_DIR", config=config.deepc.run_dir) or None
 
 
 def attach(engine: Any) -> Any:
@@ -68,7 +69,7 @@ def attach(engine: Any) -> Any:
         config.wall_clock_breakdown
         or config.flops_profiler.enabled
         or config.deepc.timeline.steps[1] > 0
-        or os.environ.get("DEEPC_TIMELINE")
+        or env.given("DEEPC_TIMELINE")
         or (config.comms_logger.enabled and run_folder(config))
     ):
         return None

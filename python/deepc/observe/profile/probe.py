@@ -4,13 +4,13 @@ are taken away again."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...core import env
 from . import run_folder, seen
 
 # What is told: (name, where the method is, method)
@@ -162,7 +162,7 @@ def attach_configured(engine: Any) -> Probe | None:
 
     config = engine._config
     probe = engine.profile = Probe(engine)
-    if config.deepc.timeline.steps[1] > 0 or os.environ.get("DEEPC_TIMELINE"):
+    if config.deepc.timeline.steps[1] > 0 or env.given("DEEPC_TIMELINE"):
         from .timeline import AtSteps
 
         AtSteps(probe)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core import env
 from ...errors import ArgumentError, DeepcError
 from .. import profile
 from ..diagnose.calls import Finished, logger
@@ -318,7 +319,7 @@ class AtSteps(Listener):
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         section = probe.engine._config.deepc.timeline
-        (self._first, self._last), modules = _asked(section, os.environ.get("DEEPC_TIMELINE", ""))
+        (self._first, self._last), modules = _asked(section, env.given("DEEPC_TIMELINE"))
         self._folder = section.folder or profile.run_folder(probe.engine._config) or FOLDER
         self._make: Callable[[], Recorder] = lambda: Recorder(section.modules or modules, section.memory_ms)
         self._recorder: Recorder | None = None
