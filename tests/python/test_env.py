@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from deepc.core import env
 from deepc.errors import ArgumentError, ConfigError
 

@@ -207,8 +207,8 @@ def _open_direct(name: str, flags: int) -> tuple[int, bool]:
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 _RANK = (
-    "import sys; from deepc.observe.diagnose.bench import _bench_rank; _bench_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3],"
-    " float(sys.argv[4]))"
+    "import sys; from deepc.observe.diagnose.bench import _bench_rank;"
+    " _bench_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))"
 )
 
 
