@@ -97,7 +97,6 @@ typedef struct log_ring {
 } log_ring;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of everything below but rows */
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 static header *_Atomic record; /* NULL: none (yet) */
 static log_ring *_Atomic log_rows; /* NULL: not wanted */
 static log_ring *log_kept; /* stays mapped when the log is off, as a thread may still be writing into it */
@@ -152,7 +151,6 @@ static int64_t ns_of(const copy *k, uint64_t t) {
 /* The parent's record is not mapped in a forked child, and its descriptor there would only pass it off as the child's.
  */
 static void in_child(void) {
-  pthread_mutex_init(&lock, NULL); /* another thread of the parent may have held it */
   atomic_store(&record, NULL);
   atomic_store(&log_rows, NULL);
   if (record_fd >= 0) close(record_fd);
@@ -164,7 +162,7 @@ static void in_child(void) {
   memset(batches, 0, sizeof batches);
 }
 
-static void at_first(void) { pthread_atfork(NULL, NULL, in_child); }
+DC__AT_FORK(flight_at_fork, DC__FORK_FLIGHT, &lock, in_child)
 
 static int64_t real_ns(void) {
   struct timespec t;
@@ -244,7 +242,6 @@ uint64_t dc__flight_id(const char *address) { /* FNV-1a */
 }
 
 int dc__flight_group_open(const dc_comm *c) {
-  pthread_once(&once, at_first);
   pthread_mutex_lock(&lock);
   header *h = atomic_load(&record);
   if (!h) atomic_store(&record, h = record_make());
@@ -724,7 +721,6 @@ int dc_flight_log(int64_t capacity) {
   if (capacity < 0 || capacity > (int64_t)1 << 24)
     return DC_FAIL(DC_E_INVALID, "a log of %lld calls: expected 0 to %d", (long long)capacity, 1 << 24);
   int rc = DC_OK;
-  pthread_once(&once, at_first);
   pthread_mutex_lock(&lock);
   if (capacity && !log_kept) {
     int64_t bytes = (int64_t)sizeof(log_ring) + capacity * ROW_WORDS * 8;

@@ -25,6 +25,7 @@
 static pthread_mutex_t open_fork_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t *open_fork_page;
 static uint64_t open_fork_last;
+DC__AT_FORK(open_mark_at_fork, DC__FORK_MARK, &open_fork_lock, NULL)
 
 uint64_t dc__fork_mark(void) { return open_fork_page ? *open_fork_page : 0; }
 

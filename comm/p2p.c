@@ -745,17 +745,14 @@ static int locked_progress(p2p *p) {
 /* All open p2p of this process. Held while one of them is progressed for others, so that it can't be closed meanwhile;
  * taken before p2p.lock. */
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
 static p2p *registry;
 _Atomic int dc__p2p_unfinished;
 
-/* A forked child must find the lock free. */
 static void registry_hold(void) { pthread_mutex_lock(&registry_lock); }
 static void registry_give(void) { pthread_mutex_unlock(&registry_lock); }
-static void registry_guard(void) { pthread_atfork(registry_hold, registry_give, registry_give); }
+DC__AT_FORK(p2p_at_fork, DC__FORK_REGISTRY, &registry_lock, NULL)
 
 static void registry_add(p2p *p) {
-  pthread_once(&registry_once, registry_guard);
   registry_hold();
   p->next = registry;
   registry = p;

@@ -14,6 +14,7 @@
 
 /* One lock for all: the last reference may go in any thread, before or after the communicator. */
 static pthread_mutex_t segment_lock = PTHREAD_MUTEX_INITIALIZER;
+DC__AT_FORK(segment_at_fork, DC__FORK_SEGMENTS, &segment_lock, NULL)
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 /* Gives a new segment its number, a place in c while there is one, and its owner's reference. */

@@ -120,6 +120,7 @@ static int is_counter(int counter) { return counter >= 0 && counter < DC_COUNTER
 
 static pthread_mutex_t counts_lock = PTHREAD_MUTEX_INITIALIZER;
 static dc__counts *counts_head;
+DC__AT_FORK(counts_at_fork, DC__FORK_COUNTS, &counts_lock, NULL)
 
 void dc__counts_attach(dc__counts *b) {
   pthread_mutex_lock(&counts_lock);

@@ -10,6 +10,7 @@
 #ifndef DEEPC_BASE_H
 #define DEEPC_BASE_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -164,6 +165,36 @@ DC_API int dc_lease_bytes(const dc_lease *lease, int64_t *borrowed, int64_t *own
 DC_API int dc_lease_close(dc_lease *lease);
 /* How many of [ptr, ptr + bytes) lie on huge pages now (from /proc/self/smaps). */
 DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
+
+/* ---- forks (fork.c) ---------------------------------------------------------------------------------------------- */
+/* The core's process-wide locks, outermost first: a thread that holds one may take only those below it. Each has one
+ * row in the registry. */
+enum dc__fork_order {
+  DC__FORK_REGISTRY, /* comm/p2p.c: open endpoints */
+  DC__FORK_SEGMENTS, /* comm/segment.c: segments of communicators */
+  DC__FORK_MARK,     /* comm/open.c: the number of this process */
+  DC__FORK_FLIGHT,   /* comm/flight.c: the record */
+  DC__FORK_POOL,     /* ops/base/pool.c: threads and their job */
+  DC__FORK_BLOCKS,   /* ops/base/mem.c: blocks of dc_mem_alloc */
+  DC__FORK_HEAP,     /* ops/base/heap.c: the heap */
+  DC__FORK_COUNTS,   /* ops/base/base.c: blocks of counters */
+  DC__FORK_COUNT
+};
+/* lock is taken before a fork and given back on both sides. child, if not NULL, is called in the child while all locks
+ * are still held; the only thread there is its caller. */
+typedef struct dc__fork_entry {
+  int order;
+  pthread_mutex_t *lock;
+  void (*child)(void);
+} dc__fork_entry;
+/* Any thread, once per row, before the lock is first taken: from a constructor. The entry lives for ever. */
+void dc__at_fork(const dc__fork_entry *entry);
+/* Registers a lock of this file when the library is loaded. */
+#define DC__AT_FORK(name, order_, lock_, child_)               \
+  __attribute__((constructor)) static void name(void) {        \
+    static const dc__fork_entry row = {order_, lock_, child_}; \
+    dc__at_fork(&row);                                         \
+  }
 
 /* ---- checksums --------------------------------------------------------------------------------------------------- */
 /* CRC-32C (Castagnoli, RFC 3720), continued from `crc` (0 to begin). */

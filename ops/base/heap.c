@@ -56,6 +56,7 @@ static struct {
 } heap = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+DC__AT_FORK(heap_at_fork, DC__FORK_HEAP, &heap.lock, NULL)
 
 static void lock(void) { pthread_mutex_lock(&heap.lock); }
 static void unlock(void) { pthread_mutex_unlock(&heap.lock); }
@@ -86,7 +87,6 @@ static void open_once(void) {
   heap.base = (char *)(((uintptr_t)at + DC_HUGE_PAGE - 1) & ~(uintptr_t)(DC_HUGE_PAGE - 1));
   if (!huge || strcmp(huge, "0")) madvise(heap.base, bytes, MADV_HUGEPAGE);
   heap.rows = rows, heap.used = used, heap.size = (uint32_t)(bytes >> GRANULE_SHIFT);
-  pthread_atfork(lock, unlock, unlock); /* a child must not inherit a lock that another thread held */
 }
 
 static int bin_of(uint32_t granules) { return 31 - __builtin_clz(granules); }

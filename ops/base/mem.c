@@ -40,11 +40,7 @@ static struct {
   size_t capacity, used; /* capacity is a power of two, at most half used */
 } blocks = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* A fork while another thread holds the lock would leave it locked in the child for ever. */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-static void before_fork(void) { pthread_mutex_lock(&blocks.lock); }
-static void after_fork(void) { pthread_mutex_unlock(&blocks.lock); }
-static void watch_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
+DC__AT_FORK(mem_at_fork, DC__FORK_BLOCKS, &blocks.lock, NULL)
 
 static size_t home_of(const void *ptr, size_t capacity) {
   uint64_t hash = ((uint64_t)(uintptr_t)ptr >> 6) * 0x9E3779B97F4A7C15u;
@@ -70,7 +66,6 @@ static bool grow_table(void) {
 }
 
 static bool remember(struct block block) {
-  pthread_once(&fork_once, watch_fork);
   pthread_mutex_lock(&blocks.lock);
   bool ok = 2 * (blocks.used + 1) <= blocks.capacity || grow_table();
   if (ok) {

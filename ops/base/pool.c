@@ -122,23 +122,21 @@ static void *worker_main(void *unused) {
   return NULL;
 }
 
-/* The child of a fork has none of our threads, and the locks may have been held by a thread that is gone. */
-static void forget_workers(void) {
+/* The child of a fork has none of our threads. The owner of a job is not waited for before a fork: the job may be long,
+ * and it may be its own thread that forks. */
+static void pool_in_child(void) {
   pool.owner = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-  pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
   pool.work = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
   pool.idle = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
   pool.job = NULL;
   pool.active = pool.stop = pool.nworkers = 0;
 }
 
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-static void watch_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
+DC__AT_FORK(pool_at_fork, DC__FORK_POOL, &pool.lock, pool_in_child)
 
 /* Under pool.owner. Fewer threads than asked for is not an error: the caller does what the missing ones would have
  * done. */
 static void start_workers(int n) {
-  pthread_once(&fork_once, watch_fork);
   while (pool.nworkers < n) {
     if (pthread_create(&pool.worker[pool.nworkers], NULL, worker_main, NULL)) return;
     pool.nworkers++;
