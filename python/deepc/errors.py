@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+
 
 class DeepcError(RuntimeError):
     """Base of all errors of deepc.
@@ -99,3 +102,20 @@ class LaunchError(DeepcError):
     traceback.
 
     Fix: what the traceback shows, in the function that was launched."""
+
+
+def did_you_mean(key: str, known: Iterable[str]) -> str:
+    """' Did you mean "..."?' with up to three of `known` that are spelled like `key`, or ''. A dotted name is also
+    looked for by its last part."""
+    import difflib  # a message's need alone
+
+    paths = list(known)
+    lower = {p.lower(): p for p in reversed(paths)}
+    found = [lower[m] for m in difflib.get_close_matches(key.lower(), lower, n=2, cutoff=0.75)]
+    leaves: dict[str, list[str]] = {}
+    for path in paths:
+        leaves.setdefault(path.rsplit(".", 1)[-1].lower(), []).append(path)
+    for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1].lower(), leaves, n=2, cutoff=0.8):
+        found += [p for p in leaves[leaf] if p not in found]
+    found = list(dict.fromkeys(found))[:3]
+    return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""

@@ -59,8 +59,8 @@ class Flat:
     def core_step(self):
         """The engine's step: one C call over the whole flat share."""
         import torch
-        from deepc.core.dtypes import code
         from deepc.core.lib import AdamWArgs, C, check
+        from deepc.core.ops import code
 
         a = (AdamWArgs * 1)()
         t = a[0]

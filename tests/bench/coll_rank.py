@@ -318,7 +318,7 @@ class Rank:
         return int(230 / math.log2(self.world)) if self.world > 1 else 200
 
     def _core(self, bufs: Buffers, comm=None) -> CLoop:
-        from deepc.core.dtypes import CODES
+        from deepc.core.ops import CODES
 
         names = ("dc_send", "dc_recv") if self.op == "send_recv" else (_DC[self.op],)
         fns = []

@@ -12,6 +12,7 @@ import torch
 from deepc.checkpoint import tool
 from deepc.checkpoint.files import SafetensorsFile
 from deepc.cli import main
+from deepc.core.ops import torch_dtype
 from deepc.errors import ArgumentError, CheckpointError
 from ranks import run_ranks
 from tiny import config, make_batch, make_model
@@ -84,7 +85,7 @@ def test_export_has_the_weights_under_their_names(saved, tmp_path, dtype):
         assert set(f.keys()) == set(a)
         for n, want in a.items():
             got = f.tensor(n)
-            assert got.dtype == tool.DTYPES[dtype] and torch.equal(got, want.to(got.dtype)), n
+            assert got.dtype == torch_dtype(dtype) and torch.equal(got, want.to(got.dtype)), n
     model = make_model(seed=5, frozen=True)
     with SafetensorsFile(tmp_path / "out" / "model.safetensors") as f:
         missing, unexpected = model.load_state_dict({n: f.tensor(n).float() for n in f.keys()}, strict=False)

@@ -134,7 +134,6 @@ KNOWN_CLIMBS: set[str] = {
     "comm.start -> launch.host.places",
     "comm.start -> observe.diagnose.calls",
     "compat.runtime.engine -> deepc",
-    "config.tree -> engine.precision",
     "engine.engine -> observe.diagnose.calls",
     "engine.engine -> observe.monitor.meter",
     "engine.engine -> observe.profile",
@@ -144,15 +143,13 @@ KNOWN_CLIMBS: set[str] = {
     "launch.host.rank -> compat.deepspeed",
     "observe.diagnose.doctor -> deepc",
     "observe.monitor.run_info -> deepc",
-    "optim.schedules -> config.values",
     "plan.plan -> zero.step.nodes",
     "plan.predict.estimate -> comm.groups",
-    "plan.predict.estimate -> engine.engine",
     "plan.predict.estimate -> engine.precision",
     "plan.predict.estimate -> zero.step.tree",
     "plan.predict.estimate -> zero.step.update",
 }
-KNOWN_TORCH: set[str] = set(["config/tree.py", "core/dtypes.py", "plan/plan.py", "plan/units.py"])
+KNOWN_TORCH: set[str] = set(["plan/plan.py", "plan/units.py"])
 KNOWN_CIRCLES = 3
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepc import precision
 from deepc.config import Config
+from deepc.core import cpu
 from deepc.errors import ArgumentError, CheckpointError
 from deepc.precision import DynamicLossScaler, LossScaleError, StaticLossScaler
 
@@ -183,7 +184,7 @@ def test_choose_dtype():
     ],
 )
 def test_arithmetic_rules(dtype, flags, machine, limit, has):
-    got, why = precision._arithmetic(dtype, frozenset(flags.split()), machine, limit)
+    got, why = cpu._arithmetic(dtype, frozenset(flags.split()), machine, limit)
     assert got is has
     assert why.startswith("the processor has")
 

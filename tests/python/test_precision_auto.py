@@ -144,19 +144,13 @@ def test_other_values_are_refused(extra):
 @contextlib.contextmanager
 def fast_bf16():
     """Also on machines that would start in fp32."""
-    from deepc import precision
+    from deepc.core import cpu
 
-    before, precision.recommended_dtype = (
-        precision.recommended_dtype,
-        lambda device_type="cpu": (
-            "bf16",
-            "the test says so",
-        ),
-    )
+    before, cpu.recommended_dtype = cpu.recommended_dtype, lambda: ("bf16", "the test says so")
     try:
         yield
     finally:
-        precision.recommended_dtype = before
+        cpu.recommended_dtype = before
 
 
 def make_model(**options):
@@ -471,19 +465,14 @@ def test_a_change_that_does_not_fit_is_left_out_on_all_ranks():
 
 def _fp32_only(rank, world):
     """One rank's machine has no bf16: all start in fp32, and nothing changes."""
-    from deepc import precision
+    from deepc.core import cpu
 
-    before, precision.recommended_dtype = (
-        precision.recommended_dtype,
-        lambda device_type="cpu": (
-            "bf16" if rank == 0 else "fp32",
-            "the test says so",
-        ),
-    )
+    found = ("bf16" if rank == 0 else "fp32", "the test says so")
+    before, cpu.recommended_dtype = cpu.recommended_dtype, lambda: found
     try:
         engine = make_engine(3, "auto", world=world, model=make_model().bfloat16())
     finally:
-        precision.recommended_dtype = before
+        cpu.recommended_dtype = before
     _, said = train(engine, rank, world, range(4), poison=(1, 2, 3))
     assert engine.precision == "fp32" and not any(s.precision_change for s in said) and said[0].applied
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}

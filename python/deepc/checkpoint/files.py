@@ -22,30 +22,15 @@ from typing import Any
 
 import torch
 
+from ..core import dtypes
 from ..core import lib as _lib
 from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
 
 MAX_HEADER_BYTES = 100_000_000
 CRC_KEY, SLICES_KEY = "deepc.crc32c", "deepc.slices"
 _CHUNK = 8 << 20  # bytes per read or write call
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
-DTYPES: dict[str, torch.dtype] = {k: getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
+# Of the dtypes that safetensors knows, what this torch has: name in a file <-> dtype.
+DTYPES: dict[str, torch.dtype] = {d.tag: getattr(torch, d.name) for d in dtypes.TABLE if hasattr(torch, d.name)}
 DTYPE_NAMES: dict[torch.dtype, str] = {v: k for k, v in DTYPES.items()}
 _HEX8 = re.compile(r"[0-9a-f]{8}\Z")
 

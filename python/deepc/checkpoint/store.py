@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
+from ..errors import ArgumentError, CheckpointError, CheckpointTypeError, did_you_mean
 from .files import (
     DTYPES,
     SafetensorsFile,
@@ -736,10 +736,8 @@ class CheckpointReader:
         try:
             return self.tensors[name]
         except KeyError:
-            from ..config.values import suggest
-
             raise CheckpointError(
-                f"checkpoint {self.path} has no tensor {name!r}.{suggest(name, self.tensors)}"
+                f"checkpoint {self.path} has no tensor {name!r}.{did_you_mean(name, self.tensors)}"
             ) from None
 
     def read(self, name: str, out: torch.Tensor, begin: int = 0, *, verify: bool = True) -> None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core import dtypes
+from ..core.ops import name_of, torch_dtype
 from ..errors import ArgumentError, CheckpointError
 from .files import SafetensorsFile
 from .store import INDEX, CheckpointReader, list_tags, read_latest, write_model
@@ -34,7 +36,6 @@ _SIZES = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _no_folder(path: str | os.PathLike[str]) -> str:
@@ -220,7 +221,7 @@ def info(path: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]
             tensors.append(
                 {
                     "name": name,
-                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "dtype": name_of(t.dtype),
                     "shape": list(t.shape),
                     "bytes": nbytes,
                     "pieces": len(t.pieces),
@@ -326,11 +327,14 @@ def export(
     file's tensors at a time. A tied weight is stored once, under the name that it was trained by. The counterpart of
     DeepSpeed's zero_to_fp32.py.
     """
-    if dtype not in DTYPES:
-        raise ArgumentError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     directory, tag = locate(path, tag)
     with CheckpointReader(directory, tag) as reader:
-        return write_model(out, _weights(reader, DTYPES[dtype], buffers), max_shard_bytes, metadata={"deepc.tag": tag})
+        return write_model(
+            out,
+            _weights(reader, torch_dtype(dtypes.dtype(dtype, dtypes.TRAINED)), buffers),
+            max_shard_bytes,
+            metadata={"deepc.tag": tag},
+        )
 
 
 def _weights(reader: CheckpointReader, dtype: torch.dtype, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -484,7 +488,7 @@ def _compare(name: str, a: _Entry, b: _Entry, tolerance: float, dtypes: bool) ->
     if tolerance and not bad and relative <= tolerance:
         return None
     if elements == 0:
-        return Difference(name, "dtype", f"{_short(a.dtype)} and {_short(b.dtype)}, equal values", numel=numel)
+        return Difference(name, "dtype", f"{name_of(a.dtype)} and {name_of(b.dtype)}, equal values", numel=numel)
     return Difference(
         name, "values", f"{bad} where one is not finite" if bad else "", largest, relative, elements, numel
     )
@@ -492,10 +496,6 @@ def _compare(name: str, a: _Entry, b: _Entry, tolerance: float, dtypes: bool) ->
 
 def _largest(x: torch.Tensor) -> float:
     return float(x[x.isfinite()].abs().amax()) if x.numel() and bool(x.isfinite().any()) else 0.0
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- clean -----------------------------------------------------------------------------------------------------------
@@ -624,7 +624,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made["verify"].add_argument("--all", action="store_true", help="every checkpoint of the folder")
     made["export"].add_argument("output", metavar="OUT", help="folder for model.safetensors")
     made["export"].add_argument(
-        "--dtype", choices=tuple(DTYPES), default="fp32", help="of floating-point tensors (fp32)"
+        "--dtype", choices=dtypes.TRAINED_NAMES, default="fp32", help="of floating-point tensors (fp32)"
     )
     made["export"].add_argument(
         "--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="of one file (5GB)"

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core import env
-from ..core.dtypes import CODES
 from ..core.lib import C, CommConfig, call, check
 from ..core.memory import tensor_at
+from ..core.ops import CODES
 from ..errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:

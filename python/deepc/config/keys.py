@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..core.dtypes import TRAINED_NAMES
+
 
 class State(Enum):
     """What deepc does with a key."""
@@ -77,7 +79,6 @@ def _removed(path: str, kind: str, advice: str, ok: Any = (None,), **kw: Any) ->
     return Key(path, kind, None, "Removed from DeepSpeed in 0.19.7.", State.REMOVED, advice, ok=ok, **kw)
 
 
-_DTYPES = ("fp32", "bf16", "fp16")
 _RESIDENT = (
     "on a CPU, stage-3 parameters live once per node in shared memory: nothing is gathered, prefetched or released"
 )
@@ -241,16 +242,16 @@ KEYS: tuple[Key, ...] = (
         None,
         "gradient accumulation in another dtype than fp32 (deepc always accumulates in fp32)",
         ok=(None, "fp32"),
-        choices=_DTYPES,
+        choices=TRAINED_NAMES,
     ),
     _later(
         "data_types.param_dtype",
         "str",
         None,
         "a parameter dtype apart from fp16.enabled and bf16.enabled",
-        choices=_DTYPES,
+        choices=TRAINED_NAMES,
     ),
-    _later("data_types.buffer_dtype", "str", None, "casting module buffers", choices=_DTYPES),
+    _later("data_types.buffer_dtype", "str", None, "casting module buffers", choices=TRAINED_NAMES),
     _later("data_types.keep_in_fp32_modules", "any", "auto", "a list of modules kept in fp32", ok=("auto", None)),
     # ---- gradients ---------------------------------------------------------------------------------------------------
     _active("gradient_clipping", "number", 1.0, "Largest global gradient norm; 0: no clipping.", ge=0, auto=True),
@@ -279,7 +280,7 @@ KEYS: tuple[Key, ...] = (
         "str",
         None,
         "Type of gradients on the wire; null: that of the parameters.",
-        choices=_DTYPES,
+        choices=TRAINED_NAMES,
     ),
     _inert(
         "seq_parallel_communication_data_type",
@@ -287,7 +288,7 @@ KEYS: tuple[Key, ...] = (
         "fp32",
         "Wire type of sequence parallelism.",
         "there is no sequence parallelism yet",
-        choices=_DTYPES,
+        choices=TRAINED_NAMES,
         null=True,
     ),
     _inert(
@@ -951,11 +952,6 @@ LATER_OPTIMIZERS = {
     "onebitlamb": "1-bit LAMB",
 }
 """DeepSpeed's optimizers that deepc does not have yet, by lower-case name."""
-
-ELEMENTWISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-)
-"""torch.optim classes whose update of an element depends on that element only: ZeRO may cut their tensors anywhere."""
 
 AUTO_SCHEDULER_PARAMS = frozenset({"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"})
 """Schedule arguments that an integration may leave "auto"."""

@@ -24,11 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ..errors import ConfigError
+from ..core import cpu
+from ..errors import ConfigError, did_you_mean
 from .keys import (
     ANY,
     AUTO_SCHEDULER_PARAMS,
-    ELEMENTWISE,
     KEYS,
     LATER_OPTIMIZERS,
     OPTIMIZER_PARAMS,
@@ -312,9 +312,8 @@ class Config:
         """ "fp16", "bf16" or "fp32": the type of parameters and activations; with precision "auto" the one that
         training starts with."""
         if self.precision == AUTO:
-            from ..engine.precision import recommended_dtype
-
-            return recommended_dtype(self.device_type)[0]
+            # On a GPU the engine refuses "auto"; every GPU that torch still runs on since sm_80 has bf16.
+            return cpu.recommended_dtype()[0] if self.device_type == "cpu" else "bf16"
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
     @property
@@ -696,7 +695,7 @@ class _Loader:
             path = f"optimizer.params.{key}"
             row = OPTIMIZER_PARAMS.get(key)
             if row is None:
-                self.errors.append(f"{self.name}: unknown key {json.dumps(path)}.{suggest(key, OPTIMIZER_PARAMS)}")
+                self.errors.append(f"{self.name}: unknown key {json.dumps(path)}.{did_you_mean(key, OPTIMIZER_PARAMS)}")
                 continue
             if value == AUTO and row.auto:
                 self.auto.append(path)
@@ -722,19 +721,15 @@ class _Loader:
         )
 
     def _torch_optimizer(self, kind: str, params: dict[str, Any]) -> OptimizerConfig | None:
-        import torch
+        from ..optim.factory import ELEMENTWISE, torch_classes  # torch, for its classes' signatures
 
-        classes = {
-            n: c
-            for n, c in vars(torch.optim).items()
-            if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer
-        }
+        classes = torch_classes()
         path = "optimizer.type"
         if kind not in classes:
             self.fail(
                 path,
                 kind,
-                f"is neither Adam, AdamW nor a class of torch.optim.{suggest(kind, ['Adam', 'AdamW', *classes])}",
+                f"is neither Adam, AdamW nor a class of torch.optim.{did_you_mean(kind, ['Adam', 'AdamW', *classes])}",
             )
             return None
         if kind == "LBFGS":
@@ -788,7 +783,7 @@ class _Loader:
             if key not in names:
                 self.errors.append(
                     f"{self.name}: unknown key {json.dumps(f'{prefix}.{key}')}: {cls.__name__} has no such "
-                    f"argument.{suggest(key, names)}"
+                    f"argument.{did_you_mean(key, names)}"
                 )
             elif isinstance(value, str) and value == AUTO:
                 if key in auto:

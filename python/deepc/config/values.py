@@ -3,13 +3,13 @@ key an unknown one may have meant."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import did_you_mean
 from .keys import KEYS, TABLE, Key
 
 AUTO = "auto"
@@ -18,18 +18,9 @@ _ALIASES = {f"{k.section}.{k.alias}": k.path for k in KEYS if k.alias}
 _SECTIONS = {".".join(k.path.split(".")[:i]) for k in KEYS for i in range(1, k.path.count(".") + 1)}
 
 
-def suggest(key: str, known: Any = None) -> str:
-    """' Did you mean "..."?' or ''."""
-    paths = list(known) if known is not None else [*TABLE, *_ALIASES, *_SECTIONS]
-    lower = {p.lower(): p for p in reversed(paths)}
-    found = [lower[m] for m in difflib.get_close_matches(key.lower(), lower, n=2, cutoff=0.75)]
-    leaves: dict[str, list[str]] = {}
-    for path in paths:
-        leaves.setdefault(path.rsplit(".", 1)[-1].lower(), []).append(path)
-    for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1].lower(), leaves, n=2, cutoff=0.8):
-        found += [p for p in leaves[leaf] if p not in found]
-    found = list(dict.fromkeys(found))[:3]
-    return f" Did you mean {' or '.join(json.dumps(f) for f in found)}?" if found else ""
+def suggest(key: str) -> str:
+    """' Did you mean "..."?' of the table's keys, or ''."""
+    return did_you_mean(key, [*TABLE, *_ALIASES, *_SECTIONS])
 
 
 def _auto_message(source: str, keys: Any) -> str:

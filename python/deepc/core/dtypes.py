@@ -1,30 +1,70 @@
-"""torch dtypes and the C core's dtype codes (enum dc_dtype in ops/base/base.h)."""
+"""Element types by name, for every framework: one table with each type's names, size and code in the C core.
+
+Imports none of the frameworks; `core.ops` has torch's side (`torch_dtype`, `dtype_of`)."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
 from ..errors import ArgumentError
 
-CODES: dict[torch.dtype, int] = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float64: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.int16: 6,
-    torch.int32: 7,
-    torch.int64: 8,
+
+@dataclass(frozen=True)
+class DType:
+    """One element type. Compares, hashes and prints by name.
+
+    name: as torch, NumPy and JAX have it ("bfloat16"). itemsize: bytes. tag: in a safetensors header ("BF16"). code:
+    the C core's (enum dc_dtype of ops/base/base.h), None if the core does not compute in it. short: as a configuration
+    writes it ("bf16"), "" for types that none asks for."""
+
+    name: str
+    itemsize: int
+    tag: str
+    code: int | None = None
+    short: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TABLE = (
+    DType("float32", 4, "F32", 0, "fp32"),
+    DType("bfloat16", 2, "BF16", 1, "bf16"),
+    DType("float16", 2, "F16", 2, "fp16"),
+    DType("float64", 8, "F64", 3, "fp64"),
+    DType("int8", 1, "I8", 4),
+    DType("uint8", 1, "U8", 5),
+    DType("int16", 2, "I16", 6),
+    DType("int32", 4, "I32", 7),
+    DType("int64", 8, "I64", 8),
+    DType("uint16", 2, "U16"),
+    DType("uint32", 4, "U32"),
+    DType("uint64", 8, "U64"),
+    DType("bool", 1, "BOOL"),
+    DType("float8_e4m3fn", 1, "F8_E4M3"),
+    DType("float8_e5m2", 1, "F8_E5M2"),
+)
+FLOAT32, BFLOAT16, FLOAT16 = TABLE[:3]
+# What a model is trained in; a configuration asks for one of these.
+TRAINED = (FLOAT32, BFLOAT16, FLOAT16)
+TRAINED_NAMES = tuple(d.short for d in TRAINED)
+
+_BY_NAME = {name: d for d in TABLE for name in (d.name, d.short) if name} | {
+    "float": FLOAT32,
+    "half": FLOAT16,
+    "double": TABLE[3],
 }
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def code(dtype: torch.dtype, what: str = "tensor") -> int:
-    """The C core's code of `dtype`; ArgumentError naming `what` if the core does not know it."""
-    try:
-        return CODES[dtype]
-    except KeyError:
-        raise ArgumentError(
-            f"{what} has dtype {dtype}; deepc's core takes {', '.join(str(d) for d in CODES)}"
-        ) from None
+def find(name: object) -> DType | None:
+    """The type of a name: "bf16", "bfloat16", "half", or a framework's dtype ("torch.bfloat16" is how torch's prints).
+    None if it is none of the table's."""
+    return name if isinstance(name, DType) else _BY_NAME.get(str(name).removeprefix("torch."))
+
+
+def dtype(name: object, among: tuple[DType, ...] = TABLE) -> DType:
+    """`find`, but ArgumentError naming those of `among` for any other."""
+    found = find(name)
+    if found is None or found not in among:
+        raise ArgumentError(f"{name!r} is not one of {', '.join(d.short or d.name for d in among)}")
+    return found

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ArgumentError, UnsupportedError
+from . import dtypes
 from .lib import library_dir
 
 BLOCK = 4096  # DC_BLOCK of ops/ops.h: elements of one partial sum of a norm
@@ -37,6 +38,40 @@ def use_heap(on: bool) -> bool:
     return bool(_library.dct_heap_use(int(on)))
 
 
+# ---- torch's dtypes --------------------------------------------------------------------------------------------------
+# Of dtypes.TABLE, what this torch has. torch < 2.3 lacks some of the unsigned and 8-bit ones.
+_TORCH: dict[dtypes.DType, torch.dtype] = {d: getattr(torch, d.name) for d in dtypes.TABLE if hasattr(torch, d.name)}
+_DTYPES: dict[torch.dtype, dtypes.DType] = {t: d for d, t in _TORCH.items()}
+CODES: dict[torch.dtype, int] = {t: d.code for d, t in _TORCH.items() if d.code is not None}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def torch_dtype(dtype: dtypes.DType | str) -> torch.dtype:
+    """torch's dtype of a table's row or of its name ("bf16", "bfloat16"). ArgumentError for other names."""
+    return _TORCH[dtypes.dtype(dtype)]
+
+
+def dtype_of(dtype: torch.dtype) -> dtypes.DType:
+    """The inverse of `torch_dtype`. ArgumentError for what the table lacks (complex and quantised types)."""
+    return _DTYPES[dtype] if dtype in _DTYPES else dtypes.dtype(dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16; of any dtype."""
+    return _DTYPES[dtype].name if dtype in _DTYPES else str(dtype).removeprefix("torch.")
+
+
+def code(dtype: torch.dtype, what: str = "tensor") -> int:
+    """The C core's code of `dtype`; ArgumentError naming `what` if the core does not know it."""
+    try:
+        return CODES[dtype]
+    except KeyError:
+        raise ArgumentError(
+            f"{what} has dtype {dtype}; deepc's core takes {', '.join(str(d) for d in CODES)}"
+        ) from None
+
+
+# ---- operators without numbers ---------------------------------------------------------------------------------------
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -16,16 +16,16 @@ import torch
 
 from ..comm import start as comm
 from ..comm.groups import open_group
-from ..config.tree import Config, OptimizerConfig, default_optimizer
+from ..config.tree import Config, default_optimizer
 from ..core import env, memory
-from ..core.dtypes import code
 from ..core.lib import C, call
+from ..core.ops import code
 from ..errors import ArgumentError, ConfigError, DeepcError, OutOfMemoryError, StrayWriteError, UnsupportedError
 from ..observe import profile
 from ..observe.diagnose import calls as comms_logger
 from ..observe.monitor.meter import Meter
 from ..observe.profile.timers import wall_clock
-from ..optim import Adam, AdamW
+from ..optim.factory import make_optimizer
 from ..plan.plan import Plan, make_plan, refuse_if_too_big
 from ..plan.predict.estimate import FirstStep, MemoryEstimate, check_plan
 from ..zero import gathered
@@ -228,7 +228,7 @@ class Engine(ModelWrapper):
                 "no optimizer in the config and none passed: AdamW with DeepSpeed's defaults, "
                 + ", ".join(f"{k} {v}" for k, v in cfg.params.items())
             )
-        return make_optimizer(cfg, params)
+        return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
 
     def _groups(self, param_groups: list[dict[str, Any]]) -> dict[int, int]:
         group_of: dict[int, int] = {}
@@ -1218,11 +1218,3 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, dict):
         return {k: _cast(v, dtype) for k, v in x.items()}
     return x
-
-
-def make_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer of a config's `optimizer` section, already validated there."""
-    if config.backend == "deepc":
-        return (AdamW if config.decoupled else Adam)(parameters, **config.params)
-    kind: type[torch.optim.Optimizer] = getattr(torch.optim, config.type)
-    return kind(parameters, **config.params)

@@ -24,6 +24,7 @@ from ..checkpoint.store import (
     set_rng_state,
     write_model,
 )
+from ..core.ops import name_of
 from ..errors import CheckpointError, CheckpointTypeError
 from ..observe import profile
 
@@ -190,7 +191,7 @@ def _engine_state(engine: Engine) -> dict[str, Any]:
         "ties": _ties(engine),
         "stage": engine.plan.stage,
         "world_size": engine.world_size,
-        "dtype": str(engine.dtype).removeprefix("torch."),
+        "dtype": name_of(engine.dtype),
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "micro_steps": engine.micro_steps,

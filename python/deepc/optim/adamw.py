@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core import memory, ops  # noqa: F401
-from ..core.dtypes import FLOATS
+from ..core.ops import FLOATS
 from ..errors import ArgumentError, UnsupportedError
 
 

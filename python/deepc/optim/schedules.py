@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 WARMUP_TYPES = ("log", "linear")
@@ -418,11 +418,9 @@ def scheduler_class(name: str) -> type[Any]:
     if name in known:
         theirs: type[lr_scheduler.LRScheduler] = getattr(lr_scheduler, name)
         return theirs
-    from ..config.values import suggest
-
     raise ConfigError(
         f'scheduler.type = "{name}" is neither one of {", ".join(VALID_LR_SCHEDULES)} nor a class of '
-        f"torch.optim.lr_scheduler.{suggest(name, [*VALID_LR_SCHEDULES, *known])}"
+        f"torch.optim.lr_scheduler.{did_you_mean(name, [*VALID_LR_SCHEDULES, *known])}"
     )
 
 

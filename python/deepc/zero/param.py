@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.ops import name_of
+
 _data: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
 
 
@@ -202,7 +204,7 @@ class Released:
         self.data = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = name_of(self.dtype)
         return (
             f"Parameter(released by ZeRO-3: shape={tuple(self.shape)}, dtype={dtype}, device={self.device},"
             f" requires_grad={self.requires_grad})"

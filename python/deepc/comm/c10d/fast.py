@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.dtypes import CODES
 from ...core.lib import C
+from ...core.ops import CODES
 from .. import shared as node
 from .progress import Progress
 from .tensors import OPS, PLAIN, STRIDED, is_plain

@@ -10,23 +10,10 @@ from typing import Any
 import torch
 
 from ...comm.start import default_device
+from ...core import dtypes
+from ...core.ops import torch_dtype
 from ...engine.wrapper import ModelWrapper
 from ...errors import ArgumentError, UnsupportedError
-
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "torch.float32": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "torch.float16": torch.float16,
-    "torch.half": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "torch.bfloat16": torch.bfloat16,
-}
 
 
 class DeepSpeedInferenceConfig:
@@ -110,12 +97,12 @@ class DeepSpeedInferenceConfig:
                     " or torch.bfloat16"
                 )
             return self.dtype
-        found = _DTYPES.get(str(self.dtype).lower())
-        if found is None:
+        found = dtypes.find(str(self.dtype).lower())
+        if found not in dtypes.TRAINED:
             raise ArgumentError(
                 f"init_inference(dtype={self.dtype!r}): one of torch.float32, torch.bfloat16, torch.float16"
             )
-        return found
+        return torch_dtype(found)
 
     def dict(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in self._DEFAULTS}

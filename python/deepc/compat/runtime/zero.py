@@ -65,8 +65,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer runs on shards without zero_allow_untested_optimizer."""
-    from ...config.keys import ELEMENTWISE
-    from ...zero.step.update import takes_core_path
+    from ...optim.factory import ELEMENTWISE, takes_core_path
 
     return takes_core_path(optimizer) or type(optimizer).__name__ in ELEMENTWISE
 

@@ -20,16 +20,11 @@ from typing import Any
 import torch
 
 from ...checkpoint.store import CheckpointReader, read_latest, write_model
+from ...core import dtypes
+from ...core.ops import torch_dtype
 from ...errors import ArgumentError, CheckpointError
 
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
+_NAMES = sorted(n for d in dtypes.TRAINED for n in (d.name, d.short))
 _KINDS = ("fp32", "frozen", "buffer")
 
 
@@ -118,10 +113,10 @@ def _shard_bytes(size: str | int | None) -> int:
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in set(DTYPES.values()):
-        raise ArgumentError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
-    return found
+    found = dtypes.find(dtype)
+    if found not in dtypes.TRAINED:
+        raise ArgumentError(f"dtype {dtype!r}: one of {', '.join(_NAMES)}")
+    return torch_dtype(found)
 
 
 def _converted(weights: _Weights, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -227,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, or of one tag (global_step14)")
     parser.add_argument("output_dir", help="where the model goes")
     parser.add_argument(
-        "--dtype", default="fp32", choices=sorted(DTYPES), help="dtype of floating-point weights (default: fp32)"
+        "--dtype", default="fp32", choices=_NAMES, help="dtype of floating-point weights (default: fp32)"
     )
     parser.add_argument("--max_shard_size", default="5GB", help="size of one file (default: 5GB)")
     parser.add_argument(

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 
+from ...core import dtypes
+from ...core.ops import name_of, torch_dtype
 from ...errors import ArgumentError, CheckpointError
 from ...nn import int8
 
@@ -31,26 +33,17 @@ if TYPE_CHECKING:
     Source = Union[Engine, EMA, InferenceEngine, torch.nn.Module, str, os.PathLike[str]]  # noqa: UP007
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "int8": torch.int8,
-}
+_STORED = (*dtypes.TRAINED, dtypes.dtype("int8"))
 
 
 def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
     """A dtype that weights can be stored and run in: its torch dtype. ArgumentError for others."""
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+    found = dtypes.find(dtype)
+    if found not in _STORED:
         raise ArgumentError(
             f"dtype {dtype!r}: weights are stored and run in fp32, bf16, fp16 or int8 (or the torch dtype of one)"
         )
-    return found
+    return torch_dtype(found)
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -85,7 +78,7 @@ def export(
         )
     weights = _Source(source)
     rows = weights.rows(wanted, keep)
-    metadata = {**weights.ties(wanted, keep), "deepc.weights": str(wanted).removeprefix("torch.")}
+    metadata = {**weights.ties(wanted, keep), "deepc.weights": name_of(wanted)}
     written: list[str] = []
     failure: Exception | None = None
     try:
@@ -218,7 +211,7 @@ def _export_checkpoint(
         rows = (
             (n, t.to(dtype) if t.is_floating_point() else t) for n, t in ((n, weights.tensor(n)) for n in weights.names)
         )
-        return write_model(folder, rows, max_shard_bytes, metadata={"deepc.weights": str(dtype).removeprefix("torch.")})
+        return write_model(folder, rows, max_shard_bytes, metadata={"deepc.weights": name_of(dtype)})
 
 
 def _write_config(module: torch.nn.Module, folder: str | os.PathLike[str], dtype: torch.dtype) -> None:
@@ -229,7 +222,7 @@ def _write_config(module: torch.nn.Module, folder: str | os.PathLike[str], dtype
     if not hasattr(config, "save_pretrained"):
         return
     config = copy.deepcopy(config)
-    name = str(torch.float32 if dtype == torch.int8 else dtype).removeprefix("torch.")
+    name = name_of(torch.float32 if dtype == torch.int8 else dtype)
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", name)
     config.architectures = [type(module).__name__]
     where = os.path.join(folder, "config") if dtype == torch.int8 else folder

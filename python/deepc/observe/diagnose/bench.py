@@ -85,6 +85,8 @@ def gemm(budget_s: float) -> list[dict[str, Any]]:
     """TFLOP/s of square matrix products of torch: {"dtype", "n", "device", "seconds", "tflops"}."""
     import torch
 
+    from ...core import ops
+
     out = []
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     cases = [
@@ -105,7 +107,7 @@ def gemm(budget_s: float) -> list[dict[str, Any]]:
         took = _median_s(product, budget_s / len(cases))
         out.append(
             {
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": ops.name_of(dtype),
                 "n": n,
                 "device": device,
                 "seconds": took,

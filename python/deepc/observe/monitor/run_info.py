@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...core.ops import name_of
 from . import tiers
 
 _SECRET = ("api_key", "token", "password", "secret")
@@ -79,7 +80,7 @@ def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
             "transport": plan.transport,
             "buckets": plan.layout.nbuckets,
             "bucket_elems": plan.layout.bucket_elems,
-            "dtype": str(plan.dtype).removeprefix("torch."),
+            "dtype": name_of(plan.dtype),
         },
         "predicted": engine.memory_plan.to_dict() if engine.memory_plan is not None else None,
         "process_before": _private_before(engine),

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from ...core import memory
+from ...core.ops import name_of
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def _assemble(
         world=plan.world,
         ranks_per_node=plan.ranks_per_node,
         nodes=plan.nodes,
-        dtype=str(plan.dtype).removeprefix("torch."),
+        dtype=name_of(plan.dtype),
         parameters=trained,
         device=plan.device,
         rows=tuple(_merge(rows)),
@@ -454,7 +455,7 @@ class _Case:
         import torch
 
         from ...config.tree import default_optimizer
-        from ...engine.engine import make_optimizer
+        from ...optim.factory import make_optimizer
         from ...zero.step.update import ShardedOptimizer
 
         named = list(model.named_parameters())
@@ -463,7 +464,8 @@ class _Case:
             raise ArgumentError("no parameters to train: no parameter of the model requires a gradient")
         base = self.optimizer
         if base is None:
-            base = make_optimizer(self.config.optimizer or default_optimizer(), params)
+            cfg = self.config.optimizer or default_optimizer()
+            base = make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
         elif not isinstance(base, torch.optim.Optimizer):
             base = base(params)
         sharded = ShardedOptimizer(base, allow_untested=True, stage=self.config.zero.stage)

@@ -21,8 +21,8 @@ import torch
 
 from ...core import lib as _lib
 from ...core import memory
-from ...core.dtypes import code
 from ...core.lib import C, check
+from ...core.ops import code
 from ...errors import UnsupportedError
 from ...plan.plan import RING, SLOTS, Plan
 from .reducer import CoreReducer, Tree

@@ -14,8 +14,8 @@ import torch
 
 from ...core import lib as _lib
 from ...core import memory
-from ...core.dtypes import code
 from ...core.lib import C, call, check
+from ...core.ops import code
 from ...errors import DeepcError
 from ...plan.layout import BLOCK
 from ...plan.plan import Plan

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ...config.keys import ELEMENTWISE
 from ...errors import ArgumentError, DeepcError, UnsupportedError
+from ...optim.factory import ELEMENTWISE
 
 if TYPE_CHECKING:
     from ...comm.groups import Group, MultiNodeGroup

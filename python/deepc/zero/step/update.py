@@ -13,22 +13,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...config.keys import ELEMENTWISE
 from ...core import memory  # noqa: F401
-from ...core.dtypes import code
 from ...core.lib import AdamWArgs, C, check
+from ...core.ops import code
 from ...errors import ConfigError, UnsupportedError
-from ...optim.adamw import AdamW
+from ...optim.factory import ELEMENTWISE, takes_core_path
 from ...plan.layout import Segment
 from ..state import ModelState
 from .tree import LayoutOrder
-
-
-def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
-    """True if `optimizer` is Adam or AdamW, torch's or ours, with options that the C step has."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not isinstance(optimizer, AdamW):
-        return False
-    return not any(g.get("differentiable") for g in optimizer.param_groups)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

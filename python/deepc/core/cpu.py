@@ -1,0 +1,125 @@
+"""What this processor can compute in: which 16-bit products run on instructions of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from dataclasses import dataclass
+
+from .dtypes import TRAINED
+from .dtypes import dtype as dtype_named
+from .lib import C
+
+_ISA_AVX512_BF16 = 3  # enum dc_isa
+
+# oneDNN's levels of ONEDNN_MAX_CPU_ISA, in rising order; an unknown value means no limit, as in oneDNN
+_ONEDNN_LEVELS = (
+    "SSE41",
+    "AVX",
+    "AVX2",
+    "AVX2_VNNI",
+    "AVX2_VNNI_2",
+    "AVX512_CORE",
+    "AVX512_CORE_VNNI",
+    "AVX512_CORE_BF16",
+    "AVX10_1_512",
+    "AVX512_CORE_FP16",
+    "AVX512_CORE_AMX",
+    "AVX10_1_512_AMX",
+    "AVX512_CORE_AMX_FP16",
+    "AVX10_1_512_AMX_FP16",
+)
+
+# per dtype: (flag of /proc/cpuinfo, lowest oneDNN level that uses it)
+_X86 = {
+    "bf16": (("avx512_bf16", "AVX512_CORE_BF16"), ("amx_bf16", "AVX512_CORE_AMX")),
+    "fp16": (("avx512_fp16", "AVX512_CORE_FP16"), ("amx_fp16", "AVX512_CORE_AMX_FP16")),
+}
+_ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
+
+
+def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """The processor's feature flags as the kernel names them; what the C core finds where there is no /proc/cpuinfo."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as f:
+            for line in f:
+                name, _, rest = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return frozenset(rest.split())
+    except OSError:
+        pass
+    return frozenset({"avx512_bf16"} if C.dc_isa_available(_ISA_AVX512_BF16) else ())
+
+
+def _arithmetic(dtype: str, flags: frozenset[str], machine: str, limit: str) -> tuple[bool, str]:
+    """Pure part of *_arithmetic(): (has it, why)."""
+    if machine.lower() in ("aarch64", "arm64"):
+        found = [f for f in _ARM[dtype] if f in flags]
+        return bool(found), (
+            f"the processor has {', '.join(found)}" if found else f"the processor has no {dtype} instructions"
+        )
+    rows = _X86[dtype]
+    found = [f for f, _ in rows if f in flags]
+    if not found:
+        return False, f"the processor has neither {' nor '.join(f for f, _ in rows)}"
+    level = _ONEDNN_LEVELS.index(limit.upper()) if limit.upper() in _ONEDNN_LEVELS else len(_ONEDNN_LEVELS)
+    usable = [f for f, need in rows if f in flags and level >= _ONEDNN_LEVELS.index(need)]
+    if not usable:
+        return False, f"the processor has {', '.join(found)}, but ONEDNN_MAX_CPU_ISA={limit} forbids it"
+    return True, f"the processor has {', '.join(usable)}"
+
+
+def _here(dtype: str) -> tuple[bool, str]:
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
+    return _arithmetic(dtype, _flags_here(), platform.machine(), limit)
+
+
+@functools.cache
+def _flags_here() -> frozenset[str]:
+    return cpu_flags()
+
+
+def bf16_arithmetic() -> tuple[bool, str]:
+    """(whether matrix products in bf16 run on instructions of this CPU, the reason in words). Without them torch's
+    product is emulated or runs its reference loop, up to 100 times slower than fp32: take compute_path() instead."""
+    return _here("bf16")
+
+
+def fp16_arithmetic() -> tuple[bool, str]:
+    """The same for fp16."""
+    return _here("fp16")
+
+
+@dataclass(frozen=True)
+class ComputePath:
+    """How products of a dtype are best computed. `native`: hand torch the tensors as they are. Otherwise "upcast":
+    convert panels of the operands to fp32, multiply in fp32, round the result once to `dtype`; same memory for
+    parameters, at least half of fp32's speed.
+    """
+
+    dtype: str
+    native: bool
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return "native" if self.native else "upcast"
+
+    def __str__(self) -> str:
+        how = "native products" if self.native else "operands are converted to fp32 panel by panel"
+        return f"{self.dtype}: {how} ({self.reason})"
+
+
+def compute_path(dtype: str) -> ComputePath:
+    """The sane path for products in "fp32", "bf16" or "fp16" on this CPU."""
+    if dtype == "fp32":
+        return ComputePath(dtype, True, "fp32 is native everywhere")
+    native, reason = _here(dtype_named(dtype, TRAINED).short)
+    return ComputePath(dtype, native, reason)
+
+
+def recommended_dtype() -> tuple[str, str]:
+    """("bf16" or "fp32", why): bf16 where this CPU computes in it, else fp32."""
+    path = compute_path("bf16")
+    return ("bf16" if path.native else "fp32"), path.reason
