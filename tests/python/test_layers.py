@@ -143,13 +143,8 @@ KNOWN_CLIMBS: set[str] = {
     "launch.host.rank -> compat.deepspeed",
     "observe.diagnose.doctor -> deepc",
     "observe.monitor.run_info -> deepc",
-    "plan.plan -> zero.step.nodes",
-    "plan.predict.estimate -> comm.groups",
-    "plan.predict.estimate -> engine.precision",
-    "plan.predict.estimate -> zero.step.tree",
-    "plan.predict.estimate -> zero.step.update",
 }
-KNOWN_TORCH: set[str] = set(["plan/plan.py", "plan/units.py"])
+KNOWN_TORCH: set[str] = set(["plan/units.py"])
 KNOWN_CIRCLES = 3
 
 

@@ -254,7 +254,9 @@ def _there_and_back(rank, world, stage, optimizer, folder):
             assert segment() is None  # the memory of the 16-bit parameters is free
 
         # fp32: parameters are the masters; a plain fp32 engine with the same states
-        assert auto.precision == "fp32" and auto.dtype == auto.plan.dtype == torch.float32 and auto.state.master is None
+        assert (
+            auto.precision == "fp32" and auto.dtype == auto.state.dtype == torch.float32 and auto.state.master is None
+        )
         for n, p in auto.module.named_parameters():
             assert p is objects[n] and p.dtype == torch.float32 and p.grad is None
             assert not p.requires_grad or torch.equal(p.detach(), before[0][n]), n

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from ..core import waits
 from ..errors import CommError, DeepcError
+from ..plan.plan import CONTROL_SLOT_BYTES
 
 if TYPE_CHECKING:
     from .shared import Comm, Segment
 
-CONTROL_SLOT_BYTES = 256 * 1024
 _BREAK_TAG = 0x7FFFFFF1
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 

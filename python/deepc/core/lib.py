@@ -224,6 +224,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_reduce": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int, c_int64),
     "dc_reduce_acc": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int64, c_int, c_void_p),
     "dc_adamw": (c_int, _P(AdamWArgs), c_int64),
+    "dc_quantize_bytes": (c_int, c_int, c_int64, c_int64, _P(c_int64)),
     "dc_comm_open": (c_int, _P(CommConfig), _P(c_void_p)),
     "dc_comm_close": (c_int, c_void_p),
     "dc_comm_abort": (c_int, c_void_p, c_char_p),

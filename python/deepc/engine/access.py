@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..core.ops import name_of
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment
 from ..zero.gathered import GatheredParameters, SharedMemory
@@ -86,7 +85,7 @@ class View:
         self._access.set_grad(value, self._access.engine._unit())
 
     def __repr__(self) -> str:
-        dtype = name_of(self._access.engine.plan.dtype)
+        dtype = self._access.engine.plan.dtype.name
         return (
             f"deepc.view('{self.name}', shape {tuple(self.param.shape)}, {dtype}, states"
             f" {', '.join(self.state) or 'none yet'})"

@@ -229,11 +229,11 @@ class EMA:
         total = plan.layout.total
         if engine.state.segment is not None:
             self._segment = cast("MemoryGroup", engine.group).segment(total * plan.dtype.itemsize)
-            self._flat = self._segment.tensor(plan.dtype, 0, total)
+            self._flat = self._segment.tensor(engine.state.dtype, 0, total)
         elif engine.device.type == "cpu":
-            self._flat = memory.zeros(total, plan.dtype, memory.COLORS["average_flat"])
+            self._flat = memory.zeros(total, engine.state.dtype, memory.COLORS["average_flat"])
         else:
-            self._flat = torch.zeros(total, dtype=plan.dtype, device=engine.device)
+            self._flat = torch.zeros(total, dtype=engine.state.dtype, device=engine.device)
 
     def _make_module(self) -> None:
         """A copy of the engine's module whose trained parameters are views of this average; what is frozen is the

@@ -19,15 +19,17 @@ from ..comm.groups import open_group
 from ..config.tree import Config, default_optimizer
 from ..core import env, memory
 from ..core.lib import C, call
-from ..core.ops import code
+from ..core.ops import code, dtype_of, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, OutOfMemoryError, StrayWriteError, UnsupportedError
 from ..observe import profile
 from ..observe.diagnose import calls as comms_logger
 from ..observe.monitor.meter import Meter
 from ..observe.profile.timers import wall_clock
 from ..optim.factory import make_optimizer
-from ..plan.plan import Plan, make_plan, refuse_if_too_big
-from ..plan.predict.estimate import FirstStep, MemoryEstimate, check_plan
+from ..plan.derive import Machine, derive, is_streamed, meta_of
+from ..plan.mesh import Mesh
+from ..plan.plan import Plan
+from ..plan.predict.estimate import FirstStep, MemoryEstimate, check_plan, refuse_if_too_big
 from ..zero import gathered
 from ..zero.init import adopt
 from ..zero.param import unshare
@@ -115,31 +117,20 @@ class Engine(ModelWrapper):
         named = [
             (n, p) for n, p in named if id(p) not in _owner_of
         ]  # another engine's, frozen here: they stay where they are
-        self._check_nodes()
         self.same = self._layout_order()
-        gradients_as, parameters_as = self._compression()
-        asked = config.communication_data_type
+        mesh = Mesh(dp=self.world_size, ranks_per_node=self.group.ranks_per_node)
+        meta = meta_of(named, group_of)
 
         def plan_in(dtype: torch.dtype) -> Plan:
-            return make_plan(
-                named,
-                group_of,
-                stage=stage,
-                world=self.world_size,
+            return derive(
+                config,
+                meta,
+                mesh,
+                Machine.here(self.device, self.group),
                 rank=self.global_rank,
-                ranks_per_node=self.group.ranks_per_node,
-                device=self.device,
-                dtype=dtype,
-                transport=self.group.transport,
-                bucket_elems=config.deepc.bucket_elems or config.zero.reduce_bucket_size,
-                moments=self.optimizer.moments,
-                nodes=self.group.nodes,
                 part=self.group.part_of(self.global_rank),
-                wire=precision.torch_dtype(asked) if asked else dtype,
-                gradients_as=gradients_as,
-                parameters_as=parameters_as,
-                streamed=self._is_streamed(),
-                gradient_buffers=self.same.buffers if self.same else 0,
+                moments=self.optimizer.moments,
+                dtype=dtype_of(dtype),
             )
 
         self.plan: Plan = plan_in(self.dtype)
@@ -299,10 +290,11 @@ class Engine(ModelWrapper):
         config, group = self._config, self.group
         if config.precision is None:
             return None
+        streamed = is_streamed(config, Mesh(dp=self.world_size), Machine.here(self.device, group))
         limits = {
             "on a GPU": self.device.type != "cpu",
             "over several nodes": group.transport not in ("local", "node"),
-            "with streamed parameters (DEEPC_STREAMED)": self._is_streamed(),
+            "with streamed parameters (DEEPC_STREAMED)": streamed,
             'with deepc.deterministic = "layout"': config.deepc.deterministic is not None,
         }
         if found := [what for what, here in limits.items() if here]:
@@ -325,32 +317,6 @@ class Engine(ModelWrapper):
         b = self._plans[torch.float32].bytes
         return b["params_private"] * self.plan.ranks_per_node + b["params_shared"]
 
-    def _check_nodes(self) -> None:
-        """What the ranks' places rule out, known only now."""
-        group, zero_config = self.group, self._config.zero
-        torch_path = group.transport == "c10d" and self.world_size > 1
-        uneven = f"nodes with different numbers of ranks ({group.uneven})"
-        asked = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(zero_config, k)]
-        if torch_path and asked:
-            raise UnsupportedError(
-                f"zero_optimization.{asked[0]} over {uneven if group.uneven else 'several GPUs'} does not exist; "
-                f"{'start equally many ranks on each node' if group.uneven else 'use CPU nodes'}, or remove the key"
-            )
-        size, ranks = zero_config.zero_hpz_partition_size, group.ranks_per_node
-        if size > 1 and zero_config.stage == 3 and ranks % size:
-            raise ConfigError(
-                f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {ranks}"
-                f" rank{'s' * (ranks > 1)} of a node. The secondary partition is always the node here (its memory holds"
-                " the parameters once, whichever rank reads them); a partition over several nodes would bring back the"
-                f" traffic that hpZ is there to avoid. Set it to {ranks}, or to 1."
-            )
-
-    def _is_streamed(self) -> bool:
-        """Stage 3's parameters come and go where the ranks share no memory for them, or where DEEPC_STREAMED=1 says
-        so."""
-        asked = env.switch("DEEPC_STREAMED")
-        return self._config.zero.stage == 3 and (asked or (self.group.transport == "c10d" and self.world_size > 1))
-
     def _state_class(self) -> type[ModelState]:
         if self.plan.mode != "streamed":
             return ModelState
@@ -366,7 +332,15 @@ class Engine(ModelWrapper):
         if sample_batch is None:
             return None
         self.memory_plan = check_plan(
-            self.plan, self.module, self.optimizer, self._config, named, group_of, self.group, sample_batch, loss_fn
+            self.plan,
+            self.module,
+            self.optimizer.base,
+            self._config,
+            named,
+            group_of,
+            self.group,
+            sample_batch,
+            loss_fn,
         )
         self._say(str(self.memory_plan))
         return FirstStep(self.memory_plan)
@@ -389,20 +363,6 @@ class Engine(ModelWrapper):
                 ' "layout": gradients are scaled once, after their sum'
             )
         return LayoutOrder(self.group, self.device, self.gradient_accumulation_steps())
-
-    def _compression(self) -> tuple[str, str]:
-        """(gradients_as, parameters_as) of the plan: ZeRO++ acts on what crosses between nodes."""
-        zero_config = self._config.zero
-        if self.group.nodes == 1:
-            for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-                if getattr(zero_config, key):
-                    self._say(
-                        f"config: zero_optimization.{key} has no effect here: there is one node, and inside it"
-                        " gradients are reduced where they lie and parameters are shared, uncompressed"
-                    )
-            return "", ""
-        weights = zero_config.zero_quantized_weights and zero_config.stage > 0
-        return "int4" if zero_config.zero_quantized_gradients else "", "int8" if weights else ""
 
     @torch.no_grad()
     def _cast_buffers(self) -> None:
@@ -469,7 +429,7 @@ class Engine(ModelWrapper):
             )
 
     def _make_reducer(self) -> Reducer:
-        wire, pre = cast(torch.dtype, self.plan.wire), self._config.pre_scale if self.same is None else 1.0
+        wire, pre = torch_dtype(self.plan.wire), self._config.pre_scale if self.same is None else 1.0
         self._pre_scale = pre
         st = self.state
         if self.group.transport == "nodes":
@@ -533,6 +493,8 @@ class Engine(ModelWrapper):
 
     def _report(self) -> None:
         self._say(self.plan.describe())
+        for note in self.plan.notes:
+            self._say(note)
         if self.same is not None:
             self._say(self.same.describe())
         for key, value, reason in self.state.inert(self._config.inert):

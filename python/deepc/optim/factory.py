@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ConfigError, UnsupportedError
 from .adamw import Adam, AdamW
 
 OURS: dict[str, type[torch.optim.Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
@@ -44,3 +44,39 @@ def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not isinstance(optimizer, AdamW):
         return False
     return not any(g.get("differentiable") for g in optimizer.param_groups)
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
+    return 3 if takes_core_path(optimizer) and any(g.get("amsgrad") for g in optimizer.param_groups) else 2
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:
+    """Raises UnsupportedError or ConfigError if `optimizer` can't run under this ZeRO stage."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam updates only the rows that a batch touched, and takes sparse gradients; the engine reduces "
+            "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
+            "their momentum alone); nn.Embedding(sparse=True) may stay"
+        )
+    if not takes_core_path(optimizer) and stage > 0 and name not in ELEMENTWISE and not allow_untested:
+        raise ConfigError(
+            f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"
+            f" {', '.join(sorted(ELEMENTWISE))} treat each element alone. Set zero_allow_untested_optimizer: true"
+            " if yours does, or use stage 0."
+        )
+
+
+def twin_over(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """Another optimizer of the same class and arguments over other parameters, one list for each of its groups."""
+    arguments = set(inspect.signature(type(optimizer).__init__).parameters)
+    return type(optimizer)(
+        [
+            {**{k: v for k, v in g.items() if k != "params"}, "params": list(ps)}
+            for g, ps in zip(optimizer.param_groups, groups)
+        ],
+        **{k: v for k, v in optimizer.defaults.items() if k in arguments},
+    )

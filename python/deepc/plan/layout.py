@@ -57,6 +57,22 @@ class Layout:
         self.offsets: tuple[int, ...] = tuple(raw.offset[i] for i in range(raw.nparams))
         self.numels: tuple[int, ...] = tuple(raw.numel[i] for i in range(raw.nparams))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return (
+            f"Layout({self.nparams} parameters, {self.total:,} elements, {self.nbuckets} buckets of"
+            f" {self.bucket_elems:,}, {self.world} ranks)"
+        )
+
+    def _key(self) -> tuple[object, ...]:
+        """What the layout is made of: everything else follows."""
+        return self.numels, self.world, self.bucket_elems
+
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             C.dc_zero_layout_free(self.handle)

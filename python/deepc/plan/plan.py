@@ -1,21 +1,22 @@
 """The plan: which parameter lies where, in which form, and how many bytes that takes. Frozen, printable data, made
-before anything is allocated; the runtime follows it and decides nothing twice."""
+before anything is allocated (derive.py); the runtime follows it and decides nothing twice. Plans compare, hash and
+diff. Dtypes are those of core.dtypes: no framework is imported here."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
-import torch
-
-from ..core import lib as _lib
-from ..core import memory
-from ..errors import OutOfMemoryError
-from .layout import Layout, Segment, Slice, padded
+from ..core.dtypes import FLOAT32, DType
+from ..core.lib import call
+from .layout import Layout, Segment, Slice
+from .mesh import Mesh
 
 MAX_BUCKET_ELEMS = 1 << 20  # larger buckets win nothing in shared memory and cost staging; reduce_bucket_size lowers it
 SLOTS = 2  # staging slots per rank
+CONTROL_SLOT_BYTES = 256 * 1024  # of the communicator for norms and broadcasts, per rank and slot
+QUANTIZED = 64  # elements of a block of quantised gradients or parameters: no block mixes two parameters
 RING = 4  # buckets of a rank that may be on their way to other nodes
 
 
@@ -30,16 +31,46 @@ class ParamInfo:
     index: int | None
 
 
+class Sizes(Mapping[str, int]):
+    """Bytes by what they are for: a dictionary that can't be changed, and that can be hashed."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = dict(sizes)
+
+    def __getitem__(self, name: str) -> int:
+        return self._sizes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._sizes.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._sizes)
+
+
+def payload_bytes(kind: str, dtype: DType, n: int) -> int:
+    """Bytes in which `n` elements travel between nodes: in `dtype`, or as "int4" or "int8" in blocks of QUANTIZED."""
+    if not kind:
+        return n * dtype.itemsize
+    size = ctypes.c_int64()
+    call("dc_quantize_bytes", {"int4": 4, "int8": 8}[kind], QUANTIZED, n, ctypes.byref(size))
+    return size.value
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that the engine does not decide again. Sizes in bytes unless said."""
 
     stage: int
-    world: int
+    mesh: Mesh
     rank: int
-    ranks_per_node: int
     device: str
-    dtype: torch.dtype  # of the parameters that the model computes with
+    dtype: DType  # of the parameters that the model computes with
     # "local" (one rank), "node" (shared memory), "nodes" (CPU nodes) or "c10d" (torch.distributed: GPUs, uneven nodes)
     transport: str
     # "private" (a replica per rank), "resident" (one copy per node) or "streamed" (stage 3: a unit is there while it is
@@ -53,7 +84,7 @@ class Plan:
         # this rank's, in shard order; flat_begin: where it lies in ModelState.flat, which is the shard alone if `sharded`  # noqa: E501
     ]
     slices: tuple[Slice, ...]  # this rank's, in bucket order
-    bytes: dict[str, int]
+    bytes: Sizes
     nodes: int = 1
     part: int = 0  # this rank's place in the layout, see group.py
     node_layout: Layout | None = (
@@ -61,10 +92,26 @@ class Plan:
     )
     gradients_as: str = ""  # between nodes: "int4" (ZeRO++'s qgZ), or "" for the wire dtype
     parameters_as: str = ""  # between nodes: "int8" (ZeRO++'s qwZ), or "" for the parameters' dtype
-    wire: torch.dtype | None = None  # of gradients
+    wire: DType = FLOAT32  # of gradients
     gradient_buffers: int = (
         0  # with "deterministic": "layout": fp32 buffers of the tree of micro-batches, see determinism.py; 0: it is off
     )
+
+    notes: tuple[str, ...] = ()  # what was asked for and has no effect here, in sentences
+
+    @property
+    def world(self) -> int:
+        """Data-parallel ranks, over which states are partitioned."""
+        return self.mesh.dp
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.mesh.ranks_per_node
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
 
     @property
     def own_all(self) -> bool:
@@ -79,7 +126,7 @@ class Plan:
     @property
     def core_reduces(self) -> bool:
         """True if the C core's reducer fills the accumulators, bucket by bucket: one CPU node."""
-        return torch.device(self.device).type == "cpu" and self.transport in ("local", "node")
+        return self.device_type == "cpu" and self.transport in ("local", "node")
 
     @property
     def owned_elems(self) -> int:
@@ -89,12 +136,12 @@ class Plan:
     def has_master(self) -> bool:
         """True if separate fp32 master weights exist (16-bit parameters, or parameters that reach other nodes
         quantised)."""
-        return self.dtype != torch.float32 or bool(self.parameters_as)
+        return self.dtype != FLOAT32 or bool(self.parameters_as)
 
     @property
-    def crossing_dtype(self) -> torch.dtype | None:
+    def crossing_dtype(self) -> DType:
         """Of uncompressed gradients between nodes: the wire's, but parts of the tree are sums and travel unrounded."""
-        return torch.float32 if self.gradient_buffers else self.wire
+        return FLOAT32 if self.gradient_buffers else self.wire
 
     @property
     def node_states(self) -> int:
@@ -107,22 +154,18 @@ class Plan:
         """The most that model states and gradients of this node take during backward: per rank two buckets and the
         largest gradient more."""
         largest = max((p.numel for p in self.params if p.index is not None), default=0) * self.dtype.itemsize
-        bucket = self.layout.bucket_elems * (self.wire or self.dtype).itemsize
+        bucket = self.layout.bucket_elems * self.wire.itemsize
         return self.node_states + self.ranks_per_node * (SLOTS * bucket + largest)
 
     def crossing(self) -> dict[str, int]:
         """Bytes that one node sends to the others: "gradients" per backward (stage 0: and "sums" per step),
         "parameters" per step."""
-        from ..zero.step.nodes import codec_for
-
-        elems, others = (
-            self.layout.total // self.nodes,
-            self.nodes - 1,
-        )  # in slices, which are multiples of a codec's block
+        # in slices, which are multiples of a codec's block
+        elems, others = self.layout.total // self.nodes, self.nodes - 1
         return {
-            "gradients": others * codec_for(self.gradients_as, self.crossing_dtype or self.dtype).nbytes(elems),
+            "gradients": others * payload_bytes(self.gradients_as, self.crossing_dtype, elems),
             "sums": others * elems * 4 if self.own_all else 0,
-            "parameters": 0 if self.own_all else others * codec_for(self.parameters_as, self.dtype).nbytes(elems),
+            "parameters": 0 if self.own_all else others * payload_bytes(self.parameters_as, self.dtype, elems),
         }
 
     def describe(self) -> str:
@@ -132,7 +175,7 @@ class Plan:
         lines = [
             (
                 f"plan: ZeRO stage {self.stage}, {self.world} rank{'s' * (self.world > 1)} ({self.ranks_per_node} on"
-                f" this node), {self.device}, {str(self.dtype).removeprefix('torch.')}"
+                f" this node), {self.device}, {self.dtype}"
                 f" parameters{' + fp32 masters' if self.has_master else ''}, transport"
                 f" {self.transport}{', parameters streamed' if self.mode == 'streamed' else ''}"
             ),
@@ -177,14 +220,14 @@ class Plan:
         sent, mib = self.crossing(), 2.0**20
         lines = [
             f"  between {self.nodes} nodes, MiB that each sends: gradients {sent['gradients'] / mib:.2f} a backward "
-            f"({self.gradients_as or str(self.crossing_dtype).removeprefix('torch.')}{' blocks, qgZ' if self.gradients_as else ''})"  # noqa: E501
+            f"({self.gradients_as or self.crossing_dtype}{' blocks, qgZ' if self.gradients_as else ''})"
         ]
         if self.own_all:
             lines[0] += f", their sums {sent['sums'] / mib:.2f} a step (float32)"
         else:
             lines[0] += (
                 f", updated parameters {sent['parameters'] / mib:.2f} a step "
-                f"({self.parameters_as or str(self.dtype).removeprefix('torch.')}{' blocks, qwZ' if self.parameters_as else ''})"  # noqa: E501
+                f"({self.parameters_as or self.dtype}{' blocks, qwZ' if self.parameters_as else ''})"
             )
         if self.mode == "resident":
             lines.append(
@@ -193,127 +236,27 @@ class Plan:
             )
         return lines
 
-
-def make_plan(
-    named: Sequence[tuple[str, torch.nn.Parameter]],
-    group_of: dict[int, int],
-    *,
-    stage: int,
-    world: int,
-    rank: int,
-    ranks_per_node: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    transport: str,
-    bucket_elems: int,
-    moments: int,
-    nodes: int = 1,
-    part: int | None = None,
-    wire: torch.dtype | None = None,
-    gradients_as: str = "",
-    parameters_as: str = "",
-    streamed: bool = False,
-    gradient_buffers: int = 0,
-) -> Plan:
-    """Plans `named` parameters (id(parameter) -> optimizer group in `group_of`; absent: not trained) for this rank.
-
-    The flat order is the reverse of registration, which is about the order in which backward makes gradients."""
-    trained = [(n, p) for n, p in reversed(list(named)) if id(p) in group_of]
-    index = {id(p): i for i, (_, p) in enumerate(trained)}
-    infos = tuple(ParamInfo(n, tuple(p.shape), p.numel(), group_of.get(id(p)), index.get(id(p))) for n, p in named)
-    layout = Layout([p.numel() for _, p in trained], world, max(1, min(bucket_elems, MAX_BUCKET_ELEMS)))
-    frozen = sum(padded(p.numel) for p in infos if p.index is None)
-    part, wire = rank if part is None else part, wire or dtype
-    mode = "private" if stage < 3 else "streamed" if streamed else "resident"
-    node_layout = _cut_for_node(layout, ranks_per_node) if nodes > 1 else None
-    raw = _lib.BytesIn(
-        total=layout.total,
-        shard=layout.shard_elems,
-        frozen=frozen,
-        world=world,
-        ranks_per_node=ranks_per_node,
-        slots=SLOTS if transport in ("node", "nodes") else 0,
-        bucket_elems=layout.bucket_elems,
-        stage=stage,
-        param_size=dtype.itemsize,
-        grad_wire_size=wire.itemsize,
-        master=int(dtype != torch.float32 or bool(parameters_as)),
-        state_size=4,
-        nstates=moments,
-        resident=int(stage == 3 and not (streamed and transport == "c10d")),
-        exchange=_exchange_bytes(layout, nodes, torch.float32 if gradient_buffers else wire, gradients_as),
-        grad_buffers=gradient_buffers,
-    )
-    out = _lib.Bytes()
-    _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
-    segments = layout.whole_segments() if stage == 0 else layout.segments(part)
-    slices = [Slice(0, 0, layout.total)] if stage == 0 else layout.slices(part)
-    if mode == "streamed" and transport == "c10d":
-        segments, slices = (
-            [s._replace(flat_begin=s.shard_begin) for s in segments],
-            [s._replace(flat_begin=s.shard_begin) for s in slices],
-        )
-    return Plan(
-        stage=stage,
-        world=world,
-        rank=rank,
-        ranks_per_node=ranks_per_node,
-        device=str(device),
-        dtype=dtype,
-        transport=transport,
-        mode=mode,
-        params=infos,
-        frozen_elems=frozen,
-        layout=layout,
-        segments=tuple(segments),
-        slices=tuple(slices),
-        bytes={n: getattr(out, n) for n, *_ in _lib.Bytes._fields_},
-        nodes=nodes,
-        part=part,
-        node_layout=node_layout,
-        gradients_as=gradients_as,
-        parameters_as=parameters_as,
-        wire=wire,
-        gradient_buffers=gradient_buffers,
-    )
+    def diff(self, other: Plan) -> str:
+        """What `other` has differently, a line for each: "dtype: float32 -> bfloat16"; "" if they are equal."""
+        out = []
+        for f in fields(self):
+            a, b = getattr(self, f.name), getattr(other, f.name)
+            if a == b:
+                continue
+            if isinstance(a, Sizes):
+                out += [f"bytes.{k}: {a[k]:,} -> {b[k]:,}" for k in a if a[k] != b[k]]
+            elif isinstance(a, tuple) and f.name != "notes":
+                out += _diff_rows(f.name, a, b)
+            else:
+                out.append(f"{f.name}: {a} -> {b}")
+        return "\n".join(out)
 
 
-def _cut_for_node(layout: Layout, ranks: int) -> Layout:
-    """The same flat space, in the same buckets, for the ranks of a node. A parameter that no one has stands for the
-    padding, which is longer than a layout of fewer ranks would make it."""
-    numels = list(layout.numels)
-    end = padded(layout.offsets[-1] + numels[-1]) if numels else 0
-    cut = Layout([*numels, layout.total - end], ranks, layout.bucket_elems)
-    assert (cut.total, cut.bucket_elems) == (layout.total, layout.bucket_elems)
-    return cut
-
-
-def _exchange_bytes(layout: Layout, nodes: int, wire: torch.dtype, gradients_as: str) -> int:
-    """Bytes of a rank's buffers for what is on its way between nodes: the reduced slices, and what is sent and received
-    for them."""
-    if nodes == 1:
-        return 0
-    from ..zero.step.nodes import Plain, codec_for
-
-    codec, ranks = codec_for(gradients_as, wire), layout.world // nodes
-    payload = nodes * codec.nbytes(layout.bucket_elems // layout.world)
-    straight = isinstance(codec, Plain) and wire == torch.float32
-    return RING * (layout.bucket_elems // ranks * 4 + payload * (1 if straight else 2))
-
-
-def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
-    """Raises OutOfMemoryError, before anything is allocated, if the model states (and `further` bytes) don't fit into
-    what this node has left; says what would."""
-    if plan.device != "cpu":
-        return
-    have = memory.available()
-    if plan.bytes["node_total"] + further > have:
-        from .predict.estimate import options_by_counts
-
-        fix = " or ".join(options_by_counts(plan, have)) or "nothing on this node; use more nodes, or raise the limit"
-        raise OutOfMemoryError(
-            f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model"
-            f" states{f' and {further / 2**30:.2f} GiB to change the precision' if further else ''}, and"
-            f" {have / 2**30:.2f} GiB are left (memory cgroup and MemAvailable). What would fit:"
-            f" {fix}.\n{plan.describe()}"
-        )
+def _diff_rows(name: str, a: tuple[object, ...], b: tuple[object, ...]) -> list[str]:
+    """At most three rows that differ, and how many more."""
+    rows = [
+        f"{name}[{i}]: {a[i] if i < len(a) else 'none'} -> {b[i] if i < len(b) else 'none'}"
+        for i in range(max(len(a), len(b)))
+        if i >= len(a) or i >= len(b) or a[i] != b[i]
+    ]
+    return [*rows[:3], *([f"{name}: {len(rows) - 3} more"] if len(rows) > 3 else [])]

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..core import memory
+from ..core.ops import torch_dtype
 from ..errors import ArgumentError, ConfigError, UnsupportedError
 from ..plan.layout import BLOCK, Segment, padded
 from ..plan.plan import Plan
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class ModelState:
     """Owns this rank's share of the model states, as `plan` says.
 
-    flat: [total] plan.dtype, the parameters; node-shared at stage 3, a private replica before. acc, master, moments:
+    flat: [total] of `dtype`, the parameters; node-shared at stage 3, a private replica before. acc, master, moments:
     [owned] fp32. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat` lie in host
     memory."""
 
@@ -64,6 +65,11 @@ class ModelState:
         self._make_flat()
         self._bind()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in, as the plan says."""
+        return torch_dtype(self.plan.dtype)
+
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         """A zeroed state array where the states lie; `what` gives it its place among the arrays that are walked
         together."""
@@ -80,17 +86,17 @@ class ModelState:
             self.segment = cast("MemoryGroup", self.group).segment(
                 max(4096, plan.layout.total * plan.dtype.itemsize + frozen_bytes)
             )
-            self.flat = self.segment.tensor(plan.dtype, 0, plan.layout.total)
+            self.flat = self.segment.tensor(self.dtype, 0, plan.layout.total)
             if plan.frozen_elems:
                 self.frozen_flat = self.segment.tensor(
-                    plan.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems
+                    self.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems
                 )
         elif self.device.type == "cpu":
-            self.flat = memory.zeros(plan.layout.total, plan.dtype, memory.COLORS["params"])
+            self.flat = memory.zeros(plan.layout.total, self.dtype, memory.COLORS["params"])
         else:
-            self.flat = torch.zeros(plan.layout.total, dtype=plan.dtype, device=self.device)
+            self.flat = torch.zeros(plan.layout.total, dtype=self.dtype, device=self.device)
         host_copy = self.state_device != self.device
-        self.flat_host = memory.zeros(plan.layout.total, plan.dtype, memory.COLORS["lowp"]) if host_copy else None
+        self.flat_host = memory.zeros(plan.layout.total, self.dtype, memory.COLORS["lowp"]) if host_copy else None
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -126,7 +132,7 @@ class ModelState:
                 p.data = view.view(p.shape)
                 share(p)
             else:
-                p.data = p.data.to(device=self.device, dtype=plan.dtype if p.is_floating_point() else p.dtype)
+                p.data = p.data.to(device=self.device, dtype=self.dtype if p.is_floating_point() else p.dtype)
                 if plan.world > 1:
                     self._broadcast_any(p.data)
         if plan.stage == 3 or self.master is not None:  # writes of others must be seen: to refuse them, or to follow
@@ -174,7 +180,7 @@ class ModelState:
                     _replace(p, cast(torch.Tensor, self.frozen_flat)[offset : offset + p.numel()].view(p.shape))
                     continue
             if p.dtype == old.dtype:
-                _replace(p, p.data.to(plan.dtype))
+                _replace(p, p.data.to(self.dtype))
 
     def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
         """Frozen parameters whose memory the node shares, by id: name, parameter, version."""
@@ -283,10 +289,10 @@ class ModelState:
         vector_to_parameters) go where that was."""
         for i in self._replaced():
             p, offset, n = self.trained[i], self.plan.layout.offsets[i], self.plan.layout.numels[i]
-            if p.numel() != n or p.dtype != self.plan.dtype or p.device != self.flat.device:
+            if p.numel() != n or p.dtype != self.dtype or p.device != self.flat.device:
                 raise ArgumentError(
                     f"the data of parameter '{self.names[i]}' was replaced by a tensor of {p.numel()} elements in"
-                    f" {p.dtype} on {p.device}; after deepc.initialize it must stay {n} elements in {self.plan.dtype}"
+                    f" {p.dtype} on {p.device}; after deepc.initialize it must stay {n} elements in {self.dtype}"
                     f" on {self.flat.device} (was the model moved or cast?)"
                 )
             view = self.flat[offset : offset + n]
@@ -300,7 +306,7 @@ class ModelState:
         if self.master is None or not indices:
             return
         chosen = set(indices)
-        rounded = published(self.plan, self.master, self.plan.dtype) if self.plan.parameters_as else None
+        rounded = published(self.plan, self.master, self.dtype) if self.plan.parameters_as else None
         for s in self.plan.segments:
             if s.param in chosen:
                 master = self.master[s.shard_begin : s.shard_begin + s.length]

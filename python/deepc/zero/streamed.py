@@ -247,7 +247,7 @@ class Streamed:
         for p in params:
             offsets.append(at)
             at += padded(_numel(shapes[self._name[id(p)]]))
-        flat = torch.zeros(at, dtype=self._state.plan.dtype, device=self._state.device)
+        flat = torch.zeros(at, dtype=self._state.dtype, device=self._state.device)
         unit = Unit(
             len(self._units),
             name,
@@ -766,9 +766,9 @@ class StreamedState(ModelState):
         zeros = (
             partial(memory.zeros, color=0) if self.device.type == "cpu" else partial(torch.zeros, device=self.device)
         )
-        self.flat = zeros(plan.owned_elems, dtype=plan.dtype)
-        self.frozen_flat = zeros(self._part, dtype=plan.dtype)
-        self.flat_host = memory.zeros(plan.owned_elems, plan.dtype, 6) if self.state_device != self.device else None
+        self.flat = zeros(plan.owned_elems, dtype=self.dtype)
+        self.frozen_flat = zeros(self._part, dtype=self.dtype)
+        self.flat_host = memory.zeros(plan.owned_elems, self.dtype, 6) if self.state_device != self.device else None
 
     def _frozen_pieces(self, p) -> list[tuple[int, int, int, torch.Tensor | None]]:
         """(rank, first element, elements, values if this rank's) of a frozen parameter: the frozen space is cut into
@@ -791,31 +791,31 @@ class StreamedState(ModelState):
         if not self.plan.sharded:
             super()._bind()
             return
-        plan, at = self.plan, 0
+        at = 0
         self._refuse_shared_memory()
         self._frozen_at: dict[int, tuple[int, int]] = {}
         pieces = self._segments_by_param()
         for i, p in enumerate(self.trained):
-            value = self._from_rank_0(p, torch.float32 if self.master is not None else plan.dtype)
+            value = self._from_rank_0(p, torch.float32 if self.master is not None else self.dtype)
             for s in pieces[i]:
                 piece = value[s.param_begin : s.param_begin + s.length]
                 self.flat[s.shard_begin : s.shard_begin + s.length].copy_(piece)
                 if self.master is not None:
                     self.master[s.shard_begin : s.shard_begin + s.length].copy_(piece)
-            p.data = torch.empty(0, dtype=plan.dtype, device=self.device)  # a view of its unit soon
+            p.data = torch.empty(0, dtype=self.dtype, device=self.device)  # a view of its unit soon
         for _, p in self.frozen:
             if not p.is_floating_point():
                 give(p)
                 p.data = p.data.to(self.device)
                 self._broadcast_any(p.data)
                 continue
-            value = self._from_rank_0(p, plan.dtype)
+            value = self._from_rank_0(p, self.dtype)
             self._frozen_at[id(p)] = (at, p.numel())
             at += padded(p.numel())
             for _, begin, n, mine in self._frozen_pieces(p):
                 if mine is not None:
                     mine.copy_(value[begin : begin + n])
-            p.data = torch.empty(0, dtype=plan.dtype, device=self.device)
+            p.data = torch.empty(0, dtype=self.dtype, device=self.device)
         if self.flat_host is not None:
             self.flat_host.copy_(self.flat)
         for p in self.trained:

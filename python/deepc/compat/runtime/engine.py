@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.ops import torch_dtype
 from ...engine.engine import Engine, StepResult
 from ...errors import ArgumentError, ConfigError, UnsupportedError
 from ..helpers.timer import ThroughputTimer
@@ -192,7 +193,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        return self.plan.wire or self.dtype
+        return torch_dtype(self.plan.wire)
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.config.get(name)

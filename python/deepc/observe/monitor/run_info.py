@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...core.ops import name_of
 from . import tiers
 
 _SECRET = ("api_key", "token", "password", "secret")
@@ -80,7 +79,7 @@ def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
             "transport": plan.transport,
             "buckets": plan.layout.nbuckets,
             "bucket_elems": plan.layout.bucket_elems,
-            "dtype": name_of(plan.dtype),
+            "dtype": plan.dtype.name,
         },
         "predicted": engine.memory_plan.to_dict() if engine.memory_plan is not None else None,
         "process_before": _private_before(engine),

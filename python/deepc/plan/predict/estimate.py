@@ -17,20 +17,22 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
+from ...config.tree import Config, default_optimizer
 from ...core import memory
-from ...core.ops import name_of
+from ...core.ops import torch_dtype
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
+from ...optim.factory import check_optimizer, make_optimizer, moments_of, takes_core_path, twin_over
+from ..derive import Machine, derive, meta_of
+from ..mesh import Mesh
+from ..plan import CONTROL_SLOT_BYTES, SLOTS
 
 if TYPE_CHECKING:
     import argparse
 
     import torch
 
-    from ...comm.groups import Group
-    from ...config.tree import Config
-    from ...zero.step.update import ShardedOptimizer
     from ..plan import Plan
 
     Model = Union[torch.nn.Module, Callable[[], torch.nn.Module]]  # noqa: UP007
@@ -189,9 +191,6 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
     own optimizer's arrays; 0 for a torch optimizer, whose states the dry run finds. leased: the accumulators' memory is
     the heap's (state.leases_gradients), whose peak has it.
     """
-    from ...comm.groups import CONTROL_SLOT_BYTES
-    from ..plan import SLOTS
-
     b, gpu, rows = plan.bytes, plan.device != "cpu", []
     item = plan.dtype.itemsize
 
@@ -224,7 +223,7 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
     put("on the way between nodes", b["exchange_private"], host=in_host)
     if plan.transport in ("node", "nodes"):
         n = plan.ranks_per_node
-        wire = max((plan.wire or plan.dtype).itemsize, item)
+        wire = max(plan.wire.itemsize, item)
         rows.append(
             Row(
                 "gradient buckets and control",
@@ -296,7 +295,7 @@ def _assemble(
         world=plan.world,
         ranks_per_node=plan.ranks_per_node,
         nodes=plan.nodes,
-        dtype=name_of(plan.dtype),
+        dtype=plan.dtype.name,
         parameters=trained,
         device=plan.device,
         rows=tuple(_merge(rows)),
@@ -347,7 +346,6 @@ def estimate(
     """
     import torch
 
-    from ...config.tree import Config
     from . import dryrun
 
     if not callable(model):
@@ -418,12 +416,12 @@ class _Case:
         model = self._make()
         if self.recompute and not dryrun.checkpoint_blocks(model):
             raise UnsupportedError("the model has no list of blocks to recompute")
-        sharded, named, group_of = self._optimizer(model)
-        plan = self._plan(sharded, named, group_of)
-        return predict(
+        base, named, group_of = self._optimizer(model)
+        plan = self._plan(base, named, group_of)
+        found = predict(
             model,
             plan,
-            sharded,
+            base,
             self.config,
             self.batch,
             self.loss_fn,
@@ -431,7 +429,8 @@ class _Case:
             group_of=group_of,
             steps=self.steps,
             loaded=loaded,
-        ).to_dict()
+        )
+        return _with(found, nodes=self.nodes).to_dict()
 
     def describe(self) -> dict[str, Any]:
         """The plan in words. In a child as well: the model may be one of fake tensors."""
@@ -451,12 +450,8 @@ class _Case:
             )
         return model
 
-    def _optimizer(self, model: torch.nn.Module) -> tuple[ShardedOptimizer, Named, dict[int, int]]:
+    def _optimizer(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, Named, dict[int, int]]:
         import torch
-
-        from ...config.tree import default_optimizer
-        from ...optim.factory import make_optimizer
-        from ...zero.step.update import ShardedOptimizer
 
         named = list(model.named_parameters())
         params = [p for _, p in named if p.requires_grad]
@@ -468,53 +463,20 @@ class _Case:
             base = make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
         elif not isinstance(base, torch.optim.Optimizer):
             base = base(params)
-        sharded = ShardedOptimizer(base, allow_untested=True, stage=self.config.zero.stage)
-        group_of = {
-            id(p): g for g, group in enumerate(sharded.param_groups) for p in group["params"] if p.requires_grad
-        }
-        return sharded, named, group_of
+        check_optimizer(base, self.config.zero.stage, allow_untested=True)
+        group_of = {id(p): g for g, group in enumerate(base.param_groups) for p in group["params"] if p.requires_grad}
+        return base, named, group_of
 
-    def _plan(self, sharded: ShardedOptimizer, named: Named, group_of: dict[int, int]) -> Plan:
-        import torch
-
-        from ...engine.precision import choose_dtype, torch_dtype
-        from ...zero.step.tree import tree_buffers
-        from ..plan import make_plan
-
-        config, world = self.config, self.ranks_per_node * self.nodes
-        dtype, zero = choose_dtype(config), config.zero
-        asked = config.communication_data_type
-        transport = "local" if world == 1 else "nodes" if self.nodes > 1 else "node"
-        if self.device != "cpu":
-            transport = "local" if world == 1 else "c10d"
-        across = self.nodes > 1
-        return make_plan(
-            named,
-            group_of,
-            stage=zero.stage,
-            world=world,
-            rank=0,
-            ranks_per_node=self.ranks_per_node,
-            device=torch.device(self.device),
-            dtype=dtype,
-            transport=transport,
-            bucket_elems=config.deepc.bucket_elems or zero.reduce_bucket_size,
-            moments=sharded.moments,
-            nodes=self.nodes,
-            part=0,
-            wire=torch_dtype(asked) if asked else dtype,
-            gradients_as="int4" if across and zero.zero_quantized_gradients else "",
-            parameters_as="int8" if across and zero.zero_quantized_weights and zero.stage > 0 else "",
-            gradient_buffers=(
-                tree_buffers(world, config.gradient_accumulation_steps or 1) if config.deepc.deterministic else 0
-            ),
-        )
+    def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
+        mesh = Mesh(dp=self.ranks_per_node * self.nodes, ranks_per_node=self.ranks_per_node)
+        machine = Machine.here(self.device)
+        return derive(self.config, meta_of(named, group_of), mesh, machine, moments=moments_of(base))
 
 
 def predict(
     model: torch.nn.Module,
     plan: Plan,
-    sharded: ShardedOptimizer,
+    base: torch.optim.Optimizer,
     config: Config,
     batch: Any,
     loss_fn: Callable[..., Any] | None,
@@ -525,9 +487,9 @@ def predict(
     loaded: int = 0,
 ) -> MemoryEstimate:
     """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt."""
-    from ..plan import SLOTS
     from . import dryrun
 
+    core = takes_core_path(base)
     host_states = plan.device != "cpu" and config.zero.offload_optimizer.device == "cpu"
     run = None
     if batch is not None and plan.mode == "streamed":
@@ -537,12 +499,12 @@ def predict(
     if batch is not None:
         gas = config.gradient_accumulation_steps or 1
         trained = [p for _, p in reversed(named) if id(p) in group_of]
-        update = None if sharded.core else _torch_update(plan, sharded, group_of, trained)
+        update = None if core else _torch_update(plan, base, group_of, trained)
         run = dryrun.run(
             model,
             batch,
             loss_fn,
-            dtype=plan.dtype,
+            dtype=torch_dtype(plan.dtype),
             trained=trained,
             layout=plan.layout,
             slots=SLOTS if plan.world > 1 else 0,
@@ -555,20 +517,18 @@ def predict(
             keeps_frozen=plan.stage < 3,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
         )
-    return _assemble(plan, sharded.moments if sharded.core else 0, not sharded.core, host_states, run, loaded, steps)
+    return _assemble(plan, moments_of(base) if core else 0, not core, host_states, run, loaded, steps)
 
 
 def _torch_update(
-    plan: Plan, sharded: ShardedOptimizer, group_of: dict[int, int], trained: Sequence[torch.nn.Parameter]
+    plan: Plan, base: torch.optim.Optimizer, group_of: dict[int, int], trained: Sequence[torch.nn.Parameter]
 ) -> Callable[[Any, Any, Any], Callable[[], Any]]:
-    """For dryrun.run: the step of a torch optimizer on fake shards, as ShardedOptimizer makes them."""
+    """For dryrun.run: the step of a torch optimizer on fake shards, as the engine makes them."""
 
     def make(_: Any, mode: Any, tracker: Any) -> Callable[[], Any]:
         import torch
 
-        from ...zero.step.update import _init_arguments
-
-        groups: list[list[Any]] = [[] for _ in sharded.param_groups]
+        groups: list[list[Any]] = [[] for _ in base.param_groups]
         with mode:
             for s in plan.segments:
                 shape = trained[s.param].shape if s.length == plan.layout.numels[s.param] else (s.length,)
@@ -577,14 +537,7 @@ def _torch_update(
                 p = torch.nn.Parameter(source)
                 p.grad = grad
                 groups[group_of[id(trained[s.param])]].append(p)
-            base = sharded.base
-            twin = type(base)(
-                [
-                    {**{k: v for k, v in g.items() if k != "params"}, "params": ps}
-                    for g, ps in zip(sharded.param_groups, groups)
-                ],
-                **{k: v for k, v in base.defaults.items() if k in _init_arguments(type(base))},
-            )
+            twin = twin_over(base, groups)
         return twin.step
 
     return make
@@ -652,7 +605,6 @@ def _try(case: _Case, name: str, change: dict[str, Any], rows: int | None, recom
     """None if the change can't be made to this model or configuration."""
     from dataclasses import replace
 
-    from ...config.tree import Config
     from . import dryrun
 
     with contextlib.suppress(UnsupportedError, ConfigError):
@@ -687,6 +639,22 @@ def options_by_counts(plan: Plan, have: int) -> list[str]:
     return out
 
 
+def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
+    """Raises OutOfMemoryError, before anything is allocated, if the model states (and `further` bytes) don't fit into
+    what this node has left; says what would."""
+    if plan.device != "cpu":
+        return
+    have = memory.available()
+    if plan.bytes["node_total"] + further > have:
+        fix = " or ".join(options_by_counts(plan, have)) or "nothing on this node; use more nodes, or raise the limit"
+        raise OutOfMemoryError(
+            f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model"
+            f" states{f' and {further / 2**30:.2f} GiB to change the precision' if further else ''}, and"
+            f" {have / 2**30:.2f} GiB are left (memory cgroup and MemAvailable). What would fit:"
+            f" {fix}.\n{plan.describe()}"
+        )
+
+
 def plan_text(
     model: Model,
     config: ConfigSource,
@@ -699,7 +667,6 @@ def plan_text(
     """The plan that deepc.initialize would make for these ranks, in words. Arguments as for estimate."""
     import torch
 
-    from ...config.tree import Config
     from . import dryrun
 
     parsed = Config.load(
@@ -731,14 +698,25 @@ class FirstStep:
         )
 
 
+class Ranks(Protocol):
+    """What the check asks of the engine's group."""
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+
+    def gather_all(self, mine: torch.Tensor) -> torch.Tensor:
+        """[ranks, n] of every rank's [n]. Collective."""
+
+
 def check_plan(
     plan: Plan,
     model: torch.nn.Module,
-    sharded: ShardedOptimizer,
+    base: torch.optim.Optimizer,
     config: Config,
     named: Named,
     group_of: dict[int, int],
-    group: Group,
+    group: Ranks,
     sample_batch: Any,
     loss_fn: Callable[..., Any] | None,
 ) -> MemoryEstimate:
@@ -749,14 +727,14 @@ def check_plan(
     from . import dryrun
 
     def work() -> dict[str, Any]:
-        return predict(model, plan, sharded, config, sample_batch, loss_fn, named=named, group_of=group_of).to_dict()
+        return predict(model, plan, base, config, sample_batch, loss_fn, named=named, group_of=group_of).to_dict()
 
     failure = ""
     try:
         e = _from_dict(work() if sample_batch is None else dryrun.forked(work))
     except UnsupportedError as exc:
         failure = str(exc)
-        e = predict(model, plan, sharded, config, None, None, named=named, group_of=group_of)
+        e = predict(model, plan, base, config, None, None, named=named, group_of=group_of)
         e = _with(e, notes=(*e.notes, failure))
     if plan.device != "cpu":
         return e
@@ -772,9 +750,7 @@ def check_plan(
     ):
         return e
     if sample_batch is not None and not failure:
-        case = _Case(
-            model, config, sample_batch, loss_fn, plan.ranks_per_node, plan.nodes, sharded.base, plan.device, 3
-        )
+        case = _Case(model, config, sample_batch, loss_fn, plan.ranks_per_node, plan.nodes, base, plan.device, 3)
         e = _with(e, options=tuple(_options(case, e.available or 0)))
     raise OutOfMemoryError(_refusal(e))
 

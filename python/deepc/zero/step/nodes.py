@@ -22,9 +22,9 @@ import torch
 from ...core import lib as _lib
 from ...core import memory
 from ...core.lib import C, check
-from ...core.ops import code
+from ...core.ops import code, torch_dtype
 from ...errors import UnsupportedError
-from ...plan.plan import RING, SLOTS, Plan
+from ...plan.plan import QUANTIZED, RING, SLOTS, Plan
 from .reducer import CoreReducer, Tree
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1) -> Plain | Co
         return Plain(dtype, shares)
     from ...core.codecs import Int4Blocks, Int8Blocks
 
-    return Int4Blocks(block=64) if quantized == "int4" else Int8Blocks(block=64)
+    return Int4Blocks(block=QUANTIZED) if quantized == "int4" else Int8Blocks(block=QUANTIZED)
 
 
 class NodesReducer(CoreReducer):
@@ -77,7 +77,7 @@ class NodesReducer(CoreReducer):
         # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded
         # and is pushed (determinism.py).
         self.tree = Tree(acc, plan.gradient_buffers) if plan.gradient_buffers else None
-        self._codec = codec_for(plan.gradients_as, plan.crossing_dtype or plan.dtype, plan.ranks_per_node)
+        self._codec = codec_for(plan.gradients_as, torch_dtype(plan.crossing_dtype), plan.ranks_per_node)
         self._whole = (
             isinstance(self._codec, Plain) and self._codec.shares == 1
         )  # a slice is cast and added up in one call each

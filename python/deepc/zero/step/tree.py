@@ -19,19 +19,12 @@ import torch
 
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...optim.factory import ELEMENTWISE
+from ...plan.derive import tree_buffers
 
 if TYPE_CHECKING:
     from ...comm.groups import Group, MultiNodeGroup
 
 KEY = 'deepc.deterministic = "layout"'
-
-
-def tree_buffers(world: int, passes: int) -> int:
-    """fp32 gradient buffers of a step of `passes` micro-batches on each of `world` ranks: the tree has a node for every
-    bit of the number of micro-batches so far, and the last pass adds to what is there. 1 with one pass, log2(passes)
-    with 2, 4, 8, ... on 1, 2, 4, ... ranks.
-    """
-    return max((bin(world * p).count("1") for p in range(1, passes)), default=1)
 
 
 class LayoutOrder:

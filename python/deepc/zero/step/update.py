@@ -17,7 +17,7 @@ from ...core import memory  # noqa: F401
 from ...core.lib import AdamWArgs, C, check
 from ...core.ops import code
 from ...errors import ConfigError, UnsupportedError
-from ...optim.factory import ELEMENTWISE, takes_core_path
+from ...optim.factory import check_optimizer, moments_of, takes_core_path, twin_over
 from ...plan.layout import Segment
 from ..state import ModelState
 from .tree import LayoutOrder
@@ -38,19 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._left_out: frozenset[int] = frozenset()
         self.overflow = False
         self.loss_scale = 1.0
-        name = type(base).__name__
-        if isinstance(base, torch.optim.SparseAdam):
-            raise UnsupportedError(
-                "SparseAdam updates only the rows that a batch touched, and takes sparse gradients; the engine reduces "
-                "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
-                "their momentum alone); nn.Embedding(sparse=True) may stay"
-            )
-        if not self.core and stage > 0 and name not in ELEMENTWISE and not allow_untested:
-            raise ConfigError(
-                f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"
-                f" {', '.join(sorted(ELEMENTWISE))} treat each element alone. Set zero_allow_untested_optimizer: true"
-                " if yours does, or use stage 0."
-            )
+        check_optimizer(base, stage, allow_untested)
         self._hook_tables()
 
     def check_layout(self) -> None:
@@ -74,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def moments(self) -> int:
         """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
-        return 3 if self.core and any(g.get("amsgrad") for g in self.param_groups) else 2
+        return moments_of(self.base)
 
     def attach(self, state: ModelState, group_of: list[int]) -> None:
         """Binds the update to this rank's share. group_of[i]: param group of flat parameter i."""
@@ -139,13 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._shards.append((s, shard))
         # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code
         # see them.
-        self._twin = type(self.base)(
-            [
-                {**{k: v for k, v in g.items() if k != "params"}, "params": ps}
-                for g, ps in zip(self.param_groups, groups)
-            ],
-            **{k: v for k, v in self.base.defaults.items() if k in _init_arguments(type(self.base))},
-        )
+        self._twin = twin_over(self.base, groups)
 
     def follow_state(self) -> None:
         """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have
@@ -353,9 +335,3 @@ def _plain(value: Any) -> Any:
     if torch.is_tensor(value):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
-
-
-def _init_arguments(kind: type) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]  # of the class, not of an instance

@@ -1,0 +1,226 @@
+"""The one place where a plan comes from: configuration, parameters, mesh and machine in, a frozen Plan out. The engine,
+`deepc.estimate` and `deepc plan` all call `derive`, so that they can't disagree. No tensors, no processes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from ..config.tree import Config
+from ..core import env
+from ..core import lib as _lib
+from ..core.dtypes import FLOAT32, DType
+from ..core.dtypes import dtype as dtype_named
+from ..errors import ConfigError, UnsupportedError
+from .layout import Layout, Slice, padded
+from .mesh import Mesh
+from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, ParamInfo, Plan, Sizes, payload_bytes
+
+QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
+
+
+class ParamMeta(NamedTuple):
+    """What a plan needs to know of a parameter. group: the optimizer's group that trains it, None if it is frozen."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as the model has it; a plan's own dtype is the configuration's
+    group: int | None
+
+
+def meta_of(named: Iterable[tuple[str, Any]], group_of: Mapping[int, int]) -> tuple[ParamMeta, ...]:
+    """Of (name, parameter) pairs of any framework, in the order of registration; group_of: id(parameter) -> group."""
+    return tuple(
+        ParamMeta(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), group_of.get(id(p))) for n, p in named
+    )
+
+
+class Place(Protocol):
+    """What a plan asks of a group of ranks (comm/groups.py)."""
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def uneven(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts about where the ranks run. device: "cpu", "cuda:1". transport: what their group found ("local", "node",
+    "nodes", "c10d"); "": what follows from device and mesh. uneven: why nodes with different numbers of ranks make one
+    group, in words, or "". streamed: stage 3 streams its parameters though the ranks share memory (DEEPC_STREAMED)."""
+
+    device: str = "cpu"
+    transport: str = ""
+    uneven: str = ""
+    streamed: bool = False
+
+    @classmethod
+    def here(cls, device: object, group: Place | None = None) -> Machine:
+        """This machine, with what the environment says. group: the ranks', if they are there already."""
+        transport, uneven = (group.transport, group.uneven) if group is not None else ("", "")
+        return cls(str(device), transport, uneven, env.switch("DEEPC_STREAMED"))
+
+
+def transport_of(device: str, mesh: Mesh) -> str:
+    """How gradients and parameters travel between these ranks, where all nodes have equally many."""
+    if mesh.size == 1:
+        return "local"
+    if not device.startswith("cpu"):
+        return "c10d"
+    return "nodes" if mesh.nodes > 1 else "node"
+
+
+def tree_buffers(world: int, passes: int) -> int:
+    """fp32 gradient buffers of a step of `passes` micro-batches on each of `world` ranks: the tree has a node for every
+    bit of the number of micro-batches so far, and the last pass adds to what is there. 1 with one pass, log2(passes)
+    with 2, 4, 8, ... on 1, 2, 4, ... ranks.
+    """
+    return max((bin(world * p).count("1") for p in range(1, passes)), default=1)
+
+
+def is_streamed(config: Config, mesh: Mesh, machine: Machine) -> bool:
+    """Stage 3's parameters come and go where the ranks share no memory for them, or where the machine says so."""
+    transport = machine.transport or transport_of(machine.device, mesh)
+    return config.zero.stage == 3 and (machine.streamed or (transport == "c10d" and mesh.dp > 1))
+
+
+def derive(
+    config: Config,
+    meta: Iterable[ParamMeta],
+    mesh: Mesh,
+    machine: Machine,
+    *,
+    rank: int = 0,
+    part: int | None = None,
+    moments: int = 2,
+    dtype: str | DType = "",
+) -> Plan:
+    """The plan of one rank. meta: all parameters of the model in the order of registration. part: the rank's place in
+    the layout (default: the rank itself; see comm/groups.py). moments: fp32 state arrays of the optimizer per element.
+    dtype: what the model computes in, if it is not what the configuration says (precision "auto").
+
+    Raises UnsupportedError or ConfigError for what these ranks and this machine rule out."""
+    mesh.require_data_parallel()
+    transport = machine.transport or transport_of(machine.device, mesh)
+    zero, stage = config.zero, config.zero.stage
+    _check_places(config, mesh, machine, transport)
+    kind = dtype_named(dtype or config.dtype)
+    wire = dtype_named(config.communication_data_type) if config.communication_data_type else kind
+    nodes = mesh.nodes if transport == "nodes" else 1
+    gradients_as = "int4" if nodes > 1 and zero.zero_quantized_gradients else ""
+    parameters_as = "int8" if nodes > 1 and zero.zero_quantized_weights and stage > 0 else ""
+    tree = tree_buffers(mesh.dp, config.gradient_accumulation_steps or 1) if config.deepc.deterministic else 0
+    mode = "private" if stage < 3 else "streamed" if is_streamed(config, mesh, machine) else "resident"
+    sharded = mode == "streamed" and transport == "c10d"
+    part = rank if part is None else part
+
+    rows = tuple(meta)
+    # The flat order is the reverse of registration, which is about the order in which backward makes gradients.
+    trained = [i for i in reversed(range(len(rows))) if rows[i].group is not None]
+    index = {i: k for k, i in enumerate(trained)}
+    params = tuple(ParamInfo(m.name, m.shape, prod(m.shape), m.group, index.get(i)) for i, m in enumerate(rows))
+    asked = config.deepc.bucket_elems or zero.reduce_bucket_size
+    layout = Layout([params[i].numel for i in trained], mesh.dp, max(1, min(asked, MAX_BUCKET_ELEMS)))
+    frozen = sum(padded(p.numel) for p in params if p.index is None)
+    segments = layout.whole_segments() if stage == 0 else layout.segments(part)
+    slices = [Slice(0, 0, layout.total)] if stage == 0 else layout.slices(part)
+    if sharded:  # flat_begin: in the shard, which is all that a rank holds
+        segments = [s._replace(flat_begin=s.shard_begin) for s in segments]
+        slices = [s._replace(flat_begin=s.shard_begin) for s in slices]
+    raw = _lib.BytesIn(
+        total=layout.total,
+        shard=layout.shard_elems,
+        frozen=frozen,
+        world=mesh.dp,
+        ranks_per_node=mesh.ranks_per_node,
+        slots=SLOTS if transport in ("node", "nodes") else 0,
+        bucket_elems=layout.bucket_elems,
+        stage=stage,
+        param_size=kind.itemsize,
+        grad_wire_size=wire.itemsize,
+        master=int(kind != FLOAT32 or bool(parameters_as)),
+        state_size=4,
+        nstates=moments,
+        resident=int(stage == 3 and not sharded),
+        exchange=_exchange_bytes(layout, nodes, FLOAT32 if tree else wire, gradients_as),
+        grad_buffers=tree,
+    )
+    out = _lib.Bytes()
+    _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
+    return Plan(
+        stage=stage,
+        mesh=mesh,
+        rank=rank,
+        device=machine.device,
+        dtype=kind,
+        transport=transport,
+        mode=mode,
+        params=params,
+        frozen_elems=frozen,
+        layout=layout,
+        segments=tuple(segments),
+        slices=tuple(slices),
+        bytes=Sizes({n: getattr(out, n) for n, *_ in _lib.Bytes._fields_}),
+        nodes=nodes,
+        part=part,
+        node_layout=_cut_for_node(layout, mesh.ranks_per_node) if nodes > 1 else None,
+        gradients_as=gradients_as,
+        parameters_as=parameters_as,
+        wire=wire,
+        gradient_buffers=tree,
+        notes=_notes(config, nodes),
+    )
+
+
+def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) -> None:
+    """What the ranks' places rule out, which the configuration alone does not show."""
+    zero, uneven = config.zero, f"nodes with different numbers of ranks ({machine.uneven})"
+    asked = [k for k in QUANTIZING if getattr(zero, k)]
+    if transport == "c10d" and mesh.dp > 1 and asked:
+        raise UnsupportedError(
+            f"zero_optimization.{asked[0]} over {uneven if machine.uneven else 'several GPUs'} does not exist; "
+            f"{'start equally many ranks on each node' if machine.uneven else 'use CPU nodes'}, or remove the key"
+        )
+    size, ranks = zero.zero_hpz_partition_size, mesh.ranks_per_node
+    if size > 1 and zero.stage == 3 and ranks % size:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {ranks}"
+            f" rank{'s' * (ranks > 1)} of a node. The secondary partition is always the node here (its memory holds"
+            " the parameters once, whichever rank reads them); a partition over several nodes would bring back the"
+            f" traffic that hpZ is there to avoid. Set it to {ranks}, or to 1."
+        )
+
+
+def _notes(config: Config, nodes: int) -> tuple[str, ...]:
+    return tuple(
+        f"config: zero_optimization.{key} has no effect here: there is one node, and inside it"
+        " gradients are reduced where they lie and parameters are shared, uncompressed"
+        for key in QUANTIZING
+        if nodes == 1 and getattr(config.zero, key)
+    )
+
+
+def _cut_for_node(layout: Layout, ranks: int) -> Layout:
+    """The same flat space, in the same buckets, for the ranks of a node. A parameter that no one has stands for the
+    padding, which is longer than a layout of fewer ranks would make it."""
+    numels = list(layout.numels)
+    end = padded(layout.offsets[-1] + numels[-1]) if numels else 0
+    cut = Layout([*numels, layout.total - end], ranks, layout.bucket_elems)
+    assert (cut.total, cut.bucket_elems) == (layout.total, layout.bucket_elems)
+    return cut
+
+
+def _exchange_bytes(layout: Layout, nodes: int, wire: DType, gradients_as: str) -> int:
+    """Bytes of a rank's buffers for what is on its way between nodes: the reduced slices, and what is sent and received
+    for them."""
+    if nodes == 1:
+        return 0
+    ranks = layout.world // nodes
+    payload = nodes * payload_bytes(gradients_as, wire, layout.bucket_elems // layout.world)
+    straight = not gradients_as and wire == FLOAT32
+    return RING * (layout.bucket_elems // ranks * 4 + payload * (1 if straight else 2))
