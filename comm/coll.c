@@ -15,6 +15,9 @@
 #include "coll_impl.h"
 #include "flight.h"
 #include "segment.h"
+#include "sync.h"
+#include "tell.h"
+#include "wait.h"
 
 #define TRIALS 8 /* calls of a kind and size that take turns, now and then */
 
@@ -424,13 +427,19 @@ static int check_counts(const dc__job *j, blocks *b) {
 
 static int counts_differ(const dc__job *j, int64_t step, int r, int k, int64_t given, int64_t taken) {
   const dc_comm *c = j->c;
-  char giver[256], taker[256];
-  dc__tell_call(c, r, step, giver, sizeof giver);
-  dc__tell_call(c, k, step, taker, sizeof taker);
+  dc__text giver = {.n = 0}, taker = {.n = 0};
+  char where[DC__WHERE];
+  dc__where_text(c->where, where);
+  text_add_rank(&giver, c, r);
+  text_add(&giver, " called ");
+  dc__tell_step(&giver, c, r, step);
+  text_add_rank(&taker, c, k);
+  text_add(&taker, " called ");
+  dc__tell_step(&taker, c, k, step);
   return DC_FAIL(DC_E_MISMATCH,
                  "all_to_all(%s) [call %lld%s%s]: rank %d sends %lld elements to rank %d, which expects %lld: %s; %s",
-                 dc_dtype_name(j->call.dtype), (long long)c->seq, c->where[0] ? " at " : "", c->where,
-                 c->global_rank[r], (long long)given, c->global_rank[k], (long long)taken, giver, taker);
+                 dc_dtype_name(j->call.dtype), (long long)c->seq, where[0] ? " at " : "", where, c->global_rank[r],
+                 (long long)given, c->global_rank[k], (long long)taken, giver.s, taker.s);
 }
 
 /* What rank r gives must be what rank k takes, for every pair: all ranks check all pairs, so all see the same mistake.
@@ -468,7 +477,7 @@ static int run_blocks(dc__job *j, blocks *b) {
   dc_call shown = j->call; /* ranks give different counts, so the call they compare has none */
   for (int r = 0; r < c->size; r++) shown.count += j->in_counts[r];
   c->unshown = false;
-  c->flight = dc__flight_begin(c, &shown, c->where);
+  c->flight = dc__flight_begin(c, &shown);
   if (c->size > 1) rc = exchange_counts(j, all);
   for (int r = 0; r < c->size; r++) b->theirs[r] = &all[r * 2 * c->size];
   j->theirs = b->theirs;

@@ -9,13 +9,7 @@
  * then carries n reads and n writes per rank, the least that can be; a second phase in which peers fetch the slice
  * would read it from memory once more.
  *
- * Tried on 2 ranks (2 virtual cores; us a call; ordinary memory, so through the kernel):
- *   from 32 or 64 KiB on instead of 128        64 KiB gather, root in turns, 5.9 -> 2.8; broadcast 8.3 -> 6.7;
- * all_to_all 5.3 -> 4.1 moves in pieces of 1 MiB instead of 128 KiB  1 MiB all_gather in place 17.6 -> 14.9; 32 MiB
- * pieces 14.5 a scatter of 64 KiB whose root writes half  5.9; whose root only copies its own part 2.8 trials timed
- * until all are through          by rank 0 alone a root that ran ahead made staging look fast: 64 KiB gather 7.2 reduce
- * of 64 KiB takes 6.8 here and 5.5 staged (OpenMPI 5.3 by the root alone). all_gather in place twice as fast as MPI is
- * beyond the memory: at 16 MiB OpenMPI moves its half at 0.85 of the rate of a copy, registered buffers here at 0.94.
+ * docs/lab/collectives.md has what was tried.
  *
  * May assume: dc__meet has agreed on the call and pinned the segments, and dc__reachable holds on all ranks. */
 #include <errno.h>
@@ -26,7 +20,10 @@
 #include <unistd.h>
 
 #include "coll_impl.h"
+#include "fault.h"
 #include "segment.h"
+#include "sync.h"
+#include "wait.h"
 
 #define SCRATCH_BYTES \
   ((int64_t)256 << 10) /* on the stack of every thread that works: stays in the second-level cache */
@@ -449,6 +446,6 @@ int dc__probe_single_copy(dc_comm *c) {
   DC_TRY(dc__share(c, &call, &mine, sizeof mine, bits)); /* `word` lives until all have read it */
   for (int r = 0; r < c->size; r++) all &= bits[r];
   c->single_copy = all & 1;
-  dc__use_membarrier(c, all & 2);
+  c->fences = !(all & 2);
   return DC_OK;
 }

@@ -1,7 +1,24 @@
-/* comm_impl.h: what the files of comm/ share. Owns the layout of the shared header.
+/* comm_impl.h: what all files of comm/ share: the layout of the arena, and a rank's own state. What a file offers the
+ * others stands in a header of its own; comm/CMakeLists.txt lists the files in the order in which they may call each
+ * other.
+ *
+ * The arena is one memfd that every rank has mapped:
+ *
+ *   dc__header                  the error that all share (broken, status, text) | which way rank 0 found faster
+ *   dc__seat  [size]            of a rank: done | sleepers, working | left, pid          (one cache line each)
+ *   dc__cell  [size][cells]     of a step: posted, fingerprint, hash of all calls, <= 16 bytes of data  (one line)
+ *   dc__where [size][cells]     of a step: the caller's text                                            (one line)
+ *   slots     [size][slots]     of a step: slot_bytes of data, slot_stride apart
+ *   small     [size][SMALLS]    the same for <= 16 KiB; data[0] of the cell says which one
+ *   p2p_seat  [size], p2p_pair [size][size]                                     messages, see p2p_impl.h
+ *
+ * Step k of a rank uses its cell k % cells and, if its data does not fit there, a small slot or slot k % slots. A rank
+ * runs through begin, fill, post, wait, read, done; posted and done are what the others wait for:
+ *
+ *   done <= arrived <= posted <= begun <= done + slots         (of one rank, in steps)
  *
  * Everything another process may write while we read it is an atomic; plain fields of the header are written by group
- * rank 0 before the segment is handed out and never again (the error text is published by a release of `broken`). */
+ * rank 0 before the arena is handed out and never again (the error text is published by a release of `broken`). */
 #ifndef DEEPC_COMM_IMPL_H
 #define DEEPC_COMM_IMPL_H
 
@@ -9,7 +26,9 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/types.h>
+#include <time.h>
 
 #include "comm.h"
 
@@ -21,7 +40,6 @@
 #define DC__TEXT 2048 /* bytes of the shared error text */
 #define DC__WHERE 64  /* bytes of a caller text */
 #define DC__LABEL 64
-#define DC__LOOK_NS (20 * 1000 * 1000ll) /* look after the peers at least this often while waiting */
 #define DC__LINE 64
 
 /* What one rank shows to the others. Peers wait on `done` and on the cells' `posted`. The numbers of those who sleep
@@ -59,9 +77,10 @@ typedef struct dc__where {
   _Alignas(DC__LINE) _Atomic uint64_t
       w[DC__WHERE_WORDS]; /* caller of the step; written when it differs from what is there */
 } dc__where;
+_Static_assert(sizeof(dc__cell) == DC__LINE, "one line to wait for");
+_Static_assert(sizeof(dc__where) == DC__LINE && DC__WHERE_WORDS * 8 == DC__WHERE, "and one for the text");
 
 enum { DC__SEGMENTS = 64 }; /* registered per communicator */
-enum { DC__BIASES = 16 };   /* times that the fast way into a communicator may change its thread */
 enum { DC__CLASSES = 6 }; /* of sizes, in which single copy and staging are timed */
 typedef struct dc__trial {
   int64_t calls;
@@ -100,20 +119,17 @@ typedef struct dc__map {
 
 struct dc_comm {
   int32_t rank, size, slots;
-  int64_t slot_bytes, slot_stride, timeout_ns, spin_ns, yield_ns;
+  int64_t slot_bytes, slot_stride, spin_ns, yield_ns;
+  _Atomic int64_t timeout_ns;
   int32_t global_rank[DC_COMM_MAX_RANKS];
   char label[DC__LABEL];
-  char where[DC__WHERE]; /* caller text of the current call */
-  uint32_t where_number; /* of the text; 0: none was set */
+  _Atomic uint64_t where[DC__WHERE_WORDS]; /* caller text of the current call, padded with zeros */
+  _Atomic uint32_t where_number;           /* of the text; 0: none was set */
   uint32_t *shown;       /* [cells] number of the text that each of our cells holds */
   uint64_t hash;         /* of all calls posted */
   uint64_t fork_mark;    /* dc__fork_mark() of the process that opened */
-  /* who is inside, see dc__go_in() */
-  _Atomic uint32_t bias, taking;
-  _Atomic uintptr_t holder[DC__BIASES];
-  _Atomic uint32_t inside[DC__BIASES + 1];
-  uint32_t entered; /* the bias by which the thread inside came in */
-  bool fences;       /* without membarrier(2): every post and done is a full fence, every entry an exchange */
+  _Atomic uint32_t inside; /* 1 while a thread is in a call */
+  bool fences;             /* without membarrier(2): every post and done is a full fence */
   dc__counts counts; /* of the thread inside */
   dc__map map;
   dc__header *h; /* start of map */
@@ -127,14 +143,15 @@ struct dc_comm {
   uint32_t small_last; /* the one that was begun last */
   int pidfd[DC_COMM_MAX_RANKS];
   int sock[DC_COMM_MAX_RANKS]; /* rank 0: to every rank; others: sock[0] */
-  uint8_t dead[DC_COMM_MAX_RANKS];
+  _Atomic uint8_t dead[DC_COMM_MAX_RANKS];
   /* steps of this rank: done <= arrived <= posted <= begun <= done + slots */
   int64_t begun, posted, arrived, done;
   int64_t base;     /* steps that opening took: callers of the exchange count from there */
   int64_t all_done; /* steps that every rank is known to have done */
   int64_t seq;      /* calls, for messages */
   int64_t look_ns;  /* when we last looked after the peers */
-  void *p2p;        /* p2p.c's own */
+  struct p2p *p2p;  /* of the messages, with where their seats lie */
+  struct p2p_seat *messages;
   int flight_group; /* flight.c's index of this group */
   bool unshown;     /* the call in progress is not in the flight record yet */
   uint64_t flight;  /* its row */
@@ -159,65 +176,60 @@ static inline void dc__prefetch_write(const void *p) {
 #endif
 }
 
-/* ---- open.c ------------------------------------------------------------------------------------------------------ */
 /* A number that differs between a process and its forked children. */
 uint64_t dc__fork_mark(void);
+/* Gives this process its number; once per process, before any communicator. */
+int dc__fork_mark_set(void);
 
-/* ---- coll.c, coll_direct.c --------------------------------------------------------------------------------------- */
-void dc__choices_make(dc_comm *c);
-int dc__force_algos(dc_comm *c);
-/* Asks every peer's memory for a word that it shows; all ranks agree on the answer. Called once by dc_comm_open. */
-int dc__probe_single_copy(dc_comm *c);
+static inline int64_t dc__now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
 
-/* ---- sync.c ------------------------------------------------------------------------------------------------------ */
-int64_t dc__now_ns(void);
-/* Enters a call: DC_E_INVALID for NULL, DC_E_STATE after a fork or when another thread is inside, or the error that
- * broke c. */
-int dc__enter(dc_comm *c);
-void dc__leave(dc_comm *c);
-/* dc__enter's lock alone: false if a thread is inside. */
-bool dc__go_in(dc_comm *c);
-/* Registers this process for membarrier(2); false where there is none. */
-bool dc__membarrier_register(void);
-/* What all ranks have agreed on: membarrier for the rare side, or fences for all. Before that: dc__use_membarrier(c,
- * false). */
-void dc__use_membarrier(dc_comm *c, bool yes);
-/* The error that broke c (as this thread's failure), or DC_OK. */
-int dc__broken(dc_comm *c);
-/* Breaks c on all ranks with this error; the first one wins. Returns the status of the winner. */
-int dc__break(dc_comm *c, int status, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
-void dc__wake_all(dc_comm *c);
-/* c is broken and this rank's call is about to fail: waits until no living peer reads or writes the buffers of ranks
- * any more, at most for the time-out. Returns the rank that was still at it then, or -1. */
-int dc__await_calm(dc_comm *c);
-/* A peer's memory could not be reached: breaks c, with the peer's death as soon as that shows, else with `why`. */
-int dc__unreachable(dc_comm *c, const char *why);
-/* " died: ..." and "is in all_reduce(...) ...": how a rank ended, and what it did last in collectives. */
-void dc__tell_death(const dc_comm *c, int rank, char *s, size_t room);
-void dc__tell_position(const dc_comm *c, int rank, char *s, size_t room);
-/* "rank 1 called all_reduce(...)": what it posted as `step`, while no rank can be DC__CELLS steps further. */
-void dc__tell_call(const dc_comm *c, int rank, int64_t step, char *s, size_t room);
-/* Puts the call in progress into the flight record. Done behind its first post, where there is time while the post
- * travels, and before any longer wait. */
-void dc__show(dc_comm *c);
-/* The exchange, inside a call. A step has a slot (dc__begin) or room for `bytes` <= slot_bytes, where little has a
- * cheaper place (dc__begin_for; peers read it at dc__place with the same number of bytes). */
-int dc__begin(dc_comm *c, int64_t *step, void **slot);
-int dc__begin_for(dc_comm *c, int64_t bytes, int64_t *step, void **place);
-int dc__can_begin(dc_comm *c, int *ready);
-int dc__post(dc_comm *c, const dc_call *call);
-/* Between post and wait of `step`, whose place took `bytes`: while peers have not posted it, asks for the lines of our
- * next place, which are in the caches of those who read it. */
-void dc__warm(dc_comm *c, int64_t step, int64_t bytes);
-int dc__wait(dc_comm *c, int64_t step);
-/* Waits for `rank` only, and compares with it. */
-int dc__wait_rank(dc_comm *c, int64_t step, int rank);
-/* Instead of wait, by a rank that reads nothing of the posted step: it may be done before the others post. */
-int dc__skip(dc_comm *c, int64_t step);
-int dc__done(dc_comm *c, int64_t step);
-/* One whole step: every rank shows `bytes` <= slot_bytes of `mine`; all[size * bytes] is everyone's, in rank order.
- * With 0 bytes a meeting; the pointers may be NULL then. */
-int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, void *all);
+static inline void dc__cpu_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+/* A caller's text. Acquire, for those that are written again: see dc__tell_where(). */
+static inline void dc__where_text(const _Atomic uint64_t w[DC__WHERE_WORDS], char text[DC__WHERE]) {
+  for (int i = 0; i < DC__WHERE_WORDS; i++) {
+    const uint64_t v = atomic_load_explicit(&w[i], memory_order_acquire);
+    memcpy(text + 8 * i, &v, sizeof v);
+  }
+  text[DC__WHERE - 1] = 0;
+}
+
+/* ---- steps, as everybody sees them ------------------------------------------------------------------------------- */
+/* True if counter `value` is at or past `target`; both are modulo 2^32 and less than 2^31 apart. */
+static inline bool dc__at_least(uint32_t value, uint32_t target) { return (int32_t)(value - target) >= 0; }
+
+static inline dc__cell *dc__cell_of(const dc_comm *c, int rank, int64_t step) {
+  return &c->cell[(int64_t)rank * c->cells + step % c->cells];
+}
+
+/* The cell of `rank` still holds (or already holds) just this step. */
+static inline bool dc__holds(const dc_comm *c, int rank, int64_t step) {
+  return atomic_load_explicit(&dc__cell_of(c, rank, step)->posted, memory_order_acquire) == (uint32_t)(step + 1);
+}
+
+/* The same call, and the same calls before it. */
+static inline bool dc__same_hash(const dc__cell *a, const dc__cell *b) {
+  return atomic_load_explicit(&a->hash, memory_order_relaxed) == atomic_load_explicit(&b->hash, memory_order_relaxed);
+}
+
+static inline bool dc__same_call(const dc__cell *a, const dc__cell *b) {
+  uint64_t diff = 0;
+  for (int i = 0; i < DC__CALL_WORDS; i++)
+    diff |= atomic_load_explicit(&a->call[i], memory_order_relaxed) ^
+            atomic_load_explicit(&b->call[i], memory_order_relaxed);
+  return diff == 0;
+}
+
 static inline char *dc__slot(const dc_comm *c, int rank, int64_t step) {
   return c->stage + ((int64_t)rank * c->slots + step % c->slots) * c->slot_stride;
 }
@@ -225,7 +237,7 @@ static inline char *dc__small(const dc_comm *c, int rank, uint32_t i) {
   return c->small + ((int64_t)rank * DC__SMALLS + i % DC__SMALLS) * DC__SMALL_STRIDE;
 }
 static inline const char *dc__place(const dc_comm *c, int rank, int64_t step, int64_t bytes) {
-  const dc__cell *cell = &c->cell[(int64_t)rank * c->cells + step % c->cells];
+  const dc__cell *cell = dc__cell_of(c, rank, step);
   if (bytes <= DC__INLINE) return (const char *)cell->data;
   return bytes <= DC__SMALL ? dc__small(c, rank, cell->data[0]) : dc__slot(c, rank, step);
 }

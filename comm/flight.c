@@ -8,10 +8,9 @@
  * reads the numbers again, and keeps the rows whose number is the same. Rows of calls that are not finished are never
  * taken over: the one call that hangs is what the record is for, while other groups may make thousands.
  *
- * Cost. With clock_gettime and one claim a call: 55 ns, but 90 ns in a barrier of 300: locked instructions and the
- * clock's fence hold up the loads and stores of the exchange around them. Kept: a group's thread claims rows in
- * batches, and times are ticks of the TSC where it is invariant; the header holds one moment in ticks and on the clock,
- * and whoever reads takes the second one (a dump holds it too). */
+ * A group's thread claims rows in batches, and times are ticks of the TSC where it is invariant: with a claim and a
+ * clock_gettime a call, a barrier took 90 ns more (docs/lab/collectives.md). The header holds one moment in ticks and
+ * on the clock, and whoever reads takes the second one (a dump holds it too). */
 #include "flight.h"
 
 #include <errno.h>
@@ -311,21 +310,8 @@ static uint64_t what_of(const dc_comm *c, const dc_call *k) {
          (uint64_t)(uint16_t)c->flight_group << 48;
 }
 
-/* c->where is padded with zeros to its full size; any other text is copied to its end. */
-static void where_write(word *row, const dc_comm *c, const char *where) {
-  uint64_t w[ROW_WORDS - ROW_WHERE];
-  char text[DC__WHERE];
-  if (where != c->where) {
-    memset(text, 0, sizeof text);
-    if (where) memcpy(text, where, strnlen(where, sizeof text - 1));
-    where = text;
-  }
-  memcpy(w, where, sizeof w);
-  for (int i = 0; i < ROW_WORDS - ROW_WHERE; i++) set(&row[ROW_WHERE + i], w[i]);
-}
-
-static uint64_t row_fill(header *h, word *row, uint64_t n, const dc_comm *c, const dc_call *call, const char *where,
-                         int64_t seq) {
+static uint64_t row_fill(header *h, word *row, uint64_t n, const dc_comm *c, const dc_call *call,
+                         const uint64_t where[DC__WHERE_WORDS], int64_t seq) {
   set(&row[ROW_BEGIN], ticks(h));
   set(&row[ROW_END], 0);
   set(&row[ROW_COUNT], (uint64_t)call->count);
@@ -333,16 +319,17 @@ static uint64_t row_fill(header *h, word *row, uint64_t n, const dc_comm *c, con
   set(&row[ROW_SEQ], (uint64_t)seq);
   set(&row[ROW_WHAT], what_of(c, call));
   set(&row[ROW_STATUS], 0);
-  where_write(row, c, where);
+  for (int i = 0; i < DC__WHERE_WORDS; i++) set(&row[ROW_WHERE + i], where[i]);
   set(&row[ROW_NUMBER], n);
   return n;
 }
 
 uint64_t dc__flight_begin_as(const dc_comm *c, const dc_call *call, const char *where, int64_t seq) {
   header *h = atomic_load_explicit(&record, memory_order_acquire);
-  uint64_t n;
+  uint64_t n, w[DC__WHERE_WORDS];
   word *row = h ? claim(h, &n) : NULL;
-  return row ? row_fill(h, row, n, c, call, where, seq) : 0;
+  memcpy(w, where, sizeof w);
+  return row ? row_fill(h, row, n, c, call, w, seq) : 0;
 }
 
 /* A claimed row of the group's batch; claims new ones when it is used up, or so old that newer rows have gone round. */
@@ -359,12 +346,14 @@ static word *batch_next(header *h, struct batch *b, uint64_t *number) {
   return rows_of(h) + (*number - 1) % DC_FLIGHT_CALLS * ROW_WORDS;
 }
 
-uint64_t dc__flight_begin(const dc_comm *c, const dc_call *call, const char *where) {
-  if (c->flight_group < 0 || c->flight_group >= BATCH_GROUPS) return dc__flight_begin_as(c, call, where, c->seq);
+uint64_t dc__flight_begin(const dc_comm *c, const dc_call *call) {
   header *h = atomic_load_explicit(&record, memory_order_acquire);
-  uint64_t n;
-  word *row = h ? batch_next(h, &batches[c->flight_group], &n) : NULL;
-  return row ? row_fill(h, row, n, c, call, where, c->seq) : 0;
+  if (!h) return 0;
+  const bool batched = c->flight_group >= 0 && c->flight_group < BATCH_GROUPS;
+  uint64_t n, w[DC__WHERE_WORDS];
+  word *row = batched ? batch_next(h, &batches[c->flight_group], &n) : claim(h, &n);
+  for (int i = 0; i < DC__WHERE_WORDS; i++) w[i] = atomic_load_explicit(&c->where[i], memory_order_relaxed);
+  return row ? row_fill(h, row, n, c, call, w, c->seq) : 0;
 }
 
 static void log_append(log_ring *l, const word *row, uint64_t end, int status) {
@@ -405,7 +394,7 @@ void dc__flight_end(uint64_t number, int status) {
 /* Steps of the exchange stay open between calls of it: the numbers of their rows are kept here. */
 void dc__flight_step_begin(const dc_comm *c, const dc_call *call, int64_t step) {
   if (c->flight_group < 0 || !step_row[c->flight_group]) return;
-  step_row[c->flight_group][step % c->slots] = dc__flight_begin(c, call, c->where);
+  step_row[c->flight_group][step % c->slots] = dc__flight_begin(c, call);
 }
 
 void dc__flight_step_end(const dc_comm *c, int64_t step, int status) {

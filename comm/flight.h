@@ -52,9 +52,9 @@ DC_API const char *dc_call_name(int op);
 int dc__flight_group_open(const dc_comm *c); /* at dc_comm_open; the returned index goes to c->flight_group */
 void dc__flight_group_close(int group);
 /* After c->seq was counted up. Returns the row's number, 0 if the call is not recorded. */
-uint64_t dc__flight_begin(const dc_comm *c, const dc_call *call, const char *where);
+uint64_t dc__flight_begin(const dc_comm *c, const dc_call *call);
 /* The same without c entered, for messages: they have numbers of their own, and c->seq may be changing in another
- * thread. */
+ * thread. `where`: 64 bytes, padded with zeros. */
 uint64_t dc__flight_begin_as(const dc_comm *c, const dc_call *call, const char *where, int64_t seq);
 void dc__flight_end(uint64_t number, int status); /* a status that breaks a group also dumps to $DEEPC_FLIGHT_DIR */
 /* The same for an exchange step, which is begun and ended by different calls: from its post to its done. */

@@ -9,45 +9,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "coll_impl.h"
 #include "comm_impl.h"
+#include "fault.h"
 #include "flight.h"
 #include "open.h"
 #include "p2p.h"
 #include "segment.h"
-
-#ifndef MADV_WIPEONFORK
-#define MADV_WIPEONFORK 18
-#endif
-
-/* ---- forks ------------------------------------------------------------------------------------------------------- */
-/* One page that the kernel zeroes in a forked child. It holds a number that no ancestor used, set at the first open of
- * a process. */
-static pthread_mutex_t open_fork_lock = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t *open_fork_page;
-static uint64_t open_fork_last;
-DC__AT_FORK(open_mark_at_fork, DC__FORK_MARK, &open_fork_lock, NULL)
-
-uint64_t dc__fork_mark(void) { return open_fork_page ? *open_fork_page : 0; }
-
-static int open_fork_mark(void) {
-  int rc = DC_OK;
-  pthread_mutex_lock(&open_fork_lock);
-  if (!open_fork_page) {
-    void *p = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
-      rc = DC_FAIL(DC_E_NOMEM, "mmap of one page: %s", strerror(errno));
-    } else if (madvise(p, 4096, MADV_WIPEONFORK)) {
-      rc = DC_FAIL(DC_E_UNSUPPORTED, "madvise(MADV_WIPEONFORK): %s; deepc's collectives need Linux 5.3 or later",
-                   strerror(errno));
-      munmap(p, 4096);
-    } else {
-      open_fork_page = p;
-    }
-  }
-  if (!rc && *open_fork_page == 0) *open_fork_page = ++open_fork_last;
-  pthread_mutex_unlock(&open_fork_lock);
-  return rc;
-}
+#include "sync.h"
 
 /* ---- open, close ------------------------------------------------------------------------------------------------- */
 static int open_env_us(const char *name, int64_t *ns) {
@@ -109,7 +78,7 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   DC_TRY(DC__SIZED(dc_comm_config, flags, config, &taken));
   DC_TRY(open_check(k));
   if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL");
-  DC_TRY(open_fork_mark());
+  DC_TRY(dc__fork_mark_set());
   dc_comm *c = calloc(1, sizeof *c);
   if (!c) return DC_FAIL(DC_E_NOMEM, "%zu bytes", sizeof *c);
   c->rank = k->rank;
@@ -127,7 +96,7 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   }
   c->cells = k->slots > DC__CELLS ? k->slots : DC__CELLS;
   dc__counts_attach(&c->counts);
-  dc__use_membarrier(c, false); /* until all ranks have agreed */
+  c->fences = true; /* until all ranks have agreed on membarrier */
   c->shown = calloc((size_t)c->cells, sizeof *c->shown);
   c->slot_used = calloc((size_t)k->slots, sizeof *c->slot_used);
   int rc = c->shown && c->slot_used ? open_wait_defaults(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);

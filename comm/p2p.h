@@ -47,23 +47,14 @@ DC_API int dc_request_free(dc_request *r);
 DC_API int dc_send(dc_comm *c, const void *buf, int64_t count, int dtype, int dst, int64_t tag);
 DC_API int dc_recv(dc_comm *c, void *buf, int64_t count, int dtype, int src, int64_t tag, int *source);
 
-/* ---- for arena.c and open.c: the pairs' rings lie in the communicator's shared map
- * -------------------------------------------- */
+/* ---- for arena.c and open.c: the pairs' rings lie in the communicator's arena --------------------------------------
+ */
 /* Bytes of the area for `size` ranks (a multiple of 4096; the area is zeroed and 64-byte aligned). */
 int64_t dc__p2p_bytes(int size);
 /* Called by dc_comm_open when all ranks have mapped the area, and before it is unmapped (also in a forked child).
  * c->p2p is p2p.c's own. */
 int dc__p2p_open(dc_comm *c, void *area);
 void dc__p2p_close(dc_comm *c);
-
-/* ---- for sync.c: a rank that waits in a collective still takes part in its messages ------------------------------ */
-#ifndef __cplusplus
-/* How many requests of this process are unfinished. */
-extern _Atomic int dc__p2p_unfinished;
-/* Progresses them all, on every communicator of the process; never blocks (but copies what is due). Leaves
- * dc_last_error() alone unless a communicator breaks. */
-void dc__p2p_idle(void);
-#endif
 
 #ifdef __cplusplus
 }

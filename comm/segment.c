@@ -7,10 +7,11 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "comm_impl.h"
+#include "fault.h"
 #include "flight.h"
 #include "open.h"
 #include "segment.h"
+#include "sync.h"
 
 /* One lock for all: the last reference may go in any thread, before or after the communicator. */
 static pthread_mutex_t segment_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -144,7 +145,7 @@ static int segment_build(dc_comm *c, int64_t bytes, dc__map *map) {
   int fd = -1;
   c->seq++;
   c->call = call;
-  const uint64_t flight = dc__flight_begin(c, &call, c->where);
+  const uint64_t flight = dc__flight_begin(c, &call);
   int rc = segment_agree(c, &call, DC_OK);
   if (!rc) {
     rc = segment_agree(c, &call, c->rank == 0 ? segment_make(c, bytes, &fd, map) : DC_OK);

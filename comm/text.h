@@ -6,12 +6,12 @@
 
 #include "comm_impl.h"
 
-typedef struct text {
+typedef struct dc__text {
   char s[DC__TEXT];
   size_t n;
-} text;
+} dc__text;
 
-__attribute__((format(printf, 2, 3))) static inline void add(text *t, const char *fmt, ...) {
+__attribute__((format(printf, 2, 3))) static inline void text_add(dc__text *t, const char *fmt, ...) {
   va_list ap;
   va_start(ap, fmt);
   int n = vsnprintf(t->s + t->n, sizeof t->s - t->n, fmt, ap);
@@ -19,9 +19,14 @@ __attribute__((format(printf, 2, 3))) static inline void add(text *t, const char
   if (n > 0) t->n += (size_t)n < sizeof t->s - t->n ? (size_t)n : sizeof t->s - t->n - 1;
 }
 
-static inline void add_rank(text *t, const dc_comm *c, int rank) {
-  add(t, "rank %d", c->global_rank[rank]);
-  if (c->global_rank[rank] != rank) add(t, " (%d in the group)", rank);
+static inline void text_add_rank(dc__text *t, const dc_comm *c, int rank) {
+  text_add(t, "rank %d", c->global_rank[rank]);
+  if (c->global_rank[rank] != rank) text_add(t, " (%d in the group)", rank);
+}
+
+static inline void text_add_pid(dc__text *t, const dc_comm *c, int rank) {
+  text_add_rank(t, c, rank);
+  text_add(t, " (pid %d)", c->h->seat[rank].pid);
 }
 
 #endif

@@ -27,6 +27,16 @@ int dc_zero_slice(const dc_zero_layout *l, int64_t b, int64_t r, int64_t *begin,
   return DC_OK;
 }
 
+int64_t dc__zero_first_param(const dc_zero_layout *l, int64_t flat) {
+  int64_t lo = 0, hi = l->nparams;
+  while (lo < hi) {
+    int64_t mid = lo + (hi - lo) / 2;
+    if (l->offset[mid] + l->numel[mid] > flat) hi = mid;
+    else lo = mid + 1;
+  }
+  return lo;
+}
+
 int dc_zero_pieces(const dc_zero_layout *l, int64_t b, dc_zero_piece *pieces, int64_t capacity, int64_t *count) {
   if (!count) return DC_FAIL(DC_E_INVALID, "count is NULL");
   int64_t begin, end;

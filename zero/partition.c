@@ -88,16 +88,6 @@ int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, in
 
 void dc_zero_layout_free(dc_zero_layout *layout) { free(layout); }
 
-int64_t dc__zero_first_param(const dc_zero_layout *l, int64_t flat) {
-  int64_t lo = 0, hi = l->nparams;
-  while (lo < hi) {
-    int64_t mid = lo + (hi - lo) / 2;
-    if (l->offset[mid] + l->numel[mid] > flat) hi = mid;
-    else lo = mid + 1;
-  }
-  return lo;
-}
-
 int dc_zero_locate(const dc_zero_layout *l, int64_t flat, int64_t *rank, int64_t *shard_index) {
   if (!l || !rank || !shard_index) return DC_FAIL(DC_E_INVALID, "layout, rank or shard_index is NULL");
   if (flat < 0 || flat >= l->total)

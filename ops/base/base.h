@@ -170,9 +170,9 @@ DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
 /* The core's process-wide locks, outermost first: a thread that holds one may take only those below it. Each has one
  * row in the registry. */
 enum dc__fork_order {
-  DC__FORK_REGISTRY, /* comm/p2p.c: open endpoints */
+  DC__FORK_REGISTRY, /* comm/p2p_match.c: open endpoints */
   DC__FORK_SEGMENTS, /* comm/segment.c: segments of communicators */
-  DC__FORK_MARK,     /* comm/open.c: the number of this process */
+  DC__FORK_MARK,     /* comm/mark.c: the number of this process */
   DC__FORK_FLIGHT,   /* comm/flight.c: the record */
   DC__FORK_POOL,     /* ops/base/pool.c: threads and their job */
   DC__FORK_BLOCKS,   /* ops/base/mem.c: blocks of dc_mem_alloc */

@@ -5,7 +5,7 @@
  * process-wide lock of the core is a row here, taken before a fork and given back after it on both sides: the child
  * finds it free and what it guards whole. A row's `child` says what else changes there.
  *
- * - comm/p2p.c: the list of open endpoints stays; they are the parent's (dc__fork_mark) and are not used
+ * - comm/p2p_match.c: the list of open endpoints stays; they are the parent's (dc__fork_mark) and are not used
  * - comm/open.c, comm/segment.c: arenas are not mapped (MADV_DONTFORK), segments are; sockets and pidfds stay open
  * until the child closes the communicator
  * - comm/flight.c: no record: its mapping is the parent's, its descriptor is closed

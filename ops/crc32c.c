@@ -4,7 +4,7 @@
  *
  * One chain of crc32 instructions retires 8 bytes every 3 cycles, about a third of what the units can do, but already
  * above what a disk takes; the interleaved form needs shift tables and is not worth its code yet. */
-#include "base.h"
+#include "base/base.h"
 
 #include <pthread.h>
 #include <string.h>
