@@ -32,7 +32,7 @@ bool dc__look_due(const dc__waiting *w);
 /* ---- words that are waited for ----------------------------------------------------------------------------------- */
 /* Who stores such a word looks behind the store whether somebody sleeps; who goes to sleep counts itself and then looks
  * at the word once more. One of the two must make its store visible before its look. Here that is the sleeper, by
- * membarrier(2), which runs a fence on all cores, so that posting needs none (reduce of 8 B 145 instead of 157 ns,
+ * membarrier(2), which runs a fence on all cores, so that posting needs none (reduce of 8 B 137 instead of 143 ns,
  * docs/lab/entry-lock.md); without it everybody fences. */
 static inline void dc__publish(const dc_comm *c, _Atomic uint32_t *word, uint32_t value,
                                const _Atomic uint32_t *sleepers) {

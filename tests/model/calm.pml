@@ -11,7 +11,7 @@
  *
  * RANKS, PIECES. Known bugs, each of which must be found:
  * -DBUG_NO_FENCE: a worker does not make it visible that it works before it looks at the group
- * -DBUG_LOOK_FIRST: a worker looks whether the group is sound before it shows that it works
+ * -DBUG_LOOK_FIRST: a worker looks whether the group is sound only before it shows that it works
  * -DBUG_NO_WAIT: the owner returns at once
  * -DBUG_NO_DEATH: the owner waits for the dead */
 #ifndef RANKS
@@ -33,9 +33,9 @@ active proctype memory() {
   byte r;
 end:
   do
-  :: shown[1] -> d_step { working[1] = true; shown[1] = false }
+  :: d_step { shown[1] -> working[1] = true; shown[1] = false }
 #if RANKS > 2
-  :: shown[2] -> d_step { working[2] = true; shown[2] = false }
+  :: d_step { shown[2] -> working[2] = true; shown[2] = false }
 #endif
   od
 }
@@ -65,15 +65,18 @@ proctype worker(byte me) {
     :: dead[me] = true; goto out
     :: true
     fi;
+#ifndef BUG_LOOK_FIRST
     if
     :: broken -> break
     :: else
     fi;
+#endif
     assert(!returned); /* the piece */
     piece++
   :: else -> break
   od;
 over:
+  skip;
   d_step { shown[me] = false; working[me] = false };
 out:
   skip

@@ -41,7 +41,7 @@ SOUND = [
     ("sleep", "RANKS=2", "STEPS=6"),
     ("sleep", "RANKS=3", "STEPS=4"),
     ("sleep", "RANKS=3", "STEPS=3", "BELL"),
-    ("calm", "RANKS=2", "PIECES=3"),
+    ("calm", "RANKS=3", "PIECES=3"),
     ("calm", "RANKS=3", "PIECES=2"),
     ("exchange", "RANKS=2", "CALLS=4", "PLACES=5"),
     ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3"),
