@@ -2,8 +2,10 @@
  * rest.
  *
  *   comm_fault kills SEED N      cases SEED .. SEED + N - 1; every survivor must name the dead rank, its pid and the
- * call, and what calls that succeeded before gave must be right comm_fault desyncs SEED N    the same; every rank must
- * get DC_E_MISMATCH with a text that names both calls
+ *                                call, and what calls that succeeded before gave must be right
+ *   comm_fault desyncs SEED N    the same; every rank must get DC_E_MISMATCH with a text that names both calls
+ *   comm_fault races SEED N      the same; during the calls other threads free a segment, poll requests, fork, and
+ * abort at last. Nothing may crash, and nothing may be written into a buffer after its failed call has returned
  *
  * A case follows from its seed (but for the moment at which a death meets the calls), so a failing one is repeated by
  * `comm_fault MODE SEED 1`. Afterwards nothing may be left: see leftovers(). The last line is a JSON summary; exit code
@@ -15,6 +17,7 @@
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -85,6 +88,7 @@ typedef struct plan {
   int size, who, slots, names; /* who: dies, or differs; global rank names are rank + names */
   int64_t slot_bytes;
   bool segment, reap_late;
+  int frees, forks, polls; /* races: ranks whose threads do that; -1: none */
   int death, moment_us;
   /* desyncs: a[]: what the others call; b[]: what `who` calls; both end with a barrier */
   int kind, at, na, nb;
@@ -741,6 +745,134 @@ static void case_desynced(run *x, const char *address) {
   for (int r = 0; r < p->size && !x->why[0]; r++) check_desynced(x, r, i);
 }
 
+/* ---- races ------------------------------------------------------------------------------------------------------- */
+enum { POLLS = 2, GUARD = 0xA5 };
+
+static void plan_race(plan *p) {
+  rng g = rng_of(p->seed, 4);
+  p->segment = true;
+  p->frees = below(&g, p->size + 1) - 1;
+  p->forks = below(&g, 3) ? -1 : below(&g, p->size);
+  p->polls = below(&g, p->size + 1) - 1;
+  p->moment_us = 1 + below(&g, below(&g, 3) ? 3000 : 12000);
+}
+
+static void *thread_frees(void *arg) {
+  rank_state *s = arg;
+  rng g = rng_of(s->p->seed, 5);
+  usleep((useconds_t)below(&g, s->p->moment_us + 1));
+  dc_segment_free(s->segment);
+  return NULL;
+}
+
+static void *thread_aborts(void *arg) {
+  rank_state *s = arg;
+  usleep((useconds_t)s->p->moment_us);
+  dc_comm_abort(s->c, "the storm is over");
+  return NULL;
+}
+
+/* What a forked child may do with what it inherited. */
+static void child(rank_state *s) {
+  alarm(10);
+  if (dc_barrier(s->c, 0) != DC_E_STATE) _exit(7);
+  if (s->rank != s->p->frees && dc_segment_free(s->segment)) _exit(8);
+  if (dc_comm_close(s->c)) _exit(9);
+  _exit(0);
+}
+
+static void *thread_forks(void *arg) {
+  rank_state *s = arg;
+  rng g = rng_of(s->p->seed, 6);
+  for (int i = 0; i < 2; i++) {
+    usleep((useconds_t)below(&g, s->p->moment_us + 1));
+    int status = 0;
+    const pid_t pid = fork();
+    if (pid == 0) child(s);
+    if (pid < 0 || waitpid(pid, &status, 0) != pid || status) return (void *)(intptr_t)(status ? status : -1);
+  }
+  return NULL;
+}
+
+static void *thread_polls(void *arg) {
+  int rc = DC_OK, done = 0;
+  while (rc == DC_OK && !done) rc = dc_request_test(arg, &done);
+  return (void *)(intptr_t)rc;
+}
+
+/* Every byte of a buffer that a failed call gave back is ours: nobody else writes there from now on. */
+static void guard(const rank_state *s, char *buffer, const char *name, bool look) {
+  if (!look) memset(buffer, GUARD, BUFFER);
+  for (int64_t i = 0; look && i < BUFFER; i++)
+    if ((unsigned char)buffer[i] != GUARD)
+      wrong(s->r, "byte %lld of the %s buffer was written after the call had failed and returned", (long long)i, name);
+}
+
+static void start_thread(rank_state *s, pthread_t *t, void *(*body)(void *), void *arg) {
+  if (pthread_create(t, NULL, body, arg)) wrong(s->r, "pthread_create failed");
+}
+
+static int call_until_error(rank_state *s) {
+  rng g = rng_of(s->p->seed, 2);
+  for (int i = 0;; i++) {
+    call k = call_make(s->p, &g, i, false);
+    k.registered = k.registered && s->rank != s->p->frees;
+    if (checked(&k)) fill(s, &k);
+    const int rc = make(s, &k);
+    s->r->calls = i;
+    if (rc) return rc;
+    if (checked(&k)) check(s, &k);
+  }
+}
+
+static void rank_raced(rank_state *s) {
+  const plan *p = s->p;
+  pthread_t frees, forks, aborts, polls[POLLS];
+  dc_request *never[POLLS] = {NULL};
+  float to[POLLS];
+  const bool does_poll = s->rank == p->polls;
+  for (int i = 0; i < POLLS && does_poll; i++) {
+    const int rc = dc_irecv(s->c, &to[i], 1, DC_F32, (s->rank + 1) % p->size, 100 + i, "", &never[i]);
+    if (rc && rc != DC_E_ABORTED) wrong(s->r, "dc_irecv: %s", dc_last_error());
+    if (never[i]) start_thread(s, &polls[i], thread_polls, never[i]);
+  }
+  if (s->rank == p->frees) start_thread(s, &frees, thread_frees, s);
+  if (s->rank == p->forks) start_thread(s, &forks, thread_forks, s);
+  if (s->rank == p->who) start_thread(s, &aborts, thread_aborts, s);
+  const int rc = call_until_error(s);
+  s->r->status = rc;
+  snprintf(s->r->text, sizeof s->r->text, "%s", dc_last_error());
+  guard(s, s->private, "private", false);
+  if (s->rank != p->frees) guard(s, s->shared, "registered", false);
+  usleep(1500);
+  guard(s, s->private, "private", true);
+  if (s->rank != p->frees) guard(s, s->shared, "registered", true);
+  void *said = NULL;
+  if (s->rank == p->who) pthread_join(aborts, NULL);
+  if (s->rank == p->forks) pthread_join(forks, &said);
+  if (said) wrong(s->r, "a forked child ended with wait status %d", (int)(intptr_t)said);
+  if (s->rank == p->frees) pthread_join(frees, NULL);
+  if (dc_comm_close(s->c)) wrong(s->r, "dc_comm_close: %s", dc_last_error()); /* beside those that poll */
+  for (int i = 0; i < POLLS && does_poll; i++) {
+    if (!never[i]) continue; /* the abort came first */
+    pthread_join(polls[i], &said);
+    const int got = (int)(intptr_t)said;
+    if (got != DC_E_ABORTED && got != DC_E_STATE) wrong(s->r, "dc_request_test gave %s", dc_status_name(got));
+    dc_request_free(never[i]);
+  }
+  if (s->rank != p->frees && dc_segment_free(s->segment)) wrong(s->r, "dc_segment_free: %s", dc_last_error());
+  atomic_store(&s->r->over, 1);
+  _exit(0);
+}
+
+static void case_raced(run *x, const char *address) {
+  fork_ranks(x, address, rank_raced);
+  wait_end(x, -1);
+  if (x->why[0]) end_all(x);
+  for (int r = 0; r < x->p->size && !x->why[0]; r++)
+    if (fine_report(x, r, DC_E_ABORTED)) has(x, r, "aborted: the storm is over");
+}
+
 /* ---- leftovers --------------------------------------------------------------------------------------------------- */
 static int entries(const char *dir, const char *with) {
   int n = 0;
@@ -791,22 +923,54 @@ static void no_core_dumps(void) {
   setrlimit(RLIMIT_CORE, &one);
 }
 
-static void fail(const char *mode, const plan *p, const char *why) {
-  printf("FAILED %s seed %llu (%d ranks, rank %d: %s): %s\nrepeat with: comm_fault %s %llu 1\n", mode,
-         (unsigned long long)p->seed, p->size, p->who, mode[0] == 'k' ? death_name[p->death] : kind_name[p->kind], why,
-         mode, (unsigned long long)p->seed);
+/* ---- the modes --------------------------------------------------------------------------------------------------- */
+enum { RACE_FREES, RACE_FORKS, RACE_POLLS, RACES };
+static const char *const race_name[] = {"frees", "forks", "polls"};
+
+typedef struct mode {
+  const char *name;
+  void (*make)(plan *);
+  void (*run)(run *, const char *address);
+  const char *const *kinds; /* counted by count() */
+  int nkinds;
+} mode;
+
+static void plan_kill(plan *p) { (void)p; }
+
+static const mode modes[] = {{"kills", plan_kill, case_killed, death_name, DEATHS},
+                             {"desyncs", plan_desync, case_desynced, kind_name, KINDS},
+                             {"races", plan_race, case_raced, race_name, RACES}};
+
+static void count(const mode *m, const plan *p, int by[KINDS]) {
+  if (m->run == case_killed) by[p->death]++;
+  if (m->run == case_desynced) by[p->kind]++;
+  if (m->run != case_raced) return;
+  by[RACE_FREES] += p->frees >= 0;
+  by[RACE_FORKS] += p->forks >= 0;
+  by[RACE_POLLS] += p->polls >= 0;
+}
+
+static void fail(const mode *m, const plan *p, const char *why) {
+  const char *kind = m->run == case_killed     ? death_name[p->death]
+                     : m->run == case_desynced ? kind_name[p->kind]
+                                               : "aborts";
+  printf("FAILED %s seed %llu (%d ranks, rank %d: %s): %s\nrepeat with: comm_fault %s %llu 1\n", m->name,
+         (unsigned long long)p->seed, p->size, p->who, kind, why, m->name, (unsigned long long)p->seed);
   fflush(stdout);
 }
 
 int main(int argc, char **argv) {
-  if (argc != 4 || (strcmp(argv[1], "kills") && strcmp(argv[1], "desyncs"))) {
-    fprintf(stderr, "usage: comm_fault kills|desyncs SEED N\n");
+  const mode *m = NULL;
+  for (size_t i = 0; argc == 4 && i < sizeof modes / sizeof *modes; i++)
+    if (strcmp(argv[1], modes[i].name) == 0) m = &modes[i];
+  if (!m) {
+    fprintf(stderr, "usage: comm_fault kills|desyncs|races SEED N\n");
     return 2;
   }
-  const bool kills = argv[1][0] == 'k';
   const uint64_t seed = strtoull(argv[2], NULL, 10);
   const int n = atoi(argv[3]);
   int failed = 0, by[KINDS] = {0};
+  int64_t calls = 0;
   reports = mmap(NULL, sizeof *reports * MAX_RANKS, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   times = calloc((size_t)n * MAX_RANKS + 1, sizeof *times);
   if (reports == MAP_FAILED || !times) return 2;
@@ -815,22 +979,23 @@ int main(int argc, char **argv) {
   const double start = now();
   for (int i = 0; i < n && failed < 20; i++) {
     plan p = plan_make(seed + (uint64_t)i);
-    if (!kills) plan_desync(&p);
+    m->make(&p);
     run x = {.p = &p};
     char address[90];
     address_of(address, p.seed);
-    (kills ? case_killed : case_desynced)(&x, address);
-    by[kills ? p.death : p.kind]++;
+    m->run(&x, address);
+    count(m, &p, by);
+    for (int r = 0; r < p.size; r++) calls += reports[r].calls;
     const char *left = x.why[0] ? NULL : leftovers(before);
     if (left) blame(&x, "%s are left", left);
-    if (x.why[0]) failed++, fail(argv[1], &p, x.why);
+    if (x.why[0]) failed++, fail(m, &p, x.why);
   }
   qsort(times, (size_t)ntimes, sizeof *times, by_size);
-  printf("{\"mode\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failed\": %d, \"seconds\": %.1f", argv[1],
+  printf("{\"mode\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failed\": %d, \"seconds\": %.1f", m->name,
          (unsigned long long)seed, n, failed, now() - start);
-  for (int i = 0; i < (kills ? DEATHS : KINDS); i++)
-    printf(", \"%s\": %d", kills ? death_name[i] : kind_name[i], by[i]);
-  if (kills)
+  for (int i = 0; i < m->nkinds; i++) printf(", \"%s\": %d", m->kinds[i], by[i]);
+  printf(", \"calls\": %lld", (long long)calls);
+  if (m->run == case_killed)
     printf(", \"errors\": %d, \"median_ms\": %.3f, \"p99_ms\": %.3f, \"max_ms\": %.3f, \"slowest_seed\": %llu", ntimes,
            part_of_times(0.5), part_of_times(0.99), part_of_times(1), (unsigned long long)slowest_seed);
   printf("}\n");
