@@ -97,6 +97,12 @@ class ReleasedParameterError(DeepcError):
     Fix: read it under `with deepc.zero.GatheredParameters(params)`, or during the forward of its module."""
 
 
+class UnitStateError(DeepcError, RuntimeError):
+    """Parameters that come and go (ZeRO-3) were asked for a step that their state does not allow.
+
+    Fix: none in the script: this is a fault of deepc, please report it with the traceback."""
+
+
 class LaunchError(DeepcError):
     """A rank that deepc.notebook.launch started has failed, or could not be started; the message ends with its
     traceback.

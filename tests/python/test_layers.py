@@ -144,8 +144,8 @@ KNOWN_CLIMBS: set[str] = {
     "observe.diagnose.doctor -> deepc",
     "observe.monitor.run_info -> deepc",
 }
-KNOWN_TORCH: set[str] = set(["plan/units.py"])
-KNOWN_CIRCLES = 3
+KNOWN_TORCH: set[str] = set()
+KNOWN_CIRCLES = 2
 
 
 def test_a_file_imports_only_downward() -> None:

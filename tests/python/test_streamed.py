@@ -358,18 +358,19 @@ def test_order_of_uses():
 
 def test_units():
     from deepc.plan.units import cut
+    from deepc.zero.streamed.units import tree_of
 
     model = Odd("tied across")
-    made = cut(model, {id(p): p.numel() for p in model.parameters()})
+    tree, modules = tree_of(model)
+    made = cut(tree, {id(p): p.numel() for p in model.parameters()})
+    needs = {modules[node]: used for node, used in made.needs.items()}
     names = [u.name for u in made.units]
     assert names[0] == "(root)" and {f"experts.{i}" for i in range(4)} <= set(names)
     assert sum(len(u.params) for u in made.units) == len(list(model.parameters()))
-    assert made.blocks == list(model.experts)
+    assert [modules[b] for b in made.blocks] == list(model.experts)
     first = names.index("experts.0")
-    assert made.needs[model.experts[2].down] == [first], (
-        "a tied parameter's unit is used by the module that has it as well"
-    )
-    assert model.out in made.needs
+    assert needs[model.experts[2].down] == [first], "a tied parameter's unit is used by the module that has it as well"
+    assert model.out in needs
 
 
 # ---- touches ---------------------------------------------------------------------------------------------------------

@@ -255,3 +255,29 @@ def test_a_rank_that_dies_or_leaves_in_backward_is_an_error_on_the_others(stage,
     said = run_ranks(_fails, 3, stage, how, may_die=(2,), limit_s=60)
     assert said[2] == ("left" if how == "leaves" else None)
     assert all(text for text in said[:2])
+
+
+def _replicas_fail(rank, world):
+    import deepc
+    import torch.distributed as dist
+    from deepc.errors import CommError
+
+    os.environ["DEEPC_NODE_ID"] = "a" if rank < 2 else "b"  # of a process of its own
+    engine = deepc.initialize(model=tiny.make_model(), config=tiny.config(2, micro=2))[0]
+    x, y = tiny.make_batch(0, 2)
+    engine.backward(engine(x, y))
+    engine.step()
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for _ in range(2):  # and from then on every call says so
+        with pytest.raises(CommError) as caught:
+            engine.reducer.gather(engine.state.flat)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_that_dies_while_replicas_are_completed_is_an_error_on_the_others():
+    for said in run_ranks(_replicas_fail, 3, backend="gloo", may_die=(2,), limit_s=60)[:2]:
+        assert "parameters of bucket 0" in said[0] and said[1] == said[0]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Inside only: multi-node collectives and ZeRO-3's streamed mode, which no user calls.
-INSIDE = ["hierarchy.py", "streamed*.py"]
+# Inside only: multi-node collectives, which no user calls.
+INSIDE = ["comm/hierarchy.py"]
 
 USER = """
 import torch

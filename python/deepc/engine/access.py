@@ -297,7 +297,7 @@ class _Access:
                 "engine.backward(loss) and "
                 "engine.step()"
             )
-        tree = getattr(self.engine.reducer, "tree", None)
+        tree = self.engine.reducer.tree
         if tree is not None and not tree.closed:
             raise UnsupportedError(
                 f"the gradient of '{self.name}' can't be set before the step's last micro-batch with "

@@ -33,6 +33,7 @@ from ..plan.predict.estimate import FirstStep, MemoryEstimate, check_plan, refus
 from ..zero import gathered
 from ..zero.init import adopt
 from ..zero.param import unshare
+from ..zero.resident import ResidentState
 from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks
 from ..zero.step.nodes import NodesReducer
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from ..observe.profile.probe import Probe
     from ..optim.schedules import Scheduler
     from ..zero.step.reducer import Reducer
-    from ..zero.streamed import StreamedState
+    from ..zero.streamed.state import StreamedState
 
     OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]  # noqa: UP007
     Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -319,8 +320,8 @@ class Engine(ModelWrapper):
 
     def _state_class(self) -> type[ModelState]:
         if self.plan.mode != "streamed":
-            return ModelState
-        from ..zero.streamed import StreamedState
+            return ResidentState
+        from ..zero.streamed.state import StreamedState
 
         return StreamedState
 

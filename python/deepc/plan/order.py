@@ -31,7 +31,9 @@ def order_of(uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live:
     limits = [min(x, (1 << 62) - 1) for x in (prefetch, max_live, max_reuse)]
     use, size = (ctypes.c_int64 * max(1, n))(*uses), (ctypes.c_int64 * max(1, units))(*elems)
     check(C.dc_zero_prefetch(use, n, size, units, *limits, actions, 3 * n, ctypes.byref(count)))
-    drop, ahead, keep = [], [], []
+    drop: list[tuple[int, ...]] = []
+    ahead: list[tuple[int, ...]] = []
+    keep: list[bool] = []
     dropped: list[int] = []
     gathered: list[int] = []
     for a in actions[: count.value]:

@@ -1,20 +1,26 @@
-"""A parameter whose writes by users must be seen: its memory is shared by all ranks of the node (ZeRO-3, resident
-mode), or an fp32 master stands behind it."""
+"""The parameters of stage 3 as Python objects: those whose writes by users must be seen (`NodeParameter`), those whose
+values are not on this rank now (`Released`), and the state machine of parameters that come and go together (`Unit`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import enum
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ..core.ops import name_of
+from ..errors import UnitStateError
+from ..plan.layout import padded
 
 _data: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
 
 
 class NodeParameter(torch.nn.Parameter):
-    """A Parameter in everything, but `.data` shares its version counter: a write through it (`p.data.mul_(...)`, a
+    """A parameter whose memory is shared by all ranks of the node (resident mode), or with an fp32 master behind it. A
+    Parameter in everything, but `.data` shares its version counter: a write through it (`p.data.mul_(...)`, a
     clamp, an EMA copy), which would happen once per rank on shared memory, or be lost under the master, is seen at the
     next step like any other write.
     """
@@ -148,7 +154,7 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class Owner(Protocol):
-    """Who gathers released parameters (streamed.py, shards.py)."""
+    """Who gathers released parameters (streamed/units.py, shards.py)."""
 
     def touched(self, p: Any, func: Callable[..., Any]) -> Any:
         """`func` is about to run on the released parameter `p`: gathers it or raises. What is not None is func's
@@ -163,7 +169,7 @@ class Owner(Protocol):
 
 class Released:
     """Mixin of the class that a parameter has while its values are not here: what it is can be asked; any other touch
-    goes to its owner (streamed.py), which gathers it or raises. Without this an operator would read freed memory."""
+    goes to its owner, which gathers it or raises. Without this an operator would read freed memory."""
 
     _deepc_owner: Owner
     shape: torch.Size  # the parameter's own, whose class comes behind this one
@@ -238,3 +244,181 @@ def released_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
     if kind not in _classes:
         _classes[kind] = type(f"Released{kind.__name__}", (Released, kind), {})
     return _classes[kind]
+
+
+def set_data(p: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """`p.data = value`, also if `p` is released."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _data.__set__(p, value)
+
+
+def version_of(p: torch.Tensor) -> int:
+    """The version counter of `p`, released or not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return p._version
+
+
+# ---- parameters that come and go together ----------------------------------------------------------------------------
+class UnitState(enum.Enum):
+    """Of a Unit: what this rank has of its parameters."""
+
+    SHARDED = "sharded"  # no storage
+    ARRIVING = "arriving"  # storage that is being filled
+    UNSHARDED = "unsharded"  # storage with the values
+    STALE = "stale"  # storage, but its values are not those of the last step: something still refers to it
+
+
+class Unit:
+    """Parameters that are gathered and given up together: a state machine.
+
+        SHARDED --begin--> ARRIVING --finish--> UNSHARDED --reshard--> SHARDED
+        UNSHARDED --outdate--> STALE --begin--> ARRIVING    STALE --reshard--> SHARDED
+
+    Only these four change `state` and storage, and only `use`, `unuse` and `reshard` the parameters' class: while
+    nothing uses the unit its parameters are Released, also when it is there (gathered ahead, or kept), because it may
+    go at any moment. A step that the state does not allow is a UnitStateError. persistent: it is never given up, and
+    its parameters are never Released."""
+
+    def __init__(self, index: int, name: str, params: Sequence[torch.nn.Parameter], state: UnitState) -> None:
+        self.index, self.name, self.state = index, name, state
+        self.kinds = [type(p) for p in params]  # the parameters' own classes
+        self.elems = sum(p.numel() for p in params)
+        self.uses = 0
+        self.persistent = False
+
+    @property
+    def params(self) -> Sequence[torch.nn.Parameter]:
+        """Its parameters, in their order."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """It has storage from here on, which somebody fills."""
+        if self._leave("begin", UnitState.SHARDED, UnitState.STALE) is UnitState.SHARDED:
+            self._allocate()
+        self.state = UnitState.ARRIVING
+
+    def finish(self) -> None:
+        """The values are there."""
+        self._leave("finish", UnitState.ARRIVING)
+        self.state = UnitState.UNSHARDED
+
+    def outdate(self) -> None:
+        """The owners' values have changed."""
+        self._leave("outdate", UnitState.UNSHARDED)
+        self.state = UnitState.STALE
+
+    def reshard(self) -> None:
+        """Its storage goes."""
+        self._leave("reshard", UnitState.UNSHARDED, UnitState.STALE)
+        if self.uses or self.persistent:
+            raise UnitStateError(f"{self} is given up while it is {'persistent' if self.persistent else 'in use'}")
+        self._hide()
+        self._free()
+        self.state = UnitState.SHARDED
+
+    def use(self) -> None:
+        """One more user: its parameters can be read."""
+        self._leave("use", UnitState.UNSHARDED)
+        if self.uses == 0 and not self.persistent:
+            for p, kind in zip(self.params, self.kinds):
+                p.__class__ = kind
+        self.uses += 1
+
+    def unuse(self) -> None:
+        """One user less."""
+        if self.uses == 0:
+            raise UnitStateError(f"{self} has no user that could end")
+        self.uses -= 1
+        if self.uses == 0 and not self.persistent:
+            self._hide()
+
+    @property
+    def live(self) -> bool:
+        """Whether it has storage."""
+        return self.state is not UnitState.SHARDED
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has its values."""
+        return self.state is UnitState.UNSHARDED
+
+    def _leave(self, what: str, *allowed: UnitState) -> UnitState:
+        if self.state not in allowed:
+            raise UnitStateError(f"{self} can't {what}: that is for {' or '.join(s.value for s in allowed)} units")
+        return self.state
+
+    def _hide(self) -> None:
+        for p, kind in zip(self.params, self.kinds):
+            p.__class__ = released_class(kind)
+
+    def _allocate(self) -> None:
+        """Gives the parameters storage."""
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        """Takes it away. The parameters are Released already."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        users = f", {self.uses} use{'s' * (self.uses != 1)}" if self.uses else ""
+        kept = ", persistent" if self.persistent else ""
+        return (
+            f"<unit {self.index} '{self.name}': {self.state.value}{users}{kept}, {len(self.kinds)}"
+            f" parameter{'s' * (len(self.kinds) != 1)} of {self.elems:,} elements>"
+        )
+
+
+class FlatUnit(Unit):
+    """A unit with one storage, which is resized to nothing and back: its parameters stay the same views of it.
+
+    flat: [elements and padding] dtype; offsets: where each parameter starts in it; storage, nbytes, key: of `flat`, for
+    torch's own count of who refers to it; trained: id(parameter) of those that get gradients. For who schedules units:
+    stamp (when it was used last), keep (it stays after its present use), todo (id(parameter) of trained ones whose
+    gradient has not come since the last forward use)."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        params: Sequence[torch.nn.Parameter],
+        shapes: Sequence[Sequence[int]],
+        like: torch.Tensor,
+        trained: frozenset[int],
+        persistent: bool,
+    ) -> None:
+        """`params` become views of the unit's storage, of the `shapes`; it is STALE. like: its dtype and device."""
+        super().__init__(index, name, params, UnitState.STALE)
+        self._params = list(params)
+        numels = [math.prod(shape) for shape in shapes]
+        starts = itertools.accumulate((padded(n) for n in numels), initial=0)
+        *self.offsets, total = starts
+        self.elems, self.persistent, self.trained = sum(numels), persistent, trained
+        self.flat = like.new_zeros(total)
+        for p, shape, offset, n in zip(params, shapes, self.offsets, numels):
+            p.data = self.flat[offset : offset + n].view(tuple(shape))
+        self.storage = self.flat.untyped_storage()
+        self.nbytes, self.key = self.storage.nbytes(), self.storage._cdata
+        self._own_references = torch._C._storage_Use_Count(self.key)
+        self.stamp, self.keep = 0, False
+        self.todo: set[int] = set()
+
+    @property
+    def params(self) -> Sequence[torch.nn.Parameter]:
+        return self._params
+
+    @property
+    def referred(self) -> bool:
+        """Whether something else than its own tensors refers to its storage: a view that a user kept, a tensor inside
+        a running node."""
+        count: int = torch._C._storage_Use_Count(self.key)
+        return count > self._own_references
+
+    def place(self, p: torch.nn.Parameter) -> int:
+        """The place of `p` among its parameters."""
+        return next(i for i, q in enumerate(self.params) if q is p)
+
+    def _allocate(self) -> None:
+        self.storage.resize_(self.nbytes)
+
+    def _free(self) -> None:
+        self.storage.resize_(0)

@@ -10,19 +10,17 @@ ranks which don't raise MismatchError and none waits for the others in vain."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm import start as comm
-from ..comm.groups import _all_gather
-from ..errors import CommError, DeepcError, MismatchError, ReleasedParameterError
+from ..errors import MismatchError, ReleasedParameterError
 from .gathered import Params, Whole
-from .param import NodeParameter, Released, released_class, unshare
+from .param import NodeParameter, Released, Unit, UnitState, set_data, unshare
+from .sources import Exchange
 
 KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built
 _PART, _WHOLE, _END = 1, 2, 3  # what ranks are about to do
@@ -30,13 +28,49 @@ _DOING = {_PART: "gives up", _WHOLE: "touches", _END: "is at the end of the cont
 _data_of_tensor: Any = torch.Tensor.data  # the C getset descriptor
 
 
-@dataclass(eq=False)
-class _Part:
-    """What is known of one parameter. number: of its registration; mine: this rank's part, padded at the last ranks."""
+class _Part(Unit):
+    """One parameter. index: counted as they are registered; mine: this rank's part, padded at the last ranks. Whole, it
+    is any tensor, of which others may have views: so it is replaced, not resized."""
 
-    number: int
-    kind: type[torch.nn.Parameter]
-    mine: torch.Tensor | None = None
+    def __init__(self, index: int, p: torch.nn.Parameter) -> None:
+        super().__init__(index, f"parameter {index}", [p], UnitState.UNSHARDED)
+        self._of = weakref.ref(p)  # it lives as long as its module wants
+        self.mine: torch.Tensor | None = None
+        self.use()
+
+    @property
+    def params(self) -> Sequence[torch.nn.Parameter]:
+        p = self._of()
+        return [] if p is None else [p]
+
+    def fill(self, value: torch.Tensor) -> None:
+        """`value`, of the parameter's shape, is its memory from now on; it is whole, with one user."""
+        self.begin()
+        for p in self.params:
+            set_data(p, value)
+        self.finish()
+        self.use()
+
+    def become(self, kind: type[torch.nn.Parameter]) -> None:
+        """A plain Parameter that is cut is of class `kind` when it is whole again."""
+        if self.kinds == [torch.nn.Parameter]:
+            self.kinds = [kind]
+            self._hide()
+
+    def cut(self) -> None:
+        """It has no user any more, and its memory goes."""
+        self.kinds = [type(p) for p in self.params]  # a constructor may have changed it
+        self.unuse()
+        self.reshard()
+
+    def _allocate(self) -> None:
+        pass  # `fill` brings its memory
+
+    def _free(self) -> None:
+        for p in self.params:
+            empty = torch.empty(p.shape, dtype=p.dtype)
+            empty.untyped_storage().resize_(0)
+            set_data(p, empty)
 
 
 class Shards:
@@ -44,8 +78,8 @@ class Shards:
     Private memory: KEEP bytes or one parameter, and 1/ranks of all."""
 
     def __init__(self) -> None:
-        self._world, self._rank = dist.get_world_size(), dist.get_rank()
-        self._group: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
+        self._exchange = Exchange("zero.Init", torch.device("cpu"))
+        self._world, self._rank = self._exchange.world, self._exchange.rank
         self._parts = WeakIdKeyDictionary()  # parameter -> _Part
         self._whole: dict[int, torch.nn.Parameter] = {}  # by id, the longest whole first
         self._held: set[int] = set()  # ids of those that a GatheredParameters keeps whole
@@ -59,7 +93,7 @@ class Shards:
         if dtype != p.dtype:
             p.data = p.data.to(dtype)
         self._number += 1
-        self._parts[p] = _Part(self._number, type(p))
+        self._parts[p] = _Part(self._number, p)
         p._deepc_owner = self  # type: ignore[attr-defined]
         self._whole[id(p)] = p
         self.settle()
@@ -80,10 +114,8 @@ class Shards:
         self._building = False
         for p in list(self._whole.values()):
             self._cut(p, 0)
-        for p, part in self._parts.items():
-            if part.kind is torch.nn.Parameter:
-                part.kind = NodeParameter
-                p.__class__ = released_class(NodeParameter)
+        for part in list(self._parts.values()):
+            part.become(NodeParameter)
 
     @contextlib.contextmanager
     def parameters_of_parameters(self) -> Iterator[None]:
@@ -107,54 +139,42 @@ class Shards:
     def _cut(self, p: torch.nn.Parameter, root: int | None) -> None:
         """`p` is released; its values are those of rank `root` (None: those it was made whole with). Collective with a
         root."""
-        part = self._parts[p]
+        part: _Part = self._parts[p]
         if root is not None:
-            self._agree(_PART, part.number)
+            self._agree(_PART, part.index)
             value = p.detach().contiguous().view(-1)
-            if (
-                root != self._rank
-                # not in place: p may be a view of a mapped file, whose pages a write would copy for as long as it is open  # noqa: E501
-            ):
+            if root != self._rank:  # not in place: p may be a view of a mapped file, whose pages a write would copy
                 value = torch.empty_like(value)
             if value.numel():
-                with self._errors():
-                    dist.broadcast(value.view(torch.uint8), root, group=self._group)
+                self._exchange.broadcast(value.view(torch.uint8), root)
             n = -(-value.numel() // self._world)
             part.mine = torch.zeros(n, dtype=value.dtype)
             mine = value[self._rank * n : (self._rank + 1) * n]
             part.mine[: mine.numel()].copy_(mine)
-        part.kind = type(p)
-        empty = torch.empty(p.shape, dtype=p.dtype)
-        empty.untyped_storage().resize_(0)
-        p.data = empty
-        p.__class__ = released_class(part.kind)
+        part.cut()
         del self._whole[id(p)]
 
     @torch.no_grad()
     def _make_whole(self, p: torch.nn.Parameter) -> None:
         """The opposite. Collective."""
-        value = self._value(p)
-        p.__class__ = self._parts[p].kind
-        p.data = value
+        self._parts[p].fill(self._value(p))
         self._whole[id(p)] = p
 
     def _value(self, p: torch.nn.Parameter) -> torch.Tensor:
         """The values of the released `p`, in memory of their own. Collective."""
-        part = self._parts[p]
-        self._agree(_WHOLE, part.number)
+        part: _Part = self._parts[p]
+        self._agree(_WHOLE, part.index)
         assert part.mine is not None
         out = torch.empty(self._world * part.mine.numel(), dtype=part.mine.dtype)
         if out.numel():
-            with self._errors():
-                _all_gather(out.view(torch.uint8), part.mine.view(torch.uint8), group=self._group)
+            work = self._exchange.gather(out.view(torch.uint8), part.mine.view(torch.uint8))
+            with self._exchange.errors():
+                work.wait()
         return out[: p.numel()].view(p.shape)
 
     def _agree(self, doing: int, number: int) -> None:
         """Raises on all ranks if they are about to do different things. Collective."""
-        mine, table = torch.tensor([doing, number]), torch.empty(2 * self._world, dtype=torch.int64)
-        with self._errors():
-            _all_gather(table, mine, group=self._group)
-        rows = table.view(self._world, 2).tolist()
+        rows = self._exchange.table([doing, number])
         if any(row != rows[0] for row in rows):
             told = ", ".join(f"rank {r} {_DOING[what]} parameter {n}" for r, (what, n) in enumerate(rows))
             raise MismatchError(
@@ -162,19 +182,6 @@ class Shards:
                 " build the same model, and read and write the same parameters in the same order while they do; put"
                 " what one rank does alone behind the context, under deepc.zero.GatheredParameters"
             )
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Around calls of the backend: turns its error into one of ours."""
-        try:
-            yield
-        except DeepcError:
-            raise
-        except RuntimeError as exc:
-            raise CommError(
-                f"zero.Init over {self._world} ranks failed on rank {self._rank}: a rank died, left, raised an error,"
-                f" or can't be reached ({exc})"
-            ) from exc
 
     # ---- as the owner of released parameters -------------------------------------------------------------------------
     def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> None:
@@ -228,8 +235,7 @@ class Shards:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the process, what it needs may be gone
-            if dist.is_initialized():
-                dist.destroy_process_group(self._group)
+            self._exchange.close()
 
 
 class _Held(Whole):

@@ -1,18 +1,17 @@
-"""Gathers over torch.distributed, for ranks that share no memory and need not agree on what they gather (ZeRO-3's
-streamed mode).
+"""What parameters are gathered from: the memory of the node (`NodeSource`), or all ranks' parts over torch.distributed
+(`CollectiveSource`); and the groups of our own on which parts travel (`Exchange`), those of zero.Init as well.
 
-A round is a message of 128 bytes per rank, in which every rank says what it wants and how many gradient buckets it has
-ready; then all give their part of everything that any rank wants. Before any other collective of the engine a rank
-takes part in rounds until all ranks are there (`fence`). So a rank that uses another expert, or leaves out a block,
-costs time and no deadlock. The groups are our own: what users send on theirs meanwhile does not meet it.
-"""
+A round of CollectiveSource is a message of 128 bytes per rank, in which every rank says what it wants and how many
+gradient buckets it has ready; then all give their part of everything that any rank wants. Before any other collective
+of the engine a rank takes part in rounds until all ranks are there (`fence`). So a rank that uses another expert, or
+leaves out a block, costs time and no deadlock. What users send on their groups meanwhile does not meet ours."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,18 @@ from ..comm import start as comm
 from ..comm.groups import _BREAK_TAG, _all_gather
 from ..core.lib import C, check
 from ..errors import CommError, DeepcError
+from ..plan.layout import ALIGN
+from .param import FlatUnit
 
-if TYPE_CHECKING:
-    from .streamed import Unit
 
-Piece = tuple[
-    int, int, int, "torch.Tensor | None"
-]  # rank, first element of the parameter, elements, the values if they are this rank's
+class Piece(NamedTuple):
+    """[begin, begin + length) of a parameter lies on `rank`; mine: those values if this rank can read them, 1-D, in the
+    parameter's dtype."""
+
+    rank: int
+    begin: int
+    length: int
+    mine: torch.Tensor | None
 
 
 class Reductions(Protocol):
@@ -40,6 +44,148 @@ class Reductions(Protocol):
         """The smallest `ready` of all ranks in the round that ends."""
 
 
+class Source(Protocol):
+    """Where units are gathered from."""
+
+    def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
+        """pieces: per parameter of the unit, where its values lie. Units come in the order of their index."""
+
+    def begin(self, units: Sequence[FlatUnit]) -> None:
+        """Starts to fill the storages of units."""
+
+    def complete(self, unit: FlatUnit) -> None:
+        """Returns when the unit's storage is filled."""
+
+    def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
+        """[numel] the value of the unit's parameter i without gathering the unit; None where that is not possible."""
+
+    def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
+        """`value` [numel] is what parameter i is gathered from now on; fences are the caller's."""
+
+    def fail(self, error: BaseException) -> None:
+        """Breaks it on all ranks: none waits for this one any more. From any thread."""
+
+    def close(self) -> bool:
+        """The end. Whether values can still be read, on this rank alone. A second call does nothing."""
+
+
+class NodeSource:
+    """Gathers by copying from the memory where all owners' shards lie side by side (the node's, or that of the one
+    rank). One-sided: ranks need not agree on what they gather, nor when. A parameter is one piece."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, list[tuple[int, int, int]]] = {}  # (place in the unit, address, bytes)
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
+        views = [cast(torch.Tensor, whole.mine) for (whole,) in pieces]
+        self._views[unit.index] = views
+        runs: list[tuple[int, int, int]] = []
+        size = unit.flat.element_size()
+        for offset, view in zip(unit.offsets, views):
+            at, n, src = offset * size, view.numel() * size, view.data_ptr()
+            begin, address, nbytes = runs[-1] if runs else (0, 0, 0)
+            gap = at - (begin + nbytes)
+            if runs and 0 <= gap < ALIGN * size and src - (address + nbytes) == gap:
+                runs[-1] = (begin, address, at + n - begin)  # the padding between them comes along
+            elif n:
+                runs.append((at, src, n))
+        self._runs[unit.index] = runs
+
+    def begin(self, units: Sequence[FlatUnit]) -> None:
+        for unit in units:
+            if unit.flat.device.type != "cpu":
+                for offset, view in zip(unit.offsets, self._views[unit.index]):
+                    unit.flat[offset : offset + view.numel()].copy_(view)
+                continue
+            base = unit.storage.data_ptr()
+            for offset, src, nbytes in self._runs[unit.index]:
+                check(C.dc_zero_gather(base + offset, src, nbytes))
+
+    def complete(self, unit: FlatUnit) -> None:
+        pass
+
+    def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
+        return self._views[unit.index][i]
+
+    def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
+        """One rank writes parameter i for all."""
+        self._views[unit.index][i].copy_(value)
+
+    def fail(self, error: BaseException) -> None:
+        pass  # nobody waits here
+
+    def close(self) -> bool:
+        return True
+
+
+class Exchange:
+    """Groups of our own over all ranks, for parts of parameters. `what`: whose they are, for messages. After a failure
+    every call raises it, a CommError, on all ranks. Made and closed collectively."""
+
+    def __init__(self, what: str, device: torch.device) -> None:
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self._what = what
+        self._failed: BaseException | None = None
+        self._control: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
+        self._data: Any = self._control if device.type == "cpu" else dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
+
+    def table(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of numbers, in rank order."""
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = torch.empty(self.world * mine.numel(), dtype=torch.int64)
+        with self.errors():
+            _all_gather(rows, mine, group=self._control)
+        return cast("list[list[int]]", rows.view(self.world, -1).tolist())
+
+    def gather(self, out: torch.Tensor, mine: torch.Tensor) -> Any:
+        """Starts out [ranks * n] = every rank's mine [n]; a Work whose wait belongs under `errors`."""
+        with self.errors():
+            return _all_gather(out, mine, group=self._data, async_op=True)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """`tensor` of rank `root` on all ranks."""
+        with self.errors():
+            dist.broadcast(tensor, root, group=self._data)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Around calls of the backend: turns its error into one of ours."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except DeepcError:
+            raise
+        except RuntimeError as exc:
+            error = CommError(
+                f"{self._what} over {self.world} ranks failed on rank {self.rank}: a rank died, left, raised an error,"
+                f" or can't be reached ({exc})"
+            )
+            self.fail(error)
+            raise (self._failed or error) from exc
+
+    def fail(self, error: BaseException) -> None:
+        """Breaks it on all ranks: none waits for this one any more. From any thread. A receive that times out is what
+        closes a connection: Gloo's abort leaves them open (torch 2.13)."""
+        if self._failed is not None:
+            return
+        self._failed = error
+        control = self._control
+        for peer in range(self.world):
+            if control is not None and peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    control.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Leaves the groups. A second call does nothing."""
+        groups = {id(g): g for g in (self._control, self._data) if g is not None}
+        self._control = self._data = None
+        for group in groups.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
 class _Started(NamedTuple):
     """The gather of a unit under way: what it fills, elements of a rank's part, what this rank gives."""
 
@@ -50,39 +196,32 @@ class _Started(NamedTuple):
 
 
 class CollectiveSource:
-    """What streamed.py gathers from. After a failure every call raises it, a CommError, on all ranks."""
+    """Gathers over all ranks, each of which has its shard alone. reductions: of gradients, told of every round."""
 
-    collective = True
     WANTS = 15  # units that a round can carry for a rank
     _NOTHING, _AT_FENCE = -2, -1
 
-    def __init__(self, world: int, rank: int, device: torch.device) -> None:
-        self._world, self._rank = world, rank
-        self._cpu = device.type == "cpu"
-        self._control: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
-        self._data: Any = self._control if self._cpu else dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
-        self._units: list[Unit] = []
-        self._pieces: list[
-            list[list[tuple[int, torch.Tensor | None, int]]]
-        ] = []  # [unit][rank]: (offset in the unit, this rank's values, elements)
+    def __init__(self, device: torch.device, reductions: Reductions) -> None:
+        self._exchange = Exchange("a gather of ZeRO-3's parameters", device)
+        self._cpu, self._reductions = device.type == "cpu", reductions
+        self._units: list[FlatUnit] = []
+        # [unit][rank]: (offset in the unit, this rank's values, elements)
+        self._pieces: list[list[list[tuple[int, torch.Tensor | None, int]]]] = []
         self._arriving: dict[int, _Started] = {}
         self._others: list[_Started] = []  # gathers that only other ranks wanted
-        self._failed: BaseException | None = None
-        self.reductions: Reductions | None = None
         self.rounds = 0
 
-    def add(self, unit: Unit, values: Sequence[Sequence[Piece]]) -> None:
-        """values: per parameter of the unit its pieces."""
-        rows: list[list[tuple[int, torch.Tensor | None, int]]] = [[] for _ in range(self._world)]
-        for offset, pieces in zip(unit.offsets, values):
-            for rank, begin, n, mine in pieces:
-                rows[rank].append((offset + begin, mine, n))
+    def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
+        rows: list[list[tuple[int, torch.Tensor | None, int]]] = [[] for _ in range(self._exchange.world)]
+        for offset, own in zip(unit.offsets, pieces):
+            for piece in own:
+                rows[piece.rank].append((offset + piece.begin, piece.mine, piece.length))
         self._units.append(unit)
         self._pieces.append(rows)
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
-    def begin(self, units: Sequence[Unit]) -> None:
-        """Starts to gather units. Ranks may ask for different ones."""
+    def begin(self, units: Sequence[FlatUnit]) -> None:
+        """Ranks may ask for different ones."""
         for at in range(0, len(units), self.WANTS):
             self._round([u.index for u in units[at : at + self.WANTS]])
 
@@ -91,52 +230,42 @@ class CollectiveSource:
         while not self._round([], fence=True):
             pass
         for started in self._others:
-            with self._errors():
+            with self._exchange.errors():
                 started.work.wait()
         self._others.clear()
 
     def _round(self, wanted: list[int], fence: bool = False) -> bool:
         """Every rank's wishes, fulfilled. True if all ranks are at a fence."""
         self.rounds += 1
-        table = self._table(wanted, fence)
+        nothing = self._AT_FENCE if fence else self._NOTHING
+        row = [*wanted, *[nothing] * (self.WANTS - len(wanted)), self._reductions.ready()]
+        table = self._exchange.table(row)
         for index in dict.fromkeys(r[k] for k in range(self.WANTS) for r in table if r[k] >= 0):
-            with self._errors():
-                started = self._start(index)
+            started = self._start(index)
             if index in wanted:
                 self._arriving[index] = started
             else:
                 self._others.append(started)
         self._others = [s for s in self._others if not s.work.is_completed()]
-        if self.reductions is not None:
-            self.reductions.agreed(min(r[self.WANTS] for r in table))
+        self._reductions.agreed(min(r[self.WANTS] for r in table))
         return all(r[0] == self._AT_FENCE for r in table)
 
-    def _table(self, wanted: list[int], fence: bool) -> list[list[int]]:
-        """Per rank: what it wants, or that it is at a fence; and how many buckets it has ready."""
-        nothing = self._AT_FENCE if fence else self._NOTHING
-        ready = self.reductions.ready() if self.reductions is not None else 0
-        row = torch.tensor([*wanted, *[nothing] * (self.WANTS - len(wanted)), ready], dtype=torch.int64)
-        rows = torch.empty(self._world * row.numel(), dtype=torch.int64)
-        with self._errors():
-            _all_gather(rows, row, group=self._control)
-        return rows.view(self._world, row.numel()).tolist()
-
     def _start(self, index: int) -> _Started:
+        """One collective for a unit: every rank's pieces, padded to the most that one has."""
         unit, rows = self._units[index], self._pieces[index]
         most = max(sum(n for _, _, n in row) for row in rows)
         send = torch.zeros(most, dtype=unit.flat.dtype, device=unit.flat.device)
         at = 0
-        for _, mine, n in rows[self._rank]:
-            send[at : at + n].copy_(mine)  # type: ignore[arg-type]  # its own pieces are there
+        for _, mine, n in rows[self._exchange.rank]:
+            send[at : at + n].copy_(cast(torch.Tensor, mine))
             at += n
-        out = torch.empty(self._world * most, dtype=send.dtype, device=send.device)
-        return _Started(_all_gather(out, send, group=self._data, async_op=True), out, most, send)
+        out = torch.empty(self._exchange.world * most, dtype=send.dtype, device=send.device)
+        return _Started(self._exchange.gather(out, send), out, most, send)
 
-    def complete(self, unit: Unit) -> None:
-        """Returns when the unit's storage is filled."""
+    def complete(self, unit: FlatUnit) -> None:
         if (started := self._arriving.pop(unit.index, None)) is None:
             return
-        with self._errors():
+        with self._exchange.errors():
             started.work.wait()
         size, base = unit.flat.element_size(), unit.storage.data_ptr()
         for rank, row in enumerate(self._pieces[unit.index]):
@@ -148,54 +277,20 @@ class CollectiveSource:
                     unit.flat[offset : offset + n].copy_(started.out[at : at + n])
                 at += n
 
-    # ---- failures: who fails closes its connections, so that an error runs through all ranks -------------------------
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Around calls of the backend: turns its error into one of ours."""
-        if self._failed is not None:
-            raise self._failed
-        try:
-            yield
-        except DeepcError:
-            raise
-        except RuntimeError as exc:
-            if self._failed is None:
-                self.fail(
-                    CommError(
-                        f"a gather of ZeRO-3's parameters over {self._world} ranks failed on rank {self._rank}: a rank"
-                        f" died, left, raised an error, or can't be reached ({exc})"
-                    )
-                )
-            raise self._failed from exc  # type: ignore[misc]  # set above
-
-    def fail(self, error: BaseException) -> None:
-        """Breaks it on all ranks: none waits for this one any more. From any thread. A receive that times out is what
-        closes a connection: Gloo's abort leaves them open (torch 2.13)."""
-        if self._failed is not None:
-            return
-        self._failed = error
-        control = self._control
-        for peer in range(self._world):
-            if control is not None and peer != self._rank:
-                with contextlib.suppress(RuntimeError):
-                    control.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
-
     # ---- single parameters -------------------------------------------------------------------------------------------
-    def read(self, unit: Unit, i: int) -> torch.Tensor | None:
-        """Its values without a gather of the unit: there are none."""
+    def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
         return None
 
-    def write(self, unit: Unit, i: int, value: torch.Tensor) -> None:
+    def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
         """Every rank writes its part of parameter i; the same `value` on all."""
         begin, end = unit.offsets[i], unit.offsets[i] + value.numel()
-        for offset, mine, n in self._pieces[unit.index][self._rank]:
+        for offset, mine, n in self._pieces[unit.index][self._exchange.rank]:
             if begin <= offset < end:
-                mine.copy_(value[offset - begin : offset - begin + n])  # type: ignore[union-attr]
+                cast(torch.Tensor, mine).copy_(value[offset - begin : offset - begin + n])
 
-    def close(self) -> None:
-        """Leaves the groups. A second call does nothing."""
-        groups = {id(g): g for g in (self._control, self._data) if g is not None}
-        self._control = self._data = None
-        for group in groups.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+    def fail(self, error: BaseException) -> None:
+        self._exchange.fail(error)
+
+    def close(self) -> bool:
+        self._exchange.close()
+        return False

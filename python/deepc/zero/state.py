@@ -1,32 +1,62 @@
-"""The model states of one rank: flat parameters, fp32 masters, gradient accumulators, moments; and how the model's
-parameters become views of the flat space. Follows the plan."""
+"""The model states of one rank as arrays: flat parameters, fp32 masters, gradient accumulators. Follows the plan. The
+model's parameters stay views of them (resident.py), or come and go (streamed/)."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..core import memory
 from ..core.ops import torch_dtype
-from ..errors import ArgumentError, ConfigError, UnsupportedError
-from ..plan.layout import BLOCK, Segment, padded
+from ..errors import ConfigError, UnsupportedError
+from ..plan.layout import BLOCK, Segment
 from ..plan.plan import Plan
-from .gathered import Params, SharedMemory, Whole
-from .param import Released, share, unshare
+from .gathered import Params, Whole
+from .param import Released, share, version_of
+from .step.collective import TorchReducer
 from .step.nodes import published
 
 if TYPE_CHECKING:
-    from ..comm.groups import Group, MemoryGroup
-    from .step.collective import TorchReducer
+    from ..comm.groups import Group
+    from ..comm.shared import Segment as SharedSegment
+
+
+class Flats(Protocol):
+    """How the flat space of parameters lies on a rank: whole (resident.py), or its own shard alone (streamed/). What it
+    makes are `state`'s arrays."""
+
+    def make(self, state: ModelState) -> None:
+        """Sets flat and frozen_flat, and segment and flat_host where there are such. Collective."""
+
+    def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
+        """[numel] the value that the trained `p` starts with, with the precision of masters where there are any.
+        Collective."""
+
+    def put(self, state: ModelState, index: int, value: torch.Tensor, pieces: Sequence[Segment]) -> None:
+        """Stores `value`, of which `pieces` are this rank's, as trained parameter `index`."""
+
+    def home(self, state: ModelState, index: int, p: torch.nn.Parameter) -> torch.Tensor:
+        """The memory of that parameter from here on."""
+
+    def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
+        """Stores a parameter that is not trained. Collective."""
+
+    def spread(self, state: ModelState) -> None:
+        """What was stored is rank 0's, everywhere. Collective."""
+
+    def follow(self, state: ModelState, index: int) -> None:
+        """The stored parameter `index` follows what owners wrote into its `piece`s. Collective."""
 
 
 class ModelState:
-    """Owns this rank's share of the model states, as `plan` says.
+    """Owns this rank's share of the model states, as `plan` says; the arrays. How the model's parameters relate to them
+    is said by the two classes of it, ResidentState and StreamedState.
 
-    flat: [total] of `dtype`, the parameters; node-shared at stage 3, a private replica before. acc, master, moments:
+    flat: of `dtype`, the parameters: [total], node-shared at stage 3 or a private replica, or [owned] where a rank has
+    its shard alone; frozen_flat: the same of frozen ones, or None. acc, master, moments:
     [owned] fp32. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat` lie in host
     memory."""
 
@@ -52,7 +82,10 @@ class ModelState:
             (info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None
         ]
         owned = plan.owned_elems
-        self.segment = None
+        self.segment: SharedSegment | None = None
+        self.flat: torch.Tensor
+        self.frozen_flat: torch.Tensor | None = None
+        self.flat_host: torch.Tensor | None = None
         self._owners: list[list[tuple[int, Segment]]] | None = None
         self.lease = (
             memory.Lease(owned, torch.float32, memory.COLORS["acc"])
@@ -62,8 +95,14 @@ class ModelState:
         self.acc = self.zeros(owned, torch.float32, "acc") if self.lease is None else self.lease.tensor
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
         self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
-        self._make_flat()
+        self.flats = self._choose_flats()
+        self.flats.make(self)
         self._bind()
+        self._note_versions()
+
+    def _choose_flats(self) -> Flats:
+        """How the flat space lies on this rank."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,116 +116,36 @@ class ModelState:
             return memory.zeros(numel, dtype, memory.COLORS[what])
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
-    def _make_flat(self) -> None:
-        plan = self.plan
-        frozen_bytes = plan.frozen_elems * plan.dtype.itemsize
-        self.frozen_flat = None
-        if plan.stage == 3 and plan.transport in ("node", "nodes"):
-            # at least a page: an engine for evaluation may find every parameter in another engine
-            self.segment = cast("MemoryGroup", self.group).segment(
-                max(4096, plan.layout.total * plan.dtype.itemsize + frozen_bytes)
-            )
-            self.flat = self.segment.tensor(self.dtype, 0, plan.layout.total)
-            if plan.frozen_elems:
-                self.frozen_flat = self.segment.tensor(
-                    self.dtype, plan.layout.total * plan.dtype.itemsize, plan.frozen_elems
-                )
-        elif self.device.type == "cpu":
-            self.flat = memory.zeros(plan.layout.total, self.dtype, memory.COLORS["params"])
-        else:
-            self.flat = torch.zeros(plan.layout.total, dtype=self.dtype, device=self.device)
-        host_copy = self.state_device != self.device
-        self.flat_host = memory.zeros(plan.layout.total, self.dtype, memory.COLORS["lowp"]) if host_copy else None
-
     @torch.no_grad()
     def _bind(self) -> None:
-        """Moves the parameters' values (rank 0's) into the flat space and makes each parameter a view of it, one at a
-        time, so that at no time two whole copies exist in this process. Node-shared memory is written by each node's
-        leader; at last rank 0's goes to all nodes."""
-        plan = self.plan
-        writer = self.group.leader or self.segment is None
+        """Moves the parameters' values (rank 0's) into the flat space, one at a time, so that at no time two whole
+        copies exist in this process. Collective."""
         self._refuse_shared_memory()
         pieces = self._segments_by_param()
         for i, p in enumerate(self.trained):
-            offset, n = plan.layout.offsets[i], plan.layout.numels[i]
-            value = p.data.reshape(-1)
-            view = self.flat[offset : offset + n]
-            if self.master is not None and plan.world > 1:  # every rank starts from rank 0's values, unrounded
-                value = value.to(device=self.device, dtype=torch.float32, copy=True)
-                self.group.broadcast(value, 0)
-            if writer:
-                view.copy_(value)
-            if self.master is not None:
-                for s in pieces[i]:
-                    self.master[s.shard_begin : s.shard_begin + s.length].copy_(
-                        value[s.param_begin : s.param_begin + s.length]
-                    )
-            p.data = view.view(p.shape)
-        at = 0
+            value = self.flats.value(self, p)
+            self.flats.put(self, i, value, pieces[i])
+            for s in pieces[i] if self.master is not None else ():
+                self._master_of(s).copy_(value[s.param_begin : s.param_begin + s.length])
+            p.data = self.flats.home(self, i, p)
         for _, p in self.frozen:
-            if self.frozen_flat is not None and p.is_floating_point():
-                view = self.frozen_flat[at : at + p.numel()]
-                at += padded(p.numel())
-                if writer:
-                    view.copy_(p.data.reshape(-1))
-                p.data = view.view(p.shape)
-                share(p)
-            else:
-                p.data = p.data.to(device=self.device, dtype=self.dtype if p.is_floating_point() else p.dtype)
-                if plan.world > 1:
-                    self._broadcast_any(p.data)
-        if plan.stage == 3 or self.master is not None:  # writes of others must be seen: to refuse them, or to follow
+            self.flats.put_frozen(self, p)
+        if self.plan.stage == 3 or self.master is not None:  # writes of others must be seen: to refuse, or to follow
             for p in self.trained:
                 share(p)
-        if self.segment is not None:
-            if self.group.leader:
-                for shared in (self.flat if self.master is None else None, self.frozen_flat):
-                    if shared is not None:
-                        self.group.spread(shared)
-            self.group.barrier()  # rank 0's values are visible to all
-        elif plan.world > 1:
-            self.group.broadcast(self.flat, 0)
-        self.versions = [p._version for p in self.trained]
-        self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
-        self._frozen_versions = self._versions_of_frozen()
+        self.flats.spread(self)
 
-    @torch.no_grad()
-    def recast(self, plan: Plan) -> None:
-        """The same states in the dtype of `plan`, which differs from the present one in nothing else. This rank's part
-        of the parameters comes from the fp32 masters (in fp32 the parameters are the masters), frozen parameters from
-        their present values. Accumulators stay where they are; parameters stay the same objects. Whole replicas, or a
-        fence, are the caller's. Collective."""
-        old, master, old_frozen = self.flat, self.master, self.frozen_flat
-        self.plan = plan
-        self._make_flat()
-        self.master = self.zeros(plan.owned_elems, torch.float32, "master") if plan.has_master else None
-        for flat, shard, n in plan.slices:
-            exact = old[flat : flat + n] if master is None else master[shard : shard + n]
-            self.flat[flat : flat + n].copy_(exact)
-            if self.master is not None:
-                self.master[shard : shard + n].copy_(exact)
-        for p, offset, n in zip(self.trained, plan.layout.offsets, plan.layout.numels):
-            _replace(p, self.flat[offset : offset + n].view(p.shape))
-            if plan.stage < 3:
-                (unshare if self.master is None else share)(p)
-        self._flat_at, self._addresses = self.flat.data_ptr(), [p.data_ptr() for p in self.trained]
-        if old_frozen is not None and self.group.leader:
-            cast(torch.Tensor, self.frozen_flat).copy_(old_frozen)
-        at = 0
-        for _, p in self.frozen:
-            if old_frozen is not None and p.is_floating_point():
-                offset, at = at, at + padded(p.numel())
-                if p.data_ptr() == old_frozen[offset:].data_ptr():
-                    _replace(p, cast(torch.Tensor, self.frozen_flat)[offset : offset + p.numel()].view(p.shape))
-                    continue
-            if p.dtype == old.dtype:
-                _replace(p, p.data.to(self.dtype))
+    def _master_of(self, s: Segment) -> torch.Tensor:
+        return cast(torch.Tensor, self.master)[s.shard_begin : s.shard_begin + s.length]
 
-    def _versions_of_frozen(self) -> dict[int, tuple[str, torch.nn.Parameter, int]]:
-        """Frozen parameters whose memory the node shares, by id: name, parameter, version."""
-        here = self.segment is not None and self.plan.mode == "resident"
-        shared: list[tuple[str, torch.nn.Parameter]] = self.frozen if here else []
-        return {id(p): (n, p, p._version) for n, p in shared if p.is_floating_point()}
+    def _note_versions(self) -> None:
+        """What was written so far is no stray write."""
+        self.versions = [version_of(p) for p in self.trained]
+        self._frozen_versions = {id(p): (n, p, version_of(p)) for n, p in self.frozen if self.watches(p)}
+
+    def watches(self, p: torch.nn.Parameter) -> bool:
+        """Whether writes to the frozen parameter `p` are stray ones: its memory is not this rank's alone."""
+        raise NotImplementedError
 
     def _refuse_shared_memory(self) -> None:
         """Each parameter gets memory of its own, so two objects over the same memory would part: at least one of them
@@ -202,14 +161,6 @@ class ModelState:
                 )
             if at < len(self.trained):  # the frozen ones come behind
                 seen[key] = name
-
-    def _broadcast_any(self, tensor: torch.Tensor) -> None:
-        if tensor.is_contiguous():
-            self.group.broadcast(tensor.view(-1), 0)
-        else:
-            copy = tensor.contiguous()
-            self.group.broadcast(copy.view(-1), 0)
-            tensor.copy_(copy)
 
     def _segments_by_param(self) -> list[list[Segment]]:
         out: list[list[Segment]] = [[] for _ in self.trained]
@@ -240,8 +191,7 @@ class ModelState:
         """Makes autograd see that the parameters were written (C writes, and other ranks' writes, are invisible to
         it)."""
         increment_version(self.trained)
-        self.versions = [p._version for p in self.trained]
-        self._frozen_versions = self._versions_of_frozen()
+        self._note_versions()
 
     def let_go(self, others: Container[int]) -> None:
         """Frozen parameters with an id in `others` are another engine's from now on: it trains them, and has moved
@@ -272,32 +222,25 @@ class ModelState:
         """Indices of the trained parameters that were written since the last step by someone else, or whose memory was
         replaced (`p.data = tensor`)."""
         replaced = self._replaced()
-        return [i for i, p in enumerate(self.trained) if p._version != self.versions[i] or i in replaced]
+        return [i for i, p in enumerate(self.trained) if version_of(p) != self.versions[i] or i in replaced]
 
     def _replaced(self) -> set[int]:
-        if self.flat.data_ptr() != self._flat_at:
-            raise UnsupportedError(
-                "the memory of the parameters was moved under the engine: by model.share_memory(), or by sending the"
-                " model or one of its tensors through torch.multiprocessing. Send copies: {name: t.clone() for name, t"
-                " in model.state_dict().items()}"
-            )
-        return {i for i, (p, at) in enumerate(zip(self.trained, self._addresses)) if p.data_ptr() != at}
+        raise NotImplementedError
 
-    @torch.no_grad()
     def take_in_replaced(self) -> None:
         """Stages 0 to 2: values that a user put in place of a parameter's memory (`p.data = tensor`,
         vector_to_parameters) go where that was."""
-        for i in self._replaced():
-            p, offset, n = self.trained[i], self.plan.layout.offsets[i], self.plan.layout.numels[i]
-            if p.numel() != n or p.dtype != self.dtype or p.device != self.flat.device:
-                raise ArgumentError(
-                    f"the data of parameter '{self.names[i]}' was replaced by a tensor of {p.numel()} elements in"
-                    f" {p.dtype} on {p.device}; after deepc.initialize it must stay {n} elements in {self.dtype}"
-                    f" on {self.flat.device} (was the model moved or cast?)"
-                )
-            view = self.flat[offset : offset + n]
-            view.copy_(p.data.reshape(-1))
-            p.data = view.view(p.shape)
+        raise NotImplementedError
+
+    def recast(self, plan: Plan) -> None:
+        """The same states in the dtype of `plan`, which differs from the present one in nothing else. This rank's part
+        of the parameters comes from the fp32 masters (in fp32 the parameters are the masters), frozen parameters from
+        their present values. Accumulators stay where they are; parameters stay the same objects. Whole replicas, or a
+        fence, are the caller's. Collective."""
+        raise UnsupportedError(
+            f'the dtype of parameters does not change in {self.plan.mode} mode; remove "precision": "auto" and set'
+            " bf16.enabled, or nothing for fp32"
+        )
 
     @torch.no_grad()
     def master_from_params(self, indices: Sequence[int]) -> None:
@@ -321,8 +264,6 @@ class ModelState:
 
     def make_reducer(self, wire: torch.dtype, pre_scale: float) -> TorchReducer:
         """The reducer of gradients over torch.distributed. Collective."""
-        from .step.collective import TorchReducer
-
         return TorchReducer(self.plan, self.device, self.acc, self.partial, wire, pre_scale)
 
     def inert(self, rows: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
@@ -347,7 +288,7 @@ class ModelState:
         if self.segment is None or self.group.leader:
             p.data.copy_(value)
 
-    # ---- whole parameters: what access.py and zero.py ask for --------------------------------------------------------
+    # ---- whole parameters: what access.py and gathered.py ask for ----------------------------------------------------
     def owners(self, index: int) -> list[tuple[int, Segment]]:
         """(rank, segment) of every piece of parameter `index`, in the order of ranks; at stage 0, where everyone owns
         all, only this rank's."""
@@ -370,39 +311,24 @@ class ModelState:
     def full_param(self, index: int) -> torch.Tensor:
         """[numel] in the plan's dtype: the whole value that the model computes with, to be read before the next call.
         Collective."""
-        return self.flat[
-            self.plan.layout.offsets[index] : self.plan.layout.offsets[index] + self.plan.layout.numels[index]
-        ]
+        raise NotImplementedError
 
     def is_available(self, p: torch.nn.Parameter) -> bool:
         """Whether `p` can be read now without a gather."""
-        return True
+        return not isinstance(p, Released)
 
     @torch.no_grad()
     def follow(self, index: int) -> None:
         """After the owners wrote `piece`s of parameter `index`: what the model computes with follows, on every rank.
         Not for parameters that reach other nodes quantised. Collective."""
-        everywhere = self.plan.own_all or self.plan.world == 1
-        for rank, s in self.owners(index):
-            view = self.flat[s.flat_begin : s.flat_begin + s.length]
-            if rank == self.plan.rank:
-                if self.flat_host is not None and self.master is not None:
-                    self.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(
-                        self.master[s.shard_begin : s.shard_begin + s.length]
-                    )
-                if self.master is not None or self.flat_host is not None:
-                    view.copy_(self.piece(s))
-            if not everywhere:
-                (self.group.broadcast if self.segment is None else self.group.spread)(view, rank)
-        if self.segment is not None:
-            self.group.barrier()
+        self.flats.follow(self, index)
         increment_version([self.trained[index]])
         self.versions[index] += 1  # this write is no stray one, and a stray one stays seen
 
     def whole(self, params: Params, writer: int | None) -> Whole:
         """What makes `params` whole for a while, for rank `writer` to write (None: nobody writes). Masters are the
         caller's part."""
-        return SharedMemory(self.group, params, writer)
+        raise NotImplementedError
 
 
 def leases_gradients(plan: Plan, accumulates: bool) -> bool:
@@ -411,11 +337,3 @@ def leases_gradients(plan: Plan, accumulates: bool) -> bool:
     heap into smaller holes (8 % more memory).
     """
     return not accumulates and plan.core_reduces and memory.heap_kept()
-
-
-def _replace(p: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """`p` gets this memory and dtype; a gradient that lies in `.grad` follows."""
-    grad, p.grad = p.grad, None
-    p.data = data
-    if grad is not None:
-        p.grad = grad.to(data.dtype)

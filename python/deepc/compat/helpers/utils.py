@@ -351,9 +351,9 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 def get_inactive_params(param_list: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Stage-3 parameters whose values are not on this rank now."""
     from ...zero.gathered import is_zero_param
-    from ..runtime.parameters import ZeroParamStatus
+    from ..runtime.parameters import ZeroParamStatus, describe
 
-    return [p for p in param_list if is_zero_param(p) and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    return [p for p in param_list if is_zero_param(p) and describe(p, "ds_status") == ZeroParamStatus.NOT_AVAILABLE]
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

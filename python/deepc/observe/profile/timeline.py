@@ -167,7 +167,7 @@ class Recorder:
         ensure = streamed._ensure
 
         def timed(unit: Any) -> Any:
-            if unit.live and unit.fresh and not unit.arriving:
+            if unit.ready:
                 return ensure(unit)
             begin = time.monotonic_ns()
             try:

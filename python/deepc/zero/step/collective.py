@@ -20,17 +20,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...comm import start as comm
 from ...comm.c10d.progress import Progress
-from ...errors import CommError, DeepcError
+from ...comm.groups import _all_gather
+from ...core import memory
+from ...errors import CommError, DeepcError, UnsupportedError
 from ...plan.buckets import BucketStates
 from ...plan.plan import Plan
+from .reducer import Tree
 
 AHEAD = 4  # see above
 Pieces = list[tuple[int, torch.Tensor]]  # (where in the bucket, [n] a gradient's elements there)
@@ -38,9 +41,21 @@ _GRACE_S = 5.0  # that a reduction under way gets when the reducer closes
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 
 
+class Reduction(NamedTuple):
+    """A bucket's reduction under way. part: this rank's sum, not added to the accumulators yet, or None if the Work
+    adds it; nbytes: of the copy that it reduces."""
+
+    bucket: int
+    work: Any
+    part: torch.Tensor | None
+    nbytes: int
+
+
 class TorchReducer:
     """The reducer over torch.distributed, on any device; `acc` may lie on the host (offloaded optimizer). The interface
-    is that of reduce.py. Made and closed collectively."""
+    is reducer.Reducer. Made and closed collectively."""
+
+    tree: Tree | None = None
 
     def __init__(
         self,
@@ -74,8 +89,7 @@ class TorchReducer:
             0
         )
         self._bound = AHEAD * layout.bucket_elems * wire.itemsize
-        # bucket, Work, its sum if that is not added yet, bytes of its copy
-        self._under_way: collections.deque[tuple[int, Any, torch.Tensor | None, int]] = collections.deque()
+        self._under_way: collections.deque[Reduction] = collections.deque()
         self._failed: BaseException | None = None
         self._bytes, self._stats = 0, dict.fromkeys(("reductions", "early", "grad_bytes_max", "waits"), 0)
         self._group: Any = None
@@ -180,13 +194,13 @@ class TorchReducer:
         if self._progress is not None:
             job = functools.partial(self._reduce_here, b, self._states.begun, pieces)
             work = self._progress.submit(job, (), lambda: f"reduction of gradient bucket {b}", b"")
-            self._under_way.append((b, work, None, 0))
+            self._under_way.append(Reduction(b, work, None, 0))
             return
         flat = torch.empty(end - begin, dtype=self._wire, device=self._device)
         with self._errors(f"reduction of gradient bucket {b}"):
             work, part = self._reduce(flat, pieces, torch.empty_like(flat[: flat.numel() // self._plan.world]), True)
         self._count(flat.nbytes)
-        self._under_way.append((b, work, part, flat.nbytes))
+        self._under_way.append(Reduction(b, work, part, flat.nbytes))
 
     def _reduce(self, flat: torch.Tensor, pieces: Pieces, mine: torch.Tensor, later: bool) -> tuple[Any, torch.Tensor]:
         """Fills `flat` with this rank's pieces, zeros elsewhere, and adds up all ranks': (Work if later, this rank's
@@ -217,7 +231,7 @@ class TorchReducer:
 
     def _take_reduced(self) -> None:
         """Drops what reductions that are through have needed. Does not wait."""
-        while self._under_way and self._under_way[0][1].is_completed():
+        while self._under_way and self._under_way[0].work.is_completed():
             self._take_oldest()
 
     def _hold_back(self) -> None:
@@ -232,13 +246,13 @@ class TorchReducer:
 
     def _take_oldest(self) -> None:
         """Waits for the oldest reduction under way."""
-        b, work, part, nbytes = self._under_way.popleft()
-        with self._errors(f"reduction of gradient bucket {b}"):
-            work.wait()
-        if part is not None:
-            self._accumulate(b, part)
-        self._count(-nbytes)
-        for i in self._states.reduced(b):
+        oldest = self._under_way.popleft()
+        with self._errors(f"reduction of gradient bucket {oldest.bucket}"):
+            oldest.work.wait()
+        if oldest.part is not None:
+            self._accumulate(oldest.bucket, oldest.part)
+        self._count(-oldest.nbytes)
+        for i in self._states.reduced(oldest.bucket):
             if (grad := self._grads.pop(i, None)) is not None:
                 self._count(-grad.nbytes)
                 self._released.append(i)
@@ -286,6 +300,11 @@ class TorchReducer:
             raise self._failed
 
     # ---- the rest of the interface -----------------------------------------------------------------------------------
+    def borrow(self, lease: memory.Lease | None) -> None:
+        """Accumulators stay: plans give leases only where the C core's reducer fills them."""
+        if lease is not None:
+            raise UnsupportedError("accumulators that come and go are for the C core's reducer (one CPU node)")
+
     def settle(self) -> None:
         """Nothing is left to do: accumulators are complete."""
 
@@ -296,7 +315,9 @@ class TorchReducer:
         layout = self._plan.layout
         for b, own in enumerate(self._plan.slices):
             begin, end = layout.bucket(b)
-            dist.all_gather_into_tensor(flat[begin:end], flat[own.flat_begin : own.flat_begin + own.length].clone())
+            mine = flat[own.flat_begin : own.flat_begin + own.length].clone()
+            with self._errors(f"gathering the parameters of bucket {b}"):
+                _all_gather(flat[begin:end], mine, group=self._group)
 
     def close(self) -> None:
         """Ends the thread and leaves the group. Reductions that are under way get a few seconds, none if their pass
@@ -317,3 +338,53 @@ class TorchReducer:
         with contextlib.suppress(Exception):
             if self._progress is not None:
                 self._progress.close(0)
+
+
+class RoundsReducer(TorchReducer):
+    """TorchReducer of ranks whose gathers are rounds (sources.py). At the end of a pass, to which ranks come from
+    different gathers, they meet before they wait for it. In each round they say how many buckets they have ready. On a
+    device, where a collective occupies its queue until all ranks have come to it, reductions begin when all ranks have
+    the bucket, behind the round's gathers: in one order on all ranks.
+
+    meet: returns when all ranks are there; tell: is called with the first failure, from any thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        acc: torch.Tensor,
+        partial: torch.Tensor,
+        wire: torch.dtype,
+        pre_scale: float,
+        *,
+        meet: Callable[[], None],
+        tell: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(plan, device, acc, partial, wire, pre_scale)
+        self._meet_all, self._tell_all = meet, tell
+        self._in_order = device.type != "cpu" and plan.sharded
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        super().begin(assign, norm)
+        if self._in_order:
+            self._limit = 0
+
+    def _meet(self) -> None:
+        self._meet_all()
+
+    def ready(self) -> int:
+        """Buckets since the start that this rank has all gradients of, from the front of their order."""
+        return self._passes * self._plan.layout.nbuckets + (self._states.ready if self._open else 0)
+
+    def agreed(self, least: int) -> None:
+        """All ranks are at least so far."""
+        if not self._open:
+            return
+        self._known = max(0, least - self._passes * self._plan.layout.nbuckets)
+        if self._in_order:
+            self._limit = self._known
+            self._begin_complete()
+        self._hold_back()
+
+    def tell(self, error: BaseException) -> None:
+        self._tell_all(error)

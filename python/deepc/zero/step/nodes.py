@@ -60,7 +60,7 @@ def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1) -> Plain | Co
 
 
 class NodesReducer(CoreReducer):
-    """The reducer of several nodes. The interface of reduce.py, and `publish`."""
+    """The reducer of several nodes. The interface of reducer.py, and `publish`."""
 
     def __init__(
         self,

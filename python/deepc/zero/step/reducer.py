@@ -1,9 +1,7 @@
 """Gradients into the owner's accumulator, one parameter at a time, from autograd's hooks.
 
-Three reducers with one interface: C's (comm/bucket.h: shared memory, or one rank), C's inside each of several CPU nodes
-(nodes.py), and torch.distributed's (torch_reduce.py: GPUs, nodes with different numbers of ranks). Interface:
-begin(assign, norm), add(index, grad), released() -> indices, finish(), settle(), sums(begin, length), gather(flat).
-"""
+Three reducers with one interface, `Reducer`: C's (comm/bucket.h: shared memory, or one rank), C's inside each of
+several CPU nodes (nodes.py), and torch.distributed's (collective.py: GPUs, nodes with different numbers of ranks)."""
 
 from __future__ import annotations
 
@@ -27,6 +25,13 @@ if TYPE_CHECKING:
 class Reducer(Protocol):
     """What the hooks and the engine ask of a reducer."""
 
+    tree: Tree | None
+    """The nodes of the tree of micro-batches, where sums don't depend on the layout; else None."""
+
+    def borrow(self, lease: memory.Lease | None) -> None:
+        """The accumulators are this lease's tensor, and get its memory bucket by bucket; None: they stay. Before the
+        first pass."""
+
     def begin(self, assign: bool, norm: bool) -> None:
         """Opens a pass. assign: it overwrites the accumulators; norm: it is the step's last, and makes the partial sums
         of the norm."""
@@ -49,12 +54,17 @@ class Reducer(Protocol):
     def gather(self, flat: torch.Tensor) -> None:
         """Completes every rank's replica `flat` from the owners' slices."""
 
+    def stats(self) -> dict[str, int]:
+        """Counts, for tests and reports."""
+
     def close(self) -> None:
         """Frees what it holds."""
 
 
 class CoreReducer:
     """The C core's reducer. Gradients are CPU tensors; each is borrowed until released() lists it."""
+
+    tree: Tree | None = None
 
     def __init__(
         self,
@@ -97,7 +107,6 @@ class CoreReducer:
         check(C.dc_reducer_begin(self.handle, assign, norm))
 
     def borrow(self, lease: memory.Lease | None) -> None:
-        """acc is this lease's tensor, and gets its memory bucket by bucket."""
         if lease is not None:
             call("dc_reducer_lease", self.handle, lease.handle)
 
@@ -126,6 +135,9 @@ class CoreReducer:
     def gather(self, flat: torch.Tensor) -> None:
         """Completes every rank's replica `flat` from the owners' slices."""
         check(C.dc_reducer_gather(self.handle, flat.data_ptr(), code(flat.dtype)))
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         if getattr(self, "handle", None):
@@ -211,7 +223,7 @@ class TreeReducer(CoreReducer):
     def __init__(
         self, plan: Plan, comm: Comm | None, acc: torch.Tensor, partial: torch.Tensor, wire: torch.dtype
     ) -> None:
-        self.tree = Tree(acc, plan.gradient_buffers)
+        self.tree: Tree = Tree(acc, plan.gradient_buffers)
         self._world, self._buffers, self._norm = plan.world, plan.gradient_buffers, False
         super().__init__(plan, comm, acc, partial, wire, 1.0)
 

@@ -1,0 +1,282 @@
+"""The model states of a rank whose parameters come and go. What they are gathered from: the whole flat space of the
+node, as in resident mode, or where ranks share no memory each rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ...core import memory
+from ...errors import CommError
+from ...plan.layout import Segment, padded
+from ..gathered import Params, Whole
+from ..param import share
+from ..resident import WholeFlats, broadcast
+from ..shards import give
+from ..sources import CollectiveSource, NodeSource, Piece, Source
+from ..state import Flats, ModelState
+from ..step.collective import RoundsReducer, TorchReducer
+from .units import HONOURED, StreamedUnits
+
+if TYPE_CHECKING:
+    from ...comm.groups import TorchGroup
+    from ...config.tree import ZeroConfig
+
+
+class NodeFlats(WholeFlats):
+    """Whole on the node: gathers copy from it."""
+
+    def source(self, state: StreamedState) -> Source:
+        """What units are gathered from. Collective."""
+        return NodeSource()
+
+    def pieces(self, state: StreamedState, p: torch.nn.Parameter) -> list[Piece]:
+        """Where the values of `p` lie. Called before `p` is a view of its unit."""
+        values = p.data.reshape(-1)
+        return [Piece(state.plan.rank, 0, values.numel(), values)]
+
+    def take(self, state: StreamedState, params: Params, writer: int) -> None:
+        """What gathered `params` hold on rank `writer` is their value from now on. Collective; fences are the
+        caller's."""
+        for p in params if state.plan.rank == writer else ():
+            state.units.write(p, p.detach())
+
+    def spread_written(self, state: StreamedState, params: Params, writer: int) -> None:
+        """The same on other nodes."""
+        if state.group.nodes > 1:
+            for p in params:
+                state.group.spread(cast(torch.Tensor, state.units.origin(p)), writer)
+            state.group.barrier()
+
+
+class ShardFlats:
+    """This rank's shard [owned] alone, and its part of the frozen parameters, whose space is cut into equal parts."""
+
+    def make(self, state: ModelState) -> None:
+        plan = state.plan
+        self._part = padded(plan.frozen_elems // plan.world + 1)  # of the frozen parameters, per rank
+        self._frozen_at: dict[int, tuple[int, int]] = {}  # id(parameter) -> its place in their space, elements
+        self._frozen_end = 0
+        self._place = {id(p): i for i, p in enumerate(state.trained)}
+        if state.device.type == "cpu":
+            state.flat = memory.zeros(plan.owned_elems, state.dtype, memory.COLORS["params"])
+            state.frozen_flat = memory.zeros(self._part, state.dtype, memory.COLORS["params"])
+        else:
+            state.flat = torch.zeros(plan.owned_elems, dtype=state.dtype, device=state.device)
+            state.frozen_flat = torch.zeros(self._part, dtype=state.dtype, device=state.device)
+        on_host = state.state_device != state.device
+        state.flat_host = memory.zeros(plan.owned_elems, state.dtype, memory.COLORS["lowp"]) if on_host else None
+
+    def _from_rank_0(self, state: ModelState, p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        known = give(p)
+        value = p.data.reshape(-1).to(device=state.device, dtype=dtype, copy=not known)
+        if not known:
+            state.group.broadcast(value, 0)
+        return value
+
+    def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
+        return self._from_rank_0(state, p, torch.float32 if state.master is not None else state.dtype)
+
+    def put(self, state: ModelState, index: int, value: torch.Tensor, pieces: Sequence[Segment]) -> None:
+        for s in pieces:
+            state.flat[s.shard_begin : s.shard_begin + s.length].copy_(value[s.param_begin : s.param_begin + s.length])
+
+    def home(self, state: ModelState, index: int, p: torch.nn.Parameter) -> torch.Tensor:
+        return torch.empty(0, dtype=state.dtype, device=state.device)  # a view of its unit soon
+
+    def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
+        if not p.is_floating_point():
+            give(p)
+            p.data = p.data.to(state.device)
+            broadcast(state.group, p.data)
+            return
+        value = self._from_rank_0(state, p, state.dtype)
+        self._frozen_at[id(p)] = (self._frozen_end, p.numel())
+        self._frozen_end += padded(p.numel())
+        for _, begin, n, mine in self._frozen_pieces(state, p):
+            if mine is not None:
+                mine.copy_(value[begin : begin + n])
+        p.data = torch.empty(0, dtype=state.dtype, device=state.device)
+
+    def spread(self, state: ModelState) -> None:
+        if state.flat_host is not None:
+            state.flat_host.copy_(state.flat)
+
+    def follow(self, state: ModelState, index: int) -> None:
+        for s in state.plan.segments if state.master is not None else ():
+            if s.param == index:
+                state.flat[s.shard_begin : s.shard_begin + s.length].copy_(state.piece(s))
+        state.group.barrier()
+
+    def source(self, state: StreamedState) -> Source:
+        source = CollectiveSource(state.device, state.reducer)
+        cast("TorchGroup", state.group).before = source.fence
+        return source
+
+    def pieces(self, state: StreamedState, p: torch.nn.Parameter) -> list[Piece]:
+        if (index := self._place.get(id(p))) is None:
+            return self._frozen_pieces(state, p)
+        mine = {
+            s.param_begin: state.flat[s.shard_begin : s.shard_begin + s.length]
+            for s in state.plan.segments
+            if s.param == index
+        }
+        return [
+            Piece(rank, s.param_begin, s.length, mine[s.param_begin] if rank == state.plan.rank else None)
+            for rank, s in state.owners(index)
+        ]
+
+    def _frozen_pieces(self, state: ModelState, p: torch.nn.Parameter) -> list[Piece]:
+        out: list[Piece] = []
+        at, n = self._frozen_at[id(p)]
+        for rank in range(at // self._part, (at + max(n, 1) - 1) // self._part + 1):
+            first = rank * self._part
+            lo, hi = max(at, first), min(at + n, first + self._part)
+            if lo < hi:
+                own = cast(torch.Tensor, state.frozen_flat)[lo - first : hi - first]
+                out.append(Piece(rank, lo - at, hi - lo, own if rank == state.plan.rank else None))
+        return out
+
+    def take(self, state: StreamedState, params: Params, writer: int) -> None:
+        for p in params:
+            value = p.detach().clone().view(-1)
+            state.group.broadcast(value, writer)
+            state.units.write(p, value)
+
+    def spread_written(self, state: StreamedState, params: Params, writer: int) -> None:
+        pass  # every rank has written its part
+
+
+class StreamedState(ModelState):
+    """The model states of a rank in streamed mode. streamed: its units, from `stream` on."""
+
+    streamed: StreamedUnits | None = None
+    reducer: RoundsReducer
+    flats: NodeFlats | ShardFlats
+
+    def _choose_flats(self) -> Flats:
+        return ShardFlats() if self.plan.sharded else NodeFlats()
+
+    @property
+    def units(self) -> StreamedUnits:
+        assert self.streamed is not None, "after stream()"
+        return self.streamed
+
+    def stream(self, model: torch.nn.Module, config: ZeroConfig) -> None:
+        """From here on parameters come and go. After the hooks of the gradients. Collective."""
+        for _, p in self.frozen:
+            share(p)
+        trained = list(zip(self.names, self.trained))
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        source = self.flats.source(self)
+        self.streamed = StreamedUnits(
+            model, self.plan, trained, self.frozen, source, lambda p: self.flats.pieces(self, p), like, config
+        )
+        self._note_versions()
+
+    def watches(self, p: torch.nn.Parameter) -> bool:
+        return self.streamed is not None and self.streamed.holds(p)
+
+    def make_reducer(self, wire: torch.dtype, pre_scale: float) -> TorchReducer:
+        """The reducer over torch.distributed, whose reductions and the gathers go along. Collective."""
+        self.reducer = RoundsReducer(
+            self.plan,
+            self.device,
+            self.acc,
+            self.partial,
+            wire,
+            pre_scale,
+            meet=lambda: cast("TorchGroup", self.group).before(),
+            tell=self._tell,
+        )
+        return self.reducer
+
+    def _tell(self, error: BaseException) -> None:
+        if self.streamed is not None:
+            self.streamed.fail(error)
+
+    # ---- the interface of ModelState ---------------------------------------------------------------------------------
+    def bump_versions(self) -> None:
+        super().bump_versions()
+        if self.streamed is not None:
+            self.streamed.refresh()
+
+    def _replaced(self) -> set[int]:
+        return {i for i, p in enumerate(self.trained) if self.units.replaced(p)}
+
+    def inert(self, rows: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
+        return [r for r in rows if r[0].removeprefix("zero_optimization.") not in HONOURED]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the forward of every block (plan/units.py); hooks run around it."""
+        for block in self.units.blocks:
+            block.forward = torch.compile(block.forward, *args, **kwargs)
+
+    def full_param(self, index: int) -> torch.Tensor:
+        return self.units.copy_of(self.trained[index]).view(-1)
+
+    def follow(self, index: int) -> None:
+        super().follow(index)
+        self.units.refresh()
+
+    def frozen_value(self, p: torch.nn.Parameter) -> torch.Tensor:
+        return self.units.copy_of(p) if self.units.holds(p) else super().frozen_value(p)
+
+    def set_frozen(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        if not self.units.holds(p):
+            super().set_frozen(p, value)
+        elif self.segment is None or self.group.leader:
+            self.units.write(p, value)
+
+    def whole(self, params: Params, writer: int | None) -> Whole:
+        return _Gathered(self, [p for p in params if self.units.holds(p)], writer)
+
+    def keep_gathered(self) -> Whole:
+        return _Kept(self.units)
+
+    def close(self) -> None:
+        if self.streamed is None:
+            return
+        if self.plan.sharded and self.reducer.broken:
+            self._tell(CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())"))
+        self.streamed.close()
+
+
+class _Gathered(Whole):
+    """Parameters in streamed mode, gathered, and written by rank `writer` (None: nobody)."""
+
+    def __init__(self, state: StreamedState, params: Params, writer: int | None) -> None:
+        self._state, self._params, self._writer = state, params, writer
+
+    def begin(self) -> None:
+        self._units = self._state.units.hold(self._params)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        state, writer = self._state, self._writer
+        if writer is not None:
+            state.group.barrier()  # nobody gathers any more
+            state.flats.take(state, self._params, writer)
+            state.group.barrier()
+            state.flats.spread_written(state, self._params, writer)
+        state.units.let_go(self._units)
+        if writer is not None:
+            state.units.refresh()
+
+
+class _Kept(Whole):
+    """All units of streamed mode, gathered once for many forward calls."""
+
+    def __init__(self, units: StreamedUnits) -> None:
+        self._all = units
+
+    def begin(self) -> None:
+        self._units = self._all.hold()
+        self._all.keep(True)
+
+    def end(self) -> None:
+        self._all.keep(False)
+        self._all.let_go(self._units)
+        self._all.release_idle()

@@ -1,0 +1,551 @@
+"""The units of one engine in ZeRO-3's streamed mode: which are there, in which order they come, and the hooks of the
+modules that use them. A unit's own states are param.Unit's; a fill of its storage does not touch autograd's version
+counters, a step bumps them once.
+
+When a unit is there:
+ - **forward**: hooks of the modules that use it (plan/units.py) count its uses. While the count is 0 its parameters are
+   `Released` (param.py), so that any other touch arrives in `touched`: inside a running module the unit is gathered and
+   is in use until that module ends (parameters used outside of their module), in backward until it ends; elsewhere it
+   is an error that names the parameter.
+ - **backward**: when a node reads what was saved of it (saved.py): outputs of any type, losses that don't come from an
+   output, several backward passes.
+ - **release**: after its last use in forward; in backward after the gradients of all its trained parameters have been
+   accumulated, and at the end of backward. A storage that anything else still refers to (a view that a user kept, a
+   tensor inside a running node) is never freed: torch counts its users.
+
+Tried and left: register_multi_grad_hook on the outputs of modules to gather for backward. It misses what leaves a
+module another way than by its output (a loss kept in an attribute), it must gather all that a module used at once, and
+what the module saved has to be held until its gradients are there, frozen parameters until the end of backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd import Variable
+
+from ...errors import ReleasedParameterError
+from ...plan.order import Order, order_of
+from ...plan.units import Node, cut
+from ..param import FlatUnit, UnitState
+from ..sources import Piece, Source
+from .saved import SavedTensors
+
+if TYPE_CHECKING:
+    from ...config.tree import ZeroConfig
+    from ...plan.plan import Plan
+
+HONOURED = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)  # keys of zero_optimization that act in this mode, on every device
+MAX_TRACE = 1 << 16  # uses of one pass that are remembered
+_COUNTED = (
+    "gathers",
+    "gathered_elems",
+    "prefetched",
+    "releases",
+    "blocked",
+    "touches",
+    "order_misses",
+    "live_elems_max",
+)
+Params = Sequence[torch.nn.Parameter]
+
+
+class StreamedUnits:
+    """The streamed parameters of one engine. stats: see `stats()`.
+
+    trained, frozen: name and parameter, which are released from here on (but the persistent ones). pieces_of: where the
+    values of a parameter lie. like: a tensor of the parameters' dtype and device."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        trained: Sequence[tuple[str, torch.nn.Parameter]],
+        frozen: Sequence[tuple[str, torch.nn.Parameter]],
+        source: Source,
+        pieces_of: Callable[[torch.nn.Parameter], Sequence[Piece]],
+        like: torch.Tensor,
+        config: ZeroConfig,
+    ) -> None:
+        self._model, self._source = model, source
+        self._prefetch, self._max_reuse = config.stage3_prefetch_bucket_size, config.stage3_max_reuse_distance
+        self._max_live = config.stage3_max_live_parameters
+        # Per running module: units in use, whether it pushed saved-tensor hooks.
+        self._frames: list[tuple[list[FlatUnit], bool]] = []
+        self._holds = 0  # keep-gathered contexts
+        self._whole = 0  # state_dict calls under way
+        self._tasks: dict[int, list[FlatUnit]] = {}  # backward passes under way, with the units that were touched
+        self._clock = 0
+        self._copied: FlatUnit | None = None
+        self._blocked: set[FlatUnit] = set()  # to be released as soon as nothing else refers to them
+        self._trace: list[int] = []
+        self._trace_key = True
+        self._backward_seen = False
+        self._last_backward: FlatUnit | None = None
+        self._orders: dict[bool, Order] = {}
+        self._order: Order | None = None
+        self._at = 0
+        self._closed = False
+        self.live_elems = self.persistent_elems = 0
+        self._stats = dict.fromkeys(_COUNTED, 0)
+        self._name = {id(p): n for n, p in [*trained, *frozen]}
+        shapes = {i.name: i.shape for i in plan.params}
+        self._shapes = {i: shapes[n] for i, n in self._name.items()}  # a parameter's own may be gone by now
+        self._unit_of: dict[int, FlatUnit] = {}
+        self._units: list[FlatUnit] = []
+        self._make_units([p for _, p in trained], [p for _, p in frozen], pieces_of, like, config)
+        self._saved = SavedTensors(self._units, lambda p: self._name[id(p)], self._gather_for_backward)
+        self._handles: list[Any] = []
+        self._hook([p for _, p in trained])
+
+    # ---- units -------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _make_units(
+        self,
+        trained: Params,
+        frozen: Params,
+        pieces_of: Callable[[torch.nn.Parameter], Sequence[Piece]],
+        like: torch.Tensor,
+        config: ZeroConfig,
+    ) -> None:
+        place = {id(p): i for i, p in enumerate(trained)}
+        wanted = {*place, *(id(p) for p in frozen if p.is_floating_point())}
+        elems = {i: math.prod(self._shapes[i]) for i in wanted}
+        kept = self._persistent(elems, config)
+        tree, modules = tree_of(self._model)
+        made = cut(tree, {i: n for i, n in elems.items() if i not in kept})
+        groups = [(u.name, u.params, False) for u in made.units]
+        known = {id(p): p for p in self._model.parameters()}
+        if kept:
+            groups.append(("(persistent)", [i for i in known if i in kept], True))
+        for name, members, persistent in groups:
+            order = [known[i] for i in sorted(members, key=lambda i: (i not in place, place.get(i, 0)))]
+            pieces = [pieces_of(p) for p in order]  # before they are views of the unit
+            shapes = [self._shapes[id(p)] for p in order]
+            mine = frozenset(id(p) for p in order if id(p) in place)
+            unit = FlatUnit(len(self._units), name, order, shapes, like, mine, persistent)
+            self._source.add(unit, pieces)
+            for p in order:
+                p._deepc_owner = self  # type: ignore[attr-defined]
+                self._unit_of[id(p)] = unit
+            self._units.append(unit)
+        self._needs = {modules[m]: [self._units[i] for i in used] for m, used in made.needs.items()}
+        self.blocks = [modules[m] for m in made.blocks]
+        self.persistent_elems = self.live_elems = sum(u.elems for u in self._units if u.persistent)
+        self.total_elems = sum(u.elems for u in self._units)
+        for unit in self._units:
+            if unit.persistent:
+                self._ensure(unit)
+            else:
+                unit.reshard()
+
+    def _persistent(self, elems: dict[int, int], config: ZeroConfig) -> set[int]:
+        """Small parameters stay: those up to stage3_param_persistence_threshold elements, until they are
+        stage3_model_persistence_threshold."""
+        out: set[int] = set()
+        room = config.stage3_model_persistence_threshold
+        for p in sorted((p for p in self._model.parameters() if id(p) in elems), key=lambda p: elems[id(p)]):
+            n = elems[id(p)]
+            if n > config.stage3_param_persistence_threshold or n > room:
+                break
+            room -= n
+            out.add(id(p))
+        return out
+
+    # ---- gather and release ------------------------------------------------------------------------------------------
+    def _ensure(self, unit: FlatUnit) -> None:
+        """Returns when the unit's values are there."""
+        self._clock += 1
+        unit.stamp = self._clock
+        if unit.state in (UnitState.SHARDED, UnitState.STALE):
+            self._begin(unit)
+            self._start([unit])
+        if unit.state is UnitState.ARRIVING:
+            self._finish(unit)
+
+    def _begin(self, unit: FlatUnit) -> None:
+        """Storage for a unit; it counts as live from here on."""
+        if not unit.live:
+            self._make_room(unit.elems)
+            self.live_elems += unit.elems
+            self._stats["live_elems_max"] = max(self._stats["live_elems_max"], self.live_elems)
+        unit.begin()
+
+    def _start(self, units: Sequence[FlatUnit]) -> None:
+        """Begins the gathers of units that have storage."""
+        self._stats["gathers"] += len(units)
+        self._stats["gathered_elems"] += sum(unit.elems for unit in units)
+        with torch.no_grad():
+            self._source.begin(units)
+
+    def _finish(self, unit: FlatUnit) -> None:
+        self._source.complete(unit)
+        unit.finish()
+
+    def _make_room(self, elems: int) -> None:
+        """Releases idle units, least recently used first, until `elems` more are within stage3_max_live_parameters.
+        What is needed now comes in any case."""
+        if self.live_elems + elems <= self._max_live:
+            return
+        idle = (u for u in self._units if u.live and not u.uses and not u.persistent)
+        for unit in sorted(idle, key=lambda u: u.stamp):
+            self._release(unit)
+            if self.live_elems + elems <= self._max_live:
+                return
+
+    def _release(self, unit: FlatUnit) -> bool:
+        """Frees the unit's storage unless it is in use, or something else than the unit's own tensors refers to it."""
+        if unit.persistent or not unit.live or unit.uses or self._holds:
+            return False
+        if unit.state is UnitState.ARRIVING:
+            self._finish(unit)
+        if unit.referred:
+            self._stats["blocked"] += unit not in self._blocked
+            self._blocked.add(unit)
+            return False
+        self._blocked.discard(unit)
+        unit.reshard()
+        self.live_elems -= unit.elems
+        self._stats["releases"] += 1
+        return True
+
+    def _use(self, unit: FlatUnit) -> None:
+        """One more running user; the unit's parameters can be read."""
+        self._ensure(unit)
+        if torch._C._current_graph_task_id() == -1:
+            unit.todo = set(unit.trained)
+        unit.use()
+
+    def _unuse(self, unit: FlatUnit) -> None:
+        unit.unuse()
+        if unit.uses == 0 and not unit.persistent and not unit.keep:
+            self._release(unit)
+
+    # ---- the order of use --------------------------------------------------------------------------------------------
+    def _begin_pass_if_new(self) -> None:
+        """A pass is what runs from the first use after a backward (or without gradients: from each outermost call) to
+        the next such."""
+        key = torch.is_grad_enabled()
+        if self._frames or torch._C._current_graph_task_id() != -1 or self._holds:
+            return
+        if self._trace and not self._backward_seen and key and self._trace_key and len(self._trace) < MAX_TRACE:
+            return  # a further forward before the backward
+        self._end_pass()
+        self._trace_key, self._order = key, self._orders.get(key)
+        self.release_idle()
+
+    def _end_pass(self) -> None:
+        """Makes the order of the pass that ended, if it was another one than last time."""
+        known = self._orders.get(self._trace_key)
+        if self._trace and len(self._trace) < MAX_TRACE and (known is None or known.uses != tuple(self._trace)):
+            room = max(0, self._max_live - self.persistent_elems)
+            elems = [u.elems for u in self._units]
+            self._orders[self._trace_key] = order_of(self._trace, elems, self._prefetch, room, self._max_reuse)
+        self._trace, self._at, self._backward_seen, self._last_backward = [], 0, False, None
+
+    def _note(self, unit: FlatUnit) -> None:
+        """Records a use and does what the order says: gathers ahead what comes, and says whether the unit stays after
+        this use."""
+        unit.keep = False
+        if unit.persistent or self._holds:
+            return
+        if len(self._trace) < MAX_TRACE:
+            self._trace.append(unit.index)
+        order, i = self._order, self._at
+        if order is None:
+            return
+        if i >= len(order.uses) or order.uses[i] != unit.index:
+            self._order = None
+            self._stats["order_misses"] += 1
+            return
+        self._at += 1
+        for v in order.drop[i]:
+            if v != unit.index:
+                self._release(self._units[v])
+        ahead = []
+        for v in order.ahead[i]:
+            coming = self._units[v]
+            if not coming.live and self.live_elems + coming.elems <= self._max_live:
+                self._begin(coming)
+                ahead.append(coming)
+        if ahead:
+            self._start(ahead)
+            self._stats["prefetched"] += len(ahead)
+        unit.keep = order.keep[i]
+
+    def release_idle(self) -> None:
+        """Releases what nothing uses, unless it is kept."""
+        for unit in self._units:
+            if unit.live and not unit.uses:
+                self._release(unit)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+    def _hook(self, trained: Params) -> None:
+        # Functions, not methods, and each for one module: a deep copy of the model takes them along, and they do
+        # nothing there.
+        for module, units in self._needs.items():
+            self._handles.append(module.register_forward_pre_hook(self._make_enter(id(module), units), prepend=True))
+            self._handles.append(module.register_forward_hook(self._make_leave(id(module)), always_call=True))
+        for module in self._model.modules():
+            if any(p is not None for p in module._parameters.values()):
+                before, after = self._make_state_dict_hooks(id(module))
+                self._handles.append(module.register_state_dict_pre_hook(before))
+                self._handles.append(module._register_state_dict_hook(after))
+        for p in trained:
+            self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated))
+
+    def _make_enter(self, of: int, units: list[FlatUnit]) -> Callable[..., None]:
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            if id(module) == of:
+                self.enter(units)
+
+        return _outside_of_graphs(enter)
+
+    def _make_leave(self, of: int) -> Callable[..., None]:
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if id(module) == of:
+                self.leave()
+
+        return _outside_of_graphs(leave)
+
+    def _make_state_dict_hooks(self, of: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+            self._whole += id(module) == of
+
+        def after(module: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+            if id(module) == of:
+                self._after_state_dict()
+
+        return before, after
+
+    def enter(self, units: Sequence[FlatUnit]) -> None:
+        """A module that uses `units` begins."""
+        self._begin_pass_if_new()
+        for unit in units:
+            self._use(unit)
+            self._note(unit)
+        self._frames.append((list(units), self._saved.push()))
+
+    def leave(self) -> None:
+        """The module that began last ends."""
+        if not self._frames:
+            return
+        held, pushed = self._frames.pop()
+        if pushed:
+            self._saved.pop()
+        for unit in reversed(held):
+            self._unuse(unit)
+
+    def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> torch.Tensor | None:
+        """`func` is about to read or write the released `p`: gathers it where it can know until when, else raises.
+        Returns a value to take instead, or None."""
+        unit = self._unit_of[id(p)]
+        if self._whole and func is torch.Tensor.detach:
+            return self.copy_of(p)
+        self._stats["touches"] += 1
+        task = torch._C._current_graph_task_id()
+        if not self._frames and task == -1:
+            raise ReleasedParameterError(self._explain(p, func))
+        self._use(unit)
+        self._note(unit)
+        (self._frames[-1][0] if self._frames else self._in_task(task)).append(unit)
+        return None
+
+    def settle(self) -> None:
+        """See param.Owner: units are released by what ends their use."""
+
+    def _explain(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> str:
+        what = getattr(func, "__name__", str(func))
+        if what in ("__get__", "__set__"):
+            what = getattr(getattr(func, "__self__", None), "__name__", what)
+        if self._closed:
+            return (
+                f"parameter '{self._name[id(p)]}' was touched ({what}) after engine.destroy(), and its values were not"
+                " on this rank: ranks share no memory here. Take engine.module_state_dict() before, or save a"
+                " checkpoint"
+            )
+        return (
+            f"parameter '{self._name[id(p)]}' {tuple(p.shape)} was touched ({what}) while it is released: at ZeRO stage"
+            " 3 in streamed mode its values are on this rank only while the model runs forward or backward. Read it"
+            " inside the forward of the model (any module of it), or under deepc.zero.GatheredParameters(params);"
+            " write it with modifier_rank=0 there."
+        )
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+    def _gather_for_backward(self, unit: FlatUnit) -> None:
+        """A node of backward is about to read what was saved of `unit`."""
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._in_task(task)
+        self._ensure(unit)
+        if unit is not self._last_backward:
+            before, self._last_backward = self._last_backward, unit
+            self._note(unit)
+            if before is not None and not before.todo:
+                self._release(before)  # nothing will say that its last gradient has come
+
+    def _in_task(self, task: int) -> list[FlatUnit]:
+        if task not in self._tasks:
+            self._backward_seen = True
+            self._tasks[task] = []
+            cast(Any, Variable)._execution_engine.queue_callback(lambda: self._end_task(task))
+        return self._tasks[task]
+
+    def _end_task(self, task: int) -> None:
+        for unit in self._tasks.pop(task, ()):
+            self._unuse(unit)
+        if not self._tasks:
+            self._last_backward = None
+        self.release_idle()
+
+    def _accumulated(self, p: torch.Tensor) -> None:
+        unit = self._unit_of[id(p)]
+        unit.todo.discard(id(p))
+        if unit.todo or not unit.live:
+            return
+        for touched in self._tasks.values():
+            # A recomputation without the module's hooks; what it saved keeps the storage as long as needed.
+            while unit in touched:
+                touched.remove(unit)
+                self._unuse(unit)
+        if unit is self._last_backward:
+            self._last_backward = None
+        for waiting in [*self._blocked, unit]:
+            self._release(waiting)
+
+    # ---- whole parameters --------------------------------------------------------------------------------------------
+    def _after_state_dict(self) -> None:
+        self._whole = max(0, self._whole - 1)
+        if not self._whole:
+            copied, self._copied = self._copied, None
+            if copied is not None:
+                self._release(copied)
+
+    @torch.no_grad()
+    def copy_of(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """A whole copy of `p`'s values."""
+        unit = self._unit_of[id(p)]
+        i = unit.place(p)
+        if (value := self._source.read(unit, i)) is None:
+            self._ensure(unit)
+            value = unit.flat[unit.offsets[i] : unit.offsets[i] + math.prod(p.shape)]
+            if self._copied is not unit:  # the last one stays: parameters of a unit are asked for one after the other
+                if self._copied is not None:
+                    self._release(self._copied)
+                self._copied = unit
+        return value.view(p.shape).clone()
+
+    @torch.no_grad()
+    def write(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Changes what `p` is gathered from; see the source's `write`. What is gathered now stays as it is until
+        `refresh`."""
+        unit = self._unit_of[id(p)]
+        self._source.write(unit, unit.place(p), value.reshape(-1))
+
+    def replaced(self, p: torch.nn.Parameter) -> bool:
+        """Whether a user put other memory under `p`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(p.untyped_storage()._cdata != self._unit_of[id(p)].key)
+
+    def keep(self, on: bool) -> None:
+        """While on (it may be nested) nothing is released, and uses are not recorded."""
+        self._holds += 1 if on else -1
+
+    def holds(self, p: torch.nn.Parameter) -> bool:
+        """Whether `p` comes and goes, or is persistent; False for parameters that are not floating-point."""
+        return id(p) in self._unit_of
+
+    def origin(self, p: torch.nn.Parameter) -> torch.Tensor | None:
+        """[numel] what `p` is gathered from, where that is one piece of memory."""
+        unit = self._unit_of[id(p)]
+        return self._source.read(unit, unit.place(p))
+
+    def hold(self, params: Iterable[torch.nn.Parameter] | None = None) -> list[FlatUnit]:
+        """Gathers the units of `params` (all units: None) until `let_go`, which takes what this returns."""
+        if params is None:
+            units = list(self._units)
+        else:
+            units = list({u.index: u for p in params if (u := self._unit_of.get(id(p))) is not None}.values())
+        for unit in units:
+            self._use(unit)
+            unit.keep = False
+        return units
+
+    def let_go(self, units: Sequence[FlatUnit]) -> None:
+        """The end of a `hold`."""
+        for unit in units:
+            self._unuse(unit)
+
+    def refresh(self) -> None:
+        """After a step, or another change of the owners' values: what is gathered goes, or is gathered again where it
+        is in use."""
+        for unit in self._units:
+            if unit.live and not self._release(unit):
+                if unit.state is UnitState.ARRIVING:
+                    self._finish(unit)
+                if unit.ready:
+                    unit.outdate()
+                if unit.uses or unit.persistent:
+                    self._ensure(unit)
+
+    def stats(self) -> dict[str, int]:
+        """Counted since the start: gathers, gathered_elems, prefetched (gathers begun ahead of use), releases, blocked
+        (releases put off because something still referred to the storage), touches (uses outside of the parameter's
+        module), order_misses (passes that left the recorded order), live_elems_max; and as they are: live_elems,
+        persistent_elems, total_elems, units."""
+        return {
+            **self._stats,
+            "live_elems": self.live_elems,
+            "persistent_elems": self.persistent_elems,
+            "total_elems": self.total_elems,
+            "units": len(self._units),
+        }
+
+    def fail(self, error: BaseException) -> None:
+        """No rank waits for a gather with this one any more. From any thread."""
+        self._source.fail(error)
+
+    def close(self) -> None:
+        """Removes the hooks. Where gathers are one-sided every parameter gets its values back, for good."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._closed = True
+        if not self._source.close():
+            return
+        for unit in self._units:
+            self._ensure(unit)
+            unit.use()
+
+
+def tree_of(model: torch.nn.Module) -> tuple[Node, dict[Node, torch.nn.Module]]:
+    """The model as plan/units.py takes it, and the module of every node."""
+    nodes: dict[torch.nn.Module, Node] = {}
+    for module in model.modules():
+        listed = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        sequence = isinstance(module, torch.nn.Sequential)
+        own = [id(p) for p in module._parameters.values() if p is not None]
+        nodes[module] = Node("list" if listed else "sequence" if sequence else "call", own)
+    for module, node in nodes.items():
+        node.children = [(name, nodes[child]) for name, child in module._modules.items() if child is not None]
+    return nodes[model], {node: module for module, node in nodes.items()}
+
+
+def _outside_of_graphs(fn: Callable[..., None]) -> Callable[..., None]:
+    disable = cast(Any, torch._dynamo).disable
+    wrapped: Callable[..., None] = disable(
+        fn,
+        reason=(
+            "ZeRO-3's streamed mode gathers and releases parameters around each block, which can't be part of a graph: "
+            "compile per block, with engine.compile(), instead of the whole model"
+        ),
+    )
+    return wrapped
