@@ -11,8 +11,8 @@ import re
 import string
 
 import pytest
-from deepc.config import Config, schema
-from deepc.config import tree as c
+from deepc.config import Config, explain, schema
+from deepc.config import rules as c
 from deepc.config.keys import ANY, KEYS, OPTIMIZER_PARAMS, TABLE, State
 from deepc.errors import ConfigError
 from hypothesis import given, settings
@@ -172,7 +172,7 @@ def test_removed_keys_of_deepspeed_are_refused_by_name():
     ],
 )
 def test_triangle(given_, world, want):
-    raw = {k: v for k, v in zip(c._TRIANGLE, given_, strict=True) if v is not None}
+    raw = {k: v for k, v in zip(c.TRIANGLE, given_, strict=True) if v is not None}
     cfg = Config.load(raw, world_size=world)
     assert (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_accumulation_steps) == want
 
@@ -196,7 +196,7 @@ def test_triangle(given_, world, want):
     ],
 )
 def test_triangle_errors(given_, world, text):
-    raw = {k: v for k, v in zip(c._TRIANGLE, given_, strict=True) if v is not None}
+    raw = {k: v for k, v in zip(c.TRIANGLE, given_, strict=True) if v is not None}
     with pytest.raises(ConfigError) as error:
         Config.load(raw, world_size=world)
     assert text in str(error.value)
@@ -223,7 +223,7 @@ def test_triangle_is_deepspeeds():
             want = None
         try:
             cfg = Config.load(
-                {k: v for k, v in zip(c._TRIANGLE, (train, micro, accum), strict=True) if v is not None},
+                {k: v for k, v in zip(c.TRIANGLE, (train, micro, accum), strict=True) if v is not None},
                 world_size=world,
             )
             got = (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_accumulation_steps)
@@ -1055,14 +1055,15 @@ def test_schema_knows_every_key_and_is_json(tmp_path):
 
 
 def test_command_line(tmp_path, capsys):
-    assert c.main(["--schema"]) == 0
+    assert explain.main(["--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
-    assert c.main(["--schema", str(tmp_path / "s.json")]) == 0 and (tmp_path / "s.json").exists()
+    assert explain.main(["--schema", str(tmp_path / "s.json")]) == 0 and (tmp_path / "s.json").exists()
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(INTRODUCTION))
     assert (
-        c.main(["--explain", str(file), "--world-size", "2"]) == 0
+        explain.main(["--explain", str(file), "--world-size", "2"]) == 0
         and "2 rank(s) on cpu, fp16" in capsys.readouterr().out
     )
     file.write_text('{"train_batch_size": 0}')
-    assert c.main(["--explain", str(file)]) == 1 and "train_batch_size = 0 is out of range" in capsys.readouterr().err
+    assert explain.main(["--explain", str(file)]) == 1
+    assert "train_batch_size = 0 is out of range" in capsys.readouterr().err

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 from ..errors import ArgumentError, ConfigError
 from .keys import ANY, DIFFERS, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, Key, State
+from .rules import TRIANGLE, Loader, resolve_batch
 from .schema import write_schema
 from .source import _read
-from .tree import _TRIANGLE, Config, _Loader, resolve_batch
+from .tree import Config
 
 _ERROR = re.compile(r'unknown key "(?P<unknown>[^"]+)"[.:]?\s*|(?P<known>[\w.]+) = ')
 _STATES = {
@@ -87,14 +88,12 @@ def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Chec
             errors=[Wrong("", str(exc))],
         )
     world, said = (ranks, "given") if ranks is not None else _ranks_of(raw)
-    loader = _Loader(raw, name, world, device, True)
+    loader = Loader(raw, name, world, device, True)
     out = Check(name, world, device, said)
     try:
-        config: Config | None = loader.load()
+        out.precision = Config.read(loader).dtype
     except ConfigError:
-        config = None
         out.errors = [_wrong(text, name) for text in loader.errors]
-    out.precision = config.dtype if config is not None else None
     out.batch = _batch(loader)
     wrong = {e.key.removesuffix(".enabled") for e in out.errors}
     out.keys = [k for k in _findings(loader) if k.key not in wrong]
@@ -103,7 +102,7 @@ def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Chec
 
 def _ranks_of(raw: dict[str, Any]) -> tuple[int, str]:
     """Without --ranks: the number that makes the batch triangle fit, if there is one."""
-    train, micro, accumulation = (cast(int, raw.get(k)) for k in _TRIANGLE)
+    train, micro, accumulation = (cast(int, raw.get(k)) for k in TRIANGLE)
     if all(type(v) is int and v > 0 for v in (train, micro, accumulation)) and train % (micro * accumulation) == 0:
         return train // (micro * accumulation), "from the batch sizes"
     return 1, "default"
@@ -123,9 +122,9 @@ def _wrong(text: str, name: str) -> Wrong:
     return Wrong(match["known"], body)
 
 
-def _batch(loader: _Loader) -> dict[str, Any] | None:
-    given: dict[str, int | None] = {k: loader.values.get(k) for k in _TRIANGLE}
-    if any(k in loader.auto for k in _TRIANGLE) or getattr(loader, "triangle", None) is None:
+def _batch(loader: Loader) -> dict[str, Any] | None:
+    given: dict[str, int | None] = {k: loader.values.get(k) for k in TRIANGLE}
+    if any(k in loader.auto for k in TRIANGLE) or loader.triangle is None:
         return None
     whole, part, times = given.values()
     train, micro, accumulation = resolve_batch(whole, part, times, loader.world)
@@ -138,7 +137,7 @@ def _batch(loader: _Loader) -> dict[str, Any] | None:
     }
 
 
-def _findings(loader: _Loader) -> list[Finding]:
+def _findings(loader: Loader) -> list[Finding]:
     why = {i.key: i for i in loader.inert}
     out = []
     for row in KEYS:
@@ -163,7 +162,7 @@ def _finding(row: Key, value: Any, why: dict[str, Any]) -> Finding:
     return Finding(row.path, value, "used", row.help, DIFFERS.get(row.path, ""))
 
 
-def _arguments(loader: _Loader, why: dict[str, Any]) -> list[Finding]:
+def _arguments(loader: Loader, why: dict[str, Any]) -> list[Finding]:
     """The arguments of Adam and AdamW, whose rows are a table of their own."""
     if str(loader.values.get("optimizer.type", "")).lower() not in ("adam", "adamw"):
         return []
@@ -212,14 +211,14 @@ def _lines(c: Check) -> list[str]:
             out += [*_wrapped(f"{e.key}: {e.message}" if e.key and not e.message.startswith(e.key) else e.message, 2)]
     if c.batch is not None:
         b = c.batch
-        note = {k: " (derived)" if k in b["derived"] else "" for k in _TRIANGLE}
+        note = {k: " (derived)" if k in b["derived"] else "" for k in TRIANGLE}
         out += [
             "",
             "batch:",
             (
-                f"  train_batch_size {b[_TRIANGLE[0]]}{note[_TRIANGLE[0]]} = train_micro_batch_size_per_gpu"
-                f" {b[_TRIANGLE[1]]}{note[_TRIANGLE[1]]} * gradient_accumulation_steps"
-                f" {b[_TRIANGLE[2]]}{note[_TRIANGLE[2]]} * {c.ranks} rank{'s' * (c.ranks > 1)}"
+                f"  train_batch_size {b[TRIANGLE[0]]}{note[TRIANGLE[0]]} = train_micro_batch_size_per_gpu"
+                f" {b[TRIANGLE[1]]}{note[TRIANGLE[1]]} * gradient_accumulation_steps"
+                f" {b[TRIANGLE[2]]}{note[TRIANGLE[2]]} * {c.ranks} rank{'s' * (c.ranks > 1)}"
             ),
         ]
     for state, title in _STATES.items():
@@ -445,4 +444,29 @@ def _run_schema(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--output {args.output}: {exc.strerror}") from exc
     if args.output is None:
         print(text, end="")
+    return 0
+
+
+# ---- python -m deepc.config ------------------------------------------------------------------------------------------
+def main(argv: list[str] | None = None) -> int:
+    """`python -m deepc.config`."""
+    parser = argparse.ArgumentParser(prog="python -m deepc.config", description="The keys of a deepc configuration.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--schema", nargs="?", const="-", metavar="FILE", help="write the JSON Schema of all keys to FILE, or print it"
+    )
+    what.add_argument("--explain", metavar="CONFIG", help="check a configuration and show what it means")
+    parser.add_argument("--world-size", type=int, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args(argv)
+    if args.schema:
+        text = write_schema(None if args.schema == "-" else args.schema)
+        if args.schema == "-":
+            print(text, end="")
+        return 0
+    try:
+        print(Config.load(args.explain, world_size=args.world_size, device_type=args.device, allow_auto=True).explain())
+    except ConfigError as exc:
+        print(exc, file=sys.stderr)
+        return 1
     return 0

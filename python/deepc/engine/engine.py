@@ -16,7 +16,8 @@ import torch
 
 from ..comm import start as comm
 from ..comm.groups import open_group
-from ..config.tree import Config, default_optimizer
+from ..config.rules import default_optimizer
+from ..config.tree import Config
 from ..core import env, memory
 from ..core.lib import C, call
 from ..core.ops import code, dtype_of, torch_dtype

@@ -11,11 +11,27 @@ import torch
 from ..errors import ArgumentError, ConfigError, UnsupportedError
 from .adamw import Adam, AdamW
 
-OURS: dict[str, type[torch.optim.Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
+# deepc's own, by the name that a configuration gives them (in any case).
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "Adam": Adam,
+    "AdamW": AdamW,
+}
 
 # Classes whose update of an element depends on that element only: ZeRO may cut their tensors anywhere.
 ELEMENTWISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
 )
 
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
-from ...config.tree import Config, default_optimizer
+from ...config.rules import default_optimizer
+from ...config.tree import Config
 from ...core import memory
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError

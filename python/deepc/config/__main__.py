@@ -1,0 +1,5 @@
+"""`python -m deepc.config`."""
+
+from .explain import main
+
+raise SystemExit(main())

@@ -1,0 +1,491 @@
+"""The rules of a configuration: which values a key takes, and which keys go together. Reads a raw dictionary into
+canonical values by path; the typed tree over them is tree.py's. Everything that is wrong is found before anything is
+raised."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError, did_you_mean
+from .keys import (
+    ANY,
+    AUTO_SCHEDULER_PARAMS,
+    KEYS,
+    LATER_OPTIMIZERS,
+    OPTIMIZER_PARAMS,
+    RENAMED_SECTIONS,
+    TABLE,
+    Key,
+    State,
+)
+from .values import _ALIASES, _KIND_WORDS, _SECTIONS, AUTO, _auto_message, _Bad, _show, check_value, suggest
+
+TRIANGLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class InertKey(NamedTuple):
+    """A key that was given and changes nothing here."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Section optimizer, resolved.
+
+    `backend` is "deepc" (deepc.optim.AdamW, `params` complete: lr, betas, eps, weight_decay, amsgrad; `decoupled` False
+    means Adam with L2) or "torch" (torch.optim.<type>(**params), `params` as given)."""
+
+    type: str
+    params: dict[str, Any]
+    backend: str
+    decoupled: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Section scheduler: the name of a class of lr_schedules or of torch.optim.lr_scheduler, and its arguments."""
+
+    type: str
+    params: dict[str, Any]
+
+
+def default_optimizer() -> OptimizerConfig:
+    """What is used when neither the configuration nor the caller gives an optimizer: AdamW with DeepSpeed's
+    defaults."""
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    return OptimizerConfig("AdamW", {n: OPTIMIZER_PARAMS[n].default for n in names}, "deepc", True)
+
+
+class Loader:
+    """One load: walks the raw dict, checks each value against its row, applies the rules between keys. Afterwards:
+    `values` (canonical values by path of what was given), `triangle` (the three batch sizes, None while one of them is
+    "auto"), `optimizer`, `scheduler`, `auto`, `inert` and `errors`."""
+
+    def __init__(self, raw: dict[str, Any], name: str, world_size: int, device_type: str, allow_auto: bool) -> None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(
+                f"world_size {world_size!r} must be a positive integer: the number of data-parallel ranks"
+            )
+        if device_type not in ("cpu", "cuda"):
+            raise ConfigError(f'device_type {device_type!r} must be "cpu" or "cuda"')
+        self.raw, self.name, self.world, self.device, self.allow_auto = raw, name, world_size, device_type, allow_auto
+        self.values: dict[str, Any] = {}
+        self.auto: list[str] = []
+        self.inert: list[InertKey] = []
+        self.errors: list[str] = []
+        self.needs_batch = True
+        self.triangle: tuple[int, int, int] | None = None
+        self.optimizer: OptimizerConfig | None = None
+        self.scheduler: SchedulerConfig | None = None
+
+    def load(self) -> Loader:
+        """Reads everything, and returns itself. ConfigError with all of `errors`, if there are any."""
+        self._walk(self.raw, "")
+        self._legacy()
+        self.optimizer, self.scheduler = self._optimizer(), self._scheduler()
+        self._precision_rules()
+        self._offload_rules()
+        self._zeropp_rules()
+        self._timeline_rules()
+        self._triangle()
+        if self.auto and not self.allow_auto:
+            self.errors.append(_auto_message(self.name, self.auto))
+        if self.errors:
+            raise ConfigError(
+                self.errors[0]
+                if len(self.errors) == 1
+                else f"{len(self.errors)} things are wrong in the configuration:\n"
+                + "\n".join(f"- {e}" for e in self.errors)
+            )
+        return self
+
+    def get(self, path: str) -> Any:
+        return self.values.get(path, TABLE[path].default)
+
+    def fail(self, path: str, value: Any, text: str) -> None:
+        self.errors.append(f"{self.name}: {path} = {_show(value)} {text}")
+
+    # -- walking --
+
+    def _walk(self, node: Mapping[str, Any], prefix: str) -> None:
+        for key, value in node.items():
+            path = f"{prefix}.{key}" if prefix else key
+            canonical = RENAMED_SECTIONS.get(path, path)
+            canonical = _ALIASES.get(canonical, canonical)
+            if canonical in TABLE:
+                self._take(canonical, value)
+            elif canonical in _SECTIONS:
+                self._section(canonical, value)
+            else:
+                self.errors.append(f"{self.name}: unknown key {json.dumps(path)}.{suggest(path)}")
+
+    def _section(self, path: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            self._walk(value, path)
+        elif path == "zero_optimization" and isinstance(value, bool):
+            self.values["zero_optimization.stage"] = int(value)  # DeepSpeed's oldest form
+        elif value is not None:
+            inside = ", ".join(k.leaf for k in KEYS if k.section == path)
+            self.fail(path, value, f"must be an object {{...}} with keys of: {inside}")
+
+    def _take(self, path: str, value: Any) -> None:
+        row = TABLE[path]
+        if path in self.values or path in self.auto:
+            self.errors.append(f"{self.name}: {path} is given twice, under its old and its new name. Remove one.")
+            return
+        if (
+            value == AUTO
+            and isinstance(value, str)
+            and row.kind != "any"
+            and not (row.kind == "str" and (row.ok is ANY or AUTO in row.choices))
+        ):
+            self._take_auto(row)
+            return
+        if path == "steps_per_print" and value == math.inf:
+            value = None  # never, as accelerate writes it
+        try:
+            checked = check_value(row, value)
+        except _Bad as exc:
+            self.fail(path, value, f"{exc}.")
+            return
+        if row.kind == "gated":
+            self._gated(row, checked)
+            return
+        if (
+            row.state in (State.LATER, State.REMOVED)
+            and row.ok is not ANY
+            and not any(_same(checked, o) for o in row.ok)
+        ):
+            self._refuse(row, path, value)
+            return
+        self.values[path] = checked
+        if row.state is State.INERT and row.inert_on in ("", self.device):
+            self.inert.append(InertKey(path, value, row.why))
+
+    def _take_auto(self, row: Key) -> None:
+        if row.auto:
+            self.auto.append(row.path)
+        else:
+            self.fail(
+                row.path,
+                AUTO,
+                f"is not possible: no integration fills this key. Write {_KIND_WORDS.get(row.kind, 'a value')}, or "
+                f"remove the key to get the default, {_show(row.default)}.",
+            )
+
+    def _gated(self, row: Key, section: Any) -> None:
+        """A section that is off unless `enabled` says otherwise; a section without `enabled` is off only if it is
+        empty."""
+        if section is None or section == {}:
+            return
+        enabled = section.get("enabled", True)
+        if enabled == AUTO:
+            self.auto.append(f"{row.path}.enabled")
+        elif enabled is not False:
+            self._refuse(
+                row, f"{row.path}.enabled" if "enabled" in section else row.path, section.get("enabled", section)
+            )
+
+    def _refuse(self, row: Key, path: str, value: Any) -> None:
+        off = " or ".join(_show(o) for o in row.ok if o is not None) if row.ok is not ANY else ""
+        if row.kind == "gated":
+            off = '{"enabled": false}' if not path.endswith(".enabled") else "false"
+        fix = f"Remove the key{' or set it to ' + off if off else ''}."
+        if row.state is State.LATER:
+            self.fail(path, value, f"asks for {row.why}, which deepc does not have yet. {fix}")
+        else:
+            self.fail(
+                path,
+                value,
+                f"asks for a feature that DeepSpeed removed and deepc does not have; instead: {row.why}. {fix}",
+            )
+
+    # -- rules between keys --
+
+    def _legacy(self) -> None:
+        """Old names whose value goes to a new key."""
+        for old, new in (("cpu_offload", "offload_optimizer.device"), ("cpu_offload_param", "offload_param.device")):
+            old, new = f"zero_optimization.{old}", f"zero_optimization.{new}"
+            if old in self.values and self.values[old] is not None:
+                if new in self.values or new in self.auto:
+                    self.errors.append(
+                        f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it."
+                    )
+                self.values[new] = "cpu" if self.values[old] else "none"
+        old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
+        old, new = f"zero_optimization.{old}", f"zero_optimization.{new}"
+        if old in self.values:
+            if new in self.values or new in self.auto:
+                self.errors.append(f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it.")
+            self.values.setdefault(new, self.values[old])
+
+    def _precision_rules(self) -> None:
+        if self.get("fp16.enabled") and self.get("bf16.enabled"):
+            self.errors.append(f"{self.name}: fp16.enabled and bf16.enabled are both true. Set one of them to false.")
+        auto = self.get("precision") == AUTO
+        for path in ("fp16.enabled", "bf16.enabled"):
+            if auto and (path in self.auto or (path in self.values and (self.values[path] or path == "bf16.enabled"))):
+                self.fail(
+                    "precision",
+                    AUTO,
+                    f"chooses between bf16 and fp32 by itself, and {path} is given too. Remove one of them.",
+                )
+        for path in (k.path for k in KEYS if k.section == "deepc.precision"):
+            if path in self.values and not auto:
+                self.inert.append(InertKey(path, self.values[path], 'it needs "precision": "auto"'))
+
+    def _offload_rules(self) -> None:
+        stage = self.get("zero_optimization.stage")
+        for what, needs in (("offload_optimizer", 1), ("offload_param", 3)):
+            path = f"zero_optimization.{what}.device"
+            device = self.get(path)
+            if device == "nvme":
+                self.fail(
+                    path,
+                    device,
+                    'asks for offload to disk (NVMe), which deepc does not have yet. Set it to "cpu" or "none".',
+                )
+            elif device == "cpu" and self.device == "cpu":
+                self.inert.append(InertKey(path, device, "a CPU run keeps everything in host memory anyway"))
+            elif device == "cpu" and stage < needs:
+                self.inert.append(
+                    InertKey(path, device, f"it needs ZeRO stage {needs} or higher, the stage is {stage}")
+                )
+            elif device == "cpu" and what == "offload_param":
+                self.fail(
+                    path,
+                    device,
+                    "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
+                    'to "none".',
+                )
+        pin = "zero_optimization.offload_optimizer.pin_memory"
+        if pin in self.values and self.device == "cpu":
+            self.inert.append(InertKey(pin, self.values[pin], "page-locked memory serves copies to a GPU"))
+
+    def _zeropp_rules(self) -> None:
+        """ZeRO++ acts on what crosses between CPU nodes; how many there are the engine knows."""
+        stage = self.get("zero_optimization.stage")
+        for leaf, needs, why in (
+            ("zero_quantized_gradients", 0, ""),
+            ("zero_quantized_weights", 1, "stage 0 sends no parameters"),
+            ("zero_hpz_partition_size", 3, "parameters are partitioned at stage 3 only"),
+        ):
+            path = f"zero_optimization.{leaf}"
+            value = self.get(path)
+            if value <= (leaf == "zero_hpz_partition_size"):  # 0, 1 or false: not asked for
+                continue
+            if stage < needs:
+                self.inert.append(InertKey(path, value, why))
+            elif self.device == "cuda":
+                self.fail(
+                    path,
+                    value,
+                    "asks for ZeRO++ on GPUs, which deepc does not have yet (CPU nodes have it). Remove the key.",
+                )
+            elif leaf == "zero_hpz_partition_size" and self.world % value:
+                self.fail(
+                    path,
+                    value,
+                    f"does not divide the {self.world} rank(s). Set it to the number of ranks of a node, or to 1.",
+                )
+
+    def _timeline_rules(self) -> None:
+        path = "deepc.timeline.steps"
+        first, last = self.get(path)
+        if path in self.values and (
+            first != int(first) or last != int(last) or not first <= last or (last > 0 and first < 1)
+        ):
+            self.fail(
+                path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off)."
+            )
+
+    def _triangle(self) -> None:
+        if any(f"{k}" in self.auto for k in TRIANGLE):
+            return
+        train, micro, accum = (self.values.get(k) for k in TRIANGLE)
+        if train is None and micro is None:
+            if self.needs_batch and not any(f" {k} = " in e for e in self.errors for k in TRIANGLE[:2]):
+                self.errors.append(f"{self.name}: give train_batch_size or train_micro_batch_size_per_gpu (or both).")
+            return
+        triangle = resolve_batch(train, micro, accum, self.world)
+        train2, micro2, accum2 = triangle
+        if min(triangle) < 1 or train2 != micro2 * accum2 * self.world:
+
+            def shown(key: str, given: int | None, now: int) -> str:
+                return f"{key} {now}{'' if given is not None else ' (derived)'}"
+
+            self.errors.append(
+                f"{self.name}: {shown(TRIANGLE[0], train, train2)} is not {shown(TRIANGLE[1], micro, micro2)} * "
+                f"{shown(TRIANGLE[2], accum, accum2)} * {self.world} rank(s) = {micro2 * accum2 * self.world}. "
+                "Change one of them, or remove one: it is then derived."
+            )
+            return
+        self.triangle = triangle
+
+    # -- optimizer and scheduler --
+
+    def _optimizer(self) -> OptimizerConfig | None:
+        kind, params = self.values.get("optimizer.type"), self.values.get("optimizer.params")
+        if kind is None:
+            if params:
+                self.fail(
+                    "optimizer.params",
+                    params,
+                    'is given without optimizer.type. Add "type": "AdamW", or remove the section.',
+                )
+            return None
+        params = dict(params or {})
+        if "max_grad_norm" in params:
+            self.fail(
+                "optimizer.params.max_grad_norm",
+                params.pop("max_grad_norm"),
+                "is not an argument of an optimizer. Use gradient_clipping.",
+            )
+        lower = kind.lower()
+        if lower in ("adam", "adamw"):
+            return self._adam(lower, params)
+        from ..optim.factory import OURS, torch_classes  # torch, for its classes' signatures
+
+        ours = {name.lower(): name for name in OURS}
+        if lower in ours:
+            return self._by_signature(ours[lower], OURS[ours[lower]], params, "deepc")
+        if lower in LATER_OPTIMIZERS:
+            self.fail(
+                "optimizer.type",
+                kind,
+                f"asks for {LATER_OPTIMIZERS[lower]}, which deepc does not have yet. Use AdamW or a torch.optim class.",
+            )
+            return None
+        kind, classes = "Adagrad" if lower == "adagrad" else kind, torch_classes()
+        if kind not in classes:
+            known = did_you_mean(kind, [*OURS, *classes])
+            self.fail("optimizer.type", kind, f"is neither {', '.join(OURS)} nor a class of torch.optim.{known}")
+            return None
+        if kind == "LBFGS":
+            self.fail(
+                "optimizer.type",
+                kind,
+                "needs a closure that runs the model again, which an engine's step() has not. Use another optimizer.",
+            )
+            return None
+        return self._by_signature(kind, classes[kind], params, "torch")
+
+    def _adam(self, lower: str, params: dict[str, Any]) -> OptimizerConfig:
+        checked: dict[str, Any] = {}
+        for key, value in params.items():
+            path = f"optimizer.params.{key}"
+            row = OPTIMIZER_PARAMS.get(key)
+            if row is None:
+                self.errors.append(f"{self.name}: unknown key {json.dumps(path)}.{did_you_mean(key, OPTIMIZER_PARAMS)}")
+                continue
+            if value == AUTO and row.auto:
+                self.auto.append(path)
+                continue
+            try:
+                checked[key] = check_value(row, value)
+            except _Bad as exc:
+                self.fail(path, value, f"{exc}.")
+                continue
+            if row.state is State.LATER and checked[key] not in row.ok:
+                self._refuse(row, path, value)
+            elif row.state is State.INERT and not checked.get("torch_adam", params.get("torch_adam")):
+                self.inert.append(InertKey(path, value, row.why))
+        decoupled = lower == "adamw" or checked.pop("adam_w_mode", True)
+        checked.pop("adam_w_mode", None)
+        for key in ("bias_correction", "fp32_optimizer_states", "set_grad_none"):
+            checked.pop(key, None)
+        if checked.pop("torch_adam", False):
+            return OptimizerConfig("AdamW" if decoupled else "Adam", checked, "torch", decoupled)
+        checked.pop("foreach", None), checked.pop("fused", None)
+        return OptimizerConfig(
+            "AdamW" if decoupled else "Adam", {**default_optimizer().params, **checked}, "deepc", decoupled
+        )
+
+    def _by_signature(self, kind: str, cls: type, params: dict[str, Any], backend: str) -> OptimizerConfig:
+        """An optimizer whose arguments are those of its class; ZeRO may cut it if it is known to be elementwise."""
+        from ..optim.factory import ELEMENTWISE
+
+        path = "optimizer.type"
+        stage = self.get("zero_optimization.stage")
+        if kind not in ELEMENTWISE and stage > 0 and not self.get("zero_allow_untested_optimizer"):
+            self.fail(
+                path,
+                kind,
+                f"does not work element by element, so that ZeRO stage {stage} would change its result. Use stage 0, "
+                "another optimizer, or set zero_allow_untested_optimizer to true.",
+            )
+        self._check_signature(cls, "optimizer.params", params, auto=("lr", "betas", "eps", "weight_decay"), skip=1)
+        return OptimizerConfig(kind, {k: v for k, v in params.items() if v != AUTO}, backend, kind != "Adam")
+
+    def _scheduler(self) -> SchedulerConfig | None:
+        kind, params = self.values.get("scheduler.type"), self.values.get("scheduler.params")
+        if kind is None:
+            if params:
+                self.fail("scheduler.params", params, "is given without scheduler.type. Add it, or remove the section.")
+            return None
+        from ..optim import schedules as lr_schedules
+
+        try:
+            schedule = lr_schedules.scheduler_class(kind)
+        except ConfigError as exc:
+            self.errors.append(f"{self.name}: {exc}")
+            return None
+        params = dict(params or {})
+        self._check_signature(schedule, "scheduler.params", params, auto=AUTO_SCHEDULER_PARAMS, skip=1)
+        params = {k: v for k, v in params.items() if not (isinstance(v, str) and v == AUTO)}
+        if not any(a.startswith("scheduler.params.") for a in self.auto):
+            try:
+                lr_schedules.check_params(kind, params)
+            except ConfigError as exc:
+                self.errors.append(f"{self.name}: {exc}")
+        return SchedulerConfig(kind, params)
+
+    def _check_signature(self, cls: type, prefix: str, params: dict[str, Any], auto: Any, skip: int) -> None:
+        """Names of the arguments against the class's own signature; missing ones that have no default."""
+        arguments = list(inspect.signature(cls).parameters.values())[skip:]
+        names = {a.name for a in arguments}
+        for key, value in params.items():
+            if key not in names:
+                self.errors.append(
+                    f"{self.name}: unknown key {json.dumps(f'{prefix}.{key}')}: {cls.__name__} has no such "
+                    f"argument.{did_you_mean(key, names)}"
+                )
+            elif isinstance(value, str) and value == AUTO:
+                if key in auto:
+                    self.auto.append(f"{prefix}.{key}")
+                else:
+                    self.fail(
+                        f"{prefix}.{key}",
+                        value,
+                        "is not possible: no integration fills this key. Write a value or remove it.",
+                    )
+        for a in arguments:
+            if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD and a.name not in params:
+                self.errors.append(f"{self.name}: {prefix}.{a.name} is missing: {cls.__name__} needs it.")
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality that does not take False for 0 or True for 1."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def resolve_batch(train: int | None, micro: int | None, accum: int | None, world: int) -> tuple[int, int, int]:
+    """(train_batch_size, micro batch, accumulation) with the missing ones derived, by DeepSpeed's integer arithmetic.
+    At least one of `train` and `micro` is given. The result need not fit together: the caller checks train == micro *
+    accum * world."""
+    if train is not None and micro is not None:
+        return train, micro, accum if accum is not None else train // micro // world
+    if train is not None:
+        accum = 1 if accum is None else accum
+        return train, train // world // accum, accum
+    assert micro is not None  # the caller's contract, not input
+    accum = 1 if accum is None else accum
+    return micro * accum * world, micro, accum
