@@ -279,5 +279,5 @@ def _replicas_fail(rank, world):
 
 
 def test_a_rank_that_dies_while_replicas_are_completed_is_an_error_on_the_others():
-    for said in run_ranks(_replicas_fail, 3, backend="gloo", may_die=(2,), limit_s=60)[:2]:
+    for said in run_ranks(_replicas_fail, 3, backend="gloo", may_die=(2,))[:2]:
         assert "parameters of bucket 0" in said[0] and said[1] == said[0]

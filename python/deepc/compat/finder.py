@@ -213,6 +213,9 @@ def is_installed() -> bool:
     return _finder in sys.meta_path
 
 
+hf.ask(is_installed)
+
+
 def install() -> None:
     """Makes `import deepspeed` give deepc in this process. Does nothing if it does already. Raises ShadowedError if a
     real DeepSpeed (or what detects one too early) has been imported."""
