@@ -26,8 +26,7 @@ from .compat import hf as _hf
 from .compat.helpers import safe as utils
 from .compat.runtime import parameters as _parameters
 from .core import ops  # noqa: F401
-from .core.lib import C as _C
-from .core.lib import counters
+from .core.lib import VERSION, counters
 from .engine.access import view
 from .engine.serve.export import export
 from .engine.serve.inference import InferenceEngine, inference
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     ConfigSource = str | os.PathLike[str] | dict[str, Any]
     Schedule = Scheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any]
 
-__version__ = _C.dc_version().decode()
+__version__ = VERSION
 __all__ = [
     "EMA",
     "DeepcError",

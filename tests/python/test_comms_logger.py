@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from deepc.comm import calls
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError
-from deepc.observe.diagnose import calls as comms_logger
 from ranks import run_ranks
 
 
@@ -27,16 +27,16 @@ from ranks import run_ranks
     ],
 )
 def test_bandwidth_is_that_of_nccl_tests(op, moved, bus):
-    found = comms_logger.bandwidth(op, 10**6, 8.0, 4)  # 1 MB in 8 ms on 4 ranks: 1 Gbit/s per S
+    found = calls.bandwidth(op, 10**6, 8.0, 4)  # 1 MB in 8 ms on 4 ranks: 1 Gbit/s per S
     assert found == pytest.approx((moved, bus), rel=1e-12)
-    assert comms_logger.bandwidth(op, 10**6, 0.0, 4) == (0.0, 0.0)
+    assert calls.bandwidth(op, 10**6, 0.0, 4) == (0.0, 0.0)
 
 
 def test_trimmed_mean_and_sizes():
-    assert comms_logger.trimmed_mean([]) == 0
-    assert comms_logger.trimmed_mean([3.0]) == 3
-    assert comms_logger.trimmed_mean([100.0, *[2.0] * 8, -50.0]) == 2
-    assert [comms_logger.size_text(n) for n in (0, 1, 1023, 1024, 1536, 3 << 20, 5 << 30)] == [
+    assert calls.trimmed_mean([]) == 0
+    assert calls.trimmed_mean([3.0]) == 3
+    assert calls.trimmed_mean([100.0, *[2.0] * 8, -50.0]) == 2
+    assert [calls.size_text(n) for n in (0, 1, 1023, 1024, 1536, 3 << 20, 5 << 30)] == [
         "0B",
         "1.0 B",
         "1023.0 B",
@@ -48,7 +48,7 @@ def test_trimmed_mean_and_sizes():
 
 
 def test_table_and_dict_without_processes(capsys):
-    log = comms_logger.CommsLogger()
+    log = calls.CommsLogger()
     log.append("all_reduce", 4096, 1.0, 2)
     assert log.log_all(print_log=False, return_dict=True)["summary"] == {}  # it is off
     log.enabled = True
@@ -76,7 +76,7 @@ def test_table_and_dict_without_processes(capsys):
 
 
 def test_what_is_logged_can_be_chosen():
-    log = comms_logger.CommsLogger()
+    log = calls.CommsLogger()
     with pytest.raises(ArgumentError, match="'all_redduce'"):
         log.configure(True, prof_ops=["all_redduce"])
     assert not log.enabled
@@ -119,8 +119,8 @@ def log_collectives(rank, world):
     out = comm.log_summary(show_straggler=True, return_dict=True)
     comm.configure(enabled=False)
     dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    comms_logger.logger.drain()
-    return out, comms_logger.logger.lost
+    calls.logger.drain()
+    return out, calls.logger.lost
 
 
 def test_every_call_of_the_core_is_counted():
@@ -143,11 +143,11 @@ def test_every_call_of_the_core_is_counted():
 
 
 def log_debug(rank, world):
-    comms_logger.logger.configure(True, prof_all=False, prof_ops=["all_reduce_coalesced"], debug=True)
+    calls.logger.configure(True, prof_all=False, prof_ops=["all_reduce_coalesced"], debug=True)
     dist.all_reduce(torch.ones(4))
     dist.barrier()
-    names = list(comms_logger.logger.summary())
-    comms_logger.logger.configure(False)
+    names = list(calls.logger.summary())
+    calls.logger.configure(False)
     return names
 
 
@@ -159,7 +159,7 @@ def test_debug_names_the_line_and_prof_ops_take_deepspeeds_names():
 def log_beneath(rank, world):
     """Two "nodes" of one rank, and a tensor that the core does not take."""
     os.environ["DEEPC_NODE_ID"] = f"node{rank}"
-    comms_logger.logger.configure(True)
+    calls.logger.configure(True)
     x = torch.ones(300)
     dist.all_reduce(x)
     dist.broadcast(x, 0)
@@ -167,9 +167,9 @@ def log_beneath(rank, world):
     work.wait()
     dist.barrier()
     end = time.monotonic() + 20  # the thread of Gloo that completed it may not have come to the log yet
-    while 16 not in (out := comms_logger.logger.summary())["all_reduce"] and time.monotonic() < end:
+    while 16 not in (out := calls.logger.summary())["all_reduce"] and time.monotonic() < end:
         time.sleep(0.01)
-    comms_logger.logger.configure(False)
+    calls.logger.configure(False)
     return out, x[0].item()
 
 
@@ -202,7 +202,7 @@ def train(rank, world):
         op: sum(v["count"] for v in sizes.values())
         for op, sizes in deepc.comm.log_summary(return_dict=True)["summary"].items()
     }
-    comms_logger.logger.configure(False)
+    calls.logger.configure(False)
     return counts
 
 

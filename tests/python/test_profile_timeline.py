@@ -476,21 +476,21 @@ def test_wall_clock_breakdown_prints_deepspeeds_lines():
 # ---- the communication logger's file ---------------------------------------------------------------------------------
 def logged(rank, world, folder):
     import deepc
-    from deepc.observe.diagnose import calls as comms_logger
+    from deepc.comm import calls
 
-    comms_logger.logger.reset()
+    calls.logger.reset()
     cfg = tiny.config(1, micro=2, comms_logger={"enabled": True}, deepc={"run_dir": folder, "log": {"format": "none"}})
     engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
     for step in range(3):
         engine.backward(engine(*tiny.make_batch(step, 2)))
         engine.step()
-    summary = comms_logger.logger.summary()
+    summary = calls.logger.summary()
     from deepc import comm
 
     assert comm.has_comm_data() and set(comm.get_logged_comm_ops()) >= set(summary)
     assert comm.get_comm_operation_count() >= sum(v["count"] for sizes in summary.values() for v in sizes.values())
     engine.destroy()
-    comms_logger.logger.configure(False)
+    calls.logger.configure(False)
     return {op: {str(size): v["count"] for size, v in sizes.items()} for op, sizes in summary.items()}
 
 
@@ -507,7 +507,7 @@ def table(rank, world):
     import contextlib
     import io
 
-    from deepc.observe.diagnose.calls import CommsLogger as Ours
+    from deepc.comm.calls import CommsLogger as Ours
     from deepspeed import comm as ds_comm
     from deepspeed.utils.comms_logging import CommsLogger as Theirs
 

@@ -102,11 +102,11 @@ class NodeGroup(_OneNode):
 
     def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
         """A further communicator of the same ranks (collective). Closed with the group."""
-        from . import shared as node
+        from . import shared
 
         self._opened += 1
         store = dist.PrefixStore(f"{self._label}/{what}/{self._opened}", self._store)
-        comm = node.open_comm(
+        comm = shared.open_comm(
             store,
             self.rank,
             self.world,
@@ -381,16 +381,16 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
         return SoloGroup()
     if device.type != "cpu":
         return TorchGroup(device)
-    from . import shared as node
+    from . import shared
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    shared = dist.distributed_c10d._get_default_store()
-    number = shared.add(
+    common = dist.distributed_c10d._get_default_store()
+    number = common.add(
         f"deepc/{label}/made by {rank}", 1
     )  # counted in the store: it belongs to this default group, not to the process
-    store = dist.PrefixStore(f"deepc/{label}{number}", shared)
+    store = dist.PrefixStore(f"deepc/{label}{number}", common)
     places: dict[str, list[int]] = {}
-    for r, where in enumerate(node.node_ids(store, rank, world)):
+    for r, where in enumerate(shared.node_ids(store, rank, world)):
         places.setdefault(where, []).append(r)
     if len(places) == 1:
         return NodeGroup(store, rank, world, f"{label}{number}", timeout)

@@ -66,11 +66,12 @@ import torch
 
 from .. import errors
 from ..core import env
+from ..core.caller import caller_line
 from ..core.lib import C, call, check
 from ..core.memory import tensor_at
 from ..errors import AbortedError, ArgumentError, CommError, CommTimeoutError, MismatchError, RankDiedError
-from ..observe.diagnose.calls import observed
-from . import shared as node
+from . import shared
+from .calls import observed
 from .lanes import (
     ALIGN,
     EVERY,
@@ -134,9 +135,9 @@ class _Reduction:
 
     def __init__(self, dtype: torch.dtype, op: str, size: int, wire_fp32: bool) -> None:
         """size: ranks of the group. Raises ArgumentError where the core has no such reduction."""
-        self.code, red = node.reduction(dtype, op)
+        self.code, red = shared.reduction(dtype, op)
         average = op == "avg"
-        self._red = node.REDUCE_OPS["sum"] if average else red
+        self._red = shared.REDUCE_OPS["sum"] if average else red
         sixteen = dtype in _SIXTEEN
         self.wide = wire_fp32 and sixteen and op in ("sum", "avg")
         self._scaled_first = average and sixteen and not self.wide
@@ -207,18 +208,18 @@ class _Round(NamedTuple):
 
 # ---- the communicator ------------------------------------------------------------------------------------------------
 class Hierarchy:
-    """A group over several nodes, used as node.Comm: collectives block, give equal bits on every rank, and raise
+    """A group over several nodes, used as shared.Comm: collectives block, give equal bits on every rank, and raise
     MismatchError, RankDiedError, CommTimeoutError or AbortedError on all ranks; after such an error it is broken. Calls
     from several threads are serialised. Tensors are contiguous CPU tensors, or ArgumentError is raised before anything
     is shared.
 
-    topology: which ranks share a node. node: the node.Comm of this node's ranks (local rank order = rank order), free
+    topology: which ranks share a node. node: the shared.Comm of this node's ranks (local rank order = rank order), free
     for others' use between calls. sent_bytes, received_bytes: what this rank moved between nodes, without TCP's
     headers; zero on ranks that are not leaders."""
 
     def __init__(
         self,
-        comm: node.Comm,
+        comm: shared.Comm,
         wire: Any | None,
         topology: Topology,
         rank: int,
@@ -250,7 +251,7 @@ class Hierarchy:
         )  # frames of large calls
         self._head, self._tag, self._note = b"", 0, ""
         self._jobs: dict[tuple, Job] = {}
-        self._segment: node.Segment | None = None
+        self._segment: shared.Segment | None = None
         self._base = self._slot_bytes = self._slot = self._seq = 0
         self._bytes: torch.Tensor | None = None
         self._lock = threading.RLock()
@@ -316,7 +317,7 @@ class Hierarchy:
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """out[size * n] = tensor[n] of every rank in rank order. `tensor` may be this rank's part of `out`."""
-        node._require(tensor, "tensor")
+        shared._require(tensor, "tensor")
         self._sizes(out, tensor, self.size, 1)
         count = tensor.numel()
         self._run(
@@ -329,7 +330,7 @@ class Hierarchy:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """tensor of group rank `root` to all."""
-        node._require(tensor, "tensor")
+        shared._require(tensor, "tensor")
         self._rooted(root)
         count = tensor.numel()
         self._run(
@@ -342,7 +343,7 @@ class Hierarchy:
 
     def gather(self, out: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
         """On group rank `root`: out[size * n] = tensor[n] of every rank in rank order; elsewhere `out` is None."""
-        node._require(tensor, "tensor")
+        shared._require(tensor, "tensor")
         self._rooted(root)
         if self.rank == root:
             self._sizes(out, tensor, self.size, 1)
@@ -357,10 +358,10 @@ class Hierarchy:
 
     def scatter(self, out: torch.Tensor, tensor: torch.Tensor | None, root: int) -> None:
         """out[n] = part `rank` of the tensor[size * n] of group rank `root`; elsewhere `tensor` is None."""
-        node._require(out, "out")
+        shared._require(out, "out")
         self._rooted(root)
         if self.rank == root:
-            node._require(tensor, "tensor")
+            shared._require(tensor, "tensor")
             self._sizes(out, tensor, 1, self.size)
         count = out.numel()
         self._run(
@@ -373,7 +374,7 @@ class Hierarchy:
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Block j of out[size * n] = block `rank` of rank j's tensor[size * n]. The tensors don't overlap."""
-        node._require(tensor, "tensor")
+        shared._require(tensor, "tensor")
         self._sizes(out, tensor, 1, 1)
         if tensor.numel() % self.size:
             raise ArgumentError(f"{tensor.numel()} elements can't be cut into {self.size} equal blocks")
@@ -394,8 +395,8 @@ class Hierarchy:
         `out` come from rank j, in rank order. The ranks exchange their counts first: MismatchError on all ranks where
         those of two ranks disagree.
         """
-        node._require(tensor, "tensor")
-        node._require(out, "out")
+        shared._require(tensor, "tensor")
+        shared._require(out, "out")
         if out.dtype != tensor.dtype:
             raise ArgumentError(f"out has dtype {out.dtype} and the input {tensor.dtype}; expected the same")
         for counts, t, what in ((in_counts, tensor, "the input"), (out_counts, out, "out")):
@@ -419,7 +420,7 @@ class Hierarchy:
                     if table[i][0][j] != table[j][1][i]:
                         raise self._break(
                             MismatchError(
-                                f"group {self.label}: all_to_allv at {node.caller_line().decode(errors='replace')}:"
+                                f"group {self.label}: all_to_allv at {caller_line().decode(errors='replace')}:"
                                 f" {self._who[i]} sends {table[i][0][j]} elements to {self._who[j]}, which expects"
                                 f" {table[j][1][i]}"
                             ),
@@ -466,11 +467,11 @@ class Hierarchy:
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
     def _reduction(self, tensor: torch.Tensor, op: str) -> _Reduction:
-        node._require(tensor, "tensor")
+        shared._require(tensor, "tensor")
         return _Reduction(tensor.dtype, op, self.size, self._wire_fp32)
 
     def _sizes(self, out: torch.Tensor, tensor: torch.Tensor, out_per: int, in_per: int) -> None:
-        node._require(out, "out")
+        shared._require(out, "out")
         if out.dtype != tensor.dtype or out.numel() * in_per != tensor.numel() * out_per:
             raise ArgumentError(
                 f"out has {out.numel()} elements of {out.dtype} and the input {tensor.numel()} of {tensor.dtype};"
@@ -487,7 +488,7 @@ class Hierarchy:
             f"{name}{' ' + op if op else ''} of"
             f" {dtype.removeprefix('torch.')}[{count}]{f' root {root}' if root >= 0 else ''}"
         )
-        return _Call(name, text, node.REDUCE_OPS.get(op, -1), root, count, zlib.crc32(dtype.encode()), tag)
+        return _Call(name, text, shared.REDUCE_OPS.get(op, -1), root, count, zlib.crc32(dtype.encode()), tag)
 
     # ---- execution ---------------------------------------------------------------------------------------------------
     @observed
@@ -506,7 +507,7 @@ class Hierarchy:
             self._seq += 1
             try:
                 job = self._job(c, plan_of, unit, red)
-                self._head = _header(c, self._seq, node.caller_line(2))
+                self._head = _header(c, self._seq, caller_line(2))
                 self._tag = zlib.crc32(self._head[: _FINGERPRINT.size])
                 self._note = f" ({c.text} #{self._seq})"
                 self._room(job.end)
@@ -699,13 +700,13 @@ class Hierarchy:
     def _reduce_local(self, job: Job, t: int, slot: int, whole: bool = False) -> bool:
         """This rank's slice of the node's partial results (whole: all of it). True if a leader sends what others have
         reduced."""
-        shared = False
+        carried = False  # by a leader that has not reduced it itself
         for k, area in enumerate(job.areas):
             count = job.interval(k, t) if area is not None and area.inputs else 0
             if not count:
                 continue
             if not whole:
-                shared |= self._parts(job, count) != self._local
+                carried |= self._parts(job, count) != self._local
             low, high = (
                 (0, count)
                 if whole
@@ -717,7 +718,7 @@ class Hierarchy:
             job.red.local(
                 here + area.part + low * job.part_unit, [here + i + low * job.unit for i in area.inputs], high - low
             )
-        return shared
+        return carried
 
     def _combine(self, job: Job, lane: int, slot: int, low: int, high: int) -> None:
         area, unit, here = job.areas[lane], job.part_unit, self._base + slot
@@ -987,7 +988,7 @@ def open_hierarchy(
     Hierarchy.node."""
     import torch.distributed as dist
 
-    me = [node.node_id(), socket.gethostname(), os.getpid(), _pid_namespace()]
+    me = [shared.node_id(), socket.gethostname(), os.getpid(), _pid_namespace()]
     store.set(f"rank{rank}", json.dumps(me))
     ranks = [json.loads(store.get(f"rank{r}")) for r in range(size)]
     topology = Topology([r[0] for r in ranks])
@@ -995,7 +996,7 @@ def open_hierarchy(
     host, local = topology.node_of[rank], topology.local_of[rank]
     who = [f"rank {names[r]} (pid {ranks[r][2]} on {ranks[r][1]}, node {topology.node_of[r]})" for r in range(size)]
     mine = topology.nodes[host]
-    comm = node.open_comm(
+    comm = shared.open_comm(
         dist.PrefixStore(f"node{host}/", store),
         local,
         len(mine),

@@ -7,24 +7,21 @@ import ctypes
 import datetime
 import os
 import secrets
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..core import env
+from ..core.caller import Caller, caller_line
 from ..core.lib import C, CommConfig, call, check
 from ..core.memory import tensor_at
 from ..core.ops import CODES
 from ..errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
-    from types import CodeType
-
     import torch.distributed as dist
 
 # enum dc_reduce_op (ops/ops.h)
@@ -70,90 +67,6 @@ def node_ids(store: dist.Store, rank: int, size: int) -> list[str]:
     """The node of every rank, through `store`. Collective."""
     store.set(f"node{rank}", node_id())
     return [store.get(f"node{r}").decode() for r in range(size)]
-
-
-# ---- the caller's line -----------------------------------------------------------------------------------------------
-_OWN_FILES: dict[str, bool] = {}  # file -> belongs to torch or deepc
-_OWN_DIRS = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-)
-_PYTHON_DIR = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
-
-
-def _is_own(filename: str) -> bool:
-    own = (
-        filename.startswith(_OWN_DIRS) or filename.startswith("<") or os.path.dirname(filename) + os.sep == _PYTHON_DIR
-    )
-    own = own or os.path.basename(filename) == "typing_extensions.py"  # its wrapper of what torch calls deprecated
-    _OWN_FILES[filename] = own
-    return own
-
-
-_speaker = threading.local()  # .where: in whose name this thread calls, see speak_for()
-_lines: dict[tuple[CodeType, int], bytes] = {}  # (code, instruction) -> "dir/file.py:31"
-
-
-def speak_for(where: bytes) -> None:
-    """Until the next call, collectives of this thread that no Python frame of a user is behind are told as made by
-    `where`: for a thread that runs calls in the name of others."""
-    _speaker.where = where
-
-
-def caller_line(depth: int = 1) -> bytes:
-    """ "dir/file.py:31" of the first frame that is neither torch's nor deepc's, from `depth` frames above the caller
-    on; b"" if there is none (called by C++ alone, as DDP's reducer does)."""
-    return _find_caller(sys._getframe(depth))[3]
-
-
-def _find_caller(frame: FrameType | None) -> tuple[CodeType | None, int, int, bytes]:
-    """(code, instruction, how many frames further up, text) of the first foreign frame from `frame` on."""
-    steps = 0
-    while frame is not None:
-        name = frame.f_code.co_filename
-        own = _OWN_FILES.get(name)
-        if not (_is_own(name) if own is None else own):
-            break
-        frame, steps = frame.f_back, steps + 1
-    if frame is None:
-        return None, 0, 1 << 20, getattr(_speaker, "where", b"")
-    code, at = frame.f_code, frame.f_lasti
-    text = _lines.get((code, at))
-    if text is None:  # f_lineno walks the line table: 2.4 us
-        if len(_lines) > 4096:
-            _lines.clear()
-        text = _lines[code, at] = ("/".join(code.co_filename.rsplit("/", 2)[-2:]) + f":{frame.f_lineno}").encode(
-            errors="replace"
-        )
-    return code, at, steps, text
-
-
-class _Caller:
-    """Tells a communicator who calls. When the same instruction calls again from the same depth, as in a training loop,
-    that is one look at one frame: 0.15 us instead of 0.5 us for the walk and 0.5 us for telling C."""
-
-    __slots__ = ("_code", "_at", "_depth", "_told")
-
-    def __init__(self) -> None:
-        self._code: CodeType | None = None
-        self._at, self._depth, self._told = 0, 1 << 20, b""
-
-    def tell(self, handle: int | None, note: str = "") -> None:
-        """note: goes behind the line in messages."""
-        if not note:
-            try:
-                frame = sys._getframe(self._depth)
-                if frame.f_code is self._code and frame.f_lasti == self._at:
-                    return
-            except ValueError:  # the stack is not that deep
-                pass
-        self._code, self._at, steps, text = _find_caller(sys._getframe(1))
-        self._depth = steps + 1
-        if note:
-            self._code, text = None, (text + note.encode(errors="replace"))[-63:]
-        if text != self._told:
-            self._told = text
-            C.dc_comm_set_caller(handle, text[-63:])
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -278,7 +191,7 @@ class Comm:
     def __init__(self, handle: int, rank: int, size: int, label: str) -> None:
         self._handle: int | None = handle
         self.rank, self.size, self.label = rank, size, label
-        self.lock, self.caller = threading.Lock(), _Caller()
+        self.lock, self.caller = threading.Lock(), Caller()
         self._alive = (
             threading.Lock()
         )  # of calls that may come while another is inside: the handle is not freed under them

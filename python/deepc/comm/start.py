@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
+import types
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from .calls import logger
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -56,14 +60,24 @@ def _adopt_place() -> None:
     suffice."""
     if "RANK" in os.environ:
         return
-    from ..launch.host.places import PlaceError, discover
-
+    places = _launchers_places()
     try:
-        found = discover(os.environ)
-    except PlaceError as exc:
+        found = places.discover(os.environ)
+    except places.PlaceError as exc:
         raise ConfigError(str(exc)) from None
     if found is not None and found[1]["WORLD_SIZE"] != "1":
         os.environ.update(found[1])
+
+
+def _launchers_places() -> types.ModuleType:
+    """launch/host/places.py, by its path as the launcher's own ranks load it: a plain file that belongs to no room."""
+    path = Path(__file__).parents[1] / "launch/host/places.py"
+    spec = importlib.util.spec_from_file_location("_deepc_launch_places", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} can't be loaded; reinstall deepc-torch, or set RANK and WORLD_SIZE")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def empty_registered(
@@ -94,11 +108,9 @@ def empty_registered(
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     """Prints, on rank 0, what the comms logger has seen there: per operation and message size the calls, latency and
-    bandwidth, in DeepSpeed's form (comms_logger.py has the units). Logging is on with the config section comms_logger
+    bandwidth, in DeepSpeed's form (calls.py has the units). Logging is on with the config section comms_logger
     {enabled: true}, or configure(). show_straggler: also how long the rank waited for the slowest one. return_dict:
     every rank gets its own tables. Collective over all ranks."""
-    from ..observe.diagnose.calls import logger
-
     if dist.is_initialized():
         dist.barrier()
     out = logger.log_all(not dist.is_initialized() or dist.get_rank() == 0, show_straggler, return_dict)
@@ -109,29 +121,21 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
 
 def reset_log() -> None:
     """Forgets what the comms logger of this rank has seen, for figures of one epoch or interval."""
-    from ..observe.diagnose.calls import logger
-
     logger.reset()
 
 
 def has_comm_data() -> bool:
     """Whether the comms logger of this rank has seen a call."""
-    from ..observe.diagnose.calls import logger
-
     return bool(logger.summary())
 
 
 def get_comm_operation_count() -> int:
     """How many calls the comms logger of this rank has seen."""
-    from ..observe.diagnose.calls import logger
-
     return sum(v["count"] for sizes in logger.summary().values() for v in sizes.values())
 
 
 def get_logged_comm_ops() -> list[str]:
     """The names of the operations that the comms logger of this rank has seen."""
-    from ..observe.diagnose.calls import logger
-
     return list(logger.summary())
 
 
@@ -146,8 +150,6 @@ def configure(
 ) -> None:
     """Starts or stops the comms logger without an engine. deepspeed_config: a configuration (path, JSON text or dict),
     whose section comms_logger is taken; the other arguments are that section's keys."""
-    from ..observe.diagnose.calls import logger
-
     if deepspeed_config is not None:
         from ..config.tree import Config
 

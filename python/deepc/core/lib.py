@@ -308,6 +308,8 @@ for _name, (_res, *_args) in _PROTOTYPES.items():
         ) from exc
     _fn.restype, _fn.argtypes = _res, _args
 
+VERSION: str = C.dc_version().decode()
+
 _EXCEPTIONS = {
     "E_INVALID": errors.ArgumentError,
     "E_DTYPE": errors.ArgumentError,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union, cast
 
 import torch
 
+from ..comm import calls
 from ..comm import start as comm
 from ..comm.groups import open_group
 from ..config.rules import default_optimizer
@@ -23,7 +24,6 @@ from ..core.lib import C, call
 from ..core.ops import code, dtype_of, torch_dtype
 from ..errors import ArgumentError, ConfigError, DeepcError, OutOfMemoryError, StrayWriteError, UnsupportedError
 from ..observe import profile
-from ..observe.diagnose import calls as comms_logger
 from ..observe.monitor.meter import Meter
 from ..observe.profile.timers import wall_clock
 from ..optim.factory import make_optimizer
@@ -92,7 +92,7 @@ class Engine(ModelWrapper):
         self.device = device or comm.default_device()
         log = config.comms_logger
         if log.enabled:
-            comms_logger.logger.configure(True, log.prof_all, log.prof_ops, log.verbose, log.debug)
+            calls.logger.configure(True, log.prof_all, log.prof_ops, log.verbose, log.debug)
         self.group = open_group(self.device, comm.DEFAULT_TIMEOUT)
         self.world_size, self.global_rank = self.group.world, self.group.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
@@ -624,7 +624,7 @@ class Engine(ModelWrapper):
             result = result._replace(precision_change=self._follow_policy(result.applied))
         self._end_micro_step()
         self._last = result
-        comms_logger.logger.drain()
+        calls.logger.drain()
         self.monitor.step_ends(result)
         self._print_step()
         return result

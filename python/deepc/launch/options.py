@@ -60,7 +60,7 @@ class Launch:
         """What launch/rank.py reads of these options from its environment, whoever starts the rank."""
         asked = {
             "DEEPC_BIND": self.bind,
-            "DEEPC_AS_DEEPSPEED": "1" if self.as_deepspeed else "",
+            "DEEPC_AS_DEEPSPEED": "deepc.compat.deepspeed" if self.as_deepspeed else "",
             "DEEPC_LOCAL_RANK_ARGUMENT": "1" if self.pass_local_rank else "",
         }
         return {name: value for name, value in asked.items() if value}

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from ...core.lib import C
 from ...core.ops import CODES
-from .. import shared as node
+from .. import shared
 from .progress import Progress
 from .tensors import OPS, PLAIN, STRIDED, is_plain
 
 _SUM: Any = dist.ReduceOp.SUM
-_SUMS = {dtype: row for (dtype, op), row in node.REDUCTIONS.items() if op == "sum"}
-_MOVES = {dtype: node.copy_code(dtype) for dtype in (*CODES, torch.bool)}  # one C element each
+_SUMS = {dtype: row for (dtype, op), row in shared.REDUCTIONS.items() if op == "sum"}
+_MOVES = {dtype: shared.copy_code(dtype) for dtype in (*CODES, torch.bool)}  # one C element each
 _all_reduce, _broadcast, _all_gather = C.dc_all_reduce, C.dc_broadcast, C.dc_all_gather
 _reduce_scatter, _reduce_to = C.dc_reduce_scatter, C.dc_reduce_to
 _gather, _scatter, _all_to_allv = C.dc_gather, C.dc_scatter, C.dc_all_to_allv
@@ -33,7 +33,7 @@ class FastPaths:
 
     _size: int
     _rank: int
-    _quick: node.Comm | None
+    _quick: shared.Comm | None
     _progress: Progress | None
     _small: Any  # see _lists_buffer()
     _even: dict[int, Any]  # counts of even all_to_alls, by elements
@@ -42,12 +42,12 @@ class FastPaths:
         """Raises the error of a fast path."""
         raise NotImplementedError
 
-    def _quick_all_reduce(self, core: node.Comm, tensors: Tensors, opts: Any) -> bool:
+    def _quick_all_reduce(self, core: shared.Comm, tensors: Tensors, opts: Any) -> bool:
         t = tensors[0]
         if not (t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()):
             return False
         reduce_op = opts.reduceOp
-        found = _SUMS.get(t.dtype) if reduce_op == _SUM else node.REDUCTIONS.get((t.dtype, OPS.get(reduce_op.op, "")))
+        found = _SUMS.get(t.dtype) if reduce_op == _SUM else shared.REDUCTIONS.get((t.dtype, OPS.get(reduce_op.op, "")))
         if found is None or opts.timeout.days >= 0:
             return False
         pointer = t.data_ptr()
@@ -58,7 +58,7 @@ class FastPaths:
             self._failed(status, "all_reduce", tensors)
         return True
 
-    def _quick_broadcast(self, core: node.Comm, tensors: Tensors, opts: Any) -> bool:
+    def _quick_broadcast(self, core: shared.Comm, tensors: Tensors, opts: Any) -> bool:
         t = tensors[0]
         if not (t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()):
             return False
@@ -72,7 +72,7 @@ class FastPaths:
             self._failed(status, "broadcast", tensors)
         return True
 
-    def _quick_all_gather(self, core: node.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
+    def _quick_all_gather(self, core: shared.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
         if not (t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()):
             return False
         if not (
@@ -90,7 +90,7 @@ class FastPaths:
             self._failed(status, "all_gather_into_tensor", (t,))
         return True
 
-    def _quick_reduce_scatter(self, core: node.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
+    def _quick_reduce_scatter(self, core: shared.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
         if not (t.__class__ in PLAIN and t.is_cpu and t.layout is STRIDED and t.is_contiguous() and not t.is_neg()):
             return False
         if not (
@@ -98,7 +98,7 @@ class FastPaths:
         ):
             return False
         dtype, n, reduce_op = t.dtype, out.numel(), opts.reduceOp
-        found = _SUMS.get(dtype) if reduce_op == _SUM else node.REDUCTIONS.get((dtype, OPS.get(reduce_op.op, "")))
+        found = _SUMS.get(dtype) if reduce_op == _SUM else shared.REDUCTIONS.get((dtype, OPS.get(reduce_op.op, "")))
         if found is None or out.dtype is not dtype or t.numel() != n * self._size or opts.timeout.days >= 0:
             return False
         with core.lock:
@@ -108,9 +108,9 @@ class FastPaths:
             self._failed(status, "reduce_scatter_tensor", (t,))
         return True
 
-    def _quick_reduce(self, core: node.Comm, tensors: Tensors, opts: Any) -> bool:
+    def _quick_reduce(self, core: shared.Comm, tensors: Tensors, opts: Any) -> bool:
         t, reduce_op = tensors[0], opts.reduceOp
-        found = _SUMS.get(t.dtype) if reduce_op == _SUM else node.REDUCTIONS.get((t.dtype, OPS.get(reduce_op.op, "")))
+        found = _SUMS.get(t.dtype) if reduce_op == _SUM else shared.REDUCTIONS.get((t.dtype, OPS.get(reduce_op.op, "")))
         if found is None or not is_plain(t) or opts.timeout.days >= 0:
             return False
         pointer = t.data_ptr()
@@ -137,7 +137,7 @@ class FastPaths:
             self._small = ctypes.create_string_buffer(_LISTS_BYTES)
         return ctypes.addressof(self._small)
 
-    def _quick_gather(self, core: node.Comm, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> bool:
+    def _quick_gather(self, core: shared.Comm, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> bool:
         t, root = tensors[0], opts.rootRank
         found = _MOVES.get(t.dtype)
         if found is None or not is_plain(t) or opts.timeout.days >= 0 or bool(outputs) != (self._rank == root):
@@ -158,7 +158,7 @@ class FastPaths:
             self._failed(status, "gather", tensors)
         return True
 
-    def _quick_scatter(self, core: node.Comm, tensors: Tensors, inputs: Sequence[Tensors], opts: Any) -> bool:
+    def _quick_scatter(self, core: shared.Comm, tensors: Tensors, inputs: Sequence[Tensors], opts: Any) -> bool:
         t, root = tensors[0], opts.rootRank
         found = _MOVES.get(t.dtype)
         if found is None or not is_plain(t) or opts.timeout.days >= 0 or bool(inputs) != (self._rank == root):
@@ -178,7 +178,7 @@ class FastPaths:
             self._failed(status, "scatter", tensors)
         return True
 
-    def _quick_all_to_all(self, core: node.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
+    def _quick_all_to_all(self, core: shared.Comm, out: torch.Tensor, t: torch.Tensor, opts: Any) -> bool:
         """Without split sizes."""
         found, n = _MOVES.get(t.dtype), t.numel()
         if (
@@ -204,7 +204,7 @@ class FastPaths:
             self._failed(status, "all_to_all_single", (t,))
         return True
 
-    def _idle(self) -> node.Comm | None:
+    def _idle(self) -> shared.Comm | None:
         """The communicator if a synchronous call may enter it at once."""
         progress = self._progress
         return self._quick if progress is None or progress.last is None else None

@@ -1,7 +1,7 @@
 """The process group of the backend "deepc": torch.distributed.ProcessGroup with the C core's collectives on CPU
 tensors.
 
-A group of one node runs everything that c10d has on dense CPU tensors in the C core (node.py). A group that spans nodes
+A group of one node runs everything that c10d has on dense CPU tensors in the C core (shared.py). One that spans nodes
 runs its collectives on the hierarchy (hierarchy.py) and its messages on Gloo. Gloo (and NCCL for CUDA) is registered
 beneath it as torch expects, and takes other devices and layouts. Which of them carries a call is decided only from what
 is equal on all ranks (operation, device, layout, number of tensors), never from what may differ (contiguity, values).
@@ -26,7 +26,7 @@ calls on a machine that others used:
 Two ranks pinned to two cores, same machine: 7.0 to 9.0, of which the core's 2.2 to 2.5 (smallest of 100 and 20 batches
 of 100). What gave it: comparing reduceOp with SUM (0.3) instead of hashing its enum (0.9); one finished Work for all
 synchronous calls (0.6); data_ptr() of the tensor itself, no detach() or view (0.7); the caller's line by (code,
-instruction) and one frame at a known depth (node._Caller; f_lineno alone is 2.4); dtype tables of tuples; tensor checks
+instruction) and one frame at a known depth (Caller; f_lineno alone is 2.4); dtype tables of tuples; tensor checks
 once (1.0). Tried and dropped: ctypes without argtypes (c_void_p objects cost as much as the conversion), PyDLL (0.04
 less, but would keep the GIL while waiting). all_gather_into_tensor and reduce_scatter_tensor cost 1.9 more since torch
 2.13 calls them deprecated: its warning is looked up at every call."""
@@ -45,10 +45,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
+from ...core.caller import caller_line
 from ...core.lib import C, check
 from ...errors import ArgumentError, CommError, DeepcError, UnsupportedError
-from ...observe.diagnose.calls import backend_method
-from .. import shared as node
+from .. import shared
+from ..calls import backend_method
 from .fast import FastPaths
 from .progress import Progress, choose
 from .tensors import (
@@ -144,8 +145,8 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         ranks = list(options.global_ranks_in_group)
         self._is_default, self._global_ranks = not ranks, ranks or list(range(self._size))
         self._label = "default_pg" if self._is_default else f"pg {options.group_id}"
-        self._comm: Any = None  # node.Comm, hierarchy.Hierarchy or None
-        self._quick: node.Comm | None = None  # for the fast paths: an open communicator of one node
+        self._comm: Any = None  # shared.Comm, hierarchy.Hierarchy or None
+        self._quick: shared.Comm | None = None  # for the fast paths: an open communicator of one node
         self._progress: Progress | None = None
         self._batch: list[dist.Work] | None = None
         self._spare: list[torch.Tensor] = []
@@ -181,12 +182,12 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
     # ---- the communicator --------------------------------------------------------------------------------------------
     def _open(self) -> None:
         store = dist.PrefixStore("deepc/", self._store)
-        nodes = len(set(node.node_ids(store, self._rank, self._size)))
+        nodes = len(set(shared.node_ids(store, self._rank, self._size)))
         if nodes > 1:
             self._comm = self._open_hierarchy(store, nodes)
             return
         slot_bytes, slots = DEFAULT_STAGING if self._is_default else SUBGROUP_STAGING
-        comm = node.open_comm(
+        comm = shared.open_comm(
             store,
             self._rank,
             self._size,
@@ -202,7 +203,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         self._comm = self._quick = comm
 
     @property
-    def node_comm(self) -> node.Comm | None:
+    def node_comm(self) -> shared.Comm | None:
         """The communicator of a group whose ranks are all on one node, with nothing of it in progress; else None."""
         if self._progress is not None:
             self._progress.drain()
@@ -222,7 +223,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             return None
 
     def _core(self, *lists: Sequence[torch.Tensor]) -> Any:
-        """What carries a collective of these tensors: a node.Comm or Hierarchy; None: the backend beneath."""
+        """What carries a collective of these tensors: a shared.Comm or Hierarchy; None: the backend beneath."""
         if not on_core(*lists):
             return None
         if self.closed:
@@ -332,7 +333,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         try:
             check(status)
         except DeepcError as exc:
-            self._explain(exc, name, tensors, node.caller_line(2))
+            self._explain(exc, name, tensors, caller_line(2))
             raise
 
     def _run(
@@ -352,7 +353,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         if limit is not None and hasattr(core, "set_timeout"):
             job = self._limited(core, limit, job)
         if progress is not None and not progress.here() and getattr(opts, "asyncOp", True):
-            where = node.caller_line(2)
+            where = caller_line(2)
             work: dist.Work = progress.submit(
                 lambda: self._explained(job, name, tensors, where), result, lambda: self._what(name, tensors), where
             )
@@ -362,7 +363,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             try:
                 job()
             except DeepcError as exc:
-                self._explain(exc, name, tensors, node.caller_line(2))
+                self._explain(exc, name, tensors, caller_line(2))
                 raise
             work = Done(result)
         if self._batch is not None:
@@ -414,7 +415,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         """
         op, factor = reduction_of(reduce_op)
         for dtype in dtypes:
-            node.reduction(dtype.to_real() if dtype.is_complex and op in ("sum", "avg") else dtype, op)
+            shared.reduction(dtype.to_real() if dtype.is_complex and op in ("sum", "avg") else dtype, op)
             if factor is not None and not (dtype.is_floating_point or dtype.is_complex):
                 raise ArgumentError(f"a premultiplied sum of {dtype}: only floating types can be scaled")
         if factor is None:
@@ -923,17 +924,17 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
-        start: Callable[[node.Comm, torch.Tensor], node.Request],
+        start: Callable[[shared.Comm, torch.Tensor], shared.Request],
         receives: bool,
     ) -> dist.Work | None:
         """None if the backend beneath has to carry it: another device, or a group that spans nodes."""
         core = self._core(tensors)
-        if not isinstance(core, node.Comm):
+        if not isinstance(core, shared.Comm):
             return None
         if len(tensors) != 1:
             raise ArgumentError(f"{name}: expected one tensor, got {len(tensors)}")
         t = local_of(tensors[0])
-        where = node.caller_line(2)
+        where = caller_line(2)
 
         def explain(exc: BaseException) -> None:
             self._explain(exc, name, [t], where)

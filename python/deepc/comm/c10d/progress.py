@@ -28,9 +28,10 @@ from typing import Any
 import torch
 
 from ...core import env
+from ...core.caller import speak_for
 from ...core.lib import C, Call, check
 from ...errors import CommError
-from .. import shared as node
+from .. import shared
 from .works import Pending
 
 MODES = ("auto", "inline", "thread")  # of DEEPC_PROGRESS
@@ -86,7 +87,7 @@ class Progress:
             work, job = self._queue.get()
             if work is None:
                 return
-            node.speak_for(work.where)
+            speak_for(work.where)
             error = None
             try:
                 with torch.no_grad():
@@ -114,7 +115,7 @@ class Progress:
 
 
 # ---- inline or thread ------------------------------------------------------------------------------------------------
-def choose(comm: node.Comm) -> str:
+def choose(comm: shared.Comm) -> str:
     """ "inline" or "thread" for a communicator that was just opened. Collective if any rank has DEEPC_PROGRESS=auto, so
     always."""
     mode = env.text("DEEPC_PROGRESS")
@@ -136,7 +137,7 @@ def choose(comm: node.Comm) -> str:
     return "thread" if max(t for _, t in times) <= GAIN * max(i for i, _ in times) else "inline"
 
 
-def _step(comm: node.Comm, fill: Callable[[int], object], read: Callable[[list[int]], Any]) -> Any:
+def _step(comm: shared.Comm, fill: Callable[[int], object], read: Callable[[list[int]], Any]) -> Any:
     """One step of the exchange (comm.h): fill(address of this rank's slot), then read(addresses of all ranks'
     slots)."""
     step, slot = ctypes.c_int64(), ctypes.c_void_p()
@@ -151,7 +152,7 @@ def _step(comm: node.Comm, fill: Callable[[int], object], read: Callable[[list[i
     return out
 
 
-def _swap(comm: node.Comm, row: bytes) -> list[bytes]:
+def _swap(comm: shared.Comm, row: bytes) -> list[bytes]:
     """Every rank's row, in rank order. Rows are of one length. (Not a collective that is counted: tests count those of
     the user.)"""
     rows: list[bytes] = _step(
@@ -162,7 +163,7 @@ def _swap(comm: node.Comm, row: bytes) -> list[bytes]:
     return rows
 
 
-def measure(comm: node.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]:
+def measure(comm: shared.Comm, nbytes: int = ROUND_BYTES) -> tuple[float, float]:
     """Seconds of ROUNDS times a computation and a reduction of nbytes (at most a slot): inline, and with the reductions
     in a thread. The computation takes about as long as the reduction, where overlap can gain most. Collective; takes
     about ten milliseconds.

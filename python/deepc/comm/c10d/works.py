@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError, CommTimeoutError
-from .. import shared as node
+from .. import shared
 
 
 class Done(dist.Work):
@@ -141,7 +141,7 @@ class Message(dist.Work):
 
     def __init__(
         self,
-        request: node.Request,
+        request: shared.Request,
         tensors: Sequence[torch.Tensor],
         what: Callable[[], str],
         explain: Callable[[BaseException], None],

@@ -165,13 +165,6 @@ def run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def become_deepspeed() -> None:
-    """From here on `import deepspeed` gives deepc."""
-    import deepc.compat.deepspeed
-
-    deepc.compat.deepspeed.install()
-
-
 def run_call(fd: str) -> None:
     """A function that deepc.notebook sent over descriptor `fd`."""
     from deepc.launch.notebook import run_payload
@@ -203,7 +196,7 @@ def main() -> None:
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0])) if kind == "script" else os.getcwd()  # as python does
     try:
         if as_deepspeed:
-            become_deepspeed()
+            importlib.import_module(as_deepspeed)  # from here on `import deepspeed` gives deepc
         {"script": run_script, "module": run_module, "call": run_call}[kind](sys.argv[0])
     except SystemExit as exc:
         if exc.code is not None and not isinstance(exc.code, int):  # sys.exit("text")

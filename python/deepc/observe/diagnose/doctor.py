@@ -486,16 +486,17 @@ def _test_rank(rank: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    import deepc  # noqa: F401
+    from ...comm import shared
+    from ...comm.c10d.backend import register_backend
+    from ...core.lib import counters
 
-    from ... import counters
-    from ...comm import shared as node
+    register_backend()
 
     dist.init_process_group(
         "deepc", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
     )
     wrong = _wrong_collectives(rank)
-    comm = node.open_comm(
+    comm = shared.open_comm(
         dist.PrefixStore("doctor", dist.distributed_c10d._get_default_store()),
         rank,
         2,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...core.lib import VERSION
 from . import tiers
 
 _SECRET = ("api_key", "token", "password", "secret")
@@ -40,14 +41,12 @@ def _private_before(engine: Any) -> int | None:
 
 def describe(engine: Any, meter: Any, began: float) -> dict[str, Any]:
     """began: seconds since the epoch at time 0 of the records."""
-    from ... import __version__
-
     config, plan = engine._config, engine.plan
     trained = sum(p.numel for p in plan.params if p.index is not None)
     return {
         "started": datetime.datetime.fromtimestamp(began, datetime.timezone.utc).isoformat(timespec="seconds"),
         "began": began,
-        "deepc": __version__,
+        "deepc": VERSION,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "argv0": os.path.basename(sys.argv[0]) if sys.argv else "",

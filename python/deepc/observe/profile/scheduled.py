@@ -75,7 +75,7 @@ class CommsFile(Listener):
             self._write()
 
     def _write(self) -> None:
-        from ..diagnose.calls import logger
+        from ...comm.calls import logger
 
         self._written = time.monotonic()
         found = {**(logger.log_all(print_log=False, return_dict=True) or {}), "lost": logger.lost}

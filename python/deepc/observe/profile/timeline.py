@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.calls import Finished, logger
 from ...core import env
 from ...errors import ArgumentError, DeepcError
 from .. import profile
-from ..diagnose.calls import Finished, logger
 from . import categories
 from .clock import Clock, align
 from .probe import Listener, Probe, probe_of

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...core.lib import C, FlightRow, call
-from ...errors import ArgumentError
+from ..core.lib import C, FlightRow, call
+from ..errors import ArgumentError
 
 _log = logging.getLogger("deepc")
 _RING = 1 << 16  # calls between two looks; older ones are lost, and counted
