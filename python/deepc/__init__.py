@@ -13,11 +13,13 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .core import env
+from .core.foreign import patches
 
 if env.switch("DEEPC_HUGEPAGES"):
     # torch maps and unmaps its large activations every step; on 4 KiB pages a quarter of a CPU step is page faults.
     # torch has a switch for huge pages and reads it at its first CPU allocation. A value that the user set stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    patches.applied("thp")
 
 from . import optim, zero
 from .comm.c10d.backend import register_backend
@@ -86,6 +88,7 @@ if not _log.handlers:
     _log.addHandler(_handler)
     _log.setLevel(env.text("DEEPC_LOG_LEVEL"))
     _log.propagate = False
+    patches.applied("logging")
 
 
 @overload

@@ -1101,13 +1101,13 @@ def test_comm_and_segments(tmp_path):
 
 
 def test_node_id(monkeypatch):
-    from deepc.comm import shared as node
+    from deepc.comm import place
 
     monkeypatch.delenv("DEEPC_NODE_ID", raising=False)
-    boot, net = node.node_id().split("/")
+    boot, net = place.node_id().split("/")
     assert len(boot) == 36 and int(net) > 0
     monkeypatch.setenv("DEEPC_NODE_ID", "here")
-    assert node.node_id() == "here"
+    assert place.node_id() == "here"
 
 
 # ---- the helper of these tests ---------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ..core import waits
+from ..core.foreign import private
 from ..errors import CommError, DeepcError
 from ..plan.plan import CONTROL_SLOT_BYTES
+from .place import discover
 
 if TYPE_CHECKING:
     from .shared import Comm, Segment
@@ -381,25 +383,21 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
         return SoloGroup()
     if device.type != "cpu":
         return TorchGroup(device)
-    from . import shared
-
     rank, world = dist.get_rank(), dist.get_world_size()
-    common = dist.distributed_c10d._get_default_store()
+    common = private.default_store()
     number = common.add(
         f"deepc/{label}/made by {rank}", 1
     )  # counted in the store: it belongs to this default group, not to the process
     store = dist.PrefixStore(f"deepc/{label}{number}", common)
-    places: dict[str, list[int]] = {}
-    for r, where in enumerate(shared.node_ids(store, rank, world)):
-        places.setdefault(where, []).append(r)
-    if len(places) == 1:
+    places = discover(store, rank, world).topology
+    if places.count == 1:
         return NodeGroup(store, rank, world, f"{label}{number}", timeout)
-    if len({len(ranks) for ranks in places.values()}) > 1:
+    if not places.even:
         return TorchGroup(
             device,
             "; ".join(
                 f"node {name} has rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                for name, ranks in places.items()
+                for name, ranks in zip(places.names, places.nodes)
             ),
         )
-    return MultiNodeGroup(store, rank, list(places.values()), f"{label}{number}", timeout)
+    return MultiNodeGroup(store, rank, [list(ranks) for ranks in places.nodes], f"{label}{number}", timeout)

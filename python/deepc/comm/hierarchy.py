@@ -53,7 +53,6 @@ import datetime
 import json
 import os
 import re
-import socket
 import struct
 import threading
 import time
@@ -77,7 +76,6 @@ from .lanes import (
     EVERY,
     Job,
     Plan,
-    Topology,
     cut,
     longest_pair,
     plan_all_gather,
@@ -90,6 +88,7 @@ from .lanes import (
     plan_scatter,
 )
 from .link import GlooWire, Pids, WireError, shortened, within
+from .place import Places, Topology, discover
 
 # Rounds have _SLOTS slots. When round t is staged, round t - _PASS is combined and passed on, round t - _FINISH copied
 # out, and receives are posted up to round t + _AHEAD (Gloo's "ready to receive" queues behind data). Slots are free
@@ -961,13 +960,6 @@ def _look_after() -> None:
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
 def open_hierarchy(
     store,
     rank: int,
@@ -978,6 +970,7 @@ def open_hierarchy(
     global_ranks: Sequence[int] | None = None,
     gloo: Callable[..., Any] | None = None,
     staging: tuple[int, int] = _NODE_STAGING,
+    places: Places | None = None,
 ) -> Hierarchy:
     """Opens a group of `size` ranks on any number of nodes. Collective.
 
@@ -985,16 +978,14 @@ def open_hierarchy(
     because reasons of failures travel through it. timeout: of joining and of every wait. global_ranks: names of the
     ranks in messages. gloo: what makes the engine between nodes, a class as GlooWire, which is the default (it uses the
     interface that Gloo does: GLOO_SOCKET_IFNAME). staging: slot bytes and slots of the node's own communicator,
-    Hierarchy.node."""
+    Hierarchy.node. places: where the ranks lie, from a caller that has asked already."""
     import torch.distributed as dist
 
-    me = [shared.node_id(), socket.gethostname(), os.getpid(), _pid_namespace()]
-    store.set(f"rank{rank}", json.dumps(me))
-    ranks = [json.loads(store.get(f"rank{r}")) for r in range(size)]
-    topology = Topology([r[0] for r in ranks])
+    places = discover(store, rank, size) if places is None else places
+    topology = places.topology
     names = list(global_ranks or range(size))
     host, local = topology.node_of[rank], topology.local_of[rank]
-    who = [f"rank {names[r]} (pid {ranks[r][2]} on {ranks[r][1]}, node {topology.node_of[r]})" for r in range(size)]
+    who = [places.in_words(r, names[r]) for r in range(size)]
     mine = topology.nodes[host]
     comm = shared.open_comm(
         dist.PrefixStore(f"node{host}/", store),
@@ -1017,5 +1008,4 @@ def open_hierarchy(
                 f"group {label}: {who[rank]} can't reach the other nodes: {shortened(str(exc))}. Is GLOO_SOCKET_IFNAME "
                 "the interface between them?"
             ) from exc
-    pids = [ranks[r][2] for r in mine if r != rank and ranks[r][3] == me[3]]
-    return Hierarchy(comm, wire, topology, rank, label, timeout, store, who, pids)
+    return Hierarchy(comm, wire, topology, rank, label, timeout, store, who, places.neighbours(rank))

@@ -11,30 +11,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from .place import Topology
+
 EVERY = -1  # home of a lane that every node combines for itself
 ALIGN = 64  # bytes, and elements where work is cut
-
-
-class Topology:
-    """Which ranks share a node. Nodes are numbered in the order of their first ranks; the ranks of a node in rank
-    order."""
-
-    def __init__(self, ids: Sequence[str]) -> None:
-        """ids: the node's name per rank."""
-        found: dict[str, list[int]] = {}
-        for rank, name in enumerate(ids):
-            found.setdefault(name, []).append(rank)
-        self.nodes = tuple(tuple(ranks) for ranks in found.values())
-        self.size, self.count = len(ids), len(found)
-        self.node_of, self.local_of = [0] * self.size, [0] * self.size
-        for n, ranks in enumerate(self.nodes):
-            for local, rank in enumerate(ranks):
-                self.node_of[rank], self.local_of[rank] = n, local
-        self.leaders = min(len(ranks) for ranks in self.nodes)
-        self.most = max(len(ranks) for ranks in self.nodes)
-
-    def others(self, *but: int) -> tuple[int, ...]:
-        return tuple(n for n in range(self.count) if n not in but)
 
 
 class Lane(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import os
 import secrets
 import threading
 import zlib
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core import env
 from ..core.caller import Caller, caller_line
 from ..core.lib import C, CommConfig, call, check
 from ..core.memory import tensor_at
 from ..core.ops import CODES
 from ..errors import ArgumentError, UnsupportedError
+from .place import discover
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,28 +44,6 @@ def _reductions() -> dict[tuple[torch.dtype, str], tuple[int, int]]:
 
 
 REDUCTIONS = _reductions()
-
-
-def node_id() -> str:
-    """Names this node: DEEPC_NODE_ID if set, else boot id and network namespace (two namespaces of one machine are two
-    nodes, because ranks meet over abstract Unix sockets, which belong to a namespace)."""
-    given = env.text("DEEPC_NODE_ID")
-    if given:
-        return given
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError as exc:
-        raise UnsupportedError(
-            f"can't tell which node this is ({exc}); set DEEPC_NODE_ID to one name per machine"
-        ) from exc
-
-
-def node_ids(store: dist.Store, rank: int, size: int) -> list[str]:
-    """The node of every rank, through `store`. Collective."""
-    store.set(f"node{rank}", node_id())
-    return [store.get(f"node{r}").decode() for r in range(size)]
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -421,9 +398,9 @@ def open_comm(
     random address through it. slot_bytes (a multiple of 4096) and slots (>= 2): staging per rank. timeout: of joining
     and of every wait. global_ranks: names of the ranks in messages. Raises UnsupportedError if the ranks lie on several
     nodes, CommError and its subclasses if joining fails."""
-    ids = node_ids(store, rank, size)
-    if len(set(ids)) != 1:
-        places = ", ".join(f"rank {r}: {i}" for r, i in enumerate(ids))
+    found = discover(store, rank, size)
+    if found.topology.count != 1:
+        places = ", ".join(f"rank {r}: {p.node}" for r, p in enumerate(found.processes))
         raise UnsupportedError(
             f"group {label} spans several nodes ({places}); shared memory reaches one. If they are one machine, set "
             "DEEPC_NODE_ID"

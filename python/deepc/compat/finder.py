@@ -21,6 +21,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..core.foreign import patches
 from ..errors import DeepcError, UnsupportedError
 from . import hf, names
 
@@ -238,6 +239,7 @@ def install() -> None:
         )
     other = importlib.machinery.PathFinder.find_spec("deepspeed")
     sys.meta_path.insert(0, _finder)
+    patches.applied("import-deepspeed")
     importlib.invalidate_caches()
     hf.teach_loaded()
     if other is not None and os.environ.get("RANK", "0") == "0":
@@ -253,6 +255,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
+    patches.undone("import-deepspeed")
     for name in [n for n in sys.modules if n == "deepspeed" or n.startswith("deepspeed.")]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+from ..core.foreign import patches
 from . import lightning
 
 
@@ -56,6 +57,7 @@ def teach_accelerate(module: types.ModuleType) -> None:
 
     prepare._deepc = True  # type: ignore[attr-defined]
     state._prepare_backend = prepare
+    patches.applied("accelerate")
 
 
 _TEACH: dict[str, Callable[[types.ModuleType], None]] = {"accelerate.state": teach_accelerate, **lightning.TEACH}
@@ -108,7 +110,8 @@ def loads_one_by_one() -> Iterator[None]:
     if living is not None:
         setattr(module, key, None)
     try:
-        yield
+        with patches.applied_inside("transformers"):
+            yield
     finally:
         if before is None:
             os.environ.pop(name, None)

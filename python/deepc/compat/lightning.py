@@ -10,6 +10,8 @@ import importlib
 import types
 from typing import Any
 
+from ..core.foreign import patches
+
 
 def teach_strategy(module: types.ModuleType) -> None:
     """`module`: {lightning.pytorch,lightning.fabric,pytorch_lightning,lightning_fabric}.strategies.deepspeed."""
@@ -24,6 +26,7 @@ def teach_strategy(module: types.ModuleType) -> None:
         if any(device.type != "cpu" for device in parallel_devices):
             check(parallel_devices)
 
+    patches.applied("lightning")
     module._validate_device_index_selection = validate  # type: ignore[attr-defined]
 
 

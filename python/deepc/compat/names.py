@@ -157,14 +157,15 @@ MODULES: dict[str, str] = {
     "runtime.zero.stage3": (
         """
         deepc.zero.step.update: DeepSpeedZeroOptimizer_Stage3=ShardedOptimizer
-        deepc.compat.runtime.zero: unwrap_model_for_generation estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
-            estimate_zero3_model_states_mem_needs
+        deepc.compat.runtime.zero: unwrap_model_for_generation estimate_zero3_model_states_mem_needs
+        deepc.plan.predict.estimate: estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
         """
     ),
     "runtime.zero.stage_1_and_2": (
         """
         deepc.zero.step.update: DeepSpeedZeroOptimizer=ShardedOptimizer
-        deepc.compat.runtime.zero: estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs
+        deepc.plan.predict.estimate: estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold
+        deepc.compat.runtime.zero: estimate_zero2_model_states_mem_needs
         """
     ),
     "runtime.zero.utils": "deepc.zero.gathered: is_zero_param\n deepc.compat.runtime.zero: is_zero_supported_optimizer",
@@ -210,7 +211,7 @@ MODULES: dict[str, str] = {
 REAL_MODULES: dict[str, str] = {
     "deepspeed.comm": "deepc.compat.helpers.comm",
     "deepspeed.comm.comm": "deepc.compat.helpers.comm",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepc.compat.checkpointing",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepc.compat.runtime.checkpointing",
     "deepspeed.utils.groups": "deepc.compat.helpers.groups",
     "deepspeed.utils.timer": "deepc.compat.helpers.timer",
     "deepspeed.utils.zero_to_fp32": "deepc.compat.runtime.zero_to_fp32",

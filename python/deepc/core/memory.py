@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from . import env
+from .foreign import patches
 from .lib import C, HeapStats, call
 from .ops import use_heap
 
@@ -113,7 +114,9 @@ def keep_heap(keep: bool = True) -> bool:
     kept = ctypes.c_int()
     call("dc_heap_keep_small", int(keep), ctypes.byref(kept))
     global _heap_kept
-    _heap_kept = use_heap(keep)
+    before, _heap_kept = _heap_kept, use_heap(keep)
+    if _heap_kept != before:
+        (patches.applied if _heap_kept else patches.undone)("heap")
     return _heap_kept
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..core.foreign import private
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment
 from ..zero.gathered import GatheredParameters, SharedMemory
@@ -277,7 +278,7 @@ class _Access:
         self.engine._take_left_behind()
 
     def _outside_of_backward(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if private.graph_task_id() != -1:
             raise ArgumentError(
                 f"the gradient of '{self.name}' was asked for inside backward: it is not reduced yet. Ask after "
                 "engine.backward(loss)"

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: F401
 from torch import Tensor
 
+from ..core.foreign import private
 from ..core.ops import fake
 from ..errors import ArgumentError, UnsupportedError
 from . import matmul
@@ -462,19 +463,14 @@ def _scaled(ctx: Any, grad: Tensor) -> list[Tensor]:
     value = scale.item()
     if value == 1.0:
         return [g.to(ctx.dtype) for g in grads]
-    if torch._C._autograd._get_current_graph_task_keep_graph():  # they are needed again
+    if private.backward_keeps_graph():  # they are needed again
         return [(g * value).to(ctx.dtype) for g in grads]
     return [g.mul_(value).to(ctx.dtype) for g in grads]
 
 
 def _plain(t: Tensor) -> bool:
     """A CPU tensor with a value: not fake (tracing), not a transform's wrapper, and no device to wait for."""
-    return (
-        type(t) is Tensor
-        and t.device.type == "cpu"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-        and not torch._is_functional_tensor(t)
-    )
+    return type(t) is Tensor and t.device.type == "cpu" and private.has_value(t)
 
 
 torch.library.register_autograd("deepc::linear_cross_entropy", _backward, setup_context=_setup)

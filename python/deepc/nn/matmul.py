@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from ..core.foreign import patches
+
 PANEL_ROWS = 4096  # bounds the fp32 copies of the left operand and of the result
 
 _library: torch.library.Library | None = None
@@ -27,6 +29,7 @@ def install(dtype: torch.dtype) -> None:
     _dtypes.add(dtype)
     if _library is not None:
         return
+    patches.applied("matmul")
     _library = torch.library.Library("aten", "IMPL")
     for name, impl in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
         _override(name, impl)

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.groups import MultiNodeGroup, NodeGroup, open_group
 from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
+from ..core.foreign import patches
 from ..errors import ArgumentError, StrayWriteError, UnsupportedError
 from .gathered import Params, SharedMemory, Whole, built, holder_of, number
 from .param import Released, share, unshare
@@ -380,6 +381,7 @@ class Init:
         if self._outermost:
             self.home = Home()
             self._stack = contextlib.ExitStack()
+            self._stack.enter_context(patches.applied_inside("parameter-hook"))
             self._stack.callback(register_module_parameter_registration_hook(_registered).remove)
             for make in _around:
                 self._stack.enter_context(make())

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.foreign import private
 from ..core.ops import name_of
 from ..errors import UnitStateError
 from ..plan.layout import padded
 
-_data: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
+_data: Any = private.data_of_tensor  # the C getset descriptor; torch's stub says that it is a Tensor
 
 
 class NodeParameter(torch.nn.Parameter):
@@ -125,7 +126,7 @@ def _allowed() -> frozenset[Callable[..., Any]]:
             if hasattr(attribute, access):
                 out.add(getattr(attribute, access))
     return frozenset(
-        out | {getattr(t, m) for m in methods if hasattr(t, m)} | {torch._has_compatible_shallow_copy_type}
+        out | {getattr(t, m) for m in methods if hasattr(t, m)} | {private.has_compatible_shallow_copy_type}
     )
 
 
@@ -191,7 +192,7 @@ class Released:
                 if answer is not None:
                     return answer
                 owners[id(p._deepc_owner)] = p._deepc_owner
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.without_torch_function():
             out = func(*args, **kwargs)
         for owner in owners.values():
             owner.settle()
@@ -248,13 +249,13 @@ def released_class(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
 
 def set_data(p: torch.nn.Parameter, value: torch.Tensor) -> None:
     """`p.data = value`, also if `p` is released."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.without_torch_function():
         _data.__set__(p, value)
 
 
 def version_of(p: torch.Tensor) -> int:
     """The version counter of `p`, released or not."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with private.without_torch_function():
         return p._version
 
 
@@ -398,7 +399,7 @@ class FlatUnit(Unit):
             p.data = self.flat[offset : offset + n].view(tuple(shape))
         self.storage = self.flat.untyped_storage()
         self.nbytes, self.key = self.storage.nbytes(), self.storage._cdata
-        self._own_references = torch._C._storage_Use_Count(self.key)
+        self._own_references = private.storage_use_count(self.key)
         self.stamp, self.keep = 0, False
         self.todo: set[int] = set()
 
@@ -410,7 +411,7 @@ class FlatUnit(Unit):
     def referred(self) -> bool:
         """Whether something else than its own tensors refers to its storage: a view that a user kept, a tensor inside
         a running node."""
-        count: int = torch._C._storage_Use_Count(self.key)
+        count: int = private.storage_use_count(self.key)
         return count > self._own_references
 
     def place(self, p: torch.nn.Parameter) -> int:

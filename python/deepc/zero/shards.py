@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..core.foreign import patches
 from ..errors import MismatchError, ReleasedParameterError
 from .gathered import Params, Whole
 from .param import NodeParameter, Released, Unit, UnitState, set_data, unshare
@@ -130,7 +131,8 @@ class Shards:
 
         torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
         try:
-            yield
+            with patches.applied_inside("parameter-class"):
+                yield
         finally:
             torch.nn.Parameter.__new__ = before  # type: ignore[method-assign]  # what it was
 

@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ...core.codecs import Codec, ErrorFeedback, Int8Blocks, all_gather, all_gather_begin, reduce_scatter
+from ...core.foreign.private import AllGather, ReduceScatter
 from ...errors import ArgumentError, UnsupportedError
 
 

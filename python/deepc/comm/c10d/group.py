@@ -43,13 +43,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
 
 from ...core.caller import caller_line
+from ...core.foreign import private
 from ...core.lib import C, check
 from ...errors import ArgumentError, CommError, DeepcError, UnsupportedError
 from .. import shared
 from ..calls import backend_method
+from ..place import Places, discover
 from .fast import FastPaths
 from .progress import Progress, choose
 from .tensors import (
@@ -104,13 +105,18 @@ _FENCES = {
 }
 
 _DONE = Done(())
+_c10d = private.c10d
 _AllreduceOptions, _BroadcastOptions, _BarrierOptions = (
     _c10d.AllreduceOptions,
     _c10d.BroadcastOptions,
     _c10d.BarrierOptions,
 )
 _AllgatherOptions, _ReduceScatterOptions = _c10d.AllgatherOptions, _c10d.ReduceScatterOptions
-_ReduceOptions, _GatherOptions, _ScatterOptions = _c10d.ReduceOptions, _c10d.GatherOptions, _c10d.ScatterOptions
+_ReduceOptions, _GatherOptions, _ScatterOptions = (
+    _c10d.ReduceOptions,
+    _c10d.GatherOptions,
+    _c10d.ScatterOptions,
+)
 _AllToAllOptions = _c10d.AllToAllOptions
 _barrier = C.dc_barrier
 
@@ -182,9 +188,9 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
     # ---- the communicator --------------------------------------------------------------------------------------------
     def _open(self) -> None:
         store = dist.PrefixStore("deepc/", self._store)
-        nodes = len(set(shared.node_ids(store, self._rank, self._size)))
-        if nodes > 1:
-            self._comm = self._open_hierarchy(store, nodes)
+        places = discover(store, self._rank, self._size)
+        if places.topology.count > 1:
+            self._comm = self._open_hierarchy(store, places)
             return
         slot_bytes, slots = DEFAULT_STAGING if self._is_default else SUBGROUP_STAGING
         comm = shared.open_comm(
@@ -209,16 +215,25 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             self._progress.drain()
         return self._quick
 
-    def _open_hierarchy(self, store: dist.Store, nodes: int) -> Any:
+    def _open_hierarchy(self, store: dist.Store, places: Places) -> Any:
         from .. import hierarchy
 
         try:
             return hierarchy.open_hierarchy(
-                store, self._rank, self._size, label=self._label, timeout=self._timeout, global_ranks=self._global_ranks
+                store,
+                self._rank,
+                self._size,
+                label=self._label,
+                timeout=self._timeout,
+                global_ranks=self._global_ranks,
+                places=places,
             )
         except UnsupportedError as exc:
             _log.info(
-                "group %s spans %d nodes: its collectives on CPU tensors run on Gloo (%s)", self._label, nodes, exc
+                "group %s spans %d nodes: its collectives on CPU tensors run on Gloo (%s)",
+                self._label,
+                places.topology.count,
+                exc,
             )
             return None
 
@@ -979,17 +994,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         return Several(works)
 
 
-def _keep_from_compiler(*classes: type) -> None:
-    """torch.compile compiles Python frames that C++ calls back, such as DDP's broadcasts: not these methods, nor what
-    they call."""
-    compiler = torch._C._dynamo.eval_frame
-    if not hasattr(compiler, "set_code_exec_strategy"):  # torch before 2.7
-        return
-    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
-    for cls in classes:
-        for method in vars(cls).values():
-            if isinstance(method, types.FunctionType):
-                compiler.set_code_exec_strategy(method.__code__, skip)
-
-
-_keep_from_compiler(DeepcProcessGroup, FastPaths, Done, Pending, Message, Several)
+private.skip_in_compiler(  # DDP's broadcasts come back from C++ into these
+    [
+        method.__code__
+        for cls in (DeepcProcessGroup, FastPaths, Done, Pending, Message, Several)
+        for method in vars(cls).values()
+        if isinstance(method, types.FunctionType)
+    ]
+)

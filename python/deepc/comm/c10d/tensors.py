@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.foreign import private
 from ...errors import ArgumentError
 
 STRIDED = torch.strided
@@ -93,7 +94,7 @@ def on_core(*lists: Sequence[torch.Tensor]) -> bool:
 
 def local_of(t: torch.Tensor) -> torch.Tensor:
     """The tensor whose memory is meant: subclasses that stand for others are asked."""
-    if t.__class__ in PLAIN or t.__class__.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
+    if t.__class__ in PLAIN or t.__class__.__torch_dispatch__ is private.no_dispatch:
         return t
     if hasattr(t, "trigger_wait"):  # AsyncCollectiveTensor
         waited: torch.Tensor = t.trigger_wait()
@@ -107,7 +108,7 @@ def are_fake(tensors: Sequence[torch.Tensor]) -> bool:
     """Tensors without values, as torch.export and the compiler use them."""
     for t in tensors:
         if t.__class__ not in PLAIN:
-            from torch._subclasses.fake_tensor import FakeTensor
+            from ...core.foreign.private import FakeTensor
 
             return any(isinstance(t, FakeTensor) for t in tensors)
     return False

@@ -10,6 +10,7 @@ import torch
 
 from ...comm.start import default_device
 from ...core import memory
+from ...core.foreign import private
 from ...errors import UnsupportedError
 from ..names import VERSION  # noqa: F401
 
@@ -265,7 +266,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Any) -> Any:
-        return torch.cuda._lazy_call(callback)
+        return private.cuda_lazy_call(callback)
 
     def pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor.pin_memory()

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from ...plan.predict.estimate import (
-    model_states_bytes,
-)
+from ...plan.predict.estimate import model_states_bytes
 
 _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = (
     torch.tensor,

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ...core.foreign import patches
+
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -37,4 +39,5 @@ def _replace() -> None:
             engine.module_zero_grad()
 
     zero_grad._deepc = True  # type: ignore[attr-defined]
+    patches.applied("module-zero-grad")
     torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ...core import env
+from ...core.foreign import patches, private
 from ...errors import ArgumentError, ConfigError, DeepcError
 from . import diagnosis, flight
 
@@ -189,6 +190,22 @@ def _variables() -> list[Check]:
             except ConfigError as exc:
                 found.append(Check(name, "fail", value, str(exc)))
     return found
+
+
+def _foreign() -> list[Check]:
+    """What of torch's inside is missing, and each change that deepc makes to other libraries, with how to turn it
+    off."""
+    gone = private.missing()
+    fix = "; ".join(f"{row.name}: {row.without}" for row in gone)
+    text = f"all {len(private.NAMES)} are there" if not gone else f"{len(gone)} of {len(private.NAMES)} are missing"
+    on = {p.name for p in patches.active()}
+    return [
+        Check("private names of torch", "warn" if gone else "ok", text, fix and f"use a torch that has them: {fix}"),
+        *(
+            Check(f"patch {p.name}", "ok", f"{'on' if p.name in on else 'off here'}: {p.changes}; to turn off: {p.off}")
+            for p in patches.PATCHES
+        ),
+    ]
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -461,6 +478,7 @@ def machine_checks() -> list[Check]:
         *_build(),
         *_gpus(),
         *_variables(),
+        *_foreign(),
         _kernel(),
         _cores(),
         _memory(),
@@ -497,7 +515,7 @@ def _test_rank(rank: int, folder: str) -> None:
     )
     wrong = _wrong_collectives(rank)
     comm = shared.open_comm(
-        dist.PrefixStore("doctor", dist.distributed_c10d._get_default_store()),
+        dist.PrefixStore("doctor", private.default_store()),
         rank,
         2,
         label="doctor",

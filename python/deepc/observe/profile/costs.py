@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import torch
 
+from ...core.foreign import private
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Cost = Callable[[Args, Kwargs, Any], tuple[int, int]]
@@ -356,6 +358,4 @@ def cost_of(operator: Any) -> Cost | None:
 def is_composite(operator: Any) -> bool:
     """True if the operator is made of others and has no formula of its own (under inference_mode such operators arrive
     whole)."""
-    return operator._schema.name not in _TABLE and operator.has_kernel_for_dispatch_key(
-        torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+    return operator._schema.name not in _TABLE and operator.has_kernel_for_dispatch_key(private.COMPOSITE)

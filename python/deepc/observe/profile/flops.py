@@ -26,8 +26,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...core.foreign import private
+from ...core.foreign.private import TorchDispatchMode
 from ...errors import ArgumentError
 from .costs import Cost, cost_of, is_composite
 from .flops_text import (
@@ -194,7 +195,7 @@ class FlopsProfiler:
         from . import seen
 
         seen()
-        if torch._C._current_graph_task_id() != -1:  # a recomputation in backward
+        if private.graph_task_id() != -1:  # a recomputation in backward
             return
         if not self._running and self._count:
             self._counter = _Counter(self._running)
@@ -202,7 +203,7 @@ class FlopsProfiler:
         self._running.append((module, self._now()))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if private.graph_task_id() != -1:
             return
         now = self._now()
         while self._running:  # deeper ones are left over only if their hooks did not run

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...core.foreign import private
 from . import seen
 
 _log = logging.getLogger("deepc")
@@ -38,7 +39,7 @@ def hook(root: torch.nn.Module, recorder: Any) -> Callable[[], None]:
 def _with_grad(value: Any) -> list[torch.Tensor]:
     from ...zero.step.hooks import _tensors
 
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or private.functorch_is_active():
         return []
     return [t for t in _tensors(value) if t.requires_grad and t.grad_fn is not None]
 
@@ -56,7 +57,7 @@ class _Module:
             t.register_hook(self._input_gradient)
 
     def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        again = torch._C._current_graph_task_id() != -1
+        again = private.graph_task_id() != -1
         if self._began:
             name = f"{self._name} (recomputed)" if again else self._name
             self._recorder.add("modules", name, self._began.pop(), time.monotonic_ns(), {"class": self._kind})

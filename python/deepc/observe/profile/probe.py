@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ...core import env
+from ...core.foreign import private
 from . import run_folder, seen
 
 # What is told: (name, where the method is, method)
@@ -113,7 +112,7 @@ class Probe:
 
     def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
-            if not self._backward and torch._C._current_graph_task_id() != -1:
+            if not self._backward and private.graph_task_id() != -1:
                 self._bare = True
                 self._begin("backward")
             return method(*args, **kwargs)

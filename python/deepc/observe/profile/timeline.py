@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ...comm.calls import Finished, logger
 from ...core import env
+from ...core.foreign import patches, private
 from ...errors import ArgumentError, DeepcError
 from .. import profile
 from . import categories
@@ -103,7 +104,8 @@ class Recorder:
         self._groups = _groups()
         logger.untap(self._calls.append)
         if self._next_batch is not None:
-            torch.utils.data.dataloader._BaseDataLoaderIter.__next__ = self._next_batch
+            private.loader_iterator().__next__ = self._next_batch
+            patches.undone("data-loader")
         for handle in self._hooks:
             handle()
         self._hooks.clear()
@@ -145,7 +147,7 @@ class Recorder:
 
     def _watch_loaders(self) -> None:
         """Every DataLoader's next batch is a wait for data."""
-        cls = torch.utils.data.dataloader._BaseDataLoaderIter
+        cls = private.loader_iterator()
         self._next_batch = cls.__next__
 
         def timed(it: Any) -> Any:
@@ -157,6 +159,7 @@ class Recorder:
                 self.add("waiting", "data loader", begin, time.monotonic_ns(), {"kind": "data"})
 
         original = cls.__next__
+        patches.applied("data-loader")
         cls.__next__ = timed
 
     def _hook_gathers(self, engine: Any) -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core import memory
+from ...core.foreign import patches, private
 from ...core.lib import C
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 
@@ -86,6 +87,7 @@ def forked(work: Callable[[], dict[str, Any]], limit_s: float = 300.0) -> dict[s
 def _child(work: Callable[[], dict[str, Any]], write: int) -> None:
     """Never returns, runs nothing of the parent's exit."""
     try:
+        patches.applied("threads")
         torch.set_num_threads(1)  # a forked child has no OpenMP threads to wait for
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(
             logging.CRITICAL
@@ -134,12 +136,8 @@ def _read_all(fd: int, limit_s: float) -> str | None:
 def load_compiler() -> int:
     """Imports what the first torch optimizer of a process imports (torch's compiler, some 65 MB); returns the memory
     that this took."""
-    if "torch._dynamo" in sys.modules:
-        return 0
     before = anonymous_bytes()
-    import torch._dynamo  # noqa: F401
-
-    return max(0, anonymous_bytes() - before)
+    return max(0, anonymous_bytes() - before) if private.load_compiler() else 0
 
 
 def anonymous_bytes() -> int:
@@ -346,8 +344,7 @@ def _guess(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _make_tracker() -> type[Any]:
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from ...core.foreign.private import TorchDispatchMode, tree_leaves
 
     class Tracker(TorchDispatchMode):
         """Follows every storage that an operation makes; each lies in `heap` from its birth to its death."""
@@ -513,7 +510,7 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
 
 def first_rows(batch: Any, rows: int) -> Any:
     """The first `rows` samples of every tensor of a batch (dimension 0)."""
-    from torch.utils._pytree import tree_map_only
+    from ...core.foreign.private import tree_map_only
 
     return tree_map_only(torch.Tensor, lambda t: t[:rows] if t.dim() else t, batch)
 
@@ -591,7 +588,7 @@ class _FakeModel:
 
 
 def _is_fake(t: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
+    from ...core.foreign.private import FakeTensor
 
     return isinstance(t, FakeTensor)
 
@@ -623,8 +620,7 @@ def run(
     move into the flat space (negative: less resident memory), "live" and "resident" peaks (with "leased" accumulators
     in the latter) above what is left then, "saved" at the end of the first forward, "gradients" the largest one.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_map_only
+    from ...core.foreign.private import FakeTensorMode, tree_map_only
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     heap = ShadowHeap()

@@ -439,7 +439,8 @@ class _Case:
 
     def _make(self) -> torch.nn.Module:
         import torch
-        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from ...core.foreign.private import FakeTensorMode
 
         if isinstance(self.model, torch.nn.Module):
             return self.model
@@ -548,7 +549,8 @@ def _torch_update(
 def _options(case: _Case, have: int) -> list[Option]:
     """Changes that exist and their predicted figures, the least intrusive first, then all of them together."""
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from ...core.foreign.private import tree_leaves
 
     tensors = [t for t in tree_leaves(case.batch) if isinstance(t, torch.Tensor) and t.dim()]
     rows = min((t.shape[0] for t in tensors), default=1)

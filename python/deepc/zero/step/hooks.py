@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core.foreign import private
 from ...errors import DeepcError, UnsupportedError
 from ..state import ModelState
 
@@ -79,9 +80,9 @@ class GradientHooks:
 
     def watch(self, outputs: Any) -> None:
         """Finds the outermost backward through these outputs of the model, should nobody say when it ends."""
-        if torch._C._current_graph_task_id() == -1 and self._queued and not self.open:
+        if private.graph_task_id() == -1 and self._queued and not self.open:
             self._queued = False  # of a backward that raised before it had a gradient
-        if torch._C._are_functorch_transforms_active():
+        if private.functorch_is_active():
             return
         for t in _tensors(outputs):
             if t.grad_fn is not None:
@@ -94,7 +95,7 @@ class GradientHooks:
     def _close_at_end(self) -> None:
         if not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+            private.at_end_of_backward(self._at_end)
 
     def _at_end(self) -> None:
         self._queued = False

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ...core.foreign import patches
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...optim.factory import ELEMENTWISE
 from ...plan.derive import tree_buffers
@@ -56,6 +57,7 @@ class LayoutOrder:
             "OMP_NUM_THREADS" not in os.environ
         ):  # torchrun sets 1 for several ranks, and one process alone would take all cores
             torch.set_num_threads(1)
+            patches.applied("threads")
 
     @staticmethod
     def _check_nodes(group: MultiNodeGroup) -> None:

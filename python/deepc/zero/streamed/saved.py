@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from ...core.foreign import private
 from ...core.ops import name_of
 from ..param import FlatUnit, version_of
-
-_hooks: Any = torch._C._autograd
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,19 @@ class SavedTensors:
 
     def push(self) -> bool:
         """Puts the hooks on top of those that are there. False if they are on top already, or can't act here."""
-        if not torch.is_grad_enabled() or not _hooks._saved_tensors_hooks_is_enabled():
+        if not torch.is_grad_enabled() or not private.saved_hooks_are_enabled():
             return False
-        below = _hooks._top_saved_tensors_default_hooks(True)
+        below = private.top_saved_hooks(True)
         if below is not None and getattr(below[0], "_deepc_owner", None) is self:
             return False
         pack = self._make_pack(below)
         pack._deepc_owner = self  # type: ignore[attr-defined]  # functions take attributes
-        _hooks._push_saved_tensors_default_hooks(pack, self._unpack)
+        private.push_saved_hooks(pack, self._unpack)
         return True
 
     def pop(self) -> None:
         """Takes away what `push` put there."""
-        _hooks._pop_saved_tensors_default_hooks()
+        private.pop_saved_hooks()
 
     def _make_pack(self, below: Any) -> Callable[[torch.Tensor], Any]:
         def pack(x: torch.Tensor) -> Any:

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
 
+from ...core.foreign import private
 from ...errors import ReleasedParameterError
 from ...plan.order import Order, order_of
 from ...plan.units import Node, cut
@@ -220,7 +220,7 @@ class StreamedUnits:
     def _use(self, unit: FlatUnit) -> None:
         """One more running user; the unit's parameters can be read."""
         self._ensure(unit)
-        if torch._C._current_graph_task_id() == -1:
+        if private.graph_task_id() == -1:
             unit.todo = set(unit.trained)
         unit.use()
 
@@ -234,7 +234,7 @@ class StreamedUnits:
         """A pass is what runs from the first use after a backward (or without gradients: from each outermost call) to
         the next such."""
         key = torch.is_grad_enabled()
-        if self._frames or torch._C._current_graph_task_id() != -1 or self._holds:
+        if self._frames or private.graph_task_id() != -1 or self._holds:
             return
         if self._trace and not self._backward_seen and key and self._trace_key and len(self._trace) < MAX_TRACE:
             return  # a further forward before the backward
@@ -351,7 +351,7 @@ class StreamedUnits:
         if self._whole and func is torch.Tensor.detach:
             return self.copy_of(p)
         self._stats["touches"] += 1
-        task = torch._C._current_graph_task_id()
+        task = private.graph_task_id()
         if not self._frames and task == -1:
             raise ReleasedParameterError(self._explain(p, func))
         self._use(unit)
@@ -382,7 +382,7 @@ class StreamedUnits:
     # ---- backward ----------------------------------------------------------------------------------------------------
     def _gather_for_backward(self, unit: FlatUnit) -> None:
         """A node of backward is about to read what was saved of `unit`."""
-        task = torch._C._current_graph_task_id()
+        task = private.graph_task_id()
         if task != -1:
             self._in_task(task)
         self._ensure(unit)
@@ -396,7 +396,7 @@ class StreamedUnits:
         if task not in self._tasks:
             self._backward_seen = True
             self._tasks[task] = []
-            cast(Any, Variable)._execution_engine.queue_callback(lambda: self._end_task(task))
+            private.at_end_of_backward(lambda: self._end_task(task))
         return self._tasks[task]
 
     def _end_task(self, task: int) -> None:
@@ -452,7 +452,7 @@ class StreamedUnits:
 
     def replaced(self, p: torch.nn.Parameter) -> bool:
         """Whether a user put other memory under `p`."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.without_torch_function():
             return bool(p.untyped_storage()._cdata != self._unit_of[id(p)].key)
 
     def keep(self, on: bool) -> None:
@@ -540,8 +540,7 @@ def tree_of(model: torch.nn.Module) -> tuple[Node, dict[Node, torch.nn.Module]]:
 
 
 def _outside_of_graphs(fn: Callable[..., None]) -> Callable[..., None]:
-    disable = cast(Any, torch._dynamo).disable
-    wrapped: Callable[..., None] = disable(
+    wrapped: Callable[..., None] = private.outside_of_graphs(
         fn,
         reason=(
             "ZeRO-3's streamed mode gathers and releases parameters around each block, which can't be part of a graph: "

@@ -1,0 +1,106 @@
+"""Where ranks lie: which of them share a node, how many a node has, and who leads. One discovery, through the store of
+whoever opens a group, for the engine's groups, the process group and its hierarchy."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..core import env
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def node_id() -> str:
+    """Names this node: DEEPC_NODE_ID if set, else boot id and network namespace (two namespaces of one machine are two
+    nodes, because ranks meet over abstract Unix sockets, which belong to a namespace)."""
+    given = env.text("DEEPC_NODE_ID")
+    if given:
+        return given
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError as exc:
+        raise UnsupportedError(
+            f"can't tell which node this is ({exc}); set DEEPC_NODE_ID to one name per machine"
+        ) from exc
+
+
+class Topology:
+    """Which ranks share a node. Nodes are numbered in the order of their first ranks; the ranks of a node in rank
+    order. Pure data."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        """ids: the node's name per rank."""
+        found: dict[str, list[int]] = {}
+        for rank, name in enumerate(ids):
+            found.setdefault(name, []).append(rank)
+        self.names = tuple(found)
+        self.nodes = tuple(tuple(ranks) for ranks in found.values())
+        self.size, self.count = len(ids), len(found)
+        self.node_of, self.local_of = [0] * self.size, [0] * self.size
+        for n, ranks in enumerate(self.nodes):
+            for local, rank in enumerate(ranks):
+                self.node_of[rank], self.local_of[rank] = n, local
+        self.leaders = min(len(ranks) for ranks in self.nodes)  # local ranks below it talk to other nodes
+        self.most = max(len(ranks) for ranks in self.nodes)
+
+    @property
+    def even(self) -> bool:
+        """Every node has as many ranks as any other."""
+        return self.leaders == self.most
+
+    def others(self, *but: int) -> tuple[int, ...]:
+        """The nodes besides these."""
+        return tuple(n for n in range(self.count) if n not in but)
+
+
+class Process(NamedTuple):
+    """What a rank tells of itself."""
+
+    node: str
+    host: str
+    pid: int
+    pid_namespace: int  # 0: unknown
+
+
+class Places:
+    """All ranks of a group, as `discover` found them."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self.processes = list(processes)
+        self.topology = Topology([p.node for p in processes])
+
+    def in_words(self, rank: int, name: int) -> str:
+        """A rank in messages. name: what users call it, its rank in the default group."""
+        p = self.processes[rank]
+        return f"rank {name} (pid {p.pid} on {p.host}, node {self.topology.node_of[rank]})"
+
+    def neighbours(self, rank: int) -> list[int]:
+        """Pids of the other ranks of its node, as far as `rank` can see processes of their names."""
+        mine = self.processes[rank].pid_namespace
+        return [
+            self.processes[r].pid
+            for r in self.topology.nodes[self.topology.node_of[rank]]
+            if r != rank and self.processes[r].pid_namespace == mine
+        ]
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def discover(store: dist.Store, rank: int, size: int) -> Places:
+    """Tells `store`, which is the group's own, where this rank is, and reads where the others are. Collective: waits
+    for all, as long as the store does."""
+    store.set(f"place{rank}", json.dumps(Process(node_id(), socket.gethostname(), os.getpid(), _pid_namespace())))
+    return Places([Process(*json.loads(store.get(f"place{r}"))) for r in range(size)])

@@ -1,0 +1,139 @@
+"""Every change that deepc makes to torch, to another library or to the interpreter: what, why, how to turn it off.
+
+The code of a change lies where it is needed; it asks for its row here by name when it acts (`applied`) and when it ends
+(`undone`), so that the table can't fall behind. `deepc doctor` prints the table; `active()` says what is changed in
+this process now."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...errors import ArgumentError
+
+
+class Patch(NamedTuple):
+    """One change. Where it is for a while only, `off` says when it ends by itself."""
+
+    name: str
+    changes: str  # the thing that is changed
+    why: str
+    off: str  # how to turn it off
+
+
+PATCHES = (
+    Patch(
+        "thp",
+        "the environment variable THP_MEM_ALLOC_ENABLE, at `import deepc`",
+        "torch then maps large CPU tensors on huge pages",
+        "DEEPC_HUGEPAGES=0, or set THP_MEM_ALLOC_ENABLE yourself",
+    ),
+    Patch(
+        "logging",
+        "the handler and the propagation of the logger `deepc`, at `import deepc`",
+        "a run prints its line where the application configures no logging",
+        'give the logger "deepc" a handler before `import deepc`',
+    ),
+    Patch(
+        "heap",
+        "torch's CPU allocator, from the first engine on a CPU",
+        "a step finds the memory of the one before, without page faults",
+        "DEEPC_KEEP_HEAP=0",
+    ),
+    Patch(
+        "matmul",
+        "aten's CPU kernels of mm, addmm, bmm and baddbmm for bf16 and fp16",
+        "processors without instructions for 16-bit products are faster through fp32",
+        "train in fp32 (no bf16 and fp16 section); on processors with the arithmetic it is never on",
+    ),
+    Patch(
+        "threads",
+        "torch's number of threads, set to 1 by deterministic layouts and in the dry run's forked children",
+        "the order of additions depends on it; a forked child has no OpenMP threads to wait for",
+        "set OMP_NUM_THREADS, or leave deepc.deterministic out",
+    ),
+    Patch(
+        "module-zero-grad",
+        "torch.nn.Module.zero_grad, from the first engine of deepspeed.initialize",
+        "scripts for DeepSpeed call it on the module instead of the engine",
+        "deepc.initialize instead of deepspeed.initialize",
+    ),
+    Patch(
+        "import-deepspeed",
+        "sys.meta_path, while deepc.compat.deepspeed is installed",
+        "`import deepspeed` gives deepc",
+        "deepc.compat.deepspeed.uninstall()",
+    ),
+    Patch(
+        "accelerate",
+        "accelerate.state.PartialState._prepare_backend, while deepc.compat.deepspeed is installed",
+        "Accelerate takes each CPU rank of a DeepSpeed run for a run of its own",
+        "deepc.compat.deepspeed.uninstall()",
+    ),
+    Patch(
+        "lightning",
+        "CUDAAccelerator and the check of devices in Lightning's DeepSpeed strategy",
+        "the strategy runs on CUDA only",
+        "do not import deepc.compat.deepspeed before Lightning",
+    ),
+    Patch(
+        "transformers",
+        "transformers' living DeepSpeed configuration and HF_DEACTIVATE_ASYNC_LOAD, inside zero.Init",
+        "it would import deepspeed, and read the whole model ahead",
+        "ends with the zero.Init block",
+    ),
+    Patch(
+        "parameter-class",
+        "torch.nn.Parameter.__new__, inside zero.Init where ranks share no memory",
+        "a parameter is sharded as it is made, before the whole model lies on one rank",
+        "ends with the zero.Init block",
+    ),
+    Patch(
+        "parameter-hook",
+        "torch's hook of parameter registration, and a torch function mode, inside zero.Init",
+        "parameters move into the node's shared memory as modules get them",
+        "ends with the zero.Init block",
+    ),
+    Patch(
+        "data-loader",
+        "__next__ of torch's DataLoader iterators, while a timeline is recorded",
+        "the wait for a batch is a lane of the timeline",
+        "ends with the timeline",
+    ),
+)
+
+_ROWS = {p.name: p for p in PATCHES}
+_count: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def applied(name: str) -> None:
+    """The change is on from now on. Changes that can be on several times are counted."""
+    if name not in _ROWS:
+        raise ArgumentError(f"{name!r} is no row of core/foreign/patches.py")
+    with _lock:
+        _count[name] += 1
+
+
+def undone(name: str) -> None:
+    """It is off again, once."""
+    with _lock:
+        _count[name] -= 1
+
+
+@contextlib.contextmanager
+def applied_inside(name: str) -> Iterator[None]:
+    """On until the block ends."""
+    applied(name)
+    try:
+        yield
+    finally:
+        undone(name)
+
+
+def active() -> list[Patch]:
+    """What is changed in this process now."""
+    return [p for p in PATCHES if _count[p.name] > 0]

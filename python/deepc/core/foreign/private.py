@@ -1,0 +1,289 @@
+"""Every name of torch with a leading underscore that deepc uses, and where: a torch that renames one is mended here.
+
+Other files take them from here under names of their own; a test holds that none reaches past this file. What is needed
+rarely is imported when it is asked for. Attributes of objects (`_version`, `_parameters`, ...) can't be wrapped without
+cost in hot loops: they are used where they stand and are listed in ATTRIBUTES, so that a test can say which is gone.
+`deepc doctor` tells of each name that the installed torch lacks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._C import _distributed_c10d as c10d
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    # A checker sees types of c10d and FSDP only behind their own names.
+    __all__ = [
+        "AllGather",
+        "FakeTensor",
+        "FakeTensorMode",
+        "ReduceScatter",
+        "TorchDispatchMode",
+        "c10d",
+        "tree_leaves",
+        "tree_map_only",
+    ]
+
+
+class Private(NamedTuple):
+    """A name of torch's that has no public form."""
+
+    name: str  # its full path
+    used: str  # where and for what
+    since: str  # the first torch that has it in this form
+    without: str  # what deepc loses if it goes
+
+
+NAMES = (
+    Private(
+        "torch._C._current_graph_task_id",
+        "zero/streamed, zero/step/hooks, engine/access, observe/profile: whether this thread is inside a backward",
+        "2.0",
+        "gradients of a backward that deepc did not start are not reduced at its end; streamed mode can't tell forward"
+        " from recomputation",
+    ),
+    Private(
+        "torch._C._are_functorch_transforms_active",
+        "zero/step/hooks, observe/profile: no hooks on the outputs of vmap, grad, jvp",
+        "2.0",
+        "torch.func over a model that deepc trains fails",
+    ),
+    Private(
+        "torch.autograd.Variable._execution_engine",
+        "zero/step/hooks, zero/streamed: a call at the end of the running backward",
+        "1.0",
+        "a bare loss.backward() can't be ended",
+    ),
+    Private(
+        "torch._C._autograd._push_saved_tensors_default_hooks",
+        "zero/streamed: saved parameters are kept as recipes, not as memory (with _top_ and _is_enabled beside it)",
+        "2.4",
+        "streamed mode keeps every parameter until backward",
+    ),
+    Private(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "nn/loss: whether saved gradients may be overwritten",
+        "2.0",
+        "linear_cross_entropy's backward needs a copy of its gradients",
+    ),
+    Private(
+        "torch._C._storage_Use_Count",
+        "zero/param: whether somebody else refers to a unit's memory",
+        "2.1",
+        "streamed mode could free memory that is still read",
+    ),
+    Private(
+        "torch._C.DisableTorchFunctionSubclass",
+        "zero/param, zero/streamed: access to a released parameter without its own checks",
+        "1.13",
+        "released parameters can't be handled at all",
+    ),
+    Private(
+        "torch._C.TensorBase",
+        "zero/param: the setter of .data below the class of shared parameters",
+        "2.0",
+        "writes through .data of a shared parameter are not seen",
+    ),
+    Private(
+        "torch._has_compatible_shallow_copy_type",
+        "zero/param: module.to() may ask it of a released parameter",
+        "1.5",
+        "module.to() gathers every released parameter",
+    ),
+    Private(
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "nn/loss: whether a tensor has a value",
+        "2.0",
+        "linear_cross_entropy fails under torch.func",
+    ),
+    Private(
+        "torch._is_functional_tensor",
+        "nn/loss: the same while the compiler traces",
+        "1.12",
+        "linear_cross_entropy fails under torch.compile",
+    ),
+    Private(
+        "torch._dynamo.disable",
+        "zero/streamed: with a reason that the compiler's report shows",
+        "2.7",
+        "torch.compile of a whole streamed model fails without saying why",
+    ),
+    Private(
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "comm/c10d: the compiler leaves the methods of the process group alone",
+        "2.7",
+        "DDP under torch.compile compiles our Python; before 2.7 it is skipped without harm",
+    ),
+    Private(
+        "torch._C._distributed_c10d",
+        "comm/c10d: option classes of collectives, as torch passes them",
+        "1.8",
+        "the backend can't be written",
+    ),
+    Private(
+        "torch._C.DispatchKey",
+        "observe/profile/costs: which operators are made of others",
+        "1.8",
+        "the flops profiler counts some operators twice under inference_mode",
+    ),
+    Private(
+        "torch._C._disabled_torch_dispatch_impl",
+        "comm/c10d: which tensor classes are their own memory",
+        "1.13",
+        "a slower test for subclasses",
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "comm, zero, doctor: the store that all ranks have already",
+        "1.9",
+        "a store of our own, with a port of its own",
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather",
+        "comm/c10d/fsdp: base of the compressed collectives that FSDP2 takes (with ReduceScatter)",
+        "2.10",
+        "FSDP2 can't be given compressed collectives",
+    ),
+    Private(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "plan/predict, comm/c10d: a model's forward without memory; which tensors have no values (with FakeTensor)",
+        "2.0",
+        "deepc.estimate can't run a model dry",
+    ),
+    Private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "plan/predict, observe/profile/flops: sees every operator",
+        "2.0",
+        "no memory plan of activations, no flops profiler",
+    ),
+    Private(
+        "torch.utils._pytree.tree_map_only",
+        "plan/predict: tensors inside nested arguments (with tree_leaves)",
+        "1.13",
+        "a walk of our own",
+    ),
+    Private(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "observe/profile/timeline: waits for data (patches.py: data-loader)",
+        "1.2",
+        "the timeline has no data lane for plain DataLoaders",
+    ),
+    Private("torch.cuda._lazy_call", "compat/helpers/accelerator: get_accelerator().lazy_call", "1.0", "that method"),
+)
+
+ATTRIBUTES = {
+    "torch.Tensor": ("_version",),
+    "torch.UntypedStorage": ("_cdata",),
+    "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+}
+"""Attributes of torch's objects with a leading underscore that other files use directly."""
+
+graph_task_id = torch._C._current_graph_task_id
+functorch_is_active = torch._C._are_functorch_transforms_active
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
+data_of_tensor: Any = torch._C.TensorBase.data  # the C getset descriptor; torch's stub says that it is a Tensor
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+no_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+saved_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+top_saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+push_saved_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_hooks: Callable[[], Any] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def at_end_of_backward(function: Callable[[], Any]) -> None:
+    """Calls `function` when the backward that runs in this thread has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def has_value(t: torch.Tensor) -> bool:
+    """Neither a wrapper of torch.func nor a functional tensor of the compiler."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(t) and not torch._is_functional_tensor(t)
+
+
+def outside_of_graphs(function: Any, reason: str) -> Any:
+    """The function, which the compiler does not follow; `reason` is what its report says."""
+    return torch._dynamo.disable(function, reason=reason)
+
+
+def load_compiler() -> bool:
+    """Imports the compiler as torch's first optimizer does. False if that has been done."""
+    if "torch._dynamo" in sys.modules:
+        return False
+    importlib.import_module("torch._dynamo")
+    return True
+
+
+def skip_in_compiler(codes: list[Any]) -> None:
+    """The compiler compiles Python frames that C++ calls back: not these code objects, nor what they call."""
+    compiler = torch._C._dynamo.eval_frame
+    if not hasattr(compiler, "set_code_exec_strategy"):  # torch before 2.7
+        return
+    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    for code in codes:
+        compiler.set_code_exec_strategy(code, skip)
+
+
+def default_store() -> Any:
+    """The store of torch.distributed's default group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def loader_iterator() -> Any:
+    """The base class of DataLoader's iterators."""
+    return torch.utils.data.dataloader._BaseDataLoaderIter
+
+
+def cuda_lazy_call(function: Callable[[], Any]) -> Any:
+    """Calls `function` when CUDA is up."""
+    return torch.cuda._lazy_call(function)
+
+
+_LATER = {
+    "c10d": ("torch._C", "_distributed_c10d"),
+    "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "AllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api", "AllGather"),
+    "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
+    "tree_map_only": ("torch.utils._pytree", "tree_map_only"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    where, what = _LATER[name]
+    found = globals()[name] = getattr(importlib.import_module(where), what)
+    return found
+
+
+def missing() -> list[Private]:
+    """The names that the installed torch lacks."""
+    return [row for row in NAMES if not _exists(row.name)]
+
+
+def _exists(path: str) -> bool:
+    found: Any = torch
+    walked = "torch"
+    for part in path.split(".")[1:]:
+        walked += "." + part
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(walked)
+            except ImportError:
+                return False
+        found = getattr(found, part, None)
+    return found is not None
