@@ -137,7 +137,7 @@ KNOWN_CLIMBS: set[str] = {
     "engine.saving -> observe.profile",
 }
 KNOWN_TORCH: set[str] = set()
-KNOWN_CIRCLES = 1
+IN_CIRCLES = 14  # files; a cut may make two smaller circles of one
 
 
 def test_a_file_imports_only_downward() -> None:
@@ -149,7 +149,7 @@ def test_the_list_of_exceptions_is_true() -> None:
 
 
 def test_no_circle() -> None:
-    assert len(circles()) <= KNOWN_CIRCLES, circles()
+    assert sum(map(len, circles())) <= IN_CIRCLES, circles()
 
 
 def test_ground_without_torch() -> None:
