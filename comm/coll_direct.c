@@ -139,8 +139,14 @@ static void find_peers(direct *d) {
 
 /* A peer's memory that can't be reached is most often a peer that died: dc__unreachable says so in better words. */
 static int vm_fail(const direct *d, int r, const char *what) {
+  const int e = errno, name = d->j->c->global_rank[r], pid = d->j->c->h->seat[r].pid;
+  if (e == EPERM)
+    return DC_FAIL(DC_E_PEER,
+                   "%s the memory of rank %d (pid %d): the kernel forbids it now (%s), and did not when the group was "
+                   "opened: a seccomp profile, or Yama; DEEPC_CMA=0 does without",
+                   what, name, pid, strerror(e));
   return DC_FAIL(DC_E_PEER, "%s the memory of rank %d (pid %d): %s; it died or freed the buffer during the call", what,
-                 d->j->c->global_rank[r], d->j->c->h->seat[r].pid, strerror(errno));
+                 name, pid, strerror(e));
 }
 
 static int vm_read(const direct *d, int r, void *to, int64_t off, int64_t bytes) {
@@ -419,33 +425,4 @@ int dc__direct(const dc__job *j, const dc__view *v) {
   }
   /* all have finished reading and writing: buffers belong to their owners again */
   return rc ? rc : dc__share(j->c, &j->call, NULL, 0, NULL);
-}
-
-/* ---- what may we? ------------------------------------------------------------------------------------------------ */
-static bool can_read(const dc_comm *c, int r, uint64_t address, uint64_t word) {
-  uint64_t got = 0;
-  const struct iovec here = {&got, sizeof got}, there = {(void *)(uintptr_t)address, sizeof got};
-  return process_vm_readv(c->h->seat[r].pid, &here, 1, &there, 1, 0) == (ssize_t)sizeof got && got == word;
-}
-
-/* Containers may forbid process_vm_readv, and another pid namespace makes pids mean something else: so each rank reads
- * a random word out of every peer's private memory, and all must succeed. */
-int dc__probe_single_copy(dc_comm *c) {
-  const dc_call call = {.op = DC_CALL_BARRIER, .tag = -1};
-  uint64_t word = (uint64_t)dc__now_ns() * 0x9e3779b97f4a7c15u ^ (uint64_t)getpid();
-  uint64_t shown[2] = {(uint64_t)(uintptr_t)&word, word}, theirs[DC_COMM_MAX_RANKS][2], bits[DC_COMM_MAX_RANKS];
-  bool fine, asymmetric;
-  c->call = call;
-  DC_TRY(dc__env_switch("DEEPC_CMA", true, &fine));
-  DC_TRY(dc__env_switch("DEEPC_MEMBARRIER", true, &asymmetric));
-  DC_TRY(dc__share(c, &call, shown, sizeof shown, theirs));
-  for (int r = 0; r < c->size && fine; r++) fine = r == c->rank || can_read(c, r, theirs[r][0], theirs[r][1]);
-  asymmetric = asymmetric && dc__membarrier_register();
-  const uint64_t mine = fine | (uint64_t)asymmetric << 1;
-  uint64_t all = mine;
-  DC_TRY(dc__share(c, &call, &mine, sizeof mine, bits)); /* `word` lives until all have read it */
-  for (int r = 0; r < c->size; r++) all &= bits[r];
-  c->single_copy = all & 1;
-  c->fences = !(all & 2);
-  return DC_OK;
 }

@@ -51,8 +51,6 @@ bool dc__reachable(const dc__job *j, const dc__view *v);
 /* True if it needs no help of the kernel: what peers reach lies in segments that all ranks have mapped. */
 bool dc__all_mapped(const dc__job *j, const dc__view *v);
 int dc__direct(const dc__job *j, const dc__view *v);
-/* Asks every peer's memory for a word that it shows; all ranks agree on the answer. Called once by dc_comm_open. */
-int dc__probe_single_copy(dc_comm *c);
 
 /* ---- coll.c: which way a call runs ------------------------------------------------------------------------------- */
 void dc__choices_make(dc_comm *c);

@@ -1,9 +1,9 @@
 /* comm.h: collectives between the ranks of one node, on shared memory.
  *
  * A dc_comm is a group of processes of one node that agreed on `address`. Its shared segment (anonymous memfd of fixed,
- * sealed size, handed out by group rank 0 over an abstract Unix socket with SCM_RIGHTS after checking the peer's uid)
- * holds one header and, per rank, `slots` staging slots of `slot_bytes`. Nothing has a name in the file system; all of
- * it goes with the last process.
+ * sealed size, handed out by group rank 0 over an abstract Unix socket with SCM_RIGHTS to peers of its own uid that
+ * know the group's secret) holds one header and, per rank, `slots` staging slots of `slot_bytes`. Nothing has a name in
+ * the file system; all of it goes with the last process.
  *
  * One protocol carries everything, the exchange: every call is a sequence of steps; step k of a rank lives in its slot
  * k % slots. A rank fills its slot, posts step k, waits until all posted step k, reads the peers' slots, marks step k
@@ -27,6 +27,7 @@ extern "C" {
 #endif
 
 #define DC_COMM_MAX_RANKS 256
+#define DC_COMM_SECRET 16 /* bytes */
 
 typedef struct dc_comm dc_comm;
 typedef struct dc_segment dc_segment;
@@ -34,14 +35,16 @@ typedef struct dc_segment dc_segment;
 typedef struct dc_comm_config {
   size_t struct_size;         /* sizeof(dc_comm_config): see base.h */
   int32_t rank, size;         /* in the group; 1 <= size <= DC_COMM_MAX_RANKS */
-  const char *address;        /* the group's unique abstract socket name, the same on all ranks, <= 90 bytes (make it
-                                 unguessable: 16 random bytes in hex; rank 0's socket exists only while ranks join) */
-  const char *label;          /* for messages: "default_pg", "dp"; copied */
+  const char *address; /* the group's unique abstract socket name, the same on all ranks, <= 90 bytes. Any process
+                          of the machine can read it in /proc/net/unix while ranks join: see secret */
+  const char *label; /* for messages: "default_pg", "dp"; copied */
   const int32_t *global_rank; /* [size] names of the ranks in messages; NULL: 0..size-1 */
-  int64_t timeout_ms;         /* of open and of every wait; > 0 */
-  int64_t slot_bytes;         /* multiple of 4096; > 0 */
-  int32_t slots;              /* >= 2 */
-  int32_t flags;              /* 0 */
+  int64_t timeout_ms; /* of open and of every wait; > 0 */
+  int64_t slot_bytes; /* multiple of 4096; > 0 */
+  int32_t slots; /* >= 2 */
+  int32_t flags; /* 0 */
+  const uint8_t *secret; /* [DC_COMM_SECRET] random bytes that only the group's ranks know, the same on all: who
+                            does not know them is not let in. Borrowed for the call. NULL: zeros */
 } dc_comm_config;
 
 /* Joins the group. Collective. *out is owned: dc_comm_close. */
@@ -65,8 +68,9 @@ DC_API const char *dc_comm_error(const dc_comm *c);
 /* A shared segment of `bytes` (rounded up to 2 MiB) mapped by every rank of c: zeroed, faulted in, on huge pages where
  * possible (touch one byte per 2 MiB, then MADV_COLLAPSE in rank 0, then MADV_POPULATE_WRITE in all). Collective; all
  * ranks pass the same size (else DC_E_MISMATCH). Before allocating, what is available is checked (DC_E_NOMEM on all
- * ranks; c stays usable). The segment outlives c. *base is this rank's address. A forked child inherits the mapping of
- * a segment (unlike staging). */
+ * ranks). A communicator has 64 places, which are free again when all ranks have freed their segment; without one all
+ * ranks get DC_E_STATE. c stays usable after both. The segment outlives c. *base is this rank's address. A forked child
+ * inherits the mapping of a segment (unlike staging). */
 DC_API int dc_segment_create(dc_comm *c, int64_t bytes, dc_segment **out, void **base);
 /* Gives the segment up, in any thread, also while a collective of its communicator runs: a call in progress keeps the
  * mapping until it ends. The caller does not use the memory any more; it goes when the last rank has given it up. */

@@ -33,7 +33,7 @@
 #include "comm.h"
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
-#define DC__COMM_VERSION 5
+#define DC__COMM_VERSION 6
 #define DC__ALGO \
   256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
@@ -141,8 +141,9 @@ struct dc_comm {
   int64_t *slot_used;             /* [slots] the last step + 1 that used each of our slots */
   int64_t small_used[DC__SMALLS];
   uint32_t small_last; /* the one that was begun last */
-  int pidfd[DC_COMM_MAX_RANKS];
-  int sock[DC_COMM_MAX_RANKS]; /* rank 0: to every rank; others: sock[0] */
+  int pidfd[DC_COMM_MAX_RANKS]; /* of dc__peer_take */
+  bool may_copy, may_membarrier; /* DEEPC_CMA and DEEPC_MEMBARRIER of this rank */
+  int64_t tracer;                /* a process that this rank comes from, and maybe all do; 0: unknown */
   _Atomic uint8_t dead[DC_COMM_MAX_RANKS];
   /* steps of this rank: done <= arrived <= posted <= begun <= done + slots */
   int64_t begun, posted, arrived, done;

@@ -41,6 +41,28 @@ static int open_wait_defaults(dc_comm *c) {
   return open_env_us("DEEPC_YIELD_US", &c->yield_ns);
 }
 
+/* A process that all ranks may come from: their launcher where it says so, else their parent. Not pid 1 unasked: what
+ * comes from that is everything. */
+static int open_tracer(dc_comm *c) {
+  const char *e = getenv("DEEPC_TRACER_PID");
+  c->tracer = getppid() > 1 ? getppid() : 0;
+  if (!e || !*e) return DC_OK;
+  char *end;
+  c->tracer = strtoll(e, &end, 10);
+  if (*end || c->tracer < 1 || c->tracer > INT32_MAX)
+    return DC_FAIL(DC_E_ENV, "DEEPC_TRACER_PID=%s: expected the number of a process", e);
+  return DC_OK;
+}
+
+/* Everything that the environment says, before peers depend on this rank. */
+static int open_environment(dc_comm *c) {
+  DC_TRY(open_wait_defaults(c));
+  DC_TRY(dc__force_algos(c));
+  DC_TRY(dc__env_switch("DEEPC_CMA", true, &c->may_copy));
+  DC_TRY(dc__env_switch("DEEPC_MEMBARRIER", true, &c->may_membarrier));
+  return open_tracer(c);
+}
+
 static int open_check(const dc_comm_config *k) {
   if (!k->address || !k->label) return DC_FAIL(DC_E_INVALID, "address or label is NULL");
   if (k->size < 1 || k->size > DC_COMM_MAX_RANKS || k->rank < 0 || k->rank >= k->size)
@@ -64,12 +86,21 @@ static void open_release(dc_comm *c) {
   bool ours = c->fork_mark == dc__fork_mark();
   if (ours) dc__arena_unmap(&c->map); /* in a forked child nothing of it is mapped */
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
-    if (c->sock[r] >= 0) close(c->sock[r]);
-    if (c->pidfd[r] >= 0) close(c->pidfd[r]);
+    if (c->pidfd[r] >= 0) dc__peer_drop(c->pidfd[r]);
   }
   free(c->shown);
   free(c->slot_used);
   free(c);
+}
+
+/* What is left when all are in. From here on peers wait in the arena, so that is where they are told of a failure. */
+static int open_together(dc_comm *c) {
+  int rc = dc__p2p_open(c, (char *)c->map.base + dc__stage_end(c));
+  if (!rc && c->size > 1) rc = dc__probe(c);
+  if (!rc || dc__broken(c)) return rc;
+  char why[1024];
+  snprintf(why, sizeof why, "%s", dc_last_error());
+  return dc__break(c, rc, "group %s: rank %d could not open it: %s", c->label, c->global_rank[c->rank], why);
 }
 
 int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
@@ -91,7 +122,7 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   c->fork_mark = dc__fork_mark();
   snprintf(c->label, sizeof c->label, "%s", k->label);
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
-    c->sock[r] = c->pidfd[r] = -1;
+    c->pidfd[r] = -1;
     c->global_rank[r] = k->global_rank && r < k->size ? k->global_rank[r] : r;
   }
   c->cells = k->slots > DC__CELLS ? k->slots : DC__CELLS;
@@ -99,12 +130,10 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   c->fences = true; /* until all ranks have agreed on membarrier */
   c->shown = calloc((size_t)c->cells, sizeof *c->shown);
   c->slot_used = calloc((size_t)k->slots, sizeof *c->slot_used);
-  int rc = c->shown && c->slot_used ? open_wait_defaults(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);
-  if (!rc) rc = dc__force_algos(c);
-  if (!rc) dc__choices_make(c);
-  if (!rc) rc = dc__join(c, k);
-  if (!rc) rc = dc__p2p_open(c, (char *)c->map.base + dc__stage_end(c));
-  if (!rc && c->size > 1) rc = dc__probe_single_copy(c);
+  int rc = c->shown && c->slot_used ? open_environment(c) : DC_FAIL(DC_E_NOMEM, "%d slots", k->slots);
+  dc__choices_make(c);
+  rc = dc__join(c, k, rc);
+  if (!rc) rc = open_together(c);
   c->base = c->begun;
   if (rc) {
     open_release(c);
@@ -121,7 +150,7 @@ int dc_comm_close(dc_comm *c) {
   if (c->fork_mark == dc__fork_mark()) {
     if (!dc__go_in(c)) return DC_FAIL(DC_E_STATE, "group %s is in use by another thread and can't be closed", c->label);
     dc__p2p_close(c); /* first: its waits here end because of this call, not because a peer saw us leave */
-    /* open_release: peers that see it also see the last steps that we posted */
+    /* release: peers that see it also see the last steps that we posted */
     atomic_store_explicit(&c->h->seat[c->rank].left, 1, memory_order_release);
     dc__wake_all(c);
     dc__flight_group_close(c->flight_group);

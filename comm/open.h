@@ -29,28 +29,34 @@ int64_t dc__stage_bytes(const dc_comm *c);
 /* Maps the arena and points c's fields into it. */
 int dc__stage_map(dc_comm *c, int fd, int64_t bytes, bool first);
 
+/* ---- peers.c ----------------------------------------------------------------------------------------------------- */
+/* A random number that only this process has; a forked child has another. */
+uint64_t dc__process_number(void);
+/* *pidfd: the descriptor that this process uses for that process. `fd`, one more pidfd of it, is taken over: it is the
+ * one from now on, or is closed. Given back with dc__peer_drop. */
+int dc__peer_take(uint64_t process, int fd, int *pidfd);
+void dc__peer_drop(int pidfd);
+
 /* ---- rendezvous.c ------------------------------------------------------------------------------------------------ */
-enum { DC__FDS_PER_MSG = 64 };
-enum { DC__MSG_HELLO = 1, DC__MSG_PIDFDS, DC__MSG_SEGMENT, DC__MSG_READY, DC__MSG_GO };
-typedef struct dc__msg {
-  uint64_t magic;
-  int32_t version, kind, status;
-  int32_t rank, size, slots, pid, first; /* hello; first: number of the first pidfd of a DC__MSG_PIDFDS */
-  int64_t slot_bytes, bytes;
-  char text[1024]; /* why, if status != DC_OK */
-} dc__msg;
+/* Joins the group: afterwards c has its arena mapped, and every rank's pidfd. status: of what this rank has done
+ * before; where that is a failure (of dc_last_error()) it joins only to tell the others, and all fail. */
+int dc__join(dc_comm *c, const dc_comm_config *config, int status);
+/* Where a rank is sent the descriptor of one segment. It shows this in its slot. */
+typedef struct dc__mailbox {
+  uint32_t length; /* of name; 0: there is no mailbox */
+  uint8_t secret[DC_COMM_SECRET];
+  char name[32]; /* a socket's address */
+} dc__mailbox;
+/* *sock is owned. */
+int dc__mailbox_open(int *sock, dc__mailbox *shown);
+/* Sends fd to all n mailboxes. */
+int dc__mail(const dc__mailbox *to, int n, int fd, int64_t bytes, int64_t deadline_ns);
+/* What was sent to `sock` before; *fd is owned. What others than the group's ranks have sent is thrown away. */
+int dc__mail_take(int sock, const dc__mailbox *shown, int64_t bytes, int *fd);
 
-typedef struct dc__fds {
-  int n, fd[DC__FDS_PER_MSG];
-} dc__fds;
-
-void dc__fds_close(dc__fds *f);
-dc__msg dc__msg_of(int kind);
-int dc__msg_send(int sock, const dc__msg *m, const int *fd, int nfd, int64_t deadline_ns);
-/* Waits for one message from `sock`; `who` names the sender. A message with an error becomes this rank's error. The
- * descriptors are owned by the caller. */
-int dc__msg_await(int sock, const char *label, const char *who, dc__msg *m, dc__fds *f, int64_t deadline_ns);
-/* Joins the group: afterwards c has its arena mapped, and every rank's pidfd. */
-int dc__join(dc_comm *c, const dc_comm_config *config);
+/* ---- probe.c ----------------------------------------------------------------------------------------------------- */
+/* Finds out, together with all ranks, c->single_copy and whether membarrier(2) can be used. Called once, with the
+ * exchange working. */
+int dc__probe(dc_comm *c);
 
 #endif

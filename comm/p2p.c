@@ -339,8 +339,6 @@ int dc_recv(dc_comm *c, void *buf, int64_t count, int dtype, int src, int64_t ta
 
 /* ---- open, close ------------------------------------------------------------------------------------------------- */
 int dc__p2p_open(dc_comm *c, void *area) {
-  bool cma = false;
-  DC_TRY(dc__env_switch("DEEPC_CMA", true, &cma));
   p2p_shape s = dc__ring_shape(c->size);
   size_t n = (size_t)c->size;
   /* one block: p2p, in, out, pay_end */
@@ -353,7 +351,7 @@ int dc__p2p_open(dc_comm *c, void *area) {
   p->rank = c->rank;
   p->size = c->size;
   p->refs = 1;
-  p->cma = cma;
+  p->cma = c->may_copy;
   p->s = s;
   p->seats = area;
   p->in = (p2p_in *)(p + 1);

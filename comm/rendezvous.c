@@ -1,16 +1,23 @@
 /* rendezvous.c: how the ranks of a communicator find each other: sockets, hellos, descriptors.
  *
- * Rank 0 listens on an abstract Unix socket while ranks join. Each rank sends a hello with a pidfd of itself; rank 0
- * checks uid and hello, makes the arena, and sends every rank all pidfds and the memfd. Every rank maps it, faults it
- * in and acknowledges; rank 0 then tells all to go, or what went wrong. The sockets stay open to pass the memfds of
- * later segments. Nothing has a name that outlives the joining.
+ * Rank 0 listens on an abstract Unix socket while ranks join. Each rank sends a hello with the group's secret and a
+ * pidfd of itself; rank 0 checks user, secret and hello, makes the arena, and sends every rank all pidfds and the
+ * memfd. Every rank maps it and acknowledges; rank 0 then tells all to go, or what went wrong. Who does not know the
+ * secret (any process of the machine can read the address in /proc/net/unix while ranks join) is dropped without a
+ * word.
+ *
+ * All sockets are closed when everybody is in. The memfd of a later segment comes as a datagram to a mailbox that its
+ * receiver opens for it; where that is, and the secret of it, stands in the receiver's slot of the arena. So nothing
+ * has a name that outlives what it is for, and a communicator keeps no descriptor but its peers' pidfds (peers.c).
  *
  * Assumes Linux >= 5.3 (pidfd_open). */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -22,12 +29,43 @@
 #include "p2p.h"
 
 /* ---- messages ---------------------------------------------------------------------------------------------------- */
-void dc__fds_close(dc__fds *f) {
+enum { FDS_PER_MSG = 64 };
+enum { MSG_HELLO = 1, MSG_PIDFDS, MSG_SEGMENT, MSG_READY, MSG_GO };
+/* A hello's secret is the group's, that of a segment's message the mailbox's. */
+typedef struct rdv_msg {
+  uint64_t magic;
+  int32_t version, kind;
+  uint8_t secret[DC_COMM_SECRET]; /* up to here equal in all versions from 6 on */
+  int32_t status;
+  int32_t rank, size, slots, pid, first; /* hello; first: number of the first pidfd of a MSG_PIDFDS */
+  int64_t slot_bytes, bytes;
+  uint64_t process; /* hello: dc__process_number() */
+  union {
+    char text[1024];                /* why, if status != DC_OK */
+    uint64_t processes[FDS_PER_MSG]; /* MSG_PIDFDS */
+  };
+} rdv_msg;
+enum { RDV_PREFIX = offsetof(rdv_msg, status) };
+
+typedef struct rdv_fds {
+  int n, fd[FDS_PER_MSG];
+} rdv_fds;
+
+static void rdv_fds_close(rdv_fds *f) {
   for (int i = 0; i < f->n; i++) close(f->fd[i]);
   f->n = 0;
 }
 
-dc__msg dc__msg_of(int kind) { return (dc__msg){.magic = DC__COMM_MAGIC, .version = DC__COMM_VERSION, .kind = kind}; }
+static rdv_msg rdv_msg_of(int kind) {
+  return (rdv_msg){.magic = DC__COMM_MAGIC, .version = DC__COMM_VERSION, .kind = kind};
+}
+
+/* In a time that does not tell how many bytes are right. */
+static bool rdv_same_secret(const uint8_t *a, const uint8_t *b) {
+  volatile uint8_t differs = 0;
+  for (int i = 0; i < DC_COMM_SECRET; i++) differs |= a[i] ^ b[i];
+  return differs == 0;
+}
 
 static int rdv_ms_left(int64_t deadline_ns) {
   int64_t ms = (deadline_ns - dc__now_ns() + 999999) / 1000000;
@@ -39,13 +77,15 @@ static void rdv_nap(void) {
   nanosleep(&ms, NULL);
 }
 
-int dc__msg_send(int sock, const dc__msg *m, const int *fd, int nfd, int64_t deadline_ns) {
+/* `to`: of a datagram; NULL: who is connected. */
+static int rdv_send(int sock, const struct sockaddr_un *to, socklen_t to_len, const rdv_msg *m, const int *fd, int nfd,
+                    int64_t deadline_ns) {
   struct iovec iov = {(void *)m, sizeof *m};
   union {
     struct cmsghdr head;
-    char room[CMSG_SPACE(sizeof(int) * DC__FDS_PER_MSG)];
+    char room[CMSG_SPACE(sizeof(int) * FDS_PER_MSG)];
   } ctl;
-  struct msghdr h = {.msg_iov = &iov, .msg_iovlen = 1};
+  struct msghdr h = {.msg_iov = &iov, .msg_iovlen = 1, .msg_name = (void *)to, .msg_namelen = to_len};
   if (nfd) {
     memset(&ctl, 0, sizeof ctl);
     h.msg_control = &ctl;
@@ -61,35 +101,41 @@ int dc__msg_send(int sock, const dc__msg *m, const int *fd, int nfd, int64_t dea
     int e = errno;
     /* ETOOMANYREFS: too many descriptors in flight; they are taken off as peers receive */
     if ((e != EAGAIN && e != EINTR && e != ETOOMANYREFS) || dc__now_ns() >= deadline_ns)
-      return DC_FAIL(e == EPIPE || e == ECONNRESET ? DC_E_PEER_DIED : DC_E_SYSTEM, "sending to a rank: %s",
-                     strerror(e));
+      return DC_FAIL(e == EPIPE || e == ECONNRESET || e == ECONNREFUSED ? DC_E_PEER_DIED : DC_E_SYSTEM,
+                     "sending to a rank: %s", strerror(e));
     rdv_nap();
   }
 }
 
+static int rdv_tell(int sock, const rdv_msg *m, const int *fd, int nfd, int64_t deadline_ns) {
+  return rdv_send(sock, NULL, 0, m, fd, nfd, deadline_ns);
+}
+
 enum { RECV_OK, RECV_AGAIN, RECV_CLOSED, RECV_BAD, RECV_NO_FDS };
 /* One message, without blocking. Descriptors are owned by the caller. */
-static int rdv_recv(int sock, dc__msg *m, dc__fds *f) {
+static int rdv_recv(int sock, rdv_msg *m, rdv_fds *f) {
   struct iovec iov = {m, sizeof *m};
   union {
     struct cmsghdr head;
-    char room[CMSG_SPACE(sizeof(int) * DC__FDS_PER_MSG)];
+    char room[CMSG_SPACE(sizeof(int) * FDS_PER_MSG)];
   } ctl;
   struct msghdr h = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = &ctl, .msg_controllen = sizeof ctl};
   f->n = 0;
+  memset(m, 0, sizeof *m);
   ssize_t n = recvmsg(sock, &h, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (n < 0) return errno == EAGAIN || errno == EINTR ? RECV_AGAIN : RECV_CLOSED;
   for (struct cmsghdr *cm = CMSG_FIRSTHDR(&h); cm; cm = CMSG_NXTHDR(&h, cm)) {
     if (cm->cmsg_level != SOL_SOCKET || cm->cmsg_type != SCM_RIGHTS) continue;
     int k = (int)((cm->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-    for (int i = 0; i < k && f->n < DC__FDS_PER_MSG; i++)
+    for (int i = 0; i < k && f->n < FDS_PER_MSG; i++)
       memcpy(&f->fd[f->n++], CMSG_DATA(cm) + sizeof(int) * (size_t)i, sizeof(int));
   }
   if (n == 0) return RECV_CLOSED;
-  if (h.msg_flags & MSG_CTRUNC) return RECV_NO_FDS;
-  if (n != (ssize_t)sizeof *m || (h.msg_flags & MSG_TRUNC) || m->magic != DC__COMM_MAGIC) return RECV_BAD;
-  m->text[sizeof m->text - 1] = 0;
-  return RECV_OK;
+  if (n < (ssize_t)RDV_PREFIX || m->magic != DC__COMM_MAGIC) return RECV_BAD;
+  /* another version's messages may have another size */
+  if (m->version == DC__COMM_VERSION && (n != (ssize_t)sizeof *m || (h.msg_flags & MSG_TRUNC))) return RECV_BAD;
+  if (m->version == DC__COMM_VERSION && m->kind != MSG_PIDFDS) m->text[sizeof m->text - 1] = 0;
+  return h.msg_flags & MSG_CTRUNC ? RECV_NO_FDS : RECV_OK;
 }
 
 static int rdv_no_fds(void) {
@@ -97,22 +143,22 @@ static int rdv_no_fds(void) {
 }
 
 /* Waits for one message from `sock`; `who` names the sender. A message with an error becomes this rank's error. */
-int dc__msg_await(int sock, const char *label, const char *who, dc__msg *m, dc__fds *f, int64_t deadline_ns) {
+static int rdv_await(int sock, const char *label, const char *who, rdv_msg *m, rdv_fds *f, int64_t deadline_ns) {
   for (;;) {
     struct pollfd p = {.fd = sock, .events = POLLIN};
     int left = rdv_ms_left(deadline_ns);
-    if (left == 0) return DC_FAIL(DC_E_TIMEOUT, "group %s: no answer from %s while rdv_joining", label, who);
+    if (left == 0) return DC_FAIL(DC_E_TIMEOUT, "group %s: no answer from %s while joining", label, who);
     if (poll(&p, 1, left) <= 0) continue;
     int got = rdv_recv(sock, m, f);
     if (got == RECV_AGAIN) continue;
     if (got == RECV_OK && m->version == DC__COMM_VERSION) {
       if (m->status == DC_OK) return DC_OK;
-      dc__fds_close(f);
+      rdv_fds_close(f);
       return DC_FAIL(m->status, "%s", m->text);
     }
-    dc__fds_close(f);
+    rdv_fds_close(f);
     if (got == RECV_CLOSED)
-      return DC_FAIL(DC_E_PEER_DIED, "group %s: %s closed the connection while rdv_joining (did it die?)", label, who);
+      return DC_FAIL(DC_E_PEER_DIED, "group %s: %s closed the connection while joining (did it die?)", label, who);
     if (got == RECV_NO_FDS) return rdv_no_fds();
     return DC_FAIL(DC_E_PEER, "group %s: %s is not a deepc rank of this version", label, who);
   }
@@ -143,26 +189,32 @@ static bool rdv_same_user(int sock) {
 static int rdv_pidfd_self(int *out) {
   int fd = (int)syscall(SYS_pidfd_open, getpid(), 0);
   if (fd < 0)
-    return DC_FAIL(DC_E_UNSUPPORTED, "pidfd_open: %s; deepc's collectives need Linux 5.3 or later", strerror(errno));
+    return DC_FAIL(errno == EMFILE || errno == ENFILE ? DC_E_SYSTEM : DC_E_UNSUPPORTED,
+                   "pidfd_open: %s; deepc's collectives need Linux 5.3 or later", strerror(errno));
   fcntl(fd, F_SETFD, FD_CLOEXEC);
-  *out = fd;
-  return DC_OK;
+  return dc__peer_take(dc__process_number(), fd, out);
 }
 
 typedef struct rdv_joining {
   dc_comm *c;
   const dc_comm_config *k;
+  const uint8_t *secret;
   int64_t deadline_ns;
   int listener;
   int memfd;
+  int sock[DC_COMM_MAX_RANKS]; /* rank 0: to every rank; others: sock[0] */
   int32_t pid[DC_COMM_MAX_RANKS];
+  uint64_t process[DC_COMM_MAX_RANKS];
   int pending[DC_COMM_MAX_RANKS + 64], npending; /* connections that have not said hello */
+  /* the first rank that could not open, and why: all are told when all are there */
+  int status;
+  char why[1024];
 } rdv_joining;
 
 static void rdv_add_missing(const rdv_joining *j, char *s, size_t room) {
   size_t n = 0;
   for (int r = 1, shown = 0; r < j->c->size && n < room; r++) {
-    if (j->c->sock[r] >= 0) continue;
+    if (j->sock[r] >= 0) continue;
     if (shown++ == 16) {
       snprintf(s + n, room - n, ", ...");
       return;
@@ -172,7 +224,7 @@ static void rdv_add_missing(const rdv_joining *j, char *s, size_t room) {
   }
 }
 
-static int rdv_hello_check(rdv_joining *j, const dc__msg *m, int nfd) {
+static int rdv_hello_check(rdv_joining *j, const rdv_msg *m, int nfd) {
   const dc_comm *c = j->c;
   if (m->version != DC__COMM_VERSION)
     return DC_FAIL(
@@ -186,53 +238,73 @@ static int rdv_hello_check(rdv_joining *j, const dc__msg *m, int nfd) {
         c->label, c->size, c->slots, (long long)c->slot_bytes, m->pid, m->size, m->slots, (long long)m->slot_bytes);
   if (m->rank < 1 || m->rank >= c->size)
     return DC_FAIL(DC_E_SHAPE, "group %s: pid %d says it is rank %d of %d", c->label, m->pid, m->rank, c->size);
-  if (c->sock[m->rank] >= 0)
+  if (j->sock[m->rank] >= 0)
     return DC_FAIL(DC_E_SHAPE, "group %s: rank %d joined twice (pids %d and %d)", c->label, m->rank, j->pid[m->rank],
                    m->pid);
   if (nfd != 1) return DC_FAIL(DC_E_PEER, "group %s: the hello of rank %d lacks its pidfd", c->label, m->rank);
   return DC_OK;
 }
 
-/* Reads one pending connection. A stranger is dropped without a word; a rank with other settings ends the rdv_joining
- * for all. */
+static void rdv_refuse(const rdv_joining *j, int sock, int status) {
+  rdv_msg no = rdv_msg_of(MSG_GO);
+  no.status = status;
+  snprintf(no.text, sizeof no.text, "%s", dc_last_error());
+  rdv_tell(sock, &no, NULL, 0, j->deadline_ns);
+  DC_FAIL(status, "%s", no.text); /* restored: sending may have failed */
+}
+
+static int rdv_welcome(rdv_joining *j, int sock, const rdv_msg *m, int pidfd) {
+  j->sock[m->rank] = sock;
+  j->pid[m->rank] = m->pid;
+  j->process[m->rank] = m->process;
+  if (m->status && !j->status) {
+    j->status = m->status;
+    snprintf(j->why, sizeof j->why, "%s", m->text);
+  }
+  return dc__peer_take(m->process, pidfd, &j->c->pidfd[m->rank]);
+}
+
+/* Reads one pending connection. A stranger is dropped without a word; a rank with other settings ends the joining for
+ * all. */
 static int rdv_hear(rdv_joining *j, int i) {
   int sock = j->pending[i];
-  dc__msg m;
-  dc__fds f;
+  rdv_msg m;
+  rdv_fds f;
   int got = rdv_recv(sock, &m, &f);
   if (got == RECV_AGAIN) return DC_OK;
   j->pending[i] = j->pending[--j->npending];
-  if (got != RECV_OK || m.kind != DC__MSG_HELLO) {
-    dc__fds_close(&f);
+  const bool ours = (got == RECV_OK || got == RECV_NO_FDS) && m.kind == MSG_HELLO &&
+                    rdv_same_secret(m.secret, j->secret);
+  if (!ours || got == RECV_NO_FDS) {
+    rdv_fds_close(&f);
     close(sock);
-    return got == RECV_NO_FDS ? rdv_no_fds() : DC_OK;
+    return ours ? rdv_no_fds() : DC_OK;
   }
   int rc = rdv_hello_check(j, &m, f.n);
-  if (rc) {
-    dc__msg no = dc__msg_of(DC__MSG_GO);
-    no.status = rc;
-    snprintf(no.text, sizeof no.text, "%s", dc_last_error());
-    dc__msg_send(sock, &no, NULL, 0, j->deadline_ns);
-    dc__fds_close(&f);
-    close(sock);
-    return DC_FAIL(rc, "%s", no.text); /* restored: sending may have failed */
-  }
-  j->c->sock[m.rank] = sock;
-  j->c->pidfd[m.rank] = f.fd[0];
-  j->pid[m.rank] = m.pid;
-  return DC_OK;
+  if (!rc) return rdv_welcome(j, sock, &m, f.fd[0]);
+  rdv_refuse(j, sock, rc);
+  rdv_fds_close(&f);
+  close(sock);
+  return rc;
 }
 
-static void rdv_greet(rdv_joining *j) {
+/* Without a descriptor to accept with, waiting would only be spinning: the connection stays in the queue. */
+static int rdv_greet(rdv_joining *j) {
   int s;
   while ((s = accept4(j->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
     if (!rdv_same_user(s) || j->npending == (int)(sizeof j->pending / sizeof *j->pending)) close(s);
     else j->pending[j->npending++] = s;
   }
+  if (errno == EMFILE || errno == ENFILE)
+    return DC_FAIL(DC_E_SYSTEM,
+                   "group %s: accepting a rank: %s; rank 0 needs two descriptors for each of %d ranks while they join "
+                   "(raise ulimit -n)",
+                   j->c->label, strerror(errno), j->c->size);
+  return DC_OK;
 }
 
 static int rdv_lost(rdv_joining *j, int rank) {
-  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died while the group was rdv_joining", j->c->label,
+  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died while the group was joining", j->c->label,
                  j->c->global_rank[rank], j->pid[rank]);
 }
 
@@ -240,7 +312,7 @@ static int rdv_gather(rdv_joining *j) {
   dc_comm *c = j->c;
   for (int joined = 1;;) {
     joined = 1;
-    for (int r = 1; r < c->size; r++) joined += c->sock[r] >= 0;
+    for (int r = 1; r < c->size; r++) joined += j->sock[r] >= 0;
     if (joined == c->size) return DC_OK;
     int left = rdv_ms_left(j->deadline_ns);
     if (left == 0) {
@@ -254,8 +326,8 @@ static int rdv_gather(rdv_joining *j) {
     p[n] = (struct pollfd){.fd = j->listener, .events = POLLIN};
     who[n++] = 0;
     for (int r = 1; r < c->size; r++) {
-      if (c->sock[r] < 0) continue;
-      p[n] = (struct pollfd){.fd = c->sock[r], .events = POLLIN}; /* it has nothing to say now: readable means gone */
+      if (j->sock[r] < 0) continue;
+      p[n] = (struct pollfd){.fd = j->sock[r], .events = POLLIN}; /* it has nothing to say now: readable means gone */
       who[n++] = r;
     }
     int first_pending = n;
@@ -265,7 +337,7 @@ static int rdv_gather(rdv_joining *j) {
       if (p[i].revents) return rdv_lost(j, who[i]);
     for (int i = n - 1; i >= first_pending; i--) /* backwards: rdv_hear() fills the gap with the last one */
       if (p[i].revents) DC_TRY(rdv_hear(j, i - first_pending));
-    if (p[0].revents) rdv_greet(j);
+    if (p[0].revents) DC_TRY(rdv_greet(j));
   }
 }
 
@@ -287,49 +359,57 @@ static int rdv_make_stage(rdv_joining *j) {
 
 static int rdv_send_stage(rdv_joining *j, int rank) {
   dc_comm *c = j->c;
-  dc__msg m = dc__msg_of(DC__MSG_PIDFDS);
-  for (m.first = 0; m.first < c->size; m.first += DC__FDS_PER_MSG) {
-    int n = c->size - m.first < DC__FDS_PER_MSG ? c->size - m.first : DC__FDS_PER_MSG;
-    DC_TRY(dc__msg_send(c->sock[rank], &m, &c->pidfd[m.first], n, j->deadline_ns));
+  rdv_msg m = rdv_msg_of(MSG_PIDFDS);
+  for (m.first = 0; m.first < c->size; m.first += FDS_PER_MSG) {
+    int n = c->size - m.first < FDS_PER_MSG ? c->size - m.first : FDS_PER_MSG;
+    memcpy(m.processes, &j->process[m.first], sizeof *m.processes * (size_t)n);
+    DC_TRY(rdv_tell(j->sock[rank], &m, &c->pidfd[m.first], n, j->deadline_ns));
   }
-  m = dc__msg_of(DC__MSG_SEGMENT);
+  m = rdv_msg_of(MSG_SEGMENT);
   m.bytes = c->map.bytes;
-  return dc__msg_send(c->sock[rank], &m, &j->memfd, 1, j->deadline_ns);
+  return rdv_tell(j->sock[rank], &m, &j->memfd, 1, j->deadline_ns);
 }
 
 static int rdv_await_ready(rdv_joining *j) {
   for (int r = 1; r < j->c->size; r++) {
     char who[64];
-    dc__msg m;
-    dc__fds f;
+    rdv_msg m;
+    rdv_fds f;
     snprintf(who, sizeof who, "rank %d (pid %d)", j->c->global_rank[r], j->pid[r]);
-    DC_TRY(dc__msg_await(j->c->sock[r], j->c->label, who, &m, &f, j->deadline_ns));
-    dc__fds_close(&f);
+    DC_TRY(rdv_await(j->sock[r], j->c->label, who, &m, &f, j->deadline_ns));
+    rdv_fds_close(&f);
   }
+  return DC_OK;
+}
+
+static int rdv_listen(rdv_joining *j) {
+  struct sockaddr_un a;
+  socklen_t len;
+  rdv_address(j->k, &a, &len);
+  DC_TRY(rdv_socket(&j->listener));
+  if (bind(j->listener, (struct sockaddr *)&a, len) || listen(j->listener, 512))
+    return DC_FAIL(DC_E_PEER, "group %s: can't listen on its address: %s; addresses must be unique", j->c->label,
+                   strerror(errno));
   return DC_OK;
 }
 
 /* Listens and leads. Whatever goes wrong is told to those that have joined. */
 static int rdv_lead(rdv_joining *j) {
   dc_comm *c = j->c;
-  struct sockaddr_un a;
-  socklen_t len;
-  rdv_address(j->k, &a, &len);
   j->pid[0] = getpid();
-  DC_TRY(rdv_socket(&j->listener));
-  if (bind(j->listener, (struct sockaddr *)&a, len) || listen(j->listener, 512))
-    return DC_FAIL(DC_E_PEER, "group %s: can't listen on its address: %s; addresses must be unique", c->label,
-                   strerror(errno));
+  j->process[0] = dc__process_number();
+  DC_TRY(rdv_listen(j));
   int rc = rdv_gather(j);
+  if (!rc && j->status) rc = DC_FAIL(j->status, "%s", j->why);
   if (!rc) rc = rdv_make_stage(j);
   for (int r = 1; r < c->size && !rc; r++) rc = rdv_send_stage(j, r);
   if (!rc) rc = rdv_await_ready(j);
-  dc__msg m = dc__msg_of(DC__MSG_GO);
+  rdv_msg m = rdv_msg_of(MSG_GO);
   m.status = rc;
   if (rc) snprintf(m.text, sizeof m.text, "%s", dc_last_error());
   for (int r = 1; r < c->size; r++) {
-    if (c->sock[r] < 0) continue;
-    int sent = dc__msg_send(c->sock[r], &m, NULL, 0, j->deadline_ns + 1000000000);
+    if (j->sock[r] < 0) continue;
+    int sent = rdv_tell(j->sock[r], &m, NULL, 0, j->deadline_ns + 1000000000);
     if (sent && !rc) return rdv_lost(j, r);
   }
   return rc ? DC_FAIL(rc, "%s", m.text) : DC_OK;
@@ -344,7 +424,7 @@ static int rdv_connect(rdv_joining *j) {
     int s = -1;
     DC_TRY(rdv_socket(&s));
     if (connect(s, (struct sockaddr *)&a, len) == 0) {
-      c->sock[0] = s;
+      j->sock[0] = s;
       return rdv_same_user(s)
                  ? DC_OK
                  : DC_FAIL(DC_E_PEER, "group %s: who listens on its address belongs to another user", c->label);
@@ -365,31 +445,32 @@ static int rdv_connect(rdv_joining *j) {
 static int rdv_take_pidfds(rdv_joining *j, const char *leader) {
   dc_comm *c = j->c;
   for (int have = 0; have < c->size;) {
-    dc__msg m;
-    dc__fds f;
-    DC_TRY(dc__msg_await(c->sock[0], c->label, leader, &m, &f, j->deadline_ns));
-    if (m.kind != DC__MSG_PIDFDS || m.first != have || have + f.n > c->size || f.n == 0) {
-      dc__fds_close(&f);
-      return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while rdv_joining", c->label, leader);
+    rdv_msg m;
+    rdv_fds f;
+    DC_TRY(rdv_await(j->sock[0], c->label, leader, &m, &f, j->deadline_ns));
+    if (m.kind != MSG_PIDFDS || m.first != have || have + f.n > c->size || f.n == 0) {
+      rdv_fds_close(&f);
+      return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while joining", c->label, leader);
     }
-    for (int i = 0; i < f.n; i++) {
-      if (have == c->rank) close(f.fd[i]); /* we have our own */
-      else c->pidfd[have] = f.fd[i];
-      have++;
+    int rc = DC_OK;
+    for (int i = 0; i < f.n; i++, have++) {
+      if (have == c->rank || rc) close(f.fd[i]); /* we have our own */
+      else rc = dc__peer_take(m.processes[i], f.fd[i], &c->pidfd[have]);
     }
+    DC_TRY(rc);
   }
   return DC_OK;
 }
 
 static int rdv_take_stage(rdv_joining *j, const char *leader) {
   dc_comm *c = j->c;
-  dc__msg m;
-  dc__fds f;
+  rdv_msg m;
+  rdv_fds f;
   DC_TRY(rdv_take_pidfds(j, leader));
-  DC_TRY(dc__msg_await(c->sock[0], c->label, leader, &m, &f, j->deadline_ns));
-  if (m.kind != DC__MSG_SEGMENT || f.n != 1) {
-    dc__fds_close(&f);
-    return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while rdv_joining", c->label, leader);
+  DC_TRY(rdv_await(j->sock[0], c->label, leader, &m, &f, j->deadline_ns));
+  if (m.kind != MSG_SEGMENT || f.n != 1) {
+    rdv_fds_close(&f);
+    return DC_FAIL(DC_E_PEER, "group %s: %s sent something unexpected while joining", c->label, leader);
   }
   j->memfd = f.fd[0];
   if (m.bytes < dc__stage_end(c) + dc__p2p_bytes(c->size))
@@ -398,39 +479,126 @@ static int rdv_take_stage(rdv_joining *j, const char *leader) {
   return dc__stage_map(c, j->memfd, m.bytes, false);
 }
 
-static int rdv_follow(rdv_joining *j) {
+/* Up to rank 0's verdict: a socket that is closed with messages unread would take our own last one with it. */
+static void rdv_await_verdict(rdv_joining *j, const char *leader) {
+  rdv_msg m = {.kind = 0};
+  rdv_fds f = {.n = 0};
+  while (m.kind != MSG_GO && rdv_await(j->sock[0], j->c->label, leader, &m, &f, j->deadline_ns) == DC_OK)
+    rdv_fds_close(&f);
+}
+
+static int rdv_hello(rdv_joining *j) {
   dc_comm *c = j->c;
-  char leader[64];
-  snprintf(leader, sizeof leader, "rank %d", c->global_rank[0]);
-  DC_TRY(rdv_connect(j));
-  dc__msg m = dc__msg_of(DC__MSG_HELLO);
+  rdv_msg m = rdv_msg_of(MSG_HELLO);
+  memcpy(m.secret, j->secret, sizeof m.secret);
   m.rank = c->rank;
   m.size = c->size;
   m.slots = c->slots;
   m.slot_bytes = c->slot_bytes;
   m.pid = getpid();
-  DC_TRY(dc__msg_send(c->sock[0], &m, &c->pidfd[c->rank], 1, j->deadline_ns));
+  m.process = dc__process_number();
+  m.status = j->status;
+  snprintf(m.text, sizeof m.text, "%s", j->why);
+  return rdv_tell(j->sock[0], &m, &c->pidfd[c->rank], 1, j->deadline_ns);
+}
+
+static int rdv_follow(rdv_joining *j) {
+  dc_comm *c = j->c;
+  char leader[64];
+  snprintf(leader, sizeof leader, "rank %d", c->global_rank[0]);
+  DC_TRY(rdv_connect(j));
+  DC_TRY(rdv_hello(j));
   j->deadline_ns +=
       1000000000; /* rank 0 may wait until its own deadline: leave time for its verdict, which says more than ours */
+  if (j->status) {
+    rdv_await_verdict(j, leader);
+    return DC_FAIL(j->status, "%s", j->why);
+  }
   int rc = rdv_take_stage(j, leader);
-  m = dc__msg_of(DC__MSG_READY);
+  rdv_msg m = rdv_msg_of(MSG_READY);
   m.status = rc;
   if (rc) snprintf(m.text, sizeof m.text, "%s", dc_last_error());
-  int sent = dc__msg_send(c->sock[0], &m, NULL, 0, j->deadline_ns);
-  if (rc) return DC_FAIL(rc, "%s", m.text);
+  int sent = rdv_tell(j->sock[0], &m, NULL, 0, j->deadline_ns);
+  if (rc) {
+    char why[sizeof m.text];
+    memcpy(why, m.text, sizeof why);
+    rdv_await_verdict(j, leader);
+    return DC_FAIL(rc, "%s", why);
+  }
   DC_TRY(sent);
-  dc__fds f;
-  DC_TRY(dc__msg_await(c->sock[0], c->label, leader, &m, &f, j->deadline_ns));
-  dc__fds_close(&f);
+  rdv_fds f;
+  DC_TRY(rdv_await(j->sock[0], c->label, leader, &m, &f, j->deadline_ns));
+  rdv_fds_close(&f);
   return DC_OK;
 }
 
-int dc__join(dc_comm *c, const dc_comm_config *k) {
-  rdv_joining j = {.c = c, .k = k, .listener = -1, .memfd = -1, .deadline_ns = dc__now_ns() + c->timeout_ns};
+int dc__join(dc_comm *c, const dc_comm_config *k, int status) {
+  static const uint8_t none[DC_COMM_SECRET];
+  if (status && c->size == 1) return status;
+  rdv_joining j = {.c = c, .k = k, .secret = k->secret ? k->secret : none, .listener = -1, .memfd = -1};
+  j.deadline_ns = dc__now_ns() + c->timeout_ns;
+  j.status = status;
+  if (status)
+    snprintf(j.why, sizeof j.why, "group %s: rank %d could not open it: %s", c->label, c->global_rank[c->rank],
+             dc_last_error());
+  for (int r = 0; r < DC_COMM_MAX_RANKS; r++) j.sock[r] = -1;
   int rc = rdv_pidfd_self(&c->pidfd[c->rank]);
   if (!rc) rc = c->rank == 0 ? rdv_lead(&j) : rdv_follow(&j);
+  for (int r = 0; r < c->size; r++)
+    if (j.sock[r] >= 0) close(j.sock[r]);
   for (int i = 0; i < j.npending; i++) close(j.pending[i]);
   if (j.listener >= 0) close(j.listener);
   if (j.memfd >= 0) close(j.memfd); /* the mapping keeps it */
   return rc;
+}
+
+/* ---- mailboxes --------------------------------------------------------------------------------------------------- */
+int dc__mailbox_open(int *sock, dc__mailbox *shown) {
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  socklen_t len = sizeof a;
+  int s = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (s < 0) return DC_FAIL(DC_E_SYSTEM, "socket: %s", strerror(errno));
+  /* no name given: the kernel makes one (unix(7), autobind) */
+  if (bind(s, (struct sockaddr *)&a, sizeof(sa_family_t)) || getsockname(s, (struct sockaddr *)&a, &len) ||
+      len > sizeof shown->name || getrandom(shown->secret, sizeof shown->secret, 0) != sizeof shown->secret) {
+    int e = errno;
+    close(s);
+    return DC_FAIL(DC_E_SYSTEM, "a socket for a segment's descriptor: %s", strerror(e));
+  }
+  memcpy(shown->name, &a, len);
+  shown->length = len;
+  *sock = s;
+  return DC_OK;
+}
+
+int dc__mail(const dc__mailbox *to, int n, int fd, int64_t bytes, int64_t deadline_ns) {
+  int s = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), rc = DC_OK;
+  if (s < 0) return DC_FAIL(DC_E_SYSTEM, "socket: %s", strerror(errno));
+  rdv_msg m = rdv_msg_of(MSG_SEGMENT);
+  m.bytes = bytes;
+  for (int i = 0; i < n && !rc; i++) {
+    struct sockaddr_un a;
+    if (to[i].length == 0 || to[i].length > sizeof to[i].name) continue;
+    memcpy(&a, to[i].name, to[i].length);
+    memcpy(m.secret, to[i].secret, sizeof m.secret);
+    rc = rdv_send(s, &a, to[i].length, &m, &fd, 1, deadline_ns);
+  }
+  close(s);
+  return rc;
+}
+
+int dc__mail_take(int sock, const dc__mailbox *shown, int64_t bytes, int *fd) {
+  for (;;) {
+    rdv_msg m;
+    rdv_fds f;
+    int got = rdv_recv(sock, &m, &f);
+    if (got == RECV_AGAIN) return DC_FAIL(DC_E_PEER, "rank 0 sent no segment");
+    const bool ours = (got == RECV_OK || got == RECV_NO_FDS) && rdv_same_secret(m.secret, shown->secret);
+    if (got == RECV_OK && ours && m.kind == MSG_SEGMENT && m.bytes == bytes && f.n == 1) {
+      *fd = f.fd[0];
+      return DC_OK;
+    }
+    rdv_fds_close(&f); /* anybody of this machine may send us anything */
+    if (ours) return got == RECV_NO_FDS ? rdv_no_fds() : DC_FAIL(DC_E_PEER, "rank 0 sent something unexpected");
+  }
 }

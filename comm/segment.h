@@ -11,8 +11,8 @@
 struct dc_segment {
   dc__map map;
   uint64_t fork_mark;
-  dc_comm *owner; /* NULL when that was closed, or when it had no place for one more */
-  int id;         /* number of the segment in its communicator */
+  dc_comm *owner; /* NULL when that was closed */
+  int id;         /* place in its communicator, the same on all ranks */
   int refs;
 };
 

@@ -173,6 +173,7 @@ enum dc__fork_order {
   DC__FORK_REGISTRY, /* comm/p2p_match.c: open endpoints */
   DC__FORK_SEGMENTS, /* comm/segment.c: segments of communicators */
   DC__FORK_MARK,     /* comm/mark.c: the number of this process */
+  DC__FORK_PEERS,    /* comm/peers.c: pidfds of other processes */
   DC__FORK_FLIGHT,   /* comm/flight.c: the record */
   DC__FORK_POOL,     /* ops/base/pool.c: threads and their job */
   DC__FORK_BLOCKS,   /* ops/base/mem.c: blocks of dc_mem_alloc */

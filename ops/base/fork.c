@@ -6,8 +6,8 @@
  * finds it free and what it guards whole. A row's `child` says what else changes there.
  *
  * - comm/p2p_match.c: the list of open endpoints stays; they are the parent's (dc__fork_mark) and are not used
- * - comm/open.c, comm/segment.c: arenas are not mapped (MADV_DONTFORK), segments are; sockets and pidfds stay open
- * until the child closes the communicator
+ * - comm/open.c, comm/segment.c: arenas are not mapped (MADV_DONTFORK), segments are
+ * - comm/peers.c: pidfds stay open until the child closes the communicators that it inherited
  * - comm/flight.c: no record: its mapping is the parent's, its descriptor is closed
  * - ops/base/pool.c: no workers and no job; threads start at the next call
  * - ops/base/mem.c: blocks are the child's own copies

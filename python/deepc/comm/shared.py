@@ -155,6 +155,7 @@ class Request:
             C.dc_request_free(handle)
 
 
+_SECRET_BYTES = 16  # DC_COMM_SECRET
 _STAGGER = 68 * 64  # between the ranks' parts of a segment: arrays congruent modulo 2 MiB evict each other
 
 
@@ -394,10 +395,10 @@ def open_comm(
 ) -> Comm:
     """Opens a communicator of `size` ranks of one node. Collective.
 
-    store: a torch.distributed store that is this group's own (use a PrefixStore); ranks exchange their node and a
-    random address through it. slot_bytes (a multiple of 4096) and slots (>= 2): staging per rank. timeout: of joining
-    and of every wait. global_ranks: names of the ranks in messages. Raises UnsupportedError if the ranks lie on several
-    nodes, CommError and its subclasses if joining fails."""
+    store: a torch.distributed store that is this group's own (use a PrefixStore); ranks exchange their node, a random
+    address, and a secret that lets only them in, through it. slot_bytes (a multiple of 4096) and slots (>= 2): staging
+    per rank. timeout: of joining and of every wait. global_ranks: names of the ranks in messages. Raises
+    UnsupportedError if the ranks lie on several nodes, CommError and its subclasses if joining fails."""
     found = discover(store, rank, size)
     if found.topology.count != 1:
         places = ", ".join(f"rank {r}: {p.node}" for r, p in enumerate(found.processes))
@@ -406,8 +407,8 @@ def open_comm(
             "DEEPC_NODE_ID"
         )
     if rank == 0:
-        store.set("address", "deepc-" + secrets.token_hex(16))
-    address = store.get("address")
+        store.set("address", f"deepc-{secrets.token_hex(16)} {secrets.token_hex(_SECRET_BYTES)}")
+    address, secret = store.get("address").split()
     names = (ctypes.c_int32 * size)(*(global_ranks or range(size)))
     config = CommConfig(
         rank=rank,
@@ -419,6 +420,7 @@ def open_comm(
         slot_bytes=slot_bytes,
         slots=slots,
         flags=0,
+        secret=bytes.fromhex(secret.decode()),
     )
     handle = ctypes.c_void_p()
     check(C.dc_comm_open(ctypes.byref(config), ctypes.byref(handle)))

@@ -50,6 +50,7 @@ class CommConfig(Sized):
         ("slot_bytes", c_int64),
         ("slots", c_int32),
         ("flags", c_int32),
+        ("secret", c_char_p),
     ]
 
 

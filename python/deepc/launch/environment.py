@@ -50,7 +50,7 @@ _PREFIXES = (
     "no_proxy",
 )
 # What belongs to one host or one process.
-_NEVER = {"CUDA_VISIBLE_DEVICES", "DEEPC_LAUNCHER_PID", "DEEPC_NODE_ID", "TORCHELASTIC_ERROR_FILE"}
+_NEVER = {"CUDA_VISIBLE_DEVICES", "DEEPC_LAUNCHER_PID", "DEEPC_NODE_ID", "DEEPC_TRACER_PID", "TORCHELASTIC_ERROR_FILE"}
 
 
 def file_name() -> str:

@@ -231,6 +231,7 @@ class Agent:
             **wanted["env"],
             "TORCHELASTIC_ERROR_FILE": errors,
             "DEEPC_LAUNCHER_PID": str(os.getpid()),
+            "DEEPC_TRACER_PID": str(os.getpid()),
         }
         stdin: Any = None
         out: Any = None
