@@ -8,12 +8,12 @@ typedef struct sum {
   int overflow;
 } sum;
 
-static void add_product(sum *s, int64_t a, int64_t b) {
+static void estimate_add_product(sum *s, int64_t a, int64_t b) {
   int64_t product;
   s->overflow |= __builtin_mul_overflow(a, b, &product) || __builtin_add_overflow(s->value, product, &s->value);
 }
 
-static int check_counts(const dc_zero_bytes_in *in) {
+static int estimate_check_counts(const dc_zero_bytes_in *in) {
   const struct {
     const char *name;
     int64_t value, least;
@@ -50,44 +50,44 @@ static int check_counts(const dc_zero_bytes_in *in) {
 
 int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
   if (!in || !out) return DC_FAIL(DC_E_INVALID, "in or out is NULL");
-  DC_TRY(check_counts(in));
+  DC_TRY(estimate_check_counts(in));
   const int64_t fp32 = 4;
   int64_t optimized = in->stage == 0 ? in->total : in->shard;
   int64_t frozen_shard = in->frozen / in->world + (in->frozen % in->world != 0);
   sum params = {0}, shared = {0}, grads = {0}, master = {0}, states = {0}, staging = {0}, rank = {0}, node = {0};
 
   if (in->stage < 3) {
-    add_product(&params, in->total, in->param_size);
-    add_product(&params, in->frozen, in->param_size);
+    estimate_add_product(&params, in->total, in->param_size);
+    estimate_add_product(&params, in->frozen, in->param_size);
   } else if (in->resident) {
-    add_product(&shared, in->total, in->param_size);
-    add_product(&shared, in->frozen, in->param_size);
+    estimate_add_product(&shared, in->total, in->param_size);
+    estimate_add_product(&shared, in->frozen, in->param_size);
   } else {
-    add_product(&params, in->shard, in->param_size);
-    add_product(&params, frozen_shard, in->param_size);
+    estimate_add_product(&params, in->shard, in->param_size);
+    estimate_add_product(&params, frozen_shard, in->param_size);
   }
   sum buffers = {0};
-  add_product(&buffers, fp32, in->grad_buffers > 1 ? in->grad_buffers : 1);
-  add_product(&grads, optimized, buffers.value);
-  if (in->master) add_product(&master, optimized, fp32);
+  estimate_add_product(&buffers, fp32, in->grad_buffers > 1 ? in->grad_buffers : 1);
+  estimate_add_product(&grads, optimized, buffers.value);
+  if (in->master) estimate_add_product(&master, optimized, fp32);
   sum per_element = {0};
-  add_product(&per_element, in->nstates, in->state_size);
-  add_product(&states, optimized, per_element.value);
+  estimate_add_product(&per_element, in->nstates, in->state_size);
+  estimate_add_product(&states, optimized, per_element.value);
   if (in->world > 1) {
     sum slots = {0}, slot = {0};
-    add_product(&slots, in->ranks_per_node, in->slots);
-    add_product(&slot, in->bucket_elems, in->grad_wire_size);
-    add_product(&staging, slots.value, slot.value);
+    estimate_add_product(&slots, in->ranks_per_node, in->slots);
+    estimate_add_product(&slot, in->bucket_elems, in->grad_wire_size);
+    estimate_add_product(&staging, slots.value, slot.value);
     staging.overflow |= slots.overflow | slot.overflow;
   }
-  add_product(&rank, params.value, 1);
-  add_product(&rank, grads.value, 1);
-  add_product(&rank, master.value, 1);
-  add_product(&rank, states.value, 1);
-  add_product(&rank, in->exchange, 1);
-  add_product(&node, rank.value, in->ranks_per_node);
-  add_product(&node, shared.value, 1);
-  add_product(&node, staging.value, 1);
+  estimate_add_product(&rank, params.value, 1);
+  estimate_add_product(&rank, grads.value, 1);
+  estimate_add_product(&rank, master.value, 1);
+  estimate_add_product(&rank, states.value, 1);
+  estimate_add_product(&rank, in->exchange, 1);
+  estimate_add_product(&node, rank.value, in->ranks_per_node);
+  estimate_add_product(&node, shared.value, 1);
+  estimate_add_product(&node, staging.value, 1);
   if (params.overflow | shared.overflow | grads.overflow | master.overflow | states.overflow | staging.overflow |
       rank.overflow | node.overflow)
     return DC_FAIL(DC_E_OVERFLOW, "the bytes of %lld elements on %lld ranks don't fit in 64 bits", (long long)in->total,

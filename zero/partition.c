@@ -14,7 +14,7 @@ typedef struct layout_block {
 } layout_block;
 
 /* *out = v rounded up to a multiple of m > 0; v >= 0. */
-static int round_up(int64_t v, int64_t m, int64_t *out) {
+static int partition_round_up(int64_t v, int64_t m, int64_t *out) {
   int64_t rest = v % m;
   if (rest == 0) {
     *out = v;
@@ -27,13 +27,13 @@ static int round_up(int64_t v, int64_t m, int64_t *out) {
 }
 
 /* Lays the parameters out one after the other; *end is the end of the last one. */
-static int place_params(const int64_t *numel, int64_t nparams, int64_t *offset, int64_t *size, int64_t *end) {
+static int partition_place_params(const int64_t *numel, int64_t nparams, int64_t *offset, int64_t *size, int64_t *end) {
   int64_t at = 0;
   for (int64_t i = 0; i < nparams; i++) {
     if (numel[i] < 0)
       return DC_FAIL(DC_E_INVALID, "parameter %lld has %lld elements; a count is >= 0", (long long)i,
                      (long long)numel[i]);
-    DC_TRY(round_up(at, DC_ZERO_ALIGN, &at));
+    DC_TRY(partition_round_up(at, DC_ZERO_ALIGN, &at));
     offset[i] = at;
     size[i] = numel[i];
     if (__builtin_add_overflow(at, numel[i], &at))
@@ -45,14 +45,14 @@ static int place_params(const int64_t *numel, int64_t nparams, int64_t *offset, 
 }
 
 /* Sets total and the bucket sizes from the end of the last parameter. */
-static int cut_buckets(dc_zero_layout *l, int64_t end, int64_t bucket_wish) {
+static int partition_cut_buckets(dc_zero_layout *l, int64_t end, int64_t bucket_wish) {
   int64_t unit;
   if (__builtin_mul_overflow(l->world, (int64_t)DC_BLOCK, &unit))
     return DC_FAIL(DC_E_OVERFLOW, "world %lld times the block of %d elements overflows", (long long)l->world, DC_BLOCK);
-  DC_TRY(round_up(end, unit, &l->total));
+  DC_TRY(partition_round_up(end, unit, &l->total));
   /* A wish beyond the total means "one bucket"; clipping first keeps the rounding from overflowing. */
   int64_t most = l->total > unit ? l->total : unit;
-  DC_TRY(round_up(bucket_wish < most ? bucket_wish : most, unit, &l->bucket_elems));
+  DC_TRY(partition_round_up(bucket_wish < most ? bucket_wish : most, unit, &l->bucket_elems));
   l->nbuckets = l->total / l->bucket_elems + (l->total % l->bucket_elems != 0);
   l->shard_elems = l->total / l->world;
   return DC_OK;
@@ -76,8 +76,8 @@ int dc_zero_layout_make(const int64_t *numel, int64_t nparams, int64_t world, in
   dc_zero_layout *l = &block->layout;
   *l = (dc_zero_layout){.nparams = nparams, .world = world, .offset = block->table, .numel = block->table + nparams};
   int64_t end = 0;
-  int rc = place_params(numel, nparams, block->table, block->table + nparams, &end);
-  if (rc == DC_OK) rc = cut_buckets(l, end, bucket_elems);
+  int rc = partition_place_params(numel, nparams, block->table, block->table + nparams, &end);
+  if (rc == DC_OK) rc = partition_cut_buckets(l, end, bucket_elems);
   if (rc != DC_OK) {
     free(block);
     return rc;
@@ -107,7 +107,7 @@ typedef struct emitter {
   int64_t count;
 } emitter;
 
-static void emit(emitter *e, dc_zero_segment s) {
+static void partition_emit(emitter *e, dc_zero_segment s) {
   dc_zero_segment *p = &e->last;
   /* Of one rank's elements, those that are next to each other in the flat space are so in the shard. */
   int joins = e->count > 0 && p->param == s.param && p->flat_begin + p->len == s.flat_begin;
@@ -121,25 +121,25 @@ static void emit(emitter *e, dc_zero_segment s) {
 
 /* The segments of flat range [begin, end), which lies at shard_begin of the shard. One search per range, so all of
  * a shard costs nbuckets * log(nparams) + segments. */
-static void emit_range(const dc_zero_layout *l, int64_t begin, int64_t end, int64_t shard_begin, emitter *e) {
+static void partition_emit_range(const dc_zero_layout *l, int64_t begin, int64_t end, int64_t shard_begin, emitter *e) {
   for (int64_t p = dc__zero_first_param(l, begin); p < l->nparams && l->offset[p] < end; p++) {
     int64_t param_end = l->offset[p] + l->numel[p];
     int64_t from = l->offset[p] > begin ? l->offset[p] : begin;
     int64_t to = param_end < end ? param_end : end;
     if (from >= to) continue; /* no elements */
-    emit(e, (dc_zero_segment){.param = p,
-                              .param_begin = from - l->offset[p],
-                              .flat_begin = from,
-                              .shard_begin = shard_begin + (from - begin),
-                              .len = to - from});
+    partition_emit(e, (dc_zero_segment){.param = p,
+                                        .param_begin = from - l->offset[p],
+                                        .flat_begin = from,
+                                        .shard_begin = shard_begin + (from - begin),
+                                        .len = to - from});
   }
 }
 
-static int walk_segments(const dc_zero_layout *l, int64_t r, emitter *e) {
+static int partition_walk_segments(const dc_zero_layout *l, int64_t r, emitter *e) {
   for (int64_t b = 0; b < l->nbuckets; b++) {
     int64_t begin, end, shard_begin;
     DC_TRY(dc_zero_slice(l, b, r, &begin, &end, &shard_begin));
-    emit_range(l, begin, end, shard_begin, e);
+    partition_emit_range(l, begin, end, shard_begin, e);
   }
   return DC_OK;
 }
@@ -149,13 +149,13 @@ int dc_zero_segments(const dc_zero_layout *l, int64_t r, dc_zero_segment *segmen
   if (r < 0 || r >= l->world)
     return DC_FAIL(DC_E_INVALID, "rank %lld is outside of [0, %lld)", (long long)r, (long long)l->world);
   emitter counted = {0};
-  DC_TRY(walk_segments(l, r, &counted));
+  DC_TRY(partition_walk_segments(l, r, &counted));
   if (segments) {
     if (capacity < counted.count)
       return DC_FAIL(DC_E_INVALID, "capacity is %lld, but rank %lld has %lld segments; ask with segments == NULL first",
                      (long long)capacity, (long long)r, (long long)counted.count);
     emitter written = {.out = segments};
-    DC_TRY(walk_segments(l, r, &written));
+    DC_TRY(partition_walk_segments(l, r, &written));
   }
   *count = counted.count;
   return DC_OK;

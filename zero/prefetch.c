@@ -6,9 +6,9 @@
  * the limits:
  *  - a unit that isn't there when it is needed means that nothing is in flight (ahead had stopped at it), so only kept
  *    units can be in its way; those with the farthest next use go first (Belady);
- *  - whether a unit is kept after use i depends on i alone (keeps()), so the scan may count on it before it happens.
- * So after every action: gathered <= max(max_live, the unit needed now), and in flight <= prefetch_elems.
- * O(n log n). */
+ *  - whether a unit is kept after use i depends on i alone (prefetch_keeps()), so the scan may count on it before it
+ * happens. So after every action: gathered <= max(max_live, the unit needed now), and in flight <= prefetch_elems. O(n
+ * log n). */
 #include "zero.h"
 
 #include <stdlib.h>
@@ -34,30 +34,30 @@ typedef struct planner {
   int64_t count;
 } planner;
 
-static void act(planner *p, int kind, int64_t unit) {
+static void prefetch_act(planner *p, int kind, int64_t unit) {
   if (p->out) p->out[p->count] = (dc_zero_action){.kind = kind, .unit = unit};
   p->count++;
 }
 
-static void gather(planner *p, int64_t unit) {
+static void prefetch_gather(planner *p, int64_t unit) {
   p->live[unit] = 1;
   p->live_elems += p->elems[unit];
-  act(p, DC_ZERO_GATHER, unit);
+  prefetch_act(p, DC_ZERO_GATHER, unit);
 }
 
-static void release(planner *p, int64_t unit) {
+static void prefetch_release(planner *p, int64_t unit) {
   p->live[unit] = 0;
   p->live_elems -= p->elems[unit];
-  act(p, DC_ZERO_RELEASE, unit);
+  prefetch_act(p, DC_ZERO_RELEASE, unit);
 }
 
 /* Whether the unit of use i stays gathered until its next use. A unit above max_live never does: it is there alone. */
-static int keeps(const planner *p, int64_t i) {
+static int prefetch_keeps(const planner *p, int64_t i) {
   if (p->next[i] == NEVER || p->elems[p->use[i]] > p->max_live) return 0;
   return p->before[p->next[i]] - p->before[i + 1] <= p->max_reuse;
 }
 
-static void heap_push(planner *p, kept k) {
+static void prefetch_heap_push(planner *p, kept k) {
   int64_t at = p->heap_len++;
   while (at > 0 && p->heap[(at - 1) / 2].next_use < k.next_use) {
     p->heap[at] = p->heap[(at - 1) / 2];
@@ -66,7 +66,7 @@ static void heap_push(planner *p, kept k) {
   p->heap[at] = k;
 }
 
-static kept heap_pop(planner *p) {
+static kept prefetch_heap_pop(planner *p) {
   kept top = p->heap[0], last = p->heap[--p->heap_len];
   int64_t at = 0;
   for (;;) {
@@ -83,53 +83,54 @@ static kept heap_pop(planner *p) {
 
 /* Releases kept units until `need` more elements fit. Called at use `now`, whose unit is missing: entries for uses
  * before `now` are stale (the unit was used since and pushed again, or released). */
-static void make_room(planner *p, int64_t now, int64_t need) {
+static void prefetch_make_room(planner *p, int64_t now, int64_t need) {
   while (p->heap_len > 0 && p->live_elems > p->max_live - need) {
-    kept k = heap_pop(p);
-    if (k.next_use >= now && p->live[k.unit]) release(p, k.unit);
+    kept k = prefetch_heap_pop(p);
+    if (k.next_use >= now && p->live[k.unit]) prefetch_release(p, k.unit);
   }
 }
 
 /* Brings in the units of the coming uses as far as both limits allow. use[i] is about to compute. */
-static void fly_ahead(planner *p, int64_t i) {
+static void prefetch_fly_ahead(planner *p, int64_t i) {
   if (p->ahead <= i) p->ahead = i + 1;
   for (; p->ahead < p->nuse; p->ahead++) {
     int64_t unit = p->use[p->ahead];
     if (p->live[unit]) {
       /* There now, and there at this use only if the use before it keeps it. */
-      if (keeps(p, p->prev[p->ahead])) continue;
+      if (prefetch_keeps(p, p->prev[p->ahead])) continue;
       break;
     }
     int fits = p->elems[unit] <= p->prefetch - p->flying_elems && p->elems[unit] <= p->max_live - p->live_elems;
     if (!fits) break;
-    gather(p, unit);
+    prefetch_gather(p, unit);
     p->flying[unit] = 1;
     p->flying_elems += p->elems[unit];
   }
 }
 
-static void run_uses(planner *p) {
+static void prefetch_run_uses(planner *p) {
   memset(p->live, 0, (size_t)p->nunits);
   memset(p->flying, 0, (size_t)p->nunits);
   p->heap_len = p->ahead = p->live_elems = p->flying_elems = p->count = 0;
   for (int64_t i = 0; i < p->nuse; i++) {
     int64_t unit = p->use[i];
     if (!p->live[unit]) {
-      make_room(p, i, p->elems[unit]);
-      gather(p, unit);
+      prefetch_make_room(p, i, p->elems[unit]);
+      prefetch_gather(p, unit);
     }
     if (p->flying[unit]) {
       p->flying[unit] = 0;
       p->flying_elems -= p->elems[unit];
     }
-    fly_ahead(p, i);
-    act(p, DC_ZERO_USE, unit);
-    if (keeps(p, i)) heap_push(p, (kept){.next_use = p->next[i], .unit = unit});
-    else release(p, unit);
+    prefetch_fly_ahead(p, i);
+    prefetch_act(p, DC_ZERO_USE, unit);
+    if (prefetch_keeps(p, i)) prefetch_heap_push(p, (kept){.next_use = p->next[i], .unit = unit});
+    else prefetch_release(p, unit);
   }
 }
 
-static int check_args(const int64_t *use, int64_t nuse, const int64_t *elems, int64_t nunits, const int64_t limits[3]) {
+static int prefetch_check_args(const int64_t *use, int64_t nuse, const int64_t *elems, int64_t nunits,
+                               const int64_t limits[3]) {
   static const char *const names[3] = {"prefetch_elems", "max_live_elems", "max_reuse_elems"};
   if (nuse < 0 || nunits < 0)
     return DC_FAIL(DC_E_INVALID, "nuse is %lld and nunits %lld; both must be >= 0", (long long)nuse, (long long)nunits);
@@ -147,7 +148,7 @@ static int check_args(const int64_t *use, int64_t nuse, const int64_t *elems, in
 }
 
 /* Fills next[], prev[] and before[]. `last` is scratch of [nunits]. */
-static int index_uses(planner *p, int64_t *last) {
+static int prefetch_index_uses(planner *p, int64_t *last) {
   p->before[0] = 0;
   for (int64_t i = 0; i < p->nuse; i++)
     if (__builtin_add_overflow(p->before[i], p->elems[p->use[i]], &p->before[i + 1]))
@@ -162,15 +163,15 @@ static int index_uses(planner *p, int64_t *last) {
   return DC_OK;
 }
 
-static int make_plan(planner *p, int64_t *last, dc_zero_action *actions, int64_t capacity, int64_t *count) {
-  DC_TRY(index_uses(p, last));
-  run_uses(p);
+static int prefetch_make_plan(planner *p, int64_t *last, dc_zero_action *actions, int64_t capacity, int64_t *count) {
+  DC_TRY(prefetch_index_uses(p, last));
+  prefetch_run_uses(p);
   if (actions) {
     if (capacity < p->count)
       return DC_FAIL(DC_E_INVALID, "capacity is %lld, but there are %lld actions; 3 * nuse is always enough",
                      (long long)capacity, (long long)p->count);
     p->out = actions;
-    run_uses(p);
+    prefetch_run_uses(p);
   }
   *count = p->count;
   return DC_OK;
@@ -181,7 +182,7 @@ int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int
                      int64_t *count) {
   if (!count) return DC_FAIL(DC_E_INVALID, "count is NULL");
   const int64_t limits[3] = {prefetch_elems, max_live_elems, max_reuse_elems};
-  DC_TRY(check_args(use, nuse, elems, nunits, limits));
+  DC_TRY(prefetch_check_args(use, nuse, elems, nunits, limits));
   planner p = {.use = use,
                .elems = elems,
                .nuse = nuse,
@@ -199,7 +200,7 @@ int dc_zero_prefetch(const int64_t *use, int64_t nuse, const int64_t *elems, int
   int rc;
   if (!p.next || !p.prev || !p.before || !p.heap || !p.live || !p.flying || !last)
     rc = DC_FAIL(DC_E_NOMEM, "no memory to plan %lld uses of %lld units", (long long)nuse, (long long)nunits);
-  else rc = make_plan(&p, last, actions, capacity, count);
+  else rc = prefetch_make_plan(&p, last, actions, capacity, count);
   free(last);
   free(p.flying);
   free(p.live);
