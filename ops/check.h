@@ -9,13 +9,20 @@
 #define DEEPC_OPS_CHECK_H
 
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "ops.h"
 
 #ifndef CHECK_FAIL
 #error "define CHECK_FAIL(status, format, ...) before check.h"
 #endif
+#define TAKE_FAIL CHECK_FAIL
+#include "base/take.h"
+/* *taken: the arguments as this version knows them; `last`: the last field of the struct's first version. */
+#define CHECK_TAKE(type, last, given, taken) \
+  take_struct((taken), sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last), (given), #type)
 
 /* ---- data types -------------------------------------------------------------------------------------------------- */
 /* dc_dtype_size and dc_dtype_name, without the library that has them. */
@@ -201,14 +208,34 @@ static inline int check_adamw(const dc_adamw_args *t, int64_t k) {
   return t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;
 }
 
-static inline int check_adamw_list(const dc_adamw_args *tensors, int64_t count) {
+/* *list: the tensors as this version knows them: those of the caller, or a copy if its structs are older ones. All have
+ * the size that the first one says. *owned: to be freed in any case. DC_E_NOMEM. */
+static inline int check_adamw_list(const dc_adamw_args *given, int64_t count, const dc_adamw_args **list,
+                                   dc_adamw_args **owned) {
+  dc_adamw_args first, *copy;
+  *list = given, *owned = NULL;
   if (count < 0) return CHECK_FAIL(DC_E_INVALID, "count = %lld is negative", (long long)count);
-  if (count > 0 && !tensors) return CHECK_FAIL(DC_E_INVALID, "tensors is NULL with count = %lld", (long long)count);
+  if (count == 0) return DC_OK;
+  if (!given) return CHECK_FAIL(DC_E_INVALID, "tensors is NULL with count = %lld", (long long)count);
+  DC_TRY(CHECK_TAKE(dc_adamw_args, flags, given, &first));
+  copy = first.struct_size == sizeof first ? NULL : (dc_adamw_args *)calloc((size_t)count, sizeof first);
+  if (!copy && first.struct_size != sizeof first)
+    return CHECK_FAIL(DC_E_NOMEM, "no memory for the arguments of %lld tensors", (long long)count);
+  *owned = copy;
+  if (copy) *list = copy;
+  for (int64_t k = 0; k < count; k++) {
+    const char *at = (const char *)given + (size_t)k * first.struct_size;
+    if (memcmp(at, given, sizeof first.struct_size) != 0)
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: its struct_size is not that of tensor 0, %zu", (long long)k,
+                        first.struct_size);
+    if (copy) memcpy(&copy[k], at, first.struct_size);
+  }
   return DC_OK;
 }
 
 /* ---- cross-entropy: all but the labels, which may lie where the host can't read them ----------------------------- */
-static inline int check_xent(const dc_xent_args *a) {
+static inline int check_xent(const dc_xent_args *given, dc_xent_args *a) {
+  DC_TRY(CHECK_TAKE(dc_xent_args, gradient, given, a));
   DC_TRY(check_low(a->dtype, "logits"));
   DC_TRY(check_count(a->rows));
   if (a->classes < 1) return CHECK_FAIL(DC_E_INVALID, "classes = %lld; it must be at least 1", (long long)a->classes);
@@ -247,7 +274,8 @@ static inline int check_offset(float offset) {
   return isfinite(offset) ? (int)DC_OK : CHECK_FAIL(DC_E_INVALID, "offset = %g is not finite", (double)offset);
 }
 
-static inline int check_norm(const dc_norm_args *a) {
+static inline int check_norm(const dc_norm_args *given, dc_norm_args *a) {
+  DC_TRY(CHECK_TAKE(dc_norm_args, weight_dtype, given, a));
   DC_TRY(check_low(a->dtype, "x"));
   if (a->weight || a->bias) DC_TRY(check_low(a->weight_dtype, "weight"));
   DC_TRY(check_shape(a->rows, a->cols));
@@ -265,7 +293,8 @@ static inline int check_norm(const dc_norm_args *a) {
   return check_array(a->rstd, sizeof *a->rstd, a->rows, "rstd");
 }
 
-static inline int check_norm_grad(const dc_norm_grad_args *a) {
+static inline int check_norm_grad(const dc_norm_grad_args *given, dc_norm_grad_args *a) {
+  DC_TRY(CHECK_TAKE(dc_norm_grad_args, weight_dtype, given, a));
   const int sums = (a->dweight != NULL) + (a->dbias != NULL);
   DC_TRY(check_low(a->dtype, "x"));
   if (a->weight || sums) DC_TRY(check_low(a->weight_dtype, "weight"));
@@ -283,7 +312,8 @@ static inline int check_norm_grad(const dc_norm_grad_args *a) {
   return check_array(a->partial, sizeof *a->partial, sums ? a->rows * a->cols : 0, "partial");
 }
 
-static inline int check_swiglu(const dc_swiglu_args *a) {
+static inline int check_swiglu(const dc_swiglu_args *given, dc_swiglu_args *a) {
+  DC_TRY(CHECK_TAKE(dc_swiglu_args, dtype, given, a));
   DC_TRY(check_low(a->dtype, "gate"));
   DC_TRY(check_shape(a->rows, a->cols));
   DC_TRY(check_rows(a->gate, a->dtype, a->rows, a->cols, a->gate_stride, "gate"));
@@ -291,7 +321,8 @@ static inline int check_swiglu(const dc_swiglu_args *a) {
   return check_rows(a->out, a->dtype, a->rows, a->cols, a->out_stride, "out");
 }
 
-static inline int check_swiglu_grad(const dc_swiglu_grad_args *a) {
+static inline int check_swiglu_grad(const dc_swiglu_grad_args *given, dc_swiglu_grad_args *a) {
+  DC_TRY(CHECK_TAKE(dc_swiglu_grad_args, dtype, given, a));
   DC_TRY(check_low(a->dtype, "gate"));
   DC_TRY(check_shape(a->rows, a->cols));
   DC_TRY(check_rows(a->dout, a->dtype, a->rows, a->cols, a->dout_stride, "dout"));
@@ -306,7 +337,8 @@ static inline int check_form(int form) {
   return CHECK_FAIL(DC_E_INVALID, "form = %d; it is DC_GELU_ERF (0) or DC_GELU_TANH (1)", form);
 }
 
-static inline int check_gelu(const dc_gelu_args *a) {
+static inline int check_gelu(const dc_gelu_args *given, dc_gelu_args *a) {
+  DC_TRY(CHECK_TAKE(dc_gelu_args, form, given, a));
   DC_TRY(check_low(a->dtype, "x"));
   if (a->bias) DC_TRY(check_low(a->bias_dtype, "bias"));
   DC_TRY(check_form(a->form));
@@ -316,7 +348,8 @@ static inline int check_gelu(const dc_gelu_args *a) {
   return check_array(a->out, check_size(a->dtype), a->rows * a->cols, "out");
 }
 
-static inline int check_gelu_grad(const dc_gelu_grad_args *a) {
+static inline int check_gelu_grad(const dc_gelu_grad_args *given, dc_gelu_grad_args *a) {
+  DC_TRY(CHECK_TAKE(dc_gelu_grad_args, form, given, a));
   DC_TRY(check_low(a->dtype, "x"));
   if (a->bias || a->dbias) DC_TRY(check_low(a->bias_dtype, "bias"));
   DC_TRY(check_form(a->form));
@@ -330,7 +363,8 @@ static inline int check_gelu_grad(const dc_gelu_grad_args *a) {
 }
 
 /* *rows: the product of the three sizes. */
-static inline int check_rotary(const dc_rotary_args *a, int64_t *rows) {
+static inline int check_rotary(const dc_rotary_args *given, dc_rotary_args *a, int64_t *rows) {
+  DC_TRY(CHECK_TAKE(dc_rotary_args, inverse, given, a));
   DC_TRY(check_low(a->dtype, "x"));
   DC_TRY(check_low(a->table_dtype, "cos and sin"));
   *rows = 1;

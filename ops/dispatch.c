@@ -375,10 +375,9 @@ static void adamw_range(int64_t begin, int64_t end, void *ctx) {
   fp_leave(fp);
 }
 
-int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
+static int adamw_run(const dc_adamw_args *tensors, int64_t count) {
   adamw_job j = {.tensor = tensors, .count = count};
   int64_t line = 0, elements = 0;
-  DC_TRY(check_adamw_list(tensors, count));
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_adamw(&tensors[k], k));
     if (__builtin_add_overflow(line, adamw_padded(tensors[k].n), &line))
@@ -390,4 +389,13 @@ int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
   dc__count(DC_COUNTER_adamw_elements, elements);
   if (line > 0) dc_parallel_for(line, ADAMW_GRAIN, adamw_range, &j);
   return DC_OK;
+}
+
+int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
+  const dc_adamw_args *list;
+  dc_adamw_args *owned;
+  int rc = check_adamw_list(tensors, count, &list, &owned);
+  if (rc == DC_OK) rc = adamw_run(list, count);
+  free(owned);
+  return rc;
 }

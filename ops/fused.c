@@ -48,12 +48,12 @@ static void norm_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_norm(const dc_norm_args *args) {
-  norm_job j = {.args = args};
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  DC_TRY(check_norm(args));
+  dc_norm_args a;
+  norm_job j = {.args = &a};
+  DC_TRY(check_norm(args, &a));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_norm_calls, 1);
-  dc_parallel_for(args->rows, fused_share_rows(args->cols), norm_range, &j);
+  dc_parallel_for(a.rows, fused_share_rows(a.cols), norm_range, &j);
   return DC_OK;
 }
 
@@ -80,18 +80,18 @@ static void norm_grad_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_norm_grad(const dc_norm_grad_args *args) {
-  norm_grad_job j = {.args = args};
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  DC_TRY(check_norm_grad(args));
+  dc_norm_grad_args a;
+  norm_grad_job j = {.args = &a};
+  DC_TRY(check_norm_grad(args, &a));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_norm_calls, 1);
-  const int64_t blocks = dc_row_blocks(args->rows);
-  j.block = dc_row_block(args->rows);
-  j.dweight = args->dweight ? args->partial : NULL;
-  j.dbias = args->dbias ? args->partial + (args->dweight ? blocks * args->cols : 0) : NULL;
-  dc_parallel_for(blocks, fused_share_rows(args->cols * j.block), norm_grad_range, &j);
-  if (args->dweight) fold_blocks(j.ops, args->dweight, args->weight_dtype, j.dweight, blocks, args->cols);
-  if (args->dbias) fold_blocks(j.ops, args->dbias, args->weight_dtype, j.dbias, blocks, args->cols);
+  const int64_t blocks = dc_row_blocks(a.rows);
+  j.block = dc_row_block(a.rows);
+  j.dweight = a.dweight ? a.partial : NULL;
+  j.dbias = a.dbias ? a.partial + (a.dweight ? blocks * a.cols : 0) : NULL;
+  dc_parallel_for(blocks, fused_share_rows(a.cols * j.block), norm_grad_range, &j);
+  if (a.dweight) fold_blocks(j.ops, a.dweight, a.weight_dtype, j.dweight, blocks, a.cols);
+  if (a.dbias) fold_blocks(j.ops, a.dbias, a.weight_dtype, j.dbias, blocks, a.cols);
   return DC_OK;
 }
 
@@ -111,10 +111,9 @@ static void swiglu_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_swiglu(const dc_swiglu_args *args) {
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  dc_swiglu_args a = *args;
+  dc_swiglu_args a;
   fused_job j = {.args = &a};
-  DC_TRY(check_swiglu(&a));
+  DC_TRY(check_swiglu(args, &a));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_activation_calls, 1);
   if (a.gate_stride == a.cols && a.up_stride == a.cols && a.out_stride == a.cols) a.cols *= a.rows, a.rows = 1;
@@ -130,10 +129,9 @@ static void swiglu_grad_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_swiglu_grad(const dc_swiglu_grad_args *args) {
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  dc_swiglu_grad_args a = *args;
+  dc_swiglu_grad_args a;
   fused_job j = {.args = &a};
-  DC_TRY(check_swiglu_grad(&a));
+  DC_TRY(check_swiglu_grad(args, &a));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_activation_calls, 1);
   if (a.dout_stride == a.cols && a.gate_stride == a.cols && a.up_stride == a.cols && a.dgate_stride == a.cols &&
@@ -151,10 +149,9 @@ static void gelu_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_gelu(const dc_gelu_args *args) {
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  dc_gelu_args a = *args;
+  dc_gelu_args a;
   fused_job j = {.args = &a};
-  DC_TRY(check_gelu(&a));
+  DC_TRY(check_gelu(args, &a));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_activation_calls, 1);
   if (!a.bias && a.x_stride == a.cols) a.cols *= a.rows, a.rows = 1;
@@ -184,10 +181,10 @@ static void gelu_bias_range(int64_t begin, int64_t end, void *ctx) {
 }
 
 int dc_gelu_grad(const dc_gelu_grad_args *args) {
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  dc_gelu_grad_args a = *args;
-  fused_job j = {.args = &a, .dbias = a.dbias ? a.partial : NULL};
-  DC_TRY(check_gelu_grad(&a));
+  dc_gelu_grad_args a;
+  fused_job j = {.args = &a};
+  DC_TRY(check_gelu_grad(args, &a));
+  j.dbias = a.dbias ? a.partial : NULL;
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_activation_calls, 1);
   if (a.dbias) {
@@ -227,11 +224,10 @@ static void rotary_sort_dims(dc_rotary_args *a) {
 }
 
 int dc_rotary(const dc_rotary_args *args) {
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  dc_rotary_args a = *args;
+  dc_rotary_args a;
   fused_job j = {.args = &a};
   int64_t rows;
-  DC_TRY(check_rotary(&a, &rows));
+  DC_TRY(check_rotary(args, &a, &rows));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_rotary_calls, 1);
   rotary_sort_dims(&a);

@@ -6,7 +6,8 @@
  * checked). All arithmetic is fp32; a value is rounded once, when it is stored. Sums over a row have 64 accumulators,
  * element i goes to accumulator i % 64; A[k][j] = accumulator 16k + j; the 16 sums (A[0][j] + A[1][j]) + (A[2][j] +
  * A[3][j]) are combined as the tree of dc_sqnorm. Gradients that are sums over rows (of weights and biases) are summed
- * row by row in blocks of dc_row_block(rows) rows, then block by block: they do not depend on the number of threads.
+ * row by row in blocks of dc_row_block(rows) rows; the blocks' sums go to 8 accumulators in turn, block k to k % 8, and
+ * those are combined as (0+4),(1+5).. then +2, +1: they do not depend on the number of threads.
  *
  * exp, the logistic function and the normal distribution are this library's own (ref/activation.h has them, their
  * errors, and the reasons), with equal bits on every instruction set. */
@@ -31,6 +32,7 @@ static inline int64_t dc_row_blocks(int64_t rows) { return (rows + dc_row_block(
  * v = sum((s - m)^2) / cols, fused;  r = 1 / sqrt(v + eps) y = fma((s - m) * r, weight + offset, bias); a weight that
  * is NULL counts as 1 (offset unused), a bias as absent */
 typedef struct dc_norm_args {
+  size_t struct_size; /* sizeof(dc_norm_args): see base.h */
   const void *x, *residual;  /* [rows, cols]; residual may be NULL */
   const void *weight, *bias; /* [cols] weight_dtype each, or NULL */
   void *y, *sum;             /* [rows, cols] without stride; sum gets s; NULL exactly if residual is */
@@ -45,6 +47,7 @@ DC_API int dc_norm(const dc_norm_args *args);
  *   dx = fma(g - sum(g) / cols - h * (sum(g * h) / cols), rstd, dsum)   (sum(g) for layer norm only)
  *   dweight = sum over rows of dy * h, fused;  dbias = sum over rows of dy */
 typedef struct dc_norm_grad_args {
+  size_t struct_size; /* sizeof(dc_norm_grad_args): see base.h */
   const void *dy, *dsum;    /* [rows, cols] without stride; dsum: the gradient of dc_norm's sum, or NULL */
   const void *x;            /* [rows, cols] what was normalised: x, or sum where there was a residual */
   const void *weight;       /* [cols] weight_dtype, or NULL */
@@ -60,19 +63,21 @@ DC_API int dc_norm_grad(const dc_norm_grad_args *args);
 
 /* out = silu(gate) * up (Shazeer, arXiv:2002.05202): (gate * logistic(gate)) * up. */
 typedef struct dc_swiglu_args {
+  size_t struct_size; /* sizeof(dc_swiglu_args): see base.h */
   const void *gate, *up; /* [rows, cols] */
   void *out; /* [rows, cols] */
   int64_t rows, cols, gate_stride, up_stride, out_stride;
-  int32_t dtype, reserved;
+  int32_t dtype;
 } dc_swiglu_args;
 DC_API int dc_swiglu(const dc_swiglu_args *args);
 
 /* dup = dout * silu(gate); dgate = (dout * up) * silu'(gate), silu'(a) = s * fma(a, 1 - s, 1), s = logistic(a). */
 typedef struct dc_swiglu_grad_args {
+  size_t struct_size; /* sizeof(dc_swiglu_grad_args): see base.h */
   const void *dout, *gate, *up; /* [rows, cols] */
   void *dgate, *dup; /* [rows, cols] */
   int64_t rows, cols, dout_stride, gate_stride, up_stride, dgate_stride, dup_stride;
-  int32_t dtype, reserved;
+  int32_t dtype;
 } dc_swiglu_grad_args;
 DC_API int dc_swiglu_grad(const dc_swiglu_grad_args *args);
 
@@ -81,20 +86,22 @@ DC_API int dc_swiglu_grad(const dc_swiglu_grad_args *args);
  *   DC_GELU_TANH: v * logistic(2u), u = sqrt(2/pi) * (v + 0.044715 v^3), which is 0.5 v (1 + tanh u) */
 enum { DC_GELU_ERF = 0, DC_GELU_TANH = 1 };
 typedef struct dc_gelu_args {
+  size_t struct_size; /* sizeof(dc_gelu_args): see base.h */
   const void *x, *bias; /* [rows, cols]; [cols] bias_dtype, or NULL */
   void *out; /* [rows, cols] without stride */
   int64_t rows, cols, x_stride;
-  int32_t dtype, bias_dtype, form, reserved;
+  int32_t dtype, bias_dtype, form;
 } dc_gelu_args;
 DC_API int dc_gelu(const dc_gelu_args *args);
 
 /* dx = dout * gelu'(v); dbias = sum over rows of dx before it is rounded. */
 typedef struct dc_gelu_grad_args {
+  size_t struct_size; /* sizeof(dc_gelu_grad_args): see base.h */
   const void *dout, *x, *bias; /* dout [rows, cols] without stride; x and bias as in dc_gelu */
   void *dx, *dbias; /* [rows, cols] without stride; [cols] bias_dtype, or NULL: not wanted */
   float *partial; /* workspace if dbias: dc_row_blocks(rows) * cols numbers */
   int64_t rows, cols, x_stride;
-  int32_t dtype, bias_dtype, form, reserved;
+  int32_t dtype, bias_dtype, form;
 } dc_gelu_grad_args;
 DC_API int dc_gelu_grad(const dc_gelu_grad_args *args);
 
@@ -105,11 +112,12 @@ DC_API int dc_gelu_grad(const dc_gelu_grad_args *args);
  * * cos[j + h]) Elements from `rotated` on are copied. The rows are indexed by three numbers i < size: row i of an
  * array starts at the sum of i[k] * stride[k] elements; strides of cos and sin may be 0 (broadcast). */
 typedef struct dc_rotary_args {
+  size_t struct_size; /* sizeof(dc_rotary_args): see base.h */
   const void *x, *cos, *sin; /* rows of cols; rows of rotated, table_dtype both */
   void *out; /* rows of cols */
   int64_t size[3], x_stride[3], out_stride[3], cos_stride[3], sin_stride[3];
   int64_t cols, rotated; /* rotated even, <= cols */
-  int32_t dtype, table_dtype, inverse, reserved;
+  int32_t dtype, table_dtype, inverse;
 } dc_rotary_args;
 DC_API int dc_rotary(const dc_rotary_args *args);
 

@@ -38,9 +38,11 @@ DC_API int dc_scale(void *x, int dt, float a, int64_t n);
 DC_API int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n);
 
 /* Squares in fp64: partial[k] = sum of (double)x[i]^2 over block k = [k*DC_BLOCK, min(n, (k+1)*DC_BLOCK)); partial has
- * dc_sqnorm_blocks(n) elements. The square of an fp32 is exact in fp64. Within a block: 16 accumulators, element i goes
- * to accumulator i % 16, combined as a fixed binary tree ((0+8),(1+9).. then +4, +2, +1). A non-finite input makes its
- * partial non-finite, and only that can: so the finite check is isfinite(partial). */
+ * dc_sqnorm_blocks(n) elements. The square of an fp32 is exact in fp64. Within a block: 32 accumulators, element i goes
+ * to accumulator i % 32; the 16 sums of accumulators j and 16 + j are combined as a fixed binary tree ((0+8),(1+9)..
+ * then +4, +2, +1). So a thread of a GPU owns neighbouring accumulators
+ * and loads 16 bytes at a time. A non-finite input makes its partial non-finite, and only that can: so the finite check
+ * is isfinite(partial). */
 DC_API int dc_sqnorm(const void *x, int dt, int64_t n, double *partial);
 static inline int64_t dc_sqnorm_blocks(int64_t n) { return (n + DC_BLOCK - 1) / DC_BLOCK; }
 /* Sum of partials in index order (fp64, one accumulator). */
@@ -89,10 +91,10 @@ DC_API int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, i
  * `bits`: 8, 4  symmetric signed integers in [-L, L], L = 127 or 7, of round_to_nearest_even(v * (L / top)), top the
  * block's largest |v|; scale = top / L (the next smaller fp32 if L * scale would overflow). Two codes of 4 bits a byte,
  * the even element in the lower half. A block with top < 2^-100: scale 0. 1     the sign bit of v, element i at bit i %
- * 8 of byte i / 8; scale = mean of |v| (summed in fp64 as dc_sqnorm sums), and the number is scale, or -scale where the
- * bit is set. A block that holds a NaN or an infinity gets the scale NaN, so that all its numbers arrive as NaN, and
- * keeps its error as it was. block: a multiple of 64 from 64 to 2^20. error' = fmaf(-code, scale, v); |error'| <=
- * scale/2 * (1 + 2^-20) for 8 and 4 bits. */
+ * 8 of byte i / 8; scale = mean of |v| (summed in fp64 by 16 accumulators, element i to i % 16, and dc_sqnorm's tree),
+ * and the number is scale, or -scale where the bit is set. A block that holds a NaN or an infinity gets the scale NaN,
+ * so that all its numbers arrive as NaN, and keeps its error as it was. block: a multiple of 64 from 64 to 2^20. error'
+ * = fmaf(-code, scale, v); |error'| <= scale/2 * (1 + 2^-20) for 8 and 4 bits. */
 DC_API int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes);
 DC_API int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n);
 /* out[i] = round_to(dt, scale * code). */
@@ -124,6 +126,7 @@ DC_API int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_
  * not overlap (not checked). */
 enum { DC_ADAMW_DECOUPLED = 1 };
 typedef struct dc_adamw_args {
+  size_t struct_size; /* sizeof(dc_adamw_args): see base.h */
   void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
   const void *grad;   /* [n] grad_dtype */
   void *exp_avg;      /* [n] state_dtype */
@@ -136,7 +139,6 @@ typedef struct dc_adamw_args {
   double grad_scale;  /* factor on the gradient: unscaling, averaging and clipping in one; negative maximises */
   int32_t param_dtype, grad_dtype, state_dtype, lowp_dtype; /* fp32, bf16, fp16 each */
   int32_t flags;      /* DC_ADAMW_DECOUPLED: AdamW; 0: Adam with L2 */
-  int32_t reserved;
 } dc_adamw_args;
 /* Steps `count` tensors as one job (threads share the total number of elements). All tensors are validated before the
  * first write. DC_E_INVALID: step < 1, lr not finite, betas outside [0, 1), eps < 0, weight_decay or grad_scale not
@@ -152,6 +154,7 @@ DC_API int dc_adamw(const dc_adamw_args *tensors, int64_t count);
  * classes) that is not ignore_index (nothing is written then), classes < 1, stride < classes, label_smoothing outside
  * [0, 1]. */
 typedef struct dc_xent_args {
+  size_t struct_size; /* sizeof(dc_xent_args): see base.h */
   void *logits;          /* [rows, stride], the first `classes` of each row; fp32, bf16 or fp16; in and out */
   const int64_t *labels; /* [rows] */
   const float *row_scale; /* [rows], or NULL */

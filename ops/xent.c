@@ -26,13 +26,13 @@ static int xent_check_labels(const dc_xent_args *a) {
 }
 
 int dc_cross_entropy_rows(const dc_xent_args *args) {
-  xent_job j = {.args = args};
-  if (!args) return DC_FAIL(DC_E_INVALID, "args is NULL");
-  DC_TRY(check_xent(args));
-  DC_TRY(xent_check_labels(args));
+  dc_xent_args a;
+  xent_job j = {.args = &a};
+  DC_TRY(check_xent(args, &a));
+  DC_TRY(xent_check_labels(&a));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_xent_calls, 1);
-  const int64_t rows = XENT_PIECE / args->classes;
-  if (args->rows > 0) dc_parallel_for(args->rows, rows > 0 ? rows : 1, xent_range, &j);
+  const int64_t rows = XENT_PIECE / a.classes;
+  if (a.rows > 0) dc_parallel_for(a.rows, rows > 0 ? rows : 1, xent_range, &j);
   return DC_OK;
 }

@@ -122,7 +122,8 @@ static void fused_norm(dct_value *stack, const char *op, bool add, bool center) 
   rows x, residual;
   dct_view weight, bias = {0};
   const int at = 1 + add, scalars = at + 1 + center;
-  dc_norm_args a = {.eps = (float)value_double(stack[scalars]),
+  dc_norm_args a = {.struct_size = sizeof a,
+                    .eps = (float)value_double(stack[scalars]),
                     .offset = center ? 0.0f : (float)value_double(stack[scalars + 1])};
   bool ok = fused_look_rows(&c, value_tensor(stack[0]), "x", &x) && fused_low(&c, &x.v, "x") &&
             fused_look_columns(&c, value_tensor(stack[at]), "weight", &x, &weight, &a.weight);
@@ -188,7 +189,7 @@ static void fused_norm_grad(dct_value *stack, uint64_t num_args, uint64_t num_ou
   dct_view weight, mean = {0}, rstd;
   dct_tensor partial = NULL;
   const bool has_weight = value_bool(stack[7]), has_bias = value_bool(stack[8]);
-  dc_norm_grad_args a = {.offset = (float)value_double(stack[6])};
+  dc_norm_grad_args a = {.struct_size = sizeof a, .offset = (float)value_double(stack[6])};
   bool ok = fused_look_rows(&c, value_tensor(stack[2]), "x", &x) && fused_low(&c, &x.v, "x") &&
             fused_look_rows(&c, value_tensor(stack[0]), "dy", &dy) && fused_same_shape(&c, &dy, "dy", &x, "x") &&
             fused_look_rows(&c, value_tensor(stack[1]), "dsum", &dsum) &&
@@ -219,7 +220,7 @@ static void fused_swiglu(dct_value *stack, uint64_t num_args, uint64_t num_outpu
   dct__begin(&c, "swiglu");
   outputs o = {.n = 0};
   rows gate, up;
-  dc_swiglu_args a = {0};
+  dc_swiglu_args a = {.struct_size = sizeof a};
   if (fused_look_rows(&c, value_tensor(stack[0]), "gate", &gate) && fused_low(&c, &gate.v, "gate") &&
       fused_look_rows(&c, value_tensor(stack[1]), "up", &up) && fused_same_shape(&c, &up, "up", &gate, "gate") &&
       fused_result_like(&c, &o, &gate, gate.v.dtype, gate.dim, &a.out) && gate.v.n) {
@@ -235,7 +236,7 @@ static void fused_swiglu_grad(dct_value *stack, uint64_t num_args, uint64_t num_
   dct__begin(&c, "swiglu_grad");
   outputs o = {.n = 0};
   rows dout, gate, up;
-  dc_swiglu_grad_args a = {0};
+  dc_swiglu_grad_args a = {.struct_size = sizeof a};
   if (fused_look_rows(&c, value_tensor(stack[1]), "gate", &gate) && fused_low(&c, &gate.v, "gate") &&
       fused_look_rows(&c, value_tensor(stack[0]), "dout", &dout) &&
       fused_same_shape(&c, &dout, "dout", &gate, "gate") && fused_look_rows(&c, value_tensor(stack[2]), "up", &up) &&
@@ -257,7 +258,7 @@ static void fused_gelu(dct_value *stack, uint64_t num_args, uint64_t num_outputs
   outputs o = {.n = 0};
   rows x;
   dct_view bias;
-  dc_gelu_args a = {.form = value_bool(stack[2]) ? DC_GELU_TANH : DC_GELU_ERF};
+  dc_gelu_args a = {.struct_size = sizeof a, .form = value_bool(stack[2]) ? DC_GELU_TANH : DC_GELU_ERF};
   if (fused_look_rows(&c, value_tensor(stack[0]), "x", &x) && fused_low(&c, &x.v, "x") &&
       fused_look_columns(&c, value_tensor(stack[1]), "bias", &x, &bias, &a.bias) &&
       fused_result_like(&c, &o, &x, x.v.dtype, x.dim, &a.out) && x.v.n) {
@@ -277,7 +278,7 @@ static void fused_gelu_grad(dct_value *stack, uint64_t num_args, uint64_t num_ou
   dct_view bias;
   dct_tensor partial = NULL;
   const bool has_bias = value_bool(stack[4]);
-  dc_gelu_grad_args a = {.form = value_bool(stack[3]) ? DC_GELU_TANH : DC_GELU_ERF};
+  dc_gelu_grad_args a = {.struct_size = sizeof a, .form = value_bool(stack[3]) ? DC_GELU_TANH : DC_GELU_ERF};
   bool ok = fused_look_rows(&c, value_tensor(stack[1]), "x", &x) && fused_low(&c, &x.v, "x") &&
             fused_look_rows(&c, value_tensor(stack[0]), "dout", &dout) &&
             fused_same_shape(&c, &dout, "dout", &x, "x") &&
@@ -332,7 +333,7 @@ static void fused_rotary(dct_value *stack, uint64_t num_args, uint64_t num_outpu
   outputs o = {.n = 0};
   rows x, cos, sin;
   int64_t step[MAX_DIM];
-  dc_rotary_args a = {.size = {1, 1, 1}, .inverse = value_bool(stack[3])};
+  dc_rotary_args a = {.struct_size = sizeof a, .size = {1, 1, 1}, .inverse = value_bool(stack[3])};
   bool ok = fused_look_shape(&c, value_tensor(stack[0]), "x", &x) && fused_low(&c, &x.v, "x");
   if (ok && (x.dim < 1 || x.dim > 4)) ok = dct__fail(&c, "'x' has %" PRId64 " dimensions; it must have 1 to 4", x.dim);
   if (ok && x.cols > 1 && x.v.n && x.step[x.dim - 1] != 1)

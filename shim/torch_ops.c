@@ -1,7 +1,7 @@
 /* torch_ops.c: torch.ops.deepc.*: one boxed kernel per operator, for the CPU and CUDA keys. A kernel turns handles into
  * pointers and counts, checks what only torch knows (device, contiguity, dtype), and calls the C core or its CUDA
- * launchers. Fake kernels and autograd are Python's (python/deepc/core/ops.py): under fake tensors sizes are symbolic and
- * can't be read in C.
+ * launchers. Fake kernels and autograd are Python's (python/deepc/core/ops.py): under fake tensors sizes are symbolic
+ * and can't be read in C.
  *
  * Rules of the ABI that this file follows: a boxed kernel owns its inputs (each tensor and list handle is deleted on
  * every path); raising is a C++ exception through our frame (-fexceptions), done last, after everything is freed. */
@@ -168,7 +168,8 @@ static bool op_adamw_args(dct_call *c, const dct_tensors *l, const dct_value *st
     }
     if (v[2].dtype != v[3].dtype || (l[4].n && v[4].dtype != v[2].dtype))
       return dct__fail(c, "the moments of tensor %zu differ in dtype", i);
-    args[i] = (dc_adamw_args){.param = v[0].ptr,
+    args[i] = (dc_adamw_args){.struct_size = sizeof *args,
+                              .param = v[0].ptr,
                               .grad = v[1].ptr,
                               .exp_avg = v[2].ptr,
                               .exp_avg_sq = v[3].ptr,
@@ -349,7 +350,8 @@ static void op_cross_entropy_rows(dct_value *stack, uint64_t num_args, uint64_t 
       dct__look(&c, value_tensor(stack[2]), "row_scale", &row_scale) &&
       dct__look(&c, value_tensor(stack[3]), "loss", &loss) &&
       op_xent_shapes(&c, &logits, &labels, &row_scale, &loss, classes)) {
-    const dc_xent_args args = {.logits = logits.ptr,
+    const dc_xent_args args = {.struct_size = sizeof args,
+                               .logits = logits.ptr,
                                .labels = labels.ptr,
                                .row_scale = row_scale.n ? row_scale.ptr : NULL,
                                .loss = loss.n ? loss.ptr : NULL,
@@ -420,8 +422,8 @@ static const char *op_register_all(dct_library def, dct_library cpu, dct_library
   return NULL;
 }
 
-/* Registers everything, once per process. "" on success, else what failed. Called by python/deepc/core/ops.py after torch is
- * imported. */
+/* Registers everything, once per process. "" on success, else what failed. Called by python/deepc/core/ops.py after
+ * torch is imported. */
 DC_API const char *dct_register(void) {
   static int done;
   static char error[320];

@@ -3,6 +3,8 @@
  * Owns the thread-local error text and the process-wide counters. Assumes nothing; everything else in the core may call
  * it. */
 #include "base.h"
+#define TAKE_FAIL DC_FAIL
+#include "take.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -80,19 +82,7 @@ int dc_fail(int status, const char *file, int line, const char *func, const char
 
 /* ---- structs that may grow --------------------------------------------------------------------------------------- */
 int dc__take_struct(void *taken, size_t known, size_t least, const void *given, const char *name) {
-  size_t size;
-  if (!given) return DC_FAIL(DC_E_INVALID, "%s is NULL", name);
-  memcpy(&size, given, sizeof size);
-  if (size < least)
-    return DC_FAIL(DC_E_INVALID, "%s.struct_size is %zu: set it to sizeof(%s), which is %zu in this version", name,
-                   size, name, known);
-  if (size > known)
-    return DC_FAIL(DC_E_INVALID,
-                   "%s.struct_size is %zu, this libdeepc (%s) knows %zu bytes: the caller was built for a newer one",
-                   name, size, DC_VERSION_STRING, known);
-  memset(taken, 0, known);
-  memcpy(taken, given, size);
-  return DC_OK;
+  return take_struct(taken, known, least, given, name);
 }
 
 /* ---- data types -------------------------------------------------------------------------------------------------- */

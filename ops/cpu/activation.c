@@ -1,15 +1,13 @@
 /* activation.c: bodies of dc_swiglu and dc_gelu and their gradients: elements [begin, end) of the rows laid end to end,
- * a row at a time. Arrays without strides come as one long row.
- *
- * GELU by exp and two divisions took 0.59 ns an element (3 Mi elements, fp32, one thread, thread time) and was slower
- * than torch's (0.40); by the table of ref/activation.h it is faster than torch's: tests/bench/fused.py --only gelu. */
+ * a row at a time. Arrays without strides come as one long row. GELU looks a table up (ref/activation.h): exp and two
+ * divisions took 0.59 ns an element, torch 0.40 (docs/lab/kernels.md). */
 #include "cpu/activation.h"
 
 /* What of row e / cols lies in [e, end): the row, its columns [from, to). */
 typedef struct piece {
   int64_t row, from, to;
 } piece;
-DC_INLINE piece piece_at(int64_t e, int64_t end, int64_t cols) {
+DC_INLINE piece activation_piece_at(int64_t e, int64_t end, int64_t cols) {
   const int64_t row = e / cols, from = e - row * cols, left = end - row * cols;
   return (piece){row, from, left < cols ? left : cols};
 }
@@ -17,7 +15,7 @@ DC_INLINE piece piece_at(int64_t e, int64_t end, int64_t cols) {
 /* step(r) of r elements from i on, in piece p, for the elements [begin, end) of rows of `cols`. */
 #define EACH_PIECE(begin, end, cols, step)             \
   for (int64_t e = begin; e < end;) {                  \
-    const piece p = piece_at(e, end, cols);            \
+    const piece p = activation_piece_at(e, end, cols); \
     int64_t i = p.from;                                \
     for (; i + LANES <= p.to; i += LANES) step(LANES); \
     if (i < p.to) step((int)(p.to - i));               \

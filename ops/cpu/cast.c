@@ -1,12 +1,9 @@
-/* cast.c: bodies of dc_cast. A pair of dtypes is a constant of its loop. Large casts store past the caches.
- *
- * Measured (12 Mi elements, one thread, AVX-512-BF16, huge pages, medians of 31 interleaved rounds, against plain
- * stores): streaming stores fp32->bf16 1.15, fp32->fp16 1.29, bf16->fp32 2.0; with prefetch 2 KiB ahead 1.32, 1.40, 1.8
- * to 2.0. Prefetch with plain stores: 0.94 to 1.0, so plain loops have none. bench_ops --only cast. */
+/* cast.c: bodies of dc_cast. A pair of dtypes is a constant of its loop. Large casts store past the caches, with
+ * prefetch: 1.3 to 2.0 of plain stores (docs/lab/kernels.md); plain loops gain nothing by prefetch and have none. */
 #include "cpu/vec.h"
 
 /* Elements before dst is aligned to its 16 elements, as streaming stores demand. */
-DC_INLINE int64_t stream_head(const void *dst, int ddt) {
+DC_INLINE int64_t cast_stream_head(const void *dst, int ddt) {
   const int64_t size = ddt == DC_F32 ? 4 : 2, align = LANES * size;
   return (align - (int64_t)((uintptr_t)dst % (uintptr_t)align)) % align / size;
 }
@@ -17,7 +14,7 @@ DC_INLINE void cast_step(void *dst, int ddt, const void *src, int sdt, vf scale,
 
 DC_INLINE void cast_loop(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, int stream) {
   const vf a = v_set1(scale);
-  const int64_t head = stream_head(dst, ddt);
+  const int64_t head = cast_stream_head(dst, ddt);
   int64_t i = 0;
   if (stream && head + LANES <= n) {
     if (head) cast_step(dst, ddt, src, sdt, a, 0, (int)head);

@@ -1,8 +1,5 @@
 /* copy.c: bodies of dc_copy. Small copies are libc's, which is at its best there; large ones store past the caches,
- * which saves reading each line of dst before it is overwritten.
- *
- * Measured (48 MiB, one thread, medians of 21 interleaved rounds, against libc's memcpy): huge pages 1.2 with AVX-512
- * and 1.8 with AVX2, malloc'd 1.4 and 1.3, 64-byte aligned on 4 KiB pages 1.3 and 1.4. bench_ops --only copy. */
+ * which saves reading each line of dst before it is overwritten: 1.2 to 1.8 of libc's (docs/lab/kernels.md). */
 #include "cpu/vec.h"
 
 void DC_BODY(copy)(void *dst, const void *src, int64_t bytes, int stream) {

@@ -1,10 +1,6 @@
 /* quantize.c: bodies of dc_quantize, dc_dequantize and dc_dequantize_add. A block is read twice, the second time from
- * the first-level cache: once for its scale, once for codes and error.
- *
- * Measured (8 blocks of 4096 in the cache, least of 300, cycles of the time-stamp counter an element, AVX-512; AVX2):
- * with error feedback 1 bit 0.54; 0.69, 8 bits 0.47; 0.49, 4 bits 0.53; 0.58; decode 8 bits 0.24; 0.25, decode and add
- * 4 bits 0.28; 0.39. So all of them wait for memory once the arrays are larger than the cache:
- * tests/bench/compress.py. */
+ * the first-level cache: once for its scale, once for codes and error. At half a cycle an element in the cache they
+ * wait for memory beyond it (docs/lab/kernels.md): tests/bench/compress.py. */
 #include "cpu/vec.h"
 
 /* Runs `call` with BITS as a constant: 8, 4 or 1. */
@@ -28,44 +24,44 @@
   }
 
 /* x + e, or x, of r elements. */
-DC_INLINE vf value(const void *x, int dt, const float *error, int fed, int64_t i, int r) {
+DC_INLINE vf quantize_value(const void *x, int dt, const float *error, int fed, int64_t i, int r) {
   const vf v = v_get(x, dt, i, r);
   return fed ? v_add(v, v_get(error, DC_F32, i, r)) : v;
 }
 
-DC_INLINE void ahead(const void *x, int dt, const float *error, int fed, int64_t i) {
+DC_INLINE void quantize_ahead(const void *x, int dt, const float *error, int fed, int64_t i) {
   v_ahead(x, dt, i, AHEAD);
   if (fed) v_ahead(error, DC_F32, i, AHEAD);
 }
 
 /* ---- 8 and 4 bits ------------------------------------------------------------------------------------------------ */
-DC_INLINE uint32_t top_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
+DC_INLINE uint32_t quantize_top_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
   vi top = vi_set1(0);
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
-    ahead(x, dt, error, fed, i);
-    top = vi_max(top, v_magnitude(value(x, dt, error, fed, i, LANES)));
+    quantize_ahead(x, dt, error, fed, i);
+    top = vi_max(top, v_magnitude(quantize_value(x, dt, error, fed, i, LANES)));
   }
-  if (i < end) top = vi_max(top, v_magnitude(value(x, dt, error, fed, i, (int)(end - i))));
+  if (i < end) top = vi_max(top, v_magnitude(quantize_value(x, dt, error, fed, i, (int)(end - i))));
   return vi_top(top);
 }
 
-DC_INLINE void put_codes(uint8_t *codes, int bits, int64_t i, int r, vi q) {
+DC_INLINE void quantize_put_codes(uint8_t *codes, int bits, int64_t i, int r, vi q) {
   if (bits == 8) v_store8(codes + i, r, vi_narrow8(q));
   else v_store4(codes + i / 2, r, vi_narrow8(q));
 }
 
-DC_INLINE void levels_step(uint8_t *codes, int bits, vf inverse, vf scale_neg, const void *x, int dt, float *error,
-                           int fed, int64_t i, int r) {
-  const vf v = value(x, dt, error, fed, i, r);
+DC_INLINE void quantize_levels_step(uint8_t *codes, int bits, vf inverse, vf scale_neg, const void *x, int dt,
+                                    float *error, int fed, int64_t i, int r) {
+  const vf v = quantize_value(x, dt, error, fed, i, r);
   const vi q = v_round(v_mul(v, inverse));
-  put_codes(codes, bits, i, r, q);
+  quantize_put_codes(codes, bits, i, r, q);
   if (fed) v_put_canonical(error, DC_F32, i, r, v_fma(vi_float(q), scale_neg, v));
 }
 
-DC_INLINE void levels_block(uint8_t *codes, float *scale, int bits, const void *x, int dt, float *error, int fed,
-                            int64_t begin, int64_t end) {
-  const uint32_t top = top_of(x, dt, error, fed, begin, end);
+DC_INLINE void quantize_levels_block(uint8_t *codes, float *scale, int bits, const void *x, int dt, float *error,
+                                     int fed, int64_t begin, int64_t end) {
+  const uint32_t top = quantize_top_of(x, dt, error, fed, begin, end);
   const dc__levels l = dc__levels_of(top, bits);
   const vf inverse = v_set1(l.inverse), scale_neg = v_set1(-l.scale);
   int64_t i = begin;
@@ -74,41 +70,43 @@ DC_INLINE void levels_block(uint8_t *codes, float *scale, int bits, const void *
     memset(codes + begin * bits / 8, 0, (size_t)((end - begin) * bits + 7) / 8);
     return;
   }
-  for (; i + LANES <= end; i += LANES) levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, LANES);
-  if (i < end) levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, (int)(end - i));
+  for (; i + LANES <= end; i += LANES)
+    quantize_levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, LANES);
+  if (i < end) quantize_levels_step(codes, bits, inverse, scale_neg, x, dt, error, fed, i, (int)(end - i));
 }
 
 /* ---- 1 bit ------------------------------------------------------------------------------------------------------- */
-DC_INLINE double sum_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
+DC_INLINE double quantize_sum_of(const void *x, int dt, const float *error, int fed, int64_t begin, int64_t end) {
   vd sum = vd_zero();
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
-    ahead(x, dt, error, fed, i);
-    sum = vd_add_abs(sum, value(x, dt, error, fed, i, LANES));
+    quantize_ahead(x, dt, error, fed, i);
+    sum = vd_add_abs(sum, quantize_value(x, dt, error, fed, i, LANES));
   }
-  if (i < end) sum = vd_add_abs(sum, value(x, dt, error, fed, i, (int)(end - i)));
+  if (i < end) sum = vd_add_abs(sum, quantize_value(x, dt, error, fed, i, (int)(end - i)));
   return vd_tree(sum);
 }
 
-DC_INLINE void sign_step(uint8_t *codes, vf scale, const void *x, int dt, float *error, int fed, int64_t i, int r) {
-  const vf v = value(x, dt, error, fed, i, r);
+DC_INLINE void quantize_sign_step(uint8_t *codes, vf scale, const void *x, int dt, float *error, int fed, int64_t i,
+                                  int r) {
+  const vf v = quantize_value(x, dt, error, fed, i, r);
   const unsigned signs = v_signs(v);
   codes[i / 8] = (uint8_t)signs;
   if (r > 8) codes[i / 8 + 1] = (uint8_t)(signs >> 8);
   if (fed) v_put_canonical(error, DC_F32, i, r, v_sub(v, v_flip(scale, signs)));
 }
 
-DC_INLINE void sign_block(uint8_t *codes, float *scale, const void *x, int dt, float *error, int fed, int64_t begin,
-                          int64_t end) {
-  const float s = dc__sign_scale(sum_of(x, dt, error, fed, begin, end), end - begin);
+DC_INLINE void quantize_sign_block(uint8_t *codes, float *scale, const void *x, int dt, float *error, int fed,
+                                   int64_t begin, int64_t end) {
+  const float s = dc__sign_scale(quantize_sum_of(x, dt, error, fed, begin, end), end - begin);
   int64_t i = begin;
   *scale = s;
   if (DC_UNLIKELY(s != s)) {
     memset(codes + begin / 8, 0, (size_t)(end - begin + 7) / 8);
     return;
   }
-  for (; i + LANES <= end; i += LANES) sign_step(codes, v_set1(s), x, dt, error, fed, i, LANES);
-  if (i < end) sign_step(codes, v_set1(s), x, dt, error, fed, i, (int)(end - i));
+  for (; i + LANES <= end; i += LANES) quantize_sign_step(codes, v_set1(s), x, dt, error, fed, i, LANES);
+  if (i < end) quantize_sign_step(codes, v_set1(s), x, dt, error, fed, i, (int)(end - i));
 }
 
 /* ---- loops of constants ------------------------------------------------------------------------------------------ */
@@ -116,8 +114,8 @@ DC_INLINE void quantize_blocks(uint8_t *codes, float *scales, int bits, int64_t 
                                float *error, int fed, int64_t n) {
   for (int64_t begin = 0; begin < n; begin += block, scales++) {
     const int64_t end = n - begin < block ? n : begin + block;
-    if (bits == 1) sign_block(codes, scales, x, dt, error, fed, begin, end);
-    else levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
+    if (bits == 1) quantize_sign_block(codes, scales, x, dt, error, fed, begin, end);
+    else quantize_levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
   }
 }
 
@@ -139,7 +137,7 @@ void DC_BODY(quantize)(uint8_t *codes, float *scales, int bits, int64_t block, c
 
 /* ---- back -------------------------------------------------------------------------------------------------------- */
 /* The codes of r elements as numbers. */
-DC_INLINE vf levels(const uint8_t *codes, int bits, int64_t i, int r) {
+DC_INLINE vf quantize_levels(const uint8_t *codes, int bits, int64_t i, int r) {
   unsigned signs = 0;
   switch (bits) {
   case 8: return vi_float(vi_widen8(v_load8(codes + i, r)));
@@ -157,8 +155,8 @@ DC_INLINE void dequantize_bits(void *out, int dt, const uint8_t *codes, const fl
     const int64_t end = n - begin < block ? n : begin + block;
     const vf scale = v_set1(*scales++);
     int64_t i = begin;
-    for (; i + LANES <= end; i += LANES) v_put(out, dt, i, LANES, v_mul(scale, levels(codes, bits, i, LANES)));
-    if (i < end) v_put(out, dt, i, (int)(end - i), v_mul(scale, levels(codes, bits, i, (int)(end - i))));
+    for (; i + LANES <= end; i += LANES) v_put(out, dt, i, LANES, v_mul(scale, quantize_levels(codes, bits, i, LANES)));
+    if (i < end) v_put(out, dt, i, (int)(end - i), v_mul(scale, quantize_levels(codes, bits, i, (int)(end - i))));
   }
 }
 
@@ -172,22 +170,22 @@ void DC_BODY(dequantize)(void *out, int dt, const uint8_t *codes, const float *s
   FOR_BITS(bits, dequantize_to(out, dt, codes, scales, BITS, block, n));
 }
 
-DC_INLINE void add_step(float *acc, const uint8_t *codes, vf factor, int bits, int64_t i, int r) {
-  v_put(acc, DC_F32, i, r, v_fma(levels(codes, bits, i, r), factor, v_get(acc, DC_F32, i, r)));
+DC_INLINE void quantize_add_step(float *acc, const uint8_t *codes, vf factor, int bits, int64_t i, int r) {
+  v_put(acc, DC_F32, i, r, v_fma(quantize_levels(codes, bits, i, r), factor, v_get(acc, DC_F32, i, r)));
 }
 
-DC_INLINE void add_bits(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block, float factor,
-                        int64_t n) {
+DC_INLINE void quantize_add_bits(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block,
+                                 float factor, int64_t n) {
   for (int64_t begin = 0; begin < n; begin += block) {
     const int64_t end = n - begin < block ? n : begin + block;
     const vf f = v_set1(factor * *scales++);
     int64_t i = begin;
-    for (; i + LANES <= end; i += LANES) add_step(acc, codes, f, bits, i, LANES);
-    if (i < end) add_step(acc, codes, f, bits, i, (int)(end - i));
+    for (; i + LANES <= end; i += LANES) quantize_add_step(acc, codes, f, bits, i, LANES);
+    if (i < end) quantize_add_step(acc, codes, f, bits, i, (int)(end - i));
   }
 }
 
 void DC_BODY(dequantize_add)(float *acc, const uint8_t *codes, const float *scales, int bits, int64_t block,
                              float factor, int64_t n) {
-  FOR_BITS(bits, add_bits(acc, codes, scales, BITS, block, factor, n));
+  FOR_BITS(bits, quantize_add_bits(acc, codes, scales, BITS, block, factor, n));
 }

@@ -3,19 +3,14 @@
  * norm is taken from those registers. fp64 and the integers are plain C over a part in the first-level cache, which the
  * compiler turns into vectors of this file's instruction set.
  *
- * Measured for reduce_acc of two fp32 sources with the norm (8 Mi elements on huge pages, a machine at load 10, medians
- * of 31 to 41 interleaved rounds whose quartiles lie 0.2 to 0.3 apart; ratio to a loop y = a + b, one / two threads).
- *   assign: no prefetch 0.95-1.02 / 0.84-0.96; sources 2 KiB ahead 0.97-1.09 / 0.97-0.99 (kept); acc for writing as
- *     well: no gain; streaming stores 1.22 / 1.30 (kept for large acc aligned to 64 bytes)
- *   add (ratio to y += a + b): no prefetch 0.88-0.94 / 0.84-0.90; sources 2 KiB ahead 0.94-0.95 / 0.81-0.92; acc for
- *     writing as well 0.96-0.97 / 0.89-0.96. Kept: acc too, for reading, which was not timed apart.
- * bench_ops --only reduce. */
+ * Large accumulators that are written only are stored past the caches: 1.2 to 1.3 of a plain loop
+ * (docs/lab/kernels.md). bench_ops --only reduce. */
 #include "cpu/vec.h"
 
 enum { UNROLL = 4, PART = 512 };
 
 /* ---- fp32, bf16, fp16 -------------------------------------------------------------------------------------------- */
-DC_INLINE vf combine(int op, vf a, vf b) {
+DC_INLINE vf reduce_combine(int op, vf a, vf b) {
   switch (op) {
   case DC_RED_MIN: return v_min(a, b);
   case DC_RED_MAX: return v_max(a, b);
@@ -25,21 +20,21 @@ DC_INLINE vf combine(int op, vf a, vf b) {
 }
 
 /* s[u] = reduction of element i + 16 u .. of all sources; r as in vec.h. */
-DC_INLINE void gather(vf *s, int unroll, const void *const *src, int nsrc, int dt, int op, int64_t i, int r) {
+DC_INLINE void reduce_gather(vf *s, int unroll, const void *const *src, int nsrc, int dt, int op, int64_t i, int r) {
   for (int u = 0; u < unroll; u++) s[u] = v_get(src[0], dt, i + u * LANES, r);
   for (int k = 1; k < nsrc; k++)
-    for (int u = 0; u < unroll; u++) s[u] = combine(op, s[u], v_get(src[k], dt, i + u * LANES, r));
+    for (int u = 0; u < unroll; u++) s[u] = reduce_combine(op, s[u], v_get(src[k], dt, i + u * LANES, r));
 }
 
-DC_INLINE void ahead(const void *p, int dt, int64_t i) {
+DC_INLINE void reduce_ahead(const void *p, int dt, int64_t i) {
   for (int u = 0; u < UNROLL; u += dt == DC_F32 ? 1 : 2) v_ahead(p, dt, i + u * LANES, AHEAD); /* once per cache line */
 }
 
-DC_INLINE void ahead_all(const void *const *src, int nsrc, int dt, int64_t i) {
-  for (int k = 0; k < nsrc; k++) ahead(src[k], dt, i);
+DC_INLINE void reduce_ahead_all(const void *const *src, int nsrc, int dt, int64_t i) {
+  for (int k = 0; k < nsrc; k++) reduce_ahead(src[k], dt, i);
 }
 
-DC_INLINE void put_or_stream(void *p, int dt, int64_t i, int r, vf a, int stream) {
+DC_INLINE void reduce_put_or_stream(void *p, int dt, int64_t i, int r, vf a, int stream) {
   if (stream && r == LANES) v_put_stream(p, dt, i, a);
   else v_put(p, dt, i, r, a);
 }
@@ -47,17 +42,17 @@ DC_INLINE void put_or_stream(void *p, int dt, int64_t i, int r, vf a, int stream
 DC_INLINE void reduce_step(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t i, int unroll, int r,
                            int stream) {
   vf s[UNROLL];
-  gather(s, unroll, src, nsrc, dt, op, i, r);
+  reduce_gather(s, unroll, src, nsrc, dt, op, i, r);
   for (int u = 0; u < unroll; u++) {
     if (op == DC_RED_AVG) s[u] = v_mul(s[u], v_set1((float)(1.0 / nsrc)));
-    put_or_stream(dst, dt, i + u * LANES, r, s[u], stream);
+    reduce_put_or_stream(dst, dt, i + u * LANES, r, s[u], stream);
   }
 }
 
 DC_INLINE void reduce_loop(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   int64_t i = 0;
   for (; i + UNROLL * LANES <= n; i += UNROLL * LANES) {
-    ahead_all(src, nsrc, dt, i);
+    reduce_ahead_all(src, nsrc, dt, i);
     reduce_step(dst, src, nsrc, dt, op, i, UNROLL, LANES, stream);
   }
   for (; i + LANES <= n; i += LANES) reduce_step(dst, src, nsrc, dt, op, i, 1, LANES, 0);
@@ -151,48 +146,48 @@ void DC_BODY(reduce)(void *dst, const void *const *src, int nsrc, int dt, int op
 }
 
 /* ---- into the fp32 accumulator, with the norm -------------------------------------------------------------------- */
-DC_INLINE vd acc_step(vd sq, float *acc, const void *const *src, int nsrc, int dt, int assign, int norm, int64_t i,
-                      int unroll, int r, int stream) {
+/* Vector i / 16 of a block is squared into chain i / 16 % 2; that of i is c. */
+DC_INLINE void reduce_acc_step(vd *sq, int c, float *acc, const void *const *src, int nsrc, int dt, int assign,
+                               int norm, int64_t i, int unroll, int r, int stream) {
   vf s[UNROLL];
-  gather(s, unroll, src, nsrc, dt, DC_RED_SUM, i, r);
+  reduce_gather(s, unroll, src, nsrc, dt, DC_RED_SUM, i, r);
   for (int u = 0; u < unroll; u++) {
     if (!assign) s[u] = v_add(v_get(acc, DC_F32, i + u * LANES, r), s[u]);
-    put_or_stream(acc, DC_F32, i + u * LANES, r, s[u], stream);
-    if (norm) sq = vd_add_sq(sq, s[u]); /* lanes past r are zero in every source and in acc */
+    reduce_put_or_stream(acc, DC_F32, i + u * LANES, r, s[u], stream);
+    if (norm) sq[(c + u) % 2] = vd_add_sq(sq[(c + u) % 2], s[u]); /* lanes past r are zero in every source and in acc */
   }
-  return sq;
 }
 
-DC_INLINE void acc_loop(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
-                        int norm, int stream) {
+DC_INLINE void reduce_acc_loop(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign,
+                               double *partial, int norm, int stream) {
   for (int64_t begin = 0; begin < n; begin += DC_BLOCK) {
     const int64_t end = n - begin < DC_BLOCK ? n : begin + DC_BLOCK;
-    vd sq = vd_zero();
+    vd sq[2] = {vd_zero(), vd_zero()};
     int64_t i = begin;
     for (; i + UNROLL * LANES <= end; i += UNROLL * LANES) {
-      ahead_all(src, nsrc, dt, i);
-      if (!assign) ahead(acc, DC_F32, i);
-      sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, UNROLL, LANES, stream);
+      reduce_ahead_all(src, nsrc, dt, i);
+      if (!assign) reduce_ahead(acc, DC_F32, i);
+      reduce_acc_step(sq, 0, acc, src, nsrc, dt, assign, norm, i, UNROLL, LANES, stream);
     }
-    for (; i + LANES <= end; i += LANES) sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, 1, LANES, 0);
-    if (i < end) sq = acc_step(sq, acc, src, nsrc, dt, assign, norm, i, 1, (int)(end - i), 0);
-    if (norm) partial[begin / DC_BLOCK] = vd_tree(sq);
+    for (int c = 0; i < end; c = !c, i += LANES) /* fewer than UNROLL vectors */
+      reduce_acc_step(sq, c, acc, src, nsrc, dt, assign, norm, i, 1, (int)(end - i < LANES ? end - i : LANES), 0);
+    if (norm) partial[begin / DC_BLOCK] = vd_tree2(sq);
   }
   if (stream) v_fence();
 }
 
-DC_INLINE void acc_low(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
-                       int stream) {
+DC_INLINE void reduce_acc_low(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign,
+                              double *partial, int stream) {
   stream = stream && v_can_stream(acc, DC_F32);
-  if (assign && partial && stream) acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 1);
-  else if (assign && partial) acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 0);
-  else if (assign && stream) acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 1);
-  else if (assign) acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 0);
-  else if (partial) acc_loop(acc, src, nsrc, dt, n, 0, partial, 1, 0);
-  else acc_loop(acc, src, nsrc, dt, n, 0, partial, 0, 0);
+  if (assign && partial && stream) reduce_acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 1);
+  else if (assign && partial) reduce_acc_loop(acc, src, nsrc, dt, n, 1, partial, 1, 0);
+  else if (assign && stream) reduce_acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 1);
+  else if (assign) reduce_acc_loop(acc, src, nsrc, dt, n, 1, partial, 0, 0);
+  else if (partial) reduce_acc_loop(acc, src, nsrc, dt, n, 0, partial, 1, 0);
+  else reduce_acc_loop(acc, src, nsrc, dt, n, 0, partial, 0, 0);
 }
 
 void DC_BODY(reduce_acc)(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial,
                          int stream) {
-  DC_FOR_LOW(dt, DT, acc_low(acc, src, nsrc, DT, n, assign, partial, stream));
+  DC_FOR_LOW(dt, DT, reduce_acc_low(acc, src, nsrc, DT, n, assign, partial, stream));
 }

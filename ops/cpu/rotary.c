@@ -5,14 +5,14 @@ typedef struct rotary_row {
   int64_t x, out, cos, sin;
 } rotary_row;
 
-DC_INLINE vf negated(vf a) { return v_sub(v_set1(-0.0f), a); }
+DC_INLINE vf rotary_negated(vf a) { return v_sub(v_set1(-0.0f), a); }
 
 DC_INLINE void rotary_step(const dc_rotary_args *a, int dt, int tdt, int inverse, rotary_row at, int64_t h, int64_t j,
                            int r) {
   const vf lo = v_get(a->x, dt, at.x + j, r), hi = v_get(a->x, dt, at.x + j + h, r);
   const vf cos_lo = v_get(a->cos, tdt, at.cos + j, r), cos_hi = v_get(a->cos, tdt, at.cos + j + h, r);
   const vf sin_lo = v_get(a->sin, tdt, at.sin + j, r), sin_hi = v_get(a->sin, tdt, at.sin + j + h, r);
-  const vf from_hi = inverse ? sin_hi : negated(sin_lo), from_lo = inverse ? negated(sin_lo) : sin_hi;
+  const vf from_hi = inverse ? sin_hi : rotary_negated(sin_lo), from_lo = inverse ? rotary_negated(sin_lo) : sin_hi;
   v_put(a->out, dt, at.out + j, r, v_fma(hi, from_hi, v_mul(lo, cos_lo)));
   v_put(a->out, dt, at.out + j + h, r, v_fma(lo, from_lo, v_mul(hi, cos_hi)));
 }

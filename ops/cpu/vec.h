@@ -182,6 +182,7 @@ DC_INLINE vd vd_add_abs(vd acc, vf a) {
   return (vd){_mm512_add_pd(acc.lo, _mm512_cvtps_pd(_mm512_castps512_ps256(m))),
               _mm512_add_pd(acc.hi, _mm512_cvtps_pd(_mm512_extractf32x8_ps(m, 1)))};
 }
+DC_INLINE vd vd_add(vd a, vd b) { return (vd){_mm512_add_pd(a.lo, b.lo), _mm512_add_pd(a.hi, b.hi)}; }
 DC_INLINE __m256d vd_half(vd acc) { /* the sums of i and i + 8, then of i and i + 4 */
   const __m512d s = _mm512_add_pd(acc.lo, acc.hi);
   return _mm256_add_pd(_mm512_castpd512_pd256(s), _mm512_extractf64x4_pd(s, 1));
@@ -383,6 +384,10 @@ DC_INLINE vd vd_add_abs(vd acc, vf x) {
   acc.q[3] = _mm256_add_pd(acc.q[3], _mm256_cvtps_pd(_mm256_extractf128_ps(b, 1)));
   return acc;
 }
+DC_INLINE vd vd_add(vd a, vd b) {
+  for (int k = 0; k < 4; k++) a.q[k] = _mm256_add_pd(a.q[k], b.q[k]);
+  return a;
+}
 DC_INLINE __m256d vd_half(vd acc) {
   return _mm256_add_pd(_mm256_add_pd(acc.q[0], acc.q[2]), _mm256_add_pd(acc.q[1], acc.q[3]));
 }
@@ -469,5 +474,8 @@ DC_INLINE double vd_tree(vd acc) {
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
   return dc__canonical_f64(_mm_cvtsd_f64(two) + _mm_cvtsd_f64(_mm_unpackhi_pd(two, two)));
 }
+
+/* The same over the 32 of two. */
+DC_INLINE double vd_tree2(const vd *acc) { return vd_tree(vd_add(acc[0], acc[1])); }
 
 #endif

@@ -1,29 +1,25 @@
 /* xent.c: bodies of dc_cross_entropy_rows. A row is read twice: block by block for maximum and sum (the block stays
  * in L1 between the two), then for the gradient, which is written over it (a row of 50,257 fp32 stays in L2). e^x is
- * computed twice rather than kept: keeping it would cost a write more and, in 16 bits, a rounding.
- *
- * Measured (torch.ops.deepc.cross_entropy_rows, 512 rows of 50,257, one thread of a shared machine with AVX-512 BF16,
- * the third of 3 calls): loss and gradient 1.34 ns an element in fp32, 1.41 in bf16, 1.21 in fp16; the loss alone 0.96,
- * 0.68, 0.68. With AVX2 1.90, 2.19, 2.40. Beside that the three GEMMs of 384 columns take some 15 ns an element in fp32
- * and 3.4 in bf16. */
+ * computed twice rather than kept: keeping it would cost a write more and, in 16 bits, a rounding. 1.2 to 1.4 ns an
+ * element (docs/lab/kernels.md). */
 #include "ref/xent.h"
 #include "cpu/exp.h"
 
 /* The last r elements, -inf behind them: e^(-inf) adds nothing. */
-DC_INLINE vf padded(const void *x, int dt, int64_t i, int r) {
+DC_INLINE vf xent_padded(const void *x, int dt, int64_t i, int r) {
   float part[LANES];
   for (int k = 0; k < LANES; k++) part[k] = k < r ? dc__get(x, dt, i + k) : -HUGE_VALF;
   return v_load32(part, LANES);
 }
 
-DC_INLINE float max_lane(vf a) {
+DC_INLINE float xent_max_lane(vf a) {
   float lane[LANES], max = -HUGE_VALF;
   v_store32(lane, LANES, a);
   for (int k = 0; k < LANES; k++) max = dc__max_f32(max, lane[k]);
   return max;
 }
 
-DC_INLINE float block_max(const void *x, int dt, int64_t begin, int64_t end) {
+DC_INLINE float xent_block_max(const void *x, int dt, int64_t begin, int64_t end) {
   vf a = v_set1(-HUGE_VALF), b = a, c = a, d = a;
   int64_t i = begin;
   for (; i + 4 * LANES <= end; i += 4 * LANES) {
@@ -35,13 +31,13 @@ DC_INLINE float block_max(const void *x, int dt, int64_t begin, int64_t end) {
     d = v_max(d, v_get(x, dt, i + 3 * LANES, LANES));
   }
   for (; i + LANES <= end; i += LANES) a = v_max(a, v_get(x, dt, i, LANES));
-  if (i < end) a = v_max(a, padded(x, dt, i, (int)(end - i)));
-  return max_lane(v_max(v_max(a, b), v_max(c, d)));
+  if (i < end) a = v_max(a, xent_padded(x, dt, i, (int)(end - i)));
+  return xent_max_lane(v_max(v_max(a, b), v_max(c, d)));
 }
 
 /* totals: also the sum of x, for smoothing. */
-DC_INLINE void add_block(dc__online *o, const void *x, int dt, int64_t begin, int64_t end, int totals) {
-  const float max = block_max(x, dt, begin, end);
+DC_INLINE void xent_add_block(dc__online *o, const void *x, int dt, int64_t begin, int64_t end, int totals) {
+  const float max = xent_block_max(x, dt, begin, end);
   const vf top = v_set1(max);
   vf sum = v_set1(0.0f), total = sum;
   float sums[LANES], all[LANES] = {0};
@@ -52,7 +48,7 @@ DC_INLINE void add_block(dc__online *o, const void *x, int dt, int64_t begin, in
     if (totals) total = v_add(total, v);
   }
   if (i < end) {
-    sum = v_add(sum, v_exp_nonpos(v_sub(padded(x, dt, i, (int)(end - i)), top)));
+    sum = v_add(sum, v_exp_nonpos(v_sub(xent_padded(x, dt, i, (int)(end - i)), top)));
     if (totals) total = v_add(total, v_get(x, dt, i, (int)(end - i)));
   }
   v_store32(sums, LANES, sum);
@@ -60,7 +56,7 @@ DC_INLINE void add_block(dc__online *o, const void *x, int dt, int64_t begin, in
   dc__online_add(o, max, sums, all);
 }
 
-DC_INLINE void write_gradient(void *x, int dt, int64_t n, const dc__row *row) {
+DC_INLINE void xent_write_gradient(void *x, int dt, int64_t n, const dc__row *row) {
   const vf max = v_set1(row->max), factor = v_set1(row->factor), spread = v_set1(-row->spread);
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES)
@@ -71,7 +67,7 @@ DC_INLINE void write_gradient(void *x, int dt, int64_t n, const dc__row *row) {
   }
 }
 
-DC_INLINE void one_row(const dc_xent_args *a, int dt, int64_t r) {
+DC_INLINE void xent_one_row(const dc_xent_args *a, int dt, int64_t r) {
   char *x = (char *)a->logits + (int64_t)(dt == DC_F32 ? 4 : 2) * r * a->stride;
   const int64_t n = a->classes, label = a->labels[r];
   if (label == a->ignore_index) {
@@ -83,21 +79,21 @@ DC_INLINE void one_row(const dc_xent_args *a, int dt, int64_t r) {
   const int totals = a->label_smoothing != 0.0f;
   for (int64_t i = 0; i < n; i += DC_BLOCK) {
     const int64_t end = n - i < DC_BLOCK ? n : i + DC_BLOCK;
-    if (totals) add_block(&o, x, dt, i, end, 1);
-    else add_block(&o, x, dt, i, end, 0);
+    if (totals) xent_add_block(&o, x, dt, i, end, 1);
+    else xent_add_block(&o, x, dt, i, end, 0);
   }
   const float at_label = dc__get(x, dt, label);
   if (a->loss) a->loss[r] = dc__row_loss(a, &o, at_label);
   if (!a->gradient) return;
   const dc__row row = dc__row_of(a, r, &o);
-  write_gradient(x, dt, n, &row);
+  xent_write_gradient(x, dt, n, &row);
   dc__put(x, dt, label, dc__row_gradient(&row, at_label) - row.label);
 }
 
-DC_INLINE void rows_loop(const dc_xent_args *a, int dt, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; r++) one_row(a, dt, r);
+DC_INLINE void xent_rows_loop(const dc_xent_args *a, int dt, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r++) xent_one_row(a, dt, r);
 }
 
 void DC_BODY(xent)(const dc_xent_args *a, int64_t begin, int64_t end) {
-  DC_FOR_LOW(a->dtype, DT, rows_loop(a, DT, begin, end));
+  DC_FOR_LOW(a->dtype, DT, xent_rows_loop(a, DT, begin, end));
 }

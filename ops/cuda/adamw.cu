@@ -8,8 +8,7 @@ __global__ void __launch_bounds__(THREADS) adamw_kernel(const __grid_constant__ 
   dc_gpu::adamw(table, (int32_t)blockIdx.x, (int)threadIdx.x, (int)blockDim.x);
 }
 
-int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream) {
-  DC_TRY(check_adamw_list(tensors, count));
+static int adamw_run(const dc_adamw_args *tensors, int64_t count, cudaStream_t stream) {
   const void *any = nullptr;
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_adamw(&tensors[k], k));
@@ -25,8 +24,17 @@ int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream) {
     dc_gpu::AdamwTable table;
     next = dc_gpu::fill_table(&table, tensors, next, count);
     if (table.count == 0) break;
-    adamw_kernel<<<(unsigned)table.first[table.count], THREADS, 0, static_cast<cudaStream_t>(stream)>>>(table);
+    adamw_kernel<<<(unsigned)table.first[table.count], THREADS, 0, stream>>>(table);
     DC_TRY(launched());
   }
   return DC_OK;
+}
+
+int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream) {
+  const dc_adamw_args *list;
+  dc_adamw_args *owned;
+  int rc = check_adamw_list(tensors, count, &list, &owned);
+  if (rc == DC_OK) rc = adamw_run(list, count, static_cast<cudaStream_t>(stream));
+  free(owned);
+  return rc;
 }

@@ -74,6 +74,27 @@ template <int V, class F> DC_GPU void for_each(int64_t n, int64_t thread, int64_
     for (int64_t i = vectors * V + thread; i < n; i += threads) each(Width<1>(), i);
 }
 
+// V elements side by side, aligned to 16 bytes or to all of them, in as many vectors as they need.
+template <class T, int V> DC_GPU void load_wide(T *to, const T *p) {
+  constexpr int W = sizeof(T) * V > 16 ? 16 / (int)sizeof(T) : V;
+  DC_UNROLL
+  for (int k = 0; k < V; k += W) {
+    const Pack<T, W> part = load<T, W>(p + k);
+    DC_UNROLL
+    for (int j = 0; j < W; j++) to[k + j] = part.x[j];
+  }
+}
+template <class T, int V> DC_GPU void store_wide(T *p, const T *from) {
+  constexpr int W = sizeof(T) * V > 16 ? 16 / (int)sizeof(T) : V;
+  DC_UNROLL
+  for (int k = 0; k < V; k += W) {
+    Pack<T, W> part;
+    DC_UNROLL
+    for (int j = 0; j < W; j++) part.x[j] = from[k + j];
+    store<T, W>(p + k, part);
+  }
+}
+
 // ---- dtypes: how an element is stored, the type that arithmetic has, and the way between ---------------------------
 DC_GPU float canonical(float f) { return f != f ? __uint_as_float(0x7fc00000u) : f; }
 DC_GPU double canonical(double d) { return d != d ? __longlong_as_double(0x7ff8000000000000ll) : d; }
@@ -180,8 +201,64 @@ DC_GPU void axpy(float *y, float a, const typename X::stored *x, int64_t n, int6
   });
 }
 
-// ---- norms: LANES threads share a block of DC_BLOCK elements, one accumulator each, and combine them by shuffles ----
-enum { LANES = 16 };
+// ---- sums of many accumulators (ops.h: 32 of fp64 a block, fused.h: 64 of fp32 a row) ------------------------------
+// Element i goes to accumulator i % A. A thread loads 16 bytes at a time: V neighbours, which have V neighbouring
+// accumulators of their own; so A / V threads, "lanes", share a block or a row. Lane t has elements t * V + A * k on.
+enum { BLOCK_SUMS = 32, ROW_SUMS = 64 };
+template <class T, int A> struct Lane {
+  static constexpr int width = 16 / (int)sizeof(typename T::stored), count = A / width;
+};
+
+// Elements [i, i + V) of n in fp32, zero past the end; in vectors where WIDE says that p + i is aligned for them.
+template <class T, int V, bool WIDE> DC_GPU void get(float *to, const typename T::stored *p, int64_t i, int64_t n) {
+  typename T::stored raw[V];
+  if (WIDE && i + V <= n) {
+    load_wide<typename T::stored, V>(raw, p + i);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) to[j] = T::up(raw[j]);
+  } else {
+    DC_UNROLL
+    for (int j = 0; j < V; j++) to[j] = i + j < n ? T::up(p[i + j]) : 0.0f;
+  }
+}
+template <class T, int V, bool WIDE> DC_GPU void put(typename T::stored *p, int64_t i, int64_t n, const float *from) {
+  typename T::stored raw[V];
+  DC_UNROLL
+  for (int j = 0; j < V; j++) raw[j] = T::down(from[j]);
+  if (WIDE && i + V <= n) {
+    store_wide<typename T::stored, V>(p + i, raw);
+  } else {
+    DC_UNROLL
+    for (int j = 0; j < V; j++)
+      if (i + j < n) p[i + j] = raw[j];
+  }
+}
+
+DC_GPU float plus(float a, float b) { return __fadd_rn(a, b); }
+DC_GPU double plus(double a, double b) { return __dadd_rn(a, b); }
+
+// The tree of ops.h over the V accumulators of each of L lanes; the sum is lane 0's x[0]. down(v, k): the v of the lane
+// that is k further; every lane makes the same calls.
+template <int V, int L, class N, class Down> DC_GPU N lane_tree(N *x, Down down) {
+  constexpr int A = V * L, SIXTEEN = 16 / V; // lanes of 16 accumulators
+  static_assert(A == 32 || A == 64, "as ops.h and fused.h say");
+  DC_UNROLL
+  for (int further = SIXTEEN; further < L; further *= 2) {
+    DC_UNROLL
+    for (int j = 0; j < V; j++) x[j] = plus(x[j], down(x[j], further));
+  }
+  DC_UNROLL
+  for (int width = 8; width >= V; width /= 2) {
+    DC_UNROLL
+    for (int j = 0; j < V; j++) x[j] = plus(x[j], down(x[j], width / V));
+  }
+  DC_UNROLL
+  for (int width = V / 2; width > 0; width /= 2) {
+    DC_UNROLL
+    for (int j = 0; j < width; j++) x[j] = plus(x[j], x[j + width]);
+  }
+  return x[0];
+}
 
 // Elements of `block`; 0 or less past the end.
 DC_GPU int64_t block_length(int64_t n, int64_t block) {
@@ -192,20 +269,35 @@ DC_GPU int64_t block_length(int64_t n, int64_t block) {
 // The square of an fp32 is exact in fp64, so the fused form has the bits of the separate one.
 DC_GPU double add_square(double sum, float f) { return __fma_rn((double)f, (double)f, sum); }
 
-template <class T> DC_GPU double sqnorm_lane(const typename T::stored *x, int64_t n, int64_t block, int lane) {
-  const int length = (int)block_length(n, block);
+// sum[Lane<T, BLOCK_SUMS>::width]: this lane's accumulators of `block`.
+template <class T, bool WIDE>
+DC_GPU void sqnorm_lane(double *sum, const typename T::stored *x, int64_t n, int64_t block, int lane) {
+  constexpr int V = Lane<T, BLOCK_SUMS>::width;
+  const int64_t length = block_length(n, block);
   const typename T::stored *p = x + block * DC_BLOCK;
-  double sum = 0;
+  DC_UNROLL
+  for (int j = 0; j < V; j++) sum[j] = 0.0;
   DC_UNROLL_8
-  for (int i = lane; i < length; i += LANES) sum = add_square(sum, T::up(p[i]));
-  return sum;
+  for (int64_t i = lane * V; i < length; i += BLOCK_SUMS) {
+    float f[V];
+    get<T, V, WIDE>(f, p, i, length);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) sum[j] = add_square(sum[j], f[j]);
+  }
 }
 
 // ---- reductions over arrays ----------------------------------------------------------------------------------------
-// The source pointers travel as a kernel parameter: 64 bytes for up to 8 sources, 8 KiB for more.
+// The source pointers travel as a kernel parameter: 64 bytes for up to 8 sources, what a parameter may hold for more.
 template <int CAPACITY> struct Sources {
   const void *p[CAPACITY];
 };
+// More than that: in device memory.
+struct SourceList {
+  const void *const *p;
+};
+// Parameters of a kernel beyond 4 KiB need a driver of 530 or later; deepc's kernels run on 525.
+enum { PARAMETER_BYTES = 4096, FEW_SOURCES = 8, MANY_SOURCES = 500 };
+static_assert(sizeof(Sources<MANY_SOURCES>) + 64 <= PARAMETER_BYTES, "the other parameters need room too");
 
 template <class T, int V, class Src>
 DC_GPU void reduce(typename T::stored *dst, const Src &src, int nsrc, int op, double share, int64_t n, int64_t thread,
@@ -254,36 +346,41 @@ DC_GPU void reduce_acc(float *acc, const Src &src, int nsrc, int assign, int64_t
   });
 }
 
-// The same for one lane of one block, with the lane's sum of squares. Four elements at a time: the compiler can't move
+// The same for one lane of one block, with the lane's sums of squares. Two packs at a time: the compiler can't move
 // loads of the sources above the stores to acc, so we do.
-template <class S, class Src>
-DC_GPU double reduce_acc_lane(float *acc, const Src &src, int nsrc, int assign, int64_t n, int64_t block, int lane) {
-  constexpr int BATCH = 4;
+template <class S, bool WIDE, class Src>
+DC_GPU void reduce_acc_lane(double *square, float *acc, const Src &src, int nsrc, int assign, int64_t n, int64_t block,
+                            int lane) {
+  constexpr int V = Lane<S, BLOCK_SUMS>::width, BATCH = 2;
   typedef typename S::stored stored;
-  const int length = (int)block_length(n, block);
-  const int64_t base = block * DC_BLOCK;
-  double square = 0;
-  for (int first = lane; first < length; first += BATCH * LANES) {
-    float sum[BATCH];
+  const int64_t length = block_length(n, block), base = block * DC_BLOCK;
+  DC_UNROLL
+  for (int j = 0; j < V; j++) square[j] = 0.0;
+  for (int64_t first = lane * V; first < length; first += BATCH * BLOCK_SUMS) {
+    float sum[BATCH][V], next[V];
     for (int k = 0; k < nsrc; k++) {
       const stored *p = static_cast<const stored *>(src.p[k]) + base;
       DC_UNROLL
-      for (int j = 0; j < BATCH; j++) {
-        const int i = first + j * LANES;
-        const float f = i < length ? S::up(p[i]) : 0.0f;
-        sum[j] = k == 0 ? f : __fadd_rn(sum[j], f);
+      for (int b = 0; b < BATCH; b++) {
+        get<S, V, WIDE>(next, p, first + b * BLOCK_SUMS, length);
+        DC_UNROLL
+        for (int j = 0; j < V; j++) sum[b][j] = k == 0 ? next[j] : __fadd_rn(sum[b][j], next[j]);
       }
     }
     DC_UNROLL
-    for (int j = 0; j < BATCH; j++) {
-      const int i = first + j * LANES;
+    for (int b = 0; b < BATCH; b++) {
+      const int64_t i = first + b * BLOCK_SUMS;
       if (i >= length) break;
-      const float total = canonical(assign ? sum[j] : __fadd_rn(acc[base + i], sum[j]));
-      acc[base + i] = total;
-      square = add_square(square, total);
+      if (!assign) {
+        get<F32, V, WIDE>(next, acc + base, i, length);
+        DC_UNROLL
+        for (int j = 0; j < V; j++) sum[b][j] = __fadd_rn(next[j], sum[b][j]);
+      }
+      put<F32, V, WIDE>(acc + base, i, length, sum[b]);
+      DC_UNROLL
+      for (int j = 0; j < V; j++) square[j] = add_square(square[j], canonical(sum[b][j])); // past the end: zero
     }
   }
-  return square;
 }
 
 // ---- AdamW: many tensors of any dtypes in one launch; a chunk of one tensor per CUDA block -------------------------
@@ -305,7 +402,7 @@ struct AdamwTable {
   int32_t first[ADAMW_TENSORS + 1];
   int32_t count;
 };
-static_assert(sizeof(AdamwTable) <= 4096, "kernel parameters beyond 4 KiB need newer drivers");
+static_assert(sizeof(AdamwTable) <= PARAMETER_BYTES, "fewer tensors a launch");
 
 DC_GPU int adamw_find(const AdamwTable &table, int32_t block) {
   int lo = 0, hi = table.count - 1;

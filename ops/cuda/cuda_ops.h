@@ -19,6 +19,9 @@ extern "C" {
 
 /* "0.1.0"; static storage. Must equal dc_version() of the libdeepc.so that it is used with. */
 DC_API const char *dc_cuda_version(void);
+/* The version of the CUDA runtime inside this library, as CUDART_VERSION has it: 12090 for 12.9. Runtimes of 12 run on
+ * drivers of 525 and later, those of 13 on 580 and later. Needs no GPU. */
+DC_API int dc_cuda_runtime_version(void);
 /* Text of this thread's last failure in this library. Never NULL; valid until the thread's next failure. */
 DC_API const char *dc_cuda_last_error(void);
 

@@ -3,19 +3,23 @@
 #include "cuda/fused.cuh"
 #include "cuda/launch.cuh"
 
-using dc_gpu::Sums;
 using dc_gpu::WARP;
 
 enum { WARPS = THREADS / WARP, MAX_ROWS_Y = 1 << 15 };
 
-// The sum of a row's 64 accumulators as fused.h combines them, in every lane. All 32 threads must be here.
-__device__ __forceinline__ float warp_tree(Sums s) {
-  const unsigned all = 0xffffffffu;
-  const float lo = __fadd_rn(s.lo, __shfl_down_sync(all, s.lo, 16)),
-              hi = __fadd_rn(s.hi, __shfl_down_sync(all, s.hi, 16));
-  float sum = __fadd_rn(lo, hi);
-  for (int width = 8; width > 0; width /= 2) sum = __fadd_rn(sum, __shfl_down_sync(all, sum, width, 16));
-  return __shfl_sync(all, sum, 0);
+// The sum of a row's 64 accumulators, in every lane of its group.
+template <int V> __device__ __forceinline__ float row_sum(float *x) {
+  constexpr int L = dc_gpu::ROW_SUMS / V;
+  const float sum = group_tree<V, L>(x);
+  return __shfl_sync(group_mask<L>(), sum, 0, L);
+}
+
+// Calls f(row, lane) with a group of L lanes per row.
+template <int L, class F> __device__ __forceinline__ void each_group_row(int64_t rows, F f) {
+  for (int64_t row = group_index<L>(); row < rows; row += group_count<L>()) f(row, (int)(threadIdx.x % L));
+}
+template <int L> static unsigned grid_for_groups(int64_t rows) {
+  return grid_for(rows > INT64_MAX / L ? INT64_MAX : rows * L);
 }
 
 // Calls f(row, lane) with a warp per row.
@@ -27,13 +31,26 @@ static inline unsigned grid_for_rows(int64_t rows) {
 }
 
 // ---- sums over rows ------------------------------------------------------------------------------------------------
-__global__ void __launch_bounds__(THREADS)
+// 32 columns a CUDA block, a warp for each accumulator: 4,096 columns are 128 CUDA blocks, and a thread adds an eighth
+// of the blocks of rows.
+enum { FOLD_COLUMNS = 32 };
+__global__ void __launch_bounds__(FOLD_COLUMNS *dc_gpu::FOLD)
     fold_kernel(void *out, int dt, const float *partial, int64_t blocks, int64_t cols) {
-  for (int64_t i = grid_thread(); i < cols; i += grid_threads()) dc_gpu::fold_column(out, dt, partial, blocks, cols, i);
+  __shared__ float part[dc_gpu::FOLD][FOLD_COLUMNS];
+  for (int64_t first = (int64_t)blockIdx.x * FOLD_COLUMNS; first < cols; first += (int64_t)gridDim.x * FOLD_COLUMNS) {
+    const int64_t i = first + threadIdx.x;
+    part[threadIdx.y][threadIdx.x] = i < cols ? dc_gpu::fold_part(partial, blocks, cols, i, (int)threadIdx.y) : 0.0f;
+    __syncthreads();
+    if (threadIdx.y == 0 && i < cols) dc_gpu::write(out, dt, i, dc_gpu::fold_tree(&part[0][threadIdx.x], FOLD_COLUMNS));
+    __syncthreads(); // before the next columns write to the shared array
+  }
 }
 
 static void launch_fold(void *out, int dt, const float *partial, int64_t blocks, int64_t cols, cudaStream_t stream) {
-  if (cols > 0) fold_kernel<<<grid_for(cols), THREADS, 0, stream>>>(out, dt, partial, blocks, cols);
+  const int64_t grid = cols / FOLD_COLUMNS + (cols % FOLD_COLUMNS != 0);
+  if (cols > 0)
+    fold_kernel<<<(unsigned)(grid < MAX_GRID ? grid : (int64_t)MAX_GRID), dim3(FOLD_COLUMNS, dc_gpu::FOLD), 0,
+                  stream>>>(out, dt, partial, blocks, cols);
 }
 
 // A thread per column in x, blocks of rows in y.
@@ -42,68 +59,103 @@ static inline dim3 grid_for_columns(int64_t cols, int64_t blocks) {
 }
 
 // ---- norms ---------------------------------------------------------------------------------------------------------
-template <class T> __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ dc_norm_args a) {
-  each_row(a.rows, [&](int64_t row, int lane) {
-    const typename T::stored *x = dc_gpu::norm_source<T>(a, row, lane);
-    const float mean = a.mean ? __fdiv_rn(warp_tree(dc_gpu::norm_total<T>(x, a.cols, lane)), (float)a.cols) : 0.0f;
-    const float squares = warp_tree(dc_gpu::norm_squares<T>(x, a.cols, lane, mean));
-    dc_gpu::norm_out<T>(a, x, row, lane, mean, dc_gpu::norm_rstd(squares, a.cols, a.eps));
+// Whether the arrays may be read and written 16 bytes at a time: pointers, and the strides of those that have rows, are
+// multiples of them. NULL is.
+template <class T, size_t N, size_t M> static bool wide(const void *const (&p)[N], const int64_t (&stride)[M]) {
+  for (const void *each : p)
+    if (!aligned_to(each, 16)) return false;
+  for (int64_t each : stride)
+    if (each % dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width) return false;
+  return true;
+}
+
+template <class T, bool WIDE>
+__global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ dc_norm_args a) {
+  constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
+  each_group_row<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows, [&](int64_t row, int lane) {
+    float sum[V];
+    const typename T::stored *x = dc_gpu::norm_source<T, WIDE>(a, row, lane);
+    float mean = 0.0f;
+    if (a.mean) {
+      dc_gpu::norm_total<T, WIDE>(sum, x, a.cols, lane);
+      mean = __fdiv_rn(row_sum<V>(sum), (float)a.cols);
+    }
+    dc_gpu::norm_squares<T, WIDE>(sum, x, a.cols, lane, mean);
+    dc_gpu::norm_out<T, WIDE>(a, x, row, lane, mean, dc_gpu::norm_rstd(row_sum<V>(sum), a.cols, a.eps));
   });
 }
 
 int dc_cuda_norm(const dc_norm_args *args, void *stream) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  const dc_norm_args a = *args;
-  DC_TRY(check_norm(&a));
+  dc_norm_args a;
+  DC_TRY(check_norm(args, &a));
   if (a.rows == 0 || a.cols == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.y, "y"));
   return with_low(a.dtype, [=](auto t) {
-    norm_kernel<decltype(t)><<<grid_for_rows(a.rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a);
+    using T = decltype(t);
+    const cudaStream_t queue = static_cast<cudaStream_t>(stream);
+    const unsigned grid = grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows);
+    if (wide<T>({a.x, a.residual, a.weight, a.bias, a.y, a.sum}, {a.cols, a.x_stride, a.residual_stride}))
+      norm_kernel<T, true><<<grid, THREADS, 0, queue>>>(a);
+    else norm_kernel<T, false><<<grid, THREADS, 0, queue>>>(a);
     return launched();
   });
 }
 
-template <class T>
+template <class T, bool WIDE>
 __global__ void __launch_bounds__(THREADS) norm_grad_kernel(const __grid_constant__ dc_norm_grad_args a) {
-  each_row(a.rows, [&](int64_t row, int lane) {
-    const float along = warp_tree(dc_gpu::grad_along<T>(a, row, lane));
-    const float level = a.mean ? warp_tree(dc_gpu::grad_level<T>(a, row, lane)) : 0.0f;
-    dc_gpu::grad_out<T>(a, row, lane, along, level);
+  constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
+  each_group_row<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows, [&](int64_t row, int lane) {
+    const dc_gpu::GradRow<T> r = dc_gpu::grad_row<T>(a, row);
+    float along[V], level[V];
+    dc_gpu::grad_sums<T, WIDE>(along, level, a, r, lane);
+    const float all_along = row_sum<V>(along), all_level = a.mean ? row_sum<V>(level) : 0.0f;
+    dc_gpu::grad_out<T, WIDE>(a, r, row, lane, all_along, all_level);
   });
 }
 
-template <class T>
+// A thread per 16 bytes of columns.
+template <class T, bool WIDE>
 __global__ void __launch_bounds__(THREADS)
     norm_columns_kernel(const __grid_constant__ dc_norm_grad_args a, int64_t block, int64_t blocks, float *dweight,
                         float *dbias) {
+  constexpr int V = dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width;
   for (int64_t k = blockIdx.y; k < blocks; k += gridDim.y) {
     const int64_t end = (k + 1) * block < a.rows ? (k + 1) * block : a.rows;
-    for (int64_t i = grid_thread(); i < a.cols; i += grid_threads())
-      dc_gpu::grad_column<T>(a, k * block, end, i, dweight ? dweight + k * a.cols : nullptr,
-                             dbias ? dbias + k * a.cols : nullptr);
+    for (int64_t i = grid_thread() * V; i < a.cols; i += grid_threads() * V)
+      dc_gpu::grad_columns<T, WIDE>(a, k * block, end, i, dweight ? dweight + k * a.cols : nullptr,
+                                    dbias ? dbias + k * a.cols : nullptr);
   }
 }
 
+template <class T, bool WIDE>
+static void launch_norm_grad(const dc_norm_grad_args &a, float *dweight, float *dbias, cudaStream_t stream) {
+  const int64_t block = dc_row_block(a.rows), blocks = dc_row_blocks(a.rows);
+  norm_grad_kernel<T, WIDE>
+      <<<grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows), THREADS, 0, stream>>>(a);
+  if (dweight || dbias)
+    norm_columns_kernel<T, WIDE>
+        <<<grid_for_columns(a.cols / dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width + 1, blocks), THREADS, 0, stream>>>(
+            a, block, blocks, dweight, dbias);
+}
+
 int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  const dc_norm_grad_args a = *args;
+  dc_norm_grad_args a;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
+  DC_TRY(check_norm_grad(args, &a));
   const int sums = (a.dweight != nullptr) + (a.dbias != nullptr);
-  DC_TRY(check_norm_grad(&a));
   if (a.cols == 0 || (a.rows == 0 && !sums)) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.rows ? a.dx : a.dweight ? a.dweight : a.dbias, "dx"));
-  const int64_t block = dc_row_block(a.rows), blocks = dc_row_blocks(a.rows);
+  const int64_t blocks = dc_row_blocks(a.rows);
   float *dweight = a.dweight ? a.partial : nullptr;
   float *dbias = a.dbias ? a.partial + (a.dweight ? blocks * a.cols : 0) : nullptr;
   if (a.rows > 0)
     with_low(a.dtype, [=](auto t) {
       using T = decltype(t);
-      norm_grad_kernel<T><<<grid_for_rows(a.rows), THREADS, 0, stream>>>(a);
-      if (sums)
-        norm_columns_kernel<T>
-            <<<grid_for_columns(a.cols, blocks), THREADS, 0, stream>>>(a, block, blocks, dweight, dbias);
+      if (wide<T>({a.x, a.dy, a.dsum, a.weight, a.dx}, {a.cols, a.x_stride}))
+        launch_norm_grad<T, true>(a, dweight, dbias, stream);
+      else launch_norm_grad<T, false>(a, dweight, dbias, stream);
       return 0;
     });
   if (a.dweight) launch_fold(a.dweight, a.weight_dtype, dweight, blocks, a.cols, stream);
@@ -112,14 +164,6 @@ int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
 }
 
 // ---- activations ---------------------------------------------------------------------------------------------------
-// Whether vectors of 16 bytes may be used: pointers and strides are multiples of them.
-template <class T, size_t N> static bool wide(const void *const (&p)[N], const int64_t (&stride)[N]) {
-  const int V = dc_gpu::vector_width<T, T>();
-  for (size_t k = 0; k < N; k++)
-    if (!aligned_to(p[k], 16) || stride[k] % V) return false;
-  return true;
-}
-
 // Blocks of a grid that has a CUDA block per row.
 static inline unsigned grid_of_rows(int64_t rows) { return (unsigned)(rows < MAX_GRID ? rows : (int64_t)MAX_GRID); }
 
@@ -142,10 +186,9 @@ static void cut(int64_t n, int64_t *rows, int64_t *cols) {
 }
 
 int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream_) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  dc_swiglu_args a = *args;
+  dc_swiglu_args a;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(check_swiglu(&a));
+  DC_TRY(check_swiglu(args, &a));
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (a.gate_stride == a.cols && a.up_stride == a.cols && a.out_stride == a.cols) {
@@ -164,10 +207,9 @@ int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream_) {
 }
 
 int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  dc_swiglu_grad_args a = *args;
+  dc_swiglu_grad_args a;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(check_swiglu_grad(&a));
+  DC_TRY(check_swiglu_grad(args, &a));
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (a.dout_stride == a.cols && a.gate_stride == a.cols && a.up_stride == a.cols && a.dgate_stride == a.cols &&
@@ -188,10 +230,9 @@ int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
 }
 
 int dc_cuda_gelu(const dc_gelu_args *args, void *stream_) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  dc_gelu_args a = *args;
+  dc_gelu_args a;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(check_gelu(&a));
+  DC_TRY(check_gelu(args, &a));
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (!a.bias && a.x_stride == a.cols) {
@@ -220,11 +261,10 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  const dc_gelu_grad_args whole = *args;
-  dc_gelu_grad_args a = whole;
+  dc_gelu_grad_args a;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
-  DC_TRY(check_gelu_grad(&a));
+  DC_TRY(check_gelu_grad(args, &a));
+  const dc_gelu_grad_args whole = a; // before it is cut
   const int64_t n = a.rows * a.cols, block = dc_row_block(a.rows), blocks = dc_row_blocks(a.rows);
   if (a.cols == 0 || (n == 0 && !a.dbias)) return DC_OK;
   if (!a.bias && a.x_stride == a.cols) {
@@ -254,10 +294,9 @@ __global__ void __launch_bounds__(THREADS) rotary_kernel(const __grid_constant__
 }
 
 int dc_cuda_rotary(const dc_rotary_args *args, void *stream) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  const dc_rotary_args a = *args;
+  dc_rotary_args a;
   int64_t rows;
-  DC_TRY(check_rotary(&a, &rows));
+  DC_TRY(check_rotary(args, &a, &rows));
   if (rows == 0 || a.cols == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.out, "out"));

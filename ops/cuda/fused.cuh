@@ -1,10 +1,10 @@
 // fused.cuh: bodies.cuh for the ops of ops/fused.h: what one CUDA thread does, compiled as plain C++ too
 // (tests/c/test_cuda_fused.cpp). Operations and their order are those of ops/ref, so results have the CPU's bits.
 //
-// Norms: a warp has a row; its lane t holds accumulators t and t + 32 of the row's 64, and touches no elements but
-// those of index t modulo 32, in every pass: no barrier is needed between them. Gradients of weights and biases: a
-// thread has a column of a block of rows. Activations: a CUDA block has a row (arrays without strides come cut into
-// rows of CHUNK).
+// Norms: a group of lanes has a row (bodies.cuh: 8 threads for 16-bit elements, 16 for fp32); a lane touches no
+// elements but its own 16 bytes of every 64 elements, in every pass: no barrier is needed between them. Gradients of
+// weights and biases: a thread has 16 bytes of columns of a block of rows. Activations: a CUDA block has a row (arrays
+// without strides come cut into rows of CHUNK). WIDE: every array of the call is aligned to 16 bytes at every row.
 #ifndef DEEPC_CUDA_FUSED_CUH
 #define DEEPC_CUDA_FUSED_CUH
 
@@ -87,105 +87,196 @@ DC_GPU float gelu_slope_of(float x, int form) {
 }
 
 // ---- norms ---------------------------------------------------------------------------------------------------------
-struct Sums {
-  float lo, hi; // accumulators t and t + 32 of the row
-};
-// Adds step(i) of the elements of this lane.
-template <class F> DC_GPU Sums lane_sums(int64_t cols, int lane, F step) {
-  Sums s = {0.0f, 0.0f};
-  for (int64_t i = lane; i < cols; i += 2 * WARP) {
-    s.lo = step(i, s.lo);
-    if (i + WARP < cols) s.hi = step(i + WARP, s.hi);
-  }
-  return s;
-}
-
 template <class T> DC_GPU const typename T::stored *row_of(const void *p, int64_t stride, int64_t row) {
   return static_cast<const typename T::stored *>(p) + row * stride;
 }
 template <class T> DC_GPU typename T::stored *row_to(void *p, int64_t cols, int64_t row) {
   return static_cast<typename T::stored *>(p) + row * cols;
 }
-DC_GPU float weight_at(const void *weight, int dt, float offset, int64_t i) {
-  return weight ? __fadd_rn(read(weight, dt, i), offset) : 1.0f;
+
+// V elements from i on of a weight or bias, whose dtype is known at run time.
+template <int V, bool WIDE> DC_GPU void get_as(float *to, const void *p, int dt, int64_t i, int64_t n) {
+  if (dt == DC_F32) get<F32, V, WIDE>(to, static_cast<const float *>(p), i, n);
+  else if (dt == DC_BF16) get<BF16, V, WIDE>(to, static_cast<const uint16_t *>(p), i, n);
+  else get<F16, V, WIDE>(to, static_cast<const uint16_t *>(p), i, n);
+}
+// weight + offset, or 1 without a weight.
+template <int V, bool WIDE>
+DC_GPU void get_weights(float *to, const void *weight, int dt, float offset, int64_t i, int64_t n) {
+  if (weight) get_as<V, WIDE>(to, weight, dt, i, n);
+  DC_UNROLL
+  for (int j = 0; j < V; j++) to[j] = weight ? __fadd_rn(to[j], offset) : 1.0f;
 }
 
 // What is normalised: x, or x + residual, which this lane then stores.
-template <class T> DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row, int lane) {
+template <class T, bool WIDE>
+DC_GPU const typename T::stored *norm_source(const dc_norm_args &a, int64_t row, int lane) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
   const typename T::stored *x = row_of<T>(a.x, a.x_stride, row);
   if (!a.residual) return x;
   const typename T::stored *residual = row_of<T>(a.residual, a.residual_stride, row);
   typename T::stored *sum = row_to<T>(a.sum, a.cols, row);
-  for (int64_t i = lane; i < a.cols; i += WARP) sum[i] = T::down(__fadd_rn(T::up(x[i]), T::up(residual[i])));
+  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
+    float s[V], r[V];
+    get<T, V, WIDE>(s, x, i, a.cols);
+    get<T, V, WIDE>(r, residual, i, a.cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) s[j] = __fadd_rn(s[j], r[j]);
+    put<T, V, WIDE>(sum, i, a.cols, s);
+  }
   return sum;
 }
-template <class T> DC_GPU Sums norm_total(const typename T::stored *x, int64_t cols, int lane) {
-  return lane_sums(cols, lane, [=](int64_t i, float sum) { return __fadd_rn(sum, T::up(x[i])); });
+
+// sum[V]: this lane's accumulators, here and below.
+template <class T, bool WIDE> DC_GPU void norm_total(float *sum, const typename T::stored *x, int64_t cols, int lane) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  DC_UNROLL
+  for (int j = 0; j < V; j++) sum[j] = 0.0f;
+  for (int64_t i = lane * V; i < cols; i += ROW_SUMS) {
+    float f[V];
+    get<T, V, WIDE>(f, x, i, cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) sum[j] = __fadd_rn(sum[j], f[j]); // a sum is never -0, so adding 0 changes none
+  }
 }
-template <class T> DC_GPU Sums norm_squares(const typename T::stored *x, int64_t cols, int lane, float mean) {
-  return lane_sums(cols, lane, [=](int64_t i, float sum) {
-    const float d = __fsub_rn(T::up(x[i]), mean);
-    return __fmaf_rn(d, d, sum);
-  });
+template <class T, bool WIDE>
+DC_GPU void norm_squares(float *sum, const typename T::stored *x, int64_t cols, int lane, float mean) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  DC_UNROLL
+  for (int j = 0; j < V; j++) sum[j] = 0.0f;
+  for (int64_t i = lane * V; i < cols; i += ROW_SUMS) {
+    float f[V];
+    get<T, V, WIDE>(f, x, i, cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) {
+      const float d = i + j < cols ? __fsub_rn(f[j], mean) : 0.0f;
+      sum[j] = __fmaf_rn(d, d, sum[j]);
+    }
+  }
 }
 DC_GPU float norm_rstd(float squares, int64_t cols, float eps) {
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)cols), eps)));
 }
-template <class T>
+template <class T, bool WIDE>
 DC_GPU void norm_out(const dc_norm_args &a, const typename T::stored *x, int64_t row, int lane, float mean,
                      float rstd) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
   typename T::stored *y = row_to<T>(a.y, a.cols, row);
   if (lane == 0 && a.mean) a.mean[row] = canonical(mean);
   if (lane == 0) a.rstd[row] = canonical(rstd);
-  for (int64_t i = lane; i < a.cols; i += WARP) {
-    const float h = __fmul_rn(__fsub_rn(T::up(x[i]), mean), rstd), w = weight_at(a.weight, a.weight_dtype, a.offset, i);
-    y[i] = T::down(a.bias ? __fmaf_rn(h, w, read(a.bias, a.weight_dtype, i)) : __fmul_rn(h, w));
+  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
+    float f[V], w[V], b[V];
+    get<T, V, WIDE>(f, x, i, a.cols);
+    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
+    if (a.bias) get_as<V, WIDE>(b, a.bias, a.weight_dtype, i, a.cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) {
+      const float h = __fmul_rn(__fsub_rn(f[j], mean), rstd);
+      f[j] = a.bias ? __fmaf_rn(h, w[j], b[j]) : __fmul_rn(h, w[j]);
+    }
+    put<T, V, WIDE>(y, i, a.cols, f);
   }
 }
 
-template <class T> DC_GPU float unit_at(const dc_norm_grad_args &a, int64_t row, int64_t i) {
-  const float x = T::up(row_of<T>(a.x, a.x_stride, row)[i]);
-  return __fmul_rn(__fsub_rn(x, a.mean ? a.mean[row] : 0.0f), a.rstd[row]);
+// The mean and 1 / deviation of a row, and its elements from i on: what was normalised as h, dy as d.
+template <class T> struct GradRow {
+  const typename T::stored *x, *dy;
+  float mean, rstd;
+};
+template <class T> DC_GPU GradRow<T> grad_row(const dc_norm_grad_args &a, int64_t row) {
+  return GradRow<T>{row_of<T>(a.x, a.x_stride, row), row_of<T>(a.dy, a.cols, row), a.mean ? a.mean[row] : 0.0f,
+                    a.rstd[row]};
 }
-template <class T> DC_GPU float slope_at(const dc_norm_grad_args &a, int64_t row, int64_t i) {
-  const float d = T::up(row_of<T>(a.dy, a.cols, row)[i]);
-  return __fmul_rn(d, weight_at(a.weight, a.weight_dtype, a.offset, i));
+template <class T, bool WIDE> DC_GPU void grad_get(float *h, float *d, const GradRow<T> &r, int64_t i, int64_t cols) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  get<T, V, WIDE>(h, r.x, i, cols);
+  get<T, V, WIDE>(d, r.dy, i, cols);
+  DC_UNROLL
+  for (int j = 0; j < V; j++) h[j] = __fmul_rn(__fsub_rn(h[j], r.mean), r.rstd);
 }
-template <class T> DC_GPU Sums grad_along(const dc_norm_grad_args &a, int64_t row, int lane) {
-  return lane_sums(a.cols, lane, [&, row](int64_t i, float sum) {
-    return __fmaf_rn(slope_at<T>(a, row, i), unit_at<T>(a, row, i), sum);
-  });
+
+// along[V], level[V]: sums of g * h and of g; level for layer norm only.
+template <class T, bool WIDE>
+DC_GPU void grad_sums(float *along, float *level, const dc_norm_grad_args &a, const GradRow<T> &r, int lane) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  DC_UNROLL
+  for (int j = 0; j < V; j++) along[j] = level[j] = 0.0f;
+  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
+    float h[V], d[V], w[V];
+    grad_get<T, WIDE>(h, d, r, i, a.cols);
+    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) {
+      if (i + j >= a.cols) break;
+      const float g = __fmul_rn(d[j], w[j]);
+      along[j] = __fmaf_rn(g, h[j], along[j]);
+      level[j] = __fadd_rn(level[j], g);
+    }
+  }
 }
-template <class T> DC_GPU Sums grad_level(const dc_norm_grad_args &a, int64_t row, int lane) {
-  return lane_sums(a.cols, lane, [&, row](int64_t i, float sum) { return __fadd_rn(sum, slope_at<T>(a, row, i)); });
-}
-// along, level: the sums over the row; level counts for layer norm only.
-template <class T> DC_GPU void grad_out(const dc_norm_grad_args &a, int64_t row, int lane, float along, float level) {
+// along, level: the sums over the row.
+template <class T, bool WIDE>
+DC_GPU void grad_out(const dc_norm_grad_args &a, const GradRow<T> &r, int64_t row, int lane, float along, float level) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
   const float slope = __fdiv_rn(along, (float)a.cols), base = a.mean ? __fdiv_rn(level, (float)a.cols) : 0.0f;
+  const typename T::stored *dsum = a.dsum ? row_of<T>(a.dsum, a.cols, row) : nullptr;
   typename T::stored *dx = row_to<T>(a.dx, a.cols, row);
-  for (int64_t i = lane; i < a.cols; i += WARP) {
-    const float t = __fmaf_rn(-slope, unit_at<T>(a, row, i), __fsub_rn(slope_at<T>(a, row, i), base));
-    const float rstd = a.rstd[row];
-    dx[i] = T::down(a.dsum ? __fmaf_rn(t, rstd, T::up(row_of<T>(a.dsum, a.cols, row)[i])) : __fmul_rn(t, rstd));
+  for (int64_t i = lane * V; i < a.cols; i += ROW_SUMS) {
+    float h[V], d[V], w[V], more[V];
+    grad_get<T, WIDE>(h, d, r, i, a.cols);
+    get_weights<V, WIDE>(w, a.weight, a.weight_dtype, a.offset, i, a.cols);
+    if (dsum) get<T, V, WIDE>(more, dsum, i, a.cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) {
+      const float t = __fmaf_rn(-slope, h[j], __fsub_rn(__fmul_rn(d[j], w[j]), base));
+      d[j] = dsum ? __fmaf_rn(t, r.rstd, more[j]) : __fmul_rn(t, r.rstd);
+    }
+    put<T, V, WIDE>(dx, i, a.cols, d);
   }
 }
-// Column i of rows [begin, end): one partial sum each of dweight and dbias, either of which may be NULL.
-template <class T>
-DC_GPU void grad_column(const dc_norm_grad_args &a, int64_t begin, int64_t end, int64_t i, float *dweight,
-                        float *dbias) {
-  float weight = 0.0f, bias = 0.0f;
+// Columns [i, i + V) of rows [begin, end): one partial sum each of dweight and dbias, either of which may be NULL.
+template <class T, bool WIDE>
+DC_GPU void grad_columns(const dc_norm_grad_args &a, int64_t begin, int64_t end, int64_t i, float *dweight,
+                         float *dbias) {
+  constexpr int V = Lane<T, ROW_SUMS>::width;
+  float weight[V], bias[V];
+  DC_UNROLL
+  for (int j = 0; j < V; j++) weight[j] = bias[j] = 0.0f;
   for (int64_t row = begin; row < end; row++) {
-    const float d = T::up(row_of<T>(a.dy, a.cols, row)[i]);
-    if (dweight) weight = __fmaf_rn(d, unit_at<T>(a, row, i), weight);
-    bias = __fadd_rn(bias, d);
+    float h[V], d[V];
+    grad_get<T, WIDE>(h, d, grad_row<T>(a, row), i, a.cols);
+    DC_UNROLL
+    for (int j = 0; j < V; j++) {
+      weight[j] = __fmaf_rn(d[j], h[j], weight[j]);
+      bias[j] = __fadd_rn(bias[j], d[j]);
+    }
   }
-  if (dweight) dweight[i] = weight;
-  if (dbias) dbias[i] = bias;
+  DC_UNROLL
+  for (int j = 0; j < V; j++) {
+    if (i + j >= a.cols) break;
+    if (dweight) dweight[i + j] = weight[j];
+    if (dbias) dbias[i + j] = bias[j];
+  }
 }
-DC_GPU void fold_column(void *out, int dt, const float *partial, int64_t blocks, int64_t stride, int64_t i) {
-  float sum = blocks > 0 ? partial[i] : 0.0f;
-  for (int64_t k = 1; k < blocks; k++) sum = __fadd_rn(sum, partial[k * stride + i]);
-  write(out, dt, i, sum);
+
+// The sums of the blocks of rows: accumulator `part` of column i, and their combination.
+enum { FOLD = 8 };
+DC_GPU float fold_part(const float *partial, int64_t blocks, int64_t stride, int64_t i, int part) {
+  float sum = 0.0f;
+  DC_UNROLL_8
+  for (int64_t k = part; k < blocks; k += FOLD) sum = __fadd_rn(sum, partial[k * stride + i]);
+  return sum;
+}
+DC_GPU float fold_tree(const float *part, int stride) {
+  float s[FOLD];
+  DC_UNROLL
+  for (int j = 0; j < FOLD; j++) s[j] = part[j * stride];
+  DC_UNROLL
+  for (int width = FOLD / 2; width > 0; width /= 2) {
+    DC_UNROLL
+    for (int j = 0; j < width; j++) s[j] = __fadd_rn(s[j], s[j + width]);
+  }
+  return s[0];
 }
 
 // ---- activations: row `row` of n elements in rows of cols ----------------------------------------------------------

@@ -6,6 +6,7 @@
 #include <string.h>
 
 const char *dc_cuda_version(void) { return DC_VERSION_STRING; }
+int dc_cuda_runtime_version(void) { return CUDART_VERSION; }
 
 // __thread, not thread_local: no wrapper function, no C++ runtime.
 static __thread char last_error[1024];
@@ -24,10 +25,18 @@ int dc__cuda_fail(int status, const char *file, int line, const char *func, cons
   return status;
 }
 
+// Drivers that run the CUDA runtime in this library.
+#if CUDART_VERSION >= 13000
+#define OLDEST_DRIVER "580"
+#else
+#define OLDEST_DRIVER "525"
+#endif
+
 static const char *advice(cudaError_t error) {
   switch (error) {
   case cudaErrorInsufficientDriver:
-  case cudaErrorNoDevice: return "there is no usable GPU; install a driver for CUDA 13, or use CPU tensors";
+  case cudaErrorNoDevice:
+    return "there is no usable GPU; install an NVIDIA driver of " OLDEST_DRIVER " or later, or use CPU tensors";
   case cudaErrorNoKernelImageForDevice:
   case cudaErrorUnsupportedPtxVersion:
     return "this build has kernels for sm_80, sm_90 and sm_100 and up; build deepc for this GPU";

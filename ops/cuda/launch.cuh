@@ -21,7 +21,7 @@ int dc__cuda_error(cudaError_t error, const char *what);
 // 1 if p is aligned to `bytes`.
 static inline int aligned_to(const void *p, size_t bytes) { return (uintptr_t)p % bytes == 0; }
 
-enum { FEW_SOURCES = 8, THREADS = 256, MAX_GRID = 1 << 16 };
+enum { THREADS = 256, MAX_GRID = 1 << 16 };
 
 // Makes the device that holds `array` current for one scope. A launch goes to the current device, whatever its stream
 // is.
@@ -59,11 +59,19 @@ template <class F> int with_low(int dt, F f) {
 __device__ __forceinline__ int64_t grid_thread(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads(void) { return (int64_t)gridDim.x * blockDim.x; }
 
-// The tree of ops.h over the 16 lanes of half a warp; the sum is lane 0's. All 32 threads must be here.
-__device__ __forceinline__ double tree16(double sum) {
-  for (int width = dc_gpu::LANES / 2; width > 0; width /= 2)
-    sum = __dadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, width, dc_gpu::LANES));
-  return dc_gpu::canonical(sum);
+// Groups of L neighbouring threads of a warp, each of which has a row or a block. A group's shuffles name its own
+// threads only, so groups need not run in step.
+template <int L> __device__ __forceinline__ unsigned group_mask(void) {
+  static_assert(L < 32, "1u << 32 is not defined");
+  return ((1u << L) - 1u) << (threadIdx.x % 32 / L * L);
+}
+template <int L> __device__ __forceinline__ int64_t group_index(void) { return grid_thread() / L; }
+template <int L> __device__ __forceinline__ int64_t group_count(void) { return grid_threads() / L; }
+
+// dc_gpu::lane_tree over a group; the sum is its lane 0's.
+template <int V, int L, class N> __device__ __forceinline__ N group_tree(N *x) {
+  const unsigned mask = group_mask<L>();
+  return dc_gpu::lane_tree<V, L>(x, [=](N v, int lanes) { return __shfl_down_sync(mask, v, lanes, L); });
 }
 
 #endif

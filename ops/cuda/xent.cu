@@ -59,9 +59,8 @@ template <class T> __global__ void __launch_bounds__(THREADS) xent_kernel(const 
 }
 
 int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream) {
-  if (!args) return CUDA_FAIL(DC_E_INVALID, "args is NULL");
-  const dc_xent_args a = *args;
-  DC_TRY(check_xent(&a));
+  dc_xent_args a;
+  DC_TRY(check_xent(args, &a));
   if (a.rows == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(a.logits, "logits"));

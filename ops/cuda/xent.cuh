@@ -14,9 +14,25 @@ namespace dc_gpu {
 // The larger; NaN if either is.
 DC_GPU float larger(float a, float b) { return a != a || a > b ? a : b; }
 
+// each(Width<W>, i) for what of a row of n falls to this thread: vectors of 16 bytes between the first element that is
+// aligned for them and the last whole one. A row of an odd number of classes starts anywhere.
+template <class T, class F>
+DC_GPU void xent_each(const typename T::stored *x, int64_t n, int64_t thread, int64_t threads, F each) {
+  constexpr int V = 16 / (int)sizeof(typename T::stored);
+  const int64_t past = (int64_t)((uintptr_t)x % 16 / sizeof *x), to_next = past ? V - past : 0;
+  const int64_t head = to_next < n ? to_next : n;
+  for (int64_t i = thread; i < head; i += threads) each(Width<1>(), i);
+  for_each<V>(n - head, thread, threads, [=](auto width, int64_t i) { each(width, head + i); });
+}
+
 template <class T> DC_GPU float xent_max(const typename T::stored *x, int64_t n, int64_t thread, int64_t threads) {
   float max = -INFINITY;
-  for (int64_t i = thread; i < n; i += threads) max = larger(max, T::up(x[i]));
+  xent_each<T>(x, n, thread, threads, [=, &max](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    const Pack<typename T::stored, W> in = load<typename T::stored, W>(x + i);
+    DC_UNROLL
+    for (int j = 0; j < W; j++) max = larger(max, T::up(in.x[j]));
+  });
   return max;
 }
 
@@ -26,11 +42,16 @@ struct XentSums {
 template <class T>
 DC_GPU XentSums xent_sums(const typename T::stored *x, int64_t n, float max, int64_t thread, int64_t threads) {
   float exps = 0.0f, values = 0.0f;
-  for (int64_t i = thread; i < n; i += threads) {
-    const float v = T::up(x[i]);
-    exps = __fadd_rn(exps, exp_nonpos(__fsub_rn(v, max)));
-    values = __fadd_rn(values, v);
-  }
+  xent_each<T>(x, n, thread, threads, [=, &exps, &values](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    const Pack<typename T::stored, W> in = load<typename T::stored, W>(x + i);
+    DC_UNROLL
+    for (int j = 0; j < W; j++) {
+      const float v = T::up(in.x[j]);
+      exps = __fadd_rn(exps, exp_nonpos(__fsub_rn(v, max)));
+      values = __fadd_rn(values, v);
+    }
+  });
   return XentSums{exps, values};
 }
 
@@ -55,14 +76,26 @@ DC_GPU XentRow xent_row(const dc_xent_args &a, int64_t r, float max, double exps
 template <class T>
 DC_GPU void xent_gradient(typename T::stored *x, int64_t n, const XentRow &row, int64_t label, int64_t thread,
                           int64_t threads) {
-  for (int64_t i = thread; i < n; i += threads) {
-    const float g = __fmaf_rn(exp_nonpos(__fsub_rn(T::up(x[i]), row.max)), row.factor, -row.spread);
-    x[i] = T::down(i == label ? __fsub_rn(g, row.label) : g);
-  }
+  xent_each<T>(x, n, thread, threads, [=, &row](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    Pack<typename T::stored, W> v = load<typename T::stored, W>(x + i);
+    DC_UNROLL
+    for (int j = 0; j < W; j++) {
+      const float g = __fmaf_rn(exp_nonpos(__fsub_rn(T::up(v.x[j]), row.max)), row.factor, -row.spread);
+      v.x[j] = T::down(i + j == label ? __fsub_rn(g, row.label) : g);
+    }
+    store<typename T::stored, W>(x + i, v);
+  });
 }
 
 template <class T> DC_GPU void xent_clear(typename T::stored *x, int64_t n, int64_t thread, int64_t threads) {
-  for (int64_t i = thread; i < n; i += threads) x[i] = T::down(0.0f);
+  xent_each<T>(x, n, thread, threads, [=](auto width, int64_t i) {
+    constexpr int W = decltype(width)::value;
+    Pack<typename T::stored, W> zero;
+    DC_UNROLL
+    for (int j = 0; j < W; j++) zero.x[j] = T::down(0.0f);
+    store<typename T::stored, W>(x + i, zero);
+  });
 }
 
 } // namespace dc_gpu

@@ -1,7 +1,7 @@
 /* reduce.c: scalar reference of dc_reduce and dc_reduce_acc. */
 #include "ref/scalar.h"
 
-static float step_f32(int op, float a, float b) {
+static float reduce_step_f32(int op, float a, float b) {
   switch (op) {
   case DC_RED_MIN: return dc__min_f32(a, b);
   case DC_RED_MAX: return dc__max_f32(a, b);
@@ -10,7 +10,7 @@ static float step_f32(int op, float a, float b) {
   }
 }
 
-static double step_f64(int op, double a, double b) {
+static double reduce_step_f64(int op, double a, double b) {
   switch (op) {
   case DC_RED_MIN: return dc__min_f64(a, b);
   case DC_RED_MAX: return dc__max_f64(a, b);
@@ -23,7 +23,7 @@ static void reduce_low(void *dst, const void *const *src, int nsrc, int dt, int 
   const float share = (float)(1.0 / nsrc);
   for (int64_t i = 0; i < n; i++) {
     float s = dc__get(src[0], dt, i);
-    for (int k = 1; k < nsrc; k++) s = step_f32(op, s, dc__get(src[k], dt, i));
+    for (int k = 1; k < nsrc; k++) s = reduce_step_f32(op, s, dc__get(src[k], dt, i));
     dc__put(dst, dt, i, op == DC_RED_AVG ? s * share : s);
   }
 }
@@ -32,7 +32,7 @@ static void reduce_f64(double *dst, const void *const *src, int nsrc, int op, in
   const double share = 1.0 / nsrc;
   for (int64_t i = 0; i < n; i++) {
     double s = ((const double *)src[0])[i];
-    for (int k = 1; k < nsrc; k++) s = step_f64(op, s, ((const double *)src[k])[i]);
+    for (int k = 1; k < nsrc; k++) s = reduce_step_f64(op, s, ((const double *)src[k])[i]);
     dst[i] = dc__canonical_f64(op == DC_RED_AVG ? s * share : s);
   }
 }

@@ -114,11 +114,17 @@ static inline float dc__sign_scale(double sum, int64_t n) {
   return sum < HUGE_VAL ? (float)(sum / (double)n) : dc__f32_of_bits(DC__NAN_F32);
 }
 
-/* The 16 accumulators of a block, combined as ops.h says: (0+8), (1+9) .., then +4, +2, +1. Destroys a. */
+/* 16 accumulators, combined as ops.h says: (0+8), (1+9) .., then +4, +2, +1. Destroys a. */
 static inline double dc__tree16(double *a) {
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; i++) a[i] += a[i + width];
   return dc__canonical_f64(a[0]);
+}
+
+/* 32 accumulators, combined as ops.h says: first to 16, then these. Destroys a. */
+static inline double dc__tree32_f64(double *a) {
+  for (int j = 0; j < 16; j++) a[j] += a[16 + j];
+  return dc__tree16(a);
 }
 
 #define DC_OP(name, params) void dc__##name##_scalar params;

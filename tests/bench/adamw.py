@@ -62,7 +62,7 @@ class Flat:
         from deepc.core.lib import AdamWArgs, C, check
         from deepc.core.ops import code
 
-        a = (AdamWArgs * 1)()
+        a = AdamWArgs.array(1)
         t = a[0]
         t.param, t.grad, t.exp_avg, t.exp_avg_sq, t.n = (
             self.p.data_ptr(),

@@ -94,7 +94,8 @@ LIMIT(limit_reduce16, loop_2r1w_16(F(2), H(0), H(1), hi - lo))
 
 /* ---- ops --------------------------------------------------------------------------------------------------------- */
 static dc_adamw_args adamw_args(bench *b, int grad_dtype, int lowp) {
-  return (dc_adamw_args){.param = b->at[0],
+  return (dc_adamw_args){.struct_size = sizeof(dc_adamw_args),
+                         .param = b->at[0],
                          .grad = b->at[1],
                          .exp_avg = b->at[2],
                          .exp_avg_sq = b->at[3],

@@ -12,6 +12,7 @@
 
 #include "cuda/adamw_table.h"
 #include "cuda/bodies.cuh"
+#include "cuda_lanes.h"
 
 namespace {
 
@@ -155,18 +156,6 @@ TEST_F(CudaBodies, Axpy) {
   });
 }
 
-// tree16 of launch.cuh, with the meaning of __shfl_down_sync over 16 lanes: past the last lane a thread gets its own
-// value.
-double tree(const std::vector<double> &lanes) {
-  std::vector<double> v = lanes;
-  for (int width = LANES / 2; width > 0; width /= 2) {
-    std::vector<double> down = v;
-    for (int i = 0; i + width < LANES; i++) down[i] = v[i + width];
-    for (int i = 0; i < LANES; i++) v[i] += down[i];
-  }
-  return canonical(v[0]);
-}
-
 TEST_F(CudaBodies, Sqnorm) {
   each_low([](auto tag, int dt) {
     using T = decltype(tag);
@@ -177,10 +166,12 @@ TEST_F(CudaBodies, Sqnorm) {
         x.fill((unsigned)n, special);
         ASSERT_EQ(dc_sqnorm(x.data(), dt, n, expected.as<double>()), DC_OK);
         for (int64_t block = 0; block < blocks; block++) {
-          std::vector<double> lanes;
-          for (int lane = 0; lane < LANES; lane++)
-            lanes.push_back(sqnorm_lane<T>(x.template as<typename T::stored>(), n, block, lane));
-          partial.as<double>()[block] = tree(lanes);
+          const auto *p = x.template as<typename T::stored>();
+          partial.as<double>()[block] = canonical(
+              sum_of_lanes<Lane<T, BLOCK_SUMS>::width, Lane<T, BLOCK_SUMS>::count, double>([&](int lane, double *sum) {
+                if (x.aligned(16)) sqnorm_lane<T, true>(sum, p, n, block, lane);
+                else sqnorm_lane<T, false>(sum, p, n, block, lane);
+              }));
         }
         partial.expect_equal(expected, label(dt, dt, n, 0));
       }
@@ -210,12 +201,14 @@ template <class T> void check_reduce(int dt, int op, int nsrc, int64_t n, int sh
   wide = wide && dst.aligned(16);
   ASSERT_EQ(dc_reduce(expected.data(), src.data(), nsrc, dt, op, n), DC_OK) << dc_last_error();
   const auto few = sources<8>(nsrc <= 8 ? src : std::vector<const void *>());
-  const auto many = sources<1024>(src);
+  const auto many = sources<MANY_SOURCES>(src);
+  const SourceList list = {src.data()};
   auto *to = dst.template as<typename T::stored>();
   each_thread(kGrids[n % 4], [&](int64_t t, int64_t all) {
     if (nsrc <= 8 && wide) reduce<T, V>(to, few, nsrc, op, 1.0 / nsrc, n, t, all);
     else if (nsrc <= 8) reduce<T, 1>(to, few, nsrc, op, 1.0 / nsrc, n, t, all);
-    else reduce<T, 1>(to, many, nsrc, op, 1.0 / nsrc, n, t, all);
+    else if (n % 2) reduce<T, 1>(to, many, nsrc, op, 1.0 / nsrc, n, t, all);
+    else reduce<T, 1>(to, list, nsrc, op, 1.0 / nsrc, n, t, all);
   });
   dst.expect_equal(expected, label(dt, op, n, shift) + " nsrc=" + std::to_string(nsrc));
 }
@@ -278,10 +271,13 @@ TEST_F(CudaBodies, ReduceAcc) {
             });
             plain.expect_equal(start, label(dt, dt, n, shift) + " vectors");
             for (int64_t block = 0; block < blocks; block++) {
-              std::vector<double> lanes;
-              for (int lane = 0; lane < LANES; lane++)
-                lanes.push_back(reduce_acc_lane<S>(normed.as<float>(), table, nsrc, assign, n, block, lane));
-              partial.as<double>()[block] = tree(lanes);
+              partial.as<double>()[block] = canonical(
+                  sum_of_lanes<Lane<S, BLOCK_SUMS>::width, Lane<S, BLOCK_SUMS>::count, double>(
+                      [&](int lane, double *sum) {
+                        if (shift == 0)
+                          reduce_acc_lane<S, true>(sum, normed.as<float>(), table, nsrc, assign, n, block, lane);
+                        else reduce_acc_lane<S, false>(sum, normed.as<float>(), table, nsrc, assign, n, block, lane);
+                      }));
             }
             normed.expect_equal(start, label(dt, dt, n, shift) + " lanes");
             partial.expect_equal(sums, label(dt, dt, n, shift) + " partials");
@@ -296,6 +292,7 @@ struct AdamwPair {
   AdamwPair(std::mt19937 &random, int64_t n) {
     const int low[3] = {DC_F32, DC_BF16, DC_F16};
     memset(&a, 0, sizeof a);
+    a.struct_size = sizeof a;
     a.n = n;
     a.step = 1 + random() % 1000;
     a.lr = 1e-3 * (1 + random() % 7);
@@ -373,6 +370,7 @@ TEST_F(CudaBodies, AdamwTablesFindEveryChunkOfLargeTensors) {
   for (int64_t n : {(int64_t)1, (int64_t)ADAMW_CHUNK * INT32_MAX / 2, (int64_t)0,
                     (int64_t)ADAMW_CHUNK * INT32_MAX / 2 + 1, (int64_t)5}) {
     dc_adamw_args a = {};
+    a.struct_size = sizeof a;
     a.param = a.exp_avg = a.exp_avg_sq = memory;
     a.grad = memory;
     a.n = n, a.step = 1, a.beta1 = 0.9, a.beta2 = 0.99;

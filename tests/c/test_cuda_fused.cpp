@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/fused.cuh"
+#include "cuda_lanes.h"
 #include "op_cases.h"
 
 namespace {
@@ -42,26 +43,47 @@ struct Bytes {
   bool operator==(Bytes &o) { return size == o.size && memcmp(data(), o.data(), size) == 0; }
 };
 
-// warp_tree of fused.cu over the sums of 32 lanes, with the meaning of __shfl_down_sync within 32 and 16 lanes: past
-// the last lane a thread gets its own value.
-float tree(const std::vector<Sums> &lanes) {
-  float sum[32];
-  for (int t = 0; t < 32; t++) {
-    const Sums other = lanes[t + 16 < 32 ? t + 16 : t];
-    sum[t] = (lanes[t].lo + other.lo) + (lanes[t].hi + other.hi);
+int wide_runs; // of norms, with loads of 16 bytes
+
+// What norm_kernel and norm_grad_kernel do for all rows, and fold_kernel for all columns.
+template <class T, bool WIDE> void run_norm(const dc_norm_args &a) {
+  constexpr int V = Lane<T, ROW_SUMS>::width, L = Lane<T, ROW_SUMS>::count;
+  for (int64_t row = 0; row < a.rows; row++) {
+    const typename T::stored *from = nullptr;
+    float m = 0.0f;
+    for (int lane = 0; lane < L; lane++) from = norm_source<T, WIDE>(a, row, lane);
+    if (a.mean)
+      m = sum_of_lanes<V, L, float>([&](int lane, float *x) { norm_total<T, WIDE>(x, from, a.cols, lane); }) /
+          (float)a.cols;
+    const float squares = sum_of_lanes<V, L, float>(
+        [&](int lane, float *x) { norm_squares<T, WIDE>(x, from, a.cols, lane, m); });
+    for (int lane = 0; lane < L; lane++) norm_out<T, WIDE>(a, from, row, lane, m, norm_rstd(squares, a.cols, a.eps));
   }
-  for (int width = 8; width > 0; width /= 2) {
-    float down[32];
-    for (int t = 0; t < 32; t++) down[t] = sum[t % 16 + width < 16 ? t + width : t];
-    for (int t = 0; t < 32; t++) sum[t] += down[t];
-  }
-  return sum[0];
 }
 
-template <class F> float lanes(F f) {
-  std::vector<Sums> s;
-  for (int lane = 0; lane < WARP; lane++) s.push_back(f(lane));
-  return tree(s);
+template <class T, bool WIDE> void run_norm_grad(const dc_norm_grad_args &g, float *dweight, float *dbias) {
+  constexpr int V = Lane<T, ROW_SUMS>::width, L = Lane<T, ROW_SUMS>::count;
+  const int64_t block = dc_row_block(g.rows);
+  for (int64_t row = 0; row < g.rows; row++) {
+    const GradRow<T> r = grad_row<T>(g, row);
+    float unused[V];
+    const float along = sum_of_lanes<V, L, float>(
+        [&](int lane, float *x) { grad_sums<T, WIDE>(x, unused, g, r, lane); });
+    const float level = g.mean ? sum_of_lanes<V, L, float>(
+                                     [&](int lane, float *x) { grad_sums<T, WIDE>(unused, x, g, r, lane); })
+                               : 0.0f;
+    for (int lane = 0; lane < L; lane++) grad_out<T, WIDE>(g, r, row, lane, along, level);
+  }
+  for (int64_t k = 0; k < dc_row_blocks(g.rows); k++)
+    for (int64_t i = 0; i < g.cols; i += V)
+      grad_columns<T, WIDE>(g, k * block, std::min(g.rows, (k + 1) * block), i,
+                            dweight ? dweight + k * g.cols : nullptr, dbias ? dbias + k * g.cols : nullptr);
+}
+
+void fold_column(void *out, int dt, const float *partial, int64_t blocks, int64_t cols, int64_t i) {
+  float part[FOLD];
+  for (int j = 0; j < FOLD; j++) part[j] = fold_part(partial, blocks, cols, i, j);
+  write(out, dt, i, fold_tree(part, 1));
 }
 
 const int64_t kCols[] = {1, 31, 32, 33, 64, 65, 96, 100, 200};
@@ -72,7 +94,7 @@ TEST_F(CudaFused, NormAndItsGradient) {
     using T = decltype(tag);
     for (int wdt : kLow)
       for (int64_t cols : kCols)
-        for (int64_t rows : {1, 45}) {
+        for (int64_t rows : {1, 45, 700}) {
           const bool center = ++k % 2, add = k % 3 == 0, weighted = k % 5 != 0, biased = k % 4 != 0;
           const Fill fill = (Fill)(k % 3);
           const int64_t n = rows * cols, blocks = dc_row_blocks(rows), stride = cols + k % 2;
@@ -82,6 +104,7 @@ TEST_F(CudaFused, NormAndItsGradient) {
           Bytes y(dt, n), y2(dt, n), sum(dt, n), sum2(dt, n), mean(DC_F32, rows), mean2(DC_F32, rows),
               rstd(DC_F32, rows), rstd2(DC_F32, rows);
           dc_norm_args a = {};
+          a.struct_size = sizeof a;
           a.x = x.data(), a.residual = add ? residual.data() : nullptr, a.weight = weighted ? w.data() : nullptr;
           a.bias = biased ? b.data() : nullptr, a.y = y.data(), a.sum = add ? sum.data() : nullptr;
           a.mean = center ? (float *)mean.data() : nullptr, a.rstd = (float *)rstd.data();
@@ -91,20 +114,18 @@ TEST_F(CudaFused, NormAndItsGradient) {
           ASSERT_EQ(dc_norm(&a), DC_OK) << dc_last_error();
           a.y = y2.data(), a.sum = add ? sum2.data() : nullptr, a.rstd = (float *)rstd2.data();
           if (center) a.mean = (float *)mean2.data();
-          for (int64_t row = 0; row < rows; row++) {
-            const typename T::stored *from = nullptr;
-            for (int lane = 0; lane < WARP; lane++) from = norm_source<T>(a, row, lane);
-            const float m = center ? lanes([&](int lane) { return norm_total<T>(from, cols, lane); }) / (float)cols
-                                   : 0.0f;
-            const float squares = lanes([&](int lane) { return norm_squares<T>(from, cols, lane, m); });
-            for (int lane = 0; lane < WARP; lane++) norm_out<T>(a, from, row, lane, m, norm_rstd(squares, cols, a.eps));
-          }
+          const bool wide = cols % Lane<T, ROW_SUMS>::width == 0 &&
+                            stride % Lane<T, ROW_SUMS>::width == 0; // all start at multiples of 64
+          wide_runs += wide;
+          if (wide) run_norm<T, true>(a);
+          else run_norm<T, false>(a);
           ASSERT_TRUE(y == y2 && sum == sum2 && mean == mean2 && rstd == rstd2) << what;
 
           Bytes dy(make(dt, n, fill, 5)), dsum(make(dt, n, fill, 6)), dx(dt, n), dx2(dt, n), dw(wdt, cols),
               dw2(wdt, cols), db(wdt, cols), db2(wdt, cols);
           Bytes partial(DC_F32, 2 * blocks * cols), partial2(DC_F32, 2 * blocks * cols);
           dc_norm_grad_args g = {};
+          g.struct_size = sizeof g;
           g.dy = dy.data(), g.dsum = add ? dsum.data() : nullptr, g.x = x.data(), g.weight = a.weight;
           g.mean = a.mean, g.rstd = a.rstd, g.dx = dx.data(), g.dweight = weighted ? dw.data() : nullptr,
           g.dbias = biased ? db.data() : nullptr;
@@ -112,16 +133,9 @@ TEST_F(CudaFused, NormAndItsGradient) {
           g.dtype = dt, g.weight_dtype = wdt;
           ASSERT_EQ(dc_norm_grad(&g), DC_OK) << dc_last_error();
           g.dx = dx2.data();
-          for (int64_t row = 0; row < rows; row++) {
-            const float along = lanes([&](int lane) { return grad_along<T>(g, row, lane); });
-            const float level = center ? lanes([&](int lane) { return grad_level<T>(g, row, lane); }) : 0.0f;
-            for (int lane = 0; lane < WARP; lane++) grad_out<T>(g, row, lane, along, level);
-          }
           float *pw = (float *)partial2.data(), *pb = pw + (weighted ? blocks * cols : 0);
-          for (int64_t block = 0; block < blocks; block++)
-            for (int64_t i = 0; i < cols; i++)
-              grad_column<T>(g, block * dc_row_block(rows), std::min(rows, (block + 1) * dc_row_block(rows)), i,
-                             weighted ? pw + block * cols : nullptr, biased ? pb + block * cols : nullptr);
+          if (wide) run_norm_grad<T, true>(g, weighted ? pw : nullptr, biased ? pb : nullptr);
+          else run_norm_grad<T, false>(g, weighted ? pw : nullptr, biased ? pb : nullptr);
           for (int64_t i = 0; i < cols; i++) {
             if (weighted) fold_column(dw2.data(), wdt, pw, blocks, cols, i);
             if (biased) fold_column(db2.data(), wdt, pb, blocks, cols, i);
@@ -129,6 +143,7 @@ TEST_F(CudaFused, NormAndItsGradient) {
           ASSERT_TRUE(dx == dx2 && dw == dw2 && db == db2) << what << " gradient";
         }
   });
+  EXPECT_GT(wide_runs, 20);
 }
 
 // Every thread of `threads` over all rows, in vectors or not.
@@ -153,10 +168,12 @@ TEST_F(CudaFused, Activations) {
             b(make(bdt, cols, fill, 4));
         Bytes out(dt, n), out2(dt, n), dg(dt, n), dg2(dt, n), du(dt, n), du2(dt, n);
         dc_swiglu_args s = {};
+        s.struct_size = sizeof s;
         s.gate = gate.data(), s.up = up.data(), s.out = out.data(), s.rows = rows, s.cols = cols;
         s.gate_stride = stride, s.up_stride = s.out_stride = cols, s.dtype = dt;
         ASSERT_EQ(dc_swiglu(&s), DC_OK);
         dc_swiglu_grad_args sg = {};
+        sg.struct_size = sizeof sg;
         sg.gate = gate.data(), sg.up = up.data(), sg.dout = d.data(), sg.dgate = dg.data(), sg.dup = du.data(),
         sg.rows = rows, sg.cols = cols;
         sg.gate_stride = stride, sg.up_stride = sg.dout_stride = sg.dgate_stride = sg.dup_stride = cols, sg.dtype = dt;
@@ -177,11 +194,13 @@ TEST_F(CudaFused, Activations) {
         const int64_t blocks = dc_row_blocks(rows);
         Bytes partial(DC_F32, blocks * cols), partial2(DC_F32, blocks * cols), db(bdt, cols), db2(bdt, cols);
         dc_gelu_args g = {};
+        g.struct_size = sizeof g;
         g.x = gate.data(), g.bias = bias ? b.data() : nullptr, g.out = out.data(), g.rows = rows, g.cols = cols,
         g.x_stride = stride;
         g.dtype = dt, g.bias_dtype = bdt, g.form = form;
         ASSERT_EQ(dc_gelu(&g), DC_OK);
         dc_gelu_grad_args gg = {};
+        gg.struct_size = sizeof gg;
         gg.x = gate.data(), gg.bias = g.bias, gg.dout = d.data(), gg.dx = dg.data(),
         gg.dbias = bias ? db.data() : nullptr, gg.partial = (float *)partial.data();
         gg.rows = rows, gg.cols = cols, gg.x_stride = stride, gg.dtype = dt, gg.bias_dtype = bdt, gg.form = form;
@@ -217,6 +236,7 @@ TEST_F(CudaFused, Rotary) {
           Bytes x(make(dt, n, fill, 1)), cos(make(tdt, 5 * rotated, fill, 2)), sin(make(tdt, 5 * rotated, fill, 3)),
               out(dt, n), out2(dt, n);
           dc_rotary_args a = {};
+          a.struct_size = sizeof a;
           a.x = x.data(), a.cos = cos.data(), a.sin = sin.data(), a.out = out.data(), a.cols = cols,
           a.rotated = rotated;
           a.dtype = dt, a.table_dtype = tdt, a.inverse = k % 2;

@@ -73,6 +73,7 @@ protected:
 
   dc_adamw_args adamw_args() {
     dc_adamw_args a = {};
+    a.struct_size = sizeof a;
     a.param = x_, a.grad = y_, a.exp_avg = m_, a.exp_avg_sq = v_;
     a.n = kN, a.step = 1, a.lr = 1e-3, a.beta1 = 0.9, a.beta2 = 0.999, a.eps = 1e-8, a.grad_scale = 1;
     return a;
@@ -80,6 +81,13 @@ protected:
 };
 
 TEST_F(CudaLoad, VersionAgrees) { EXPECT_STREQ(version_(), dc_version()); }
+
+TEST_F(CudaLoad, SaysWhichRuntimeItHas) {
+  decltype(&dc_cuda_runtime_version) runtime = nullptr;
+  get(runtime, "dc_cuda_runtime_version");
+  if (HasFatalFailure()) return;
+  EXPECT_GE(runtime(), 12000) << "the kernels are written for a toolkit of 12 or later";
+}
 
 TEST_F(CudaLoad, EveryOpSaysThatItCannotLaunch) {
   const void *src[2] = {y_, m_};
@@ -175,33 +183,40 @@ TEST_F(CudaLoad, FusedOps) {
   get(rotary, "dc_cuda_rotary");
   if (HasFatalFailure()) return;
   dc_norm_args n = {};
+  n.struct_size = sizeof n;
   n.x = x_, n.y = y_, n.rstd = m_, n.rows = 4, n.cols = 16, n.x_stride = 16, n.eps = 1e-5f;
   expect_cannot_launch(norm(&n, nullptr));
   n.x_stride = 15;
   EXPECT_EQ(norm(&n, nullptr), DC_E_INVALID);
   dc_norm_grad_args ng = {};
+  ng.struct_size = sizeof ng;
   ng.x = x_, ng.dy = v_, ng.dx = y_, ng.rstd = m_, ng.rows = 4, ng.cols = 16, ng.x_stride = 16;
   expect_cannot_launch(norm_grad(&ng, nullptr));
   ng.dweight = x_;
   EXPECT_EQ(norm_grad(&ng, nullptr), DC_E_INVALID); // no workspace
   dc_swiglu_args s = {};
+  s.struct_size = sizeof s;
   s.gate = x_, s.up = v_, s.out = y_, s.rows = 4, s.cols = s.gate_stride = s.up_stride = s.out_stride = 16;
   expect_cannot_launch(swiglu(&s, nullptr));
   s.dtype = DC_F64;
   EXPECT_EQ(swiglu(&s, nullptr), DC_E_DTYPE);
   dc_swiglu_grad_args sg = {};
+  sg.struct_size = sizeof sg;
   sg.gate = x_, sg.up = v_, sg.dout = m_, sg.dgate = y_, sg.dup = y_, sg.rows = 1;
   sg.cols = sg.gate_stride = sg.up_stride = sg.dout_stride = sg.dgate_stride = sg.dup_stride = 16;
   expect_cannot_launch(swiglu_grad(&sg, nullptr));
   dc_gelu_args g = {};
+  g.struct_size = sizeof g;
   g.x = x_, g.out = y_, g.rows = 4, g.cols = g.x_stride = 16;
   expect_cannot_launch(gelu(&g, nullptr));
   g.form = 2;
   EXPECT_EQ(gelu(&g, nullptr), DC_E_INVALID);
   dc_gelu_grad_args gg = {};
+  gg.struct_size = sizeof gg;
   gg.x = x_, gg.dout = v_, gg.dx = y_, gg.rows = 4, gg.cols = gg.x_stride = 16;
   expect_cannot_launch(gelu_grad(&gg, nullptr));
   dc_rotary_args r = {};
+  r.struct_size = sizeof r;
   r.x = x_, r.cos = r.sin = v_, r.out = y_, r.size[0] = r.size[1] = r.size[2] = 1, r.cols = 16, r.rotated = 16;
   expect_cannot_launch(rotary(&r, nullptr));
   r.rotated = 15;

@@ -19,6 +19,7 @@ template <class T> void check(int dt, int64_t classes, int threads, float smooth
   std::vector<float> row_scale = {0.5f, -2.0f, 1.0f}, loss(3);
   auto mine = as<typename T::stored>(logits.bytes), core = mine;
   dc_xent_args a = {};
+  a.struct_size = sizeof a;
   a.logits = core.data(), a.labels = labels.data(), a.row_scale = row_scale.data(), a.loss = loss.data();
   a.rows = rows, a.classes = classes, a.stride = stride, a.ignore_index = -100;
   a.scale = 0.7f, a.label_smoothing = smoothing, a.dtype = dt, a.gradient = 1;

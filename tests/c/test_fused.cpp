@@ -40,6 +40,7 @@ struct NormCase {
 
 int run_norm(const NormCase &c, const std::vector<uint8_t *> &p) {
   dc_norm_args a = {};
+  a.struct_size = sizeof a;
   a.x = p[0], a.residual = c.residual ? p[1] : nullptr, a.weight = c.weight ? p[2] : nullptr;
   a.bias = c.bias ? p[3] : nullptr, a.y = p[4], a.sum = c.residual ? p[5] : nullptr;
   a.mean = c.center ? (float *)p[6] : nullptr, a.rstd = (float *)p[7];
@@ -57,6 +58,7 @@ std::vector<Array> norm_arrays(const NormCase &c, Fill fill) {
 
 int run_norm_grad(const NormCase &c, const std::vector<uint8_t *> &p) {
   dc_norm_grad_args a = {};
+  a.struct_size = sizeof a;
   a.x = p[0], a.dy = p[1], a.dsum = c.residual ? p[2] : nullptr, a.weight = c.weight ? p[3] : nullptr;
   a.mean = c.center ? (float *)p[4] : nullptr, a.rstd = (float *)p[5], a.dx = p[6];
   a.dweight = c.weight ? p[7] : nullptr, a.dbias = c.bias ? p[8] : nullptr, a.partial = (float *)p[9];
@@ -122,6 +124,7 @@ TEST_F(Fused, NormGradEqualsReference) {
 
 int run_swiglu(int dt, int64_t rows, int64_t cols, int64_t stride, const std::vector<uint8_t *> &p) {
   dc_swiglu_args a = {};
+  a.struct_size = sizeof a;
   a.gate = p[0], a.up = p[1], a.out = p[2], a.rows = rows, a.cols = cols, a.dtype = dt;
   a.gate_stride = stride, a.up_stride = cols, a.out_stride = cols;
   return dc_swiglu(&a);
@@ -129,6 +132,7 @@ int run_swiglu(int dt, int64_t rows, int64_t cols, int64_t stride, const std::ve
 
 int run_swiglu_grad(int dt, int64_t rows, int64_t cols, int64_t stride, const std::vector<uint8_t *> &p) {
   dc_swiglu_grad_args a = {};
+  a.struct_size = sizeof a;
   a.gate = p[0], a.up = p[1], a.dout = p[2], a.dgate = p[3], a.dup = p[4], a.rows = rows, a.cols = cols, a.dtype = dt;
   a.gate_stride = stride, a.up_stride = a.dout_stride = a.dup_stride = cols, a.dgate_stride = stride;
   return dc_swiglu_grad(&a);
@@ -137,6 +141,7 @@ int run_swiglu_grad(int dt, int64_t rows, int64_t cols, int64_t stride, const st
 int run_gelu(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, int64_t stride,
              const std::vector<uint8_t *> &p) {
   dc_gelu_args a = {};
+  a.struct_size = sizeof a;
   a.x = p[0], a.bias = bias ? p[1] : nullptr, a.out = p[2], a.rows = rows, a.cols = cols, a.x_stride = stride;
   a.dtype = dt, a.bias_dtype = bdt, a.form = form;
   return dc_gelu(&a);
@@ -145,6 +150,7 @@ int run_gelu(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, i
 int run_gelu_grad(int dt, int bdt, int form, bool bias, int64_t rows, int64_t cols, int64_t stride,
                   const std::vector<uint8_t *> &p) {
   dc_gelu_grad_args a = {};
+  a.struct_size = sizeof a;
   a.x = p[0], a.bias = bias ? p[1] : nullptr, a.dout = p[2], a.dx = p[3], a.dbias = bias ? p[4] : nullptr;
   a.partial = (float *)p[5], a.rows = rows, a.cols = cols, a.x_stride = stride, a.dtype = dt, a.bias_dtype = bdt,
   a.form = form;
@@ -212,6 +218,7 @@ struct RotaryCase {
 
 dc_rotary_args rotary_args(const RotaryCase &c, const std::vector<uint8_t *> &p) {
   dc_rotary_args a = {};
+  a.struct_size = sizeof a;
   a.x = p[0], a.cos = p[1], a.sin = p[2], a.out = p[3], a.cols = c.cols, a.rotated = c.rotated;
   a.dtype = c.dt, a.table_dtype = c.tdt, a.inverse = c.inverse;
   // x [batch, heads, positions, cols], which lies as [batch, positions, heads, cols] if transposed; out lies as x
@@ -450,6 +457,7 @@ TEST_F(Fused, ThreadsChangeNothing) {
 TEST_F(Fused, BadArgumentsAreNamed) {
   float x[64] = {}, y[64], stats[8];
   dc_norm_args n = {};
+  n.struct_size = sizeof n;
   n.x = x, n.y = y, n.rstd = stats, n.rows = 4, n.cols = 16, n.x_stride = 16, n.eps = 1e-5f;
   ASSERT_EQ(dc_norm(&n), DC_OK) << dc_last_error();
   const auto refused = [&](auto change, int status, const char *text) {
@@ -471,14 +479,17 @@ TEST_F(Fused, BadArgumentsAreNamed) {
   refused([&](auto &a) { a.x = (const char *)x + 1; }, DC_E_INVALID, "aligned");
   EXPECT_EQ(dc_norm(nullptr), DC_E_INVALID);
   dc_gelu_args g = {};
+  g.struct_size = sizeof g;
   g.x = x, g.out = y, g.rows = 1, g.cols = 16, g.x_stride = 16, g.form = 2;
   EXPECT_EQ(dc_gelu(&g), DC_E_INVALID);
   dc_rotary_args r = {};
+  r.struct_size = sizeof r;
   r.x = x, r.out = y, r.cos = r.sin = x, r.size[0] = r.size[1] = r.size[2] = 1, r.cols = 8, r.rotated = 3;
   EXPECT_EQ(dc_rotary(&r), DC_E_INVALID);
   r.rotated = 10;
   EXPECT_EQ(dc_rotary(&r), DC_E_INVALID);
   dc_norm_grad_args d = {};
+  d.struct_size = sizeof d;
   d.x = d.dy = x, d.dx = y, d.rstd = stats, d.rows = 4, d.cols = 16, d.x_stride = 16, d.dweight = y;
   EXPECT_EQ(dc_norm_grad(&d), DC_E_INVALID);
   EXPECT_NE(std::string(dc_last_error()).find("partial"), std::string::npos) << dc_last_error();
@@ -487,9 +498,35 @@ TEST_F(Fused, BadArgumentsAreNamed) {
 TEST_F(Fused, NoRowsGiveZeroSums) {
   float dweight[3] = {1, 2, 3};
   dc_norm_grad_args d = {};
+  d.struct_size = sizeof d;
   d.rows = 0, d.cols = 3, d.x_stride = 3, d.dweight = dweight;
   ASSERT_EQ(dc_norm_grad(&d), DC_OK) << dc_last_error();
   for (float f : dweight) EXPECT_EQ(f, 0.0f);
+}
+
+template <class Args> void expect_sized(int (*call)(const Args *), const char *name) {
+  Args a = {};
+  const std::string zero = std::string(name) + ".struct_size is 0: set it to sizeof(" + name + ")";
+  EXPECT_EQ(call(&a), DC_E_INVALID);
+  EXPECT_NE(strstr(dc_last_error(), zero.c_str()), nullptr) << dc_last_error();
+  a.struct_size = sizeof a + 8;
+  EXPECT_EQ(call(&a), DC_E_INVALID);
+  EXPECT_NE(strstr(dc_last_error(), "the caller was built for a newer one"), nullptr) << dc_last_error();
+  EXPECT_EQ(call(nullptr), DC_E_INVALID);
+  a.struct_size = sizeof a;
+  const int rc = call(&a); // nothing to do, or what is missing is named
+  EXPECT_TRUE(rc == DC_OK || strstr(dc_last_error(), "struct_size") == nullptr) << dc_last_error();
+}
+
+TEST_F(Ops, StructsOfArgumentsSayTheirSize) {
+  expect_sized(dc_norm, "dc_norm_args");
+  expect_sized(dc_norm_grad, "dc_norm_grad_args");
+  expect_sized(dc_swiglu, "dc_swiglu_args");
+  expect_sized(dc_swiglu_grad, "dc_swiglu_grad_args");
+  expect_sized(dc_gelu, "dc_gelu_args");
+  expect_sized(dc_gelu_grad, "dc_gelu_grad_args");
+  expect_sized(dc_rotary, "dc_rotary_args");
+  expect_sized(dc_cross_entropy_rows, "dc_xent_args");
 }
 
 } // namespace

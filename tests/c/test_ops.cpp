@@ -165,6 +165,7 @@ struct Layout {
 
 dc_adamw_args args_of(const Layout &l, const std::vector<uint8_t *> &p, int64_t n) {
   dc_adamw_args t = {};
+  t.struct_size = sizeof t;
   t.param = p[0];
   t.grad = p[1];
   t.exp_avg = p[2];
@@ -289,6 +290,7 @@ TEST_F(Ops, AdamwReferenceAgreesWithDouble) {
       const Layout l = {DC_F32, DC_F32, DC_F32, -1, amsgrad, decoupled};
       const auto in = arrays_of(l, n, kOrdinary);
       dc_adamw_args t = {};
+      t.struct_size = sizeof t;
       const auto out = run_once(in, kAtEnd, [&](auto &p) {
         t = args_of(l, p, n);
         return dc_adamw(&t, 1);
@@ -322,6 +324,7 @@ TEST_F(Ops, AdamwFirstStepMovesByTheLearningRate) { // m / sqrt(v) is the sign o
     std::vector<float> p(37, 1.0f), g(37), m(37, 0.0f), v(37, 0.0f);
     for (size_t i = 0; i < g.size(); i++) g[i] = (i % 2 ? -1.0f : 1.0f) * (float)(i + 1);
     dc_adamw_args t = {};
+    t.struct_size = sizeof t;
     t.param = p.data(), t.grad = g.data(), t.exp_avg = m.data(), t.exp_avg_sq = v.data();
     t.n = 37, t.step = 1, t.lr = 0.125, t.beta1 = 0.5, t.beta2 = 0.75, t.eps = 0, t.grad_scale = 1,
     t.flags = DC_ADAMW_DECOUPLED;
@@ -422,12 +425,13 @@ TEST_F(Ops, SqnormIsExactWhereItCanBeAndFollowsTheTree) {
     double partial[3];
     ASSERT_EQ(dc_sqnorm(x.data(), DC_F32, n, partial), DC_OK);
     for (int64_t k = 0; k < 3; k++) {
-      double lane[16] = {};
+      double all[32] = {}, lane[16];
       long double exact = 0;
       for (int64_t i = k * DC_BLOCK; i < std::min<int64_t>(n, (k + 1) * DC_BLOCK); i++) {
-        lane[i % 16] += (double)x[(size_t)i] * (double)x[(size_t)i];
+        all[i % 32] += (double)x[(size_t)i] * (double)x[(size_t)i];
         exact += (long double)x[(size_t)i] * (long double)x[(size_t)i];
       }
+      for (int j = 0; j < 16; j++) lane[j] = all[j] + all[16 + j];
       const double eight[8] = {lane[0] + lane[8],  lane[1] + lane[9],  lane[2] + lane[10], lane[3] + lane[11],
                                lane[4] + lane[12], lane[5] + lane[13], lane[6] + lane[14], lane[7] + lane[15]};
       const double four[4] = {eight[0] + eight[4], eight[1] + eight[5], eight[2] + eight[6], eight[3] + eight[7]};
@@ -600,6 +604,7 @@ TEST_F(Ops, CountersCount) {
   ASSERT_EQ(dc_reduce(y, src, 1, DC_F32, DC_RED_SUM, 4), DC_OK);
   ASSERT_EQ(dc_reduce_acc(y, src, 1, DC_F32, 4, 1, nullptr), DC_OK);
   dc_adamw_args t[2] = {};
+  for (auto &a : t) a.struct_size = sizeof a;
   for (auto &a : t) { a.param = y, a.grad = x, a.exp_avg = m, a.exp_avg_sq = v, a.n = 4, a.step = 1, a.grad_scale = 1; }
   t[1].n = 3;
   ASSERT_EQ(dc_adamw(t, 2), DC_OK) << dc_last_error();
@@ -759,6 +764,7 @@ TEST_F(Ops, BadArgumentsAreRefusedAndNothingIsWritten) {
 TEST_F(Ops, AdamwRefusesBeforeTheFirstWrite) {
   std::vector<float> p(8, 1), g(8, 1), m(8, 1), v(8, 1);
   dc_adamw_args good = {};
+  good.struct_size = sizeof good;
   good.param = p.data(), good.grad = g.data(), good.exp_avg = m.data(), good.exp_avg_sq = v.data();
   good.n = 8, good.step = 1, good.lr = 0.1, good.beta1 = 0.9, good.beta2 = 0.99, good.eps = 1e-8, good.grad_scale = 1;
   auto expect = [&](int want, const char *part, const std::function<void(dc_adamw_args &)> &spoil) {
@@ -796,6 +802,7 @@ TEST_F(Ops, NothingToDoIsFine) {
   const void *src[] = {nullptr};
   int64_t index = 5;
   dc_adamw_args t = {};
+  t.struct_size = sizeof t;
   t.step = 1, t.grad_scale = 1;
   EXPECT_EQ(dc_cast(nullptr, DC_F32, nullptr, DC_BF16, 1, 0), DC_OK);
   EXPECT_EQ(dc_scale(nullptr, DC_F16, 1, 0), DC_OK);
@@ -806,6 +813,39 @@ TEST_F(Ops, NothingToDoIsFine) {
   EXPECT_EQ(dc_reduce_acc(nullptr, src, 1, DC_F32, 0, 1, nullptr), DC_OK);
   EXPECT_EQ(dc_find_nonfinite(nullptr, DC_BF16, 0, &index), DC_OK);
   EXPECT_EQ(dc_adamw(&t, 1), DC_OK) << dc_last_error();
+}
+
+// An older caller's struct lacks the padding behind its last field, at least: its tensors lie that much closer.
+TEST_F(Ops, AdamwTakesOlderStructsAndRefusesNewerOnes) {
+  const size_t older = offsetof(dc_adamw_args, flags) + sizeof(int32_t);
+  ASSERT_LT(older, sizeof(dc_adamw_args));
+  float ours[2][4][3], theirs[2][4][3];
+  dc_adamw_args t[2] = {};
+  std::vector<char> packed(2 * older);
+  for (int k = 0; k < 2; k++) {
+    for (int a = 0; a < 4; a++)
+      for (int i = 0; i < 3; i++) ours[k][a][i] = theirs[k][a][i] = 0.5f + (float)(k + a * i);
+    t[k].struct_size = sizeof *t, t[k].n = 3, t[k].step = 4, t[k].lr = 0.1, t[k].beta1 = 0.9, t[k].beta2 = 0.99;
+    t[k].eps = 1e-8, t[k].weight_decay = 0.1, t[k].grad_scale = 1, t[k].flags = DC_ADAMW_DECOUPLED;
+    t[k].param = ours[k][0], t[k].grad = ours[k][1], t[k].exp_avg = ours[k][2], t[k].exp_avg_sq = ours[k][3];
+    dc_adamw_args old = t[k];
+    old.struct_size = older;
+    old.param = theirs[k][0], old.grad = theirs[k][1], old.exp_avg = theirs[k][2], old.exp_avg_sq = theirs[k][3];
+    memcpy(&packed[(size_t)k * older], &old, older);
+  }
+  ASSERT_EQ(dc_adamw(t, 2), DC_OK) << dc_last_error();
+  ASSERT_EQ(dc_adamw(reinterpret_cast<const dc_adamw_args *>(packed.data()), 2), DC_OK) << dc_last_error();
+  EXPECT_EQ(memcmp(ours, theirs, sizeof ours), 0);
+  const auto refused = [&](const char *text) {
+    EXPECT_EQ(dc_adamw(t, 2), DC_E_INVALID);
+    EXPECT_NE(strstr(dc_last_error(), text), nullptr) << dc_last_error();
+  };
+  t[1].struct_size = older;
+  refused("tensor 1: its struct_size is not that of tensor 0");
+  t[0].struct_size = t[1].struct_size = 0;
+  refused("dc_adamw_args.struct_size is 0: set it to sizeof(dc_adamw_args)");
+  t[0].struct_size = t[1].struct_size = sizeof *t + 8;
+  refused("the caller was built for a newer one");
 }
 
 } // namespace

@@ -36,6 +36,7 @@ std::vector<Array> arrays_of(const Case &c, Fill fill) {
 
 dc_xent_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
   dc_xent_args a = {};
+  a.struct_size = sizeof a;
   a.logits = p[0];
   a.labels = (const int64_t *)p[1];
   a.row_scale = c.per_row ? (const float *)p[2] : nullptr;
@@ -62,6 +63,7 @@ TEST_F(Xent, EqualsReference) {
 std::vector<float> run(const Case &c, std::vector<float> &logits, const std::vector<int64_t> &labels) {
   std::vector<float> loss((size_t)c.rows, -1.0f);
   dc_xent_args a = {};
+  a.struct_size = sizeof a;
   a.logits = logits.data(), a.labels = labels.data(), a.loss = loss.data();
   a.rows = c.rows, a.classes = c.classes, a.stride = c.stride, a.ignore_index = kIgnored;
   a.scale = 1.0f, a.label_smoothing = c.smoothing, a.dtype = DC_F32, a.gradient = c.gradient;
@@ -142,6 +144,7 @@ TEST_F(Xent, RefusesWrongArguments) {
   std::vector<float> x(20, 1.0f), loss(2, 5.0f);
   std::vector<int64_t> labels = {1, 9};
   dc_xent_args good = {};
+  good.struct_size = sizeof good;
   good.logits = x.data(), good.labels = labels.data(), good.loss = loss.data(), good.rows = 2,
   good.classes = good.stride = 10;
   good.ignore_index = kIgnored, good.scale = 1.0f, good.gradient = 1;

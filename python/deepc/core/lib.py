@@ -37,6 +37,14 @@ class Sized(ctypes.Structure):
     def __init__(self, **fields: Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
+    @classmethod
+    def array(cls, n: int) -> Any:
+        """A ctypes array of n of them; its items are not made by __init__."""
+        items = (cls * n)()
+        for item in items:
+            item.struct_size = ctypes.sizeof(cls)
+        return items
+
 
 class CommConfig(Sized):
     _fields_ = [
@@ -155,8 +163,9 @@ class ReducerConfig(Sized):
     ]
 
 
-class AdamWArgs(ctypes.Structure):
+class AdamWArgs(Sized):
     _fields_ = [
+        ("struct_size", c_size_t),
         ("param", c_void_p),
         ("grad", c_void_p),
         ("exp_avg", c_void_p),
@@ -176,7 +185,6 @@ class AdamWArgs(ctypes.Structure):
         ("state_dtype", c_int32),
         ("lowp_dtype", c_int32),
         ("flags", c_int32),
-        ("reserved", c_int32),
     ]
 
 

@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         target = st.flat_host if st.flat_host is not None else st.flat
         if st.state_device.type != "cpu":
             return
-        self._args = (AdamWArgs * max(1, len(self._runs)))()
+        self._args = AdamWArgs.array(max(1, len(self._runs)))
         for a, (g, flat, own, n) in zip(self._args, self._runs):
             master, lowp = st.master, st.master is not None
             direct = (
