@@ -138,6 +138,21 @@ void dc__arena_unmap(dc__map *m) {
 }
 
 /* ---- the arena of a communicator --------------------------------------------------------------------------------- */
+int dc__slots_check(int32_t slots, int64_t slot_bytes) {
+  if (slot_bytes <= 0 || slot_bytes % 4096 || slot_bytes > ((int64_t)1 << 40))
+    return DC_FAIL(DC_E_INVALID, "slot_bytes %lld: expected a positive multiple of 4096", (long long)slot_bytes);
+  if (slots < 2 || slots > 1024) return DC_FAIL(DC_E_INVALID, "slots %d: expected 2 to 1024", slots);
+  return DC_OK;
+}
+
+void dc__slots_set(dc_comm *c, int32_t size, int32_t slots, int64_t slot_bytes) {
+  c->size = size;
+  c->slots = slots;
+  c->slot_bytes = slot_bytes;
+  c->slot_stride = slot_bytes + DC__SLOT_COLOR;
+  c->cells = slots > DC__CELLS ? slots : DC__CELLS;
+}
+
 static int64_t arena_header_bytes(const dc_comm *c) {
   int64_t n = (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size +
               (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
@@ -156,6 +171,19 @@ int64_t dc__stage_end(const dc_comm *c) {
 int64_t dc__stage_bytes(const dc_comm *c) {
   int64_t n = dc__stage_end(c) + dc__p2p_bytes(c->size);
   return dc__round_up(n, dc__arena_huge(n) ? (int64_t)DC_HUGE_PAGE : 4096);
+}
+
+int dc_comm_bytes(int32_t size, int32_t slots, int64_t slot_bytes, int64_t *bytes) {
+  if (!bytes) return DC_FAIL(DC_E_INVALID, "bytes is NULL; pass the address of an int64_t");
+  if (size < 1 || size > DC_COMM_MAX_RANKS)
+    return DC_FAIL(DC_E_INVALID, "size %d: expected 1 to %d ranks", size, DC_COMM_MAX_RANKS);
+  DC_TRY(dc__slots_check(slots, slot_bytes));
+  dc_comm *c = calloc(1, sizeof *c); /* too large for a stack */
+  if (!c) return DC_FAIL(DC_E_NOMEM, "%zu bytes", sizeof *c);
+  dc__slots_set(c, size, slots, slot_bytes);
+  *bytes = dc__stage_bytes(c);
+  free(c);
+  return DC_OK;
 }
 
 int dc__stage_map(dc_comm *c, int fd, int64_t bytes, bool first) {

@@ -49,6 +49,9 @@ typedef struct dc_comm_config {
 
 /* Joins the group. Collective. *out is owned: dc_comm_close. */
 DC_API int dc_comm_open(const dc_comm_config *config, dc_comm **out);
+/* *bytes: the shared memory of a communicator of `size` ranks with so many slots, once per group, however many ranks
+ * map it. Opens nothing. DC_E_INVALID for what dc_comm_open refuses. */
+DC_API int dc_comm_bytes(int32_t size, int32_t slots, int64_t slot_bytes, int64_t *bytes);
 /* Leaves. Not collective; after a normal close peers that still wait see DC_E_PEER_DIED with "left the group". NULL is
  * fine. */
 DC_API int dc_comm_close(dc_comm *c);

@@ -72,9 +72,7 @@ static int open_check(const dc_comm_config *k) {
     return DC_FAIL(DC_E_INVALID, "the address has %zu bytes: expected 1 to %d", n, DC__ADDRESS);
   if (k->timeout_ms <= 0 || k->timeout_ms > INT64_MAX / 2000000)
     return DC_FAIL(DC_E_INVALID, "timeout_ms %lld", (long long)k->timeout_ms);
-  if (k->slot_bytes <= 0 || k->slot_bytes % 4096 || k->slot_bytes > ((int64_t)1 << 40))
-    return DC_FAIL(DC_E_INVALID, "slot_bytes %lld: expected a positive multiple of 4096", (long long)k->slot_bytes);
-  if (k->slots < 2 || k->slots > 1024) return DC_FAIL(DC_E_INVALID, "slots %d: expected 2 to 1024", k->slots);
+  DC_TRY(dc__slots_check(k->slots, k->slot_bytes));
   if (k->flags) return DC_FAIL(DC_E_INVALID, "flags %d: none is defined", k->flags);
   return DC_OK;
 }
@@ -113,10 +111,7 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   dc_comm *c = calloc(1, sizeof *c);
   if (!c) return DC_FAIL(DC_E_NOMEM, "%zu bytes", sizeof *c);
   c->rank = k->rank;
-  c->size = k->size;
-  c->slots = k->slots;
-  c->slot_bytes = k->slot_bytes;
-  c->slot_stride = k->slot_bytes + DC__SLOT_COLOR;
+  dc__slots_set(c, k->size, k->slots, k->slot_bytes);
   c->timeout_ns = k->timeout_ms * 1000000;
   c->look_ns = dc__now_ns();
   c->fork_mark = dc__fork_mark();
@@ -125,7 +120,6 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
     c->pidfd[r] = -1;
     c->global_rank[r] = k->global_rank && r < k->size ? k->global_rank[r] : r;
   }
-  c->cells = k->slots > DC__CELLS ? k->slots : DC__CELLS;
   dc__counts_attach(&c->counts);
   c->fences = true; /* until all ranks have agreed on membarrier */
   c->shown = calloc((size_t)c->cells, sizeof *c->shown);

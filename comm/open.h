@@ -23,6 +23,9 @@ int dc__arena_memfd_check(int fd, int64_t bytes);
 /* Maps it and faults it in; `first`: before any peer. */
 int dc__arena_map(int fd, int64_t bytes, bool first, dc__map *map);
 void dc__arena_unmap(dc__map *map);
+/* What an arena's layout is made of: DC_E_INVALID if it can't be, and c's fields from it. */
+int dc__slots_check(int32_t slots, int64_t slot_bytes);
+void dc__slots_set(dc_comm *c, int32_t size, int32_t slots, int64_t slot_bytes);
 /* Where the messages' area begins, and the whole arena. */
 int64_t dc__stage_end(const dc_comm *c);
 int64_t dc__stage_bytes(const dc_comm *c);

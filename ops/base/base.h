@@ -116,6 +116,9 @@ DC_API int dc_num_threads(void);
  * by the caller: dc_mem_free(ptr). DC_E_NOMEM names the size and what is available; the limit of the cgroup path and
  * MemAvailable are read first, because the kernel kills instead of failing. bytes == 0 gives a valid pointer. */
 DC_API int dc_mem_alloc(size_t bytes, int color, void **ptr);
+/* *taken: what dc_mem_alloc(bytes, color) takes of the machine's memory. Allocates nothing. DC_E_INVALID: color, taken.
+ */
+DC_API int dc_mem_alloc_bytes(size_t bytes, int color, size_t *taken);
 /* NULL is allowed. DC_E_INVALID for a pointer that is not from dc_mem_alloc, and for a second free. */
 DC_API int dc_mem_free(void *ptr);
 /* Bytes that can still be allocated: min over cgroup (v1 and v2, whole path) of limit - usage, and MemAvailable. */
@@ -153,6 +156,9 @@ typedef struct dc_lease dc_lease;
 /* *at: the start of `bytes` that read as zeros, on cache lines, with a color as in dc_mem_alloc. *out is owned by the
  * caller: dc_lease_close. DC_E_NOMEM: no addresses are left. */
 DC_API int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at);
+/* How dc_lease_open(bytes, color) would lay its range out: the user's bytes begin at *begin, and memory comes and goes
+ * in pieces of *piece bytes, from 0 on. DC_E_INVALID: color, begin or piece; DC_E_NOMEM as there. */
+DC_API int dc_lease_layout(size_t bytes, int color, size_t *begin, size_t *piece);
 /* [offset, offset + bytes) has memory until dc_lease_end. What it holds where it had none is anything: write it before
  * it is read. Where the kernel can't move pages (before Linux 5.7) or the heap is not there, the range gets memory of
  * its own and keeps it. DC_E_INVALID outside of the range. */

@@ -51,20 +51,33 @@ static bool move(char *from, char *to, size_t bytes) {
 
 static size_t length_of(const dc_lease *l) { return (size_t)l->pieces * l->piece; }
 
-int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
-  bool huge = true;
-  if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_lease_open: out or at is NULL; pass their addresses");
+static size_t pages_of(size_t begin, size_t bytes) {
+  size_t pages = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
+  return pages ? pages : 1;
+}
+
+int dc_lease_layout(size_t bytes, int color, size_t *begin, size_t *piece) {
+  if (!begin || !piece) return DC_FAIL(DC_E_INVALID, "the lease's begin or piece is NULL; pass their addresses");
   if (color < 0 || color >= DC__COLORS)
     return DC_FAIL(DC_E_INVALID, "dc_lease_open: color is %d; expected 0 to %d", color, DC__COLORS - 1);
   if (bytes > SIZE_MAX / 4)
     return DC_FAIL(DC_E_NOMEM, "dc_lease_open: %zu bytes are more than there are addresses", bytes);
+  *begin = (size_t)color * DC__COLOR_STEP;
+  *piece = (pages_of(*begin, bytes) + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
+  return DC_OK;
+}
+
+int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
+  bool huge = true;
+  size_t begin, piece;
+  if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_lease_open: out or at is NULL; pass their addresses");
+  DC_TRY(dc_lease_layout(bytes, color, &begin, &piece));
   DC_TRY(dc__env_switch("DEEPC_HUGEPAGES", true, &huge));
-  size_t begin = (size_t)color * DC__COLOR_STEP, pages = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
-  if (!pages) pages = 1;
+  size_t pages = pages_of(begin, bytes);
   dc_lease *l = calloc(1, sizeof *l);
   if (!l) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no memory for the lease itself");
   l->begin = begin, l->bytes = bytes, l->moves = true;
-  l->piece = (pages + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
+  l->piece = piece;
   l->pieces = (int64_t)((pages * DC_HUGE_PAGE + l->piece - 1) / l->piece);
   l->from = calloc((size_t)l->pieces, sizeof *l->from);
   l->base = l->from ? dc__map_aligned(length_of(l), MAP_NORESERVE) : NULL;

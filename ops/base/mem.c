@@ -149,13 +149,21 @@ static int check_available(size_t bytes, size_t length) {
   return DC_OK;
 }
 
+static size_t large_length(size_t bytes, size_t offset) {
+  return (offset + bytes + DC_HUGE_PAGE - 1) & ~(DC_HUGE_PAGE - 1);
+}
+
+static size_t small_length(size_t bytes) {
+  return bytes ? (bytes + CACHE_LINE - 1) & ~(size_t)(CACHE_LINE - 1) : CACHE_LINE;
+}
+
 static int alloc_large(size_t bytes, size_t offset, void **ptr) {
   bool huge = true;
   DC_TRY(dc__env_switch("DEEPC_HUGEPAGES", true, &huge));
   if (bytes > (size_t)PTRDIFF_MAX - 4 * DC_HUGE_PAGE)
     return DC_FAIL(DC_E_NOMEM, "asked for %zu bytes, more than an address space holds; check the size for an overflow",
                    bytes);
-  size_t length = (offset + bytes + DC_HUGE_PAGE - 1) & ~(DC_HUGE_PAGE - 1);
+  size_t length = large_length(bytes, offset);
   DC_TRY(check_available(bytes, length));
   char *base = dc__map_aligned(length, 0);
   if (!base)
@@ -175,7 +183,7 @@ static int alloc_large(size_t bytes, size_t offset, void **ptr) {
 }
 
 static int alloc_small(size_t bytes, void **ptr) {
-  size_t length = bytes ? (bytes + CACHE_LINE - 1) & ~(size_t)(CACHE_LINE - 1) : CACHE_LINE;
+  size_t length = small_length(bytes);
   void *base = aligned_alloc(CACHE_LINE, length);
   if (!base) return DC_FAIL(DC_E_NOMEM, "the heap has no %zu bytes", bytes);
   memset(base, 0, length);
@@ -192,6 +200,14 @@ int dc_mem_alloc(size_t bytes, int color, void **ptr) {
   if (color < 0 || color >= DC__COLORS)
     return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, DC__COLORS - 1);
   return bytes < small_limit ? alloc_small(bytes, ptr) : alloc_large(bytes, (size_t)color * DC__COLOR_STEP, ptr);
+}
+
+int dc_mem_alloc_bytes(size_t bytes, int color, size_t *taken) {
+  if (!taken) return DC_FAIL(DC_E_INVALID, "taken is NULL; pass the address of a size_t");
+  if (color < 0 || color >= DC__COLORS)
+    return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, DC__COLORS - 1);
+  *taken = bytes < small_limit ? small_length(bytes) : large_length(bytes, (size_t)color * DC__COLOR_STEP);
+  return DC_OK;
 }
 
 int dc_mem_free(void *ptr) {

@@ -11,7 +11,6 @@ from .foreign import patches
 from .lib import C, HeapStats, call
 from .ops import use_heap
 
-COLOR_STEP = 4096 + 256  # bytes between the starts of two colors (DC__COLOR_STEP)
 # Arrays that are walked together start at different places within 2 MiB (ops/base/base.h): each has a color of its own.
 COLORS = {
     "params": 0,

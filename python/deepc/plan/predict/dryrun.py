@@ -31,7 +31,7 @@ import torch
 
 from ...core import memory
 from ...core.foreign import patches, private
-from ...core.lib import C
+from ...core.lib import C, call
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -410,13 +410,13 @@ class _Accumulators:
     (state.leases_gradients)."""
 
     _FIRST_KEY = -(1 << 40)
-    _MOST_PIECES = 8192  # ops/base/lease.c
 
     def __init__(self, heap: ShadowHeap, layout: Layout, own_all: bool, color: int) -> None:
         self._heap, self._slice = heap, layout.bucket_elems // (1 if own_all else layout.world) * 4
         self._bytes = (layout.total if own_all else layout.shard_elems) * 4
-        self._begin = color * memory.COLOR_STEP
-        self._piece = max(1, -(-(self._begin + self._bytes) // THP_BYTES // self._MOST_PIECES)) * THP_BYTES
+        begin, piece = ctypes.c_size_t(), ctypes.c_size_t()
+        call("dc_lease_layout", self._bytes, color, ctypes.byref(begin), ctypes.byref(piece))
+        self._begin, self._piece = begin.value, piece.value
         self._held: set[int] = set()
         self._buckets = range(layout.nbuckets)
 

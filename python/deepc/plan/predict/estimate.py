@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 from ...config.rules import default_optimizer
 from ...config.tree import Config
 from ...core import memory
+from ...core.lib import call
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import check_optimizer, make_optimizer, moments_of, takes_core_path, twin_over
@@ -41,9 +43,9 @@ if TYPE_CHECKING:
     OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]  # noqa: UP007
     Named = Sequence[tuple[str, torch.nn.Parameter]]
 
-ACC_COLOR = 1  # of the accumulators, as in state.py
 MIB, GIB = 2.0**20, 2.0**30
 HUGE_PAGE = 2 << 20
+PAGE = 4096
 CODE_BYTES = (
     33 << 20
     # libraries' pages (17 MiB) and buffers that torch, oneDNN and MKL keep, first touched by a training step (measured,
@@ -169,9 +171,11 @@ class MemoryEstimate:
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
-def _block(nbytes: int, color: int) -> int:
-    """What dc_mem_alloc takes for a state array: whole huge pages from 1 MiB on."""
-    return nbytes if nbytes < 1 << 20 else _round(nbytes + color * memory.COLOR_STEP, HUGE_PAGE)
+def _block(nbytes: int, color: str) -> int:
+    """What a state array takes of the machine's memory; `color` is its name in memory.COLORS."""
+    taken = ctypes.c_size_t()
+    call("dc_mem_alloc_bytes", nbytes, memory.COLORS[color], ctypes.byref(taken))
+    return taken.value if nbytes else 0
 
 
 def _round(n: int, to: int) -> int:
@@ -179,12 +183,10 @@ def _round(n: int, to: int) -> int:
 
 
 def _comm_bytes(ranks: int, slot_bytes: int, slots: int) -> int:
-    """Shared memory of one communicator (comm/arena.c): staging slots, small slots, the area of messages."""
-    pair = 2048
-    while pair * 2 <= (4 << 20) // (ranks * ranks) and pair < 128 << 10:
-        pair *= 2
-    n = ranks * (slots * (_round(slot_bytes, 4096) + 4352) + 16 * 16576 + 64 * 192) + pair * ranks * ranks + 16384
-    return _round(n, HUGE_PAGE) if n >= HUGE_PAGE else _round(n, 4096)
+    """Shared memory of one communicator."""
+    found = ctypes.c_int64()
+    call("dc_comm_bytes", ranks, slots, _round(slot_bytes, PAGE), ctypes.byref(found))
+    return found.value
 
 
 def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False) -> tuple[list[Row], int]:
@@ -205,21 +207,21 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
     else:
         put(
             "parameters",
-            _block((plan.layout.shard_elems if plan.sharded else plan.layout.total) * item, 0),
+            _block((plan.layout.shard_elems if plan.sharded else plan.layout.total) * item, "params"),
             host=in_host,
         )
     states_in_host = in_host or host_states
     if leased:
         put("gradients (fp32) of the tree of micro-batches", b["grads_private"] - plan.owned_elems * 4, host=True)
     else:
-        put("gradients (fp32)", _block(b["grads_private"], ACC_COLOR), host=states_in_host)
+        put("gradients (fp32)", _block(b["grads_private"], "acc"), host=states_in_host)
     put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
     if plan.has_master:
-        put("fp32 masters", _block(b["master_private"], 4), host=states_in_host)
+        put("fp32 masters", _block(b["master_private"], "master"), host=states_in_host)
     if host_states and gpu:
-        put("parameters on their way to the device", _block(plan.layout.total * item, 6), host=True)
+        put("parameters on their way to the device", _block(plan.layout.total * item, "lowp"), host=True)
     early = sum(r.host for r in rows)
-    for _, color in zip(range(moments), (2, 3, 5)):
+    for _, color in zip(range(moments), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")):
         put("optimizer states", _block(plan.owned_elems * 4, color), host=states_in_host)
     put("on the way between nodes", b["exchange_private"], host=in_host)
     if plan.transport in ("node", "nodes"):
@@ -512,7 +514,7 @@ def predict(
             slots=SLOTS if plan.world > 1 else 0,
             own_all=plan.own_all,
             leases=gas == 1 and plan.core_reduces,
-            acc_color=ACC_COLOR,
+            acc_color=memory.COLORS["acc"],
             accumulation=gas if gas <= 4 else 4,
             steps=steps,
             update=update,
