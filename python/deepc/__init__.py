@@ -7,10 +7,8 @@ loss = engine(x); engine.backward(loss); engine.step()
 from __future__ import annotations
 
 import importlib
-import logging
 import os
-import sys
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from .core import env
 from .core.foreign import patches
@@ -27,7 +25,10 @@ from .comm.start import init_distributed
 from .compat import hf as _hf
 from .compat.helpers import safe as utils
 from .compat.runtime import parameters as _parameters
-from .core import ops  # noqa: F401
+from .core import (
+    ops,  # noqa: F401
+    speak,
+)
 from .core.lib import VERSION, counters
 from .engine.access import view
 from .engine.serve.export import export
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
 
     from . import checkpoint  # noqa: F401
     from .engine.averages import EMA
+    from .engine.build import OptimizerLike
     from .engine.data import TimedLoader
-    from .engine.engine import Engine, OptimizerLike
+    from .engine.engine import Engine
     from .launch import notebook
     from .optim.schedules import Scheduler
     from .zero.step.update import ShardedOptimizer
@@ -81,14 +83,7 @@ register_backend()
 _parameters.install()
 zero.init.around_init(_hf.loads_one_by_one)
 
-_log = logging.getLogger("deepc")
-if not _log.handlers:
-    _handler = logging.StreamHandler(sys.stderr)
-    _handler.setFormatter(logging.Formatter("deepc: %(message)s"))
-    _log.addHandler(_handler)
-    _log.setLevel(env.text("DEEPC_LOG_LEVEL"))
-    _log.propagate = False
-    patches.applied("logging")
+_log = speak.set_up()
 
 
 @overload
@@ -182,88 +177,33 @@ def initialize(
     training_data: a Dataset; collate_fn: for its DataLoader. sample_batch: one rank's micro-batch, passed as in
     model(*batch) or model(**batch); with it the peak memory is predicted, activations included (deepc.estimate),
     printed, and refused if the node has not so much left. loss_fn(output, batch): its loss, where the model's output is
-    none.
+    none. distributed_port: of the meeting of ranks that mpirun or srun started. dist_init_required: False says that
+    torch.distributed is initialised already; else it is made so if it is not. mpu: UnsupportedError.
 
     Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong
     configuration, OutOfMemoryError before anything is allocated if the plan does not fit."""
+    from . import observe
+    from .engine import build
     from .engine.engine import Engine
 
-    return _initialize(
+    return build.initialize(
         Engine,
+        watchers=(observe.watch,),
         args=args,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
         mpu=mpu,
+        dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=config if config is not None else config_params,
         device=device,
         sample_batch=sample_batch,
         loss_fn=loss_fn,
     )
-
-
-_E = TypeVar("_E", bound="Engine")
-
-
-def _initialize(
-    kind: type[_E],
-    *,
-    args: Any,
-    model: Any,
-    optimizer: Any,
-    model_parameters: Any,
-    training_data: Any,
-    lr_scheduler: Any,
-    mpu: Any,
-    collate_fn: Any,
-    config: Any,
-    device: Any = None,
-    sample_batch: Any = None,
-    loss_fn: Any = None,
-) -> tuple[_E, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
-    """initialize, with the engine's class (deepc.compat has its own)."""
-    import torch
-    import torch.distributed as dist
-
-    from .comm import start as comm
-    from .config.tree import Config
-    from .errors import ArgumentError, ConfigError, UnsupportedError
-
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
-    if mpu is not None:
-        raise UnsupportedError("mpu= (Megatron model parallelism) does not exist in deepc yet; see docs/status.md")
-    source = config
-    if source is None and args is not None:
-        source = getattr(args, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError(
-            "no configuration: pass config= (a DeepSpeed JSON path or dict), or args with deepspeed_config"
-        )
-    init_distributed()
-    device = torch.device(device) if device is not None else comm.default_device()
-    parsed = Config.load(source, world_size=dist.get_world_size(), device_type=device.type)
-    parsed.require_resolved()
-    if parsed.log_level:
-        _log.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
-    if device.type != "cpu":
-        model.to(device)
-    engine = kind(
-        model,
-        parsed,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        training_data=training_data,
-        collate_fn=collate_fn,
-        device=device,
-        sample_batch=sample_batch,
-        loss_fn=loss_fn,
-    )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 _LATER = {"EMA": ("engine.averages", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}

@@ -35,9 +35,7 @@ class Off:
     def _nothing(self, *_: object) -> None:
         pass
 
-    forward_begins = forward_ends = backward_begins = backward_ends = micro_step_ends = step_begins = step_ends = (
-        put_loss
-    ) = take = discard = close = note = _nothing
+    begin = end = put = take = close = note = log = _nothing
 
 
 def alone(meter, engine, batch, calls: int = 400) -> float:
@@ -50,17 +48,24 @@ def alone(meter, engine, batch, calls: int = 400) -> float:
     rows = torch.tensor([meter.row()] * engine.world_size, dtype=torch.float64)
     began = time.thread_time()
     for _ in range(calls):
-        meter.forward_begins((), batch)
-        meter.forward_ends(loss)
-        meter.backward_begins()
-        meter.backward_ends(loss)
-        meter.step_begins()
+        meter.begin("forward", 0, ((), batch))
+        meter.end("forward", 0, loss)
+        meter.begin("backward", 0, loss)
+        meter.end("backward", 0, loss)
+        meter.begin("step", 0, None)
         meter.row()
-        meter.put_loss(rows[0])
+        meter.put(rows[0])
         meter.take(rows)
-        meter.micro_step_ends()
-        meter.step_ends(result)
+        meter.end("step", 0, result)
     return 1e6 * (time.thread_time() - began) / calls
+
+
+def put_in(engine, meter) -> None:
+    """`meter` in the place of the engine's."""
+    was, engine.monitor = engine.monitor, meter
+    engine.events.drop(was)
+    engine.events.add(meter)
+    engine.norm_riders[:] = [meter if rider is was else rider for rider in engine.norm_riders]
 
 
 def measure(model: str, rounds: int, folder: str) -> None:
@@ -90,7 +95,7 @@ def measure(model: str, rounds: int, folder: str) -> None:
     own: dict[str, list[float]] = {n: [] for n in contenders}
     for r in range(-1, rounds):
         for name, meter in contenders.items():
-            engine.monitor = meter
+            put_in(engine, meter)
             burst(1)
             took = burst(STEPS[model])
             cost = alone(meter, engine, batch)
@@ -112,7 +117,7 @@ def measure(model: str, rounds: int, folder: str) -> None:
             )
     for name in ("line", "files"):
         contenders[name].close()
-    engine.monitor = contenders["off"]
+    put_in(engine, contenders["off"])
     engine.destroy()
 
 

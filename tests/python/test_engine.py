@@ -542,15 +542,10 @@ def test_data_loader_and_defaults(caplog):
 
     import deepc
 
-    log = logging.getLogger("deepc")
-    log.propagate = True
-    try:
-        with caplog.at_level(logging.INFO, "deepc"):
-            cfg = {"train_batch_size": 4, "gradient_clipping": 1.0}
-            data = torch.utils.data.TensorDataset(*tiny.make_batch(0, 12))
-            engine, optimizer, loader, _ = deepc.initialize(model=tiny.make_model(), config=cfg, training_data=data)
-    finally:
-        log.propagate = False
+    with caplog.at_level(logging.INFO, "deepc"):
+        cfg = {"train_batch_size": 4, "gradient_clipping": 1.0}
+        data = torch.utils.data.TensorDataset(*tiny.make_batch(0, 12))
+        engine, optimizer, loader, _ = deepc.initialize(model=tiny.make_model(), config=cfg, training_data=data)
     assert "no optimizer in the config" in caplog.text and "0.001" in caplog.text
     group = optimizer.param_groups[0]
     assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 1e-8, 0.0)

@@ -541,3 +541,28 @@ def test_the_comms_loggers_tables_are_deepspeeds():
     ):
         assert [line.rstrip() for line in ours.splitlines()] == [line.rstrip() for line in theirs.splitlines()]
         assert our_keys == their_keys
+
+
+def test_a_later_patch_of_the_loaders_stays():
+    """Who patched DataLoader's iterators after the timeline keeps the patch when it ends."""
+    from deepc.observe.profile.timeline import Recorder
+
+    cls = torch.utils.data.dataloader._BaseDataLoaderIter
+    before = cls.__next__
+    recorder = Recorder(memory_ms=0)
+    recorder.start()
+    ours, seen = cls.__next__, []
+
+    def theirs(it):
+        seen.append(it)
+        return ours(it)
+
+    cls.__next__ = theirs
+    try:
+        recorder.stop()
+        assert cls.__next__ is theirs
+        events = len(recorder.events)
+        assert len(list(torch.utils.data.DataLoader(range(4)))) == 4
+        assert seen and len(recorder.events) == events  # what they call of ours does nothing any more
+    finally:
+        cls.__next__ = before

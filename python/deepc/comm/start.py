@@ -25,12 +25,15 @@ def init_distributed(
     init_method: str | None = None,
     rank: int = -1,
     world_size: int = -1,
-    **ignored: Any,
+    distributed_port: int | None = None,
 ) -> None:
     """Initialises torch.distributed unless it is. Under a launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set:
     torchrun, deepc run; or what srun and mpirun set) with those ranks; else one process. dist_backend: default "deepc"
-    (shared memory on CPU, NCCL beneath it on GPU).
+    (shared memory on CPU, NCCL beneath it on GPU). distributed_port: where ranks that mpirun or srun started meet;
+    ConfigError if MASTER_PORT, which a launcher sets, names another.
     """
+    if not dist.is_initialized():
+        _take_port(distributed_port)
     _adopt_place()
     if dist.is_initialized():
         return
@@ -53,6 +56,19 @@ def init_distributed(
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _take_port(port: int | None) -> None:
+    """MASTER_PORT is `port`, if one is asked for."""
+    if port is None:
+        return
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+        raise ConfigError(f"distributed_port={port!r}: it is a port number, 1 to 65535")
+    if os.environ.setdefault("MASTER_PORT", str(port)) != str(port):
+        raise ConfigError(
+            f"distributed_port={port}, and the launcher has set MASTER_PORT={os.environ['MASTER_PORT']}, where the"
+            " other ranks will be; leave distributed_port out, or start the ranks with that port"
+        )
 
 
 def _adopt_place() -> None:

@@ -20,20 +20,19 @@ import torch
 from ..core.foreign import private
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment
+from ..zero import owners
 from ..zero.gathered import GatheredParameters, SharedMemory
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
-    from .engine import Engine
+    from .base import EngineBase
 
 _Pieces = Callable[[Segment], torch.Tensor]
 
 
-def engine_of(p: torch.Tensor) -> Engine | None:
+def engine_of(p: torch.Tensor) -> EngineBase | None:
     """The engine that trains `p`, or None."""
-    from .engine import _owner_of
-
-    return _owner_of.get(id(p))
+    return owners.trainer(p)
 
 
 def view(p: torch.Tensor) -> View:
@@ -53,7 +52,7 @@ class View:
     that it owns. All collective.
     """
 
-    def __init__(self, engine: Engine, p: torch.Tensor) -> None:
+    def __init__(self, engine: EngineBase, p: torch.Tensor) -> None:
         self._access = _Access(engine, p)
         self.param, self.name = p, engine.state.names[self._access.index]
         self.state, self.local = States(self._access), Local(self._access)
@@ -79,11 +78,11 @@ class View:
         What no_sync() left on the ranks is reduced for it. Assigning: between backward and step; the step uses it, its
         norm and clipping too.
         """
-        return self._access.grad(self._access.engine._unit())
+        return self._access.grad(self._access.engine.gradient_unit())
 
     @grad.setter
     def grad(self, value: torch.Tensor) -> None:
-        self._access.set_grad(value, self._access.engine._unit())
+        self._access.set_grad(value, self._access.engine.gradient_unit())
 
     def __repr__(self) -> str:
         dtype = self._access.engine.plan.dtype.name
@@ -141,11 +140,11 @@ class Local:
     def grad(self) -> torch.Tensor | None:
         """As View.grad; None outside of backward .. step. Over several nodes at stage 0, where sums are completed when
         someone looks, collective."""
-        return self._access.local_grad(self._access.engine._unit())
+        return self._access.local_grad(self._access.engine.gradient_unit())
 
     @grad.setter
     def grad(self, value: torch.Tensor) -> None:
-        self._access.set_local_grad(value, self._access.engine._unit())
+        self._access.set_local_grad(value, self._access.engine.gradient_unit())
 
 
 class LocalStates(States):
@@ -161,7 +160,7 @@ class LocalStates(States):
 class _Access:
     """Reads and writes the states of one parameter. `mine`: this rank's segments of it, in the parameter's order."""
 
-    def __init__(self, engine: Engine, p: torch.Tensor) -> None:
+    def __init__(self, engine: EngineBase, p: torch.Tensor) -> None:
         self.engine, self.param = engine, p
         self.index: int = next((i for i, q in enumerate(engine.state.trained) if q is p), -1)
         if self.index < 0:
@@ -248,17 +247,17 @@ class _Access:
 
     def _write_fp32(self, write: Callable[[], None]) -> None:
         engine = self.engine
-        engine._verify_checksums()
+        engine.guard.verify()
         engine.group.barrier()  # nobody reads the old values any more
         write()
         if engine.plan.parameters_as:  # quantised blocks are made of whole shards
             strays = [i for i in engine.state.changed() if i != self.index]
-            engine._publish()
+            engine.guard.publish()
             for i in strays:
                 engine.state.versions[i] -= 1  # still to be seen at the step
             return
         engine.state.follow(self.index)
-        engine._remember_checksums()
+        engine.guard.remember()
 
     # ---- gradient ----------------------------------------------------------------------------------------------------
     def _grad_piece(self, s: Segment) -> torch.Tensor:
@@ -275,7 +274,7 @@ class _Access:
 
     def _take_left_behind(self) -> None:
         self._outside_of_backward()
-        self.engine._take_left_behind()
+        self.engine.hooks.take_left_behind(self.engine.group)
 
     def _outside_of_backward(self) -> None:
         if private.graph_task_id() != -1:
@@ -369,7 +368,7 @@ class _Access:
 
 
 # ---- the model's values, for saving ----------------------------------------------------------------------------------
-def module_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+def module_state_dict(engine: EngineBase, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
     """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its
     tensors are the model's own memory (of released parameters: copies). Collective."""
     engine.group.barrier()  # other ranks' updates are complete
@@ -382,7 +381,9 @@ def module_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -
     return out
 
 
-def consolidated_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+def consolidated_state_dict(
+    engine: EngineBase, exclude_frozen_parameters: bool = False
+) -> dict[str, torch.Tensor] | None:
     """module_state_dict on the CPU on rank 0, None on the others. Collective."""
     whole = module_state_dict(engine, exclude_frozen_parameters)
     if engine.global_rank != 0:
@@ -390,7 +391,7 @@ def consolidated_state_dict(engine: Engine, exclude_frozen_parameters: bool = Fa
     return type(whole)((n, t.detach().cpu() if isinstance(t, torch.Tensor) else t) for n, t in whole.items())
 
 
-def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: bool) -> None:
+def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], strict: bool) -> None:
     """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that
     no rank makes a copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
     params = [*engine.state.trained, *(p for _, p in engine.state.frozen)]
@@ -398,9 +399,9 @@ def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: b
         with GatheredParameters(params, modifier_rank=0):
             engine.module.load_state_dict(state_dict, strict=strict)
         if engine.plan.stage < 3:
-            engine._parameters_modified(params)
+            engine.guard.modified(params)
         return
-    engine._raise_stray_writes()
+    engine.guard.refuse_writes()
     whole = SharedMemory(engine.group, params, 0, copies=False)
     whole.begin()
     error: Exception | None = None
@@ -413,7 +414,7 @@ def load_module_state_dict(engine: Engine, state_dict: dict[str, Any], strict: b
     except Exception as exc:
         error = exc
     whole.end()
-    engine._parameters_modified(params)
+    engine.guard.modified(params)
     _raise_everywhere(engine.group, error)
 
 

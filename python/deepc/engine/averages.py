@@ -33,7 +33,7 @@ from .access import _Access
 if TYPE_CHECKING:
     from ..comm.groups import MemoryGroup
     from ..zero.step.nodes import NodesReducer
-    from .engine import Engine
+    from .base import EngineBase
 
 _CHUNK = 1 << 18  # elements that are swapped at a time
 
@@ -47,7 +47,7 @@ class EMA:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineBase,
         decay: float | Callable[[int], float] = 0.999,
         *,
         as_module: bool = False,
@@ -166,8 +166,8 @@ class EMA:
         engine = self.engine
         if engine.hooks.blocked:
             raise DeepcError(f"applied() of average '{self.label}' inside another: leave that first")
-        engine._raise_stray_writes()
-        engine._take_in_writes()
+        engine.guard.refuse_writes()
+        engine.guard.take_in_writes()
         self._swap()
         self._inside = True
         engine.hooks.blocked = (
@@ -198,7 +198,7 @@ class EMA:
                     state.flat_host[flat : flat + n].copy_(state.master[shard : shard + n])
             elif state.flat_host is not None:
                 state.flat[flat : flat + n].copy_(state.flat_host[flat : flat + n])
-        engine._publish()
+        engine.guard.publish()
 
     # ---- a model of its own ------------------------------------------------------------------------------------------
     @property
@@ -257,12 +257,10 @@ class EMA:
         """Before the module's memory is written: nobody reads it any more, and nobody has written it. Collective with
         as_module."""
         if self._module is None:
-            if self.engine.plan.stage < 3:
-                self.engine._take_in_writes()
+            self.engine.guard.take_in_writes()
             return
         stray = next((i for i, (p, v) in enumerate(zip(self._params, self._versions)) if p._version != v), -1)
-        if self.engine.plan.stage < 3:
-            self.engine._take_in_writes()
+        self.engine.guard.take_in_writes()
         for rank, i in enumerate(
             self.engine.group.gather_all(torch.tensor([stray], dtype=torch.int64)).view(-1).tolist()
         ):
@@ -294,7 +292,7 @@ class EMA:
         for mine, live in zip(self._module.buffers(), engine.module.buffers()):
             mine.copy_(live)
 
-    # ---- checkpoints: engine_io.py -----------------------------------------------------------------------------------
+    # ---- checkpoints: saving.py -----------------------------------------------------------------------------------
     def loaded(self, updates: int) -> None:
         """After the checkpoint's values were put into the pieces. Collective with as_module."""
         self.updates, self._seen = updates, self._applied_steps()

@@ -1,10 +1,10 @@
-"""The DataLoader that deepc.initialize returns: torch's, with the time that next() takes counted as waiting for
-data."""
+"""Data on its way into the model: the DataLoader that deepc.initialize returns (torch's, with the time that next()
+takes counted as waiting for data), and the cast of inputs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,3 +43,46 @@ class TimedLoader(torch.utils.data.DataLoader[Any]):
         inner = super().__iter__()
         waits.add("data", time.perf_counter() - began)  # workers start here
         return _TimedIterator(inner)
+
+
+def make_loader(
+    data: Any,
+    collate_fn: Callable[..., Any] | None,
+    *,
+    micro_batch: int | None,
+    drop_last: bool,
+    world: int,
+    rank: int,
+    make_sampler: Callable[[Any], torch.utils.data.Sampler[list[int]] | None],
+) -> TimedLoader | None:
+    """Micro-batches of this rank's part of `data`, a Dataset; None of None. A stream (IterableDataset) is cut by
+    itself; anything else is dealt to the ranks by make_sampler(data), or shuffled where that gives None."""
+    if data is None:
+        return None
+    stream = isinstance(data, torch.utils.data.IterableDataset)
+    if not stream and (dealt := make_sampler(data)) is not None:
+        return TimedLoader(data, batch_sampler=dealt, collate_fn=collate_fn)
+    sampler: torch.utils.data.Sampler[int] | None = None
+    if world > 1 and not stream:
+        sampler = torch.utils.data.DistributedSampler(data, world, rank, shuffle=True)
+    return TimedLoader(
+        data,
+        batch_size=micro_batch,
+        sampler=sampler,
+        shuffle=None if stream or sampler is not None else True,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+    )
+
+
+def cast_floats(x: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in nested tuples, lists and dicts, cast."""
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        return x.to(dtype)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(cast_floats(v, dtype) for v in x))
+    if isinstance(x, (list, tuple)):
+        return type(x)(cast_floats(v, dtype) for v in x)
+    if isinstance(x, dict):
+        return {k: cast_floats(v, dtype) for k, v in x.items()}
+    return x

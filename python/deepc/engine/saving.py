@@ -26,18 +26,17 @@ from ..checkpoint.store import (
 )
 from ..core.ops import name_of
 from ..errors import CheckpointError, CheckpointTypeError
-from ..observe import profile
 
 if TYPE_CHECKING:
     from ..plan.layout import Segment
-    from .engine import Engine
-    from .precision import AutoPrecision
+    from .base import EngineBase
+    from .policy import AutomaticPrecision
 
 logger = logging.getLogger("deepc")
 _PLACE_BYTES = 256
 
 
-def _together(engine: Engine, what: str, failure: Exception | None) -> None:
+def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
     """Every rank learns whether some rank failed. Also a barrier."""
     flags = engine.group.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
     if failure is not None:
@@ -49,7 +48,7 @@ def _together(engine: Engine, what: str, failure: Exception | None) -> None:
         )
 
 
-def _agree(engine: Engine, token: str, path: str) -> tuple[str, list[str]]:
+def _agree(engine: EngineBase, token: str, path: str) -> tuple[str, list[str]]:
     """(rank 0's token, where each rank saves: the end of it). Collective."""
     mine = token.encode() + path.encode()[-_PLACE_BYTES:].ljust(_PLACE_BYTES, b"\0")
     rows = [bytes(row) for row in engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
@@ -82,7 +81,7 @@ def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save(
-    engine: Engine,
+    engine: EngineBase,
     directory: str | os.PathLike[str],
     tag: str,
     client_state: dict[str, Any],
@@ -105,28 +104,28 @@ def save(
             directory, str(tag), rank=engine.global_rank, world_size=engine.world_size, token=token
         )
         _add_tensors(engine, writer, exclude_frozen)
-        with profile.span("write shard", "disk"):
+        with engine.events.span("write shard"):
             writer.write({"rng": rng_state()})
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     try:
-        _together(engine, f"saving checkpoint {tag}", failure)
+        together(engine, f"saving checkpoint {tag}", failure)
         if engine.global_rank == 0:
             try:
-                with profile.span("publish checkpoint", "disk"):
+                with engine.events.span("publish checkpoint"):
                     cast(CheckpointWriter, writer).publish(
                         {"client": client_state, "engine": _engine_state(engine)}, latest=latest
                     )
             except Exception as exc:
                 failure = exc if len(set(places)) == 1 else _scattered(places)
-        _together(engine, f"publishing checkpoint {tag}", failure)
+        together(engine, f"publishing checkpoint {tag}", failure)
     except Exception:
         if writer is not None:
             writer.abort()
         raise
 
 
-def save_model(engine: Engine, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
+def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
     """Collective. See Engine.save_16bit_model."""
     failure: Exception | None = None
     if engine.global_rank == 0:
@@ -135,10 +134,10 @@ def save_model(engine: Engine, directory: str | os.PathLike[str], exclude_frozen
             write_model(directory, {n: t for n, t in engine.module.state_dict().items() if n not in frozen})
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
-    _together(engine, "writing the model", failure)
+    together(engine, "writing the model", failure)
 
 
-def _add_tensors(engine: Engine, writer: CheckpointWriter, exclude_frozen: bool) -> None:
+def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
     mine = engine.global_rank == 0
     # At stage 0 every rank has everything: rank 0 writes.
@@ -169,14 +168,14 @@ def _add_tensors(engine: Engine, writer: CheckpointWriter, exclude_frozen: bool)
             writer.add(f"buffer/{name}", _host(b), shape=b.shape)
 
 
-def _averages(engine: Engine) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+def _averages(engine: EngineBase) -> Iterator[tuple[str, Segment, torch.Tensor]]:
     """(label, segment, this rank's part of the average) of each deepc.EMA."""
     for label, average in engine.averages.items():
         for s in engine.plan.segments:
             yield label, s, average.piece(s)
 
 
-def _ties(engine: Engine) -> dict[str, str]:
+def _ties(engine: EngineBase) -> dict[str, str]:
     """Further names of parameters and buffers that modules share -> the name that they are stored under."""
     first: dict[int, str] = {}
     named = [
@@ -186,7 +185,7 @@ def _ties(engine: Engine) -> dict[str, str]:
     return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
 
 
-def _engine_state(engine: Engine) -> dict[str, Any]:
+def _engine_state(engine: EngineBase) -> dict[str, Any]:
     return {
         "ties": _ties(engine),
         "stage": engine.plan.stage,
@@ -210,7 +209,7 @@ def _engine_state(engine: Engine) -> dict[str, Any]:
 
 
 def load(
-    engine: Engine,
+    engine: EngineBase,
     directory: str | os.PathLike[str],
     tag: str | None,
     strict: bool,
@@ -243,9 +242,9 @@ def load(
             own = reader.rank_state(engine.global_rank) if reader.world_size == engine.world_size else None
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
-    _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
     engine.hooks.reset()
-    engine._publish()
+    engine.guard.publish()
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
     for label, average in engine.averages.items():
         average.loaded(state["engine"].get("averages", {}).get(label, 0))
@@ -255,8 +254,9 @@ def load(
     return result
 
 
-def _take_precision(engine: Engine, directory: str, tag: str | None) -> None:
+def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None:
     """precision "auto": the mode that the checkpoint was saved in, before its values are read. Collective."""
+    policy = cast("AutomaticPrecision", engine.step_policy)
     failure: Exception | None = None
     saved: dict[str, Any] | None = None
     try:
@@ -268,14 +268,14 @@ def _take_precision(engine: Engine, directory: str, tag: str | None) -> None:
                 else None
             )
         if saved is not None:
-            cast("AutoPrecision", engine.auto_precision).load_state_dict(saved)
+            policy.auto.load_state_dict(saved)
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
-    _together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
-    engine.take_precision()
+    together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    policy.resume()
 
 
-def _check_names(engine: Engine, reader: CheckpointReader, strict: bool) -> None:
+def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> None:
     st = engine.state
     want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
     have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
@@ -294,7 +294,7 @@ def _check_names(engine: Engine, reader: CheckpointReader, strict: bool) -> None
             )
 
 
-def _check_states(engine: Engine, reader: CheckpointReader) -> None:
+def _check_states(engine: EngineBase, reader: CheckpointReader) -> None:
     for name, s, _ in engine.optimizer.owned_states():
         if f"{name}/{engine.state.names[s.param]}" not in reader.tensors:
             raise CheckpointError(
@@ -315,7 +315,7 @@ def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0
 
 
 @torch.no_grad()
-def _load_parameters(engine: Engine, reader: CheckpointReader) -> None:
+def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
     st, plan = engine.state, engine.plan
     for s in plan.segments:
         name = st.names[s.param]
@@ -345,7 +345,7 @@ def _load_parameters(engine: Engine, reader: CheckpointReader) -> None:
 
 
 @torch.no_grad()
-def _load_averages(engine: Engine, reader: CheckpointReader) -> None:
+def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
     """Averages that the checkpoint does not have begin as the weights that it has."""
     for label, s, view in _averages(engine):
         source = f"average.{label}/{engine.state.names[s.param]}"
@@ -355,13 +355,13 @@ def _load_averages(engine: Engine, reader: CheckpointReader) -> None:
             view.copy_(engine.state.piece(s))
 
 
-def _load_states(engine: Engine, reader: CheckpointReader) -> None:
+def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
     for name, s, view in engine.optimizer.owned_states():
         _read(reader, f"{name}/{engine.state.names[s.param]}", view, s.param_begin)
 
 
 def _load_engine_state(
-    engine: Engine, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool
+    engine: EngineBase, saved: dict[str, Any], optimizer_states: bool, lr_scheduler_states: bool
 ) -> None:
     engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
     engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]

@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ...core.ops import torch_dtype
+from ...engine import build
 from ...engine.engine import Engine, StepResult
+from ...engine.saving import together
 from ...errors import ArgumentError, ConfigError, UnsupportedError
+from ...observe import watch
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import zero_grad, zero_to_fp32
@@ -62,7 +65,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
         self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
-        super().__init__(model, config, optimizer=optimizer, **options)
+        super().__init__(model, config, optimizer=optimizer, evaluates=True, **options)
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         zero_grad.follow(self)
@@ -73,16 +76,7 @@ class DeepSpeedEngine(Engine):
         if self.zero_optimization_stage() == 0 or self.micro_steps % self.gradient_accumulation_steps() == 0:
             self.zero_grad()
 
-    # ---- without an optimizer ----------------------------------------------------------------------------------------
-    def _make_base_optimizer(self, optimizer: Any, model_parameters: Any) -> torch.optim.Optimizer:
-        """Without an optimizer DeepSpeed makes an engine for evaluation: ZeRO-3 without gradients and states."""
-        if not self._inference_only:
-            return super()._make_base_optimizer(optimizer, model_parameters)
-        return torch.optim.SGD(list(self.module.parameters()) or [torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-
-    def _groups(self, param_groups: Any) -> dict[int, int]:
-        return {} if self._inference_only else super()._groups(param_groups)
-
+    # ---- without an optimizer: for evaluation ------------------------------------------------------------------------
     def _refuse_to_train(self, what: str) -> None:
         if self._inference_only:
             raise ConfigError(
@@ -247,7 +241,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def _set_batch(self, **sizes: int) -> None:
-        if self.same is not None:
+        if self.step_policy.fixed_batch:
             raise UnsupportedError('the batch is fixed with deepc.deterministic = "layout"')
         if self.micro_steps % self.gradient_accumulation_steps():
             raise ArgumentError("batch sizes can be changed between two optimizer steps, not inside an accumulation")
@@ -357,10 +351,14 @@ class DeepSpeedEngine(Engine):
         if save_filename.endswith(".safetensors"):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if self.global_rank == 0:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(state, os.path.join(save_dir, save_filename))
-        self.group.barrier()
+        failure: Exception | None = None
+        try:
+            if self.global_rank == 0:
+                Path(save_dir).mkdir(parents=True, exist_ok=True)
+                torch.save(state, os.path.join(save_dir, save_filename))
+        except Exception as exc:  # told to the other ranks, then raised
+            failure = exc
+        together(self, f"writing {save_filename}", failure)
         return True
 
     save_fp16_model = save_16bit_model
@@ -392,7 +390,6 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """deepspeed.initialize: (engine, optimizer, training_dataloader, lr_scheduler). As deepc.initialize; without any
     optimizer the engine is for evaluation (as in DeepSpeed). mesh_param: sequence parallelism, UnsupportedError."""
-    from ... import _initialize
     from ..helpers.comm import init_distributed
 
     if mesh_param is not None:
@@ -405,8 +402,9 @@ def initialize(
         )
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port or 29500)
-    return _initialize(
+    return build.initialize(
         DeepSpeedEngine,
+        watchers=(watch,),
         args=args,
         model=model,
         optimizer=optimizer,
@@ -414,6 +412,7 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         mpu=mpu,
+        dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=given,
     )

@@ -12,7 +12,7 @@ import torch
 from ...comm.start import default_device
 from ...core import dtypes
 from ...core.ops import torch_dtype
-from ...engine.wrapper import ModelWrapper
+from ...engine.base import ModelWrapper
 from ...errors import ArgumentError, UnsupportedError
 
 

@@ -33,7 +33,7 @@ PATCHES = (
     ),
     Patch(
         "logging",
-        "the handler and the propagation of the logger `deepc`, at `import deepc`",
+        "a handler of the logger `deepc`, at `import deepc`; silent where the root logger has handlers",
         "a run prints its line where the application configures no logging",
         'give the logger "deepc" a handler before `import deepc`',
     ),

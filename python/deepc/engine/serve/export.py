@@ -27,10 +27,9 @@ from ...nn import int8
 if TYPE_CHECKING:
     from ...checkpoint import SafetensorsFile
     from ..averages import EMA
-    from ..engine import Engine
-    from .inference import InferenceEngine
+    from ..base import EngineBase
 
-    Source = Union[Engine, EMA, InferenceEngine, torch.nn.Module, str, os.PathLike[str]]  # noqa: UP007
+    Source = Union[EngineBase, EMA, torch.nn.Module, str, os.PathLike[str]]  # noqa: UP007
 
 INDEX = "model.safetensors.index.json"
 _STORED = (*dtypes.TRAINED, dtypes.dtype("int8"))
@@ -98,9 +97,9 @@ def export(
     except Exception as exc:
         failure = failure or exc
     if weights.engine is not None:
-        from ..saving import _together
+        from ..saving import together
 
-        _together(weights.engine, f"exporting to {os.fspath(folder)}", failure)
+        together(weights.engine, f"exporting to {os.fspath(folder)}", failure)
     elif failure is not None:
         raise failure
     return written
@@ -111,14 +110,13 @@ class _Source:
 
     def __init__(self, source: Any) -> None:
         from ..averages import EMA
-        from ..engine import Engine
-        from .inference import InferenceEngine
+        from ..base import EngineBase, Served
 
         self.average = source if isinstance(source, EMA) else None
         holder = source.engine if isinstance(source, EMA) else source
-        if isinstance(holder, InferenceEngine):
+        if isinstance(holder, Served):  # an InferenceEngine
             holder = holder.trainer if holder.trainer is not None else holder.module
-        self.engine = holder if isinstance(holder, Engine) else None
+        self.engine = holder if isinstance(holder, EngineBase) else None
         if not isinstance(holder, torch.nn.Module):
             raise ArgumentError(
                 "export takes an Engine, an EMA, an InferenceEngine, a module or the folder of a checkpoint, got "
@@ -180,7 +178,7 @@ class _Source:
 
             if self.average is not None:
                 return self.average.value(t)
-            return _Access(cast("Engine", self.engine), t).fp32()
+            return _Access(cast("EngineBase", self.engine), t).fp32()
         if isinstance(t, torch.nn.Parameter) and id(t) in self._frozen and self.engine is not None:
             return self.engine.state.frozen_value(t)
         return t.detach()

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -24,11 +24,8 @@ from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
 from ...zero.init import Home, Init
 from .. import precision
-from ..wrapper import ModelWrapper
+from ..base import EngineBase, Served
 from .export import Weights, dtype_of, open_weights
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 logger = logging.getLogger("deepc")
 
@@ -57,11 +54,10 @@ def inference(
     reads it). strict: names that are missing in the checkpoint, or that the model lacks, are an error.
 
     Raises ArgumentError, CheckpointError, UnsupportedError."""
-    from ..engine import Engine
 
     if isinstance(model, InferenceEngine):
         raise ArgumentError("inference: this is an InferenceEngine already")
-    if isinstance(model, Engine):
+    if isinstance(model, EngineBase):
         if checkpoint is not None or dtype is not None or stage or keep or device is not None:
             raise ArgumentError(
                 "inference(engine) runs the engine's own weights where they are: checkpoint, dtype, stage, keep and "
@@ -282,16 +278,20 @@ def _choose_matmul(dtype: torch.dtype, device: torch.device) -> None:
         matmul.install(dtype)
 
 
-class InferenceEngine(ModelWrapper):
+class InferenceEngine(Served):
     """See deepc.inference. `engine(...)` runs the model without gradients, floating-point inputs cast to its dtype;
     `generate(...)` its generation. `module`: the model; gradients with respect to inputs come from calling that.
     trainer: the training engine whose weights these are, or None."""
 
     def __init__(
-        self, module: torch.nn.Module, dtype: torch.dtype, *, trainer: Engine | None = None, home: Home | None = None
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype,
+        *,
+        trainer: EngineBase | None = None,
+        home: Home | None = None,
     ) -> None:
         super().__init__()
-        self.trainer: Engine | None
         self.__dict__["trainer"] = trainer  # not a submodule: its parameters are not ours
         self.module, self._dtype, self._home = module, dtype, home
 
@@ -314,10 +314,10 @@ class InferenceEngine(ModelWrapper):
                 m.training = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        from ..engine import _cast
+        from ..data import cast_floats
 
         with self._running():
-            return self.module(*_cast(inputs, self.dtype), **_cast(kwargs, self.dtype))
+            return self.module(*cast_floats(inputs, self.dtype), **cast_floats(kwargs, self.dtype))
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own generate. Where ZeRO-3 streams the weights they stay gathered meanwhile, and it is

@@ -5,8 +5,7 @@ memory) rides in the message that carries the gradient norm (`row`, `take`). Lin
 steps, in bunches, and never more often than their own cost allows: whoever takes c seconds is not asked again for 1,000
 c.
 
-The engine calls forward_begins/ends, backward_begins/ends, row and take (inside the step), micro_step_ends, step_ends.
-Everything else is lazy.
+It listens to the engine's events and rides in the message of the norm (row, put, take). Everything else is lazy.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ...core import env, waits
+from ...engine.events import Listener
 from ...errors import ArgumentError
 from . import counts, sinks, tiers
 
@@ -36,9 +36,9 @@ _meters: weakref.WeakSet[Meter] = weakref.WeakSet()
 _made = 0
 
 
-class Meter:
-    """Made by the engine at the end of initialize. `last`, `set_total_steps`, `set_flops`, `log` and `disk` are for
-    users and other modules."""
+class Meter(Listener):
+    """`engine.monitor`, made at the end of initialize. `last`, `set_total_steps`, `set_flops` and `log` are for users
+    and other modules."""
 
     # loss, has it a loss, tokens, FLOPs, waits for data, communication and disk, private bytes now and at the peak
     ROW = 9
@@ -89,6 +89,22 @@ class Meter:
         self._scalars: dict[str, Any] = {}
         self._pending: list[dict[str, Any]] = []
         self._warned = False
+        self._disk_began: dict[str, float] = {}
+        self._on_begin: dict[str, Callable[[Any], None]] = {
+            "forward": self._forward_begins,
+            "backward": self._backward_begins,
+            "step": self._step_begins,
+            "save_checkpoint": lambda _: self._disk_begins("save"),
+            "load_checkpoint": lambda _: self._disk_begins("load"),
+        }
+        self._on_end: dict[str, Callable[[Any], None]] = {
+            "forward": self._forward_ends,
+            "backward": self._backward_ends,
+            "step": self._step_ends,
+            "discard": self._discard,
+            "save_checkpoint": lambda path: self._disk_ends("save", path),
+            "load_checkpoint": lambda path: self._disk_ends("load", path),
+        }
         self._open(engine)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -129,8 +145,16 @@ class Meter:
             for monitor in open_enabled(config, self._guard):
                 monitor.times = config.wall_clock_breakdown
 
-    # ---- what the engine calls ---------------------------------------------------------------------------------------
-    def forward_begins(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # ---- what the engine tells ---------------------------------------------------------------------------------------
+    def begin(self, name: str, now: int, what: Any) -> None:
+        if (told := self._on_begin.get(name)) is not None:
+            told(what)
+
+    def end(self, name: str, now: int, what: Any) -> None:
+        if (told := self._on_end.get(name)) is not None:
+            told(what)
+
+    def _forward_begins(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         now = self._entered = _clock()
         self._training = torch.is_grad_enabled()
         if not self._training:
@@ -147,14 +171,14 @@ class Meter:
         self._data += waited
         if self._began is None:
             self._began = now - waited
-        tokens, length = self._count_tokens(inputs, kwargs)
+        tokens, length = self._count_tokens(*given)
         if tokens:
             self._tokens += tokens
             if self._token_flops is None:
                 self._token_flops = self._estimate_flops()
             self._flops += self._token_flops.of(tokens, length)
 
-    def forward_ends(self, out: Any) -> None:
+    def _forward_ends(self, out: Any) -> None:
         now = _clock()
         if not self._training:
             return
@@ -170,21 +194,22 @@ class Meter:
             self._candidate.append(loss.detach())
         self._rested = now
 
-    def backward_begins(self) -> None:
+    def _backward_begins(self, loss: torch.Tensor | None) -> None:
+        if loss is None:  # a bare one, which counts as time between
+            return
         self._entered = now = _clock()
         if self._began is None:
             self._began = now
 
-    def backward_ends(self, loss: torch.Tensor) -> None:
+    def _backward_ends(self, loss: torch.Tensor | None) -> None:
         """loss: detached, over the accumulation steps."""
+        if loss is None:
+            return
         self._rested = now = _clock()
         self._backward += now - self._entered
         self._losses.append(loss)
 
-    def micro_step_ends(self) -> None:
-        self._rested = _clock()
-
-    def discard(self) -> None:
+    def _discard(self, _: Any) -> None:
         """What was accumulated since the last step was dropped."""
         self._losses.clear()
         self._candidate.clear()
@@ -204,13 +229,13 @@ class Meter:
         row[7], row[8] = self._memory_row
         return row
 
-    def put_loss(self, flags: torch.Tensor) -> None:
-        """On a GPU the loss goes into the message, whose first element is the row's, without a wait for the device."""
+    def put(self, row: torch.Tensor) -> None:
+        """On a GPU the loss goes into the message, whose first element it is, without a wait for the device."""
         if self._on_cpu or not (self._losses or self._candidate):
             return
         losses = self._losses or self._candidate
         total = torch.stack([t.reshape(()).double() for t in losses]).sum()
-        flags[0:1].copy_((total if self._losses else total / len(losses)).reshape(1))
+        row[0:1].copy_((total if self._losses else total / len(losses)).reshape(1))
 
     def _loss(self) -> tuple[float, float]:
         if losses := self._losses:
@@ -224,9 +249,16 @@ class Meter:
         self._rows = rows.tolist()
 
     # ---- after the step ----------------------------------------------------------------------------------------------
-    def step_ends(self, result: Any) -> None:
-        """result: the engine's StepResult."""
+    def _step_begins(self, _: Any) -> None:
+        self._step_began = _clock()
+
+    _step_began = 0.0
+
+    def _step_ends(self, result: Any) -> None:
+        """result: the engine's StepResult; None inside an accumulation."""
         now = self._rested = _clock()
+        if result is None:
+            return
         self._collect(result, now)
         self._begin_next()
         if not self._pace or now - self._pace[-1][1] >= 0.25:
@@ -323,11 +355,6 @@ class Meter:
             sent = engine.comm_bytes["total"]
             out["sent_bytes"], self._sent_seen = sent - self._sent_seen, sent
         return out
-
-    def step_begins(self) -> None:
-        self._step_began = _clock()
-
-    _step_began = 0.0
 
     def _begin_next(self) -> None:
         self._losses.clear()
@@ -468,27 +495,26 @@ class Meter:
         """Adds to what the current step waited: lane "data", "communication" or "disk"."""
         waits.add(lane, seconds)
 
-    @contextlib.contextmanager
-    def disk(self, what: str, path: Any) -> Iterator[None]:
-        """Around work with files between steps. what: "save" or "load"."""
-        began = _clock()
-        try:
-            yield
-        finally:
-            now = _clock()
-            waits.add("disk", now - began)
-            if self._writes:
-                self._pending.append(
-                    {
-                        "event": "checkpoint",
-                        "step": self._engine.global_steps,
-                        "at": now - self._start,
-                        "seconds": now - began,
-                        "what": what,
-                        "path": os.fspath(path),
-                    }
-                )
-            self._rested = None  # not a wait for data
+    def _disk_begins(self, what: str) -> None:
+        self._disk_began[what] = _clock()
+
+    def _disk_ends(self, what: str, path: Any) -> None:
+        """Work with files between steps is over. what: "save" or "load"."""
+        now = _clock()
+        began = self._disk_began.pop(what, now)
+        waits.add("disk", now - began)
+        if self._writes:
+            self._pending.append(
+                {
+                    "event": "checkpoint",
+                    "step": self._engine.global_steps,
+                    "at": now - self._start,
+                    "seconds": now - began,
+                    "what": what,
+                    "path": os.fspath(path),
+                }
+            )
+        self._rested = None  # not a wait for data
 
     def flush(self) -> None:
         """Writes what is waiting to be written."""
@@ -596,7 +622,7 @@ def _number(name: str, value: Any) -> float:
 @atexit.register
 def _close_all() -> None:
     silent = any(
-        getattr(getattr(h, "stream", None), "closed", False) for h in logger.handlers
+        getattr(getattr(h, "stream", None), "closed", False) for h in [*logger.handlers, *logging.root.handlers]
     )  # a test runner's, say: a line would be an error
     for meter in list(_meters):
         meter.speaks = meter.speaks and not silent

@@ -32,9 +32,9 @@ def _masked(value: Any, key: str = "") -> Any:
 def _private_before(engine: Any) -> int | None:
     """Private bytes of all ranks before initialize (rank 0's, times the ranks): what a prediction is above. None
     without a prediction."""
-    if engine._first_step is None:
+    if engine.first_step is None:
         return None
-    before: int = engine._first_step._before["rss_bytes"]
+    before: int = engine.first_step.before["rss_bytes"]
     ranks: int = engine.world_size
     return max(0, before - tiers.read_status().get("file", 0)) * ranks
 

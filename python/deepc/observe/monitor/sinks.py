@@ -171,8 +171,8 @@ class LiveLine:
         return True
 
     def _redirect_logger(self) -> None:
-        """Our own messages go above the line as well: the logger has kept the stream that was there before."""
-        for handler in logger.handlers:
+        """Messages go above the line as well: handlers have kept the stream that was there before."""
+        for handler in [*logger.handlers, *logging.root.handlers]:
             if (
                 isinstance(handler, logging.StreamHandler)
                 and getattr(handler, "stream", None) is self._stream

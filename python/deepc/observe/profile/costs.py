@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 
 from ...core.foreign import private
 
@@ -359,3 +360,36 @@ def is_composite(operator: Any) -> bool:
     """True if the operator is made of others and has no formula of its own (under inference_mode such operators arrive
     whole)."""
     return operator._schema.name not in _TABLE and operator.has_kernel_for_dispatch_key(private.COMPOSITE)
+
+
+# ---- what a profile has counted, on the modules ----------------------------------------------------------------------
+class Counted(Protocol):
+    """The attributes that a module has while a profile is there."""
+
+    __flops__: int
+    __macs__: int
+    __params__: int
+    __expert_params__: int
+    __model_expert_params__: int
+    __start_time__: float
+    __duration__: float
+
+
+def counted(module: nn.Module) -> Counted:
+    """`module`, whose attributes torch declares to be tensors or modules."""
+    return cast(Counted, module)
+
+
+def get_module_flops(module: nn.Module) -> int:
+    """Operations of a module and all inside it, while a profile is there."""
+    return sum(counted(m).__flops__ for m in module.modules())
+
+
+def get_module_macs(module: nn.Module) -> int:
+    """Multiply-accumulates of a module and all inside it."""
+    return sum(counted(m).__macs__ for m in module.modules())
+
+
+def get_module_duration(module: nn.Module) -> float:
+    """Seconds in a module's forward; of one that is not called itself (a ModuleList): its children's."""
+    return counted(module).__duration__ or sum(map(get_module_duration, module.children()))

@@ -22,7 +22,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,15 @@ from torch import nn
 from ...core.foreign import private
 from ...core.foreign.private import TorchDispatchMode
 from ...errors import ArgumentError
-from .costs import Cost, cost_of, is_composite
+from .costs import (
+    Cost,
+    cost_of,
+    counted,
+    get_module_duration,
+    get_module_flops,
+    get_module_macs,
+    is_composite,
+)
 from .flops_text import (
     bytes_to_string,
     duration_to_string,
@@ -56,23 +64,6 @@ __all__ = [
     "params_to_string",
 ]
 _log = logging.getLogger("deepc")
-
-
-class Counted(Protocol):
-    """The attributes that a module has while a profile is there."""
-
-    __flops__: int
-    __macs__: int
-    __params__: int
-    __expert_params__: int
-    __model_expert_params__: int
-    __start_time__: float
-    __duration__: float
-
-
-def counted(module: nn.Module) -> Counted:
-    """`module`, whose attributes torch declares to be tensors or modules."""
-    return cast(Counted, module)
 
 
 _ATTRIBUTES = (
@@ -192,7 +183,7 @@ class FlopsProfiler:
         return time.perf_counter()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        from . import seen
+        from .probe import seen
 
         seen()
         if private.graph_task_id() != -1:  # a recomputation in backward
@@ -269,21 +260,6 @@ class FlopsProfiler:
         """Only the table of top modules."""
         self._check()
         print_aggregated(self.model, module_depth, top_modules, sys.stdout)
-
-
-def get_module_flops(module: nn.Module) -> int:
-    """Operations of a module and all inside it, while a profile is there."""
-    return sum(counted(m).__flops__ for m in module.modules())
-
-
-def get_module_macs(module: nn.Module) -> int:
-    """Multiply-accumulates of a module and all inside it."""
-    return sum(counted(m).__macs__ for m in module.modules())
-
-
-def get_module_duration(module: nn.Module) -> float:
-    """Seconds in a module's forward; of one that is not called itself (a ModuleList): its children's."""
-    return counted(module).__duration__ or sum(map(get_module_duration, module.children()))
 
 
 def get_model_profile(

@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from torch import nn
 
+from .costs import counted, get_module_duration, get_module_flops, get_module_macs
+
 PRECISION = 2
 _UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1e-3), ("u", 1e-6))
 
@@ -174,14 +176,10 @@ def print_aggregated(model: nn.Module, module_depth: int, top_modules: int, out:
 
 
 def _params(module: nn.Module) -> int:
-    from .flops import counted
-
     return counted(module).__params__ + counted(module).__expert_params__
 
 
 def _collect(module: nn.Module, depth: int, depths: list[dict[str, list[float]]]) -> None:
-    from .flops import get_module_duration, get_module_macs
-
     if depth == len(depths):
         depths.append({})
     row = depths[depth].setdefault(type(module).__name__, [0, 0, 0])
@@ -193,8 +191,6 @@ def _collect(module: nn.Module, depth: int, depths: list[dict[str, list[float]]]
 
 
 def _figures(profiler: Any, module: nn.Module) -> str:
-    from .flops import get_module_duration, get_module_flops, get_module_macs
-
     params, macs, seconds = _params(module), get_module_macs(module), get_module_duration(module)
     items = [
         f"{params_to_string(params)} = {_percent(params, profiler.get_total_params()):g}% Params",

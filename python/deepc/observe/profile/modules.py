@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...core.foreign import private
-from . import seen
+from .probe import seen
 
 _log = logging.getLogger("deepc")
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from . import run_folder
 from .flops import FlopsProfiler
-from .probe import Listener, Probe
+from .probe import Listener, Probe, run_folder
 
 _COMMS_EVERY_S = 30.0
 
@@ -54,9 +53,10 @@ class FlopsAtStep(Listener):
             self._profiler.print_model_profile(
                 engine.global_steps, s.module_depth, s.top_modules, s.detailed, os.path.join(folder, "flops.txt")
             )
-        set_flops = getattr(getattr(engine, "monitor", None), "set_flops", None)
-        if set_flops is not None:
-            set_flops(per_step=3 * self._profiler.get_total_flops() * engine.gradient_accumulation_steps())
+        if engine.monitor is not None:
+            engine.monitor.set_flops(
+                per_step=3 * self._profiler.get_total_flops() * engine.gradient_accumulation_steps()
+            )
 
     def close(self) -> None:
         self._profiler.end_profile()

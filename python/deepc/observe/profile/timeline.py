@@ -4,7 +4,7 @@
     DEEPC_TIMELINE=3-5
         for batch in loader: ...
 
-A Recorder collects events of one process while it is on: spans of the engines' methods (probe.py), finished collectives
+A Recorder collects events of one process while it is on: the events of the engines (probe.py), finished collectives
 (comms_logger's tap on the C core's record), the data loader's and the disk's waiting, spans of the user, memory. At its
 end the ranks tell each other when they came to each collective, so that every rank knows how long it waited for the
 last one; each writes trace.rank<R>.json, rank 0 all of them in trace.json."""
@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 
 from ...comm.calls import Finished, logger
-from ...core import env
+from ...core import env, waits
 from ...core.foreign import patches, private
+from ...engine.base import say
 from ...errors import ArgumentError, DeepcError
-from .. import profile
+from ...zero import owners
 from . import categories
+from . import probe as shared
 from .clock import Clock, align
 from .probe import Listener, Probe, probe_of
 from .scheduled import write_json
@@ -37,7 +39,8 @@ from .trace import Event, merge, to_json
 
 FOLDER = "timeline"
 _LEAST_WAIT_NS = 1000
-_LANE = {"save_checkpoint": "disk", "load_checkpoint": "disk", "save_16bit_model": "disk"}
+_DISK = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "write shard", "publish checkpoint")
+_NOT_SHOWN = ("initialize", "discard")
 
 
 def _world() -> tuple[int, int]:
@@ -60,18 +63,19 @@ class Recorder:
         self._hooks: list[Any] = []
         self._end = threading.Event()
         self._sampler: threading.Thread | None = None
-        self._next_batch: Any = None
+        self._next_batch: tuple[Any, Any] | None = None  # torch's, ours
         self._states: dict[int, int] = {}
         self.on = False
 
     # ---- switching ---------------------------------------------------------------------------------------------------
     def start(self, engines: Any = ()) -> None:
         """Begins. Collective over all ranks."""
-        if profile.recorder is not None:
+        if shared.recorder is not None:
             raise DeepcError("a timeline is being recorded already in this process; one at a time")
         self.clock = align()
-        profile.recorder, self.on = self, True
+        shared.recorder, self.on = self, True
         logger.tap(self._calls.append)
+        waits.tap(self._waited_for)
         self._watch_loaders()
         for engine in engines:
             self.watch(engine)
@@ -89,29 +93,27 @@ class Recorder:
         self._states[id(engine)] = categories.optimizer_states(engine)
         if self._modules is True:
             self._hook_modules(engine.module)
-        self._hook_gathers(engine)
         self.sample()
 
     def stop(self) -> None:
         """Ends the recording of this process; nothing of it is left in it."""
         if not self.on:
             return
-        self.on, profile.recorder = False, None
+        self.on, shared.recorder = False, None
         self._end.set()
         if self._sampler is not None:
             self._sampler.join()
         self.sample()
         self._groups = _groups()
         logger.untap(self._calls.append)
-        if self._next_batch is not None:
-            private.loader_iterator().__next__ = self._next_batch
-            patches.undone("data-loader")
+        waits.untap(self._waited_for)
+        self._leave_loaders()
         for handle in self._hooks:
             handle()
         self._hooks.clear()
         for engine, spans in self._listeners:
-            if (alive := engine()) is not None and (probe := alive.__dict__.get("profile")) is not None:
-                probe.drop(spans)
+            if (alive := engine()) is not None and alive.profile is not None:
+                alive.profile.drop(spans)
 
     # ---- events ------------------------------------------------------------------------------------------------------
     def add(
@@ -123,7 +125,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str = "compute", args: dict[str, Any] | None = None) -> Iterator[None]:
-        """See profile.span."""
+        """See deepc.profile.span."""
         if lane not in ("compute", "disk", "waiting"):
             raise ArgumentError(f"span {name!r}: lane {lane!r} is not one of compute, disk, waiting")
         begin = time.monotonic_ns()
@@ -146,46 +148,38 @@ class Recorder:
                 self.sample()
 
     def _watch_loaders(self) -> None:
-        """Every DataLoader's next batch is a wait for data."""
+        """Every DataLoader's next batch is a wait for data. torch has no hook for it: its iterators' class is patched
+        while the recording lasts."""
         cls = private.loader_iterator()
-        self._next_batch = cls.__next__
+        original = cls.__next__
 
         def timed(it: Any) -> Any:
-            profile.seen()
+            if not self.on:  # somebody has patched it once more, and still calls ours
+                return original(it)
+            shared.seen()
             begin = time.monotonic_ns()
             try:
                 return original(it)
             finally:
                 self.add("waiting", "data loader", begin, time.monotonic_ns(), {"kind": "data"})
 
-        original = cls.__next__
+        self._next_batch = original, timed
         patches.applied("data-loader")
         cls.__next__ = timed
 
-    def _hook_gathers(self, engine: Any) -> None:
-        """Streamed mode: where the model waits until a unit's parameters are there."""
-        streamed = getattr(engine.state, "streamed", None)
-        if streamed is None or "_ensure" in streamed.__dict__:
-            return
-        ensure = streamed._ensure
+    def _leave_loaders(self) -> None:
+        """Takes the patch away, if it is still the last one: one that came later stays, and what it calls of ours does
+        nothing any more."""
+        cls = private.loader_iterator()
+        if self._next_batch is not None and cls.__next__ is self._next_batch[1]:
+            cls.__next__ = self._next_batch[0]
+            patches.undone("data-loader")
+        self._next_batch = None
 
-        def timed(unit: Any) -> Any:
-            if unit.ready:
-                return ensure(unit)
-            begin = time.monotonic_ns()
-            try:
-                return ensure(unit)
-            finally:
-                self.add(
-                    "waiting",
-                    f"gather {unit.name}",
-                    begin,
-                    time.monotonic_ns(),
-                    {"kind": "parameters", "elements": unit.elems},
-                )
-
-        streamed._ensure = timed
-        self._hooks.append(lambda: streamed.__dict__.pop("_ensure", None))
+    def _waited_for(self, name: str, begin: int, end: int, what: dict[str, Any]) -> None:
+        """A wait that a part below the engine tells (core/waits.py): a streamed unit's parameters."""
+        shared.seen()
+        self.add("waiting", name, begin, end, what)
 
     def _hook_modules(self, root: torch.nn.Module) -> None:
         from .modules import hook
@@ -286,7 +280,7 @@ def _groups() -> dict[int, str]:
 
 
 class Spans(Listener):
-    """An engine's methods as events, and its steps."""
+    """An engine's events, and its steps."""
 
     def __init__(self, recorder: Recorder, engine: Any) -> None:
         self._recorder, self._engine = recorder, weakref.ref(engine)
@@ -294,6 +288,8 @@ class Spans(Listener):
         self._step_began = time.monotonic_ns()
 
     def begin(self, name: str, now: int) -> None:
+        if name in _NOT_SHOWN:
+            return
         self._open[name] = now
         if name in ("forward", "backward", "step"):
             self._recorder.sample()
@@ -301,7 +297,7 @@ class Spans(Listener):
     def end(self, name: str, now: int, stepped: bool) -> None:
         began = self._open.pop(name, None)
         if began is not None:
-            self._recorder.add(_LANE.get(name, "compute"), name, began, now)
+            self._recorder.add("disk" if name in _DISK else "compute", name, began, now)
         if name in ("forward", "backward", "step"):
             self._recorder.sample()
         if stepped and (engine := self._engine()) is not None:
@@ -323,7 +319,7 @@ class AtSteps(Listener):
         self._probe = probe
         section = probe.engine._config.deepc.timeline
         (self._first, self._last), modules = _asked(section, env.given("DEEPC_TIMELINE"))
-        self._folder = section.folder or profile.run_folder(probe.engine._config) or FOLDER
+        self._folder = section.folder or shared.run_folder(probe.engine._config) or FOLDER
         self._make: Callable[[], Recorder] = lambda: Recorder(section.modules or modules, section.memory_ms)
         self._recorder: Recorder | None = None
         _unfinished.add(self)
@@ -332,16 +328,14 @@ class AtSteps(Listener):
 
     def _at_border(self) -> None:
         """Before the first step, and after each."""
-        from ...engine.engine import _engines
-
         step = self._probe.engine.global_steps + 1
         if self._recorder is None and self._first <= step <= self._last:
-            if profile.recorder is not None:  # another engine of this process was first, and all are recorded there
+            if shared.recorder is not None:  # another engine of this process was first, and all are recorded there
                 self._probe.drop(self)
                 return
             self._recorder = self._make()
             self._began = step
-            self._recorder.start(list(_engines))
+            self._recorder.start(owners.alive())
         elif self._recorder is not None and step > self._last:
             self._write(together=True)
         if self._recorder is None and step > self._last:
@@ -359,7 +353,7 @@ class AtSteps(Listener):
         engine = self._probe.engine
         path = recorder.finish(self._folder, together=together, first_step=self._began, last_step=engine.global_steps)
         whole = os.path.join(os.path.dirname(path), "trace.json") if together or recorder.world == 1 else path
-        engine._say(f"timeline of steps {self._began} to {engine.global_steps}: {whole} (open it in ui.perfetto.dev)")
+        say(engine, f"timeline of steps {self._began} to {engine.global_steps}: {whole} (open it in ui.perfetto.dev)")
 
     def close(self) -> None:
         _unfinished.discard(self)
@@ -411,10 +405,8 @@ def timeline(
     `whole` trace.json with all ranks. modules: also every module's forward and backward: of the engines (True) or of
     this one. memory_ms: see Recorder. Collective over all ranks; if the body raises, this rank's file is written
     without the others."""
-    from ...engine.engine import _engines
-
     recorder = Recorder(modules, memory_ms)
-    recorder.start(list(_engines))
+    recorder.start(owners.alive())
     try:
         yield recorder
     except BaseException:

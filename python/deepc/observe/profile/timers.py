@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...engine.base import say
 from .probe import Listener
 
 _NAMES = {"forward": "fwd", "backward": "bwd", "reduce": "bwd_allreduce", "step": "step"}
@@ -70,11 +71,4 @@ class WallClock(Listener):
             self._sum = dict.fromkeys(_ORDER, 0.0)
 
     def _say(self, suffix: str) -> None:
-        self._engine._say("time (ms)" + "".join(f" | {n}{suffix}: {self.last[n + suffix]:.2f}" for n in _ORDER))
-
-
-def wall_clock(engine: Any) -> dict[str, float]:
-    """Milliseconds by timer, of the last step(): see Engine.get_wall_clock_timers."""
-    probe = engine.__dict__.get("profile")
-    found = next((x for x in probe.listeners if isinstance(x, WallClock)), None) if probe is not None else None
-    return dict(found.last) if found is not None else {}
+        say(self._engine, "time (ms)" + "".join(f" | {n}{suffix}: {self.last[n + suffix]:.2f}" for n in _ORDER))

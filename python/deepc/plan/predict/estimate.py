@@ -687,16 +687,16 @@ class FirstStep:
     """The traced step: what the kernel's high-water mark says of a prediction after the first real one."""
 
     def __init__(self, prediction: MemoryEstimate) -> None:
-        self.prediction, self._before = prediction, memory.process_bytes()
+        self.prediction, self.before = prediction, memory.process_bytes()
         self.measured = 0  # bytes of this rank's peak above the process before initialize, once report() could tell
 
     def report(self) -> str:
         """In words: predicted and measured peak of this process; "" where the mark tells nothing, because it was higher
         before."""
         now, told = memory.process_bytes(), self.prediction
-        if not told.known or told.device != "cpu" or now["peak_rss_bytes"] <= self._before["peak_rss_bytes"]:
+        if not told.known or told.device != "cpu" or now["peak_rss_bytes"] <= self.before["peak_rss_bytes"]:
             return ""
-        self.measured = now["peak_rss_bytes"] - self._before["rss_bytes"]
+        self.measured = now["peak_rss_bytes"] - self.before["rss_bytes"]
         return (
             f"memory: peak of this rank so far {self.measured / MIB:.1f} MiB above the process before initialize;"
             f" predicted through {told.steps} steps: {told.rank_peak / MIB:.1f} + {told.shared / MIB:.1f} shared"

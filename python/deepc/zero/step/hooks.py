@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,7 +23,17 @@ from ...errors import DeepcError, UnsupportedError
 from ..state import ModelState
 
 if TYPE_CHECKING:
+    from ...comm.groups import Group
     from .reducer import Reducer
+
+
+class Told(Protocol):
+    """Who is told of passes (the engine's events)."""
+
+    def begin(self, name: str) -> None: ...
+    def end(self, name: str) -> None: ...
+    def notice_backward(self) -> None:
+        """Autograd has come to a hook."""
 
 
 class GradientHooks:
@@ -31,14 +41,20 @@ class GradientHooks:
     reducer.
 
     bare: called when a backward of others than this engine brings the first gradient of a pass, with the hooks of the
-    engine whose backward it is (or None): returns (is it the last of its step, factor on its gradients), or raises."""
+    engine whose backward it is (or None): returns (is it the last of its step, factor on its gradients), or raises.
+    one_gradient: a parameter may not get a second one in a pass ("deterministic": "layout")."""
 
     _running: GradientHooks | None = None  # whose engine.backward is under way in this process
 
     def __init__(
-        self, state: ModelState, reducer: Reducer, bare: Callable[[GradientHooks | None], tuple[bool, float]]
+        self,
+        state: ModelState,
+        reducer: Reducer,
+        bare: Callable[[GradientHooks | None], tuple[bool, float]],
+        events: Told,
+        one_gradient: bool = False,
     ) -> None:
-        self._state, self._reducer, self._bare = state, reducer, bare
+        self._state, self._reducer, self._bare, self._events = state, reducer, bare, events
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
         self._kept = False  # some .grad were left by no_sync
@@ -52,7 +68,7 @@ class GradientHooks:
         self._added: set[int] = set()
         self.accumulated = False  # something was reduced since the last step
         self.norm_ready = False
-        self.one_gradient = False  # a parameter may not get a second one in a pass ("deterministic": "layout")
+        self._one_gradient = one_gradient
         self.boundary = True  # the pass now open is the last of its step: make the norm
         self._handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._params)]
 
@@ -89,6 +105,7 @@ class GradientHooks:
                 t.register_hook(self._on_output)
 
     def _on_output(self, _: torch.Tensor) -> None:
+        self._events.notice_backward()
         if self.synchronising and GradientHooks._running is not self:
             self._close_at_end()
 
@@ -123,7 +140,7 @@ class GradientHooks:
         if (late := self._late.pop(index, None)) is not None:
             grad = grad + late
         if index in self._added:
-            if self.one_gradient:
+            if self._one_gradient:
                 raise UnsupportedError(
                     f"'{self._state.names[index]}' got two gradients in one backward (a module that is used again under"
                     ' reentrant checkpointing), and deepc.deterministic = "layout" adds one per micro-batch; use'
@@ -146,6 +163,7 @@ class GradientHooks:
     # ---- a pass ------------------------------------------------------------------------------------------------------
     def begin_pass(self, boundary: bool, factor: float = 1.0) -> None:
         """Opens a pass; the first since the last step overwrites the accumulators."""
+        self._events.notice_backward()
         if self.blocked:
             raise DeepcError(self.blocked)
         self.open, self.boundary, self._factor = True, boundary, factor
@@ -156,6 +174,13 @@ class GradientHooks:
     def end_pass(self) -> None:
         """Takes what earlier passes left, and reduces the rest (collective). Parameters without a gradient count as
         zero, whichever rank lacks it."""
+        self._events.begin("reduce")
+        try:
+            self._reduce_rest()
+        finally:
+            self._events.end("reduce")
+
+    def _reduce_rest(self) -> None:
         if self._kept:
             self._kept = False
             for i, p in enumerate(self._params):
@@ -176,6 +201,15 @@ class GradientHooks:
         """One more pass, for the gradients that some rank has left (collective)."""
         self.begin_pass(True)
         self.end_pass()
+
+    def take_left_behind(self, group: Group) -> bool:
+        """Reduces gradients that some rank has kept (after no_sync; a module used again under reentrant checkpointing).
+        Collective; True if there were any."""
+        mine = torch.tensor([float(self.left_behind)], dtype=torch.float64)
+        if not any(group.gather_all(mine).view(-1).tolist()):
+            return False
+        self.flush()
+        return True
 
     def check(self) -> None:
         """Raises if a backward since the last step did not come to its end."""

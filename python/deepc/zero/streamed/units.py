@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core import waits
 from ...core.foreign import private
 from ...errors import ReleasedParameterError
 from ...plan.order import Order, order_of
@@ -165,11 +166,14 @@ class StreamedUnits:
         """Returns when the unit's values are there."""
         self._clock += 1
         unit.stamp = self._clock
-        if unit.state in (UnitState.SHARDED, UnitState.STALE):
-            self._begin(unit)
-            self._start([unit])
-        if unit.state is UnitState.ARRIVING:
-            self._finish(unit)
+        if unit.ready:
+            return
+        with waits.span(f"gather {unit.name}", kind="parameters", elements=unit.elems):
+            if unit.state in (UnitState.SHARDED, UnitState.STALE):
+                self._begin(unit)
+                self._start([unit])
+            if unit.state is UnitState.ARRIVING:
+                self._finish(unit)
 
     def _begin(self, unit: FlatUnit) -> None:
         """Storage for a unit; it counts as live from here on."""

@@ -1,0 +1,242 @@
+"""What an engine is made of, and what scripts ask about it.
+
+The parts are made by build.py and used by the loop (engine.py) and by what reads and writes them (access, averages,
+saving, policy), which therefore need not import the loop. The questions are one line each, under DeepSpeed's names
+where it has them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from ..core import memory
+from .precision import name_of
+
+if TYPE_CHECKING:
+    from ..comm.groups import Group
+    from ..config.tree import Config
+    from ..optim.schedules import Scheduler
+    from ..plan.plan import Plan
+    from ..plan.predict.estimate import FirstStep, MemoryEstimate
+    from ..zero.guard import Guard, ModelWatch
+    from ..zero.state import ModelState
+    from ..zero.step.hooks import GradientHooks
+    from ..zero.step.norm import Rider
+    from ..zero.step.reducer import Reducer
+    from ..zero.step.update import ShardedOptimizer
+    from .data import TimedLoader
+    from .events import Events
+    from .precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
+
+logger = logging.getLogger("deepc")
+
+
+class StepResult(NamedTuple):
+    """What engine.step() did. `applied` is False for a micro-batch inside an accumulation and for a skipped step."""
+
+    applied: bool
+    reason: str  # "", "accumulating", or why the step was skipped
+    bad_parameter: str | None = None  # the first parameter with a gradient that is not finite
+    grad_norm: float | None = None
+    precision_change: str = ""  # precision "auto": "bf16 -> fp32: why" if it changed after this step
+
+
+class ModelWrapper(torch.nn.Module):
+    """A module around `self.module`: attributes that it has not are the model's (`engine.config`,
+    `engine.generate`)."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+
+class Served(ModelWrapper):
+    """A model that is used, not trained (serve/inference.py). trainer: the engine whose weights these are, or None."""
+
+    trainer: EngineBase | None
+
+
+def say(engine: EngineBase, text: str, level: int = logging.INFO) -> None:
+    """A line of the log, from rank 0."""
+    if engine.global_rank == 0:
+        logger.log(level, text)
+
+
+class Policy(Protocol):
+    """How micro-batches become a step: what the loop, and the building of an engine, ask of a policy (policy.py, whose
+    class Plain says what each means)."""
+
+    one_gradient: bool
+    fixed_batch: bool
+    pre_scale: float
+    riders: list[Rider]
+
+    # when the engine is built
+    @property
+    def auto(self) -> AutoPrecision | None: ...
+    @property
+    def buffer_dtype(self) -> torch.dtype: ...
+    def check_optimizer(self) -> None: ...
+    def dtypes(self) -> list[torch.dtype]: ...
+    def take_plans(self, plans: dict[torch.dtype, Plan]) -> None: ...
+    def bytes_to_change(self, plans: dict[torch.dtype, Plan]) -> int: ...
+    def cast_buffers(self) -> None: ...
+    def make_reducer(self) -> Reducer: ...
+    def make_sampler(self, data: Any) -> torch.utils.data.Sampler[list[int]] | None: ...
+    def describe(self) -> str: ...
+
+    # in the loop
+    @property
+    def divisor(self) -> int: ...
+    def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def losses(self, loss: torch.Tensor, scale_wrt_gas: bool) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def after_backward(self, out: torch.Tensor) -> None: ...
+    def bare(self, running: GradientHooks | None) -> tuple[bool, float]: ...
+    def before_step(self) -> None: ...
+    def complete(self) -> None: ...
+    def micro_batch_ends(self, last: bool) -> None: ...
+    def after_step(self, result: StepResult) -> StepResult: ...
+    def discard(self) -> None: ...
+
+
+class EngineBase(ModelWrapper):
+    """The parts, in the order in which build.py makes them."""
+
+    module: torch.nn.Module
+    _config: Config
+    device: torch.device
+    events: Events
+    group: Group
+    world_size: int
+    global_rank: int
+    local_rank: int
+    dtype: torch.dtype  # what the model computes with now
+    step_policy: Policy  # how micro-batches become a step
+    optimizer: ShardedOptimizer
+    plan: Plan
+    memory_plan: MemoryEstimate | None  # with a sample batch
+    first_step: FirstStep | None  # what the first step shows of memory_plan
+    state: ModelState
+    reducer: Reducer
+    guard: Guard
+    hooks: GradientHooks
+    scaler: StaticLossScaler | DynamicLossScaler | None
+    lr_scheduler: Scheduler | None
+    training_dataloader: TimedLoader | None
+    model_watch: ModelWatch
+    norm_riders: list[Rider]  # who sends numbers along with the norm
+    averages: dict[str, Any]  # label -> EMA
+    monitor: Any  # the meter, if somebody listens (observe/monitor)
+    profile: Any  # what observe/profile has on this engine, or None
+
+    # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows.
+    global_steps = global_samples = micro_steps = skipped_steps = 0
+    _boundary: bool | None = None
+    _scaled = False
+    _grad_norm: float | None = None
+    _last = StepResult(False, "no step yet")
+
+    # ---- the configuration -------------------------------------------------------------------------------------------
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the dictionary it came from."""
+        return self._config.raw
+
+    def train_batch_size(self) -> int:
+        return self._config.train_batch_size  # type: ignore[return-value]  # resolved: see initialize
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._config.train_micro_batch_size_per_gpu  # type: ignore[return-value]  # resolved: see initialize
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._config.gradient_accumulation_steps  # type: ignore[return-value]  # resolved: see initialize
+
+    def gradient_clipping(self) -> float:
+        return self._config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.plan.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always True: whole weights cost no extra memory here."""
+        return True
+
+    # ---- the state of the loop ---------------------------------------------------------------------------------------
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True if the next step() updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Overrides the count of micro-batches until called again."""
+        self._boundary = is_boundary
+
+    @property
+    def last_step(self) -> StepResult:
+        return self._last
+
+    def was_step_applied(self) -> bool:
+        return self._last.applied
+
+    def get_lr(self) -> list[float]:
+        return [float(g["lr"]) for g in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the average gradient of the last applied step, before clipping."""
+        return self._grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.loss_scale if self.scaler is not None else 1.0
+
+    @property
+    def precision(self) -> str:
+        """ "bf16", "fp16" or "fp32": what the model computes in now."""
+        return name_of(self.dtype)
+
+    @property
+    def auto_precision(self) -> AutoPrecision | None:
+        """The state of `"precision": "auto"`, or None."""
+        return self.step_policy.auto
+
+    def gradient_unit(self) -> float:
+        """Factor that turns an accumulated gradient (a sum over ranks, loss-scaled, predivided) into the average
+        gradient."""
+        return 1.0 / (self.step_policy.divisor * self.loss_scale * self.step_policy.pre_scale)
+
+    # ---- what it costs -----------------------------------------------------------------------------------------------
+    @property
+    def comm_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has sent to other nodes so far: "gradients", "parameters", "control" (norms, broadcasts)
+        and "total". Payload: without the headers of the network. All 0 on one node."""
+        sent = {"gradients": 0, "parameters": 0, "control": 0, **self.group.sent_bytes}
+        return {**sent, "total": sum(sent.values())}
+
+    def memory_summary(self) -> dict[str, int]:
+        """Bytes of this process now (rss, pss, peak) and of the plan."""
+        return {**memory.process_bytes(), **{f"plan_{k}": v for k, v in self.plan.bytes.items()}}
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step() by DeepSpeed's timer names ("fwd_microstep", "bwd", ...); empty without
+        wall_clock_breakdown."""
+        return self.profile.wall_clock() if self.profile is not None else {}
+
+    def log(self, scalars: dict[str, Any]) -> None:
+        """Numbers of the script's own, {"accuracy": 0.9}, for the next log line, metrics.jsonl and the trackers of the
+        configuration (docs/logging.md)."""
+        if self.monitor is not None:
+            self.monitor.log(scalars)
+
+    def keep_gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which ZeRO-3's parameters are gathered once and stay, for many forward calls in a row (generate).
+        Collective; no effect where they are always there."""
+        return self.state.keep_gathered()

@@ -1,0 +1,445 @@
+"""How an engine is made: a list of steps (`assemble`), each a function of what is there so far.
+
+If a step fails, what the steps before it have opened is closed again, in reverse (the engine keeps the same list for
+destroy()). Some steps are collective, so that ranks fail together where the reason is one that all see; a rank that
+fails alone leaves its group, and its peers are told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, cast
+
+import torch
+
+from ..comm import start as comm
+from ..comm.groups import open_group
+from ..config.rules import default_optimizer
+from ..config.tree import Config
+from ..core import env, memory
+from ..core.ops import dtype_of
+from ..errors import ArgumentError, ConfigError, UnsupportedError
+from ..optim.factory import make_optimizer
+from ..plan.derive import Machine, derive, meta_of
+from ..plan.mesh import Mesh
+from ..plan.plan import Plan
+from ..plan.predict.estimate import FirstStep, check_plan, refuse_if_too_big
+from ..zero import gathered, owners
+from ..zero.guard import ModelWatch, make_guard
+from ..zero.init import adopt
+from ..zero.resident import ResidentState
+from ..zero.state import ModelState
+from ..zero.step.hooks import GradientHooks
+from ..zero.step.update import ShardedOptimizer
+from . import precision
+from .base import EngineBase, say
+from .data import make_loader
+from .events import Events, Watcher
+from .policy import choose_policy
+
+if TYPE_CHECKING:
+    from ..optim.schedules import Scheduler
+    from ..zero.streamed.state import StreamedState
+    from .data import TimedLoader
+
+    OptimizerLike = Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]  # noqa: UP007
+    Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+E = TypeVar("E", bound=EngineBase)
+logger = logging.getLogger("deepc")
+
+
+class Given(NamedTuple):
+    """The arguments of deepc.initialize beside model and config. evaluates: without any optimizer the engine is for
+    evaluation, as in DeepSpeed."""
+
+    optimizer: OptimizerLike | None = None
+    model_parameters: Iterable[Any] | None = None
+    lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Callable[..., Any] | None = None
+    device: torch.device | None = None
+    sample_batch: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    evaluates: bool = False
+
+
+# ---- deepc.initialize ------------------------------------------------------------------------------------------------
+def initialize(
+    kind: type[E],
+    *,
+    watchers: Sequence[Watcher],
+    model: Any,
+    config: Any,
+    args: Any = None,
+    mpu: Any = None,
+    device: Any = None,
+    distributed_port: int | None = None,
+    dist_init_required: bool | None = None,
+    **given: Any,
+) -> tuple[E, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
+    """See deepc.initialize. kind: the engine's class (deepc.compat has its own). given: the other fields of Given."""
+    import torch.distributed as dist
+
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
+    if mpu is not None:
+        raise UnsupportedError("mpu= (Megatron model parallelism) does not exist in deepc yet; see docs/status.md")
+    source = config
+    if source is None and args is not None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError(
+            "no configuration: pass config= (a DeepSpeed JSON path or dict), or args with deepspeed_config"
+        )
+    if dist_init_required is False and not dist.is_initialized():
+        raise ArgumentError(
+            "initialize(dist_init_required=False) says that torch.distributed is initialised, and it is not; call"
+            " deepc.init_distributed() first, or leave the argument out"
+        )
+    comm.init_distributed(distributed_port=distributed_port)
+    device = torch.device(device) if device is not None else comm.default_device()
+    parsed = Config.load(source, world_size=dist.get_world_size(), device_type=device.type)
+    parsed.require_resolved()
+    if parsed.log_level:
+        logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
+    if device.type != "cpu":
+        model.to(device)
+    engine = kind(model, parsed, watchers=watchers, device=device, **given)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------------
+def assemble(
+    engine: EngineBase, model: torch.nn.Module, config: Config, watchers: Sequence[Watcher], given: Given
+) -> contextlib.ExitStack:
+    """Makes the parts of `engine`. Returns what undoes it. Collective."""
+    with contextlib.ExitStack() as undo:
+        engine.module, engine._config = model, config
+        engine.device = given.device or comm.default_device()
+        engine.dtype = precision.choose_dtype(config)
+        engine.averages, engine.norm_riders, engine.memory_plan, engine.first_step = {}, [], None, None
+        engine.monitor = engine.profile = None
+        open_events(engine, watchers, undo)
+        undo.callback(owners.leave, engine)
+        join_group(engine, undo)
+        engine.step_policy = choose_policy(engine)
+        base = make_base_optimizer(engine, given)
+        stage = config.zero.stage
+        engine.optimizer = ShardedOptimizer(base, allow_untested=config.zero_allow_untested_optimizer, stage=stage)
+        group_of = {} if is_for_evaluation(engine, given) else trained_groups(engine.optimizer.param_groups)
+        named = own_parameters(engine, group_of)
+        engine.step_policy.check_optimizer()
+        plans = make_plans(engine, named, group_of)
+        predict_memory(engine, plans, named, group_of, given)
+        adopt(named, engine.plan.sharded)
+        place_buffers(engine)
+        choose_matmul(engine)
+        make_states(engine, named, group_of, undo)
+        engine.scaler = precision.make_scaler(config)
+        engine.lr_scheduler = make_scheduler(engine, given.lr_scheduler)
+        engine.training_dataloader = make_loader(
+            given.training_data,
+            given.collate_fn,
+            micro_batch=config.train_micro_batch_size_per_gpu,
+            drop_last=config.dataloader_drop_last,
+            world=engine.world_size,
+            rank=engine.global_rank,
+            make_sampler=engine.step_policy.make_sampler,
+        )
+        hold_parameters(engine, undo)
+        owners.enter(engine)
+        engine.model_watch = ModelWatch(model)
+        engine.guard.remember()
+        if engine.device.type == "cpu":
+            memory.trim_heap()  # what the set-up freed does not come again
+        report(engine)
+        engine.events.end("initialize")
+        return undo.pop_all()
+
+
+def open_events(engine: EngineBase, watchers: Sequence[Watcher], undo: contextlib.ExitStack) -> None:
+    engine.events = Events()
+    undo.callback(engine.events.close)
+    for watch in watchers:
+        watch(engine)
+    engine.events.begin("initialize")
+
+
+def join_group(engine: EngineBase, undo: contextlib.ExitStack) -> None:
+    """Collective: engines are made in the same order on every rank."""
+    engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT)
+    undo.callback(engine.group.close)
+    engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
+    engine.local_rank = int(os.environ.get("LOCAL_RANK", engine.global_rank))
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+def is_for_evaluation(engine: EngineBase, given: Given) -> bool:
+    """Without an optimizer DeepSpeed makes an engine for evaluation: ZeRO-3 without gradients and states."""
+    return given.evaluates and given.optimizer is None and engine._config.optimizer is None
+
+
+def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimizer:
+    """The optimizer over the model's own parameters: the one given, the configuration's, or AdamW."""
+    cfg, optimizer = engine._config.optimizer, given.optimizer
+    if is_for_evaluation(engine, given):
+        return torch.optim.SGD(list(engine.module.parameters()) or [torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    params = (
+        list(given.model_parameters)
+        if given.model_parameters is not None
+        else [p for p in engine.module.parameters() if p.requires_grad]
+    )
+    if optimizer is not None:
+        if cfg is not None:
+            say(engine, "an optimizer object was passed: the config's optimizer section is not used")
+        made = (
+            optimizer(params) if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        )
+        if isinstance(made, ShardedOptimizer):
+            raise ArgumentError("this optimizer already belongs to another engine")
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ArgumentError(
+                "optimizer must be a torch.optim.Optimizer or a function that makes one from parameters, got"
+                f" {type(made).__name__}"
+            )
+        return made
+    if not params:
+        raise ArgumentError(
+            "no parameters to train: model_parameters is empty and no parameter of the model requires a gradient"
+        )
+    if cfg is None:
+        cfg = default_optimizer()
+        say(
+            engine,
+            "no optimizer in the config and none passed: AdamW with DeepSpeed's defaults, "
+            + ", ".join(f"{k} {v}" for k, v in cfg.params.items()),
+        )
+    return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
+
+
+def trained_groups(param_groups: list[dict[str, Any]]) -> dict[int, int]:
+    """id(parameter) -> index of its param group, of those that require a gradient."""
+    return {id(p): g for g, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
+
+
+def make_scheduler(engine: EngineBase, given: Any) -> Scheduler | None:
+    """The one given, made of the optimizer if it is a function; else the configuration's."""
+    from ..optim.schedules import build_scheduler
+
+    cfg = engine._config.scheduler
+    if given is not None:
+        if callable(given) and not hasattr(given, "step"):
+            given = given(engine.optimizer)
+        made: Scheduler = given
+        return made
+    return build_scheduler(cfg.type, dict(cfg.params), engine.optimizer) if cfg is not None else None
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def own_parameters(engine: EngineBase, group_of: dict[int, int]) -> Named:
+    """(name, parameter) of what this engine will hold; raises for what can't be trained here. What another engine
+    trains is frozen here, and stays where it is."""
+    named = list(engine.module.named_parameters())
+    known = {id(p) for _, p in named}
+    if missing := [i for i in group_of if i not in known]:
+        raise ArgumentError(
+            f"the optimizer has {len(missing)} parameter(s) that are not parameters of the model passed to initialize"
+        )
+    for name, p in named:
+        check_parameter(engine, name, p, id(p) in group_of)
+    for other in owners.alive():
+        if engine.auto_precision is None and other.auto_precision is None:
+            continue
+        theirs = {id(p) for p in (*other.state.trained, *(p for _, p in other.state.frozen))}
+        if (shared := next((n for n, p in named if id(p) in theirs), None)) is not None:
+            raise UnsupportedError(
+                f"parameter '{shared}' belongs to two engines, and precision \"auto\" of one of them would change"
+                " its dtype under the other; set bf16.enabled (or nothing, for fp32) for both"
+            )
+    return [(n, p) for n, p in named if owners.trainer(p) is None]
+
+
+def check_parameter(engine: EngineBase, name: str, p: torch.nn.Parameter, trained: bool) -> None:
+    if torch.nn.parameter.is_lazy(p):
+        raise ArgumentError(
+            f"parameter '{name}' of a lazy module has no shape yet; run the model once (a dummy forward) before"
+            " initialize"
+        )
+    if p.is_meta:
+        raise ArgumentError(
+            f"parameter '{name}' is on the meta device and has no values; materialise it first (model.to_empty and"
+            " init)"
+        )
+    other = owners.trainer(p)
+    if other is not None and trained:
+        raise UnsupportedError(
+            f"parameter '{name}' is already trained by another engine; two engines can't own one parameter. It"
+            " may be frozen in one of them (requires_grad_(False), or model_parameters= without it), or"
+            " destroy that engine first"
+        )
+    if trained and any(e.plan.mode == "streamed" and any(p is q for _, q in e.state.frozen) for e in owners.alive()):
+        raise UnsupportedError(
+            f"parameter '{name}' is frozen in an engine that streams its parameters (ZeRO-3 without shared"
+            " memory), which can't hand it over; make the engine that trains it first"
+        )
+    if other is not None and other.dtype != engine.dtype:
+        raise ConfigError(
+            f"parameter '{name}' is trained by another engine in {other.dtype} and this one computes in"
+            f" {engine.dtype}; a parameter has one dtype: use the same precision for both"
+        )
+    plain_fp32 = engine.dtype == torch.float32 and engine.auto_precision is None
+    if plain_fp32 and p.is_floating_point() and p.dtype not in (torch.float32,) and trained:
+        raise ConfigError(
+            f"parameter '{name}' is {p.dtype} and the config asks for fp32 training; set bf16.enabled or"
+            " fp16.enabled, or pass model.float()"
+        )
+    if trained and not p.is_floating_point():
+        raise ConfigError(f"parameter '{name}' is {p.dtype}; only floating-point parameters can be trained")
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+def make_plans(engine: EngineBase, named: Named, group_of: dict[int, int]) -> dict[torch.dtype, Plan]:
+    """The engine's plan, and one for each other dtype that its policy may change to."""
+    group, rank = engine.group, engine.global_rank
+    mesh = Mesh(dp=engine.world_size, ranks_per_node=group.ranks_per_node)
+    meta, machine = meta_of(named, group_of), Machine.here(engine.device, group)
+    plans = {
+        dtype: derive(
+            engine._config,
+            meta,
+            mesh,
+            machine,
+            rank=rank,
+            part=group.part_of(rank),
+            moments=engine.optimizer.moments,
+            dtype=dtype_of(dtype),
+        )
+        for dtype in engine.step_policy.dtypes()
+    }
+    engine.plan = plans[engine.dtype]
+    engine.step_policy.take_plans(plans)
+    return plans
+
+
+def predict_memory(
+    engine: EngineBase, plans: dict[torch.dtype, Plan], named: Named, group_of: dict[int, int], given: Given
+) -> None:
+    """Refuses a plan that does not fit. With a sample batch also predicts the peak, refuses what does not fit, and
+    prints it."""
+    if engine.device.type == "cpu":
+        memory.keep_heap()  # before the prediction, which follows what the heap does
+        memory.trim_heap()  # what an earlier engine's steps left free is available
+    refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans))
+    if given.sample_batch is None:
+        return
+    engine.memory_plan = check_plan(
+        engine.plan,
+        engine.module,
+        engine.optimizer.base,
+        engine._config,
+        named,
+        group_of,
+        engine.group,
+        given.sample_batch,
+        given.loss_fn,
+    )
+    say(engine, str(engine.memory_plan))
+    engine.first_step = FirstStep(engine.memory_plan)
+
+
+# ---- the model and its states ----------------------------------------------------------------------------------------
+@torch.no_grad()
+def place_buffers(engine: EngineBase) -> None:
+    """The model's buffers go to the device, in the dtype of training, with rank 0's values. Collective."""
+    dtype = engine.step_policy.buffer_dtype
+    for module in engine.module.modules():
+        for b in module._buffers.values():
+            if b is not None:
+                b.data = b.data.to(device=engine.device, dtype=dtype if b.is_floating_point() else b.dtype)
+    if engine.world_size > 1:
+        for _, b in engine.module.named_buffers():
+            if b.numel() and (b.is_floating_point() or b.dtype in (torch.int32, torch.int64)):
+                flat = b.data.contiguous().view(-1)
+                engine.group.broadcast(flat, 0)
+                if any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape)):
+                    b.data = flat.view(b.shape)  # expanded: it can't be written
+                elif flat.data_ptr() != b.data_ptr():
+                    b.data.copy_(flat.view(b.shape))
+    engine.step_policy.cast_buffers()
+
+
+def choose_matmul(engine: EngineBase) -> None:
+    """16-bit training on a CPU without the arithmetic: products go through fp32 instead of torch's reference loop."""
+    if engine.device.type != "cpu" or engine.dtype == torch.float32:
+        return
+    native, why = (precision.bf16_arithmetic if engine.dtype == torch.bfloat16 else precision.fp16_arithmetic)()
+    if not native:
+        from ..nn import matmul
+
+        matmul.install(engine.dtype)
+        say(
+            engine,
+            f"this CPU has no {str(engine.dtype).removeprefix('torch.')} arithmetic ({why}): matrix products are"
+            " computed in fp32 and rounded",
+        )
+
+
+def state_class(plan: Plan) -> type[ModelState]:
+    if plan.mode != "streamed":
+        return ResidentState
+    from ..zero.streamed.state import StreamedState
+
+    return StreamedState
+
+
+def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo: contextlib.ExitStack) -> None:
+    """States, reducer, guard and hooks; the parameters move into the flat space. Collective."""
+    config, plan = engine._config, engine.plan
+    engine.state = state_class(plan)(
+        plan,
+        named,
+        engine.group,
+        engine.device,
+        host=engine.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu",
+        accumulates=(config.gradient_accumulation_steps or 1) > 1,
+    )
+    engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained])
+    engine.reducer = engine.step_policy.make_reducer()
+    undo.callback(lambda: engine.reducer.close())  # the policy may have exchanged it
+    undo.callback(engine.state.close)
+    engine.guard = make_guard(engine.state, engine.group, engine.reducer, env.switch("DEEPC_DEBUG"))
+    engine.hooks = GradientHooks(
+        engine.state, engine.reducer, engine.step_policy.bare, engine.events, engine.step_policy.one_gradient
+    )
+    undo.callback(engine.hooks.remove)
+    engine.norm_riders.extend(engine.step_policy.riders)
+    if plan.mode == "streamed":
+        cast("StreamedState", engine.state).stream(engine.module, config.zero)
+    if plan.parameters_as:
+        engine.guard.publish()  # from the start on the parameters are what other nodes get of the masters
+
+
+def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:
+    """Stage 3: GatheredParameters finds the engine by its parameters."""
+    if engine.plan.stage == 3:
+        state, guard = engine.state, engine.guard
+        held = gathered.Held(state, guard.refuse_writes, guard.modified)
+        undo.callback(lambda: gathered.let_go([*state.trained, *(p for _, p in state.frozen)], held))
+        gathered.hold([*state.trained, *(p for _, p in state.frozen)], held)
+
+
+def report(engine: EngineBase) -> None:
+    """What was made, in the log."""
+    say(engine, engine.plan.describe())
+    for note in engine.plan.notes:
+        say(engine, note)
+    if told := engine.step_policy.describe():
+        say(engine, told)
+    for key, value, reason in engine.state.inert(engine._config.inert):
+        say(engine, f"config: {key} = {value!r} has no effect here: {reason}")
+    if engine.state.segment is not None:
+        total, huge = engine.state.segment.info()
+        say(engine, f"shared parameters: {total / 2**20:.1f} MiB, {huge / 2**20:.1f} MiB of them on huge pages")

@@ -1,0 +1,125 @@
+"""The judgement of a step: the global norm of the gradients, whether they are finite, and the factor that clips them.
+
+One message to all ranks carries the partial sums of the norm, what the ranks know of stray writes and of gradients that
+no pass has taken, and what riders want to tell all ranks. It is also the fence after which nobody reads the old
+parameters of stage 3."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from ...core.lib import C, call
+from ...core.ops import code
+from .reducer import norm_order
+
+if TYPE_CHECKING:
+    from ..guard import Guard
+    from ..state import ModelState
+    from .hooks import GradientHooks
+    from .reducer import Reducer
+
+
+class Rider(Protocol):
+    """Who sends numbers along with the norm."""
+
+    def row(self) -> list[float]:
+        """This rank's numbers, equally many on every rank. Asking twice in a step gives the same."""
+
+    def put(self, row: torch.Tensor) -> None:
+        """`row`: the message's place of these numbers, [n] fp64 where the states lie; may be written, which spares a
+        wait for a device."""
+
+    def take(self, rows: torch.Tensor) -> None:
+        """rows: [ranks, n], what all ranks said."""
+
+
+class Norm(NamedTuple):
+    """value: of the average gradient, unscaled, before clipping; NaN if the step must be skipped. reason: why, or "".
+    bad: the first parameter, in flat order, whose gradient is not finite."""
+
+    value: float
+    reason: str = ""
+    bad: str | None = None
+
+
+def judge(
+    state: ModelState,
+    reducer: Reducer,
+    hooks: GradientHooks,
+    guard: Guard,
+    unit: float,
+    complete: Callable[[], None],
+    riders: Sequence[Rider] = (),
+) -> Norm:
+    """unit: factor that turns an accumulated gradient into the average. complete: called before accumulators are read
+    that no pass has made the norm of. Gradients that some rank still has get a pass first. Raises StrayWriteError on
+    all ranks if one wrote into shared parameters. Collective."""
+    plan, group = state.plan, guard.group
+    if not hooks.norm_ready:
+        complete()
+        reducer.settle()
+        state.partial.copy_(torch.ops.deepc.norm_squared(state.acc))
+    partial = state.partial
+    whole = plan.own_all or plan.world == 1
+    rows = [rider.row() for rider in riders]
+    numbers = [x for row in rows for x in row]
+    message = torch.tensor(
+        [*numbers, guard.stray_write(), hooks.left_behind], dtype=torch.float64, device=partial.device
+    )
+    at = 0
+    for rider, row in zip(riders, rows):
+        rider.put(message[at : at + len(row)])
+        at += len(row)
+    gathered = group.gather_all(message if whole else torch.cat([partial, message]))
+    guard.raise_if_stray(gathered[:, -2].tolist())
+    if any(gathered[:, -1].tolist()):
+        hooks.flush()
+        return judge(state, reducer, hooks, guard, unit, complete, riders)
+    if not whole:
+        by_part = sorted(range(plan.world), key=group.part_of)
+        partial = norm_order(plan, gathered[by_part, : -len(message)])
+    at = gathered.shape[1] - len(message)
+    for rider, row in zip(riders, rows):
+        rider.take(gathered[:, at : at + len(row)])
+        at += len(row)
+    guard.verify()
+    partial = partial.cpu().contiguous()
+    total = C.dc_sum_partials(partial.data_ptr(), partial.numel())
+    if not math.isfinite(total):
+        bad = first_not_finite(state, guard)
+        return Norm(math.nan, f"gradients are not finite (first: {bad})", bad)
+    return Norm(math.sqrt(total) * abs(unit))
+
+
+def clip(unit: float, norm: float, limit: float) -> float:
+    """The factor on every accumulated gradient: `unit`, smaller where the norm exceeds `limit` (0: no clipping), by
+    torch.nn.utils.clip_grad_norm_'s rule."""
+    if limit > 0:
+        excess = (norm + 1e-6) / limit
+        if excess > 1.0:
+            return unit / excess
+    return unit
+
+
+def first_not_finite(state: ModelState, guard: Guard) -> str:
+    """Name of the first parameter, in flat order, whose gradient is not finite. Collective at stages 1 to 3."""
+    plan = state.plan
+    found = -1
+    if state.acc.device.type == "cpu":
+        index = ctypes.c_int64()
+        call("dc_find_nonfinite", state.acc.data_ptr(), code(state.acc.dtype), state.acc.numel(), ctypes.byref(index))
+        at = index.value
+    else:
+        where = torch.nonzero(~torch.isfinite(state.acc))
+        at = int(where[0]) if where.numel() else -1
+    if at >= 0:
+        found = next((s.param for s in plan.segments if s.shard_begin <= at < s.shard_begin + s.length), -1)
+    if not plan.own_all and plan.world > 1:
+        everyone = guard.group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()
+        found = min((f for f in everyone if f >= 0), default=-1)
+    return state.names[found] if found >= 0 else "unknown"

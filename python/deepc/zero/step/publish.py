@@ -1,0 +1,51 @@
+"""After an update: how the owners' new parameters become every rank's. One free function per kind of layout; `choose`
+says which, once per engine.
+
+All take (state, group, reducer) and are collective; versions and checksums are the guard's (zero/guard.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from ...plan.plan import Plan
+    from ..state import ModelState
+    from .nodes import NodesReducer
+    from .reducer import Reducer
+
+Publish = Callable[["ModelState", Any, "Reducer"], None]
+
+
+def keep(state: ModelState, group: Any, reducer: Reducer) -> None:
+    """Every rank has made all of the update itself: one rank, or stage 0."""
+
+
+def complete_replicas(state: ModelState, group: Any, reducer: Reducer) -> None:
+    """Stages 1 and 2: each rank's replica gets the other owners' slices."""
+    reducer.gather(state.flat)
+
+
+def fence(state: ModelState, group: Any, reducer: Reducer) -> None:
+    """Stage 3: the owners have written where everybody reads."""
+    group.node_barrier()
+
+
+def send_replicas(state: ModelState, group: Any, reducer: Reducer) -> None:
+    """Stages 1 and 2 over several nodes: slices cross once per node, and the ranks of a node complete their
+    replicas."""
+    cast("NodesReducer", reducer).publish(state.flat, state.master, False)
+
+
+def send_shared(state: ModelState, group: Any, reducer: Reducer) -> None:
+    """Stage 3 over several nodes."""
+    cast("NodesReducer", reducer).publish(state.flat, state.master, True)
+    group.node_barrier()
+
+
+def choose(plan: Plan) -> Publish:
+    if plan.world == 1 or plan.stage == 0:
+        return keep
+    if plan.nodes > 1:
+        return send_shared if plan.stage == 3 else send_replicas
+    return fence if plan.stage == 3 else complete_replicas
