@@ -51,6 +51,8 @@ bool dc__reachable(const dc__job *j, const dc__view *v);
 /* True if it needs no help of the kernel: what peers reach lies in segments that all ranks have mapped. */
 bool dc__all_mapped(const dc__job *j, const dc__view *v);
 int dc__direct(const dc__job *j, const dc__view *v);
+/* Gives the communicator's scratch memory back. */
+void dc__direct_close(dc_comm *c);
 
 /* ---- coll.c: which way a call runs ------------------------------------------------------------------------------- */
 void dc__choices_make(dc_comm *c);

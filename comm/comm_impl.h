@@ -162,6 +162,8 @@ struct dc_comm {
   dc_segment *pinned[DC__SEGMENTS];  /* what the call in progress uses of them */
   uint64_t pins;                     /* which those are */
   int segments;                      /* made so far: the same on all ranks */
+  char *scratch;                     /* of direct calls, see coll_direct.c; NULL before the first */
+  _Atomic uint64_t scratch_taken;    /* bit i: a thread uses part i */
   bool single_copy;                  /* all ranks may read and write each other's memory through the kernel */
   uint8_t forced[DC__CALL_OPS];      /* row + 1 of the algorithm table that DEEPC_ALGO forces */
   dc__choice choice[DC__CALL_OPS];

@@ -86,6 +86,7 @@ static void open_release(dc_comm *c) {
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
     if (c->pidfd[r] >= 0) dc__peer_drop(c->pidfd[r]);
   }
+  dc__direct_close(c);
   free(c->shown);
   free(c->slot_used);
   free(c);

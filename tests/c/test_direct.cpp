@@ -402,6 +402,35 @@ TEST(Registered, ASegmentFreedDuringACallStaysMappedForIt) {
   }));
 }
 
+// Python's threading.stack_size(256k) and smaller.
+TEST(Direct1, AThreadWithASmallStackMayCall) {
+  std::string address = fresh_address();
+  expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
+    struct Call {
+      Comm c;
+      std::vector<float> x;
+      int rc;
+    } call;
+    std::string failed = open_comm(address, rank, 2, kDirect, "1", &call.c);
+    if (!failed.empty()) return failed;
+    call.x.assign(1 << 20, 1.5f);
+    pthread_attr_t a;
+    pthread_t t;
+    pthread_attr_init(&a);
+    pthread_attr_setstacksize(&a, 192 << 10);
+    auto body = [](void *p) -> void * {
+      Call *k = (Call *)p;
+      k->rc = dc_all_reduce(k->c.get(), k->x.data(), k->x.data(), (int64_t)k->x.size(), DC_F32, DC_RED_SUM, 0);
+      return nullptr;
+    };
+    WANT(pthread_create(&t, &a, body, &call) == 0, "pthread_create");
+    pthread_join(t, nullptr);
+    pthread_attr_destroy(&a);
+    WANT(call.rc == DC_OK && call.x[0] == 3 && call.x.back() == 3, "%s", dc_status_name(call.rc));
+    return "";
+  }));
+}
+
 TEST(Forced, AnUnknownRowNamesTheKnownOnes) {
   setenv("DEEPC_ALGO", "all_reduce=ring", 1);
   std::string address = fresh_address();

@@ -841,6 +841,20 @@ TEST(MessageThreads, ClosingEndsAWaitAndRequestsOutliveTheGroup) {
   }));
 }
 
+// What nobody receives is kept, but not without end: the sender and the receiver get an error instead of a full memory.
+TEST(Flood, OfMessagesThatNobodyReceivesIsAnError) {
+  expect_all_fine(run_group({2, true}, [](dc_comm *c, int rank) -> std::string {
+    Buffer b(8192);
+    int rc = DC_OK;
+    if (rank == 0)
+      for (int i = 0; i < 40000 && !rc; i++) rc = dc_send(c, b.data(), 8192, DC_U8, 1, 0);
+    else rc = dc_recv(c, b.data(), 8192, DC_U8, 0, 1, nullptr); // another tag
+    WANT(rc == DC_E_NOMEM, "%s: %s", dc_status_name(rc), rc ? dc_last_error() : "");
+    WANT_TEXT("rank 0 has sent more than 256 MiB of messages that no receive here has asked for");
+    return "";
+  }));
+}
+
 // Threads that poll while another one closes find a closed communicator, and touch nothing of its memory.
 TEST(MessageThreads, ClosingBesideThreadsThatPoll) {
   for (int round = 0; round < 60; round++) {
