@@ -5,7 +5,7 @@
  * seats, cells and caller texts, the staging slots, the small slots, and the area of the messages (p2p.c). Everything
  * in it is sealed in size, so that no rank can make another one's access fault.
  *
- * Uses MADV_POPULATE_WRITE (Linux 5.14) and MADV_COLLAPSE (6.1) where they exist. */
+ * Uses MADV_COLLAPSE (Linux 6.1) where it exists. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -19,23 +19,20 @@
 #include "open.h"
 #include "p2p.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
 
 /* ---- mappings ---------------------------------------------------------------------------------------------------- */
 bool dc__arena_huge(int64_t bytes) {
-  const char *e = getenv("DEEPC_HUGEPAGES");
-  return bytes >= (int64_t)DC_HUGE_PAGE && !(e && strcmp(e, "0") == 0);
+  bool on = true;
+  return bytes >= (int64_t)DC_HUGE_PAGE && dc__hugepages(&on) == DC_OK && on;
 }
 
 /* Refuses before the kernel would kill: beyond a memory cgroup's limit, faulting in is a SIGKILL and not an ENOMEM. */
 int dc__arena_fits(int64_t bytes) {
   int64_t free_bytes;
-  DC_TRY(dc_mem_available(&free_bytes));
+  DC_TRY(dc__mem_room("/proc", bytes + bytes / 64, &free_bytes));
   if (bytes + bytes / 64 > free_bytes)
     return DC_FAIL(
         DC_E_NOMEM,
@@ -70,33 +67,6 @@ int dc__arena_memfd_check(int fd, int64_t bytes) {
   return DC_OK;
 }
 
-/* Maps at a 2 MiB boundary, so that huge pages of the file can be mapped whole. */
-static int arena_map_aligned(int fd, int64_t bytes, void **base) {
-  int64_t span = bytes + (int64_t)DC_HUGE_PAGE;
-  char *p = mmap(NULL, (size_t)span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) return DC_FAIL(DC_E_NOMEM, "%lld bytes of address space: %s", (long long)span, strerror(errno));
-  char *at = (char *)(((uintptr_t)p + DC_HUGE_PAGE - 1) & ~(uintptr_t)(DC_HUGE_PAGE - 1));
-  if (mmap(at, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-    int e = errno;
-    munmap(p, (size_t)span);
-    return DC_FAIL(DC_E_NOMEM, "mmap of a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
-  }
-  if (at > p) munmap(p, (size_t)(at - p));
-  if (at + bytes < p + span) munmap(at + bytes, (size_t)(p + span - (at + bytes)));
-  *base = at;
-  return DC_OK;
-}
-
-/* Kernels before 5.14: reserve all of it (an error, not a SIGBUS), then touch. Peers use the memory only after the
- * handshake, so that adding 0 races with nobody. */
-static int arena_populate(int fd, char *base, int64_t bytes) {
-  int e = posix_fallocate(fd, 0, bytes);
-  if (e) return e;
-  for (int64_t i = 0; i < bytes; i += 4096)
-    atomic_fetch_add_explicit((_Atomic uint8_t *)(base + i), 0, memory_order_relaxed);
-  return 0;
-}
-
 /* Faults everything in. The first rank touches one byte per 2 MiB and collapses, which gives huge pages to all who map
  * the file, whatever shmem_enabled says; failing that, small pages do, and dc_segment_info tells. */
 static int arena_fault_in(int fd, char *base, int64_t bytes, bool first) {
@@ -108,21 +78,19 @@ static int arena_fault_in(int fd, char *base, int64_t bytes, bool first) {
       madvise(base, (size_t)whole, MADV_COLLAPSE);
     }
   }
-  int e = 0;
-  while (madvise(base, (size_t)bytes, MADV_POPULATE_WRITE)) {
-    e = errno;
-    if (e == EINTR || e == EAGAIN) continue;
-    if (e == EINVAL) e = arena_populate(fd, base, bytes);
-    break;
-  }
-  if (e && e != EINTR && e != EAGAIN)
-    return DC_FAIL(DC_E_NOMEM, "faulting in a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
+  int e = dc__fault_in(base, (size_t)bytes, fd);
+  if (e) return DC_FAIL(DC_E_NOMEM, "faulting in a shared segment of %lld bytes: %s", (long long)bytes, strerror(e));
   return DC_OK;
 }
 
 int dc__arena_map(int fd, int64_t bytes, bool first, dc__map *out) {
-  void *base = NULL;
-  DC_TRY(arena_map_aligned(fd, bytes, &base));
+  bool huge;
+  DC_TRY(dc__hugepages(&huge)); /* an error, where dc__arena_huge says no */
+  void *base = dc__map_aligned((size_t)bytes, 0, fd);
+  if (!base)
+    return DC_FAIL(DC_E_NOMEM, "mmap of a shared segment of %lld bytes: %s; look at ulimit -v and vm.max_map_count",
+                   (long long)bytes, strerror(errno));
+  (void)madvise(base, (size_t)bytes, MADV_DONTDUMP); /* a core of every rank would hold the shared parameters */
   int rc = arena_fault_in(fd, base, bytes, first);
   if (rc) {
     munmap(base, (size_t)bytes);

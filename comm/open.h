@@ -9,8 +9,6 @@ enum { DC__ADDRESS = 90 }; /* bytes of a group's address at most */
 /* Slots start at different offsets modulo 4 KiB and 2 MiB: congruent arrays evict each other. */
 enum { DC__SLOT_COLOR = 4352 };
 
-static inline int64_t dc__round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 /* ---- arena.c ----------------------------------------------------------------------------------------------------- */
 /* Whether so many bytes are to lie on huge pages. */
 bool dc__arena_huge(int64_t bytes);

@@ -7,16 +7,21 @@
  * of the process is touched. free() stays here for good, because blocks of the heap may live longer than the wish for
  * it. Where a slot is not found (another build of torch), nothing changes.
  *
- * Assumes that what libc10 got from posix_memalign is freed by libc10 (c10::free_cpu): there is no other way to a
- * tensor's memory. */
+ * What is not the heap's goes to the functions that the slots held before: libc10 may have been bound to another
+ * allocator than this library, and memory must be freed by the one that gave it.
+ *
+ * Owns the slots' old values. Assumes that what libc10 got from posix_memalign is freed by libc10 (c10::free_cpu):
+ * there is no other way to a tensor's memory. */
 #include "base/base.h"
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -33,13 +38,16 @@ enum { SMALLEST = 1 << 20, SLOTS = 8 };
 struct slots {
   void **memalign[SLOTS], **free[SLOTS];
   int memaligns, frees;
+  uintptr_t begin, end; /* of libc10.so's own memory */
   uintptr_t relro_begin, relro_end;
 };
 
 static atomic_bool wanted;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT; /* not a mutex: a child of a fork could find that held */
 static struct slots found;
 static bool patched;
+static int (*old_memalign)(void **, size_t, size_t); /* what the slots held: set before the first slot is written */
+static void (*old_free)(void *);
 
 static int heap_memalign(void **out, size_t alignment, size_t bytes) {
   if (bytes >= SMALLEST && alignment <= 4096 && atomic_load_explicit(&wanted, memory_order_relaxed)) {
@@ -49,11 +57,23 @@ static int heap_memalign(void **out, size_t alignment, size_t bytes) {
       return 0;
     }
   }
-  return posix_memalign(out, alignment, bytes);
+  return old_memalign(out, alignment, bytes);
+}
+
+/* glibc would abort the process: here nothing is freed, and it is counted (heap_foreign_frees). */
+static void warn_once(const void *p) {
+  static atomic_flag told = ATOMIC_FLAG_INIT;
+  if (!atomic_flag_test_and_set(&told))
+    fprintf(stderr,
+            "deepc: torch freed %p, which is no block of the heap for large tensors, or was freed before; that is an "
+            "error in the program (a pointer freed twice, or from inside of a tensor) and is ignored from here on\n",
+            p);
 }
 
 static void heap_free(void *p) {
-  if (!dc_heap_give(p)) free(p);
+  int given = dc_heap_give(p);
+  if (!given) old_free(p);
+  else if (given < 0) warn_once(p);
 }
 
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -97,6 +117,11 @@ static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
   struct tables t = {0};
   for (int i = 0; i < info->dlpi_phnum; i++) {
     const ElfW(Phdr) *p = &info->dlpi_phdr[i];
+    if (p->p_type == PT_LOAD) {
+      uintptr_t begin = info->dlpi_addr + p->p_vaddr, end = begin + p->p_memsz;
+      if (!s->begin || begin < s->begin) s->begin = begin;
+      if (end > s->end) s->end = end;
+    }
     if (p->p_type == PT_GNU_RELRO)
       s->relro_begin = info->dlpi_addr + p->p_vaddr, s->relro_end = s->relro_begin + p->p_memsz;
     if (p->p_type == PT_DYNAMIC && !read_tables(info, (const ElfW(Dyn) *)(info->dlpi_addr + p->p_vaddr), &t)) return 1;
@@ -127,9 +152,28 @@ static bool write_slot(const struct slots *s, void **slot, void *value) {
   return true;
 }
 
+/* What all of these slots hold; NULL if they differ. A slot that the loader has not bound yet (lazy binding) points
+ * into libc10's own code, and would be bound, over what is written here, when that is called: then what it would find.
+ */
+static void *old_value(const struct slots *s, void **const slot[], int n, const char *name) {
+  void *value = NULL;
+  for (int i = 0; i < n; i++) {
+    void *v = __atomic_load_n(slot[i], __ATOMIC_ACQUIRE);
+    if (!v || ((uintptr_t)v >= s->begin && (uintptr_t)v < s->end)) v = dlsym(RTLD_DEFAULT, name);
+    if (i && v != value) return NULL;
+    value = v;
+  }
+  return value;
+}
+
 static bool patch(void) {
   dl_iterate_phdr(find_slots, &found);
   if (!found.memaligns || !found.frees || !dc_heap_usable()) return false;
+  void *memalign = old_value(&found, found.memalign, found.memaligns, "posix_memalign");
+  void *release = old_value(&found, found.free, found.frees, "free");
+  if (!memalign || !release) return false;
+  memcpy(&old_memalign, &memalign, sizeof memalign); /* C has no cast from an object's pointer to a function's */
+  memcpy(&old_free, &release, sizeof release);
   for (int i = 0; i < found.frees; i++) /* first: no block may come that is not freed here */
     if (!write_slot(&found, found.free[i], (void *)heap_free)) return false;
   for (int i = 0; i < found.memaligns; i++)
@@ -137,12 +181,12 @@ static bool patch(void) {
   return true;
 }
 
+static void patch_once(void) { patched = patch(); }
+
 /* on: torch's large CPU tensors are taken from the core's heap from now on; otherwise from the C library again (those
  * that live stay where they are). Returns 1 if they are now taken from the heap. Any thread. */
 DC_API int dct_heap_use(int on) {
-  pthread_mutex_lock(&lock);
-  if (on && !patched) patched = patch();
+  if (on) pthread_once(&once, patch_once);
   atomic_store(&wanted, on && patched);
-  pthread_mutex_unlock(&lock);
   return on && patched;
 }

@@ -135,20 +135,33 @@ DC_API void *dc_heap_take_high(size_t bytes);
 /* Gives a block back. 1: done. 0: not from this heap (NULL too). -1: inside the heap but no block starts there, or it
  * was given back before. */
 DC_API int dc_heap_give(void *p);
-/* Bytes: `extent` of [base, base + limit) was ever handed out and may be resident; `in_use`, its `peak`; `free` in
- * `free_blocks` holes. */
+/* Of the heap now. Bytes but where it says otherwise. */
 struct dc_heap_stats {
+  size_t struct_size; /* set by the caller: sizeof(struct dc_heap_stats), see above */
   void *base;
-  int64_t limit, extent, in_use, peak, free, free_blocks, largest_free;
+  int64_t limit, extent; /* of [base, base + limit); extent: up to where blocks ever lay */
+  int64_t in_use, peak;  /* in blocks that live: now, and at most so far */
+  int64_t free, free_blocks, largest_free; /* in how many holes (a count) */
+  int64_t free_resident; /* of `free`, what has not been given back to the system: at most so much of it is resident */
+  int64_t decayed; /* given back, in all, because no step had used it for a while (dc_heap_step) */
+  int64_t refusals, foreign_frees, steps; /* counts: requests that found no room, dc_heap_give's -1, dc_heap_step */
 };
+/* DC_E_INVALID: out is NULL, or its struct_size is no size that this struct had. */
 DC_API int dc_heap_stats(struct dc_heap_stats *out);
+/* The end of a training step, called between steps: what has been in no block for 32 steps goes back to the system,
+ * huge page by huge page; after 2 steps where the memory that is available (dc_mem_available, looked at once a second)
+ * is less than a quarter of the heap's extent. Any thread; about 0.2 us, at every eighth step a look at the free
+ * blocks. */
+DC_API int dc_heap_step(void);
 /* 1 if the range of addresses could be reserved. */
 DC_API int dc_heap_usable(void);
 /* Gives what this heap and malloc hold free back to the system, once. */
 DC_API int dc_heap_trim(void);
-/* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: glibc's
- * defaults again. *kept: 1 if malloc keeps, 0 if not: another C library than glibc, or thresholds that the user set
- * (MALLOC_*_, GLIBC_TUNABLES), which stay. Process-wide. DC_E_INVALID: kept is NULL. */
+/* keep != 0: malloc keeps what is freed, up to blocks of 32 MiB, instead of giving it back to the system; 0: it gives
+ * back again what is free at its top beyond 64 MiB. The thresholds stay where glibc's own would come to rest after a
+ * block of 32 MiB was freed: glibc can't be told to adapt them again. *kept: 1 if malloc keeps, 0 if not: another
+ * malloc than glibc's (jemalloc, tcmalloc, a sanitizer's), or thresholds that the user set (MALLOC_*_, GLIBC_TUNABLES),
+ * which stay. Process-wide. DC_E_INVALID: kept is NULL. */
 DC_API int dc_heap_keep_small(int keep, int *kept);
 /* A range of addresses that has memory only while it is used, and then the heap's (lease.c): what a phase of a step
  * needs and the other phases' tensors can have. One user at a time per lease. */
@@ -161,11 +174,12 @@ DC_API int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at);
 DC_API int dc_lease_layout(size_t bytes, int color, size_t *begin, size_t *piece);
 /* [offset, offset + bytes) has memory until dc_lease_end. What it holds where it had none is anything: write it before
  * it is read. Where the kernel can't move pages (before Linux 5.7) or the heap is not there, the range gets memory of
- * its own and keeps it. DC_E_INVALID outside of the range. */
+ * its own and keeps it until a dc_lease_need after the next dc_lease_end finds that it can borrow. DC_E_INVALID outside
+ * of the range. */
 DC_API int dc_lease_need(dc_lease *lease, size_t offset, size_t bytes);
-/* The memory goes back to the heap; the contents are lost, the range reads as zeros. */
+/* What is the heap's goes back to it and reads as zeros; the contents are lost. */
 DC_API int dc_lease_end(dc_lease *lease);
-/* *borrowed: bytes that are the heap's now; *own: bytes that are the range's for good. */
+/* *borrowed: bytes that are the heap's now; *own: bytes of memory of its own. */
 DC_API int dc_lease_bytes(const dc_lease *lease, int64_t *borrowed, int64_t *own);
 /* NULL is allowed. */
 DC_API int dc_lease_close(dc_lease *lease);
@@ -233,9 +247,20 @@ static inline void dc__count_in(dc__counts *b, int counter, int64_t n) {
 /* *on: whether the variable `name` is 1, or unset (then `fallback`). DC_E_ENV if it is neither 0 nor 1. */
 int dc__env_switch(const char *name, bool fallback, bool *on);
 enum { DC__COLORS = 16, DC__COLOR_STEP = 4096 + 256 }; /* of dc_mem_alloc, see mem.c */
-/* A private mapping of `length` bytes (a multiple of DC_HUGE_PAGE) on a huge page's boundary; flags: further ones of
- * mmap. NULL with errno on failure. */
-void *dc__map_aligned(size_t length, int flags);
+/* ---- mappings (map.c) -------------------------------------------------------------------------------------------- */
+/* The least multiple of `to` that is not below n. n >= 0, to > 0. */
+static inline int64_t dc__round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+/* *on: DEEPC_HUGEPAGES, by the rule of dc__env_switch. */
+int dc__hugepages(bool *on);
+/* A mapping of `length` bytes on a huge page's boundary: private (fd -1; length: a multiple of DC_HUGE_PAGE), or of the
+ * file's first bytes, shared. flags: further ones of mmap. NULL with errno on failure. */
+void *dc__map_aligned(size_t length, int flags, int fd);
+/* Gives every page of [base, base + length) memory, without changing what it holds; peers may write there meanwhile.
+ * fd: of the file that is mapped there from its start, or -1. 0, or the errno of what there was no memory for. */
+int dc__fault_in(void *base, size_t length, int fd);
+/* *available: dc_mem_available, after the heap and malloc gave back what they hold free if it was less than `bytes`:
+ * who needs more than this is to be refused. proc: "/proc", or a test's. */
+int dc__mem_room(const char *proc, int64_t bytes, int64_t *available);
 /* Row i of env.def, which says what *values means; *value_or_default is the environment's where it is set and not
  * empty. All static or the environment's own. DC_E_INVALID past the end. */
 DC_API int dc_env_at(int i, const char **name, const char **values, const char **value_or_default, const char **help);

@@ -11,7 +11,7 @@
  * - comm/flight.c: no record: its mapping is the parent's, its descriptor is closed
  * - ops/base/pool.c: no workers and no job; threads start at the next call
  * - ops/base/mem.c: blocks are the child's own copies
- * - ops/base/heap.c: so are blocks in use
+ * - ops/base/heap.c: so are blocks in use; free ones have no memory, which would cost the parent a copy of each page
  * - ops/base/base.c: counters go on from the parent's values
  *
  * A communicator and its requests have locks of their own, which no child takes: dc__fork_mark() tells it first.

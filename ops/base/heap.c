@@ -1,121 +1,181 @@
 /* heap.c: memory that a training step frees and the next one needs again.
  *
  * A step allocates and frees the same activations every time. glibc maps each large one by itself and unmaps it when it
- * is freed, so every step pays the kernel for zeroed pages again: 4 KiB pages cost 1 s a GiB, huge ones 0.1 to 0.4 s
- * (on a virtual machine the host takes freed pages back as well). Here large blocks come from one reserved range of
- * addresses on huge pages that stays resident: no fault after the second step.
+ * is freed, so every step pays the kernel for zeroed pages again (0.1 to 1 s a GiB). Here large blocks come from one
+ * reserved range of addresses on huge pages that stays resident: no fault after the second step. docs/lab/heap.md has
+ * what else was tried.
+ *
+ * What stays has a limit: memory that no block has covered for 32 steps (the largest batch of a while ago, an
+ * evaluation) goes back to the system, after 2 steps where the machine or the cgroup is short of memory; so does all
+ * that is free before somebody is refused memory (dc__mem_room), and what a forked child inherits free.
  *
  * Owns the range, and the description of its blocks beside it (out of band: a stray write into a tensor can't break the
- * heap, and what is resident is the tensors alone). Blocks are cut in granules of 16 KiB; a free neighbour is joined at
- * once (boundary tags: Knuth, TAOCP 1, 2.5); the smallest free block that is large enough is taken, the lowest of
- * equals. Any thread; a fork copies it.
- *
- * What was tried, on a step of GPT-2 25 M fp32, 2 ranks (tests/bench/train.py --contenders deepc-3 deepc-3-returned;
- * tokens/s, MiB over ranks, faults a step):
- * - huge pages for each mapping, returned every step (torch's THP_MEM_ALLOC_ENABLE alone): 996, 1,906, 54,000
- * - glibc keeps everything (M_MMAP_MAX = 0, no trimming): 1,218, 2,976, 0: posix_memalign asks for a page more than it
- * needs and small objects move into the rest, so a hole of 98 MiB does not hold the next 98 MiB; without torch's page
- * alignment 2,690, with glibc's own huge pages 2,843
- * - glibc keeps up to 32 MiB (the most that M_MMAP_THRESHOLD takes), maps larger ones: 783 where the former had 1,075,
- * 2,142, 3,200
- * - this heap: 2,000 MiB, 0 faults; bf16 2,411 tokens/s where returned memory gave 1,669 (2,000 against 1,938 MiB); 125
- * M fp32: 4,283 MiB, where returned memory took 5,175 and glibc's kept heap 5,620 */
-#include "base.h"
+ * heap, and what is resident is the tensors alone). Blocks are cut in granules of 16 KiB or one page, whichever is
+ * larger, so that giving back a block's pages never touches its neighbour; a free neighbour is joined at once (boundary
+ * tags: Knuth, TAOCP 1, 2.5); the smallest free block that is large enough is taken, the lowest of equals. When memory
+ * was last used is noted per huge page, since blocks are joined and cut all the time. Any thread. */
+#include "heap.h"
 
 #include <errno.h>
 #include <pthread.h>
-#include <stdbool.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 #ifdef __GLIBC__
+#include <dlfcn.h>
+#include <gnu/libc-version.h>
 #include <malloc.h>
 #endif
 
-enum { GRANULE_SHIFT = 14, BINS = 32 };
-static const size_t granule = (size_t)1 << GRANULE_SHIFT;
-static const size_t most_bytes = (size_t)1 << 46; /* granules are counted in 32 bits */
+enum { HEAP_BINS = 32, HEAP_PATIENCE = 32, HEAP_SHORT_PATIENCE = 2, HEAP_LOOK_STEPS = 8 };
+static const size_t heap_least_granule = (size_t)16 << 10;
 
 /* One row per granule. Only the first granule of a block has `granules`; of a free block the last one has `before` too.
  * 0 elsewhere. */
-struct row {
+struct heap_row {
   uint32_t granules, before; /* length of the block that begins here; of the free block that ends here */
   uint32_t next, prev; /* of the free list, as row + 1; 0: none */
 };
 
-static struct {
-  pthread_mutex_t lock;
-  char *base;
-  struct row *rows;
-  uint8_t *used; /* 1 at the first granule of a block in use */
-  uint32_t size, top; /* granules of the range; where it was never touched */
-  uint32_t bins[BINS]; /* head of the list of free blocks of [2^k, 2^(k+1)) granules, as row + 1 */
-  int64_t in_use, peak;
-} heap = {.lock = PTHREAD_MUTEX_INITIALIZER};
+struct dc__heap {
+  pthread_mutex_t lock;   /* guards what follows `drop` */
+  char *_Atomic base;     /* on a huge page; NULL: not open */
+  char *reserved;         /* the mapping that `base` lies in */
+  size_t limit, granule;  /* bytes */
+  uint32_t size, page;    /* granules of the range, of a huge page */
+  int (*drop)(void *at, size_t bytes);
+  struct heap_row *rows;
+  uint8_t *used;   /* 1 at the first granule of a block in use */
+  uint32_t *since; /* per huge page: the step in which a block over it was last given back; 0: it has no memory */
+  uint32_t top;    /* granules up to where the range was never touched */
+  uint32_t bins[HEAP_BINS]; /* head of the list of free blocks of [2^k, 2^(k+1)) granules, as row + 1 */
+  uint32_t step;   /* counted from 1 */
+  int64_t in_use, peak; /* granules */
+  int64_t decayed, refusals, foreign;
+};
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-DC__AT_FORK(heap_at_fork, DC__FORK_HEAP, &heap.lock, NULL)
+static dc__heap heap_own = {.lock = PTHREAD_MUTEX_INITIALIZER}; /* the process's */
+static pthread_once_t heap_once = PTHREAD_ONCE_INIT;
 
-static void lock(void) { pthread_mutex_lock(&heap.lock); }
-static void unlock(void) { pthread_mutex_unlock(&heap.lock); }
+static void heap_lock(dc__heap *h) { pthread_mutex_lock(&h->lock); }
+static void heap_unlock(dc__heap *h) { pthread_mutex_unlock(&h->lock); }
+static char *heap_base(dc__heap *h) { return atomic_load_explicit(&h->base, memory_order_acquire); }
+static size_t heap_bytes(const dc__heap *h, int64_t granules) { return (size_t)granules * h->granule; }
 
-static void *reserve(size_t bytes) {
-  void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+/* ---- the range --------------------------------------------------------------------------------------------------- */
+static int heap_dontneed(void *at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED); }
+
+static void *heap_reserve(size_t bytes, int access) {
+  void *at = mmap(NULL, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return at == MAP_FAILED ? NULL : at;
 }
 
-/* Addresses for twice the machine's memory: nothing is resident until it is written. Without them (a limit on
- * addresses, no overcommit) the heap stays empty and every request is refused. */
-static void open_once(void) {
-  long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
-  size_t bytes = pages > 0 && page > 0 ? 2 * (size_t)pages * (size_t)page : 0;
-  if (bytes > most_bytes) bytes = most_bytes;
-  bytes &= ~(DC_HUGE_PAGE - 1);
-  if (!bytes) return;
-  char *at = reserve(bytes + DC_HUGE_PAGE);
-  struct row *rows = reserve((bytes >> GRANULE_SHIFT) * sizeof *rows);
-  uint8_t *used = reserve(bytes >> GRANULE_SHIFT);
-  if (!at || !rows || !used) {
-    if (at) munmap(at, bytes + DC_HUGE_PAGE);
-    if (rows) munmap(rows, (bytes >> GRANULE_SHIFT) * sizeof *rows);
-    if (used) munmap(used, bytes >> GRANULE_SHIFT);
-    return;
-  }
-  const char *huge = getenv("DEEPC_HUGEPAGES");
-  heap.base = (char *)(((uintptr_t)at + DC_HUGE_PAGE - 1) & ~(uintptr_t)(DC_HUGE_PAGE - 1));
-  if (!huge || strcmp(huge, "0")) madvise(heap.base, bytes, MADV_HUGEPAGE);
-  heap.rows = rows, heap.used = used, heap.size = (uint32_t)(bytes >> GRANULE_SHIFT);
+/* After mlockall(MCL_FUTURE) a new mapping is locked, and a readable one populated: twice the machine's memory. The
+ * kernel does not drop locked pages, which tells. */
+static bool heap_is_locked(void *at, size_t page) { return madvise(at, page, MADV_DONTNEED) && errno == EINVAL; }
+
+static size_t heap_table_bytes(const dc__heap *h, size_t entry, uint32_t per) { return h->size / per * entry; }
+
+static void heap_unreserve(dc__heap *h) {
+  if (h->reserved) munmap(h->reserved, h->limit + DC_HUGE_PAGE);
+  if (h->rows) munmap(h->rows, heap_table_bytes(h, sizeof *h->rows, 1));
+  if (h->used) munmap(h->used, heap_table_bytes(h, sizeof *h->used, 1));
+  if (h->since) munmap(h->since, heap_table_bytes(h, sizeof *h->since, h->page));
+  h->reserved = NULL, h->rows = NULL, h->used = NULL, h->since = NULL;
 }
 
-static int bin_of(uint32_t granules) { return 31 - __builtin_clz(granules); }
+static int heap_map(dc__heap *h, size_t page) {
+  h->reserved = heap_reserve(h->limit + DC_HUGE_PAGE, PROT_NONE);
+  if (h->reserved && heap_is_locked(h->reserved, page))
+    return DC_FAIL(DC_E_UNSUPPORTED, "the heap keeps addresses without memory, and this process locks all that it maps "
+                                     "in memory (mlockall with MCL_FUTURE): large tensors are the C library's");
+  h->rows = heap_reserve(heap_table_bytes(h, sizeof *h->rows, 1), PROT_READ | PROT_WRITE);
+  h->used = heap_reserve(heap_table_bytes(h, sizeof *h->used, 1), PROT_READ | PROT_WRITE);
+  h->since = heap_reserve(heap_table_bytes(h, sizeof *h->since, h->page), PROT_READ | PROT_WRITE);
+  if (!h->reserved || !h->rows || !h->used || !h->since ||
+      mprotect(h->reserved, h->limit + DC_HUGE_PAGE, PROT_READ | PROT_WRITE))
+    return DC_FAIL(DC_E_NOMEM, "no addresses for a heap of %zu bytes: %s; look at ulimit -v and vm.overcommit_memory",
+                   h->limit, strerror(errno));
+  return DC_OK;
+}
 
-static void link_free(uint32_t at, uint32_t granules) {
-  struct row *rows = heap.rows;
-  uint32_t *head = &heap.bins[bin_of(granules)];
+static int heap_open(dc__heap *h, const dc__heap_system *system) {
+  bool huge = true;
+  DC_TRY(dc__hugepages(&huge));
+  h->granule = system->page > heap_least_granule ? system->page : heap_least_granule;
+  h->limit = system->bytes;
+  if (h->limit > h->granule * UINT32_MAX) h->limit = h->granule * UINT32_MAX; /* rows are counted in 32 bits */
+  h->limit &= ~(DC_HUGE_PAGE - 1);
+  if (!h->limit) return DC_FAIL(DC_E_INVALID, "a heap of %zu bytes: expected %zu or more", system->bytes, DC_HUGE_PAGE);
+  h->size = (uint32_t)(h->limit / h->granule), h->page = (uint32_t)(DC_HUGE_PAGE / h->granule);
+  h->drop = system->drop ? system->drop : heap_dontneed;
+  h->step = 1;
+  int rc = heap_map(h, system->page);
+  if (rc) {
+    heap_unreserve(h);
+    return rc;
+  }
+  char *base = (char *)dc__round_up((uintptr_t)h->reserved, DC_HUGE_PAGE);
+  /* Advice, both: without huge pages small ones serve, and a core dump may hold activations. */
+  (void)madvise(base, h->limit, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  (void)madvise(base, h->limit, MADV_DONTDUMP);
+  atomic_store_explicit(&h->base, base, memory_order_release);
+  return DC_OK;
+}
+
+int dc__heap_open(const dc__heap_system *system, dc__heap **out) {
+  dc__heap *h = calloc(1, sizeof *h);
+  if (!h) return DC_FAIL(DC_E_NOMEM, "no memory for the heap's description");
+  pthread_mutex_init(&h->lock, NULL);
+  int rc = heap_open(h, system);
+  if (rc) {
+    pthread_mutex_destroy(&h->lock);
+    free(h);
+    return rc;
+  }
+  *out = h;
+  return DC_OK;
+}
+
+void dc__heap_close(dc__heap *h) {
+  if (!h) return;
+  heap_unreserve(h);
+  pthread_mutex_destroy(&h->lock);
+  free(h);
+}
+
+/* ---- free blocks ------------------------------------------------------------------------------------------------- */
+static int heap_bin(uint32_t granules) { return 31 - __builtin_clz(granules); }
+
+static void heap_link(dc__heap *h, uint32_t at, uint32_t granules) {
+  struct heap_row *rows = h->rows;
+  uint32_t *head = &h->bins[heap_bin(granules)];
   rows[at].granules = granules, rows[at + granules - 1].before = granules;
   rows[at].prev = 0, rows[at].next = *head;
   if (*head) rows[*head - 1].prev = at + 1;
   *head = at + 1;
 }
 
-static void unlink_free(uint32_t at) {
-  struct row *r = &heap.rows[at];
-  if (r->prev) heap.rows[r->prev - 1].next = r->next;
-  else heap.bins[bin_of(r->granules)] = r->next;
-  if (r->next) heap.rows[r->next - 1].prev = r->prev;
-  heap.rows[at + r->granules - 1].before = 0;
+static void heap_unlink(dc__heap *h, uint32_t at) {
+  struct heap_row *r = &h->rows[at];
+  if (r->prev) h->rows[r->prev - 1].next = r->next;
+  else h->bins[heap_bin(r->granules)] = r->next;
+  if (r->next) h->rows[r->next - 1].prev = r->prev;
+  h->rows[at + r->granules - 1].before = 0;
   r->granules = 0;
 }
 
 /* The smallest free block of at least `need`, the lowest of equals, as row + 1. Lists are short: a step has a few
  * hundred large tensors. */
-static uint32_t best_fit(uint32_t need) {
-  for (int k = bin_of(need); k < BINS; k++) {
+static uint32_t heap_best_fit(const dc__heap *h, uint32_t need) {
+  for (int k = heap_bin(need); k < HEAP_BINS; k++) {
     uint32_t best = 0;
-    for (uint32_t i = heap.bins[k]; i; i = heap.rows[i - 1].next) {
-      uint32_t n = heap.rows[i - 1].granules, m = best ? heap.rows[best - 1].granules : UINT32_MAX;
+    for (uint32_t i = h->bins[k]; i; i = h->rows[i - 1].next) {
+      uint32_t n = h->rows[i - 1].granules, m = best ? h->rows[best - 1].granules : UINT32_MAX;
       if (n >= need && (n < m || (n == m && i < best))) best = i;
     }
     if (best) return best;
@@ -123,156 +183,269 @@ static uint32_t best_fit(uint32_t need) {
   return 0;
 }
 
-/* The block at the end of what was used so far, made longer. */
-static bool grow(uint32_t need, uint32_t *at) {
-  uint32_t free_end = heap.top ? heap.rows[heap.top - 1].before : 0, more = need - (free_end < need ? free_end : need);
-  if (more > heap.size - heap.top) return false;
-  *at = heap.top - free_end;
-  if (free_end) unlink_free(*at);
-  heap.top += more;
-  return true;
-}
-
-/* Hands the granules [at, at + need) of the free block at `block` out. */
-static void cut(uint32_t block, uint32_t at, uint32_t need) {
-  uint32_t end = block + heap.rows[block].granules;
-  unlink_free(block);
-  if (at > block) link_free(block, at - block);
-  if (end > at + need) link_free(at + need, end - at - need);
-}
-
-static void hand_out(uint32_t at, uint32_t need) {
-  heap.rows[at].granules = need, heap.used[at] = 1;
-  heap.in_use += need;
-  if (heap.in_use > heap.peak) heap.peak = heap.in_use;
-}
-
-void *dc_heap_take(size_t bytes) {
-  pthread_once(&once, open_once);
-  if (!heap.base || !bytes || bytes > ((size_t)heap.size << GRANULE_SHIFT)) return NULL;
-  /* a granule more where equal tensors side by side would soon lie congruent modulo 2 MiB, where they evict each other
-   */
-  uint32_t need = (uint32_t)((bytes + granule - 1) >> GRANULE_SHIFT), at = 0;
-  if (!(need % 32)) need++;
-  lock();
-  uint32_t found = best_fit(need);
-  if (found) {
-    at = found - 1;
-    cut(at, at, need);
-  } else if (!grow(need, &at)) {
-    unlock();
-    return NULL;
-  }
-  hand_out(at, need);
-  unlock();
-  return heap.base + ((size_t)at << GRANULE_SHIFT);
-}
-
 /* The highest place on a huge page's boundary for `need` granules in the free blocks, as granule + 1, and the block it
  * lies in. */
-static uint32_t highest(uint32_t need, uint32_t *block) {
-  const uint32_t page = (uint32_t)(DC_HUGE_PAGE >> GRANULE_SHIFT);
+static uint32_t heap_highest(const dc__heap *h, uint32_t need, uint32_t *block) {
   uint32_t best = 0;
-  for (int k = bin_of(need); k < BINS; k++)
-    for (uint32_t i = heap.bins[k]; i; i = heap.rows[i - 1].next) {
-      uint32_t begin = i - 1, n = heap.rows[begin].granules;
-      uint32_t at = n < need ? 0 : (begin + n - need) / page * page;
+  for (int k = heap_bin(need); k < HEAP_BINS; k++)
+    for (uint32_t i = h->bins[k]; i; i = h->rows[i - 1].next) {
+      uint32_t begin = i - 1, n = h->rows[begin].granules;
+      uint32_t at = n < need ? 0 : (begin + n - need) / h->page * h->page;
       if (n >= need && at >= begin && at + 1 > best) best = at + 1, *block = begin;
     }
   return best;
 }
 
-void *dc_heap_take_high(size_t bytes) {
-  const uint32_t page = (uint32_t)(DC_HUGE_PAGE >> GRANULE_SHIFT);
-  pthread_once(&once, open_once);
-  if (!heap.base || !bytes || bytes > ((size_t)heap.size << GRANULE_SHIFT)) return NULL;
-  uint32_t need = (uint32_t)((bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE) * page, block = 0, at = 0;
-  lock();
-  uint32_t found = highest(need, &block);
+/* The block at the end of what was used so far, made longer. */
+static bool heap_grow(dc__heap *h, uint32_t need, uint32_t *at) {
+  uint32_t free_end = h->top ? h->rows[h->top - 1].before : 0, more = need - (free_end < need ? free_end : need);
+  if (more > h->size - h->top) return false;
+  *at = h->top - free_end;
+  if (free_end) heap_unlink(h, *at);
+  h->top += more;
+  return true;
+}
+
+/* Takes the granules [at, at + need) out of the free block at `block`. */
+static void heap_cut(dc__heap *h, uint32_t block, uint32_t at, uint32_t need) {
+  uint32_t end = block + h->rows[block].granules;
+  heap_unlink(h, block);
+  if (at > block) heap_link(h, block, at - block);
+  if (end > at + need) heap_link(h, at + need, end - at - need);
+}
+
+static bool heap_place(dc__heap *h, uint32_t need, uint32_t *at) {
+  uint32_t found = heap_best_fit(h, need);
+  if (!found) return heap_grow(h, need, at);
+  *at = found - 1;
+  heap_cut(h, *at, *at, need);
+  return true;
+}
+
+static bool heap_place_high(dc__heap *h, uint32_t need, uint32_t *at) {
+  uint32_t block = 0, found = heap_highest(h, need, &block);
   if (found) {
-    at = found - 1;
-    cut(block, at, need);
-  } else {
-    uint32_t begin = heap.top - (heap.top ? heap.rows[heap.top - 1].before : 0), skip = (page - begin % page) % page;
-    if (!grow(skip + need, &begin)) {
-      unlock();
-      return NULL;
+    *at = found - 1;
+    heap_cut(h, block, *at, need);
+    return true;
+  }
+  uint32_t begin = h->top - (h->top ? h->rows[h->top - 1].before : 0), skip = (h->page - begin % h->page) % h->page;
+  if (!heap_grow(h, skip + need, &begin)) return false;
+  *at = begin + skip;
+  if (skip) heap_link(h, begin, skip);
+  return true;
+}
+
+/* ---- take, give -------------------------------------------------------------------------------------------------- */
+/* A granule more where equal tensors side by side would soon lie congruent modulo 2 MiB, where they evict each other.
+ */
+static uint32_t heap_granules(const dc__heap *h, size_t bytes, bool high) {
+  if (high) return (uint32_t)(dc__round_up(bytes, DC_HUGE_PAGE) / h->granule);
+  uint32_t need = (uint32_t)(dc__round_up(bytes, h->granule) / h->granule);
+  return need % (h->page / 4) ? need : need + 1;
+}
+
+void *dc__heap_take(dc__heap *h, size_t bytes, bool high) {
+  char *base = heap_base(h);
+  if (!base || !bytes) return NULL;
+  uint32_t at = 0;
+  heap_lock(h);
+  uint32_t need = bytes <= h->limit ? heap_granules(h, bytes, high) : 0;
+  if (!need || !(high ? heap_place_high(h, need, &at) : heap_place(h, need, &at))) {
+    h->refusals++;
+    heap_unlock(h);
+    dc__count(DC_COUNTER_heap_refusals, 1);
+    return NULL;
+  }
+  h->rows[at].granules = need, h->used[at] = 1;
+  h->in_use += need;
+  if (h->in_use > h->peak) h->peak = h->in_use;
+  heap_unlock(h);
+  return base + heap_bytes(h, at);
+}
+
+static void heap_touched(dc__heap *h, uint32_t at, uint32_t granules) {
+  for (uint32_t p = at / h->page; p <= (at + granules - 1) / h->page; p++) h->since[p] = h->step;
+}
+
+/* Joins the block with free neighbours. */
+static void heap_free(dc__heap *h, uint32_t at) {
+  uint32_t n = h->rows[at].granules;
+  h->used[at] = 0, h->rows[at].granules = 0, h->in_use -= n;
+  heap_touched(h, at, n);
+  uint32_t before = at ? h->rows[at - 1].before : 0, after = at + n;
+  if (before) heap_unlink(h, at - before), at -= before, n += before;
+  if (after < h->top && !h->used[after] && h->rows[after].granules) {
+    uint32_t more = h->rows[after].granules;
+    heap_unlink(h, after), n += more;
+  }
+  heap_link(h, at, n);
+}
+
+int dc__heap_give(dc__heap *h, void *p) {
+  char *base = heap_base(h);
+  if (!base || (char *)p < base || (char *)p >= base + h->limit) return 0;
+  size_t offset = (size_t)((char *)p - base);
+  uint32_t at = (uint32_t)(offset / h->granule);
+  heap_lock(h);
+  const bool block = offset % h->granule == 0 && h->used[at];
+  if (block) heap_free(h, at);
+  else h->foreign++; /* not a block's start, or freed before: nothing is touched */
+  heap_unlock(h);
+  if (!block) dc__count(DC_COUNTER_heap_foreign_frees, 1);
+  return block ? 1 : -1;
+}
+
+/* ---- giving back to the system ----------------------------------------------------------------------------------- */
+/* Huge pages [first, end) that lie whole in the free block at `at`. */
+static void heap_whole_pages(const dc__heap *h, uint32_t at, uint32_t *first, uint32_t *end) {
+  *first = (at + h->page - 1) / h->page, *end = (at + h->rows[at].granules) / h->page;
+}
+
+/* Huge pages of one free block that were in no block for `patience` steps, neighbours in one call. */
+static int64_t heap_drop_idle(dc__heap *h, uint32_t at, uint32_t patience) {
+  uint32_t p, end, run = 0;
+  int64_t dropped = 0;
+  heap_whole_pages(h, at, &p, &end);
+  for (; p <= end; p++) {
+    if (p < end && h->since[p] && h->step - h->since[p] >= patience) {
+      h->since[p] = 0, run++;
+      continue;
     }
-    at = begin + skip;
-    if (skip) link_free(begin, skip);
+    if (run) h->drop(heap_base(h) + (size_t)(p - run) * DC_HUGE_PAGE, (size_t)run * DC_HUGE_PAGE);
+    dropped += run, run = 0;
   }
-  hand_out(at, need);
-  unlock();
-  return heap.base + ((size_t)at << GRANULE_SHIFT);
+  return dropped;
 }
 
-static bool owns(const void *p) {
-  return heap.base && (const char *)p >= heap.base &&
-         (const char *)p < heap.base + ((size_t)heap.size << GRANULE_SHIFT);
+static int64_t heap_drop_block(dc__heap *h, uint32_t at) {
+  uint32_t p, end, had = 0;
+  h->drop(heap_base(h) + heap_bytes(h, at), heap_bytes(h, h->rows[at].granules));
+  for (heap_whole_pages(h, at, &p, &end); p < end; p++) had += h->since[p] != 0, h->since[p] = 0;
+  return had;
 }
 
-int dc_heap_give(void *p) {
-  if (!owns(p)) return 0;
-  size_t offset = (size_t)((char *)p - heap.base);
-  uint32_t at = (uint32_t)(offset >> GRANULE_SHIFT);
-  lock();
-  if ((offset & (granule - 1)) || !heap.used[at]) { /* not a block's start, or freed before: nothing is touched */
-    unlock();
-    return -1;
-  }
-  uint32_t n = heap.rows[at].granules;
-  heap.used[at] = 0, heap.rows[at].granules = 0, heap.in_use -= n;
-  uint32_t before = at ? heap.rows[at - 1].before : 0, after = at + n;
-  if (before) unlink_free(at - before), at -= before, n += before;
-  if (after < heap.top && !heap.used[after] && heap.rows[after].granules) {
-    uint32_t more = heap.rows[after].granules;
-    unlink_free(after), n += more;
-  }
-  link_free(at, n);
-  unlock();
-  return 1;
+/* Under the lock. patience 0: all that is free, to the last page. */
+static int64_t heap_drop(dc__heap *h, uint32_t patience) {
+  int64_t pages = 0;
+  for (int k = 0; k < HEAP_BINS; k++)
+    for (uint32_t i = h->bins[k]; i; i = h->rows[i - 1].next)
+      pages += patience ? heap_drop_idle(h, i - 1, patience) : heap_drop_block(h, i - 1);
+  return pages * (int64_t)DC_HUGE_PAGE;
 }
 
-int dc_heap_usable(void) {
-  pthread_once(&once, open_once);
-  return heap.base != NULL;
+int64_t dc__heap_trim(dc__heap *h) {
+  heap_lock(h);
+  int64_t dropped = heap_drop(h, 0);
+  heap_unlock(h);
+  return dropped;
 }
 
-int dc_heap_stats(struct dc_heap_stats *out) {
-  if (!out) return DC_FAIL(DC_E_INVALID, "dc_heap_stats: out is NULL; pass the address of a struct dc_heap_stats");
-  pthread_once(&once, open_once);
-  lock();
-  *out = (struct dc_heap_stats){.base = heap.base,
-                                .limit = (int64_t)heap.size << GRANULE_SHIFT,
-                                .extent = (int64_t)heap.top << GRANULE_SHIFT,
-                                .in_use = heap.in_use << GRANULE_SHIFT,
-                                .peak = heap.peak << GRANULE_SHIFT};
-  for (int k = 0; k < BINS; k++)
-    for (uint32_t i = heap.bins[k]; i; i = heap.rows[i - 1].next) {
-      int64_t bytes = (int64_t)heap.rows[i - 1].granules << GRANULE_SHIFT;
-      out->free += bytes, out->free_blocks++;
+int64_t dc__heap_step(dc__heap *h, uint32_t patience) {
+  int64_t dropped = 0;
+  heap_lock(h);
+  if (++h->step % HEAP_LOOK_STEPS == 0) dropped = heap_drop(h, patience);
+  h->decayed += dropped;
+  heap_unlock(h);
+  if (dropped) dc__count(DC_COUNTER_heap_decayed_bytes, dropped);
+  return dropped;
+}
+
+uint32_t dc__heap_patience(int64_t available, int64_t extent) {
+  return available < extent / 4 ? HEAP_SHORT_PATIENCE : HEAP_PATIENCE;
+}
+
+void dc__heap_read(dc__heap *h, struct dc_heap_stats *out) {
+  heap_lock(h);
+  *out = (struct dc_heap_stats){.base = heap_base(h),
+                                .limit = (int64_t)h->limit,
+                                .extent = (int64_t)heap_bytes(h, h->top),
+                                .in_use = (int64_t)heap_bytes(h, h->in_use),
+                                .peak = (int64_t)heap_bytes(h, h->peak),
+                                .decayed = h->decayed,
+                                .refusals = h->refusals,
+                                .foreign_frees = h->foreign,
+                                .steps = h->step ? (int64_t)h->step - 1 : 0};
+  for (int k = 0; k < HEAP_BINS; k++)
+    for (uint32_t i = h->bins[k]; i; i = h->rows[i - 1].next) {
+      int64_t bytes = (int64_t)heap_bytes(h, h->rows[i - 1].granules);
+      uint32_t p, end;
+      out->free += bytes, out->free_blocks++, out->free_resident += bytes;
+      for (heap_whole_pages(h, i - 1, &p, &end); p < end; p++)
+        if (!h->since[p]) out->free_resident -= (int64_t)DC_HUGE_PAGE;
       if (bytes > out->largest_free) out->largest_free = bytes;
     }
-  unlock();
+  heap_unlock(h);
+}
+
+/* ---- the process's heap ------------------------------------------------------------------------------------------ */
+/* Addresses for twice the machine's memory: nothing is resident until it is written. Without them (a limit on
+ * addresses, no overcommit) the heap stays empty and every request is refused. */
+static void heap_open_own(void) {
+  long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+  if (pages <= 0 || page <= 0 || (size_t)page > DC_HUGE_PAGE) return;
+  (void)heap_open(&heap_own, &(dc__heap_system){.page = (size_t)page, .bytes = 2 * (size_t)pages * (size_t)page});
+}
+
+/* What is free here is worthless to the child, and as long as it had it the parent's next step would copy every page.
+ */
+static void heap_in_child(void) { (void)heap_drop(&heap_own, 0); }
+DC__AT_FORK(heap_at_fork, DC__FORK_HEAP, &heap_own.lock, heap_in_child)
+
+int dc_heap_usable(void) {
+  pthread_once(&heap_once, heap_open_own);
+  return heap_base(&heap_own) != NULL;
+}
+
+void *dc_heap_take(size_t bytes) { return dc_heap_usable() ? dc__heap_take(&heap_own, bytes, false) : NULL; }
+void *dc_heap_take_high(size_t bytes) { return dc_heap_usable() ? dc__heap_take(&heap_own, bytes, true) : NULL; }
+int dc_heap_give(void *p) { return dc__heap_give(&heap_own, p); }
+
+int dc_heap_stats(struct dc_heap_stats *out) {
+  struct dc_heap_stats all;
+  DC_TRY(DC__SIZED(struct dc_heap_stats, steps, out, &all));
+  size_t bytes = all.struct_size;
+  (void)dc_heap_usable();
+  dc__heap_read(&heap_own, &all);
+  all.struct_size = bytes;
+  memcpy(out, &all, bytes);
   return DC_OK;
 }
 
 int dc_heap_trim(void) {
-  lock();
-  for (int k = 0; k < BINS; k++)
-    for (uint32_t i = heap.bins[k]; i; i = heap.rows[i - 1].next)
-      madvise(heap.base + ((size_t)(i - 1) << GRANULE_SHIFT), (size_t)heap.rows[i - 1].granules << GRANULE_SHIFT,
-              MADV_DONTNEED);
-  unlock();
+  (void)dc__heap_trim(&heap_own);
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
   return DC_OK;
 }
 
+/* What is available is read from a dozen files (50 to 100 us), so once a second. */
+static uint32_t heap_patience_now(void) {
+  static _Atomic int64_t next_s;
+  static _Atomic uint32_t patience = HEAP_PATIENCE;
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  int64_t due = atomic_load_explicit(&next_s, memory_order_relaxed), available;
+  if (now.tv_sec >= due && atomic_compare_exchange_strong(&next_s, &due, now.tv_sec + 1) &&
+      dc_mem_available(&available) == DC_OK) {
+    heap_lock(&heap_own);
+    int64_t extent = (int64_t)heap_bytes(&heap_own, heap_own.top);
+    heap_unlock(&heap_own);
+    atomic_store_explicit(&patience, dc__heap_patience(available, extent), memory_order_relaxed);
+  }
+  return atomic_load_explicit(&patience, memory_order_relaxed);
+}
+
+int dc_heap_step(void) {
+  if (heap_base(&heap_own)) (void)dc__heap_step(&heap_own, heap_patience_now());
+  return DC_OK;
+}
+
+/* ---- malloc ------------------------------------------------------------------------------------------------------ */
 #ifdef __GLIBC__
 /* A user who set a threshold by hand wants it as it is. */
-static bool user_chose(void) {
+static bool heap_user_chose(void) {
   static const char *const variables[] = {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"};
   static const char *const tunables[] = {"glibc.malloc.mmap_max", "glibc.malloc.mmap_threshold",
                                          "glibc.malloc.trim_threshold"};
@@ -281,16 +454,23 @@ static bool user_chose(void) {
     if (getenv(variables[i]) || (set && strstr(set, tunables[i]))) return true;
   return false;
 }
+
+/* jemalloc, tcmalloc and sanitizers put their own malloc before glibc's; mallopt then does nothing. */
+static bool heap_malloc_is_glibc(void) {
+  Dl_info ours, libc;
+  void *found = dlsym(RTLD_DEFAULT, "malloc");
+  return found && dladdr(found, &ours) && dladdr((void *)(uintptr_t)gnu_get_libc_version, &libc) &&
+         ours.dli_fbase == libc.dli_fbase;
+}
 #endif
 
 int dc_heap_keep_small(int keep, int *kept) {
   if (!kept) return DC_FAIL(DC_E_INVALID, "dc_heap_keep_small: kept is NULL; pass the address of an int");
   *kept = 0;
 #ifdef __GLIBC__
-  enum { DEFAULT_THRESHOLD = 128 * 1024, MOST = 32 << 20 };
-  if (user_chose()) return DC_OK;
-  bool done = mallopt(M_MMAP_THRESHOLD, keep ? MOST : DEFAULT_THRESHOLD) &&
-              mallopt(M_TRIM_THRESHOLD, keep ? -1 : DEFAULT_THRESHOLD);
+  enum { MOST = 32 << 20 }; /* the most that glibc takes as a threshold, and where its own adapts up to */
+  if (heap_user_chose() || !heap_malloc_is_glibc()) return DC_OK;
+  bool done = mallopt(M_MMAP_THRESHOLD, MOST) && mallopt(M_TRIM_THRESHOLD, keep ? -1 : 2 * MOST);
   *kept = keep && done;
 #else
   (void)keep;

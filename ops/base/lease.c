@@ -11,16 +11,11 @@
  * range where it has no memory for other values than zeros, and that the heap's blocks hold nothing that must stay
  * where it is by its physical page (pinned memory, registered buffers).
  *
- * Measured (2 virtual cores, Linux 6.18): 2 to 3 us to move a huge page, either way, 119 of them among 400: no fault,
- * all stay huge. Mappings: one more per piece that is away and one per border of pieces, so a piece is larger than a
- * huge page in ranges of many (MOST_PIECES; the kernel's limit is 65,530).
- *
- * GPT-2 125 M fp32, 2 ranks (tests/bench/train.py --model 125M --contenders ddp deepc-3, sum of PSS): 3,806 MiB, where
- * the heap alone took 4,283 and DDP takes 6,633; no difference in speed. Ways not taken: accumulators as separate
- * blocks of the heap, which cuts what the optimizer walks in one call into pieces and leaves torch's optimizers without
- * a tensor to step on; MADV_DONTNEED after the step, which pays for zeroed pages again in each. With gradient
- * accumulation the pieces lie among the next forward's activations: 8 % more memory than accumulators of their own, so
- * there they are (state.leases_gradients). */
+ * A huge page is moved in 2 to 3 us, either way, and stays huge. Mappings: one more per piece that is away and one per
+ * border of pieces, so a piece is larger than a huge page in ranges of many (MOST_PIECES; the kernel's limit is
+ * 65,530). docs/lab/heap.md has the measurements and the ways not taken. With gradient accumulation the pieces lie
+ * among the next forward's activations: 8 % more memory than accumulators of their own, so there they are (zero/state's
+ * leases_gradients). */
 #include "base.h"
 
 #include <stdbool.h>
@@ -38,20 +33,22 @@ struct dc_lease {
   size_t begin, bytes; /* the user's part of it */
   size_t piece;  /* bytes that come and go together */
   int64_t pieces;
-  char **from; /* [pieces] where in the heap a piece came from; NULL: has no memory; OWN */
-  bool moves;  /* the kernel can */
+  char **from; /* [pieces] where in the heap a piece came from; NULL: has no memory; OWN, KEPT: the range's own, needed
+                  in this phase or since an earlier one */
+  bool moves; /* the kernel can, or has not been asked since this phase began */
 };
 
-static char own_mark;
-#define OWN (&own_mark)
+static char lease_marks[2];
+#define OWN (&lease_marks[0])
+#define KEPT (&lease_marks[1])
 
-static bool move(char *from, char *to, size_t bytes) {
+static bool lease_move(char *from, char *to, size_t bytes) {
   return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED;
 }
 
-static size_t length_of(const dc_lease *l) { return (size_t)l->pieces * l->piece; }
+static size_t lease_length(const dc_lease *l) { return (size_t)l->pieces * l->piece; }
 
-static size_t pages_of(size_t begin, size_t bytes) {
+static size_t lease_pages(size_t begin, size_t bytes) {
   size_t pages = (begin + bytes + DC_HUGE_PAGE - 1) / DC_HUGE_PAGE;
   return pages ? pages : 1;
 }
@@ -63,7 +60,7 @@ int dc_lease_layout(size_t bytes, int color, size_t *begin, size_t *piece) {
   if (bytes > SIZE_MAX / 4)
     return DC_FAIL(DC_E_NOMEM, "dc_lease_open: %zu bytes are more than there are addresses", bytes);
   *begin = (size_t)color * DC__COLOR_STEP;
-  *piece = (pages_of(*begin, bytes) + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
+  *piece = (lease_pages(*begin, bytes) + MOST_PIECES - 1) / MOST_PIECES * DC_HUGE_PAGE;
   return DC_OK;
 }
 
@@ -72,31 +69,32 @@ int dc_lease_open(size_t bytes, int color, dc_lease **out, void **at) {
   size_t begin, piece;
   if (!out || !at) return DC_FAIL(DC_E_INVALID, "dc_lease_open: out or at is NULL; pass their addresses");
   DC_TRY(dc_lease_layout(bytes, color, &begin, &piece));
-  DC_TRY(dc__env_switch("DEEPC_HUGEPAGES", true, &huge));
-  size_t pages = pages_of(begin, bytes);
+  DC_TRY(dc__hugepages(&huge));
+  size_t pages = lease_pages(begin, bytes);
   dc_lease *l = calloc(1, sizeof *l);
   if (!l) return DC_FAIL(DC_E_NOMEM, "dc_lease_open: no memory for the lease itself");
   l->begin = begin, l->bytes = bytes, l->moves = true;
   l->piece = piece;
   l->pieces = (int64_t)((pages * DC_HUGE_PAGE + l->piece - 1) / l->piece);
   l->from = calloc((size_t)l->pieces, sizeof *l->from);
-  l->base = l->from ? dc__map_aligned(length_of(l), MAP_NORESERVE) : NULL;
+  l->base = l->from ? dc__map_aligned(lease_length(l), MAP_NORESERVE, -1) : NULL;
   if (!l->base) {
     free(l->from);
     free(l);
     return DC_FAIL(DC_E_NOMEM,
                    "dc_lease_open: no addresses for %zu bytes (is there a limit on address space, ulimit -v?)", bytes);
   }
-  (void)madvise(l->base, length_of(l), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  (void)madvise(l->base, lease_length(l), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  (void)madvise(l->base, lease_length(l), MADV_DONTDUMP);
   *at = l->base + begin;
   *out = l;
   return DC_OK;
 }
 
 /* Memory for piece k: the heap's if it has some that can be moved, else the kernel gives it when it is written. */
-static void fill(dc_lease *l, int64_t k) {
+static void lease_fill(dc_lease *l, int64_t k) {
   char *from = l->moves ? dc_heap_take_high(l->piece) : NULL;
-  if (from && !move(from, l->base + (size_t)k * l->piece, l->piece)) {
+  if (from && !lease_move(from, l->base + (size_t)k * l->piece, l->piece)) {
     dc_heap_give(from);
     from = NULL, l->moves = false;
   }
@@ -112,24 +110,24 @@ int dc_lease_need(dc_lease *l, size_t offset, size_t bytes) {
   if (!bytes) return DC_OK;
   int64_t last = (int64_t)((l->begin + offset + bytes - 1) / l->piece);
   for (int64_t k = (int64_t)((l->begin + offset) / l->piece); k <= last; k++)
-    if (!l->from[k]) fill(l, k);
+    if (!l->from[k] || l->from[k] == KEPT) lease_fill(l, k);
   return DC_OK;
 }
 
 int dc_lease_end(dc_lease *l) {
   if (!l) return DC_FAIL(DC_E_INVALID, "dc_lease_end: the lease is NULL");
   for (int64_t k = 0; k < l->pieces; k++) {
-    if (!l->from[k] || l->from[k] == OWN) continue;
-    if (!move(l->base + (size_t)k * l->piece, l->from[k], l->piece)) {
-      l->moves = false; /* too many mappings: the range keeps this piece, and the heap's place for it gets new pages
-                           when it is used */
-      dc_heap_give(l->from[k]);
-      l->from[k] = OWN;
+    char *from = l->from[k];
+    if (!from || from == KEPT) continue;
+    if (from == OWN) {
+      l->from[k] = KEPT;
       continue;
     }
-    dc_heap_give(l->from[k]);
-    l->from[k] = NULL;
+    /* where too many mappings keep a piece from moving, the heap's place for it gets new pages when it is used */
+    l->from[k] = lease_move(l->base + (size_t)k * l->piece, from, l->piece) ? NULL : KEPT;
+    dc_heap_give(from);
   }
+  l->moves = true; /* what was in the way may be gone: one call in the next phase finds out */
   return DC_OK;
 }
 
@@ -137,14 +135,14 @@ int dc_lease_bytes(const dc_lease *l, int64_t *borrowed, int64_t *own) {
   if (!l || !borrowed || !own) return DC_FAIL(DC_E_INVALID, "dc_lease_bytes: the lease, borrowed or own is NULL");
   *borrowed = *own = 0;
   for (int64_t k = 0; k < l->pieces; k++)
-    if (l->from[k]) *(l->from[k] == OWN ? own : borrowed) += (int64_t)l->piece;
+    if (l->from[k]) *(l->from[k] == OWN || l->from[k] == KEPT ? own : borrowed) += (int64_t)l->piece;
   return DC_OK;
 }
 
 int dc_lease_close(dc_lease *l) {
   if (!l) return DC_OK;
   int rc = dc_lease_end(l);
-  munmap(l->base, length_of(l));
+  munmap(l->base, lease_length(l));
   free(l->from);
   free(l);
   return rc;

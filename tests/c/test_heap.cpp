@@ -2,6 +2,8 @@
 // doubled pointers are refused.
 #include <gtest/gtest.h>
 
+#include <malloc.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -57,6 +59,71 @@ TEST_F(Heap, RefusesWhatIsNotABlock) {
   EXPECT_EQ(dc_heap_take(SIZE_MAX), nullptr);
   EXPECT_EQ(dc_heap_take(static_cast<size_t>(stats().limit) + 1), nullptr);
   EXPECT_EQ(dc_heap_stats(nullptr), DC_E_INVALID);
+  EXPECT_EQ(stats().foreign_frees - before_.foreign_frees, 3);
+  EXPECT_EQ(stats().refusals - before_.refusals, 2);
+  EXPECT_GE(dc_counter_get(DC_COUNTER_heap_foreign_frees), 3);
+  EXPECT_GE(dc_counter_get(DC_COUNTER_heap_refusals), 2);
+}
+
+TEST_F(Heap, StatisticsHaveASizeThatMayGrow) {
+  struct dc_heap_stats s{};
+  EXPECT_EQ(dc_heap_stats(&s), DC_E_INVALID);
+  EXPECT_NE(strstr(dc_last_error(), "struct_size"), nullptr) << dc_last_error();
+  s.struct_size = sizeof s + 8;
+  EXPECT_EQ(dc_heap_stats(&s), DC_E_INVALID);
+  s.struct_size = sizeof s;
+  EXPECT_EQ(dc_heap_stats(&s), DC_OK) << dc_last_error();
+  EXPECT_EQ(s.struct_size, sizeof s);
+}
+
+// A data loader's worker gets what lives, but not what is free: that would stay resident twice as long as it lives, and
+// the parent's next step would copy it page by page.
+TEST_F(Heap, AForkedChildHasNoFreePages) {
+  constexpr size_t bytes = 64 * kMiB;
+  char *live = static_cast<char *>(dc_heap_take(2 * kMiB)), *free_ = static_cast<char *>(dc_heap_take(bytes));
+  memset(live, 3, 2 * kMiB);
+  memset(free_, 4, bytes);
+  ASSERT_EQ(dc_heap_give(free_), 1);
+  ASSERT_GE(resident_pages(free_, bytes), bytes / 4096 / 2);
+  pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (!child) {
+    bool kept = true;
+    for (size_t i = 0; i < 2 * kMiB; i++) kept = kept && live[i] == 3;
+    _exit(!kept ? 1 : resident_pages(free_, bytes) ? 2 : 0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0) << "exit code 1: a live block changed; 2: free pages are resident in the child";
+  EXPECT_GE(resident_pages(free_, bytes), bytes / 4096 / 2) << "the parent's are its own business";
+  EXPECT_EQ(dc_heap_give(live), 1);
+}
+
+TEST_F(Heap, IsTrimmedBeforeAnAllocationIsRefused) {
+  char *p = static_cast<char *>(dc_heap_take(32 * kMiB));
+  memset(p, 1, 32 * kMiB);
+  ASSERT_EQ(dc_heap_give(p), 1);
+  ASSERT_GT(resident_pages(p, 32 * kMiB), 0u);
+  void *q = nullptr;
+  EXPECT_EQ(dc_mem_alloc(size_t{1} << 46, 0, &q), DC_E_NOMEM);
+  EXPECT_EQ(resident_pages(p, 32 * kMiB), 0u);
+}
+
+TEST_F(Heap, StepsGiveBackWhatStaysFree) {
+  constexpr size_t bytes = 32 * kMiB;
+  char *p = static_cast<char *>(dc_heap_take(bytes));
+  memset(p, 1, bytes);
+  ASSERT_EQ(dc_heap_give(p), 1);
+  for (int i = 0; i < 40; i++) ASSERT_EQ(dc_heap_step(), DC_OK);
+  EXPECT_LE(resident_pages(p, bytes), 2 * DC_HUGE_PAGE / 4096) << "all but the ends in huge pages of neighbours";
+  EXPECT_GE(stats().decayed - before_.decayed, static_cast<int64_t>(bytes - 2 * DC_HUGE_PAGE));
+}
+
+TEST_F(Heap, IsLeftOutOfCoreDumps) {
+  void *p = dc_heap_take(kMiB);
+  std::string flags = mapping_flags(p);
+  if (!flags.empty()) EXPECT_NE(flags.find(" dd "), std::string::npos) << flags;
+  EXPECT_EQ(dc_heap_give(p), 1);
 }
 
 TEST_F(Heap, ABlockComesBackWithoutFaults) {
@@ -169,6 +236,81 @@ TEST_F(Heap, ThreadsAndAFork) {
   }
   for (auto &t : threads) t.join();
 }
+
+// Runs one disabled test of this program anew, as the heap is opened once per process. Returns its exit code.
+int run_self(const char *test, const char *variable = nullptr, const char *value = nullptr) {
+  char self[4096];
+  ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+  if (length < 0) return -1;
+  self[length] = 0;
+  pid_t child = fork();
+  if (child == 0) {
+    if (variable) setenv(variable, value, 1);
+    std::string filter = std::string("--gtest_filter=") + test;
+    execl(self, self, filter.c_str(), "--gtest_also_run_disabled_tests", static_cast<char *>(nullptr));
+    _exit(255);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// Not tests of their own: the exit code tells.
+TEST(HeapAlone, DISABLED_Locked) {
+  if (mlockall(MCL_FUTURE)) _exit(77);
+  void *probe = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (probe == MAP_FAILED || !madvise(probe, 4096, MADV_DONTNEED)) _exit(78); // a sanitizer's mlockall does nothing
+  bool usable = dc_heap_usable();
+  bool named = strstr(dc_last_error(), "mlockall") != nullptr;
+  _exit(usable ? 1 : !named ? 2 : dc_heap_take(kMiB) ? 3 : 0);
+}
+TEST(HeapAlone, DISABLED_BadSwitch) {
+  _exit(dc_heap_usable() ? 1 : strstr(dc_last_error(), "DEEPC_HUGEPAGES='off'") ? 0 : 2);
+}
+TEST(HeapAlone, DISABLED_Kept) {
+  int kept = -1;
+  _exit(dc_heap_keep_small(1, &kept) != DC_OK ? 9 : kept);
+}
+// Blocks that malloc maps by itself, of 100 of 4 MiB, after it kept and does not any more.
+TEST(HeapAlone, DISABLED_AfterKeeping) {
+  int kept = -1, mapped = 0;
+  if (dc_heap_keep_small(1, &kept) != DC_OK || !kept) _exit(77);
+  dc_heap_keep_small(0, &kept);
+  for (int i = 0; i < 100; i++) {
+    char *volatile p = static_cast<char *>(malloc(4 * kMiB));
+    p[0] = 1;
+    mapped += mallinfo2().hblks > 0;
+    free(p);
+  }
+  char *large = static_cast<char *>(malloc(30 * kMiB)), *larger = static_cast<char *>(malloc(31 * kMiB)),
+       *last = static_cast<char *>(malloc(31 * kMiB));
+  size_t before = mallinfo2().arena;
+  free(last), free(larger), free(large);
+  _exit(mapped ? 1 : mallinfo2().arena + 64 * kMiB > before ? 2 : 0); // what is free at the top went back
+}
+
+TEST(HeapAlone, IsNotThereWhereAllMemoryIsLocked) {
+  int rc = run_self("HeapAlone.DISABLED_Locked");
+  if (rc == 77 || rc == 78) GTEST_SKIP() << "this process may not lock memory";
+  EXPECT_EQ(rc, 0) << "1: it is there; 2: the error does not tell why; 3: it gave memory";
+}
+
+TEST(HeapAlone, ASwitchThatIsNotUnderstoodIsAnErrorHereToo) {
+  EXPECT_EQ(run_self("HeapAlone.DISABLED_BadSwitch", "DEEPC_HUGEPAGES", "off"), 0);
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__GLIBC__)
+TEST(HeapAlone, AnotherMallocDoesNotKeep) {
+  EXPECT_EQ(run_self("HeapAlone.DISABLED_Kept"), 1);
+  EXPECT_EQ(run_self("HeapAlone.DISABLED_Kept", "LD_PRELOAD", OTHER_MALLOC), 0);
+}
+
+TEST(HeapAlone, AfterKeepingMallocIsNoWorseThanBefore) {
+  EXPECT_EQ(run_self("HeapAlone.DISABLED_AfterKeeping"), 0) << "1: blocks are mapped one by one; 2: it does not trim";
+}
+#else
+TEST(HeapAlone, AnotherMallocDoesNotKeep) { EXPECT_EQ(run_self("HeapAlone.DISABLED_Kept"), 0); }
+#endif
 
 TEST(HeapSmall, KeepingIsHarmlessEverywhere) {
   int kept = -1;

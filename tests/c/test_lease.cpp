@@ -155,6 +155,50 @@ TEST_F(Lease, TakesTheHighEndOfWhatIsFree) {
   EXPECT_EQ(dc_lease_close(lease_), DC_OK);
 }
 
+TEST_F(Lease, IsLeftOutOfCoreDumps) {
+  char *at = Open(3 * kMiB);
+  for (int i = 0; i < 2; i++) {
+    std::string flags = mapping_flags(at);
+    if (!flags.empty()) EXPECT_NE(flags.find(" dd "), std::string::npos) << (i ? "borrowed: " : "empty: ") << flags;
+    ASSERT_EQ(dc_lease_need(lease_, 0, 3 * kMiB), DC_OK);
+  }
+  EXPECT_EQ(dc_lease_close(lease_), DC_OK);
+}
+
+// Where the process has too many mappings the range gets memory of its own; when they are gone it borrows again.
+TEST_F(Lease, BorrowsAgainWhenItCan) {
+  constexpr size_t bytes = 8 * kMiB, reserved = size_t{70000} * 8192;
+  char *block = static_cast<char *>(dc_heap_take(3 * bytes));
+  memset(block, 1, 3 * bytes);
+  ASSERT_EQ(dc_heap_give(block), 1);
+  char *at = Open(bytes, 0);
+  ASSERT_EQ(dc_lease_need(lease_, 0, bytes), DC_OK);
+  if (Borrowed() == 0) {
+    dc_lease_close(lease_);
+    GTEST_SKIP() << "this kernel can't move pages";
+  }
+  ASSERT_EQ(dc_lease_end(lease_), DC_OK);
+  char *many = static_cast<char *>(
+      mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  ASSERT_NE(static_cast<void *>(many), MAP_FAILED);
+  size_t n = 0;
+  while (n < reserved / 8192 && !mprotect(many + n * 8192, 4096, PROT_READ)) n++;
+  bool full = n < reserved / 8192;
+  int rc = dc_lease_need(lease_, 0, bytes);
+  int64_t borrowed = 0, own = 0;
+  dc_lease_bytes(lease_, &borrowed, &own);
+  munmap(many, reserved);
+  ASSERT_EQ(rc, DC_OK);
+  memset(at, 2, bytes);
+  ASSERT_EQ(dc_lease_end(lease_), DC_OK);
+  if (full) EXPECT_GT(own, 0) << "the limit on mappings was to be met";
+  ASSERT_EQ(dc_lease_need(lease_, 0, bytes), DC_OK);
+  EXPECT_EQ(Borrowed(), static_cast<int64_t>(bytes));
+  EXPECT_EQ(own_, 0);
+  memset(at, 3, bytes);
+  EXPECT_EQ(dc_lease_close(lease_), DC_OK);
+}
+
 TEST_F(Lease, RefusesWhatIsOutsideAndNull) {
   void *at = nullptr;
   EXPECT_EQ(dc_lease_open(1, 16, &lease_, &at), DC_E_INVALID);

@@ -11,6 +11,9 @@ from __future__ import annotations
 import ctypes
 import platform
 import resource
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -123,3 +126,69 @@ def trimmed(rank: int, world: int) -> tuple[int, int]:
 def test_trim_gives_back() -> None:
     ((kept, after),) = run_ranks(trimmed, 1, fresh=True)
     assert kept - after > 50 << 20
+
+
+def after_an_evaluation(rank: int, world: int) -> dict[str, Any]:
+    """Bytes given back, resident bytes and the meter's figures around an evaluation on a batch eight times as large."""
+    import deepc
+    import torch
+    from deepc import memory
+    from tiny import TinyGPT
+
+    torch.manual_seed(0)
+    engine = deepc.initialize(
+        model=TinyGPT(width=128, layers=2, vocab=8192, context=128),
+        config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    )[0]
+    x = torch.randint(8192, (8, 129))
+
+    def train(steps: int) -> dict[str, int]:
+        for _ in range(steps):
+            engine.backward(engine(x[:1, :-1], x[:1, 1:]))
+            engine.step()
+        return {**memory.heap_stats(), "rss": memory.process_bytes()["rss_bytes"]}
+
+    out: dict[str, Any] = {"steady": train(45)}
+    with torch.no_grad():
+        engine(x[:, :-1], x[:, 1:])
+    out["evaluated"] = {**memory.heap_stats(), "rss": memory.process_bytes()["rss_bytes"]}
+    out["soon"] = train(24)
+    out["later"] = train(20)
+    out["meter"] = engine.monitor.last["memory"]["heap"]
+    engine.destroy()
+    return out
+
+
+def test_what_steps_do_not_use_goes_back_and_what_they_use_stays() -> None:
+    (found,) = run_ranks(after_an_evaluation, 1, fresh=True)
+    steady, evaluated, soon, later = (found[k] for k in ("steady", "evaluated", "soon", "later"))
+    assert steady["decayed"] <= 8 << 20 and steady["steps"] == 45  # of the set-up, not of steps
+    grown = evaluated["extent"] - steady["extent"]
+    assert grown > 24 << 20  # logits alone are 32 MiB
+    assert soon["decayed"] == evaluated["decayed"]
+    assert later["decayed"] - soon["decayed"] > grown // 2
+    assert soon["rss"] - later["rss"] > grown // 2
+    assert later["free_resident"] < soon["free_resident"]
+    meter = found["meter"]
+    assert meter["extent"] == meter["live"] + meter["free"] > 0 and meter["free_resident"] <= meter["free"]
+
+
+DOUBLE_FREE = """
+import ctypes, glob, os, torch
+from deepc.core import memory
+assert memory.keep_heap()
+free = ctypes.CDLL(glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))[0])._ZN3c108free_cpuEPv
+free.argtypes = [ctypes.c_void_p]
+kept = torch.full((1 << 20,), 3.0)
+for _ in range(3):
+    free(kept.data_ptr() + 64)  # from inside of a tensor
+assert float(kept.sum()) == 3 * 2**20
+print(memory.heap_stats()["foreign_frees"])
+"""
+
+
+def test_a_pointer_that_is_no_block_is_told_once_and_harms_nobody() -> None:
+    done = subprocess.run([sys.executable, "-c", DOUBLE_FREE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3"]
+    assert done.stderr.count("deepc: torch freed 0x") == 1, done.stderr

@@ -67,8 +67,12 @@ class Call(ctypes.Structure):
 
 
 class HeapStats(ctypes.Structure):
-    _fields_ = [("base", c_void_p)] + [
-        (n, c_int64) for n in ("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free")
+    _fields_ = [("struct_size", c_size_t), ("base", c_void_p)] + [
+        (n, c_int64)
+        for n in (
+            *("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free"),
+            *("free_resident", "decayed", "refusals", "foreign_frees", "steps"),
+        )
     ]
 
 
@@ -218,6 +222,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_heap_keep_small": (c_int, c_int, _P(c_int)),
     "dc_heap_trim": (c_int,),
     "dc_heap_stats": (c_int, _P(HeapStats)),
+    "dc_heap_step": (c_int,),
     "dc_heap_take": (c_void_p, c_size_t),
     "dc_heap_give": (c_int, c_void_p),
     "dc_crc32c": (c_uint32, c_uint32, c_void_p, c_size_t),

@@ -119,12 +119,22 @@ def keep_heap(keep: bool = True) -> bool:
     return _heap_kept
 
 
-def heap() -> dict[str, int]:
-    """Bytes of the core's heap: "extent" was ever in use and may be resident, "in_use", its "peak", "free" in
-    "free_blocks" holes, the "largest_free"."""
-    stats = HeapStats()
+def heap_stats() -> dict[str, int]:
+    """The core's heap now (struct dc_heap_stats of ops/base/base.h). Bytes: "extent" of [base, base + limit) was ever
+    in use; "in_use", its "peak"; "free", the "largest_free" block, and what of it is "free_resident" (at most);
+    "decayed": given back to the system so far, because no step had used it for a while. Counts: "free_blocks";
+    "refusals" of requests; "foreign_frees" of what is no block; "steps" (heap_step)."""
+    stats = HeapStats(struct_size=ctypes.sizeof(HeapStats))
     call("dc_heap_stats", ctypes.byref(stats))
-    return {name: getattr(stats, name) or 0 for name, *_ in HeapStats._fields_}
+    return {name: getattr(stats, name) or 0 for name, *_ in HeapStats._fields_[1:]}
+
+
+heap = heap_stats  # its first name
+
+
+def heap_step() -> None:
+    """The end of a training step: what the heap has kept free for 32 steps goes back to the system (dc_heap_step)."""
+    C.dc_heap_step()
 
 
 def trim_heap() -> None:

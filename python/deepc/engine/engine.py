@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..config.tree import Config
+from ..core import memory
 from ..errors import ArgumentError, DeepcError, UnsupportedError
 from ..zero.step.norm import clip, judge
 from . import access, build
@@ -131,6 +132,7 @@ class Engine(EngineBase):
             say(self, f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
         self._last = result = self.step_policy.after_step(result)
         self._end_micro_step()
+        memory.heap_step()
         return result
 
     def _update(self) -> StepResult:

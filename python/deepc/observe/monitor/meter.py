@@ -76,7 +76,7 @@ class Meter(Listener):
         self._communication_seen, self._disk_seen = waits.communication(), waits.seconds["disk"]
         self._sent_seen = 0
         self._sample_at, self._memory_row, self._shared = 0.0, (0.0, 0.0), 0
-        self._memory: dict[str, int] = {}
+        self._memory: dict[str, Any] = {}
         self._row = [0.0] * self.ROW
         self._rows: list[list[float]] = []
 
@@ -571,7 +571,7 @@ class Meter(Listener):
         self._memory = {}
         self._sample_at = now + _SAMPLE_S
 
-    def _memory_now(self) -> dict[str, int]:
+    def _memory_now(self) -> dict[str, Any]:
         """Of all ranks; one object for the steps between two samples."""
         if not self._memory:
             self._memory = {
@@ -581,6 +581,8 @@ class Meter(Listener):
             }
             if (gpu := tiers.device(self._engine.device)) is not None:
                 self._memory["gpu"], self._memory["gpu_peak"] = gpu
+            if heap := tiers.heap():
+                self._memory["heap"] = heap
         return self._memory
 
 

@@ -8,6 +8,8 @@ import os
 
 import torch
 
+from ...core import memory
+
 _FIELDS = {b"VmHWM": "peak", b"RssAnon": "anonymous", b"RssFile": "file", b"RssShmem": "shared"}
 
 
@@ -42,3 +44,15 @@ def device(where: torch.device) -> tuple[int, int] | None:
     if where.type != "cuda":
         return None
     return torch.cuda.memory_allocated(where), torch.cuda.max_memory_allocated(where)
+
+
+def heap() -> dict[str, int]:
+    """Bytes of this rank's heap for large tensors: "live", "free", of that "free_resident", "largest_free", the
+    "extent" of all, and what has "decayed" (went back to the system unused). Counts of "refusals" and "foreign_frees"
+    where there are any. {} where nothing has used it."""
+    stats = memory.heap_stats()
+    if not stats["extent"]:
+        return {}
+    out = {"live": stats["in_use"]}
+    out |= {name: stats[name] for name in ("free", "free_resident", "largest_free", "extent", "decayed")}
+    return out | {name: stats[name] for name in ("refusals", "foreign_frees") if stats[name]}

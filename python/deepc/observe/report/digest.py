@@ -245,7 +245,11 @@ def memory(run: Run) -> dict[str, Any] | None:
     if not series and told is None:
         return None
     rows = [{"name": n, "measured": max(ys), "last": ys[-1], "least": min(ys)} for n, (_, ys) in series.items()]
-    over = {n: dict(zip(("step", "value"), thin(xs, ys))) for n, (xs, ys) in series.items() if n not in _LEVELS}
+    over = {
+        n: dict(zip(("step", "value"), thin(xs, ys)))
+        for n, (xs, ys) in series.items()
+        if n not in _LEVELS and not n.startswith("heap.")
+    }
     return {"rows": rows, "over": over, "predicted": told, "rank_peak": rank_peak(run), "planned": planned(run)}
 
 

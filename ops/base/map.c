@@ -1,0 +1,63 @@
+/* map.c: mappings of large memory: where they begin, how they are faulted in, whether on huge pages.
+ *
+ * Owns the one reader of DEEPC_HUGEPAGES and the one way to fault memory in, for private memory (mem.c, heap.c,
+ * lease.c) and for what ranks share (comm/arena.c). Uses MADV_POPULATE_WRITE (Linux 5.14) where it is and allowed. */
+#include "base.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef EHWPOISON
+#define EHWPOISON 133
+#endif
+
+int dc__hugepages(bool *on) { return dc__env_switch("DEEPC_HUGEPAGES", true, on); }
+
+/* Maps one huge page more and unmaps what is before and after. */
+void *dc__map_aligned(size_t length, int flags, int fd) {
+  size_t whole = length + DC_HUGE_PAGE;
+  char *start = mmap(NULL, whole, fd < 0 ? PROT_READ | PROT_WRITE : PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | (fd < 0 ? flags : MAP_NORESERVE), -1, 0);
+  if (start == MAP_FAILED) return NULL;
+  size_t before = -(uintptr_t)start & (DC_HUGE_PAGE - 1), after = whole - before - length;
+  char *at = start + before;
+  if (fd >= 0 && mmap(at, length, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_SHARED | flags, fd, 0) == MAP_FAILED) {
+    int e = errno;
+    munmap(start, whole);
+    errno = e;
+    return NULL;
+  }
+  if (before) munmap(start, before);
+  if (after) munmap(at + length, after);
+  return at;
+}
+
+/* By hand: a byte of each page is written with what it holds, atomically, since peers may write it at this moment. A
+ * file's blocks are reserved first: where there are none that is an error, and a touch would be a SIGBUS. */
+static int map_touch(char *base, size_t length, int fd) {
+  int e = fd >= 0 ? posix_fallocate(fd, 0, (off_t)length) : 0;
+  if (e) return e;
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  for (size_t i = 0; i < length; i += page)
+    atomic_fetch_add_explicit((_Atomic uint8_t *)(base + i), 0, memory_order_relaxed);
+  return 0;
+}
+
+/* Only these say that there is no memory. Else the call is not to be had: before Linux 5.14 (EINVAL), or forbidden
+ * (EPERM, ENOSYS: seccomp, a sandbox's kernel). */
+static bool map_is_refusal(int e) { return e == ENOMEM || e == EFAULT || e == EHWPOISON; }
+
+int dc__fault_in(void *base, size_t length, int fd) {
+  while (madvise(base, length, MADV_POPULATE_WRITE)) {
+    int e = errno;
+    if (e == EINTR || e == EAGAIN) continue;
+    return map_is_refusal(e) ? e : map_touch(base, length, fd);
+  }
+  return 0;
+}
