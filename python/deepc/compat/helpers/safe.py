@@ -25,7 +25,7 @@ def _access(param: torch.Tensor) -> _Access | None:
 
 def _scaled(access: _Access) -> float:
     """Factor that turns an accumulated gradient into DeepSpeed's: averaged, not unscaled."""
-    return float(access.engine._unit() * access.engine.loss_scale)
+    return float(access.engine.gradient_unit() * access.engine.loss_scale)
 
 
 # ---- whole -----------------------------------------------------------------------------------------------------------
