@@ -12,7 +12,8 @@ import pytest
 SCRIPT = """
 import json, torch
 import deepc
-from deepc import matmul, precision
+from deepc import precision
+from deepc.nn import matmul
 torch.manual_seed(0)
 dtype = getattr(torch, {dtype!r})
 native = (precision.bf16_arithmetic if dtype == torch.bfloat16 else precision.fp16_arithmetic)()[0]
