@@ -192,13 +192,13 @@ DC_API int dc_mem_huge_bytes(const void *ptr, size_t bytes, int64_t *huge);
 enum dc__fork_order {
   DC__FORK_REGISTRY, /* comm/p2p_match.c: open endpoints */
   DC__FORK_SEGMENTS, /* comm/segment.c: segments of communicators */
-  DC__FORK_MARK,     /* comm/mark.c: the number of this process */
-  DC__FORK_PEERS,    /* comm/peers.c: pidfds of other processes */
-  DC__FORK_FLIGHT,   /* comm/flight.c: the record */
-  DC__FORK_POOL,     /* ops/base/pool.c: threads and their job */
-  DC__FORK_BLOCKS,   /* ops/base/mem.c: blocks of dc_mem_alloc */
-  DC__FORK_HEAP,     /* ops/base/heap.c: the heap */
-  DC__FORK_COUNTS,   /* ops/base/base.c: blocks of counters */
+  DC__FORK_MARK, /* comm/mark.c: the number of this process */
+  DC__FORK_PEERS, /* comm/peers.c: pidfds of other processes */
+  DC__FORK_FLIGHT, /* comm/flight.c: the record */
+  DC__FORK_POOL, /* ops/base/pool.c: threads and their job */
+  DC__FORK_BLOCKS, /* ops/base/mem.c: blocks of dc_mem_alloc */
+  DC__FORK_HEAP, /* ops/base/heap.c: the heap */
+  DC__FORK_COUNTS, /* ops/base/base.c: blocks of counters */
   DC__FORK_COUNT
 };
 /* lock is taken before a fork and given back on both sides. child, if not NULL, is called in the child while all locks

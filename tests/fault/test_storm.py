@@ -2,7 +2,7 @@
 rest, and threads that free, fork, poll and abort during calls.
 
 The cases are made and judged by comm_fault.c, which has no torch in it and forks its ranks: tens of milliseconds a
-case. A failing case prints the seed that repeats it alone. Quick: 30 cases of each kind; full: 1000 (of races 10,000)."""
+case. A failing case prints the seed that repeats it alone. Quick: 30 cases of each kind; full: 1000 (races 10,000)."""
 
 from __future__ import annotations
 
