@@ -21,13 +21,16 @@ const dct_operator *dct__fused(size_t *count);
 extern dct_api dct__api;
 
 /* The launchers of libdeepc_cuda.so that kernels call: DCT_CUDA_OP(name) is dc_cuda_<name>. */
-#define DCT_CUDA_OPS(DCT_CUDA_OP)                                                                             \
-  DCT_CUDA_OP(cast)                                                                                           \
-  DCT_CUDA_OP(scale)                                                                                          \
-  DCT_CUDA_OP(axpy)                                                                                           \
-  DCT_CUDA_OP(sqnorm) DCT_CUDA_OP(copy) DCT_CUDA_OP(reduce) DCT_CUDA_OP(reduce_acc) DCT_CUDA_OP(adamw)        \
-      DCT_CUDA_OP(norm) DCT_CUDA_OP(norm_grad) DCT_CUDA_OP(swiglu) DCT_CUDA_OP(swiglu_grad) DCT_CUDA_OP(gelu) \
-          DCT_CUDA_OP(gelu_grad) DCT_CUDA_OP(cross_entropy_rows) DCT_CUDA_OP(rotary) DCT_CUDA_OP(last_error)
+/* clang-format moves this list to and fro. */
+/* clang-format off */
+#define DCT_CUDA_OPS(DCT_CUDA_OP)                                                                              \
+  DCT_CUDA_OP(cast)                                                                                            \
+  DCT_CUDA_OP(scale)                                                                                           \
+  DCT_CUDA_OP(axpy) DCT_CUDA_OP(sqnorm) DCT_CUDA_OP(copy) DCT_CUDA_OP(reduce) DCT_CUDA_OP(reduce_acc)          \
+      DCT_CUDA_OP(adamw) DCT_CUDA_OP(norm) DCT_CUDA_OP(norm_grad) DCT_CUDA_OP(swiglu) DCT_CUDA_OP(swiglu_grad) \
+          DCT_CUDA_OP(gelu) DCT_CUDA_OP(gelu_grad) DCT_CUDA_OP(cross_entropy_rows) DCT_CUDA_OP(rotary)         \
+              DCT_CUDA_OP(last_error)
+/* clang-format on */
 typedef struct dct_cuda_ops {
 #define DCT_CUDA_FIELD(name) __typeof__(&dc_cuda_##name) name;
   DCT_CUDA_OPS(DCT_CUDA_FIELD)
