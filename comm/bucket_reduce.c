@@ -84,31 +84,31 @@ struct dc_reducer {
 };
 
 /* ---- state ------------------------------------------------------------------------------------------------------- */
-static const char *const state_name[] = {"idle", "open", "posted", "reduced"};
+static const char *const reduce_state_name[] = {"idle", "open", "posted", "reduced"};
 
-static int move(dc_reducer *r, bucket *b, bucket_state from, bucket_state to) {
+static int reduce_move(dc_reducer *r, bucket *b, bucket_state from, bucket_state to) {
   if (b->state != from)
     return DC_FAIL(DC_E_STATE, "bucket %lld is %s, but must be %s to become %s", (long long)(b - r->bucket),
-                   state_name[b->state], state_name[from], state_name[to]);
+                   reduce_state_name[b->state], reduce_state_name[from], reduce_state_name[to]);
   b->state = to;
   return DC_OK;
 }
 
-static int enter(dc_reducer *r) {
+static int reduce_enter(dc_reducer *r) {
   if (!r) return DC_FAIL(DC_E_INVALID, "the reducer is NULL");
   if (atomic_exchange_explicit(&r->busy, 1, memory_order_acquire))
     return DC_FAIL(DC_E_STATE, "the reducer is in use by another thread; one call at a time");
   return DC_OK;
 }
 
-static int leave(dc_reducer *r, int rc) {
+static int reduce_leave(dc_reducer *r, int rc) {
   atomic_store_explicit(&r->busy, 0, memory_order_release);
   return rc;
 }
 
-static int failed(const dc_reducer *r) { return DC_FAIL(r->error, "the reducer failed before: %s", r->text); }
+static int reduce_failed(const dc_reducer *r) { return DC_FAIL(r->error, "the reducer failed before: %s", r->text); }
 
-static void release(dc_reducer *r, int64_t p) {
+static void reduce_release(dc_reducer *r, int64_t p) {
   param *x = &r->param[p];
   r->pending_bytes -= r->k.layout->numel[p] * (int64_t)dc_dtype_size(x->dtype);
   x->grad = NULL;
@@ -118,24 +118,24 @@ static void release(dc_reducer *r, int64_t p) {
 
 /* Ends everything with this error: gradients go back to their owners, and the peers are told, so that none waits for
  * us. */
-static int fail(dc_reducer *r, int rc) {
+static int reduce_fail(dc_reducer *r, int rc) {
   snprintf(r->text, sizeof r->text, "%s", dc_last_error());
   r->error = rc;
   r->state = PASS_FAILED;
   for (int64_t p = 0; p < r->k.layout->nparams; p++)
-    if (r->param[p].state == PARAM_GIVEN) release(r, p);
+    if (r->param[p].state == PARAM_GIVEN) reduce_release(r, p);
   if (r->k.comm && !dc_comm_error(r->k.comm)[0]) dc_comm_abort(r->k.comm, r->text);
   return DC_FAIL(rc, "%s", r->text);
 }
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
-static int copy_in(void *to, const void *from, int64_t bytes) {
+static int reduce_copy_in(void *to, const void *from, int64_t bytes) {
   if (bytes >= SMALL_COPY) return dc_copy(to, from, bytes);
   memcpy(to, from, (size_t)bytes);
   return DC_OK;
 }
 
-static int write_slot(dc_reducer *r, bucket *b, const param *x, int64_t from, int64_t at, int64_t n) {
+static int reduce_write_slot(dc_reducer *r, bucket *b, const param *x, int64_t from, int64_t at, int64_t n) {
   char *to = b->slot + (at - b->begin) * r->elem;
   if (x->state == PARAM_ABSENT) {
     memset(to, 0, (size_t)(n * r->elem));
@@ -143,17 +143,17 @@ static int write_slot(dc_reducer *r, bucket *b, const param *x, int64_t from, in
   }
   const char *grad = x->grad + from * (int64_t)dc_dtype_size(x->dtype);
   dc__count(DC_COUNTER_bucket_bytes_in, n * r->elem);
-  if (x->dtype == r->k.dtype && r->k.pre_scale == 1.0f) return copy_in(to, grad, n * r->elem);
+  if (x->dtype == r->k.dtype && r->k.pre_scale == 1.0f) return reduce_copy_in(to, grad, n * r->elem);
   return dc_cast(to, r->k.dtype, grad, x->dtype, r->k.pre_scale, n);
 }
 
 /* acc[at, at + n) is about to be written. */
-static int need_acc(dc_reducer *r, int64_t at, int64_t n) {
+static int reduce_need_acc(dc_reducer *r, int64_t at, int64_t n) {
   return r->lease ? dc_lease_need(r->lease, (size_t)at * sizeof *r->k.acc, (size_t)n * sizeof *r->k.acc) : DC_OK;
 }
 
 /* Pushes the next leaves of elements [at, at + n) of acc. */
-static int push_leaves(dc_reducer *r, const void *const *src, int nsrc, int64_t at, int64_t n, double *partial) {
+static int reduce_push_leaves(dc_reducer *r, const void *const *src, int nsrc, int64_t at, int64_t n, double *partial) {
   float *entry[DC__TREE_DEPTH];
   const int64_t elems = r->k.own_all || r->k.ring ? r->k.layout->total : r->k.layout->shard_elems;
   for (int i = 0; i < r->k.tree; i++) entry[i] = (i ? r->k.tree_acc + (i - 1) * elems : r->k.acc) + at;
@@ -169,7 +169,7 @@ static int push_leaves(dc_reducer *r, const void *const *src, int nsrc, int64_t 
 }
 
 /* Alone with a tree: the gradient as it would lie in a slot is the leaf. */
-static int push_alone(dc_reducer *r, const param *x, const char *grad, int64_t at, int64_t n) {
+static int reduce_push_alone(dc_reducer *r, const param *x, const char *grad, int64_t at, int64_t n) {
   const void *leaf = grad;
   if (x->state == PARAM_ABSENT) {
     memset(r->leaf, 0, (size_t)(n * r->elem));
@@ -178,15 +178,15 @@ static int push_alone(dc_reducer *r, const param *x, const char *grad, int64_t a
     DC_TRY(dc_cast(r->leaf, r->k.dtype, grad, x->dtype, r->k.pre_scale, n));
     leaf = r->leaf;
   }
-  return push_leaves(r, &leaf, 1, at, n, NULL);
+  return reduce_push_leaves(r, &leaf, 1, at, n, NULL);
 }
 
 /* Alone: acc[at, at + n) from the gradient. Blocks that lie inside get their partial on the way, the others when the
  * bucket is complete. */
-static int write_acc(dc_reducer *r, const param *x, int64_t from, int64_t at, int64_t n) {
+static int reduce_write_acc(dc_reducer *r, const param *x, int64_t from, int64_t at, int64_t n) {
   float *acc = r->k.acc + at;
   int64_t size = (int64_t)dc_dtype_size(x->dtype);
-  if (r->k.tree) return push_alone(r, x, x->grad ? x->grad + from * size : NULL, at, n);
+  if (r->k.tree) return reduce_push_alone(r, x, x->grad ? x->grad + from * size : NULL, at, n);
   if (x->state == PARAM_ABSENT) {
     if (r->assign) memset(acc, 0, (size_t)n * sizeof *acc);
     return DC_OK;
@@ -212,21 +212,21 @@ static int write_acc(dc_reducer *r, const param *x, int64_t from, int64_t at, in
 }
 
 /* Writes the part of parameter p that lies in bucket b. */
-static int put(dc_reducer *r, bucket *b, int64_t p) {
+static int reduce_put(dc_reducer *r, bucket *b, int64_t p) {
   const dc_zero_layout *l = r->k.layout;
   param *x = &r->param[p];
   int64_t offset = l->offset[p], end = offset + l->numel[p];
   int64_t at = offset > b->begin ? offset : b->begin, n = (end < b->end ? end : b->end) - at;
-  DC_TRY(r->k.comm ? write_slot(r, b, x, at - offset, at, n) : write_acc(r, x, at - offset, at, n));
+  DC_TRY(r->k.comm ? reduce_write_slot(r, b, x, at - offset, at, n) : reduce_write_acc(r, x, at - offset, at, n));
   b->missing--;
   x->left -= n;
   if (x->left > 0) return DC_OK;
-  if (x->state == PARAM_GIVEN) release(r, p);
+  if (x->state == PARAM_GIVEN) reduce_release(r, p);
   x->state = PARAM_WRITTEN;
   return DC_OK;
 }
 
-static void zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
+static void reduce_zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
   if (n <= 0) return;
   if (r->k.comm) memset(b->slot + (at - b->begin) * r->elem, 0, (size_t)(n * r->elem));
   else if (r->assign)
@@ -235,46 +235,46 @@ static void zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
 }
 
 /* What is in no parameter is zero and counts as zero in the norm. */
-static void zero_padding(dc_reducer *r, bucket *b) {
+static void reduce_zero_padding(dc_reducer *r, bucket *b) {
   const dc_zero_layout *l = r->k.layout;
   int64_t at = b->begin;
   for (int64_t p = b->first; p < l->nparams && l->offset[p] < b->end; p++) {
-    zero_range(r, b, at, l->offset[p] - at);
+    reduce_zero_range(r, b, at, l->offset[p] - at);
     if (l->offset[p] + l->numel[p] > at) at = l->offset[p] + l->numel[p];
   }
-  zero_range(r, b, at, b->end - at);
+  reduce_zero_range(r, b, at, b->end - at);
 }
 
 /* ---- buckets ----------------------------------------------------------------------------------------------------- */
 /* Gives bucket b its slot (blocks if begin does), and writes what is already there for it. */
-static int open_bucket(dc_reducer *r, int64_t index) {
+static int reduce_open_bucket(dc_reducer *r, int64_t index) {
   const dc_zero_layout *l = r->k.layout;
   bucket *b = &r->bucket[index];
-  DC_TRY(move(r, b, BUCKET_IDLE, BUCKET_OPEN));
+  DC_TRY(reduce_move(r, b, BUCKET_IDLE, BUCKET_OPEN));
   if (r->k.comm) {
     void *slot;
     DC_TRY(dc_exchange_begin(r->k.comm, &b->step, &slot));
     b->slot = slot;
   } else {
-    DC_TRY(need_acc(r, b->begin, b->end - b->begin));
+    DC_TRY(reduce_need_acc(r, b->begin, b->end - b->begin));
   }
   b->missing = b->params;
-  zero_padding(r, b);
+  reduce_zero_padding(r, b);
   for (int64_t p = b->first; p < l->nparams && l->offset[p] < b->end; p++) {
     param_state s = r->param[p].state;
-    if (l->numel[p] > 0 && (s == PARAM_GIVEN || s == PARAM_ABSENT)) DC_TRY(put(r, b, p));
+    if (l->numel[p] > 0 && (s == PARAM_GIVEN || s == PARAM_ABSENT)) DC_TRY(reduce_put(r, b, p));
   }
   return DC_OK;
 }
 
-static int open_next(dc_reducer *r) {
-  DC_TRY(open_bucket(r, r->begun));
+static int reduce_open_next(dc_reducer *r) {
+  DC_TRY(reduce_open_bucket(r, r->begun));
   r->begun++;
   return DC_OK;
 }
 
 /* [*begin, *end) of the flat space is our part of the bucket, acc has it from *at on. */
-static int own_slice(const dc_reducer *r, int64_t index, int64_t *begin, int64_t *end, int64_t *at) {
+static int reduce_own_slice(const dc_reducer *r, int64_t index, int64_t *begin, int64_t *end, int64_t *at) {
   const dc_zero_layout *l = r->k.layout;
   *begin = *at = r->bucket[index].begin, *end = r->bucket[index].end;
   if (!r->k.own_all) DC_TRY(dc_zero_slice(l, index, r->k.rank, begin, end, at));
@@ -284,40 +284,40 @@ static int own_slice(const dc_reducer *r, int64_t index, int64_t *begin, int64_t
 
 /* Where our slice of this bucket will be added gets its memory as soon as our own gradients are there, not when the
  * last peer's are: what the heap looks like then depends on this rank alone, as the memory estimate assumes. */
-static int need_own_slice(dc_reducer *r, int64_t index) {
+static int reduce_need_own_slice(dc_reducer *r, int64_t index) {
   int64_t begin, end, at;
   if (!r->lease) return DC_OK;
-  DC_TRY(own_slice(r, index, &begin, &end, &at));
-  return need_acc(r, at, end - begin);
+  DC_TRY(reduce_own_slice(r, index, &begin, &end, &at));
+  return reduce_need_acc(r, at, end - begin);
 }
 
-static int post_next(dc_reducer *r) {
+static int reduce_post_next(dc_reducer *r) {
   bucket *b = &r->bucket[r->posted];
   const dc_call call = {.op = DC_CALL_BUCKET, .dtype = r->k.dtype, .count = b->end - b->begin, .tag = r->posted};
-  DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
+  DC_TRY(reduce_move(r, b, BUCKET_OPEN, BUCKET_POSTED));
   DC_TRY(dc_exchange_post(r->k.comm, &call));
-  DC_TRY(need_own_slice(r, r->posted));
+  DC_TRY(reduce_need_own_slice(r, r->posted));
   r->posted++;
   return DC_OK;
 }
 
-static int has_room(const dc_reducer *r) { return !r->k.ring || r->reduced - r->taken < r->k.ring; }
+static int reduce_has_room(const dc_reducer *r) { return !r->k.ring || r->reduced - r->taken < r->k.ring; }
 
 /* Reduces our part of the oldest bucket, which all ranks have posted, and gives its slot back. */
 static int reduce_next(dc_reducer *r) {
   const dc_zero_layout *l = r->k.layout;
   bucket *b = &r->bucket[r->reduced];
   int64_t begin, end, at;
-  DC_TRY(own_slice(r, r->reduced, &begin, &end, &at));
+  DC_TRY(reduce_own_slice(r, r->reduced, &begin, &end, &at));
   const void *src[DC_COMM_MAX_RANKS];
   for (int64_t k = 0; k < l->world; k++)
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
   double *partial = r->norm && r->k.partial ? r->k.partial + at / DC_BLOCK : NULL;
-  if (r->k.tree) DC_TRY(push_leaves(r, src, (int)l->world, at, end - begin, partial));
+  if (r->k.tree) DC_TRY(reduce_push_leaves(r, src, (int)l->world, at, end - begin, partial));
   else DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
-  DC_TRY(move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
+  DC_TRY(reduce_move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
   DC_TRY(dc_exchange_done(r->k.comm, b->step));
-  DC_TRY(move(r, b, BUCKET_REDUCED, BUCKET_IDLE));
+  DC_TRY(reduce_move(r, b, BUCKET_REDUCED, BUCKET_IDLE));
   dc__count(DC_COUNTER_buckets_reduced, 1);
   dc__count(DC_COUNTER_bucket_bytes_reduced, (end - begin) * r->elem * l->world);
   r->reduced++;
@@ -325,19 +325,19 @@ static int reduce_next(dc_reducer *r) {
 }
 
 /* Does everything that can be done without waiting for a peer. */
-static int progress(dc_reducer *r) {
+static int reduce_progress(dc_reducer *r) {
   for (int moved = 1; moved;) {
     int ready = 1;
     moved = 0;
-    while (r->posted < r->begun && r->bucket[r->posted].missing == 0) DC_TRY(post_next(r));
-    while (r->reduced < r->posted && has_room(r) && ready) {
+    while (r->posted < r->begun && r->bucket[r->posted].missing == 0) DC_TRY(reduce_post_next(r));
+    while (r->reduced < r->posted && reduce_has_room(r) && ready) {
       DC_TRY(dc_exchange_test(r->k.comm, r->bucket[r->reduced].step, &ready));
       if (ready) DC_TRY(reduce_next(r));
     }
     for (ready = 1; ready && r->begun < r->k.layout->nbuckets && r->begun - r->reduced < r->slots;) {
       DC_TRY(dc_exchange_can_begin(r->k.comm, &ready));
       if (!ready) break;
-      DC_TRY(open_next(r));
+      DC_TRY(reduce_open_next(r));
       moved = 1;
     }
   }
@@ -346,31 +346,31 @@ static int progress(dc_reducer *r) {
 
 /* Waits for the peers in one of the two ways of the file head, then goes on; *possible is 0 if the oldest bucket still
  * lacks gradients of this rank, or the ring is full. */
-static int wait_once(dc_reducer *r, int *possible) {
-  *possible = has_room(r);
+static int reduce_wait_once(dc_reducer *r, int *possible) {
+  *possible = reduce_has_room(r);
   if (!*possible) return DC_OK;
   if (r->reduced < r->posted) {
     DC_TRY(dc_exchange_wait(r->k.comm, r->bucket[r->reduced].step));
     DC_TRY(reduce_next(r));
   } else if (r->reduced == r->begun && r->begun < r->k.layout->nbuckets) {
-    DC_TRY(open_next(r));
+    DC_TRY(reduce_open_next(r));
   } else {
     *possible = 0;
     return DC_OK;
   }
-  return progress(r);
+  return reduce_progress(r);
 }
 
 /* ---- alone: no peers, no slots ----------------------------------------------------------------------------------- */
-static int close_alone(dc_reducer *r, bucket *b) {
-  DC_TRY(move(r, b, BUCKET_OPEN, BUCKET_POSTED));
+static int reduce_close_alone(dc_reducer *r, bucket *b) {
+  DC_TRY(reduce_move(r, b, BUCKET_OPEN, BUCKET_POSTED));
   int64_t last = b->end / DC_BLOCK;
   for (int64_t k = b->begin / DC_BLOCK, run; r->norm && r->k.partial && k < last; k += run) {
     for (run = 0; k + run < last && !r->fused[k + run];) run++;
     if (run) DC_TRY(dc_sqnorm(r->k.acc + k * DC_BLOCK, DC_F32, run * DC_BLOCK, r->k.partial + k));
     while (k + run < last && r->fused[k + run]) run++;
   }
-  DC_TRY(move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
+  DC_TRY(reduce_move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
   dc__count(DC_COUNTER_buckets_reduced, 1);
   r->reduced++;
   return DC_OK;
@@ -378,7 +378,7 @@ static int close_alone(dc_reducer *r, bucket *b) {
 
 /* ---- a pass ------------------------------------------------------------------------------------------------------ */
 /* Whether the pass fits the tree. */
-static int check_leaves(const dc_reducer *r, int assign, int norm) {
+static int reduce_check_leaves(const dc_reducer *r, int assign, int norm) {
   if (!assign && r->closed)
     return DC_FAIL(DC_E_STATE,
                    "the step's last micro-batches were added (norm was asked for); the next pass must assign");
@@ -393,16 +393,16 @@ static int check_leaves(const dc_reducer *r, int assign, int norm) {
   return DC_OK;
 }
 
-static int begin_pass(dc_reducer *r, int assign, int norm) {
+static int reduce_begin_pass(dc_reducer *r, int assign, int norm) {
   const dc_zero_layout *l = r->k.layout;
-  if (r->state == PASS_FAILED) return failed(r);
+  if (r->state == PASS_FAILED) return reduce_failed(r);
   if (r->state == PASS_OPEN) return DC_FAIL(DC_E_STATE, "a pass is open; call dc_reducer_finish before the next one");
   if (norm && !r->k.partial && !r->k.tree && l->total > 0)
     return DC_FAIL(DC_E_INVALID, "norm is asked for, but the reducer was created with partial == NULL");
   if (r->k.ring && (!assign || norm))
     return DC_FAIL(DC_E_INVALID, "a reducer with a ring assigns and makes no norm, got assign %d, norm %d", assign,
                    norm);
-  if (r->k.tree && !r->k.ring) DC_TRY(check_leaves(r, assign, norm));
+  if (r->k.tree && !r->k.ring) DC_TRY(reduce_check_leaves(r, assign, norm));
   if (assign) r->leaves = 0;
   r->closed = 0;
   for (int64_t p = 0; p < l->nparams; p++) r->param[p] = (param){.left = l->numel[p]};
@@ -416,30 +416,33 @@ static int begin_pass(dc_reducer *r, int assign, int norm) {
 }
 
 /* Alone there is a place for everything: a bucket opens when its first gradient comes and closes with its last. */
-static int put_alone(dc_reducer *r, int64_t index, int64_t p) {
+static int reduce_put_alone(dc_reducer *r, int64_t index, int64_t p) {
   bucket *b = &r->bucket[index];
-  if (b->state == BUCKET_IDLE) DC_TRY(open_bucket(r, index)); /* writes p as well: it is the only one that waits */
-  else DC_TRY(put(r, b, p));
-  return b->missing == 0 ? close_alone(r, b) : DC_OK;
+  if (b->state == BUCKET_IDLE)
+    DC_TRY(reduce_open_bucket(r, index)); /* writes p as well: it is the only one that waits */
+  else DC_TRY(reduce_put(r, b, p));
+  return b->missing == 0 ? reduce_close_alone(r, b) : DC_OK;
 }
 
 /* Writes parameter p, which has just come, into the open buckets. None of its buckets is posted: p was missing
  * there. */
-static int put_everywhere(dc_reducer *r, int64_t p) {
+static int reduce_put_everywhere(dc_reducer *r, int64_t p) {
   const dc_zero_layout *l = r->k.layout;
   int64_t first = l->offset[p] / l->bucket_elems, last = (l->offset[p] + l->numel[p] - 1) / l->bucket_elems;
   if (r->k.comm && last >= r->begun) last = r->begun - 1;
-  for (int64_t i = first; i <= last; i++) DC_TRY(r->k.comm ? put(r, &r->bucket[i], p) : put_alone(r, i, p));
+  for (int64_t i = first; i <= last; i++)
+    DC_TRY(r->k.comm ? reduce_put(r, &r->bucket[i], p) : reduce_put_alone(r, i, p));
   return DC_OK;
 }
 
-static int help(dc_reducer *r) {
-  DC_TRY(progress(r));
-  for (int possible = 1; possible && r->pending_bytes > r->k.pending_limit_bytes;) DC_TRY(wait_once(r, &possible));
+static int reduce_help(dc_reducer *r) {
+  DC_TRY(reduce_progress(r));
+  for (int possible = 1; possible && r->pending_bytes > r->k.pending_limit_bytes;)
+    DC_TRY(reduce_wait_once(r, &possible));
   return DC_OK;
 }
 
-static int check_gradient(const dc_reducer *r, int64_t p, const void *grad, int dtype) {
+static int reduce_check_gradient(const dc_reducer *r, int64_t p, const void *grad, int dtype) {
   const dc_zero_layout *l = r->k.layout;
   if (p < 0 || p >= l->nparams)
     return DC_FAIL(DC_E_INVALID, "parameter %lld is outside of [0, %lld)", (long long)p, (long long)l->nparams);
@@ -456,36 +459,36 @@ static int check_gradient(const dc_reducer *r, int64_t p, const void *grad, int 
   return DC_OK;
 }
 
-static int add_gradient(dc_reducer *r, int64_t p, const void *grad, int dtype) {
+static int reduce_add_gradient(dc_reducer *r, int64_t p, const void *grad, int dtype) {
   int64_t numel = r->k.layout->numel[p];
   param *x = &r->param[p];
   x->grad = grad;
   x->dtype = dtype;
   x->state = PARAM_GIVEN;
   r->pending_bytes += numel * (int64_t)dc_dtype_size(dtype);
-  if (numel == 0) release(r, p);
-  else DC_TRY(put_everywhere(r, p));
-  return r->k.comm ? help(r) : DC_OK;
+  if (numel == 0) reduce_release(r, p);
+  else DC_TRY(reduce_put_everywhere(r, p));
+  return r->k.comm ? reduce_help(r) : DC_OK;
 }
 
 /* Zeros for what has not come, now where there is a place and later as buckets open. */
-static int give_zeros(dc_reducer *r) {
+static int reduce_give_zeros(dc_reducer *r) {
   for (int64_t p = 0; p < r->k.layout->nparams; p++) {
     if (r->param[p].state != PARAM_NONE) continue;
     r->param[p].state = r->k.layout->numel[p] > 0 ? PARAM_ABSENT : PARAM_WRITTEN;
-    if (r->k.layout->numel[p] > 0) DC_TRY(put_everywhere(r, p));
+    if (r->k.layout->numel[p] > 0) DC_TRY(reduce_put_everywhere(r, p));
   }
   return DC_OK;
 }
 
 /* *done is 0 if a ring has to be emptied before the pass can go on. */
-static int finish_pass(dc_reducer *r, int *done) {
+static int reduce_finish_pass(dc_reducer *r, int *done) {
   int64_t nbuckets = r->k.layout->nbuckets, before = r->reduced;
-  DC_TRY(give_zeros(r));
-  if (r->k.comm) DC_TRY(progress(r));
+  DC_TRY(reduce_give_zeros(r));
+  if (r->k.comm) DC_TRY(reduce_progress(r));
   for (int possible = 1; r->k.comm && possible && r->reduced < nbuckets;) {
     if (r->k.ring && r->reduced > before) break;
-    DC_TRY(wait_once(r, &possible));
+    DC_TRY(reduce_wait_once(r, &possible));
   }
   *done = r->reduced == nbuckets;
   if (!*done && !r->k.ring)
@@ -504,7 +507,7 @@ typedef struct gathering {
 
 /* Copies elements of chunk k of `rank`'s shard between the flat space and a slot, where they lie one after the
  * other. */
-static int move_chunk(const gathering *g, int64_t k, int64_t rank, char *slot, int into_slot) {
+static int reduce_move_chunk(const gathering *g, int64_t k, int64_t rank, char *slot, int into_slot) {
   const dc_zero_layout *l = g->r->k.layout;
   int64_t at = k * g->chunk, end = at + g->chunk < l->shard_elems ? at + g->chunk : l->shard_elems;
   while (at < end) {
@@ -513,31 +516,31 @@ static int move_chunk(const gathering *g, int64_t k, int64_t rank, char *slot, i
     int64_t skip = at - shard_begin, n = stop - begin - skip;
     if (n > end - at) n = end - at;
     char *flat = g->flat + (begin + skip) * g->elem;
-    DC_TRY(into_slot ? copy_in(slot, flat, n * g->elem) : copy_in(flat, slot, n * g->elem));
+    DC_TRY(into_slot ? reduce_copy_in(slot, flat, n * g->elem) : reduce_copy_in(flat, slot, n * g->elem));
     slot += n * g->elem;
     at += n;
   }
   return DC_OK;
 }
 
-static int send_chunk(const gathering *g, int64_t k) {
+static int reduce_send_chunk(const gathering *g, int64_t k) {
   const dc_zero_layout *l = g->r->k.layout;
   int64_t step, left = l->shard_elems - k * g->chunk;
   void *slot;
   const dc_call call = {
       .op = DC_CALL_ALL_GATHER, .dtype = g->dtype, .count = left < g->chunk ? left : g->chunk, .tag = k};
   DC_TRY(dc_exchange_begin(g->r->k.comm, &step, &slot));
-  DC_TRY(move_chunk(g, k, g->r->k.rank, slot, 1));
+  DC_TRY(reduce_move_chunk(g, k, g->r->k.rank, slot, 1));
   return dc_exchange_post(g->r->k.comm, &call);
 }
 
-static int receive_chunk(const gathering *g, int64_t k, int64_t step) {
+static int reduce_receive_chunk(const gathering *g, int64_t k, int64_t step) {
   const dc_reducer *r = g->r;
   int64_t world = r->k.layout->world, left = r->k.layout->shard_elems - k * g->chunk;
   DC_TRY(dc_exchange_wait(r->k.comm, step));
   for (int64_t i = 1; i < world; i++) {
     int64_t peer = (r->k.rank + i) % world; /* every rank starts elsewhere */
-    DC_TRY(move_chunk(g, k, peer, (char *)(uintptr_t)dc_exchange_peer(r->k.comm, (int)peer, step), 0));
+    DC_TRY(reduce_move_chunk(g, k, peer, (char *)(uintptr_t)dc_exchange_peer(r->k.comm, (int)peer, step), 0));
     dc__count(DC_COUNTER_gather_bytes, (left < g->chunk ? left : g->chunk) * g->elem);
   }
   return dc_exchange_done(r->k.comm, step);
@@ -545,7 +548,7 @@ static int receive_chunk(const gathering *g, int64_t k, int64_t step) {
 
 /* Chunks are sent as far ahead as slots are free; the one to be received next is always out. Steps in flight are
  * consecutive, so the step of chunk k is the first one plus k. */
-static int gather_chunks(const gathering *g) {
+static int reduce_gather_chunks(const gathering *g) {
   dc_comm *c = g->r->k.comm;
   int64_t sent = 0, first = c->begun - c->base;
   for (int64_t k = 0; k < g->chunks; k++) {
@@ -553,24 +556,24 @@ static int gather_chunks(const gathering *g) {
       int ready = 1;
       if (sent > k) DC_TRY(dc_exchange_can_begin(c, &ready));
       if (!ready) break;
-      DC_TRY(send_chunk(g, sent));
+      DC_TRY(reduce_send_chunk(g, sent));
     }
-    DC_TRY(receive_chunk(g, k, first + k));
+    DC_TRY(reduce_receive_chunk(g, k, first + k));
   }
   return DC_OK;
 }
 
-static int gather(dc_reducer *r, void *flat, int dtype) {
+static int reduce_gather(dc_reducer *r, void *flat, int dtype) {
   const dc_zero_layout *l = r->k.layout;
   gathering g = {.r = r, .flat = flat, .elem = (int64_t)dc_dtype_size(dtype), .dtype = dtype};
   int64_t room = r->k.comm->slot_bytes < GATHER_CHUNK ? r->k.comm->slot_bytes : GATHER_CHUNK;
   g.chunk = room / g.elem;
   g.chunks = l->shard_elems / g.chunk + (l->shard_elems % g.chunk != 0);
-  return gather_chunks(&g);
+  return reduce_gather_chunks(&g);
 }
 
 /* ---- create, free ------------------------------------------------------------------------------------------------ */
-static int check_comm(const dc_reducer_config *k) {
+static int reduce_check_comm(const dc_reducer_config *k) {
   const dc_zero_layout *l = k->layout;
   if (!k->comm)
     return l->world == 1
@@ -589,7 +592,7 @@ static int check_comm(const dc_reducer_config *k) {
   return DC_OK;
 }
 
-static int check_config(const dc_reducer_config *k) {
+static int reduce_check_config(const dc_reducer_config *k) {
   if (!k->layout) return DC_FAIL(DC_E_INVALID, "layout is NULL");
   const dc_zero_layout *l = k->layout;
   if (k->dtype != DC_F32 && k->dtype != DC_BF16 && k->dtype != DC_F16)
@@ -607,10 +610,10 @@ static int check_config(const dc_reducer_config *k) {
                    DC__TREE_DEPTH);
   if (k->ring < 0 || (k->ring && (!k->comm || k->partial)))
     return DC_FAIL(DC_E_INVALID, "ring is %d; expected 0, or a number > 0 with a comm and without partial", k->ring);
-  return check_comm(k);
+  return reduce_check_comm(k);
 }
 
-static int index_buckets(dc_reducer *r) {
+static int reduce_index_buckets(dc_reducer *r) {
   const dc_zero_layout *l = r->k.layout;
   for (int64_t i = 0, p = 0; i < l->nbuckets; i++) {
     bucket *b = &r->bucket[i];
@@ -622,7 +625,7 @@ static int index_buckets(dc_reducer *r) {
   return DC_OK;
 }
 
-static void destroy(dc_reducer *r) {
+static void reduce_destroy(dc_reducer *r) {
   free(r->leaf);
   free(r->fused);
   free(r->freed);
@@ -636,7 +639,7 @@ int dc_reducer_create(const dc_reducer_config *given, dc_reducer **out) {
   const dc_reducer_config *config = &taken;
   if (!out) return DC_FAIL(DC_E_INVALID, "out is NULL");
   DC_TRY(DC__SIZED(dc_reducer_config, tree_acc, given, &taken));
-  DC_TRY(check_config(config));
+  DC_TRY(reduce_check_config(config));
   const dc_zero_layout *l = config->layout;
   dc_reducer *r = calloc(1, sizeof *r);
   if (!r) return DC_FAIL(DC_E_NOMEM, "no memory for a reducer");
@@ -653,9 +656,9 @@ int dc_reducer_create(const dc_reducer_config *given, dc_reducer **out) {
       (!config->comm && config->tree && !r->leaf))
     rc = DC_FAIL(DC_E_NOMEM, "no memory for a reducer of %lld parameters in %lld buckets", (long long)l->nparams,
                  (long long)l->nbuckets);
-  if (rc == DC_OK) rc = index_buckets(r);
+  if (rc == DC_OK) rc = reduce_index_buckets(r);
   if (rc != DC_OK) {
-    destroy(r);
+    reduce_destroy(r);
     return rc;
   }
   *out = r;
@@ -663,63 +666,64 @@ int dc_reducer_create(const dc_reducer_config *given, dc_reducer **out) {
 }
 
 int dc_reducer_lease(dc_reducer *r, dc_lease *lease) {
-  DC_TRY(enter(r));
+  DC_TRY(reduce_enter(r));
   if (r->state == PASS_OPEN)
-    return leave(r, DC_FAIL(DC_E_STATE, "dc_reducer_lease: a pass is open; lease between passes"));
+    return reduce_leave(r, DC_FAIL(DC_E_STATE, "dc_reducer_lease: a pass is open; lease between passes"));
   r->lease = lease;
-  return leave(r, DC_OK);
+  return reduce_leave(r, DC_OK);
 }
 
 int dc_reducer_free(dc_reducer *r) {
   if (!r) return DC_OK;
-  DC_TRY(enter(r));
+  DC_TRY(reduce_enter(r));
   /* Steps that are begun can't be taken back: without this the peers would wait for us until the time-out. */
   if (r->state == PASS_OPEN && r->k.comm && r->begun > r->reduced)
     dc_comm_abort(r->k.comm, "its gradient reducer was freed inside a pass");
-  destroy(r);
+  reduce_destroy(r);
   return DC_OK;
 }
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 int dc_reducer_begin(dc_reducer *r, int assign, int norm) {
-  DC_TRY(enter(r));
-  return leave(r, begin_pass(r, assign, norm));
+  DC_TRY(reduce_enter(r));
+  return reduce_leave(r, reduce_begin_pass(r, assign, norm));
 }
 
-static int add_checked(dc_reducer *r, int64_t param, const void *grad, int dtype) {
-  if (r->state == PASS_FAILED) return failed(r);
-  DC_TRY(check_gradient(r, param, grad, dtype));
+static int reduce_add_checked(dc_reducer *r, int64_t param, const void *grad, int dtype) {
+  if (r->state == PASS_FAILED) return reduce_failed(r);
+  DC_TRY(reduce_check_gradient(r, param, grad, dtype));
   if (r->state == PASS_CLOSED && r->k.ring) return DC_FAIL(DC_E_STATE, "no pass is open; with a ring begin it first");
-  if (r->state == PASS_CLOSED) DC_TRY(begin_pass(r, 1, r->k.partial != NULL || r->k.tree));
-  int rc = add_gradient(r, param, grad, dtype);
-  return rc == DC_OK ? rc : fail(r, rc);
+  if (r->state == PASS_CLOSED) DC_TRY(reduce_begin_pass(r, 1, r->k.partial != NULL || r->k.tree));
+  int rc = reduce_add_gradient(r, param, grad, dtype);
+  return rc == DC_OK ? rc : reduce_fail(r, rc);
 }
 
 int dc_reducer_add(dc_reducer *r, int64_t param, const void *grad, int dtype) {
-  DC_TRY(enter(r));
-  return leave(r, add_checked(r, param, grad, dtype));
+  DC_TRY(reduce_enter(r));
+  return reduce_leave(r, reduce_add_checked(r, param, grad, dtype));
 }
 
 int dc_reducer_released(dc_reducer *r, int64_t *params, int64_t capacity, int64_t *count) {
   if (!count || capacity < 0 || (capacity > 0 && !params))
     return DC_FAIL(DC_E_INVALID, "count or params is NULL, or capacity %lld < 0", (long long)capacity);
-  DC_TRY(enter(r));
+  DC_TRY(reduce_enter(r));
   int64_t n = r->free_tail - r->free_head;
   if (n > capacity) n = capacity;
   if (n > 0) memcpy(params, r->freed + r->free_head, (size_t)n * sizeof *params);
   r->free_head += n;
   *count = n;
-  return leave(r, DC_OK);
+  return reduce_leave(r, DC_OK);
 }
 
-static int finish_checked(dc_reducer *r) {
-  if (r->state == PASS_FAILED) return failed(r);
+static int reduce_finish_checked(dc_reducer *r) {
+  if (r->state == PASS_FAILED) return reduce_failed(r);
   if (r->state == PASS_CLOSED) return DC_FAIL(DC_E_STATE, "no pass is open; call dc_reducer_begin first");
-  if (r->k.ring && r->reduced < r->k.layout->nbuckets && !has_room(r)) /* the caller's mistake: nothing is lost by it */
+  if (r->k.ring && r->reduced < r->k.layout->nbuckets &&
+      !reduce_has_room(r)) /* the caller's mistake: nothing is lost by it */
     return DC_FAIL(DC_E_STATE, "the ring of %d buckets is full at bucket %lld; give buckets back before finish",
                    r->k.ring, (long long)r->reduced);
-  int done, rc = finish_pass(r, &done);
-  if (rc != DC_OK) return fail(r, rc);
+  int done, rc = reduce_finish_pass(r, &done);
+  if (rc != DC_OK) return reduce_fail(r, rc);
   if (!done) return DC_OK;
   r->state = PASS_CLOSED;
   r->closed = r->norm;
@@ -728,17 +732,17 @@ static int finish_checked(dc_reducer *r) {
 }
 
 int dc_reducer_finish(dc_reducer *r) {
-  DC_TRY(enter(r));
-  return leave(r, finish_checked(r));
+  DC_TRY(reduce_enter(r));
+  return reduce_leave(r, reduce_finish_checked(r));
 }
 
 int dc_reducer_in_pass(const dc_reducer *r) { return r && r->state == PASS_OPEN; }
 
-static int reduced_checked(dc_reducer *r, int64_t *count) {
-  if (r->state == PASS_FAILED) return failed(r);
+static int reduce_reduced_checked(dc_reducer *r, int64_t *count) {
+  if (r->state == PASS_FAILED) return reduce_failed(r);
   if (r->state == PASS_OPEN && r->k.comm) {
-    int rc = progress(r);
-    if (rc != DC_OK) return fail(r, rc);
+    int rc = reduce_progress(r);
+    if (rc != DC_OK) return reduce_fail(r, rc);
   }
   *count = r->reduced;
   return DC_OK;
@@ -746,11 +750,11 @@ static int reduced_checked(dc_reducer *r, int64_t *count) {
 
 int dc_reducer_reduced(dc_reducer *r, int64_t *count) {
   if (!count) return DC_FAIL(DC_E_INVALID, "count is NULL");
-  DC_TRY(enter(r));
-  return leave(r, reduced_checked(r, count));
+  DC_TRY(reduce_enter(r));
+  return reduce_leave(r, reduce_reduced_checked(r, count));
 }
 
-static int give_back(dc_reducer *r, int64_t count) {
+static int reduce_give_back(dc_reducer *r, int64_t count) {
   if (!r->k.ring) return DC_FAIL(DC_E_STATE, "this reducer has no ring: nothing is given back");
   if (count < r->taken || count > r->reduced)
     return DC_FAIL(DC_E_INVALID, "buckets [0, %lld) can't be given back: %lld were before, %lld are reduced",
@@ -760,21 +764,21 @@ static int give_back(dc_reducer *r, int64_t count) {
 }
 
 int dc_reducer_give_back(dc_reducer *r, int64_t count) {
-  DC_TRY(enter(r));
-  return leave(r, give_back(r, count));
+  DC_TRY(reduce_enter(r));
+  return reduce_leave(r, reduce_give_back(r, count));
 }
 
-static int gather_checked(dc_reducer *r, void *flat, int dtype) {
-  if (r->state == PASS_FAILED) return failed(r);
+static int reduce_gather_checked(dc_reducer *r, void *flat, int dtype) {
+  if (r->state == PASS_FAILED) return reduce_failed(r);
   if (r->state == PASS_OPEN) return DC_FAIL(DC_E_STATE, "a pass is open; call dc_reducer_finish before gather");
   if (dc_dtype_size(dtype) == 0) return DC_FAIL(DC_E_DTYPE, "%d is not a dtype", dtype);
   if (r->k.layout->total > 0 && !flat) return DC_FAIL(DC_E_INVALID, "flat is NULL");
   if (!r->k.comm) return DC_OK;
-  int rc = gather(r, flat, dtype);
-  return rc == DC_OK ? rc : fail(r, rc);
+  int rc = reduce_gather(r, flat, dtype);
+  return rc == DC_OK ? rc : reduce_fail(r, rc);
 }
 
 int dc_reducer_gather(dc_reducer *r, void *flat, int dtype) {
-  DC_TRY(enter(r));
-  return leave(r, gather_checked(r, flat, dtype));
+  DC_TRY(reduce_enter(r));
+  return reduce_leave(r, reduce_gather_checked(r, flat, dtype));
 }

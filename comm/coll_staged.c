@@ -32,14 +32,14 @@ typedef struct way {
   int (*read)(const staged *, int64_t chunk, int64_t step);
 } way;
 
-static int64_t begin_of(const staged *s, int64_t k) { return k * s->per; }
-static int64_t length(const staged *s, int64_t k, int64_t count) {
+static int64_t staged_begin_of(const staged *s, int64_t k) { return k * s->per; }
+static int64_t staged_length(const staged *s, int64_t k, int64_t count) {
   int64_t left = count - k * s->per;
   return left < 0 ? 0 : left < s->per ? left : s->per;
 }
-static int64_t len(const staged *s, int64_t k) { return length(s, k, s->j->count); }
+static int64_t staged_len(const staged *s, int64_t k) { return staged_length(s, k, s->j->count); }
 
-static int copy(void *dst, const void *src, int64_t bytes) {
+static int staged_copy(void *dst, const void *src, int64_t bytes) {
   if (bytes > HERE_BYTES) return dc_copy(dst, src, bytes);
   if (bytes > 0) memcpy(dst, src, (size_t)bytes);
   return DC_OK;
@@ -47,9 +47,9 @@ static int copy(void *dst, const void *src, int64_t bytes) {
 
 /* A slot's lines are in the readers' caches. Stores would bring them back nearly one by one; asked for ahead, they come
  * ten at a time. */
-static int copy_in(dc_comm *c, void *dst, const void *src, int64_t bytes) {
+static int staged_copy_in(dc_comm *c, void *dst, const void *src, int64_t bytes) {
   dc__count_in(&c->counts, DC_COUNTER_coll_bytes_in, bytes);
-  if (bytes <= 2 * DC__LINE || bytes > HERE_BYTES) return copy(dst, src, bytes);
+  if (bytes <= 2 * DC__LINE || bytes > HERE_BYTES) return staged_copy(dst, src, bytes);
   for (int64_t at = 0, ahead = 0; at < bytes; at += AHEAD_BYTES) {
     const int64_t end = dc__min64(at + 2 * AHEAD_BYTES, bytes);
     for (; ahead < end; ahead += DC__LINE) dc__prefetch_write((char *)dst + ahead);
@@ -58,14 +58,14 @@ static int copy_in(dc_comm *c, void *dst, const void *src, int64_t bytes) {
   return DC_OK;
 }
 
-static int copy_out(dc_comm *c, void *dst, const void *src, int64_t bytes) {
+static int staged_copy_out(dc_comm *c, void *dst, const void *src, int64_t bytes) {
   dc__count_in(&c->counts, DC_COUNTER_coll_bytes_out, bytes);
-  return copy(dst, src, bytes);
+  return staged_copy(dst, src, bytes);
 }
 
 /* out[n] = reduction over ranks of n elements that start `skip` elements into every slot of `step`; `own`: this rank's
  * elements where they still lie (NULL: its slot), which saves reading the slot back. */
-static int reduce_slots(const staged *s, int64_t step, int64_t skip, int64_t n, const char *own, void *out) {
+static int staged_reduce_slots(const staged *s, int64_t step, int64_t skip, int64_t n, const char *own, void *out) {
   const dc__job *j = s->j;
   const void *src[DC_COMM_MAX_RANKS];
   for (int r = 0; r < j->c->size; r++) src[r] = dc__place(j->c, r, step, s->bytes) + skip * j->esz;
@@ -76,139 +76,145 @@ static int reduce_slots(const staged *s, int64_t step, int64_t skip, int64_t n, 
 }
 
 /* ---- what is filled in, what is read ----------------------------------------------------------------------------- */
-static int fill_nothing(const staged *s, int64_t k, char *slot) { return DC_OK; }
-static int read_nothing(const staged *s, int64_t k, int64_t step) { return DC_OK; }
+static int staged_fill_nothing(const staged *s, int64_t k, char *slot) { return DC_OK; }
+static int staged_read_nothing(const staged *s, int64_t k, int64_t step) { return DC_OK; }
 
-static int fill_chunk(const staged *s, int64_t k, char *slot) {
-  return copy_in(s->j->c, slot, s->j->in + begin_of(s, k) * s->j->esz, len(s, k) * s->j->esz);
+static int staged_fill_chunk(const staged *s, int64_t k, char *slot) {
+  return staged_copy_in(s->j->c, slot, s->j->in + staged_begin_of(s, k) * s->j->esz, staged_len(s, k) * s->j->esz);
 }
 
-static int read_all_reduce(const staged *s, int64_t k, int64_t step) {
-  const int64_t at = begin_of(s, k) * s->j->esz;
-  return reduce_slots(s, step, 0, len(s, k), s->j->in + at, s->j->out + at);
+static int staged_read_all_reduce(const staged *s, int64_t k, int64_t step) {
+  const int64_t at = staged_begin_of(s, k) * s->j->esz;
+  return staged_reduce_slots(s, step, 0, staged_len(s, k), s->j->in + at, s->j->out + at);
 }
 
-static int read_reduce(const staged *s, int64_t k, int64_t step) {
-  return s->j->c->rank == s->j->call.root ? read_all_reduce(s, k, step) : DC_OK;
+static int staged_read_reduce(const staged *s, int64_t k, int64_t step) {
+  return s->j->c->rank == s->j->call.root ? staged_read_all_reduce(s, k, step) : DC_OK;
 }
 
 /* Chunk k of every rank's part; part r lies at r * per of the slot. Our own part stays where it is. */
-static int fill_parts(const staged *s, int64_t k, char *slot) {
+static int staged_fill_parts(const staged *s, int64_t k, char *slot) {
   const dc__job *j = s->j;
   for (int r = 0; r < j->c->size; r++) {
     if (r == j->c->rank) continue;
-    DC_TRY(copy_in(j->c, slot + r * s->per * j->esz, j->in + (r * j->count + begin_of(s, k)) * j->esz,
-                   len(s, k) * j->esz));
+    DC_TRY(staged_copy_in(j->c, slot + r * s->per * j->esz, j->in + (r * j->count + staged_begin_of(s, k)) * j->esz,
+                          staged_len(s, k) * j->esz));
   }
   return DC_OK;
 }
 
-static int fill_parts_of_root(const staged *s, int64_t k, char *slot) {
-  return s->j->c->rank == s->j->call.root ? fill_parts(s, k, slot) : DC_OK;
+static int staged_fill_parts_of_root(const staged *s, int64_t k, char *slot) {
+  return s->j->c->rank == s->j->call.root ? staged_fill_parts(s, k, slot) : DC_OK;
 }
 
-static int read_reduce_scatter(const staged *s, int64_t k, int64_t step) {
+static int staged_read_reduce_scatter(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
-  const char *own = j->in + (j->c->rank * j->count + begin_of(s, k)) * j->esz;
-  return reduce_slots(s, step, j->c->rank * s->per, len(s, k), own, j->out + begin_of(s, k) * j->esz);
+  const char *own = j->in + (j->c->rank * j->count + staged_begin_of(s, k)) * j->esz;
+  return staged_reduce_slots(s, step, j->c->rank * s->per, staged_len(s, k), own,
+                             j->out + staged_begin_of(s, k) * j->esz);
 }
 
-static int read_all_gather(const staged *s, int64_t k, int64_t step) {
+static int staged_read_all_gather(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   for (int i = 0; i < j->c->size; i++) {
     int r = (j->c->rank + i) % j->c->size; /* every rank starts elsewhere, so that they don't queue for one slot */
-    char *to = j->out + (r * j->count + begin_of(s, k)) * j->esz;
-    const char *own = j->in + begin_of(s, k) * j->esz;
-    if (r != j->c->rank) DC_TRY(copy_out(j->c, to, dc__place(j->c, r, step, s->bytes), len(s, k) * j->esz));
-    else if (to != own) DC_TRY(copy(to, own, len(s, k) * j->esz));
+    char *to = j->out + (r * j->count + staged_begin_of(s, k)) * j->esz;
+    const char *own = j->in + staged_begin_of(s, k) * j->esz;
+    if (r != j->c->rank)
+      DC_TRY(staged_copy_out(j->c, to, dc__place(j->c, r, step, s->bytes), staged_len(s, k) * j->esz));
+    else if (to != own) DC_TRY(staged_copy(to, own, staged_len(s, k) * j->esz));
   }
   return DC_OK;
 }
 
 /* The root reads its own elements where they are. */
-static int fill_of_others(const staged *s, int64_t k, char *slot) {
-  return s->j->c->rank == s->j->call.root ? DC_OK : fill_chunk(s, k, slot);
+static int staged_fill_of_others(const staged *s, int64_t k, char *slot) {
+  return s->j->c->rank == s->j->call.root ? DC_OK : staged_fill_chunk(s, k, slot);
 }
 
-static int read_gather(const staged *s, int64_t k, int64_t step) {
-  return s->j->c->rank == s->j->call.root ? read_all_gather(s, k, step) : DC_OK;
+static int staged_read_gather(const staged *s, int64_t k, int64_t step) {
+  return s->j->c->rank == s->j->call.root ? staged_read_all_gather(s, k, step) : DC_OK;
 }
 
-static int read_scatter(const staged *s, int64_t k, int64_t step) {
+static int staged_read_scatter(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
-  const int64_t bytes = len(s, k) * j->esz, at = begin_of(s, k) * j->esz;
+  const int64_t bytes = staged_len(s, k) * j->esz, at = staged_begin_of(s, k) * j->esz;
   const char *own = j->in + j->c->rank * j->count * j->esz + at;
   if (j->c->rank != j->call.root)
-    return copy_out(j->c, j->out + at, dc__place(j->c, j->call.root, step, s->bytes) + j->c->rank * s->per * j->esz,
-                    bytes);
-  return own == j->out + at ? DC_OK : copy(j->out + at, own, bytes);
+    return staged_copy_out(j->c, j->out + at,
+                           dc__place(j->c, j->call.root, step, s->bytes) + j->c->rank * s->per * j->esz, bytes);
+  return own == j->out + at ? DC_OK : staged_copy(j->out + at, own, bytes);
 }
 
-static int fill_root(const staged *s, int64_t k, char *slot) {
-  return s->j->c->rank == s->j->call.root ? fill_chunk(s, k, slot) : DC_OK;
+static int staged_fill_root(const staged *s, int64_t k, char *slot) {
+  return s->j->c->rank == s->j->call.root ? staged_fill_chunk(s, k, slot) : DC_OK;
 }
 
-static int read_root(const staged *s, int64_t k, int64_t step) {
+static int staged_read_root(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   if (j->c->rank == j->call.root) return DC_OK;
-  return copy_out(j->c, j->out + begin_of(s, k) * j->esz, dc__place(j->c, j->call.root, step, s->bytes),
-                  len(s, k) * j->esz);
+  return staged_copy_out(j->c, j->out + staged_begin_of(s, k) * j->esz, dc__place(j->c, j->call.root, step, s->bytes),
+                         staged_len(s, k) * j->esz);
 }
 
-static int read_all_to_all(const staged *s, int64_t k, int64_t step) {
+static int staged_read_all_to_all(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   for (int i = 0; i < j->c->size; i++) {
     int r = (j->c->rank + i) % j->c->size;
-    int64_t at = (r * j->count + begin_of(s, k)) * j->esz, bytes = len(s, k) * j->esz;
-    if (r == j->c->rank) DC_TRY(copy(j->out + at, j->in + at, bytes));
-    else DC_TRY(copy_out(j->c, j->out + at, dc__place(j->c, r, step, s->bytes) + j->c->rank * s->per * j->esz, bytes));
+    int64_t at = (r * j->count + staged_begin_of(s, k)) * j->esz, bytes = staged_len(s, k) * j->esz;
+    if (r == j->c->rank) DC_TRY(staged_copy(j->out + at, j->in + at, bytes));
+    else
+      DC_TRY(
+          staged_copy_out(j->c, j->out + at, dc__place(j->c, r, step, s->bytes) + j->c->rank * s->per * j->esz, bytes));
   }
   return DC_OK;
 }
 
-static int fill_blocks(const staged *s, int64_t k, char *slot) {
+static int staged_fill_blocks(const staged *s, int64_t k, char *slot) {
   const dc__job *j = s->j;
   const char *block = j->in;
   for (int r = 0; r < j->c->size; block += j->in_counts[r++] * j->esz) {
     if (r == j->c->rank) continue;
-    DC_TRY(copy_in(j->c, slot + r * s->per * j->esz, block + begin_of(s, k) * j->esz,
-                   length(s, k, j->in_counts[r]) * j->esz));
+    DC_TRY(staged_copy_in(j->c, slot + r * s->per * j->esz, block + staged_begin_of(s, k) * j->esz,
+                          staged_length(s, k, j->in_counts[r]) * j->esz));
   }
   return DC_OK;
 }
 
-static const char *own_block(const dc__job *j) {
+static const char *staged_own_block(const dc__job *j) {
   const char *own = j->in;
   for (int r = 0; r < j->c->rank; r++) own += j->in_counts[r] * j->esz;
   return own;
 }
 
-static int read_blocks(const staged *s, int64_t k, int64_t step) {
+static int staged_read_blocks(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   char *block = j->out;
   for (int r = 0; r < j->c->size; block += j->out_counts[r++] * j->esz) {
-    const int64_t at = begin_of(s, k) * j->esz, bytes = length(s, k, j->out_counts[r]) * j->esz;
+    const int64_t at = staged_begin_of(s, k) * j->esz, bytes = staged_length(s, k, j->out_counts[r]) * j->esz;
     if (bytes == 0) continue;
-    if (r == j->c->rank) DC_TRY(copy(block + at, own_block(j) + at, bytes));
-    else DC_TRY(copy_out(j->c, block + at, dc__place(j->c, r, step, s->bytes) + j->c->rank * s->per * j->esz, bytes));
+    if (r == j->c->rank) DC_TRY(staged_copy(block + at, staged_own_block(j) + at, bytes));
+    else
+      DC_TRY(
+          staged_copy_out(j->c, block + at, dc__place(j->c, r, step, s->bytes) + j->c->rank * s->per * j->esz, bytes));
   }
   return DC_OK;
 }
 
-static const way ways[] = {
-    {DC_CALL_BARRIER, 0, ALL, ALL, fill_nothing, read_nothing},
-    {DC_CALL_ALL_REDUCE, 0, ALL, ALL, fill_chunk, read_all_reduce},
-    {DC_CALL_REDUCE, 0, ALL, NOBODY, fill_of_others, read_reduce},
-    {DC_CALL_REDUCE_SCATTER, 1, ALL, ALL, fill_parts, read_reduce_scatter},
-    {DC_CALL_ALL_GATHER, 0, ALL, ALL, fill_chunk, read_all_gather},
-    {DC_CALL_GATHER, 0, ALL, NOBODY, fill_of_others, read_gather},
-    {DC_CALL_SCATTER, 1, NOBODY, ROOT, fill_parts_of_root, read_scatter},
-    {DC_CALL_BROADCAST, 0, NOBODY, ROOT, fill_root, read_root},
-    {DC_CALL_ALL_TO_ALL, 1, ALL, ALL, fill_parts, read_all_to_all},
-    {DC_CALL_ALL_TO_ALLV, 1, ALL, ALL, fill_blocks, read_blocks},
+static const way staged_ways[] = {
+    {DC_CALL_BARRIER, 0, ALL, ALL, staged_fill_nothing, staged_read_nothing},
+    {DC_CALL_ALL_REDUCE, 0, ALL, ALL, staged_fill_chunk, staged_read_all_reduce},
+    {DC_CALL_REDUCE, 0, ALL, NOBODY, staged_fill_of_others, staged_read_reduce},
+    {DC_CALL_REDUCE_SCATTER, 1, ALL, ALL, staged_fill_parts, staged_read_reduce_scatter},
+    {DC_CALL_ALL_GATHER, 0, ALL, ALL, staged_fill_chunk, staged_read_all_gather},
+    {DC_CALL_GATHER, 0, ALL, NOBODY, staged_fill_of_others, staged_read_gather},
+    {DC_CALL_SCATTER, 1, NOBODY, ROOT, staged_fill_parts_of_root, staged_read_scatter},
+    {DC_CALL_BROADCAST, 0, NOBODY, ROOT, staged_fill_root, staged_read_root},
+    {DC_CALL_ALL_TO_ALL, 1, ALL, ALL, staged_fill_parts, staged_read_all_to_all},
+    {DC_CALL_ALL_TO_ALLV, 1, ALL, ALL, staged_fill_blocks, staged_read_blocks},
 };
 
-static int await(const staged *s, const way *w, int64_t step) {
+static int staged_await(const staged *s, const way *w, int64_t step) {
   dc_comm *c = s->j->c;
   switch (c->rank == s->j->call.root ? w->root_waits : w->others_wait) {
   case NOBODY: return dc__skip(c, step);
@@ -217,19 +223,19 @@ static int await(const staged *s, const way *w, int64_t step) {
   }
 }
 
-static int run_one(const staged *s, const way *w) {
+static int staged_run_one(const staged *s, const way *w) {
   dc_comm *c = s->j->c;
   int64_t step;
   void *slot;
   DC_TRY(dc__begin_for(c, s->bytes, &step, &slot));
   DC_TRY(w->fill(s, 0, slot));
   DC_TRY(dc__post(c, &s->j->call));
-  DC_TRY(await(s, w, step));
+  DC_TRY(staged_await(s, w, step));
   DC_TRY(w->read(s, 0, step));
   return dc__done(c, step);
 }
 
-static int run_chunks(const staged *s, const way *w) {
+static int staged_run_chunks(const staged *s, const way *w) {
   dc_comm *c = s->j->c;
   int64_t first = c->begun, issued = 0;
   for (int64_t k = 0; k < s->chunks; k++) {
@@ -244,14 +250,14 @@ static int run_chunks(const staged *s, const way *w) {
       DC_TRY(w->fill(s, issued, slot));
       DC_TRY(dc__post(c, &s->j->call));
     }
-    DC_TRY(await(s, w, first + k));
+    DC_TRY(staged_await(s, w, first + k));
     DC_TRY(w->read(s, k, first + k));
     DC_TRY(dc__done(c, first + k));
   }
   return DC_OK;
 }
 
-static staged cut(const dc__job *j, int parts) {
+static staged staged_cut(const dc__job *j, int parts) {
   const int64_t count = j->in_counts ? j->longest : j->count, slot = j->c->slot_bytes;
   staged s = {.j = j, .per = count, .chunks = 1, .bytes = count * parts * j->esz};
   if (s.bytes <= DC__SMALL) return s; /* the divisions below take longer than such a call may */
@@ -266,68 +272,68 @@ static staged cut(const dc__job *j, int parts) {
 }
 
 int dc__staged(const dc__job *j) {
-  const way *w = ways;
+  const way *w = staged_ways;
   while (w->op != j->call.op % DC__ALGO) w++; /* every op has one */
-  const staged s = cut(j, w->parts_per_rank ? j->c->size : 1);
+  const staged s = staged_cut(j, w->parts_per_rank ? j->c->size : 1);
   if (s.per == 0 && (j->in_counts ? j->longest : j->count))
     return DC_FAIL(DC_E_INVALID, "group %s: slots of %lld bytes are too small for %d parts of %lld bytes", j->c->label,
                    (long long)j->c->slot_bytes, j->c->size, (long long)j->esz);
-  return s.chunks == 1 ? run_one(&s, w) : run_chunks(&s, w);
+  return s.chunks == 1 ? staged_run_one(&s, w) : staged_run_chunks(&s, w);
 }
 
 /* ---- two steps per chunk: every rank reduces its slice of the chunk, then all gather the slices ------------------ */
-static int64_t slice_begin(const staged *s, int64_t k, int rank) {
-  int64_t lines = (len(s, k) * s->j->esz + DC__LINE - 1) / DC__LINE, per_line = DC__LINE / s->j->esz;
+static int64_t staged_slice_begin(const staged *s, int64_t k, int rank) {
+  int64_t lines = (staged_len(s, k) * s->j->esz + DC__LINE - 1) / DC__LINE, per_line = DC__LINE / s->j->esz;
   int64_t at = lines * rank / s->j->c->size * per_line; /* cut at cache lines of the slot */
-  return dc__min64(at, len(s, k));
+  return dc__min64(at, staged_len(s, k));
 }
 
-static int two_phase_fill(const staged *s, int64_t k, int64_t *step) {
+static int staged_two_phase_fill(const staged *s, int64_t k, int64_t *step) {
   void *slot;
   DC_TRY(dc__begin_for(s->j->c, s->bytes, step, &slot));
-  DC_TRY(fill_chunk(s, k, slot));
+  DC_TRY(staged_fill_chunk(s, k, slot));
   return dc__post(s->j->c, &s->j->call);
 }
 
 /* Reduces this rank's slice of what lies in `step` into the slot of the next step, *sum. */
-static int two_phase_reduce(const staged *s, int64_t k, int64_t step, int64_t *sum) {
+static int staged_two_phase_reduce(const staged *s, int64_t k, int64_t step, int64_t *sum) {
   const dc__job *j = s->j;
   dc_comm *c = j->c;
-  int64_t from = slice_begin(s, k, c->rank), n = slice_begin(s, k, c->rank + 1) - from;
+  int64_t from = staged_slice_begin(s, k, c->rank), n = staged_slice_begin(s, k, c->rank + 1) - from;
   void *slot;
   DC_TRY(dc__wait(c, step));
   DC_TRY(dc__begin_for(c, s->bytes, sum, &slot));
-  DC_TRY(reduce_slots(s, step, from, n, NULL, (char *)slot + from * j->esz));
+  DC_TRY(staged_reduce_slots(s, step, from, n, NULL, (char *)slot + from * j->esz));
   DC_TRY(dc__post(c, &j->call));
   return dc__done(c, step);
 }
 
-static int two_phase_gather(const staged *s, int64_t k, int64_t step) {
+static int staged_two_phase_gather(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   dc_comm *c = j->c;
-  char *out = j->out + begin_of(s, k) * j->esz;
+  char *out = j->out + staged_begin_of(s, k) * j->esz;
   DC_TRY(dc__wait(c, step));
   bool mine = j->call.op % DC__ALGO == DC_CALL_ALL_REDUCE || c->rank == j->call.root;
   for (int i = 0; i < c->size && mine; i++) {
     int r = (c->rank + i) % c->size;
-    int64_t from = slice_begin(s, k, r), n = slice_begin(s, k, r + 1) - from;
-    DC_TRY(copy_out(c, out + from * j->esz, dc__place(c, r, step, s->bytes) + from * j->esz, n * j->esz));
+    int64_t from = staged_slice_begin(s, k, r), n = staged_slice_begin(s, k, r + 1) - from;
+    DC_TRY(staged_copy_out(c, out + from * j->esz, dc__place(c, r, step, s->bytes) + from * j->esz, n * j->esz));
   }
   return dc__done(c, step);
 }
 
 /* The steps of chunk k are numbered 2k and 2k + 1 on every rank, whether the next chunk is filled early or late. */
 int dc__two_phase(const dc__job *j) {
-  const staged s = cut(j, 1);
+  const staged s = staged_cut(j, 1);
   int64_t next, sum;
-  DC_TRY(two_phase_fill(&s, 0, &next));
+  DC_TRY(staged_two_phase_fill(&s, 0, &next));
   for (int64_t k = 0; k < s.chunks; k++) {
     int early = 0;
-    DC_TRY(two_phase_reduce(&s, k, next, &sum));
+    DC_TRY(staged_two_phase_reduce(&s, k, next, &sum));
     if (k + 1 < s.chunks) DC_TRY(dc__can_begin(j->c, &early));
-    if (early) DC_TRY(two_phase_fill(&s, k + 1, &next));
-    DC_TRY(two_phase_gather(&s, k, sum));
-    if (k + 1 < s.chunks && !early) DC_TRY(two_phase_fill(&s, k + 1, &next));
+    if (early) DC_TRY(staged_two_phase_fill(&s, k + 1, &next));
+    DC_TRY(staged_two_phase_gather(&s, k, sum));
+    if (k + 1 < s.chunks && !early) DC_TRY(staged_two_phase_fill(&s, k + 1, &next));
   }
   return DC_OK;
 }
