@@ -62,8 +62,8 @@ typedef struct quant_job {
 } quant_job;
 
 /* The payload is const for the readers; they only read what the job points to. */
-static int quant_open(quant_job *j, const uint8_t *payload, int bits, int64_t block, const void *x, int dt, int64_t n,
-                      int64_t *bytes, const char *what) {
+static int compress_quant_open(quant_job *j, const uint8_t *payload, int bits, int64_t block, const void *x, int dt,
+                               int64_t n, int64_t *bytes, const char *what) {
   DC_TRY(dc_quantize_bytes(bits, block, n, bytes));
   DC_TRY(compress_check_payload(payload, *bytes, x, dt, n, what));
   DC_TRY(dc__ops_table(&j->ops));
@@ -73,7 +73,7 @@ static int quant_open(quant_job *j, const uint8_t *payload, int bits, int64_t bl
   return DC_OK;
 }
 
-static void quantize_range(int64_t begin, int64_t end, void *ctx) {
+static void compress_quantize_range(int64_t begin, int64_t end, void *ctx) {
   const quant_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->quantize(j->codes + begin * j->bits / 8, j->scales + begin / j->block, j->bits, j->block,
@@ -84,16 +84,16 @@ static void quantize_range(int64_t begin, int64_t end, void *ctx) {
 int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n) {
   quant_job j = {.error = error};
   int64_t bytes;
-  DC_TRY(quant_open(&j, payload, bits, block, x, dt, n, &bytes, "x"));
+  DC_TRY(compress_quant_open(&j, payload, bits, block, x, dt, n, &bytes, "x"));
   DC_TRY(compress_check_error(payload, bytes, x, dt, error, n));
   dc__count(DC_COUNTER_quantize_calls, 1);
   if (n == 0) return DC_OK;
   for (int64_t i = (n * bits + 7) / 8; i < compress_round4((n * bits + 7) / 8); i++) j.codes[i] = 0;
-  dc_parallel_for(n, compress_share(block), quantize_range, &j);
+  dc_parallel_for(n, compress_share(block), compress_quantize_range, &j);
   return DC_OK;
 }
 
-static void dequantize_range(int64_t begin, int64_t end, void *ctx) {
+static void compress_dequantize_range(int64_t begin, int64_t end, void *ctx) {
   const quant_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->dequantize(j->x + check_bytes(j->dt, begin), j->dt, j->codes + begin * j->bits / 8,
@@ -104,13 +104,13 @@ static void dequantize_range(int64_t begin, int64_t end, void *ctx) {
 int dc_dequantize(void *out, int dt, const uint8_t *payload, int bits, int64_t block, int64_t n) {
   quant_job j = {0};
   int64_t bytes;
-  DC_TRY(quant_open(&j, payload, bits, block, out, dt, n, &bytes, "out"));
+  DC_TRY(compress_quant_open(&j, payload, bits, block, out, dt, n, &bytes, "out"));
   dc__count(DC_COUNTER_dequantize_calls, 1);
-  if (n > 0) dc_parallel_for(n, compress_share(block), dequantize_range, &j);
+  if (n > 0) dc_parallel_for(n, compress_share(block), compress_dequantize_range, &j);
   return DC_OK;
 }
 
-static void dequantize_add_range(int64_t begin, int64_t end, void *ctx) {
+static void compress_dequantize_add_range(int64_t begin, int64_t end, void *ctx) {
   const quant_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->dequantize_add((float *)j->x + begin, j->codes + begin * j->bits / 8, j->scales + begin / j->block, j->bits,
@@ -121,15 +121,15 @@ static void dequantize_add_range(int64_t begin, int64_t end, void *ctx) {
 int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t block, float factor, int64_t n) {
   quant_job j = {.factor = factor};
   int64_t bytes;
-  DC_TRY(quant_open(&j, payload, bits, block, acc, DC_F32, n, &bytes, "acc"));
+  DC_TRY(compress_quant_open(&j, payload, bits, block, acc, DC_F32, n, &bytes, "acc"));
   dc__count(DC_COUNTER_dequantize_calls, 1);
-  if (n > 0) dc_parallel_for(n, compress_share(block), dequantize_add_range, &j);
+  if (n > 0) dc_parallel_for(n, compress_share(block), compress_dequantize_add_range, &j);
   return DC_OK;
 }
 
 /* ---- top-k ------------------------------------------------------------------------------------------------------- */
 /* Chosen elements in all. */
-static int64_t topk_chosen(int64_t block, int64_t k, int64_t n) {
+static int64_t compress_topk_chosen(int64_t block, int64_t k, int64_t n) {
   const int64_t rest = n % block;
   return n / block * k + (rest < k ? rest : k);
 }
@@ -140,7 +140,7 @@ int dc_topk_bytes(int64_t block, int64_t k, int64_t n, int64_t *bytes) {
     return DC_FAIL(DC_E_INVALID, "k = %lld; it must be from 1 to the block of %lld", (long long)k, (long long)block);
   DC_TRY(check_count(n));
   if (!bytes) return DC_FAIL(DC_E_INVALID, "bytes is NULL");
-  *bytes = compress_round4(topk_chosen(block, k, n) * 6);
+  *bytes = compress_round4(compress_topk_chosen(block, k, n) * 6);
   return DC_OK;
 }
 
@@ -155,18 +155,18 @@ typedef struct topk_job {
   float factor;
 } topk_job;
 
-static int topk_open(topk_job *j, const uint8_t *payload, int64_t block, int64_t k, const void *x, int dt, int64_t n,
-                     int64_t *bytes, const char *what) {
+static int compress_topk_open(topk_job *j, const uint8_t *payload, int64_t block, int64_t k, const void *x, int dt,
+                              int64_t n, int64_t *bytes, const char *what) {
   DC_TRY(dc_topk_bytes(block, k, n, bytes));
   DC_TRY(compress_check_payload(payload, *bytes, x, dt, n, what));
   DC_TRY(dc__ops_table(&j->ops));
   j->values = (float *)(uintptr_t)payload;
-  j->index = (uint16_t *)(j->values + topk_chosen(block, k, n));
+  j->index = (uint16_t *)(j->values + compress_topk_chosen(block, k, n));
   j->block = block, j->k = k, j->n = n, j->x = (char *)(uintptr_t)x, j->dt = dt;
   return DC_OK;
 }
 
-static void topk_range(int64_t begin, int64_t end, void *ctx) {
+static void compress_topk_range(int64_t begin, int64_t end, void *ctx) {
   const topk_job *j = ctx;
   const int64_t at = begin / j->block * j->k;
   const unsigned fp = fp_enter();
@@ -178,17 +178,17 @@ static void topk_range(int64_t begin, int64_t end, void *ctx) {
 int dc_topk(uint8_t *payload, int64_t block, int64_t k, const void *x, int dt, float *error, int64_t n) {
   topk_job j = {.error = error};
   int64_t bytes;
-  DC_TRY(topk_open(&j, payload, block, k, x, dt, n, &bytes, "x"));
+  DC_TRY(compress_topk_open(&j, payload, block, k, x, dt, n, &bytes, "x"));
   DC_TRY(compress_check_error(payload, bytes, x, dt, error, n));
   dc__count(DC_COUNTER_topk_calls, 1);
   if (n == 0) return DC_OK;
-  if (topk_chosen(block, k, n) % 2) j.index[topk_chosen(block, k, n)] = 0;
-  dc_parallel_for(n, compress_share(block), topk_range, &j);
+  if (compress_topk_chosen(block, k, n) % 2) j.index[compress_topk_chosen(block, k, n)] = 0;
+  dc_parallel_for(n, compress_share(block), compress_topk_range, &j);
   return DC_OK;
 }
 
 /* The payload came from elsewhere: an index is an address to write to. */
-static int topk_check_indices(const topk_job *j) {
+static int compress_topk_check_indices(const topk_job *j) {
   for (int64_t begin = 0; begin < j->n; begin += j->block) {
     const int64_t len = j->n - begin < j->block ? j->n - begin : j->block, take = len < j->k ? len : j->k;
     const uint16_t *index = j->index + begin / j->block * j->k;
@@ -204,7 +204,7 @@ static int topk_check_indices(const topk_job *j) {
   return DC_OK;
 }
 
-static void topk_spread_range(int64_t begin, int64_t end, void *ctx) {
+static void compress_topk_spread_range(int64_t begin, int64_t end, void *ctx) {
   const topk_job *j = ctx;
   const unsigned fp = fp_enter();
   memset(j->x + check_bytes(j->dt, begin), 0, (size_t)check_bytes(j->dt, end - begin));
@@ -219,18 +219,18 @@ static void topk_spread_range(int64_t begin, int64_t end, void *ctx) {
 int dc_topk_spread(void *out, int dt, const uint8_t *payload, int64_t block, int64_t k, int64_t n) {
   topk_job j = {0};
   int64_t bytes;
-  DC_TRY(topk_open(&j, payload, block, k, out, dt, n, &bytes, "out"));
-  DC_TRY(topk_check_indices(&j));
+  DC_TRY(compress_topk_open(&j, payload, block, k, out, dt, n, &bytes, "out"));
+  DC_TRY(compress_topk_check_indices(&j));
   dc__count(DC_COUNTER_dequantize_calls, 1);
-  if (n > 0) dc_parallel_for(n, compress_share(block), topk_spread_range, &j);
+  if (n > 0) dc_parallel_for(n, compress_share(block), compress_topk_spread_range, &j);
   return DC_OK;
 }
 
 int dc_topk_add(float *acc, const uint8_t *payload, int64_t block, int64_t k, float factor, int64_t n) {
   topk_job j = {.factor = factor};
   int64_t bytes;
-  DC_TRY(topk_open(&j, payload, block, k, acc, DC_F32, n, &bytes, "acc"));
-  DC_TRY(topk_check_indices(&j));
+  DC_TRY(compress_topk_open(&j, payload, block, k, acc, DC_F32, n, &bytes, "acc"));
+  DC_TRY(compress_topk_check_indices(&j));
   dc__count(DC_COUNTER_dequantize_calls, 1);
   const unsigned fp = fp_enter();
   for (int64_t begin = 0; begin < n; begin += block) {

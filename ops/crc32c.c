@@ -10,29 +10,30 @@
 #include <string.h>
 
 enum { SLICES = 8 };
-static uint32_t table[SLICES][256];
-static pthread_once_t table_once = PTHREAD_ONCE_INIT;
+static uint32_t crc_slices[SLICES][256];
+static pthread_once_t crc_table_once = PTHREAD_ONCE_INIT;
 
-static void make_table(void) {
+static void crc_make_table(void) {
   const uint32_t reflected_polynomial = 0x82F63B78u;
   for (uint32_t byte = 0; byte < 256; byte++) {
     uint32_t crc = byte;
     for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? reflected_polynomial : 0);
-    table[0][byte] = crc;
+    crc_slices[0][byte] = crc;
   }
   for (int slice = 1; slice < SLICES; slice++)
     for (int byte = 0; byte < 256; byte++)
-      table[slice][byte] = (table[slice - 1][byte] >> 8) ^ table[0][table[slice - 1][byte] & 0xff];
+      crc_slices[slice][byte] = (crc_slices[slice - 1][byte] >> 8) ^ crc_slices[0][crc_slices[slice - 1][byte] & 0xff];
 }
 
-static uint32_t crc_table(uint32_t crc, const unsigned char *p, size_t bytes) {
-  pthread_once(&table_once, make_table);
+static uint32_t crc_tables(uint32_t crc, const unsigned char *p, size_t bytes) {
+  pthread_once(&crc_table_once, crc_make_table);
   for (; bytes >= SLICES; p += SLICES, bytes -= SLICES) {
     crc ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-    crc = table[7][crc & 0xff] ^ table[6][crc >> 8 & 0xff] ^ table[5][crc >> 16 & 0xff] ^ table[4][crc >> 24] ^
-          table[3][p[4]] ^ table[2][p[5]] ^ table[1][p[6]] ^ table[0][p[7]];
+    crc = crc_slices[7][crc & 0xff] ^ crc_slices[6][crc >> 8 & 0xff] ^ crc_slices[5][crc >> 16 & 0xff] ^
+          crc_slices[4][crc >> 24] ^ crc_slices[3][p[4]] ^ crc_slices[2][p[5]] ^ crc_slices[1][p[6]] ^
+          crc_slices[0][p[7]];
   }
-  for (; bytes; p++, bytes--) crc = (crc >> 8) ^ table[0][(crc ^ *p) & 0xff];
+  for (; bytes; p++, bytes--) crc = (crc >> 8) ^ crc_slices[0][(crc ^ *p) & 0xff];
   return crc;
 }
 
@@ -51,16 +52,16 @@ __attribute__((target("sse4.2"))) static uint32_t crc_hardware(uint32_t crc, con
   return crc;
 }
 
-static int use_hardware(void) {
+static int crc_use_hardware(void) {
   int isa;
   return __builtin_cpu_supports("sse4.2") && dc_isa_current(&isa) == DC_OK && isa != DC_ISA_SCALAR;
 }
 #else
-static uint32_t crc_hardware(uint32_t crc, const unsigned char *p, size_t bytes) { return crc_table(crc, p, bytes); }
-static int use_hardware(void) { return 0; }
+static uint32_t crc_hardware(uint32_t crc, const unsigned char *p, size_t bytes) { return crc_tables(crc, p, bytes); }
+static int crc_use_hardware(void) { return 0; }
 #endif
 
 uint32_t dc_crc32c(uint32_t crc, const void *data, size_t bytes) {
   if (!data || !bytes) return crc;
-  return ~(use_hardware() ? crc_hardware : crc_table)(~crc, data, bytes);
+  return ~(crc_use_hardware() ? crc_hardware : crc_tables)(~crc, data, bytes);
 }

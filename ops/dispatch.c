@@ -20,101 +20,101 @@ extern const dc__ops dc__ops_avx2, dc__ops_avx512, dc__ops_avx512_bf16;
 #endif
 
 /* ---- instruction sets -------------------------------------------------------------------------------------------- */
-static const dc__ops ops_scalar = {
+static const dc__ops dispatch_scalar = {
 #define DC_OP(name, params) .name = dc__##name##_scalar,
 #include "ops.def"
 #undef DC_OP
 };
-static const dc__ops *const g_table[DC_ISA_COUNT] = {
-    [DC_ISA_SCALAR] = &ops_scalar,
+static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
+    [DC_ISA_SCALAR] = &dispatch_scalar,
 #if defined(DEEPC_X86_BODIES)
     [DC_ISA_AVX2] = &dc__ops_avx2,
     [DC_ISA_AVX512] = &dc__ops_avx512,
     [DC_ISA_AVX512_BF16] = &dc__ops_avx512_bf16,
 #endif
 };
-static int g_have[DC_ISA_COUNT];
-static pthread_once_t g_once = PTHREAD_ONCE_INIT;
-static _Atomic int g_isa = -1;
+static int dispatch_have[DC_ISA_COUNT];
+static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
+static _Atomic int dispatch_isa = -1;
 
-static const char *const isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
 
 #if defined(DEEPC_X86_BODIES)
 /* The register state that the kernel saves (XCR0): a processor may have AVX-512 and the kernel not. */
-static unsigned isa_saved_state(void) {
+static unsigned dispatch_isa_saved_state(void) {
   unsigned lo, hi;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   return lo;
 }
 
 /* Intel SDM vol. 1, 14.3, 14.7.1, 15.2: the bits to test before AVX, AVX2 and AVX-512. */
-static void isa_detect_x86(void) {
+static void dispatch_isa_detect_x86(void) {
   enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C = 1 << 29, AVX2 = 1 << 5 };
   const unsigned avx512_fdqbwvl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, ymm_state = 0x6, zmm_state = 0xe6;
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return;
   const unsigned need = FMA | OSXSAVE | AVX | F16C;
   if ((c & need) != need) return;
-  const unsigned state = isa_saved_state();
+  const unsigned state = dispatch_isa_saved_state();
   if ((state & ymm_state) != ymm_state || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
   const unsigned subleaves = a;
-  g_have[DC_ISA_AVX2] = (b & AVX2) != 0;
-  g_have[DC_ISA_AVX512] = g_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl &&
-                          (state & zmm_state) == zmm_state;
-  if (!g_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
-  g_have[DC_ISA_AVX512_BF16] = (a >> 5) & 1;
+  dispatch_have[DC_ISA_AVX2] = (b & AVX2) != 0;
+  dispatch_have[DC_ISA_AVX512] = dispatch_have[DC_ISA_AVX2] && (b & avx512_fdqbwvl) == avx512_fdqbwvl &&
+                                 (state & zmm_state) == zmm_state;
+  if (!dispatch_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+  dispatch_have[DC_ISA_AVX512_BF16] = (a >> 5) & 1;
 }
 #endif
 
-static void isa_detect(void) {
-  g_have[DC_ISA_SCALAR] = 1;
+static void dispatch_isa_detect(void) {
+  dispatch_have[DC_ISA_SCALAR] = 1;
 #if defined(DEEPC_X86_BODIES)
-  isa_detect_x86();
+  dispatch_isa_detect_x86();
 #endif
 }
 
-const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? isa_names[isa] : "?"; }
+const char *dc_isa_name(int isa) { return isa >= 0 && isa < DC_ISA_COUNT ? dispatch_isa_names[isa] : "?"; }
 
 int dc_isa_available(int isa) {
-  pthread_once(&g_once, isa_detect);
-  return isa >= 0 && isa < DC_ISA_COUNT && g_have[isa];
+  pthread_once(&dispatch_once, dispatch_isa_detect);
+  return isa >= 0 && isa < DC_ISA_COUNT && dispatch_have[isa];
 }
 
 /* "scalar, avx2": what this processor can run, for messages. */
-static const char *isa_available_names(char *buf, size_t size) {
+static const char *dispatch_isa_available_names(char *buf, size_t size) {
   buf[0] = 0;
   for (int isa = 0; isa < DC_ISA_COUNT; isa++) {
     if (!dc_isa_available(isa)) continue;
     if (buf[0]) strncat(buf, ", ", size - strlen(buf) - 1);
-    strncat(buf, isa_names[isa], size - strlen(buf) - 1);
+    strncat(buf, dispatch_isa_names[isa], size - strlen(buf) - 1);
   }
   return buf;
 }
 
-static int isa_from_env(const char *value, int *isa) {
+static int dispatch_isa_from_env(const char *value, int *isa) {
   char names[64];
   for (int i = 0; i < DC_ISA_COUNT; i++) {
-    if (strcmp(value, isa_names[i]) != 0) continue;
+    if (strcmp(value, dispatch_isa_names[i]) != 0) continue;
     if (!dc_isa_available(i))
       return DC_FAIL(DC_E_ENV, "DEEPC_ISA=%s: this processor or this binary cannot run it; choose one of: %s", value,
-                     isa_available_names(names, sizeof names));
+                     dispatch_isa_available_names(names, sizeof names));
     *isa = i;
     return DC_OK;
   }
   return DC_FAIL(DC_E_ENV, "DEEPC_ISA=%s is not an instruction set; choose one of: %s, or unset it for the best", value,
-                 isa_available_names(names, sizeof names));
+                 dispatch_isa_available_names(names, sizeof names));
 }
 
 int dc_isa_current(int *isa) {
-  int now = atomic_load_explicit(&g_isa, memory_order_relaxed);
+  int now = atomic_load_explicit(&dispatch_isa, memory_order_relaxed);
   if (now < 0) {
     const char *value = getenv("DEEPC_ISA");
     if (value && value[0]) {
-      DC_TRY(isa_from_env(value, &now));
+      DC_TRY(dispatch_isa_from_env(value, &now));
     } else {
       for (now = DC_ISA_COUNT - 1; !dc_isa_available(now);) now--;
     }
-    atomic_store_explicit(&g_isa, now, memory_order_relaxed);
+    atomic_store_explicit(&dispatch_isa, now, memory_order_relaxed);
   }
   if (isa) *isa = now;
   return DC_OK;
@@ -124,15 +124,15 @@ int dc_isa_force(int isa) {
   char names[64];
   if (!dc_isa_available(isa))
     return DC_FAIL(DC_E_UNSUPPORTED, "instruction set %d (%s) cannot run here; available: %s", isa, dc_isa_name(isa),
-                   isa_available_names(names, sizeof names));
-  atomic_store_explicit(&g_isa, isa, memory_order_relaxed);
+                   dispatch_isa_available_names(names, sizeof names));
+  atomic_store_explicit(&dispatch_isa, isa, memory_order_relaxed);
   return DC_OK;
 }
 
 int dc__ops_table(const dc__ops **ops) {
   int isa;
   DC_TRY(dc_isa_current(&isa));
-  *ops = g_table[isa];
+  *ops = dispatch_table[isa];
   return DC_OK;
 }
 
@@ -145,7 +145,7 @@ typedef struct cast_job {
   float scale;
 } cast_job;
 
-static void cast_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_cast_range(int64_t begin, int64_t end, void *ctx) {
   const cast_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->cast(j->dst + check_bytes(j->ddt, begin), j->ddt, j->src + check_bytes(j->sdt, begin), j->sdt, j->scale,
@@ -159,7 +159,7 @@ int dc_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_cast_calls, 1);
   j.stream = dst != src && check_bytes(ddt, n) >= CALL_STREAM_BYTES;
-  if (n > 0) dc_parallel_for(n, call_grain(8), cast_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(8), dispatch_cast_range, &j);
   return DC_OK;
 }
 
@@ -170,7 +170,7 @@ typedef struct scale_job {
   float a;
 } scale_job;
 
-static void scale_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_scale_range(int64_t begin, int64_t end, void *ctx) {
   const scale_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->scale(j->x + check_bytes(j->dt, begin), j->dt, j->a, end - begin);
@@ -182,7 +182,7 @@ int dc_scale(void *x, int dt, float a, int64_t n) {
   DC_TRY(check_scale(x, dt, n));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_scale_calls, 1);
-  if (n > 0) dc_parallel_for(n, call_grain(8), scale_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(8), dispatch_scale_range, &j);
   return DC_OK;
 }
 
@@ -194,7 +194,7 @@ typedef struct axpy_job {
   int xdt;
 } axpy_job;
 
-static void axpy_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_axpy_range(int64_t begin, int64_t end, void *ctx) {
   const axpy_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->axpy(j->y + begin, j->a, j->x + check_bytes(j->xdt, begin), j->xdt, end - begin);
@@ -206,7 +206,7 @@ int dc_axpy(float *y, float a, const void *x, int xdt, int64_t n) {
   DC_TRY(check_axpy(y, x, xdt, n));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_axpy_calls, 1);
-  if (n > 0) dc_parallel_for(n, call_grain(12), axpy_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(12), dispatch_axpy_range, &j);
   return DC_OK;
 }
 
@@ -218,7 +218,7 @@ typedef struct sqnorm_job {
   double *partial;
 } sqnorm_job;
 
-static void sqnorm_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_sqnorm_range(int64_t begin, int64_t end, void *ctx) {
   const sqnorm_job *j = ctx;
   const unsigned fp = fp_enter();
   j->ops->sqnorm(j->x + check_bytes(j->dt, begin), j->dt, end - begin, j->partial + begin / DC_BLOCK);
@@ -230,7 +230,7 @@ int dc_sqnorm(const void *x, int dt, int64_t n, double *partial) {
   DC_TRY(check_sqnorm(x, dt, n, partial));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_sqnorm_calls, 1);
-  if (n > 0) dc_parallel_for(n, call_grain(4), sqnorm_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain(4), dispatch_sqnorm_range, &j);
   return DC_OK;
 }
 
@@ -250,7 +250,7 @@ typedef struct copy_job {
   int stream;
 } copy_job;
 
-static void copy_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_copy_range(int64_t begin, int64_t end, void *ctx) {
   const copy_job *j = ctx;
   j->ops->copy(j->dst + begin, j->src + begin, end - begin, j->stream);
 }
@@ -260,7 +260,7 @@ int dc_copy(void *dst, const void *src, int64_t bytes) {
   DC_TRY(check_copy(dst, src, bytes));
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_copy_calls, 1);
-  if (bytes > 0) dc_parallel_for(bytes, call_grain(1), copy_range, &j);
+  if (bytes > 0) dc_parallel_for(bytes, call_grain(1), dispatch_copy_range, &j);
   return DC_OK;
 }
 
@@ -274,24 +274,24 @@ typedef struct reduce_job {
   double *partial;
 } reduce_job;
 
-static void reduce_shift(const reduce_job *j, int64_t begin, const void **at) {
+static void dispatch_reduce_shift(const reduce_job *j, int64_t begin, const void **at) {
   for (int k = 0; k < j->nsrc; k++) at[k] = (const char *)j->src[k] + check_bytes(j->dt, begin);
 }
 
-static void reduce_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_reduce_range(int64_t begin, int64_t end, void *ctx) {
   const reduce_job *j = ctx;
   const void *at[CHECK_MAX_SOURCES];
   const unsigned fp = fp_enter();
-  reduce_shift(j, begin, at);
+  dispatch_reduce_shift(j, begin, at);
   j->ops->reduce(j->dst + check_bytes(j->dt, begin), at, j->nsrc, j->dt, j->op, end - begin, j->stream);
   fp_leave(fp);
 }
 
-static void reduce_acc_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_reduce_acc_range(int64_t begin, int64_t end, void *ctx) {
   const reduce_job *j = ctx;
   const void *at[CHECK_MAX_SOURCES];
   const unsigned fp = fp_enter();
-  reduce_shift(j, begin, at);
+  dispatch_reduce_shift(j, begin, at);
   j->ops->reduce_acc((float *)j->dst + begin, at, j->nsrc, j->dt, end - begin, j->assign,
                      j->partial ? j->partial + begin / DC_BLOCK : NULL, j->stream);
   fp_leave(fp);
@@ -305,21 +305,21 @@ int dc_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, int64
     if (dst == src[k]) j.stream = 0; /* its lines are in the cache: they were read */
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_reduce_calls, 1);
-  if (n > 0) dc_parallel_for(n, call_grain((int64_t)check_size(dt) * (nsrc + 1)), reduce_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain((int64_t)check_size(dt) * (nsrc + 1)), dispatch_reduce_range, &j);
   return DC_OK;
 }
 
 int dc__reduce_here(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n, int stream) {
   reduce_job j = {.dst = dst, .src = src, .nsrc = nsrc, .dt = dt, .op = op, .stream = stream};
   DC_TRY(dc__ops_table(&j.ops));
-  if (n > 0) reduce_range(0, n, &j);
+  if (n > 0) dispatch_reduce_range(0, n, &j);
   return DC_OK;
 }
 
 int dc__reduce_acc_here(float *acc, const void *const *src, int nsrc, int dt, int64_t n, int assign, double *partial) {
   reduce_job j = {.dst = (char *)acc, .src = src, .nsrc = nsrc, .dt = dt, .assign = assign, .partial = partial};
   DC_TRY(dc__ops_table(&j.ops));
-  if (n > 0) reduce_acc_range(0, n, &j);
+  if (n > 0) dispatch_reduce_acc_range(0, n, &j);
   return DC_OK;
 }
 
@@ -336,7 +336,7 @@ int dc_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int64_t 
   j.stream = j.assign && check_bytes(DC_F32, n) >= CALL_STREAM_BYTES;
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_reduce_calls, 1);
-  if (n > 0) dc_parallel_for(n, call_grain((int64_t)check_size(dt) * nsrc + 4), reduce_acc_range, &j);
+  if (n > 0) dc_parallel_for(n, call_grain((int64_t)check_size(dt) * nsrc + 4), dispatch_reduce_acc_range, &j);
   return DC_OK;
 }
 
@@ -351,43 +351,44 @@ typedef struct adamw_job {
   int64_t count;
 } adamw_job;
 
-static int64_t adamw_padded(int64_t n) { return (n + ADAMW_PAD - 1) / ADAMW_PAD * ADAMW_PAD; }
+static int64_t dispatch_adamw_padded(int64_t n) { return (n + ADAMW_PAD - 1) / ADAMW_PAD * ADAMW_PAD; }
 
 /* The tensors of one group share their scalars; two pow() per small tensor would be most of its time. */
-static int adamw_same_coef(const dc_adamw_args *a, const dc_adamw_args *b) {
+static int dispatch_adamw_same_coef(const dc_adamw_args *a, const dc_adamw_args *b) {
   return a->step == b->step && a->lr == b->lr && a->beta1 == b->beta1 && a->beta2 == b->beta2 && a->eps == b->eps &&
          a->weight_decay == b->weight_decay && a->grad_scale == b->grad_scale && a->flags == b->flags;
 }
 
-static void adamw_range(int64_t begin, int64_t end, void *ctx) {
+static void dispatch_adamw_range(int64_t begin, int64_t end, void *ctx) {
   const adamw_job *j = ctx;
   const dc_adamw_args *last = NULL;
   dc__adamw_coef coef;
   int64_t start = 0; /* of tensor t on the line */
   const unsigned fp = fp_enter();
-  for (const dc_adamw_args *t = j->tensor; start < end && t < j->tensor + j->count; start += adamw_padded(t->n), t++) {
+  for (const dc_adamw_args *t = j->tensor; start < end && t < j->tensor + j->count;
+       start += dispatch_adamw_padded(t->n), t++) {
     const int64_t lo = begin > start ? begin - start : 0, hi = end - start < t->n ? end - start : t->n;
     if (lo >= hi) continue;
-    if (!last || !adamw_same_coef(last, t)) coef = dc__adamw_coef_of(t);
+    if (!last || !dispatch_adamw_same_coef(last, t)) coef = dc__adamw_coef_of(t);
     last = t;
     j->ops->adamw(t, &coef, lo, hi);
   }
   fp_leave(fp);
 }
 
-static int adamw_run(const dc_adamw_args *tensors, int64_t count) {
+static int dispatch_adamw_run(const dc_adamw_args *tensors, int64_t count) {
   adamw_job j = {.tensor = tensors, .count = count};
   int64_t line = 0, elements = 0;
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_adamw(&tensors[k], k));
-    if (__builtin_add_overflow(line, adamw_padded(tensors[k].n), &line))
+    if (__builtin_add_overflow(line, dispatch_adamw_padded(tensors[k].n), &line))
       return DC_FAIL(DC_E_OVERFLOW, "the elements of %lld tensors overflow 64 bits", (long long)count);
     elements += tensors[k].n;
   }
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_adamw_calls, 1);
   dc__count(DC_COUNTER_adamw_elements, elements);
-  if (line > 0) dc_parallel_for(line, ADAMW_GRAIN, adamw_range, &j);
+  if (line > 0) dc_parallel_for(line, ADAMW_GRAIN, dispatch_adamw_range, &j);
   return DC_OK;
 }
 
@@ -395,7 +396,7 @@ int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
   const dc_adamw_args *list;
   dc_adamw_args *owned;
   int rc = check_adamw_list(tensors, count, &list, &owned);
-  if (rc == DC_OK) rc = adamw_run(list, count);
+  if (rc == DC_OK) rc = dispatch_adamw_run(list, count);
   free(owned);
   return rc;
 }

@@ -11,15 +11,15 @@
 dct_api dct__api;
 
 /* ---- CUDA launchers: libdeepc_cuda.so beside this library, opened at the first CUDA call ------------------------- */
-static pthread_once_t cuda_once = PTHREAD_ONCE_INIT;
-static dct_cuda_ops cuda_table;
-static char cuda_why[512]; /* "" if the table is filled; written once, under cuda_once */
+static pthread_once_t call_cuda_once = PTHREAD_ONCE_INIT;
+static dct_cuda_ops call_cuda_table;
+static char call_cuda_why[512]; /* "" if the table is filled; written once, under call_cuda_once */
 
-static void cuda_load(void) {
+static void call_cuda_load(void) {
   Dl_info info;
   char path[4096];
-  if (!dladdr((void *)(uintptr_t)cuda_load, &info) || !info.dli_fname) {
-    snprintf(cuda_why, sizeof cuda_why, "dladdr failed");
+  if (!dladdr((void *)(uintptr_t)call_cuda_load, &info) || !info.dli_fname) {
+    snprintf(call_cuda_why, sizeof call_cuda_why, "dladdr failed");
     return;
   }
   snprintf(path, sizeof path, "%s", info.dli_fname);
@@ -28,26 +28,26 @@ static void cuda_load(void) {
   void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!lib) {
     snprintf(
-        cuda_why, sizeof cuda_why,
+        call_cuda_why, sizeof call_cuda_why,
         "this build of deepc has no CUDA kernels (%s); install the wheel, or build with DEEPC_CUDA=ON where nvcc is",
         dlerror());
     return;
   }
-#define DCT_CUDA_LOAD(name)                                                                                 \
-  *(void **)&cuda_table.name = dlsym(lib, "dc_cuda_" #name);                                                \
-  if (!cuda_table.name) {                                                                                   \
-    snprintf(cuda_why, sizeof cuda_why, "%.300s lacks dc_cuda_%s: it is not of this version", path, #name); \
-    return;                                                                                                 \
+#define DCT_CUDA_LOAD(name)                                                                                           \
+  *(void **)&call_cuda_table.name = dlsym(lib, "dc_cuda_" #name);                                                     \
+  if (!call_cuda_table.name) {                                                                                        \
+    snprintf(call_cuda_why, sizeof call_cuda_why, "%.300s lacks dc_cuda_%s: it is not of this version", path, #name); \
+    return;                                                                                                           \
   }
   DCT_CUDA_OPS(DCT_CUDA_LOAD)
 #undef DCT_CUDA_LOAD
 }
 
 /* NULL with the reason in *why. */
-static const dct_cuda_ops *cuda_get(const char **why) {
-  pthread_once(&cuda_once, cuda_load);
-  *why = cuda_why;
-  return cuda_why[0] ? NULL : &cuda_table;
+static const dct_cuda_ops *call_cuda_get(const char **why) {
+  pthread_once(&call_cuda_once, call_cuda_load);
+  *why = call_cuda_why;
+  return call_cuda_why[0] ? NULL : &call_cuda_table;
 }
 
 /* ---- one call ---------------------------------------------------------------------------------------------------- */
@@ -100,7 +100,7 @@ bool dct__look_strided(dct_call *c, dct_tensor t, const char *name, dct_view *v)
     c->have_device = true, c->device = device, c->index = index;
     if (device == dct__api.aoti_torch_device_type_cuda()) {
       const char *why;
-      c->cuda = cuda_get(&why);
+      c->cuda = call_cuda_get(&why);
       if (!c->cuda) return dct__fail(c, "%s", why);
       if (!dct__api.aoti_torch_get_current_cuda_stream ||
           dct__api.aoti_torch_get_current_cuda_stream(index, &c->stream))

@@ -354,7 +354,7 @@ static void fused_rotary(dct_value *stack, uint64_t num_args, uint64_t num_outpu
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
-static const dct_operator operators[] = {
+static const dct_operator fused_operators[] = {
     {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", fused_rms_norm},
     {"add_rms_norm",
      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)",
@@ -379,6 +379,6 @@ static const dct_operator operators[] = {
 };
 
 const dct_operator *dct__fused(size_t *count) {
-  *count = sizeof operators / sizeof *operators;
-  return operators;
+  *count = sizeof fused_operators / sizeof *fused_operators;
+  return fused_operators;
 }

@@ -42,26 +42,27 @@ struct slots {
   uintptr_t relro_begin, relro_end;
 };
 
-static atomic_bool wanted;
-static pthread_once_t once = PTHREAD_ONCE_INIT; /* not a mutex: a child of a fork could find that held */
-static struct slots found;
-static bool patched;
-static int (*old_memalign)(void **, size_t, size_t); /* what the slots held: set before the first slot is written */
-static void (*old_free)(void *);
+static atomic_bool heap_wanted;
+static pthread_once_t heap_once = PTHREAD_ONCE_INIT; /* not a mutex: a child of a fork could find that held */
+static struct slots heap_found;
+static bool heap_patched;
+/* What the slots held: set before the first slot is written. */
+static int (*heap_old_memalign)(void **, size_t, size_t);
+static void (*heap_old_free)(void *);
 
 static int heap_memalign(void **out, size_t alignment, size_t bytes) {
-  if (bytes >= SMALLEST && alignment <= 4096 && atomic_load_explicit(&wanted, memory_order_relaxed)) {
+  if (bytes >= SMALLEST && alignment <= 4096 && atomic_load_explicit(&heap_wanted, memory_order_relaxed)) {
     void *at = dc_heap_take(bytes);
     if (at) {
       *out = at;
       return 0;
     }
   }
-  return old_memalign(out, alignment, bytes);
+  return heap_old_memalign(out, alignment, bytes);
 }
 
 /* glibc would abort the process: here nothing is freed, and it is counted (heap_foreign_frees). */
-static void warn_once(const void *p) {
+static void heap_warn_once(const void *p) {
   static atomic_flag told = ATOMIC_FLAG_INIT;
   if (!atomic_flag_test_and_set(&told))
     fprintf(stderr,
@@ -72,8 +73,8 @@ static void warn_once(const void *p) {
 
 static void heap_free(void *p) {
   int given = dc_heap_give(p);
-  if (!given) old_free(p);
-  else if (given < 0) warn_once(p);
+  if (!given) heap_old_free(p);
+  else if (given < 0) heap_warn_once(p);
 }
 
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -85,31 +86,31 @@ struct tables {
 };
 
 /* glibc writes absolute addresses into a loaded object's dynamic section, other C libraries leave offsets. */
-static const void *at(const struct dl_phdr_info *info, ElfW(Addr) value) {
+static const void *heap_at(const struct dl_phdr_info *info, ElfW(Addr) value) {
   return (const void *)(value < info->dlpi_addr ? value + info->dlpi_addr : value);
 }
 
-static bool read_tables(const struct dl_phdr_info *info, const ElfW(Dyn) * d, struct tables *t) {
+static bool heap_read_tables(const struct dl_phdr_info *info, const ElfW(Dyn) * d, struct tables *t) {
   bool is_rela = true;
   for (; d->d_tag != DT_NULL; d++) switch (d->d_tag) {
-    case DT_JMPREL: t->rela[0] = at(info, d->d_un.d_ptr); break;
+    case DT_JMPREL: t->rela[0] = heap_at(info, d->d_un.d_ptr); break;
     case DT_PLTRELSZ: t->count[0] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
     case DT_PLTREL: is_rela = d->d_un.d_val == DT_RELA; break;
-    case DT_RELA: t->rela[1] = at(info, d->d_un.d_ptr); break;
+    case DT_RELA: t->rela[1] = heap_at(info, d->d_un.d_ptr); break;
     case DT_RELASZ: t->count[1] = d->d_un.d_val / sizeof(ElfW(Rela)); break;
-    case DT_SYMTAB: t->symbols = at(info, d->d_un.d_ptr); break;
-    case DT_STRTAB: t->names = at(info, d->d_un.d_ptr); break;
+    case DT_SYMTAB: t->symbols = heap_at(info, d->d_un.d_ptr); break;
+    case DT_STRTAB: t->names = heap_at(info, d->d_un.d_ptr); break;
     default: break;
     }
   return is_rela && t->symbols && t->names;
 }
 
-static void note(struct slots *s, const char *name, void **slot) {
+static void heap_note(struct slots *s, const char *name, void **slot) {
   if (!strcmp(name, "posix_memalign") && s->memaligns < SLOTS) s->memalign[s->memaligns++] = slot;
   if (!strcmp(name, "free") && s->frees < SLOTS) s->free[s->frees++] = slot;
 }
 
-static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
+static int heap_find_slots(struct dl_phdr_info *info, size_t size, void *out) {
   (void)size;
   const char *name = info->dlpi_name ? strrchr(info->dlpi_name, '/') : NULL;
   if (strcmp(name ? name + 1 : "", "libc10.so")) return 0;
@@ -124,26 +125,27 @@ static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
     }
     if (p->p_type == PT_GNU_RELRO)
       s->relro_begin = info->dlpi_addr + p->p_vaddr, s->relro_end = s->relro_begin + p->p_memsz;
-    if (p->p_type == PT_DYNAMIC && !read_tables(info, (const ElfW(Dyn) *)(info->dlpi_addr + p->p_vaddr), &t)) return 1;
+    if (p->p_type == PT_DYNAMIC && !heap_read_tables(info, (const ElfW(Dyn) *)(info->dlpi_addr + p->p_vaddr), &t))
+      return 1;
   }
   for (int k = 0; k < 2; k++)
     for (size_t i = 0; t.rela[k] && i < t.count[k]; i++) {
       unsigned type = (unsigned)ELF64_R_TYPE(t.rela[k][i].r_info);
       if (type != JUMP_SLOT && type != GLOB_DAT) continue;
-      note(s, t.names + t.symbols[ELF64_R_SYM(t.rela[k][i].r_info)].st_name,
-           (void **)(info->dlpi_addr + t.rela[k][i].r_offset));
+      heap_note(s, t.names + t.symbols[ELF64_R_SYM(t.rela[k][i].r_info)].st_name,
+                (void **)(info->dlpi_addr + t.rela[k][i].r_offset));
     }
   return 1;
 }
 #else
-static int find_slots(struct dl_phdr_info *info, size_t size, void *out) {
+static int heap_find_slots(struct dl_phdr_info *info, size_t size, void *out) {
   (void)info, (void)size, (void)out;
   return 1;
 }
 #endif
 
 /* A slot may lie in a page that the loader made read-only (RELRO). */
-static bool write_slot(const struct slots *s, void **slot, void *value) {
+static bool heap_write_slot(const struct slots *s, void **slot, void *value) {
   uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)slot & ~(page - 1);
   bool sealed = (uintptr_t)slot >= s->relro_begin && (uintptr_t)slot < s->relro_end;
   if (sealed && mprotect((void *)begin, page, PROT_READ | PROT_WRITE)) return false;
@@ -155,7 +157,7 @@ static bool write_slot(const struct slots *s, void **slot, void *value) {
 /* What all of these slots hold; NULL if they differ. A slot that the loader has not bound yet (lazy binding) points
  * into libc10's own code, and would be bound, over what is written here, when that is called: then what it would find.
  */
-static void *old_value(const struct slots *s, void **const slot[], int n, const char *name) {
+static void *heap_old_value(const struct slots *s, void **const slot[], int n, const char *name) {
   void *value = NULL;
   for (int i = 0; i < n; i++) {
     void *v = __atomic_load_n(slot[i], __ATOMIC_ACQUIRE);
@@ -166,27 +168,27 @@ static void *old_value(const struct slots *s, void **const slot[], int n, const 
   return value;
 }
 
-static bool patch(void) {
-  dl_iterate_phdr(find_slots, &found);
-  if (!found.memaligns || !found.frees || !dc_heap_usable()) return false;
-  void *memalign = old_value(&found, found.memalign, found.memaligns, "posix_memalign");
-  void *release = old_value(&found, found.free, found.frees, "free");
+static bool heap_patch(void) {
+  dl_iterate_phdr(heap_find_slots, &heap_found);
+  if (!heap_found.memaligns || !heap_found.frees || !dc_heap_usable()) return false;
+  void *memalign = heap_old_value(&heap_found, heap_found.memalign, heap_found.memaligns, "posix_memalign");
+  void *release = heap_old_value(&heap_found, heap_found.free, heap_found.frees, "free");
   if (!memalign || !release) return false;
-  memcpy(&old_memalign, &memalign, sizeof memalign); /* C has no cast from an object's pointer to a function's */
-  memcpy(&old_free, &release, sizeof release);
-  for (int i = 0; i < found.frees; i++) /* first: no block may come that is not freed here */
-    if (!write_slot(&found, found.free[i], (void *)heap_free)) return false;
-  for (int i = 0; i < found.memaligns; i++)
-    if (!write_slot(&found, found.memalign[i], (void *)heap_memalign)) return false;
+  memcpy(&heap_old_memalign, &memalign, sizeof memalign); /* C has no cast from an object's pointer to a function's */
+  memcpy(&heap_old_free, &release, sizeof release);
+  for (int i = 0; i < heap_found.frees; i++) /* first: no block may come that is not freed here */
+    if (!heap_write_slot(&heap_found, heap_found.free[i], (void *)heap_free)) return false;
+  for (int i = 0; i < heap_found.memaligns; i++)
+    if (!heap_write_slot(&heap_found, heap_found.memalign[i], (void *)heap_memalign)) return false;
   return true;
 }
 
-static void patch_once(void) { patched = patch(); }
+static void heap_patch_once(void) { heap_patched = heap_patch(); }
 
 /* on: torch's large CPU tensors are taken from the core's heap from now on; otherwise from the C library again (those
  * that live stay where they are). Returns 1 if they are now taken from the heap. Any thread. */
 DC_API int dct_heap_use(int on) {
-  if (on) pthread_once(&once, patch_once);
-  atomic_store(&wanted, on && patched);
-  return on && patched;
+  if (on) pthread_once(&heap_once, heap_patch_once);
+  atomic_store(&heap_wanted, on && heap_patched);
+  return on && heap_patched;
 }

@@ -370,7 +370,7 @@ static void op_cross_entropy_rows(dct_value *stack, uint64_t num_args, uint64_t 
 }
 
 /* ---- registration ------------------------------------------------------------------------------------------------ */
-static const dct_operator operators[] = {
+static const dct_operator op_rows[] = {
     {"cast_tensor", "cast_tensor(Tensor src, Tensor(a!) dst, float scale) -> ()", op_cast_tensor},
     {"scale_tensor", "scale_tensor(Tensor(a!) x, float a) -> ()", op_scale_tensor},
     {"add_scaled", "add_scaled(Tensor(a!) y, Tensor x, float a) -> ()", op_add_scaled},
@@ -439,7 +439,7 @@ DC_API const char *dct_register(void) {
     return snprintf(error, sizeof error, "torch refused the operator library 'deepc'"), error;
   size_t fused_count;
   const dct_operator *fused = dct__fused(&fused_count);
-  const char *why = op_register_all(def, cpu, cuda, operators, sizeof operators / sizeof *operators);
+  const char *why = op_register_all(def, cpu, cuda, op_rows, sizeof op_rows / sizeof *op_rows);
   if (!why) why = op_register_all(def, cpu, cuda, fused, fused_count);
   if (why) return snprintf(error, sizeof error, "%s", why), error;
   dc_set_parallel_hook(op_pool, op_threads);

@@ -54,7 +54,7 @@ static bool avail_read_keyed(const char *dir, const char *name, const char *key,
 struct cgroup_version {
   const char *fstype, *limit, *usage, *reclaimable;
 };
-static const struct cgroup_version versions[2] = {
+static const struct cgroup_version avail_versions[2] = {
     {"cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"},
     {"cgroup2", "memory.max", "memory.current", "inactive_file"},
 };
@@ -120,7 +120,7 @@ static bool avail_cgroup_mount(const char *proc, int version, struct path *root,
     const char *tail = strstr(line, " - ");
     if (!tail || sscanf(line, "%*s %*s %*s %s %s", root->text, point->text) != 2) continue;
     if (sscanf(tail, " - %63s %*s %s", fstype, super) != 2) continue;
-    found = !strcmp(fstype, versions[version].fstype) && (version || avail_has_word(super, "memory"));
+    found = !strcmp(fstype, avail_versions[version].fstype) && (version || avail_has_word(super, "memory"));
   }
   free(line);
   fclose(file);
@@ -138,7 +138,7 @@ static void avail_apply_hierarchy(const char *proc, int version, int64_t *least)
   if (!avail_make_path(&dir, "%s%s", point.text, inside ? own.text + skip : "")) return;
   size_t shortest = strlen(point.text);
   for (;;) {
-    avail_apply_limit(&versions[version], dir.text, least);
+    avail_apply_limit(&avail_versions[version], dir.text, least);
     char *slash = strrchr(dir.text, '/');
     if (!slash || (size_t)(slash - dir.text) < shortest) return;
     *slash = 0;

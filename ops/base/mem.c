@@ -18,11 +18,11 @@
 #include <unistd.h>
 
 enum { CACHE_LINE = 64 };
-static const size_t small_limit = (size_t)1 << 20;
+static const size_t mem_small_limit = (size_t)1 << 20;
 /* DC__COLOR_STEP: all differences of two colors lie between 4.25 and 64 KiB (measured good: 4 to 70 KiB, against 3x
  * slower when congruent modulo 2 MiB). The 256 bytes keep two colors from being congruent modulo 4 KiB, where loads
  * wait for unrelated stores. */
-static const size_t fault_step = (size_t)64 << 20;
+static const size_t mem_fault_step = (size_t)64 << 20;
 
 /* ---- the table of blocks: open addressing, keyed by the user's pointer ------------------------------------------- */
 struct block {
@@ -34,9 +34,9 @@ static struct {
   pthread_mutex_t lock;
   struct block *slot;
   size_t capacity, used; /* capacity is a power of two, at most half used */
-} blocks = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} mem_blocks = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-DC__AT_FORK(mem_at_fork, DC__FORK_BLOCKS, &blocks.lock, NULL)
+DC__AT_FORK(mem_at_fork, DC__FORK_BLOCKS, &mem_blocks.lock, NULL)
 
 static size_t mem_home_of(const void *ptr, size_t capacity) {
   uint64_t hash = ((uint64_t)(uintptr_t)ptr >> 6) * 0x9E3779B97F4A7C15u;
@@ -50,50 +50,50 @@ static struct block *mem_find_slot(struct block *slot, size_t capacity, const vo
 }
 
 static bool mem_grow_table(void) {
-  size_t capacity = blocks.capacity ? 2 * blocks.capacity : 64;
+  size_t capacity = mem_blocks.capacity ? 2 * mem_blocks.capacity : 64;
   struct block *slot = calloc(capacity, sizeof *slot);
   if (!slot) return false;
-  for (size_t i = 0; i < blocks.capacity; i++)
-    if (blocks.slot[i].ptr) *mem_find_slot(slot, capacity, blocks.slot[i].ptr) = blocks.slot[i];
-  free(blocks.slot);
-  blocks.slot = slot;
-  blocks.capacity = capacity;
+  for (size_t i = 0; i < mem_blocks.capacity; i++)
+    if (mem_blocks.slot[i].ptr) *mem_find_slot(slot, capacity, mem_blocks.slot[i].ptr) = mem_blocks.slot[i];
+  free(mem_blocks.slot);
+  mem_blocks.slot = slot;
+  mem_blocks.capacity = capacity;
   return true;
 }
 
 static bool mem_remember(struct block block) {
-  pthread_mutex_lock(&blocks.lock);
-  bool ok = 2 * (blocks.used + 1) <= blocks.capacity || mem_grow_table();
+  pthread_mutex_lock(&mem_blocks.lock);
+  bool ok = 2 * (mem_blocks.used + 1) <= mem_blocks.capacity || mem_grow_table();
   if (ok) {
-    *mem_find_slot(blocks.slot, blocks.capacity, block.ptr) = block;
-    blocks.used++;
+    *mem_find_slot(mem_blocks.slot, mem_blocks.capacity, block.ptr) = block;
+    mem_blocks.used++;
   }
-  pthread_mutex_unlock(&blocks.lock);
+  pthread_mutex_unlock(&mem_blocks.lock);
   return ok;
 }
 
 /* Closes the gap at i, so that no chain of probes is cut (Knuth, TAOCP 3, algorithm 6.4R). */
 static void mem_close_gap(size_t i) {
-  size_t mask = blocks.capacity - 1;
-  for (size_t j = (i + 1) & mask; blocks.slot[j].ptr; j = (j + 1) & mask) {
-    size_t home = mem_home_of(blocks.slot[j].ptr, blocks.capacity);
+  size_t mask = mem_blocks.capacity - 1;
+  for (size_t j = (i + 1) & mask; mem_blocks.slot[j].ptr; j = (j + 1) & mask) {
+    size_t home = mem_home_of(mem_blocks.slot[j].ptr, mem_blocks.capacity);
     if (((j - home) & mask) < ((j - i) & mask)) continue; /* its home lies after the gap: it may stay */
-    blocks.slot[i] = blocks.slot[j];
+    mem_blocks.slot[i] = mem_blocks.slot[j];
     i = j;
   }
-  blocks.slot[i].ptr = NULL;
+  mem_blocks.slot[i].ptr = NULL;
 }
 
 static bool mem_forget(const void *ptr, struct block *block) {
-  pthread_mutex_lock(&blocks.lock);
-  struct block *slot = blocks.capacity ? mem_find_slot(blocks.slot, blocks.capacity, ptr) : NULL;
+  pthread_mutex_lock(&mem_blocks.lock);
+  struct block *slot = mem_blocks.capacity ? mem_find_slot(mem_blocks.slot, mem_blocks.capacity, ptr) : NULL;
   bool found = slot && slot->ptr;
   if (found) {
     *block = *slot;
-    mem_close_gap((size_t)(slot - blocks.slot));
-    blocks.used--;
+    mem_close_gap((size_t)(slot - mem_blocks.slot));
+    mem_blocks.used--;
   }
-  pthread_mutex_unlock(&blocks.lock);
+  pthread_mutex_unlock(&mem_blocks.lock);
   return found;
 }
 
@@ -111,7 +111,7 @@ static void mem_fault_range(int64_t begin, int64_t end, void *ctx) {
 
 static int mem_fault_in(void *base, size_t length) {
   struct fault fault = {.base = base};
-  dc_parallel_for((int64_t)length, (int64_t)fault_step, mem_fault_range, &fault);
+  dc_parallel_for((int64_t)length, (int64_t)mem_fault_step, mem_fault_range, &fault);
   int error = atomic_load(&fault.error);
   if (error) return DC_FAIL(DC_E_NOMEM, "the kernel could not back %zu bytes with memory: %s", length, strerror(error));
   return DC_OK;
@@ -178,15 +178,15 @@ int dc_mem_alloc(size_t bytes, int color, void **ptr) {
   if (!ptr) return DC_FAIL(DC_E_INVALID, "ptr is NULL; pass the address of a pointer");
   if (color < 0 || color >= DC__COLORS)
     return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, DC__COLORS - 1);
-  return bytes < small_limit ? mem_alloc_small(bytes, ptr)
-                             : mem_alloc_large(bytes, (size_t)color * DC__COLOR_STEP, ptr);
+  return bytes < mem_small_limit ? mem_alloc_small(bytes, ptr)
+                                 : mem_alloc_large(bytes, (size_t)color * DC__COLOR_STEP, ptr);
 }
 
 int dc_mem_alloc_bytes(size_t bytes, int color, size_t *taken) {
   if (!taken) return DC_FAIL(DC_E_INVALID, "taken is NULL; pass the address of a size_t");
   if (color < 0 || color >= DC__COLORS)
     return DC_FAIL(DC_E_INVALID, "color is %d; it must be from 0 to %d", color, DC__COLORS - 1);
-  *taken = bytes < small_limit ? mem_small_length(bytes) : mem_large_length(bytes, (size_t)color * DC__COLOR_STEP);
+  *taken = bytes < mem_small_limit ? mem_small_length(bytes) : mem_large_length(bytes, (size_t)color * DC__COLOR_STEP);
   return DC_OK;
 }
 

@@ -40,13 +40,13 @@ static struct pool {
           .work = PTHREAD_COND_INITIALIZER,
           .idle = PTHREAD_COND_INITIALIZER};
 
-static _Thread_local int inside_job;
-static _Atomic(dc_parallel_hook) hook;
-static _Atomic(int (*)(void)) hook_threads;
-static atomic_int wanted_threads; /* 0: not decided yet */
+static _Thread_local int pool_inside_job;
+static _Atomic(dc_parallel_hook) pool_hook;
+static _Atomic(int (*)(void)) pool_hook_threads;
+static atomic_int pool_wanted_threads; /* 0: not decided yet */
 
 /* ---- how many threads -------------------------------------------------------------------------------------------- */
-static int online_cpus(void) {
+static int pool_online_cpus(void) {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
   long n = sysconf(_SC_NPROCESSORS_ONLN);
@@ -55,7 +55,7 @@ static int online_cpus(void) {
 
 /* A value that is not understood leaves the default in force and its text in dc_last_error(): this function can't fail,
  * and `deepc doctor` checks the variable. */
-static int default_threads(void) {
+static int pool_default_threads(void) {
   const char *text = getenv("DEEPC_NUM_THREADS");
   if (text && *text) {
     char *end;
@@ -63,35 +63,35 @@ static int default_threads(void) {
     long n = strtol(text, &end, 10);
     if (!errno && !*end && n >= 1 && n <= MAX_THREADS) return (int)n;
     (void)DC_FAIL(DC_E_ENV, "DEEPC_NUM_THREADS='%s' is not a number from 1 to %d; using %d, this process's processors",
-                  text, MAX_THREADS, online_cpus());
+                  text, MAX_THREADS, pool_online_cpus());
   }
-  int n = online_cpus();
+  int n = pool_online_cpus();
   return n < MAX_THREADS ? n : MAX_THREADS;
 }
 
-static int own_threads(void) {
-  int n = atomic_load_explicit(&wanted_threads, memory_order_relaxed);
+static int pool_own_threads(void) {
+  int n = atomic_load_explicit(&pool_wanted_threads, memory_order_relaxed);
   if (n) return n;
   int expected = 0;
-  n = default_threads();
-  return atomic_compare_exchange_strong(&wanted_threads, &expected, n) ? n : expected;
+  n = pool_default_threads();
+  return atomic_compare_exchange_strong(&pool_wanted_threads, &expected, n) ? n : expected;
 }
 
 int dc_num_threads(void) {
-  int (*count)(void) = atomic_load(&hook_threads);
-  int n = atomic_load(&hook) && count ? count() : own_threads();
+  int (*count)(void) = atomic_load(&pool_hook_threads);
+  int n = atomic_load(&pool_hook) && count ? count() : pool_own_threads();
   return n > 0 ? n : 1;
 }
 
 void dc_set_parallel_hook(dc_parallel_hook new_hook, int (*num_threads)(void)) {
-  atomic_store(&hook_threads, new_hook ? num_threads : NULL);
-  atomic_store(&hook, new_hook);
+  atomic_store(&pool_hook_threads, new_hook ? num_threads : NULL);
+  atomic_store(&pool_hook, new_hook);
 }
 
 /* ---- workers ----------------------------------------------------------------------------------------------------- */
-static void run_pieces(struct job *job) {
+static void pool_run_pieces(struct job *job) {
   int64_t piece;
-  inside_job = 1;
+  pool_inside_job = 1;
   while ((piece = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed)) < job->pieces) {
     /* blocks / pieces each, the first blocks % pieces get one more: no product that could overflow */
     int64_t each = job->blocks / job->pieces, extra = job->blocks % job->pieces;
@@ -99,10 +99,10 @@ static void run_pieces(struct job *job) {
     int64_t last = first + each + (piece < extra);
     job->fn(first * job->grain, last == job->blocks ? job->n : last * job->grain, job->ctx);
   }
-  inside_job = 0;
+  pool_inside_job = 0;
 }
 
-static void *worker_main(void *unused) {
+static void *pool_worker_main(void *unused) {
   uint64_t seen = 0;
   pthread_mutex_lock(&pool.lock);
   for (;;) {
@@ -114,7 +114,7 @@ static void *worker_main(void *unused) {
     job->slots--;
     pool.active++;
     pthread_mutex_unlock(&pool.lock);
-    run_pieces(job);
+    pool_run_pieces(job);
     pthread_mutex_lock(&pool.lock);
     if (--pool.active == 0) pthread_cond_signal(&pool.idle);
   }
@@ -136,15 +136,15 @@ DC__AT_FORK(pool_at_fork, DC__FORK_POOL, &pool.lock, pool_in_child)
 
 /* Under pool.owner. Fewer threads than asked for is not an error: the caller does what the missing ones would have
  * done. */
-static void start_workers(int n) {
+static void pool_start_workers(int n) {
   while (pool.nworkers < n) {
-    if (pthread_create(&pool.worker[pool.nworkers], NULL, worker_main, NULL)) return;
+    if (pthread_create(&pool.worker[pool.nworkers], NULL, pool_worker_main, NULL)) return;
     pool.nworkers++;
   }
 }
 
 /* Under pool.owner, so no job runs. */
-static void stop_workers(void) {
+static void pool_stop_workers(void) {
   pthread_mutex_lock(&pool.lock);
   pool.stop = 1;
   pthread_cond_broadcast(&pool.work);
@@ -155,34 +155,34 @@ static void stop_workers(void) {
 
 /* Workers must not outlive the code they run (dlclose). At exit a job of another thread may still run: then leave it
  * be. */
-__attribute__((destructor)) static void unload(void) {
+__attribute__((destructor)) static void pool_unload(void) {
   if (pthread_mutex_trylock(&pool.owner)) return;
-  stop_workers();
+  pool_stop_workers();
   pthread_mutex_unlock(&pool.owner);
 }
 
 int dc_set_num_threads(int n) {
   if (n < 1 || n > MAX_THREADS)
     return DC_FAIL(DC_E_INVALID, "number of threads is %d; it must be from 1 to %d", n, MAX_THREADS);
-  if (inside_job)
+  if (pool_inside_job)
     return DC_FAIL(DC_E_STATE, "the number of threads can't change inside dc_parallel_for; set it before");
   pthread_mutex_lock(&pool.owner);
-  stop_workers();
-  atomic_store(&wanted_threads, n);
+  pool_stop_workers();
+  atomic_store(&pool_wanted_threads, n);
   pthread_mutex_unlock(&pool.owner);
   return DC_OK;
 }
 
 /* ---- parallel_for ------------------------------------------------------------------------------------------------ */
 /* A framework may cut anywhere, so it is given blocks of `grain` elements to cut between. */
-static void run_blocks(int64_t begin, int64_t end, void *ctx) {
+static void pool_run_blocks(int64_t begin, int64_t end, void *ctx) {
   const struct job *job = ctx;
   if (begin < end) job->fn(begin * job->grain, end == job->blocks ? job->n : end * job->grain, job->ctx);
 }
 
-static void run_on_pool(struct job *job, int threads) {
+static void pool_run_on_pool(struct job *job, int threads) {
   int workers = (int)(job->pieces < threads ? job->pieces : threads) - 1;
-  start_workers(workers);
+  pool_start_workers(workers);
   if (workers > pool.nworkers) workers = pool.nworkers;
   pthread_mutex_lock(&pool.lock);
   pool.job = job;
@@ -190,7 +190,7 @@ static void run_on_pool(struct job *job, int threads) {
   job->slots = workers;
   for (int i = 0; i < workers; i++) pthread_cond_signal(&pool.work);
   pthread_mutex_unlock(&pool.lock);
-  run_pieces(job);
+  pool_run_pieces(job);
   /* Every piece is claimed now; those claimed by workers are done when none is active. */
   pthread_mutex_lock(&pool.lock);
   pool.job = NULL;
@@ -201,22 +201,22 @@ static void run_on_pool(struct job *job, int threads) {
 void dc_parallel_for(int64_t n, int64_t grain, dc_range_fn fn, void *ctx) {
   if (n <= 0) return;
   if (grain < 1) grain = 1;
-  if (n <= grain || inside_job) {
+  if (n <= grain || pool_inside_job) {
     fn(0, n, ctx);
     return;
   }
   struct job job = {.fn = fn, .ctx = ctx, .n = n, .grain = grain, .blocks = n / grain + (n % grain != 0)};
-  dc_parallel_hook framework = atomic_load(&hook);
+  dc_parallel_hook framework = atomic_load(&pool_hook);
   if (framework) {
-    framework(0, job.blocks, 1, run_blocks, &job);
+    framework(0, job.blocks, 1, pool_run_blocks, &job);
     return;
   }
-  int threads = own_threads();
+  int threads = pool_own_threads();
   if (threads == 1 || pthread_mutex_trylock(&pool.owner)) {
     fn(0, n, ctx);
     return;
   }
   job.pieces = job.blocks < (int64_t)threads * PIECES_PER_THREAD ? job.blocks : (int64_t)threads * PIECES_PER_THREAD;
-  run_on_pool(&job, threads);
+  pool_run_on_pool(&job, threads);
   pthread_mutex_unlock(&pool.owner);
 }

@@ -6,7 +6,7 @@ __global__ void __launch_bounds__(THREADS) axpy_kernel(float *y, float a, const 
   dc_gpu::axpy<X, V>(y, a, x, n, grid_thread(), grid_threads());
 }
 
-template <class X> static int launch_axpy(float *y, float a, const void *from, int64_t n, cudaStream_t stream) {
+template <class X> static int axpy_launch(float *y, float a, const void *from, int64_t n, cudaStream_t stream) {
   typedef typename X::stored stored;
   constexpr int V = dc_gpu::vector_width<dc_gpu::F32, X>();
   const stored *x = static_cast<const stored *>(from);
@@ -21,5 +21,5 @@ int dc_cuda_axpy(float *y, float a, const void *x, int xdt, int64_t n, void *str
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(y, "y"));
-  return with_low(xdt, [=](auto t) { return launch_axpy<decltype(t)>(y, a, x, n, static_cast<cudaStream_t>(stream)); });
+  return with_low(xdt, [=](auto t) { return axpy_launch<decltype(t)>(y, a, x, n, static_cast<cudaStream_t>(stream)); });
 }

@@ -8,7 +8,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <class D, class S>
-static int launch_cast(void *dst, const void *src, float scale, int64_t n, cudaStream_t stream) {
+static int cast_launch(void *dst, const void *src, float scale, int64_t n, cudaStream_t stream) {
   typedef typename D::stored to;
   typedef typename S::stored from;
   constexpr int V = dc_gpu::vector_width<D, S>();
@@ -20,25 +20,25 @@ static int launch_cast(void *dst, const void *src, float scale, int64_t n, cudaS
   return launched();
 }
 
-static int run_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream) {
+static int cast_run(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream) {
   DeviceScope device;
   DC_TRY(device.enter(dst, "dst"));
   return with_low(ddt, [=](auto d) {
     return with_low(sdt, [=](auto s) {
-      return launch_cast<decltype(d), decltype(s)>(dst, src, scale, n, static_cast<cudaStream_t>(stream));
+      return cast_launch<decltype(d), decltype(s)>(dst, src, scale, n, static_cast<cudaStream_t>(stream));
     });
   });
 }
 
 int dc_cuda_cast(void *dst, int ddt, const void *src, int sdt, float scale, int64_t n, void *stream) {
   DC_TRY(check_cast(dst, ddt, src, sdt, n));
-  return n == 0 ? (int)DC_OK : run_cast(dst, ddt, src, sdt, scale, n, stream);
+  return n == 0 ? (int)DC_OK : cast_run(dst, ddt, src, sdt, scale, n, stream);
 }
 
 /* a * float(x) in place is a cast to itself. */
 int dc_cuda_scale(void *x, int dt, float a, int64_t n, void *stream) {
   DC_TRY(check_scale(x, dt, n));
-  return n == 0 ? (int)DC_OK : run_cast(x, dt, x, dt, a, n, stream);
+  return n == 0 ? (int)DC_OK : cast_run(x, dt, x, dt, a, n, stream);
 }
 
 /* The driver's copy takes any alignment and reaches the memory's limit. */

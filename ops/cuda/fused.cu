@@ -18,7 +18,7 @@ template <int V> __device__ __forceinline__ float row_sum(float *x) {
 template <int L, class F> __device__ __forceinline__ void each_group_row(int64_t rows, F f) {
   for (int64_t row = group_index<L>(); row < rows; row += group_count<L>()) f(row, (int)(threadIdx.x % L));
 }
-template <int L> static unsigned grid_for_groups(int64_t rows) {
+template <int L> static unsigned fused_grid_for_groups(int64_t rows) {
   return grid_for(rows > INT64_MAX / L ? INT64_MAX : rows * L);
 }
 
@@ -26,7 +26,7 @@ template <int L> static unsigned grid_for_groups(int64_t rows) {
 template <class F> __device__ __forceinline__ void each_row(int64_t rows, F f) {
   for (int64_t row = grid_thread() / WARP; row < rows; row += grid_threads() / WARP) f(row, (int)(threadIdx.x % WARP));
 }
-static inline unsigned grid_for_rows(int64_t rows) {
+static inline unsigned fused_grid_for_rows(int64_t rows) {
   return grid_for(rows > INT64_MAX / WARP ? INT64_MAX : rows * WARP);
 }
 
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(FOLD_COLUMNS *dc_gpu::FOLD)
   }
 }
 
-static void launch_fold(void *out, int dt, const float *partial, int64_t blocks, int64_t cols, cudaStream_t stream) {
+static void fused_launch_fold(void *out, int dt, const float *partial, int64_t blocks, int64_t cols,
+                              cudaStream_t stream) {
   const int64_t grid = cols / FOLD_COLUMNS + (cols % FOLD_COLUMNS != 0);
   if (cols > 0)
     fold_kernel<<<(unsigned)(grid < MAX_GRID ? grid : (int64_t)MAX_GRID), dim3(FOLD_COLUMNS, dc_gpu::FOLD), 0,
@@ -54,14 +55,14 @@ static void launch_fold(void *out, int dt, const float *partial, int64_t blocks,
 }
 
 // A thread per column in x, blocks of rows in y.
-static inline dim3 grid_for_columns(int64_t cols, int64_t blocks) {
+static inline dim3 fused_grid_for_columns(int64_t cols, int64_t blocks) {
   return dim3(grid_for(cols), (unsigned)(blocks < MAX_ROWS_Y ? blocks : (int64_t)MAX_ROWS_Y));
 }
 
 // ---- norms ---------------------------------------------------------------------------------------------------------
 // Whether the arrays may be read and written 16 bytes at a time: pointers, and the strides of those that have rows, are
 // multiples of them. NULL is.
-template <class T, size_t N, size_t M> static bool wide(const void *const (&p)[N], const int64_t (&stride)[M]) {
+template <class T, size_t N, size_t M> static bool fused_wide(const void *const (&p)[N], const int64_t (&stride)[M]) {
   for (const void *each : p)
     if (!aligned_to(each, 16)) return false;
   for (int64_t each : stride)
@@ -94,8 +95,8 @@ int dc_cuda_norm(const dc_norm_args *args, void *stream) {
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
     const cudaStream_t queue = static_cast<cudaStream_t>(stream);
-    const unsigned grid = grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows);
-    if (wide<T>({a.x, a.residual, a.weight, a.bias, a.y, a.sum}, {a.cols, a.x_stride, a.residual_stride}))
+    const unsigned grid = fused_grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows);
+    if (fused_wide<T>({a.x, a.residual, a.weight, a.bias, a.y, a.sum}, {a.cols, a.x_stride, a.residual_stride}))
       norm_kernel<T, true><<<grid, THREADS, 0, queue>>>(a);
     else norm_kernel<T, false><<<grid, THREADS, 0, queue>>>(a);
     return launched();
@@ -129,13 +130,13 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <class T, bool WIDE>
-static void launch_norm_grad(const dc_norm_grad_args &a, float *dweight, float *dbias, cudaStream_t stream) {
+static void fused_launch_norm_grad(const dc_norm_grad_args &a, float *dweight, float *dbias, cudaStream_t stream) {
   const int64_t block = dc_row_block(a.rows), blocks = dc_row_blocks(a.rows);
   norm_grad_kernel<T, WIDE>
-      <<<grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows), THREADS, 0, stream>>>(a);
+      <<<fused_grid_for_groups<dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::count>(a.rows), THREADS, 0, stream>>>(a);
   if (dweight || dbias)
     norm_columns_kernel<T, WIDE>
-        <<<grid_for_columns(a.cols / dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width + 1, blocks), THREADS, 0, stream>>>(
+        <<<fused_grid_for_columns(a.cols / dc_gpu::Lane<T, dc_gpu::ROW_SUMS>::width + 1, blocks), THREADS, 0, stream>>>(
             a, block, blocks, dweight, dbias);
 }
 
@@ -153,19 +154,21 @@ int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream_) {
   if (a.rows > 0)
     with_low(a.dtype, [=](auto t) {
       using T = decltype(t);
-      if (wide<T>({a.x, a.dy, a.dsum, a.weight, a.dx}, {a.cols, a.x_stride}))
-        launch_norm_grad<T, true>(a, dweight, dbias, stream);
-      else launch_norm_grad<T, false>(a, dweight, dbias, stream);
+      if (fused_wide<T>({a.x, a.dy, a.dsum, a.weight, a.dx}, {a.cols, a.x_stride}))
+        fused_launch_norm_grad<T, true>(a, dweight, dbias, stream);
+      else fused_launch_norm_grad<T, false>(a, dweight, dbias, stream);
       return 0;
     });
-  if (a.dweight) launch_fold(a.dweight, a.weight_dtype, dweight, blocks, a.cols, stream);
-  if (a.dbias) launch_fold(a.dbias, a.weight_dtype, dbias, blocks, a.cols, stream);
+  if (a.dweight) fused_launch_fold(a.dweight, a.weight_dtype, dweight, blocks, a.cols, stream);
+  if (a.dbias) fused_launch_fold(a.dbias, a.weight_dtype, dbias, blocks, a.cols, stream);
   return launched();
 }
 
 // ---- activations ---------------------------------------------------------------------------------------------------
 // Blocks of a grid that has a CUDA block per row.
-static inline unsigned grid_of_rows(int64_t rows) { return (unsigned)(rows < MAX_GRID ? rows : (int64_t)MAX_GRID); }
+static inline unsigned fused_grid_of_rows(int64_t rows) {
+  return (unsigned)(rows < MAX_GRID ? rows : (int64_t)MAX_GRID);
+}
 
 #define ROWS_KERNEL(name)                                                                                           \
   template <class T, int V>                                                                                         \
@@ -180,7 +183,7 @@ ROWS_KERNEL(gelu_grad)
 #undef ROWS_KERNEL
 
 // Arrays without strides as rows of CHUNK, the last one shorter.
-static void cut(int64_t n, int64_t *rows, int64_t *cols) {
+static void fused_cut(int64_t n, int64_t *rows, int64_t *cols) {
   *rows = n / dc_gpu::CHUNK + (n % dc_gpu::CHUNK != 0);
   *cols = dc_gpu::CHUNK;
 }
@@ -192,16 +195,16 @@ int dc_cuda_swiglu(const dc_swiglu_args *args, void *stream_) {
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (a.gate_stride == a.cols && a.up_stride == a.cols && a.out_stride == a.cols) {
-    cut(n, &a.rows, &a.cols);
+    fused_cut(n, &a.rows, &a.cols);
     a.gate_stride = a.up_stride = a.out_stride = a.cols;
   }
   DeviceScope device;
   DC_TRY(device.enter(a.out, "out"));
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
-    if (wide<T>({a.gate, a.up, a.out}, {a.gate_stride, a.up_stride, a.out_stride}))
-      swiglu_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else swiglu_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    if (fused_wide<T>({a.gate, a.up, a.out}, {a.gate_stride, a.up_stride, a.out_stride}))
+      swiglu_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    else swiglu_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -214,17 +217,17 @@ int dc_cuda_swiglu_grad(const dc_swiglu_grad_args *args, void *stream_) {
   if (n == 0) return DC_OK;
   if (a.dout_stride == a.cols && a.gate_stride == a.cols && a.up_stride == a.cols && a.dgate_stride == a.cols &&
       a.dup_stride == a.cols) {
-    cut(n, &a.rows, &a.cols);
+    fused_cut(n, &a.rows, &a.cols);
     a.dout_stride = a.gate_stride = a.up_stride = a.dgate_stride = a.dup_stride = a.cols;
   }
   DeviceScope device;
   DC_TRY(device.enter(a.dgate, "dgate"));
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
-    if (wide<T>({a.dout, a.gate, a.up, a.dgate, a.dup},
-                {a.dout_stride, a.gate_stride, a.up_stride, a.dgate_stride, a.dup_stride}))
-      swiglu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else swiglu_grad_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    if (fused_wide<T>({a.dout, a.gate, a.up, a.dgate, a.dup},
+                      {a.dout_stride, a.gate_stride, a.up_stride, a.dgate_stride, a.dup_stride}))
+      swiglu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    else swiglu_grad_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -236,16 +239,16 @@ int dc_cuda_gelu(const dc_gelu_args *args, void *stream_) {
   const int64_t n = a.rows * a.cols;
   if (n == 0) return DC_OK;
   if (!a.bias && a.x_stride == a.cols) {
-    cut(n, &a.rows, &a.cols);
+    fused_cut(n, &a.rows, &a.cols);
     a.x_stride = a.cols;
   }
   DeviceScope device;
   DC_TRY(device.enter(a.out, "out"));
   return with_low(a.dtype, [=](auto t) {
     using T = decltype(t);
-    if (wide<T>({a.x, a.out}, {a.x_stride, a.cols}))
-      gelu_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-    else gelu_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    if (fused_wide<T>({a.x, a.out}, {a.x_stride, a.cols}))
+      gelu_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+    else gelu_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
     return launched();
   });
 }
@@ -268,7 +271,7 @@ int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
   const int64_t n = a.rows * a.cols, block = dc_row_block(a.rows), blocks = dc_row_blocks(a.rows);
   if (a.cols == 0 || (n == 0 && !a.dbias)) return DC_OK;
   if (!a.bias && a.x_stride == a.cols) {
-    cut(n, &a.rows, &a.cols);
+    fused_cut(n, &a.rows, &a.cols);
     a.x_stride = a.cols;
   }
   DeviceScope device;
@@ -276,14 +279,15 @@ int dc_cuda_gelu_grad(const dc_gelu_grad_args *args, void *stream_) {
   if (n > 0)
     with_low(a.dtype, [=](auto t) {
       using T = decltype(t);
-      if (wide<T>({a.x, a.dout, a.dx}, {a.x_stride, a.cols, a.cols}))
-        gelu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
-      else gelu_grad_kernel<T, 1><<<grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+      if (fused_wide<T>({a.x, a.dout, a.dx}, {a.x_stride, a.cols, a.cols}))
+        gelu_grad_kernel<T, dc_gpu::vector_width<T, T>()><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
+      else gelu_grad_kernel<T, 1><<<fused_grid_of_rows(a.rows), THREADS, 0, stream>>>(a, n);
       if (a.dbias)
-        gelu_columns_kernel<T><<<grid_for_columns(whole.cols, blocks), THREADS, 0, stream>>>(whole, block, blocks);
+        gelu_columns_kernel<T>
+            <<<fused_grid_for_columns(whole.cols, blocks), THREADS, 0, stream>>>(whole, block, blocks);
       return 0;
     });
-  if (a.dbias) launch_fold(a.dbias, a.bias_dtype, a.partial, blocks, whole.cols, stream);
+  if (a.dbias) fused_launch_fold(a.dbias, a.bias_dtype, a.partial, blocks, whole.cols, stream);
   return launched();
 }
 
@@ -301,7 +305,7 @@ int dc_cuda_rotary(const dc_rotary_args *args, void *stream) {
   DeviceScope device;
   DC_TRY(device.enter(a.out, "out"));
   return with_low(a.dtype, [=](auto t) {
-    rotary_kernel<decltype(t)><<<grid_for_rows(rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a, rows);
+    rotary_kernel<decltype(t)><<<fused_grid_for_rows(rows), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a, rows);
     return launched();
   });
 }

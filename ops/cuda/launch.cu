@@ -9,19 +9,20 @@ const char *dc_cuda_version(void) { return DC_VERSION_STRING; }
 int dc_cuda_runtime_version(void) { return CUDART_VERSION; }
 
 // __thread, not thread_local: no wrapper function, no C++ runtime.
-static __thread char last_error[1024];
+static __thread char launch_last_error[1024];
 
-const char *dc_cuda_last_error(void) { return last_error; }
+const char *dc_cuda_last_error(void) { return launch_last_error; }
 
 int dc__cuda_fail(int status, const char *file, int line, const char *func, const char *fmt, ...) {
-  char what[sizeof last_error], place[192];
+  char what[sizeof launch_last_error], place[192];
   va_list args;
   va_start(args, fmt);
   vsnprintf(what, sizeof what, fmt, args);
   va_end(args);
   const char *slash = strrchr(file, '/');
   snprintf(place, sizeof place, " (%s:%d, %s)", slash ? slash + 1 : file, line, func);
-  snprintf(last_error, sizeof last_error, "%.*s%s", (int)(sizeof last_error - 1 - strlen(place)), what, place);
+  snprintf(launch_last_error, sizeof launch_last_error, "%.*s%s", (int)(sizeof launch_last_error - 1 - strlen(place)),
+           what, place);
   return status;
 }
 
@@ -32,7 +33,7 @@ int dc__cuda_fail(int status, const char *file, int line, const char *func, cons
 #define OLDEST_DRIVER "525"
 #endif
 
-static const char *advice(cudaError_t error) {
+static const char *launch_advice(cudaError_t error) {
   switch (error) {
   case cudaErrorInsufficientDriver:
   case cudaErrorNoDevice:
@@ -46,7 +47,7 @@ static const char *advice(cudaError_t error) {
 
 int dc__cuda_error(cudaError_t error, const char *what) {
   return CUDA_FAIL(DC_E_CUDA, "%s failed: %s (%s, %d); %s", what, cudaGetErrorString(error), cudaGetErrorName(error),
-                   (int)error, advice(error));
+                   (int)error, launch_advice(error));
 }
 
 int DeviceScope::enter(const void *array, const char *what) {

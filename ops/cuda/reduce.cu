@@ -6,13 +6,13 @@
 using dc_gpu::SourceList;
 using dc_gpu::Sources;
 
-static bool all_aligned(const void *const *src, int nsrc, size_t bytes) {
+static bool reduce_all_aligned(const void *const *src, int nsrc, size_t bytes) {
   for (int k = 0; k < nsrc; k++)
     if (!aligned_to(src[k], bytes)) return false;
   return true;
 }
 
-template <int CAPACITY> static Sources<CAPACITY> pack_sources(const void *const *src, int nsrc) {
+template <int CAPACITY> static Sources<CAPACITY> reduce_pack_sources(const void *const *src, int nsrc) {
   Sources<CAPACITY> packed;
   memset(&packed, 0, sizeof packed);
   memcpy(packed.p, src, (size_t)nsrc * sizeof *src);
@@ -20,9 +20,9 @@ template <int CAPACITY> static Sources<CAPACITY> pack_sources(const void *const 
 }
 
 // Calls f with the sources as a kernel takes them.
-template <class F> static int with_sources(const void *const *src, int nsrc, cudaStream_t stream, F f) {
-  if (nsrc <= dc_gpu::FEW_SOURCES) return f(pack_sources<dc_gpu::FEW_SOURCES>(src, nsrc));
-  if (nsrc <= dc_gpu::MANY_SOURCES) return f(pack_sources<dc_gpu::MANY_SOURCES>(src, nsrc));
+template <class F> static int reduce_with_sources(const void *const *src, int nsrc, cudaStream_t stream, F f) {
+  if (nsrc <= dc_gpu::FEW_SOURCES) return f(reduce_pack_sources<dc_gpu::FEW_SOURCES>(src, nsrc));
+  if (nsrc <= dc_gpu::MANY_SOURCES) return f(reduce_pack_sources<dc_gpu::MANY_SOURCES>(src, nsrc));
   const size_t bytes = (size_t)nsrc * sizeof *src;
   void *table = nullptr;
   cudaError_t error = cudaMallocAsync(&table, bytes, stream);
@@ -42,13 +42,13 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <class T>
-static int launch_reduce(void *to, const void *const *src, int nsrc, int op, int64_t n, cudaStream_t stream) {
+static int reduce_launch(void *to, const void *const *src, int nsrc, int op, int64_t n, cudaStream_t stream) {
   typedef typename T::stored stored;
   constexpr int V = dc_gpu::vector_width<T, T>();
   stored *dst = static_cast<stored *>(to);
   const double share = 1.0 / nsrc;
-  const bool wide = aligned_to(dst, 16) && all_aligned(src, nsrc, 16);
-  return with_sources(src, nsrc, stream, [=](auto table) {
+  const bool wide = aligned_to(dst, 16) && reduce_all_aligned(src, nsrc, 16);
+  return reduce_with_sources(src, nsrc, stream, [=](auto table) {
     using Src = decltype(table);
     if (wide) reduce_kernel<T, V, Src><<<grid_for(n / V + 1), THREADS, 0, stream>>>(dst, table, nsrc, op, share, n);
     else reduce_kernel<T, 1, Src><<<grid_for(n), THREADS, 0, stream>>>(dst, table, nsrc, op, share, n);
@@ -56,16 +56,16 @@ static int launch_reduce(void *to, const void *const *src, int nsrc, int op, int
   });
 }
 
-static int launch_reduce_of(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n,
+static int reduce_launch_of(void *dst, const void *const *src, int nsrc, int dt, int op, int64_t n,
                             cudaStream_t stream) {
   switch (dt) {
-  case DC_F64: return launch_reduce<dc_gpu::F64>(dst, src, nsrc, op, n, stream);
-  case DC_I8: return launch_reduce<dc_gpu::Int<int8_t>>(dst, src, nsrc, op, n, stream);
-  case DC_U8: return launch_reduce<dc_gpu::Int<uint8_t>>(dst, src, nsrc, op, n, stream);
-  case DC_I16: return launch_reduce<dc_gpu::Int<int16_t>>(dst, src, nsrc, op, n, stream);
-  case DC_I32: return launch_reduce<dc_gpu::Int<int32_t>>(dst, src, nsrc, op, n, stream);
-  case DC_I64: return launch_reduce<dc_gpu::Int<int64_t>>(dst, src, nsrc, op, n, stream);
-  default: return with_low(dt, [=](auto t) { return launch_reduce<decltype(t)>(dst, src, nsrc, op, n, stream); });
+  case DC_F64: return reduce_launch<dc_gpu::F64>(dst, src, nsrc, op, n, stream);
+  case DC_I8: return reduce_launch<dc_gpu::Int<int8_t>>(dst, src, nsrc, op, n, stream);
+  case DC_U8: return reduce_launch<dc_gpu::Int<uint8_t>>(dst, src, nsrc, op, n, stream);
+  case DC_I16: return reduce_launch<dc_gpu::Int<int16_t>>(dst, src, nsrc, op, n, stream);
+  case DC_I32: return reduce_launch<dc_gpu::Int<int32_t>>(dst, src, nsrc, op, n, stream);
+  case DC_I64: return reduce_launch<dc_gpu::Int<int64_t>>(dst, src, nsrc, op, n, stream);
+  default: return with_low(dt, [=](auto t) { return reduce_launch<decltype(t)>(dst, src, nsrc, op, n, stream); });
   }
 }
 
@@ -74,7 +74,7 @@ int dc_cuda_reduce(void *dst, const void *const *src, int nsrc, int dt, int op, 
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(dst, "dst"));
-  return launch_reduce_of(dst, src, nsrc, dt, op, n, static_cast<cudaStream_t>(stream));
+  return reduce_launch_of(dst, src, nsrc, dt, op, n, static_cast<cudaStream_t>(stream));
 }
 
 // ---- reduce_acc ----------------------------------------------------------------------------------------------------
@@ -100,14 +100,15 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <class S>
-static int launch_reduce_acc(float *acc, const void *const *src, int nsrc, int64_t n, int assign, double *partial,
+static int reduce_launch_acc(float *acc, const void *const *src, int nsrc, int64_t n, int assign, double *partial,
                              cudaStream_t stream) {
   constexpr int V = dc_gpu::vector_width<dc_gpu::F32, S>();
   const int64_t blocks = dc_sqnorm_blocks(n);
   const unsigned groups = grid_for(blocks * dc_gpu::Lane<S, dc_gpu::BLOCK_SUMS>::count);
-  const bool wide = aligned_to(acc, 16) && all_aligned(src, nsrc, 16);
-  const bool vectors = aligned_to(acc, V * sizeof *acc) && all_aligned(src, nsrc, V * sizeof(typename S::stored));
-  return with_sources(src, nsrc, stream, [=](auto table) {
+  const bool wide = aligned_to(acc, 16) && reduce_all_aligned(src, nsrc, 16);
+  const bool vectors = aligned_to(acc, V * sizeof *acc) &&
+                       reduce_all_aligned(src, nsrc, V * sizeof(typename S::stored));
+  return reduce_with_sources(src, nsrc, stream, [=](auto table) {
     using Src = decltype(table);
     if (partial && wide)
       reduce_acc_norm_kernel<S, true, Src>
@@ -130,5 +131,5 @@ int dc_cuda_reduce_acc(float *acc, const void *const *src, int nsrc, int dt, int
   DC_TRY(device.enter(acc, "acc"));
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   return with_low(
-      dt, [=](auto t) { return launch_reduce_acc<decltype(t)>(acc, src, nsrc, n, assign != 0, partial, queue); });
+      dt, [=](auto t) { return reduce_launch_acc<decltype(t)>(acc, src, nsrc, n, assign != 0, partial, queue); });
 }

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-template <class T> static int launch_sqnorm(const void *x, int64_t n, double *partial, cudaStream_t stream) {
+template <class T> static int sqnorm_launch(const void *x, int64_t n, double *partial, cudaStream_t stream) {
   const int64_t blocks = dc_sqnorm_blocks(n);
   const unsigned grid = grid_for(blocks * dc_gpu::Lane<T, dc_gpu::BLOCK_SUMS>::count);
   const typename T::stored *p = static_cast<const typename T::stored *>(x);
@@ -29,5 +29,5 @@ int dc_cuda_sqnorm(const void *x, int dt, int64_t n, double *partial, void *stre
   DeviceScope device;
   DC_TRY(device.enter(x, "x"));
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
-  return with_low(dt, [=](auto t) { return launch_sqnorm<decltype(t)>(x, n, partial, queue); });
+  return with_low(dt, [=](auto t) { return sqnorm_launch<decltype(t)>(x, n, partial, queue); });
 }

@@ -82,3 +82,75 @@ def test_includes_go_down(folder: str) -> None:
             where = found.resolve().relative_to(ROOT)
             top = "ops/base" if where.parts[:2] == ("ops", "base") else where.parts[0]
             assert top in allowed, f"{path.relative_to(ROOT)} includes {where}"
+
+
+# ---- names of statics ----------------------------------------------------------------------------------------------
+STATIC_FOLDERS = [*FLOORS, "ops/cpu", "ops/ref", "ops/cuda", "shim"]
+
+
+def _outside(code: str) -> str:
+    """What lies outside of all braces: `int f(void) {}`."""
+    depth, kept = 0, []
+    for part in re.split(r"([{}])", code):
+        depth -= part == "}"
+        if depth == 0:
+            kept.append(part)
+        depth += part == "{"
+    return "".join(kept)
+
+
+def _statics(code: str) -> list[str]:
+    """The names of a file's static functions and variables (those outside of function bodies)."""
+    code = _outside(re.sub(r"^[ \t]*#(?:\\\n|[^\n])*", "", code, flags=re.M))
+    names = []
+    for declaration in re.findall(r"\bstatic\b((?:\s*(?:const\s+)?struct\s*\w*\s*\{\})?[^;{=]*)", code):
+        text = re.sub(r"__attribute__\s*\(\(.*?\)\)", " ", declaration, flags=re.S)
+        text = re.sub(r"\b_Atomic\s*\((?:[^()]|\([^()]*\))*\)", " ", text)
+        # before the first parenthesis, in it (a pointer to a function), or last
+        found = re.search(r"^[^(]*?(\w+)\s*\((?!\s*\*)|^[^(]*\(\s*\*\s*(\w+)|(\w+)\s*(?:\[[^\]]*\]\s*)*$", text)
+        assert found, f"no name in: static{declaration}"
+        names.append(next(name for name in found.groups() if name))
+    return names
+
+
+def _is_short_for(prefix: str, word: str) -> bool:
+    """rdv for rendezvous: the word's first letter, and more of its letters in their order."""
+    letters = iter(word)
+    return prefix[:1] == word[:1] and all(letter in letters for letter in prefix)
+
+
+def test_the_search_for_statics_sees_every_form() -> None:
+    text = """
+    static const int *one(int a, int (*f)(void)) { static int inside = 1; if (a) { return 0; } return f(); }
+    static inline __attribute__((always_inline)) int two(void) { return 1; }
+    __attribute__((target("x"))) static int three(void) { return 1; }
+    static struct thing { int a; struct { int b; } c; } four = {.a = 1};
+    static const struct { int a; } five[] = { {1}, {2}, };
+    static int (*six)(void **, size_t), *unused;
+    static _Atomic(int (*)(void)) seven;
+    static _Atomic(hook) eight;
+    static header *_Atomic nine;
+    static char ten[2][N + 1];
+    static void eleven(int);
+    template <class T> static int twelve(T t) { return 1; }
+    static pthread_mutex_t thirteen = INITIALIZER;
+    int not_static(void) { static int inside; return inside; }
+    """
+    assert _statics(text) == ("one two three four five six seven eight nine ten eleven twelve thirteen".split())
+
+
+def _sources_with_statics() -> list[Path]:
+    return [p for folder in STATIC_FOLDERS for p in sorted((ROOT / folder).iterdir()) if p.suffix in (".c", ".cu")]
+
+
+@pytest.mark.parametrize("path", _sources_with_statics(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_statics_begin_with_their_files_name(path: Path) -> None:
+    """coll_direct.c: direct_slice; rendezvous.c: rdv_nap. One prefix a file: a word of its name, perhaps shortened."""
+    names = _statics(_code(path))
+    prefixes = {name.split("_")[0] for name in names}
+    assert len(prefixes) <= 1, f"{path.relative_to(ROOT)} has statics of several prefixes: {sorted(names)}"
+    words = path.stem.split("_")
+    for prefix in prefixes:
+        assert any(_is_short_for(prefix, word) for word in words), (
+            f"{path.relative_to(ROOT)}: statics begin with {prefix}_, which is no word of the file's name"
+        )
