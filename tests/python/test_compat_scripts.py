@@ -173,6 +173,54 @@ def test_the_helpers_that_chat_scripts_import_exist():
     assert run_ranks(_import_paths, 1) == [True]
 
 
+def _preference_training(rank: int, world: int) -> tuple[list[str], bool]:
+    """What TRL's trainers do at stage 3: a reference model beside the trained one (prepare_deepspeed), and generation
+    with DeepSpeed's hooks taken off (unwrap_model_for_generation)."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    deepspeed.init_distributed()
+    model, reference = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    hidden = 8
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"},
+    }
+    sizes = {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * hidden * hidden,
+    }
+    fixed, *_ = deepspeed.initialize(model=reference, config={**config, **sizes})
+    trained, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config={**config, **sizes}
+    )
+    inert = [i.key for i in fixed._config.inert]
+    with deepspeed.zero.GatheredParameters(trained.parameters()):
+        offload = trained.optimizer.parameter_offload
+        for _, p in (*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()):
+            p.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks = []
+        offload.backward_hooks = []
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        offload._register_deepspeed_module(offload.module)
+    before = trained.full_fp32_param(model.weight).clone()
+    x = torch.full((2, 8), 1.0 + rank)
+    trained.backward((trained(x) - fixed(x).detach()).square().mean())
+    trained.step()
+    moved = not torch.equal(before, trained.full_fp32_param(model.weight))
+    fixed.destroy(), trained.destroy()
+    return inert, moved
+
+
+def test_a_reference_model_and_generation_without_hooks_at_stage_3():
+    for inert, moved in run_ranks(_preference_training, 2):
+        assert "zero_optimization.stage3_prefetch_bucket_size" in inert and moved
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 _LIGHTNING = """
 import deepc.compat.deepspeed

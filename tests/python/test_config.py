@@ -893,6 +893,46 @@ def test_auto_is_an_error_that_lists_the_keys():
     assert 'still "auto"' in message and "things are wrong" not in message
 
 
+def test_fractions_of_hints_are_rounded_and_reported():
+    """TRL's prepare_deepspeed adds 0.9 * hidden * hidden at the top level, under a key with dots."""
+    flat = {"zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64}
+    within = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 3686.6}}
+    for raw in ({"zero_optimization": {"stage": 3}, **flat}, within):
+        cfg = load(raw)
+        assert cfg.zero.stage3_prefetch_bucket_size in (3686, 3687)
+        assert [(i.key, i.value % 1 != 0) for i in cfg.inert] == [
+            ("zero_optimization.stage3_prefetch_bucket_size", True)
+        ]
+        on_gpu = load(raw, device_type="cuda")
+        assert on_gpu.zero.stage3_prefetch_bucket_size == cfg.zero.stage3_prefetch_bucket_size
+        assert f"read as {cfg.zero.stage3_prefetch_bucket_size}" in on_gpu.inert[0].reason
+        assert problems(SCHEMA, {**within, "train_batch_size": 1}) == []
+    for bad in (float("nan"), float("inf"), -0.9):
+        refused({"zero_optimization.stage3_prefetch_bucket_size": bad})
+    assert "an integer" in refused({"zero_optimization.reduce_bucket_size": 0.5})  # used, so no guess
+
+
+@pytest.mark.parametrize("flat_first", [False, True])
+def test_a_section_counts_before_a_key_with_dots(flat_first):
+    section = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 500}}
+    flat = {"zero_optimization.reduce_bucket_size": 4096, "zero_optimization.stage3_param_persistence_threshold": 640}
+    cfg = load({**flat, **section} if flat_first else {**section, **flat})
+    assert cfg.zero.reduce_bucket_size == 500 and cfg.zero.stage3_param_persistence_threshold == 640
+    told = {i.key: i.reason for i in cfg.inert}
+    assert "section zero_optimization" in told["zero_optimization.reduce_bucket_size"]
+
+
+def test_sizes_that_nothing_has_filled_are_the_defaults_and_say_so():
+    """TRL initializes its reference model with the Trainer's configuration before the Trainer's model has filled it."""
+    section = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    cfg = load({"zero_optimization": section, "zero_optimization.reduce_bucket_size": 4096})
+    assert cfg.auto == () and cfg.zero.reduce_bucket_size == 4096  # the key with dots is what fills it
+    assert [(i.key, i.value) for i in cfg.inert] == [("zero_optimization.stage3_prefetch_bucket_size", "auto")]
+    assert "default, 50000000" in cfg.inert[0].reason
+    for needed in ({"gradient_clipping": "auto"}, {"zero_optimization": {**section, "stage": "auto"}}):
+        assert "zero_optimization.reduce_bucket_size" in refused({"zero_optimization": section, **needed})
+
+
 def test_auto_may_be_kept_and_is_then_listed():
     cfg = Config.load(HF_ZERO3, world_size=2, allow_auto=True)
     assert (

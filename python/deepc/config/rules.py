@@ -26,6 +26,8 @@ from .keys import (
 from .values import _ALIASES, _KIND_WORDS, _SECTIONS, AUTO, _auto_message, _Bad, _show, check_value, suggest
 
 TRIANGLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SIZES = {k.path for k in KEYS if k.section == "zero_optimization" and k.kind == "int" and k.auto and k.leaf != "stage"}
+"""Counts of elements that change no result."""
 
 
 class InertKey(NamedTuple):
@@ -97,7 +99,7 @@ class Loader:
         self._timeline_rules()
         self._triangle()
         if self.auto and not self.allow_auto:
-            self.errors.append(_auto_message(self.name, self.auto))
+            self._left_auto()
         if self.errors:
             raise ConfigError(
                 self.errors[0]
@@ -116,11 +118,17 @@ class Loader:
     # -- walking --
 
     def _walk(self, node: Mapping[str, Any], prefix: str) -> None:
-        for key, value in node.items():
+        # Keys with dots last: TRL adds some beside the sections, and what stands in a section counts.
+        for key, value in sorted(node.items(), key=lambda item: "." in item[0]):
             path = f"{prefix}.{key}" if prefix else key
             canonical = RENAMED_SECTIONS.get(path, path)
             canonical = _ALIASES.get(canonical, canonical)
-            if canonical in TABLE:
+            if "." in key and canonical in self.auto and value != AUTO:
+                self.auto.remove(canonical)  # this is what fills it
+            if "." in key and canonical in TABLE and (canonical in self.values or canonical in self.auto):
+                why = f"it stands in section {TABLE[canonical].section} too, and that counts"
+                self.inert.append(InertKey(path, value, why))
+            elif canonical in TABLE:
                 self._take(canonical, value)
             elif canonical in _SECTIONS:
                 self._section(canonical, value)
@@ -151,8 +159,10 @@ class Loader:
             return
         if path == "steps_per_print" and value == math.inf:
             value = None  # never, as accelerate writes it
+        fraction = row.state is State.INERT and row.kind == "int" and isinstance(value, float) and value % 1 != 0
         try:
-            checked = check_value(row, value)
+            # A hint of so many elements is often computed, 0.9 * hidden * hidden: what it rounds to changes no result.
+            checked = check_value(row, round(value) if fraction and math.isfinite(value) else value)
         except _Bad as exc:
             self.fail(path, value, f"{exc}.")
             return
@@ -169,6 +179,8 @@ class Loader:
         self.values[path] = checked
         if row.state is State.INERT and row.inert_on in ("", self.device):
             self.inert.append(InertKey(path, value, row.why))
+        elif fraction:
+            self.inert.append(InertKey(path, value, f"its fraction: it counts elements, and is read as {checked}"))
 
     def _take_auto(self, row: Key) -> None:
         if row.auto:
@@ -180,6 +192,18 @@ class Loader:
                 f"is not possible: no integration fills this key. Write {_KIND_WORDS.get(row.kind, 'a value')}, or "
                 f"remove the key to get the default, {_show(row.default)}.",
             )
+
+    def _left_auto(self) -> None:
+        """What no integration has filled: an error, but for sizes that change no result. A second model (TRL's
+        reference) is initialized with a configuration whose model-dependent sizes nobody has seen to; DeepSpeed takes
+        its defaults for them."""
+        if not set(self.auto) <= SIZES:
+            self.errors.append(_auto_message(self.name, self.auto))
+            return
+        for path in self.auto:
+            default = _show(TABLE[path].default)
+            self.inert.append(InertKey(path, AUTO, f"nothing has filled it in, so it is the default, {default}"))
+        self.auto.clear()
 
     def _gated(self, row: Key, section: Any) -> None:
         """A section that is off unless `enabled` says otherwise; a section without `enabled` is off only if it is

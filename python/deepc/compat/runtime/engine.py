@@ -23,6 +23,7 @@ from ...observe import watch
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import zero_grad, zero_to_fp32
+from .parameters import NoHooks
 
 _UNSUPPORTED_METHODS = {
     "train_batch": (
@@ -69,6 +70,8 @@ class DeepSpeedEngine(Engine):
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         zero_grad.follow(self)
+        if self.zero_optimization_stage() == 3:
+            self.optimizer.parameter_offload = NoHooks()  # type: ignore[attr-defined]  # DeepSpeed's name
 
     def module_zero_grad(self) -> None:
         """What the user's `module.zero_grad()` means for gradients that are with the engine: they go, as from

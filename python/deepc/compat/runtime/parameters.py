@@ -72,6 +72,25 @@ def _partition_numel(self: torch.nn.Parameter) -> int:
     return -(-numel // ranks)
 
 
+class NoHooks:
+    """`engine.optimizer.parameter_offload` of stage 3, for those who take DeepSpeed's hooks off a model and put them
+    back on around `generate` (TRL's unwrap_model_for_generation): deepc's parameters see to themselves, so there are no
+    hooks to take, and no module under them."""
+
+    def __init__(self) -> None:
+        self.module = self
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> tuple[()]:
+        return ()
+
+    ds_external_parameters = named_parameters
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing: see the class."""
+
+
 def install() -> None:
     """Gives parameters of stage 3 these names, and `deepc.zero` ZeroParamStatus."""
     for name in _NAMES:
