@@ -58,6 +58,15 @@ DC_API int dc_comm_close(dc_comm *c);
 /* Marks the communicator broken on every rank, from any thread: all waits return DC_E_ABORTED naming this rank and
  * `reason`. The caller keeps others from closing `c` meanwhile: a wait may return before this does. */
 DC_API int dc_comm_abort(dc_comm *c, const char *reason);
+/* Says that c and `to`, of the same ranks in the same order, are called by one thread at a time and in one order on all
+ * ranks, together with all that either was related to before: then ranks which wait for each other in different ones of
+ * them get DC_E_MISMATCH, with who waits where, instead of waiting for ever (comm/deadlock.c). Local: every rank calls
+ * it, while no other thread is in one of them. Ends when c or `to` is closed. DC_E_INVALID if their ranks differ. */
+DC_API int dc_comm_relate(dc_comm *c, dc_comm *to);
+/* For who waits for `rank` of c elsewhere (until it has opened another group), to be called again and again meanwhile:
+ * DC_E_PEER_DIED when its process has ended, with `what` ("to open group dp"); DC_E_MISMATCH when it waits for this
+ * rank in c or what c is related to. The first leaves c sound. rank -1: the wait is over. */
+DC_API int dc_comm_waits(dc_comm *c, int rank, const char *what);
 DC_API int dc_comm_rank(const dc_comm *c);
 DC_API int dc_comm_size(const dc_comm *c);
 /* The time-out of the calls that follow (milliseconds > 0); until then that of the configuration. */

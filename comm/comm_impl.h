@@ -5,7 +5,7 @@
  * The arena is one memfd that every rank has mapped:
  *
  *   dc__header                  the error that all share (broken, status, text) | which way rank 0 found faster
- *   dc__seat  [size]            of a rank: done | sleepers, working | left, pid          (one cache line each)
+ *   dc__seat  [size]            of a rank: done | sleepers, working | left, pid, waits   (one cache line each)
  *   dc__cell  [size][cells]     of a step: posted, fingerprint, hash of all calls, <= 16 bytes of data  (one line)
  *   dc__where [size][cells]     of a step: the caller's text                                            (one line)
  *   slots     [size][slots]     of a step: slot_bytes of data, slot_stride apart
@@ -33,7 +33,7 @@
 #include "comm.h"
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
-#define DC__COMM_VERSION 6
+#define DC__COMM_VERSION 7
 #define DC__ALGO \
   256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
@@ -52,6 +52,7 @@ typedef struct dc__seat {
   _Atomic uint32_t working; /* 1 while this rank may read and write other ranks' buffers, see dc__await_calm() */
   _Alignas(DC__LINE) _Atomic uint32_t left;        /* 1 after a normal close */
   int32_t pid;
+  _Atomic uint32_t waits; /* for whom this rank has been waiting for long, see deadlock.c; 0: for nobody */
 } dc__seat;
 
 /* A posted step, in one cache line: the word that peers wait for, what they compare, how far its owner is, and the data
@@ -151,6 +152,11 @@ struct dc_comm {
   int64_t all_done; /* steps that every rank is known to have done */
   int64_t seq;      /* calls, for messages */
   int64_t look_ns;  /* when we last looked after the peers */
+  struct dc_comm *family; /* the next of a ring of those that dc_comm_relate joined; itself if there is none */
+  uint32_t waits;         /* what our seat showed last, while waits_shown */
+  bool waits_shown;
+  uint64_t circle;        /* of waits that the last look saw, and since when it stands: deadlock.c's own */
+  int64_t circle_ns;
   struct p2p *p2p;  /* of the messages, with where their seats lie */
   struct p2p_seat *messages;
   int flight_group; /* flight.c's index of this group */

@@ -11,6 +11,7 @@
 
 #include "coll_impl.h"
 #include "comm_impl.h"
+#include "deadlock.h"
 #include "fault.h"
 #include "flight.h"
 #include "open.h"
@@ -80,6 +81,7 @@ static int open_check(const dc_comm_config *k) {
 static void open_release(dc_comm *c) {
   dc__p2p_close(c); /* before its area goes */
   dc__segments_orphan(c);
+  dc__deadlock_leave(c);
   dc__counts_detach(&c->counts);
   bool ours = c->fork_mark == dc__fork_mark();
   if (ours) dc__arena_unmap(&c->map); /* in a forked child nothing of it is mapped */
@@ -116,6 +118,7 @@ int dc_comm_open(const dc_comm_config *config, dc_comm **out) {
   c->timeout_ns = k->timeout_ms * 1000000;
   c->look_ns = dc__now_ns();
   c->fork_mark = dc__fork_mark();
+  c->family = c;
   snprintf(c->label, sizeof c->label, "%s", k->label);
   for (int r = 0; r < DC_COMM_MAX_RANKS; r++) {
     c->pidfd[r] = -1;

@@ -7,6 +7,7 @@
 #include <limits.h>
 #include <stdio.h>
 
+#include "deadlock.h"
 #include "flight.h"
 #include "tell.h"
 #include "wait.h"
@@ -114,6 +115,7 @@ static int sync_look(dc__waiting *x) {
   /* a mismatch is told at once, even if some rank never arrives */
   if (w->kind == DC__POSTED) DC_TRY(sync_compare(x->c, w->step));
   DC_TRY(sync_find_missing(x->c, w));
+  DC_TRY(dc__deadlock_look(x->c, ((const sync_long *)(const void *)x)->rank));
   return x->late ? sync_late(x->c, w) : DC_OK;
 }
 
@@ -139,6 +141,7 @@ static int sync_wait(dc_comm *c, int rank, sync_waiting *w) {
                        .look_ns = &c->look_ns,
                        .serves = true}};
   const int rc = dc__await(&l.w);
+  dc__deadlock_forget(c);
   dc__count(DC_COUNTER_wait_ns, dc__now_ns() - began);
   return rc;
 }
@@ -211,6 +214,25 @@ int dc_comm_set_timeout(dc_comm *c, int64_t timeout_ms) {
     return DC_FAIL(DC_E_INVALID, "timeout_ms %lld: expected a positive number of milliseconds", (long long)timeout_ms);
   c->timeout_ns = timeout_ms * 1000000;
   return DC_OK;
+}
+
+int dc_comm_waits(dc_comm *c, int rank, const char *what) {
+  DC_TRY(dc__enter(c));
+  int rc = DC_OK;
+  if (rank < 0) {
+    dc__deadlock_forget(c);
+  } else if (rank >= c->size || rank == c->rank || !what) {
+    rc = DC_FAIL(DC_E_INVALID, "rank %d waits for rank %d of %d", c->rank, rank, c->size);
+  } else if (dc__look_at_peer(c, rank)) {
+    dc__text t = {.n = 0};
+    text_add_pid(&t, c, rank);
+    dc__tell_end(&t, c, rank);
+    rc = DC_FAIL(DC_E_PEER_DIED, "%s; rank %d waits for it %s", t.s, c->global_rank[c->rank], what);
+  } else {
+    rc = dc__deadlock_look(c, rank);
+  }
+  dc__leave(c);
+  return rc;
 }
 
 /* relaxed: a text that is set while another thread's call shows it may be mixed with the one before */

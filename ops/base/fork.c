@@ -7,6 +7,7 @@
  *
  * - comm/p2p_match.c: the list of open endpoints stays; they are the parent's (dc__fork_mark) and are not used
  * - comm/open.c, comm/segment.c: arenas are not mapped (MADV_DONTFORK), segments are
+ * - comm/deadlock.c: the rings stay; a child that closes what it inherited leaves them
  * - comm/peers.c: pidfds stay open until the child closes the communicators that it inherited
  * - comm/flight.c: no record: its mapping is the parent's, its descriptor is closed
  * - ops/base/pool.c: no workers and no job; threads start at the next call

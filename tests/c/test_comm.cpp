@@ -697,6 +697,77 @@ TEST(Mismatch, IsToldBeforeTheLastRankArrives) {
   }));
 }
 
+// Three ranks with two groups each; what `body` is given is related, or not.
+static std::vector<Outcome> run_families(bool related,
+                                         const std::function<std::string(int rank, dc_comm *a, dc_comm *b)> &body) {
+  std::string address[2] = {fresh_address(), fresh_address()};
+  return run_ranks(3, [&](int rank) -> std::string {
+    dc_comm *c[2];
+    for (int i = 0; i < 2; i++) {
+      dc_comm_config k = config_of(address[i].c_str(), rank, 3, 2, 4096, related ? 60000 : 3000);
+      k.label = i ? "engine1/buckets" : "engine1/control";
+      FINE(dc_comm_open(&k, &c[i]));
+      FINE(dc_comm_set_caller(c[i], rank ? "train.py:31" : "train.py:50"));
+      if (related && i) FINE(dc_comm_relate(c[1], c[0]));
+      FINE(dc_barrier(c[i], 0));
+    }
+    std::string said = body(rank, c[0], c[1]);
+    FINE(dc_comm_close(c[0]));
+    FINE(dc_comm_close(c[1]));
+    return said;
+  });
+}
+
+TEST(Deadlock, RanksThatWaitInDifferentGroupsAreToldOnAllOfThem) {
+  for (int alone = 0; alone < 3; alone += 2) {
+    expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+      float x = 0;
+      if (rank == alone) WANT_STATUS(DC_E_MISMATCH, dc_barrier(a, 0));
+      else WANT_STATUS(DC_E_MISMATCH, dc_all_reduce(b, &x, &x, 1, DC_F32, DC_RED_SUM, 0));
+      WANT_TEXT("ranks wait for each other in different groups");
+      WANT_TEXT("is in barrier() [call 2 at train.py:");
+      WANT_TEXT("of group engine1/control and waits for rank");
+      WANT_TEXT("is in all_reduce(fp32, count 1, sum) [call 2 at train.py:");
+      WANT_TEXT("of group engine1/buckets and waits for rank");
+      return "";
+    }));
+  }
+}
+
+TEST(Deadlock, RanksThatAreOnlyLateAreWaitedFor) {
+  expect_all_fine(run_families(true, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+    for (int i = 0; i < 2; i++) {
+      if (rank == i) nap_ms(2500); // longer than a circle may stand
+      FINE(dc_barrier(i % 2 ? a : b, 0));
+    }
+    return "";
+  }));
+}
+
+TEST(Deadlock, OfGroupsThatAreNotRelatedIsATimeout) {
+  expect_all_fine(run_families(false, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
+    WANT_STATUS(DC_E_TIMEOUT, dc_barrier(rank ? a : b, 0));
+    return "";
+  }));
+}
+
+TEST(Deadlock, RelatingWhatCanNotBeRelatedIsRefused) {
+  std::string address[2] = {fresh_address(), fresh_address()};
+  expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
+    dc_comm *c, *turned;
+    dc_comm_config k = config_of(address[0].c_str(), rank, 2), t = config_of(address[1].c_str(), 1 - rank, 2);
+    FINE(dc_comm_open(&k, &c));
+    FINE(dc_comm_open(&t, &turned));
+    WANT_STATUS(DC_E_INVALID, dc_comm_relate(c, turned));
+    WANT_STATUS(DC_E_INVALID, dc_comm_relate(c, nullptr));
+    FINE(dc_comm_relate(c, c));
+    FINE(dc_comm_close(turned));
+    FINE(dc_barrier(c, 0));
+    FINE(dc_comm_close(c));
+    return "";
+  }));
+}
+
 TEST(Death, AKilledRankIsDiagnosedOnAllSurvivors) {
   std::string address = fresh_address();
   auto out = run_ranks(4, [&](int rank) -> std::string {

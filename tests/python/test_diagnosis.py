@@ -382,3 +382,98 @@ def test_desyncs_are_diagnosed():
 @pytest.mark.full
 def test_50_desyncs_are_diagnosed():
     check_desyncs(50)
+
+
+# ---- ranks of one engine that wait in different groups --------------------------------------------------------------
+def _save_on_one(engine, rank, folder):
+    if rank == 0:
+        engine.save_checkpoint(folder)
+
+
+def _skip_a_step(engine, rank, folder):
+    if rank == 0:
+        engine.step()
+
+
+def leave_a_call_out(rank, world, mistake, stage, folder):
+    """What `mistake` raises, and the training after it."""
+    import deepc
+    from deepc.errors import MismatchError
+    from tiny import TinyGPT
+
+    torch.manual_seed(0)
+    engine = deepc.initialize(
+        model=TinyGPT(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW"},
+        },
+    )[0]
+    x = torch.randint(61, (1, 16))
+    try:
+        for i in range(4):
+            engine.backward(engine(x, x))
+            if i != 1 or mistake is not _skip_a_step:
+                engine.step()
+            if i == 1:
+                mistake(engine, rank, folder)
+    except MismatchError as exc:
+        return str(exc)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("mistake", [_save_on_one, _skip_a_step])
+def test_a_rank_that_leaves_a_call_out_is_told_on_every_rank(mistake, stage, tmp_path):
+    for text in run_ranks(leave_a_call_out, 2, args=(mistake, stage, str(tmp_path)), limit_s=90):
+        assert "ranks wait for each other in different groups" in text, text
+        assert re.search(r"rank 0 is in .*of group engine\d+/control and waits for rank 1", text), text
+        assert re.search(r"rank 1 is in .*of group engine\d+/buckets and waits for rank 0", text), text
+        assert "Does one rank alone save or load a checkpoint, or skip a step?" in text
+
+
+def open_an_engine_alone(rank, world, peer):
+    """The driver: rank 0 opens an engine, and rank 1 does what `peer` says. What each rank raised."""
+    import deepc
+    from deepc.errors import CommError
+    from tiny import TinyGPT
+
+    def engine():
+        return deepc.initialize(model=TinyGPT(), config={"train_micro_batch_size_per_gpu": 1})[0]
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def body(r: int) -> str:
+            dist.init_process_group("deepc", init_method=f"file://{folder}/store", rank=r, world_size=2)
+            first = engine() if peer == "trains" else None
+            try:
+                if r == 0:
+                    engine()
+                elif peer == "trains":
+                    x = torch.randint(61, (1, 16))
+                    first.backward(first(x, x))
+                    first.step()
+                elif peer == "meets":
+                    dist.barrier()
+            except CommError as exc:
+                return f"{type(exc).__name__}: {exc}"
+            return "no error"
+
+        return _forked(2, body, 60.0)
+
+
+@pytest.mark.parametrize("peer", ["trains", "meets", "ends"])
+def test_an_engine_that_one_rank_opens_alone_is_told(peer):
+    said = run_ranks(open_an_engine_alone, 1, args=(peer,), backend=None, fresh=True)[0]
+    if peer == "ends":
+        assert re.match(
+            r"RankDiedError: rank 1 \(pid \d+\) died: it exited with code 0 without leaving the group", said[0]
+        )
+        assert (
+            "rank 0 waits for it to open group engine1: deepc.initialize() and zero.Init are for all ranks" in said[0]
+        )
+        return
+    for text in said:
+        assert text.startswith("MismatchError: ranks wait for each other in different groups"), text
+        assert re.search(r"rank 1 is in .* and waits for rank 0", text), text

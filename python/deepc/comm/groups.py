@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, Union
 
@@ -98,9 +99,11 @@ class NodeGroup(_OneNode):
         names: list[int] | None = None,
     ) -> None:
         self.rank, self.world, self.ranks_per_node, self.local_rank, self.leader = rank, world, world, rank, rank == 0
-        self._store, self._label, self._timeout, self._opened, self._names = store, label, timeout, 0, names
+        self._store, self._label, self._timeout, self._opened = store, label, timeout, 0
+        self.names = list(range(world)) if names is None else names
         self._comms: list[Comm] = []
         self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
+        _open_groups.add(self)
 
     def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
         """A further communicator of the same ranks (collective). Closed with the group."""
@@ -116,8 +119,10 @@ class NodeGroup(_OneNode):
             timeout=self._timeout,
             slot_bytes=(slot_bytes + 4095) // 4096 * 4096,
             slots=slots,
-            global_ranks=self._names,
+            global_ranks=self.names,
         )
+        if self._comms:  # one loop calls them all, so ranks that wait in different ones are told
+            comm.relate(self._comms[0])
         self._comms.append(comm)
         return comm
 
@@ -149,6 +154,7 @@ class NodeGroup(_OneNode):
                 comm.abort(reason)
 
     def close(self) -> None:
+        _open_groups.discard(self)
         comms, self._comms = self._comms, []
         for comm in comms:
             comm.close()
@@ -377,6 +383,31 @@ Group = Union[SoloGroup, NodeGroup, MultiNodeGroup, TorchGroup]  # noqa: UP007
 MemoryGroup = Union[NodeGroup, MultiNodeGroup]  # its ranks map the same pages  # noqa: UP007
 
 
+_open_groups: weakref.WeakSet[NodeGroup] = weakref.WeakSet()
+
+
+class _Watch:
+    """Over the ranks that one waits for while it opens a group: whether they can still come, as far as the groups that
+    it has with them tell."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
+        self._comms = [(world, list(range(world.size)))] if world is not None else []
+        self._comms += [(g.comm, g.names) for g in _open_groups]
+
+    def __call__(self, rank: int) -> None:
+        for comm, names in self._comms:
+            if rank in names:
+                comm.waits(
+                    names.index(rank), f"to open {self.what}: deepc.initialize() and zero.Init are for all ranks"
+                )
+
+    def end(self) -> None:
+        for comm, _ in self._comms:
+            comm.waits(-1, "")
+
+
 def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine") -> Group:
     """The group of all ranks for one engine. Collective: engines are made in the same order on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -389,7 +420,11 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
         f"deepc/{label}/made by {rank}", 1
     )  # counted in the store: it belongs to this default group, not to the process
     store = dist.PrefixStore(f"deepc/{label}{number}", common)
-    places = discover(store, rank, world).topology
+    watch = _Watch(f"group {label}{number}")
+    try:
+        places = discover(store, rank, world, watch, watch.what).topology
+    finally:
+        watch.end()
     if places.count == 1:
         return NodeGroup(store, rank, world, f"{label}{number}", timeout)
     if not places.even:

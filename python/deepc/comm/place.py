@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..core import env
@@ -14,6 +16,9 @@ from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+LATE_S = 10.0  # until a rank that waits for others says so
+_LOOK_S = 0.05
 
 
 def node_id() -> str:
@@ -99,8 +104,31 @@ def _pid_namespace() -> int:
         return 0
 
 
-def discover(store: dist.Store, rank: int, size: int) -> Places:
+def discover(
+    store: dist.Store, rank: int, size: int, watch: Callable[[int], None] | None = None, what: str = "a group"
+) -> Places:
     """Tells `store`, which is the group's own, where this rank is, and reads where the others are. Collective: waits
-    for all, as long as the store does."""
+    for all, as long as the store does. watch: called with a missing rank a few times a second; raises if that will
+    never come. what: the group, for the line that names who is missing after LATE_S."""
     store.set(f"place{rank}", json.dumps(Process(node_id(), socket.gethostname(), os.getpid(), _pid_namespace())))
+    if watch is not None:
+        _await(store, rank, size, watch, what)
     return Places([Process(*json.loads(store.get(f"place{r}"))) for r in range(size)])
+
+
+def _await(store: dist.Store, rank: int, size: int, watch: Callable[[int], None], what: str) -> None:
+    """Returns when all have told the store their places, or its own time is over."""
+    missing = [r for r in range(size) if r != rank]
+    began, pause, told = time.monotonic(), 0.0005, False
+    while time.monotonic() - began < store.timeout.total_seconds():
+        missing = [r for r in missing if not store.check([f"place{r}"])]
+        if not missing:
+            break
+        if pause >= _LOOK_S:
+            watch(missing[0])
+        if not told and time.monotonic() - began > LATE_S:
+            told = True
+            names = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+            print(f"deepc: rank {rank} waits for rank {names} to open {what}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK_S)

@@ -181,6 +181,23 @@ class Comm:
             raise ArgumentError(f"communicator {self.label} is closed")
         return self._handle
 
+    def relate(self, to: Comm) -> None:
+        """This and `to`, of the same ranks, are called in one order on all ranks, one call at a time: ranks that
+        wait for each other in different ones get MismatchError (dc_comm_relate)."""
+        call("dc_comm_relate", self.handle, to.handle)
+
+    def waits(self, rank: int, what: str) -> None:
+        """For who waits for group rank `rank` elsewhere, again and again meanwhile: RankDiedError if its process has
+        ended, MismatchError if it waits for this rank here (dc_comm_waits). rank -1: the wait is over. Does nothing
+        while a call is in progress here, or after an error."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._handle and not C.dc_comm_error(self._handle):
+                check(C.dc_comm_waits(self._handle, rank, what.encode()))
+        finally:
+            self.lock.release()
+
     def barrier(self, tag: int = 0, note: str = "") -> None:
         """Returns when every rank has called it with the same tag. note: goes behind the caller's line in messages."""
         with self.lock:

@@ -245,6 +245,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_comm_bytes": (c_int, c_int32, c_int32, c_int64, _P(c_int64)),
     "dc_comm_close": (c_int, c_void_p),
     "dc_comm_abort": (c_int, c_void_p, c_char_p),
+    "dc_comm_waits": (c_int, c_void_p, c_int, c_char_p),
+    "dc_comm_relate": (c_int, c_void_p, c_void_p),
     "dc_comm_rank": (c_int, c_void_p),
     "dc_comm_size": (c_int, c_void_p),
     "dc_comm_set_caller": (c_int, c_void_p, c_char_p),

@@ -209,6 +209,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         self._comm = self._quick = comm
 
     @property
+    def live_comm(self) -> shared.Comm | None:
+        """The communicator of a group whose ranks are all on one node, whatever is in progress; else None."""
+        return self._quick
+
+    @property
     def node_comm(self) -> shared.Comm | None:
         """The communicator of a group whose ranks are all on one node, with nothing of it in progress; else None."""
         if self._progress is not None:

@@ -1,0 +1,148 @@
+/* deadlock.c: see deadlock.h. Owns the families of communicators, and the word `waits` of the own seats.
+ *
+ * An engine has several communicators and calls them all in one order. A rank that leaves a call out (rank 0 alone
+ * saves a checkpoint, one rank skips a step) then waits in one of them while the others wait in another: in none of
+ * them do two calls differ, so none can tell. What can be seen is that the waits make a circle. Each rank shows in its
+ * seat for whom it waits, and in which communicator; who waits follows that from rank to rank. A circle of ranks that
+ * wait with their only thread can't open again, so one that stands for DEADLOCK_NS is an error. (The graph of waits:
+ * Coffman, Elphick, Shoshani, System Deadlocks, 1971. Each rank shows one of those that it waits for, the first one
+ * that is missing: when all of a circle are stuck, that is enough.)
+ *
+ * Assumes what dc_comm_relate asks for: the same ranks, one call at a time over the whole family. */
+#include "deadlock.h"
+
+#include <pthread.h>
+
+#include "fault.h"
+#include "tell.h"
+
+#define DEADLOCK_NS (2 * 1000 * 1000 * 1000ll) /* long beside a wake-up, short beside a person's patience */
+
+/* Of all families of this process: the rings, and that their members stay mapped while they are walked. */
+static pthread_mutex_t deadlock_lock = PTHREAD_MUTEX_INITIALIZER;
+DC__AT_FORK(deadlock_at_fork, DC__FORK_FAMILIES, &deadlock_lock, NULL)
+
+/* A wait of one rank: where, and for whom. */
+typedef struct deadlock_edge {
+  dc_comm *c;
+  uint32_t shown;
+  int from, to;
+} deadlock_edge;
+
+enum { WAITS_RANK_BITS = 16 }; /* of seat.waits: rank + 1; above them a number that differs from wait to wait */
+_Static_assert(DC_COMM_MAX_RANKS < 1 << WAITS_RANK_BITS, "a rank fits");
+
+static void deadlock_show(dc_comm *c, int rank) {
+  const uint32_t number = c->waits >> WAITS_RANK_BITS, wanted = number << WAITS_RANK_BITS | (uint32_t)(rank + 1);
+  if (c->waits_shown && c->waits == wanted) return;
+  c->waits = (number + 1) << WAITS_RANK_BITS | (uint32_t)(rank + 1);
+  c->waits_shown = true;
+  c->circle_ns = 0;
+  /* release: who sees it also sees the call that we posted */
+  atomic_store_explicit(&c->h->seat[c->rank].waits, c->waits, memory_order_release);
+}
+
+void dc__deadlock_forget(dc_comm *c) {
+  if (!c->waits_shown) return;
+  c->waits_shown = false;
+  atomic_store_explicit(&c->h->seat[c->rank].waits, 0, memory_order_release);
+}
+
+/* For whom `rank` waits, in any communicator of the family. */
+static bool deadlock_next(dc_comm *c, int rank, deadlock_edge *e) {
+  dc_comm *k = c;
+  do {
+    const uint32_t shown = atomic_load_explicit(&k->h->seat[rank].waits, memory_order_acquire);
+    const int to = (int)(shown & ((1u << WAITS_RANK_BITS) - 1)) - 1;
+    if (to >= 0 && to < c->size) {
+      *e = (deadlock_edge){.c = k, .shown = shown, .from = rank, .to = to};
+      return true;
+    }
+    k = k->family;
+  } while (k != c);
+  return false;
+}
+
+/* Follows the waits from this rank: the number of edges if they come back to it, else 0. *mark differs from circle to
+ * circle. */
+static int deadlock_follow(dc_comm *c, deadlock_edge edge[], uint64_t *mark) {
+  int n = 0, at = c->rank;
+  *mark = 0;
+  do {
+    if (n == c->size || !deadlock_next(c, at, &edge[n])) return 0;
+    *mark = (*mark ^ edge[n].shown ^ (uint64_t)(uintptr_t)edge[n].c) * 0x9e3779b97f4a7c15u;
+    at = edge[n++].to;
+  } while (at != c->rank);
+  return n;
+}
+
+/* All communicators of the circle get one text: their ranks raise at once, whichever they wait in. */
+static int deadlock_break(dc_comm *c, const deadlock_edge edge[], int n) {
+  dc__text t = {.n = 0};
+  text_add(&t, "ranks wait for each other in different groups, so no call can end:");
+  for (int i = 0; i < n; i++) {
+    if (i == 6 && n > 7) {
+      text_add(&t, " and so on over %d ranks.", n);
+      break;
+    }
+    text_add(&t, i ? "; " : " ");
+    text_add_rank(&t, c, edge[i].from);
+    text_add(&t, " ");
+    dc__tell_position(&t, edge[i].c, edge[i].from);
+    text_add(&t, " of group %s and waits for ", edge[i].c->label);
+    text_add_rank(&t, c, edge[i].to);
+  }
+  text_add(&t, ". All ranks must make the same calls in the same order. Does one rank alone save or load a checkpoint, or "
+               "skip a step?");
+  for (int i = 0; i < n; i++)
+    if (edge[i].c != c) dc__break(edge[i].c, DC_E_MISMATCH, "%s", t.s);
+  return dc__break(c, DC_E_MISMATCH, "%s", t.s);
+}
+
+int dc__deadlock_look(dc_comm *c, int rank) {
+  deadlock_show(c, rank);
+  deadlock_edge edge[DC_COMM_MAX_RANKS];
+  uint64_t mark;
+  int rc = DC_OK;
+  pthread_mutex_lock(&deadlock_lock);
+  const int n = deadlock_follow(c, edge, &mark);
+  if (!n || !c->circle_ns || mark != c->circle) {
+    c->circle = mark;
+    c->circle_ns = n ? dc__now_ns() : 0;
+  } else if (dc__now_ns() - c->circle_ns >= DEADLOCK_NS) {
+    rc = deadlock_break(c, edge, n);
+  }
+  pthread_mutex_unlock(&deadlock_lock);
+  return rc;
+}
+
+void dc__deadlock_leave(dc_comm *c) {
+  pthread_mutex_lock(&deadlock_lock);
+  dc_comm *before = c;
+  while (before->family != c) before = before->family;
+  before->family = c->family;
+  c->family = c;
+  pthread_mutex_unlock(&deadlock_lock);
+}
+
+int dc_comm_relate(dc_comm *c, dc_comm *to) {
+  if (!c || !to) return DC_FAIL(DC_E_INVALID, "a communicator is NULL");
+  if (c->fork_mark != dc__fork_mark() || to->fork_mark != dc__fork_mark())
+    return DC_FAIL(DC_E_STATE, "group %s was opened by the parent of this forked process", c->label);
+  if (c->size != to->size || c->rank != to->rank)
+    return DC_FAIL(DC_E_INVALID, "group %s (rank %d of %d) and group %s (rank %d of %d) have different ranks", c->label,
+                   c->rank, c->size, to->label, to->rank, to->size);
+  pthread_mutex_lock(&deadlock_lock);
+  bool related = false;
+  for (dc_comm *k = c; !related; k = k->family) {
+    related = k == to;
+    if (k->family == c) break;
+  }
+  if (!related) { /* two rings become one */
+    dc_comm *next = c->family;
+    c->family = to->family;
+    to->family = next;
+  }
+  pthread_mutex_unlock(&deadlock_lock);
+  return DC_OK;
+}
