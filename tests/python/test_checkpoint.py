@@ -308,3 +308,35 @@ def test_ranks_that_save_to_different_folders_are_told_so(tmp_path):
     said = run_ranks(_scattered, 2, str(tmp_path))
     assert f"rank 0 with '{tmp_path}/0/t', rank 1 with '{tmp_path}/1/t'" in said[0]
     assert "rank 0" in said[1]
+
+
+def _tags(rank, world, folder, wanted):
+    import logging
+
+    from deepc.errors import CheckpointError
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    engine = make_engine(2, world, checkpoint={"tag_validation": wanted})
+    try:
+        engine.save_checkpoint(folder, tag=f"at{rank}")
+        found = Path(engine.load_checkpoint(folder)[0]).name
+    except CheckpointError as exc:
+        found = str(exc)
+    logging.getLogger("deepc").removeHandler(handler)
+    engine.destroy()
+    return found, [text for text in said if "different tags" in text]
+
+
+@pytest.mark.parametrize("wanted", ["Ignore", "WARN", "fail"])
+def test_ranks_that_save_under_different_tags(tmp_path, wanted):
+    found = _run_ranks(_tags, 2, args=(str(tmp_path), wanted), env={"DEEPC_LOG_LEVEL": "WARNING"})
+    different = "different tags: rank 0 with 'at0', rank 1 with 'at1'"
+    if wanted == "fail":
+        assert all(different in text for text, _ in found) and not list(tmp_path.iterdir())
+        return
+    assert [name for name, _ in found] == ["at0", "at0"]
+    assert [len(said) for _, said in found] == [wanted == "WARN", 0]
+    assert all(different in text for _, said in found for text in said)

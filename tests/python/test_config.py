@@ -596,11 +596,9 @@ def test_fp16_and_bf16_exclude_each_other():
 def test_offload():
     raw = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     cpu = load(raw)
-    assert [i.key.rsplit(".", 1)[-1] for i in cpu.inert] == [
-        "device",
-        "pin_memory",
-    ] and cpu.zero.offload_optimizer.device == "cpu"
-    assert load(raw, device_type="cuda").inert == ()
+    assert {i.key.rsplit(".", 1)[-1] for i in cpu.inert} == {"device", "pin_memory"}
+    assert cpu.zero.offload_optimizer.device == "cpu"
+    assert [i.key.rsplit(".", 1)[-1] for i in load(raw, device_type="cuda").inert] == ["pin_memory"]
     assert (
         "needs ZeRO stage 1"
         in load({"zero_optimization": raw["zero_optimization"] | {"stage": 0}}, device_type="cuda").describe_inert()

@@ -130,7 +130,7 @@ KEYS: tuple[Key, ...] = (
     ),
     _active("wall_clock_breakdown", "bool", False, "Time forward, backward, reduction and step, and print them."),
     _active("memory_breakdown", "bool", False, "Print the memory in use after forward, backward and step."),
-    _active("dump_state", "bool", False, "Print the whole configuration and plan at initialization."),
+    _active("dump_state", "bool", False, "Print every key with its value, and where that is from, at initialization."),
     _active(
         "log_level",
         "str",
@@ -229,7 +229,12 @@ KEYS: tuple[Key, ...] = (
     ),
     _later("fp16.fp16_master_weights_and_grads", "bool", False, "fp16 master weights"),
     _active("bf16.enabled", "bool", False, "Parameters and activations in bf16, fp32 master weights.", auto=True),
-    _active("bf16.check_grad_overflow", "bool", True, "Skip the step when a gradient is not finite."),
+    _active(
+        "bf16.check_grad_overflow",
+        "bool",
+        True,
+        "Skip the step when a gradient is not finite; false: it is applied, with a warning.",
+    ),
     _inert("bf16.immediate_grad_update", "bool", False, "Add gradients in hooks.", "deepc's hooks always do"),
     _later("bf16.bf16_master_weights_and_grads", "bool", False, "bf16 master weights"),
     _later("bf16.bf16_optimizer_states", "bool", False, "bf16 optimizer states"),
@@ -455,11 +460,12 @@ KEYS: tuple[Key, ...] = (
         alias="max_reuse_distance",
         inert_on="cpu",
     ),
-    _active(
+    _inert(
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "bool",
         False,
-        "save_16bit_model() writes whole weights at stage 3.",
+        "Let save_16bit_model() write whole weights at stage 3.",
+        "save_16bit_model() always writes whole weights, at every stage",
         auto=True,
         alias="gather_16bit_weights_on_model_save",
     ),
@@ -544,7 +550,13 @@ KEYS: tuple[Key, ...] = (
         "there is no NVMe offload yet",
         ge=0,
     ),
-    _active("zero_optimization.offload_optimizer.pin_memory", "bool", True, "Page-locked host memory for the states."),
+    _inert(
+        "zero_optimization.offload_optimizer.pin_memory",
+        "bool",
+        True,
+        "Page-locked host memory for the states.",
+        "deepc does not lock the states' pages, on a GPU's host either",
+    ),
     _inert(
         "zero_optimization.offload_optimizer.pipeline_read",
         "bool",
@@ -669,7 +681,8 @@ KEYS: tuple[Key, ...] = (
         "checkpoint.tag_validation",
         "str",
         "Warn",
-        "What to do when ranks save under different tags.",
+        "When ranks come to save_checkpoint with different tags: all save under rank 0's, silently (Ignore) or with a"
+        " warning (Warn), or it is an error (Fail).",
         choices=("Ignore", "Warn", "Fail"),
     ),
     _inert(
@@ -965,7 +978,6 @@ DIFFERS: dict[str, str] = {
         "buckets hold at most 1 Mi elements, which is as fast in shared memory and takes less of it; smaller values are"
         " kept."
     ),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model writes safetensors.",
     "zero_optimization.zero_hpz_partition_size": "the secondary partition always is the node.",
     "zero_optimization.zero_quantized_weights": "acts between nodes only: inside a node no parameter moves.",
     "zero_optimization.zero_quantized_gradients": (
@@ -976,6 +988,7 @@ DIFFERS: dict[str, str] = {
         "fp32 masters start from the values that the model had, not from their 16-bit rounding; a step whose gradients"
         " are not finite is skipped."
     ),
+    "checkpoint.tag_validation": "with Ignore and Warn DeepSpeed writes each rank's part under its own tag.",
     "gradient_accumulation_steps": "gradients are always summed in fp32; no_sync() works at every stage.",
     "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
     "optimizer.type": (

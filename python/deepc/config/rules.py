@@ -290,9 +290,6 @@ class Loader:
                     "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
                     'to "none".',
                 )
-        pin = "zero_optimization.offload_optimizer.pin_memory"
-        if pin in self.values and self.device == "cpu":
-            self.inert.append(InertKey(pin, self.values[pin], "page-locked memory serves copies to a GPU"))
 
     def _zeropp_rules(self) -> None:
         """ZeRO++ acts on what crosses between CPU nodes; how many there are the engine knows."""

@@ -433,6 +433,8 @@ def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:
 
 def report(engine: EngineBase) -> None:
     """What was made, in the log."""
+    if engine._config.dump_state:
+        say(engine, engine._config.explain())
     say(engine, engine.plan.describe())
     for note in engine.plan.notes:
         say(engine, note)

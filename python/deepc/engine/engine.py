@@ -149,7 +149,9 @@ class Engine(EngineBase):
             self.optimizer.loss_scale = self.scaler.loss_scale
             if reason:
                 reason += f"; loss scale {scale:g} -> {self.scaler.loss_scale:g}"
-        if reason:
+        if reason and self._config.bf16.enabled and not self._config.bf16.check_grad_overflow:
+            say(self, f"step {self.global_steps + 1}: {reason}, and bf16.check_grad_overflow is false", logging.WARNING)
+        elif reason:
             self.optimizer.overflow = True
             return StepResult(False, reason, norm.bad, None)
         self._grad_norm = norm.value
@@ -230,9 +232,9 @@ class Engine(EngineBase):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes `save_dir/<tag>` (default global_step<N>): safetensors shards by their owners, an index, published by
-        one rename. client_state: tensors, NumPy values and JSON types; anything else is a CheckpointTypeError.
-        Collective."""
+        """Writes `save_dir/<tag>` (default global_step<N>; rank 0's where ranks differ, see checkpoint.tag_validation):
+        safetensors shards by their owners, an index, published by one rename. client_state: tensors, NumPy values and
+        JSON types; anything else is a CheckpointTypeError. Collective."""
         from .saving import save
 
         tag = tag if tag is not None else f"global_step{self.global_steps}"

@@ -26,6 +26,7 @@ from ..checkpoint.store import (
 )
 from ..core.ops import name_of
 from ..errors import CheckpointError, CheckpointTypeError
+from .base import say
 
 if TYPE_CHECKING:
     from ..plan.layout import Segment
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("deepc")
 _PLACE_BYTES = 256
+_TAG_BYTES = 256  # more than a file's name may have
 
 
 def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
@@ -48,22 +50,37 @@ def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
         )
 
 
-def _agree(engine: EngineBase, token: str, path: str) -> tuple[str, list[str]]:
-    """(rank 0's token, where each rank saves: the end of it). Collective."""
-    mine = token.encode() + path.encode()[-_PLACE_BYTES:].ljust(_PLACE_BYTES, b"\0")
+def _agree(engine: EngineBase, token: str, directory: str, tag: str) -> tuple[str, list[str], list[str]]:
+    """(rank 0's token, the folder of each rank: the end of it, the tag of each rank). Collective."""
+    texts = (token, directory, tag)
+    sizes = (len(token.encode()), _PLACE_BYTES, _TAG_BYTES)
+    mine = b"".join(text.encode()[-n:].ljust(n, b"\0") for text, n in zip(texts, sizes))
     rows = [bytes(row) for row in engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
-    return rows[0][:-_PLACE_BYTES].decode(), [
-        row[-_PLACE_BYTES:].rstrip(b"\0").decode(errors="replace") for row in rows
-    ]
+
+    def field(begin: int, end: int) -> list[str]:
+        return [row[begin:end].rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    at = sizes[0] + sizes[1]
+    return field(0, sizes[0])[0], field(sizes[0], at), field(at, at + sizes[2])
 
 
-def _scattered(places: list[str]) -> CheckpointError:
-    other = next(r for r, place in enumerate(places) if place != places[0])
-    return CheckpointError(
-        f"save_checkpoint was called with different places: rank 0 with '{places[0]}', rank {other} with"
-        f" '{places[other]}'. All ranks must name the same folder and tag; a name with the time in it is made on rank 0"
-        " and broadcast"
+def _different(what: str, texts: list[str], fix: str) -> str:
+    other = next(r for r, text in enumerate(texts) if text != texts[0])
+    return (
+        f"save_checkpoint was called with different {what}: rank 0 with '{texts[0]}', rank {other} with"
+        f" '{texts[other]}'. {fix}"
     )
+
+
+def _one_tag(engine: EngineBase, tags: list[str]) -> str:
+    """The tag that all ranks save under, rank 0's. checkpoint.tag_validation: what is done if others came with another
+    one, "Ignore", "Warn" or "Fail"."""
+    if len(set(tags)) > 1 and (wanted := engine._config.checkpoint.tag_validation) != "Ignore":
+        fix = "A tag with the time or the rank in it is made on rank 0 and broadcast"
+        if wanted == "Fail":
+            raise CheckpointError(_different("tags", tags, f"{fix} (checkpoint.tag_validation is Fail)"))
+        say(engine, _different("tags", tags, f"All save under rank 0's. {fix}"), logging.WARNING)
+    return tags[0]
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +113,8 @@ def save(
         logger.warning(
             "save_checkpoint between a backward and its step: gradients of the unfinished step are not saved"
         )
-    token, places = _agree(engine, new_token(), os.path.join(directory, str(tag)))
+    token, folders, tags = _agree(engine, new_token(), os.fspath(directory), str(tag))
+    tag = _one_tag(engine, tags)
     writer: CheckpointWriter | None = None
     failure: Exception | None = None
     try:
@@ -117,7 +135,9 @@ def save(
                         {"client": client_state, "engine": _engine_state(engine)}, latest=latest
                     )
             except Exception as exc:
-                failure = exc if len(set(places)) == 1 else _scattered(places)
+                places = [os.path.join(folder, tag) for folder in folders]
+                fix = "All ranks must name the same folder"
+                failure = exc if len(set(places)) == 1 else CheckpointError(_different("places", places, fix))
         together(engine, f"publishing checkpoint {tag}", failure)
     except Exception:
         if writer is not None:
