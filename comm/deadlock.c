@@ -92,8 +92,9 @@ static int deadlock_break(dc_comm *c, const deadlock_edge edge[], int n) {
     text_add(&t, " of group %s and waits for ", edge[i].c->label);
     text_add_rank(&t, c, edge[i].to);
   }
-  text_add(&t, ". All ranks must make the same calls in the same order. Does one rank alone save or load a checkpoint, or "
-               "skip a step?");
+  text_add(&t,
+           ". All ranks must make the same calls in the same order. Does one rank alone save or load a checkpoint, or "
+           "skip a step?");
   for (int i = 0; i < n; i++)
     if (edge[i].c != c) dc__break(edge[i].c, DC_E_MISMATCH, "%s", t.s);
   return dc__break(c, DC_E_MISMATCH, "%s", t.s);

@@ -56,7 +56,7 @@ def test_rows_are_whole():
 
 def test_every_active_row_has_a_field_and_every_field_a_row():
     tree = load({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
-    ours = {"world_size", "device_type", "source", "raw", "inert", "auto", "given"}
+    ours = {"world_size", "device_type", "source", "raw", "inert", "auto", "given", "defaults"}
     fields: set[str] = set()
 
     def walk(node, prefix):
@@ -256,6 +256,31 @@ def test_defaults():
         "weight_decay": 0.0,
         "amsgrad": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("raw", "keys"),
+    [
+        ({}, ["gradient_clipping", "optimizer.type"]),
+        ({"gradient_clipping": 0, "optimizer": {"type": "AdamW"}}, ["optimizer.params.weight_decay"]),
+        ({"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.0}}}, []),
+        ({"gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {}}}, []),
+        (
+            {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}},
+            ["gradient_clipping", "optimizer.params.adam_w_mode"],
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}}, ["gradient_clipping"]),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, ["gradient_clipping"]),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, ["gradient_clipping"]),
+    ],
+)
+def test_defaults_that_change_results_are_known(raw, keys):
+    cfg = load(raw)
+    assert [d.key for d in cfg.defaults] == keys
+    found = explain.check({"train_batch_size": 1, **raw}, ranks=1)
+    assert found.to_dict()["defaults"] == [d._asdict() for d in cfg.defaults]
+    assert all(d.key in str(found) and d.says.split()[0] in str(found) for d in cfg.defaults)
+    assert ("default changes results" in str(found)) == bool(keys)
 
 
 def test_default_optimizer_is_deepspeeds_adam():

@@ -616,3 +616,38 @@ def test_compile_of_a_stage_3_model():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     engine.destroy()
     engine2.destroy()
+
+
+def _told(rank, world):
+    import logging
+
+    import deepc
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    out = []
+    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    for raw, optimizer in (
+        (adamw, None),
+        ({**adamw, "gradient_clipping": 1.0}, None),
+        ({}, torch.optim.SGD),
+        ({"gradient_clipping": 0.0}, torch.optim.SGD),
+    ):
+        said.clear()
+        model = torch.nn.Linear(4, 2)
+        given = optimizer(model.parameters(), 0.1) if optimizer else None
+        config = {"train_micro_batch_size_per_gpu": 1, **raw}
+        deepc.initialize(model=model, config=config, optimizer=given)[0].destroy()
+        out.append([line for line in said if line.startswith("by default: ")])
+    logging.getLogger("deepc").removeHandler(handler)
+    return out
+
+
+def test_defaults_that_change_results_are_said_at_start():
+    both, decay, clip, nothing = _run_ranks(_told, 1)[0]
+    assert "gradient_clipping 1.0" in both[0] and "0: no clipping" in both[0] and "weight_decay 0.0" in both[0]
+    assert "clipping" not in decay[0] and "torch.optim.AdamW has 0.01" in decay[0]
+    assert "gradient_clipping 1.0" in clip[0] and "weight_decay" not in clip[0]
+    assert nothing == []

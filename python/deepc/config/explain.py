@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ArgumentError, ConfigError
+from .defaults import Default
 from .keys import ANY, DIFFERS, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, Key, State
 from .rules import TRIANGLE, Loader, resolve_batch
 from .schema import write_schema
@@ -52,7 +53,7 @@ class Wrong:
 @dataclass
 class Check:
     """What a configuration means. batch: the three numbers and which of them are derived; None if they don't fit
-    together or are "auto"."""
+    together or are "auto". defaults: of keys that are not given, those that change results."""
 
     source: str
     ranks: int
@@ -62,6 +63,7 @@ class Check:
     errors: list[Wrong] = field(default_factory=list)
     batch: dict[str, Any] | None = None
     keys: list[Finding] = field(default_factory=list)
+    defaults: list[Default] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -69,7 +71,7 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        return {**asdict(self), "ok": self.ok}
+        return {**asdict(self), "defaults": [d._asdict() for d in self.defaults], "ok": self.ok}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -91,7 +93,8 @@ def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Chec
     loader = Loader(raw, name, world, device, True)
     out = Check(name, world, device, said)
     try:
-        out.precision = Config.read(loader).dtype
+        config = Config.read(loader)
+        out.precision, out.defaults = config.dtype, list(config.defaults)
     except ConfigError:
         out.errors = [_wrong(text, name) for text in loader.errors]
     out.batch = _batch(loader)
@@ -221,6 +224,10 @@ def _lines(c: Check) -> list[str]:
                 f" {b[TRIANGLE[2]]}{note[TRIANGLE[2]]} * {c.ranks} rank{'s' * (c.ranks > 1)}"
             ),
         ]
+    if c.defaults:
+        out += ["", "not given, and the default changes results:"]
+        for d in c.defaults:
+            out += [f"  {d.key} = {_value(d.value)}", *_wrapped(d.says, 6)]
     for state, title in _STATES.items():
         found = [k for k in c.keys if k.state == state]
         if not found:

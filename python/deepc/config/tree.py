@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 
 from ..core import cpu
 from ..errors import ConfigError
+from .defaults import Default, telling
 from .keys import KEYS, Key, State
 from .rules import TRIANGLE, InertKey, Loader, OptimizerConfig, SchedulerConfig
 from .source import _read
@@ -265,6 +266,7 @@ class Config:
     inert: tuple[InertKey, ...] = field(repr=False)
     auto: tuple[str, ...]
     given: frozenset[str] = field(repr=False)
+    defaults: tuple[Default, ...] = field(repr=False)
 
     @property
     def dtype(self) -> str:
@@ -402,4 +404,5 @@ def _build(asked: Loader) -> Config:
         inert=tuple(asked.inert),
         auto=tuple(asked.auto),
         given=frozenset(asked.values),
+        defaults=telling(asked),
     )

@@ -155,7 +155,7 @@ def assemble(
         engine.guard.remember()
         if engine.device.type == "cpu":
             memory.trim_heap()  # what the set-up freed does not come again
-        report(engine)
+        report(engine, given)
         engine.events.end("initialize")
         return undo.pop_all()
 
@@ -431,11 +431,23 @@ def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:
         gathered.hold([*state.trained, *(p for _, p in state.frozen)], held)
 
 
-def report(engine: EngineBase) -> None:
+def tell_defaults(engine: EngineBase, given: Given) -> None:
+    """Which defaults decide what this training learns; an optimizer that was passed, or that is nobody's choice, has
+    told its own."""
+    config = engine._config
+    ours = given.optimizer is None and config.optimizer is not None
+    if not is_for_evaluation(engine, given) and (
+        told := [d for d in config.defaults if ours or not d.key.startswith("optimizer.")]
+    ):
+        say(engine, "by default: " + "; ".join(f"{d.key} {d.value}, {d.says}" for d in told))
+
+
+def report(engine: EngineBase, given: Given) -> None:
     """What was made, in the log."""
     if engine._config.dump_state:
         say(engine, engine._config.explain())
     say(engine, engine.plan.describe())
+    tell_defaults(engine, given)
     for note in engine.plan.notes:
         say(engine, note)
     if told := engine.step_policy.describe():
