@@ -375,7 +375,7 @@ def test_what_has_no_answer(tmp_path, capsys):
         ((str(tmp_path / "short"),), "is cut: it has 0 bytes"),
         ((str(tmp_path / "none"),), "No such file"),
         ((str(tmp_path),), "no deepc-flight-\\*.bin in this folder"),
-        ((str(other.pid),), "has no flight record"),
+        ((str(other.pid),), "neither process \\d+ nor one that it started has a flight record"),
         ((str(2**22 + 5),), "there is no process"),
         ((str(os.getpid()), str(tmp_path)), "not both"),
     ):
@@ -468,3 +468,55 @@ def test_a_self_test_that_fails_says_what_failed(monkeypatch):
     assert [c.state for c in doctor._judge([right, right])] == ["ok", "ok", "ok", "warn"]
     assert doctor._judge([right, {**right, "wrong": ["broadcast"]}])[0].state == "fail"
     assert doctor._judge([right, {**right, "on_core": False}])[0].state == "fail"
+
+
+_ENDS = """
+    import os, pathlib, sys, time
+    import torch, torch.distributed as dist
+    import deepc
+    deepc.init_distributed()
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(8))
+    pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
+    if rank == 1:
+        os._exit(0)
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+"""
+
+
+def test_a_rank_that_ended_beside_one_that_runs_is_a_finding_and_the_launchers_pid_is_enough(tmp_path):
+    (tmp_path / "ends.py").write_text(textwrap.dedent(_ENDS))
+    command = ["run", "--num_ranks", "2", "--cpu", "ends.py"]
+    start = "import sys, deepc.launch.driver as d; d.FINISHED_S = 0.1; from deepc.cli import main; "
+    start += f"sys.exit(main({command}))"
+    run = subprocess.Popen(
+        [sys.executable, "-c", start],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        pids = pids_of(tmp_path, run)
+        while os.path.exists(f"/proc/{pids[1]}"):
+            time.sleep(0.05)
+        code, said = deepc(str(run.pid))
+        assert code == 1, said
+        assert (
+            f"missing: group default_pg: rank 1 (pid {pids[1]}) ended without leaving it, and rank 0 (pid {pids[0]})"
+            " still runs" in said
+        ), said
+        time.sleep(1.5)  # the launcher's loop comes round in half a second
+        (tmp_path / "go").touch()
+        out, _ = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            run.kill()
+            run.communicate()
+    assert run.returncode == 0, out
+    assert out.count("deepc run: rank 1 ended with exit code 0 more than 0 s ago, and 1 of 2 ranks still run.") == 1, (
+        out
+    )
+    assert f"`deepc doctor {run.pid}`" in out

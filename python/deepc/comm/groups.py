@@ -392,9 +392,11 @@ class _Watch:
 
     def __init__(self, what: str) -> None:
         self.what = what
+        comms = [(g.comm, g.names) for g in _open_groups]
         world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
-        self._comms = [(world, list(range(world.size)))] if world is not None else []
-        self._comms += [(g.comm, g.names) for g in _open_groups]
+        if world is not None:  # last: what broke an engine says more than how its rank ended then
+            comms.append((world, list(range(world.size))))
+        self._comms = [(c, names) for c, names in comms if c.is_sound]
 
     def __call__(self, rank: int) -> None:
         for comm, names in self._comms:
@@ -405,7 +407,8 @@ class _Watch:
 
     def end(self) -> None:
         for comm, _ in self._comms:
-            comm.waits(-1, "")
+            if comm.is_sound:
+                comm.waits(-1, "")
 
 
 def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine") -> Group:

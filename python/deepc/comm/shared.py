@@ -188,15 +188,18 @@ class Comm:
 
     def waits(self, rank: int, what: str) -> None:
         """For who waits for group rank `rank` elsewhere, again and again meanwhile: RankDiedError if its process has
-        ended, MismatchError if it waits for this rank here (dc_comm_waits). rank -1: the wait is over. Does nothing
-        while a call is in progress here, or after an error."""
-        if not self.lock.acquire(blocking=False):
-            return
-        try:
-            if self._handle and not C.dc_comm_error(self._handle):
-                check(C.dc_comm_waits(self._handle, rank, what.encode()))
-        finally:
-            self.lock.release()
+        ended, MismatchError if it waits for this rank here (dc_comm_waits), or the error that broke this communicator.
+        rank -1: the wait is over. Does nothing while a call is in progress here."""
+        if self.lock.acquire(blocking=False):
+            try:
+                check(C.dc_comm_waits(self.handle, rank, what.encode()))
+            finally:
+                self.lock.release()
+
+    @property
+    def is_sound(self) -> bool:
+        """Open, and no error has broken it."""
+        return bool(self._handle) and not C.dc_comm_error(self._handle)
 
     def barrier(self, tag: int = 0, note: str = "") -> None:
         """Returns when every rank has called it with the same tag. note: goes behind the caller's line in messages."""

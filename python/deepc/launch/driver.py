@@ -24,6 +24,7 @@ from .hosts import Host
 from .options import Launch, threads
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL of ranks that don't end by themselves
+FINISHED_S = 30.0  # from the last rank that ended well until the others are mentioned
 LOST_AFTER_S = 60.0  # without a sign of the launcher an agent ends its ranks; over a network only
 _RANK = str(Path(__file__).parent / "host" / "rank.py")
 _SETTLE_S = 1.5  # for the other hosts' verdicts, when one can't be reached
@@ -107,6 +108,8 @@ class Driver:
         self._store: Any = None
         self._stopping: float | None = None  # when the hosts that say nothing are given up
         self._pinged = time.monotonic()
+        self._finished: dict[int | str, float] = {}  # ranks that ended with exit code 0, and when
+        self._told_finished = False
         self._printers: dict[tuple[int, int | str, int], Printer] = {}
 
     # ---- connecting --------------------------------------------------------------------------------------------------
@@ -338,10 +341,28 @@ class Driver:
             connection, kind = key.data
             self._read(connection, key, kind)
         self._keep_alive()
+        self._tell_finished()
         if self._stopping is not None and time.monotonic() > self._stopping:
             for c in self.connections:
                 if not c.over:
                     c.process.kill()
+
+    def _tell_finished(self) -> None:
+        """Says once that some ranks have ended while others go on for long: those may wait for them."""
+        ranks = sum(self.launch.hosts[n].ranks for n in self.nodes)
+        if self._told_finished or not 0 < len(self._finished) < ranks or self._stopping is not None:
+            return
+        if time.monotonic() - max(self._finished.values()) < FINISHED_S:
+            return
+        self._told_finished = True
+        names = ", ".join(map(str, sorted(self._finished, key=str)[:8])) + (" ..." if len(self._finished) > 8 else "")
+        print(
+            f"deepc run: rank {names} ended with exit code 0 more than {FINISHED_S:.0f} s ago, and "
+            f"{ranks - len(self._finished)} of {ranks} ranks still run. If they wait, `deepc doctor {os.getpid()}` says"
+            " for what",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _keep_alive(self) -> None:
         """Pings; and while this process is suspended the agents must not take it for dead."""
@@ -399,6 +420,8 @@ class Driver:
             c.store_port = head["port"]
         elif kind == "out":
             self._print(c, head["rank"], head["fd"], payload)
+        elif kind == "finished":
+            self._finished[head["rank"]] = time.monotonic()
         elif kind == "failed":
             self.stop()
         elif kind == "error":

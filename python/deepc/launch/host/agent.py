@@ -289,8 +289,7 @@ class Agent:
         for rank in self.ranks:
             if rank.exit is None and (code := rank.process.poll()) is not None:
                 rank.exit, rank.ended = code, time.time()
-                if code != 0:
-                    self.out.send("failed", rank=rank.name)
+                self.out.send("failed" if code != 0 else "finished", rank=rank.name)
         if self.store is not None and self.store.exit is None and (code := self.store.process.poll()) is not None:
             self.store.exit = code
             self.error(f"the ranks' meeting point ended with exit code {code}; its output is above")

@@ -212,11 +212,29 @@ def _hanging(view: GroupView, stuck_s: float) -> list[Place]:
     return [p for p in view.places if p.what == "failed" or (p.what == "in" and is_late(p))]
 
 
+def _gone(view: GroupView) -> list[Finding]:
+    """Nobody waits in this group, but some of its processes have ended without leaving it: who is still there can't
+    call it any more, and may wait for them elsewhere."""
+    gone = [p for p in view.places if p.what == "gone"]
+    here = [p for p in view.places if p.what in ("in", "between")]
+    if not view.live or not gone or not here:
+        return []
+    left, still = _names([p.member for p in gone]), _names([p.member for p in here])
+    return [
+        Finding(
+            "missing",
+            view.label,
+            tuple(p.member.rank for p in gone),
+            f"group {view.label}: {left} ended without leaving it, and {still} still run{'s' * (len(here) == 1)}",
+        )
+    ]
+
+
 def _absent(view: GroupView, stuck_s: float) -> list[Finding]:
     waiting = _hanging(view, stuck_s)
     found: list[Finding] = []
     if not waiting:
-        return found
+        return _gone(view)
     front = max(p.seq for p in waiting)
     ahead = [p for p in waiting if p.seq == front]
     call, since = ahead[0].call, min(cast(Call, p.call).begin for p in ahead)

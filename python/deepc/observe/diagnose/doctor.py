@@ -726,12 +726,13 @@ def _with_peers(pids: list[int]) -> list[flight.Record]:
     found: dict[int, flight.Record] = {}
     for pid in pids:
         record = flight.read_process(pid)
-        if record is None:
+        own = [record] if record is not None else flight.read_descendants(pid)  # of a launcher: its ranks
+        if not own:
             raise ArgumentError(
-                f"process {pid} has no flight record: it has opened no group of deepc "
-                "(is it a rank, or its launcher? see `deepc doctor --all`)"
+                f"neither process {pid} nor one that it started has a flight record: they have opened no group of deepc"
+                " (see `deepc doctor --all`)"
             )
-        found[pid] = record
+        found.update((r.pid, r) for r in own)
     for record in list(found.values()):
         for group in record.groups.values():
             for member in group.members:

@@ -241,6 +241,25 @@ def read_process(pid: int) -> Record | None:
     return None
 
 
+def read_descendants(pid: int) -> list[Record]:
+    """Of the processes that `pid` started, and those that they started, as far as this user may look into them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (parent := process_status(int(name)).get("PPid")) is not None:
+            children.setdefault(int(parent), []).append(int(name))
+    found, look = [], list(children.get(pid, []))
+    while look:
+        at = look.pop()
+        look += children.get(at, [])
+        try:
+            record = read_process(at)
+        except ArgumentError:
+            continue
+        if record is not None:
+            found.append(record)
+    return sorted(found, key=lambda r: (r.rank, r.pid))
+
+
 def read_all() -> list[Record]:
     """Of all processes that this user may look into."""
     found = []
