@@ -1,6 +1,7 @@
 /* What libdeepc_cuda.so asks glibc for under its old name. The CUDA runtime is linked statically and brings references
  * that no header of ours sees, so the linker sends each of these through __wrap_NAME (--wrap, in CMakeLists.txt, which
- * reads this list), a jump to the version that every glibc since 2.2.5 has. See ops/base/glibc.h. */
+ * reads this list), a jump to the version that every glibc since 2.2.5 has. See ops/base/glibc.h and
+ * docs/lab/old-glibc.md. */
 #define OLD(name, version)                                                                         \
   __asm__(".hidden __wrap_" #name "\n.globl __wrap_" #name "\n.type __wrap_" #name ", @function\n" \
           "__wrap_" #name ": jmp *old_" #name "@GOTPCREL(%rip)\n.symver old_" #name ", " #name "@" #version)
