@@ -18,11 +18,15 @@
 #ifndef CHECK_FAIL
 #error "define CHECK_FAIL(status, format, ...) before check.h"
 #endif
-#define TAKE_FAIL CHECK_FAIL
 #include "base/take.h"
+static inline int check_take(void *taken, size_t known, size_t least, const void *given, const char *name) {
+  char why[TAKE_WHY];
+  const int rc = take_struct(taken, known, least, given, name, why);
+  return rc ? CHECK_FAIL(rc, "%s", why) : DC_OK;
+}
 /* *taken: the arguments as this version knows them; `last`: the last field of the struct's first version. */
 #define CHECK_TAKE(type, last, given, taken) \
-  take_struct((taken), sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last), (given), #type)
+  check_take((taken), sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last), (given), #type)
 
 /* ---- data types -------------------------------------------------------------------------------------------------- */
 /* dc_dtype_size and dc_dtype_name, without the library that has them. */

@@ -3,7 +3,6 @@
  * Owns the thread-local error text and the process-wide counters. Assumes nothing; everything else in the core may call
  * it. */
 #include "base.h"
-#define TAKE_FAIL DC_FAIL
 #include "take.h"
 
 #include <errno.h>
@@ -82,7 +81,9 @@ int dc_fail(int status, const char *file, int line, const char *func, const char
 
 /* ---- structs that may grow --------------------------------------------------------------------------------------- */
 int dc__take_struct(void *taken, size_t known, size_t least, const void *given, const char *name) {
-  return take_struct(taken, known, least, given, name);
+  char why[TAKE_WHY];
+  const int rc = take_struct(taken, known, least, given, name, why);
+  return rc ? DC_FAIL(rc, "%s", why) : DC_OK;
 }
 
 /* ---- data types -------------------------------------------------------------------------------------------------- */

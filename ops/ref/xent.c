@@ -1,7 +1,7 @@
 /* xent.c: scalar reference of dc_cross_entropy_rows. */
 #include "ref/xent.h"
 
-static void xent_add_block(dc__online *o, const void *x, int dt, int64_t begin, int64_t end) {
+static void xent_add(dc__online *o, const void *x, int dt, int64_t begin, int64_t end) {
   float sums[16] = {0}, totals[16] = {0}, max = -HUGE_VALF;
   for (int64_t i = begin; i < end; i++) max = dc__max_f32(max, dc__get(x, dt, i));
   for (int64_t i = begin; i < end; i++) {
@@ -12,7 +12,7 @@ static void xent_add_block(dc__online *o, const void *x, int dt, int64_t begin, 
   dc__online_add(o, max, sums, totals);
 }
 
-static void xent_one_row(const dc_xent_args *a, int64_t r) {
+static void xent_row(const dc_xent_args *a, int64_t r) {
   char *x = (char *)a->logits + (int64_t)dc_dtype_size(a->dtype) * r * a->stride;
   const int64_t n = a->classes, label = a->labels[r];
   if (label == a->ignore_index) {
@@ -21,7 +21,7 @@ static void xent_one_row(const dc_xent_args *a, int64_t r) {
     return;
   }
   dc__online o = DC__ONLINE_EMPTY;
-  for (int64_t i = 0; i < n; i += DC_BLOCK) xent_add_block(&o, x, a->dtype, i, n - i < DC_BLOCK ? n : i + DC_BLOCK);
+  for (int64_t i = 0; i < n; i += DC_BLOCK) xent_add(&o, x, a->dtype, i, n - i < DC_BLOCK ? n : i + DC_BLOCK);
   const float at_label = dc__get(x, a->dtype, label);
   if (a->loss) a->loss[r] = dc__row_loss(a, &o, at_label);
   if (!a->gradient) return;
@@ -31,5 +31,5 @@ static void xent_one_row(const dc_xent_args *a, int64_t r) {
 }
 
 void dc__xent_scalar(const dc_xent_args *a, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; r++) xent_one_row(a, r);
+  for (int64_t r = begin; r < end; r++) xent_row(a, r);
 }
