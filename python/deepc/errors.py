@@ -78,6 +78,13 @@ class StrayWriteError(DeepcError):
     Fix: write under `with deepc.zero.GatheredParameters(params, modifier_rank=0)`, or train at stage 2."""
 
 
+class NonFiniteError(DeepcError, FloatingPointError):
+    """Weights are NaN or infinite, so that every step is skipped and no further one can mend them.
+
+    Fix: load a checkpoint from before, and look for what made them so; the message names the parameter. The number of
+    steps until then is `deepc.max_lost_steps`."""
+
+
 class CheckpointError(DeepcError):
     """A checkpoint is missing, incomplete, corrupt or does not fit the model.
 

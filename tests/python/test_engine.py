@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -651,3 +652,79 @@ def test_defaults_that_change_results_are_said_at_start():
     assert "clipping" not in decay[0] and "torch.optim.AdamW has 0.01" in decay[0]
     assert "gradient_clipping 1.0" in clip[0] and "weight_decay" not in clip[0]
     assert nothing == []
+
+
+def _lost(rank, world, stage, precision, where):
+    import deepc
+    from deepc.errors import NonFiniteError
+
+    model = tiny.make_model(frozen=True)
+    value = dict(model.named_parameters())[where]
+    with torch.no_grad():
+        value.view(-1)[3] = float("nan")
+    cfg = tiny.config(stage, micro=4, precision=precision, deepc={"max_lost_steps": 12})
+    engine = deepc.initialize(model=model, config=cfg)[0]
+    x, y = tiny.make_batch(0, 4 * world)
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("deepc").addHandler(handler)
+    results, error = [], ""
+    try:
+        for _ in range(20):
+            engine.backward(engine(x[4 * rank :][:4], y[4 * rank :][:4]))
+            results.append(engine.step())
+    except NonFiniteError as exc:
+        error = str(exc)
+    logging.getLogger("deepc").removeHandler(handler)
+    engine.destroy()
+    return results, error, [text for text in said if "skipped" in text]
+
+
+@pytest.mark.parametrize(
+    "stage, precision, where, env",
+    [
+        (0, "fp32", "blocks.0.up.weight", {}),
+        (2, "bf16", "blocks.1.down.bias", {}),
+        (3, "fp32", "pos.weight", {}),  # frozen
+        (3, "fp32", "pos.weight", {"DEEPC_STREAMED": "1"}),
+        (3, "bf16", "tok.weight", {"DEEPC_STREAMED": "1"}),
+    ],
+)
+def test_weights_that_are_not_finite_are_named_and_end_the_run_on_all_ranks(stage, precision, where, env):
+    ranks = _run_ranks(_lost, 2, args=(stage, precision, where), env={"DEEPC_LOG_LEVEL": "WARNING", **env})
+    for results, error, _ in ranks:
+        assert len(results) == 11 and not any(r.applied for r in results)
+        assert all(r.reason.endswith(f"the weights themselves are not finite: {where}") for r in results)
+        assert "the last 12 steps" in error and f"'{where}'" in error
+    told = ranks[0][2]
+    assert [text.split(":")[0] for text in told] == ["step 1 skipped", "step 10 skipped, as the 9 before it"]
+    assert where in told[0] and ranks[1][2] == []
+
+
+def _mended(rank, world):
+    """Gradients that are not finite say nothing of the weights, and a weight that is mended in time is forgotten."""
+    import deepc
+
+    model = torch.nn.Linear(4, 2)
+    cfg = {"train_micro_batch_size_per_gpu": 1, "deepc": {"max_lost_steps": 3}}
+    engine = deepc.initialize(model=model, config=cfg)[0]
+
+    def step(factor=1.0):
+        engine.backward(engine(torch.ones(1, 4)).square().sum() * factor)
+        return engine.step()
+
+    out = [step(float("inf")).reason for _ in range(5)] + [step().applied]
+    with torch.no_grad():
+        model.bias[0] = float("inf")
+    out += [step().reason for _ in range(2)]
+    with torch.no_grad():
+        model.bias[0] = 0.0
+    out += [step().applied]
+    engine.destroy()
+    return out
+
+
+def test_weights_that_were_mended_do_not_end_the_run():
+    out = run_ranks(_mended, 1)[0]
+    assert not any("weights themselves" in reason for reason in out[:5]) and out[5] is True
+    assert all("the weights themselves are not finite: bias" in reason for reason in out[6:8]) and out[8] is True

@@ -70,12 +70,22 @@ BASE = {"train_micro_batch_size_per_gpu": 4, "deepc": {"log": {"format": "none"}
 
 
 def run(
-    raw: dict, *, steps: int = 3, bad: tuple[int, ...] = (), rank: int = 0, world: int = 1, pause: float = 0.0
+    raw: dict,
+    *,
+    steps: int = 3,
+    bad: tuple[int, ...] = (),
+    rank: int = 0,
+    world: int = 1,
+    pause: float = 0.0,
+    lost: bool = False,
 ) -> SimpleNamespace:
-    """`steps` micro-batches; the gradient of those in `bad` is not finite. `error`: the class of what was raised."""
+    """`steps` micro-batches; the gradient of those in `bad` is not finite; `lost`: a weight is not. `error`: the class
+    of what was raised."""
     cfg = _merge(BASE, raw)
     torch.manual_seed(0)
     model = Net()
+    if lost:
+        model.inner[0].bias.data[3] = float("nan")
     data = torch.utils.data.TensorDataset(torch.randn(6, 8))
     out = SimpleNamespace(error=None, applied=[], scales=[], lrs=[], sums=None)
     with _messages() as (out.told, log):
@@ -394,6 +404,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     ),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),
     "deepc.deterministic": ({}, "layout", of("policy")),
+    "deepc.max_lost_steps": (SGD, 2, of("error", lost=True, steps=4)),
     "deepc.run_dir": ({}, "run", files),
     "deepc.log.format": ({"steps_per_print": 1, **PLAIN}, "json", stderr_lines),
     "deepc.log.ranks": ({"steps_per_print": 1, **PLAIN}, "all", on_ranks("told")),

@@ -850,6 +850,14 @@ KEYS: tuple[Key, ...] = (
         choices=("layout",),
     ),
     _active(
+        "deepc.max_lost_steps",
+        "int",
+        10,
+        "So many skipped steps in a row with weights that are not finite, which no step can mend, end the run with"
+        " NonFiniteError; 0: never.",
+        ge=0,
+    ),
+    _active(
         "deepc.run_dir",
         "str",
         None,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..zero.step.hooks import GradientHooks
     from ..zero.step.norm import Rider
     from ..zero.step.reducer import Reducer
+    from ..zero.step.skips import Skips
     from ..zero.step.update import ShardedOptimizer
     from .data import TimedLoader
     from .events import Events
@@ -130,6 +131,7 @@ class EngineBase(ModelWrapper):
     hooks: GradientHooks
     scaler: StaticLossScaler | DynamicLossScaler | None
     lr_scheduler: Scheduler | None
+    skips: Skips  # the steps that were skipped since the last applied one
     training_dataloader: TimedLoader | None
     model_watch: ModelWatch
     norm_riders: list[Rider]  # who sends numbers along with the norm

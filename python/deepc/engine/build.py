@@ -32,6 +32,7 @@ from ..zero.init import adopt
 from ..zero.resident import ResidentState
 from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks
+from ..zero.step.skips import Skips
 from ..zero.step.update import ShardedOptimizer
 from . import precision
 from .base import EngineBase, say
@@ -138,7 +139,7 @@ def assemble(
         place_buffers(engine)
         choose_matmul(engine)
         make_states(engine, named, group_of, undo)
-        engine.scaler = precision.make_scaler(config)
+        engine.scaler, engine.skips = precision.make_scaler(config), Skips(config.deepc.max_lost_steps)
         engine.lr_scheduler = make_scheduler(engine, given.lr_scheduler)
         engine.training_dataloader = make_loader(
             given.training_data,

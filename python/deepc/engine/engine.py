@@ -125,11 +125,12 @@ class Engine(EngineBase):
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if result.applied:
+            self.skips.applied()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         else:
             self.skipped_steps += 1
-            say(self, f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
+            result = self._skipped(result)
         self._last = result = self.step_policy.after_step(result)
         self._end_micro_step()
         memory.heap_step()
@@ -162,6 +163,17 @@ class Engine(EngineBase):
         with self.events.span("publish"):
             self.guard.publish()
         return StepResult(True, "", None, norm.value)
+
+    def _skipped(self, result: StepResult) -> StepResult:
+        skips = self.skips
+        result = result._replace(reason=skips.skipped(result.reason, self.state, self.guard))
+        if self.scaler is not None:  # whose scale is new each time
+            say(self, f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
+        elif skips.telling:
+            before = f", as the {skips.in_row - 1} before it" if skips.in_row > 1 else ""
+            say(self, f"step {self.global_steps} skipped{before}: {result.reason}", logging.WARNING)
+        skips.end()
+        return result
 
     def _end_micro_step(self) -> None:
         self.step_policy.micro_batch_ends(self.is_gradient_accumulation_boundary())

@@ -264,6 +264,7 @@ def load(
         failure = exc
     together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
     engine.hooks.reset()
+    engine.skips.applied()
     engine.guard.publish()
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
     for label, average in engine.averages.items():
