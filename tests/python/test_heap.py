@@ -13,6 +13,7 @@ import platform
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +193,112 @@ def test_a_pointer_that_is_no_block_is_told_once_and_harms_nobody() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3"]
     assert done.stderr.count("deepc: torch freed 0x") == 1, done.stderr
+
+
+# ---- what the heap forwards ------------------------------------------------------------------------------------------
+# Another allocator, and a libc10.so that is bound to it as torch's may be (found before the C library's).
+OTHER = r"""
+#include <stddef.h>
+static _Alignas(4096) char arena[16 << 20];
+static size_t used;
+int other_took, other_got, other_strange;
+int posix_memalign(void **out, size_t alignment, size_t bytes) {
+  used = (used + alignment - 1) / alignment * alignment;
+  if (bytes > sizeof arena - used) return 12;
+  *out = arena + used, used += bytes, other_took++;
+  return 0;
+}
+void free(void *p) {
+  if (p && (char *)p >= arena && (char *)p < arena + sizeof arena) other_got++;
+  else if (p) other_strange++;
+}
+"""
+STAND_IN = r"""
+#include <stddef.h>
+extern int posix_memalign(void **, size_t, size_t);
+extern void free(void *);
+void *c10_take(size_t bytes) { void *p = 0; return posix_memalign(&p, 64, bytes) ? 0 : p; }
+void c10_give(void *p) { free(p); }
+"""
+CHILD = r"""
+import ctypes, os, sys
+from ctypes import c_int, c_int64, c_size_t, c_void_p
+
+folder, libraries, binding = sys.argv[1:]
+system = ctypes.CDLL(None)
+system.dlopen.argtypes, system.dlopen.restype = [ctypes.c_char_p, c_int], c_void_p
+early = binding == "other"
+mode = os.RTLD_NOW | os.RTLD_DEEPBIND if early else os.RTLD_LAZY
+handle = system.dlopen(f"{folder}/libc10.so".encode(), mode | os.RTLD_LOCAL)
+assert handle
+c10 = ctypes.CDLL("libc10.so", handle=handle)
+c10.c10_take.argtypes, c10.c10_take.restype = [c_size_t], c_void_p
+c10.c10_give.argtypes, c10.c10_give.restype = [c_void_p], None
+core = ctypes.CDLL(f"{libraries}/libdeepc.so", mode=ctypes.RTLD_GLOBAL)
+use = ctypes.CDLL(f"{libraries}/libdeepc_torch.so").dct_heap_use
+
+class Stats(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("base", c_void_p), ("limit", c_int64), ("extent", c_int64)]
+    _fields_ += [("in_use", c_int64), ("others", c_int64 * 9)]
+
+def in_use():
+    stats = Stats(ctypes.sizeof(Stats))
+    assert core.dc_heap_stats(ctypes.byref(stats)) == 0
+    return stats.in_use
+
+def others():
+    return [c_int.in_dll(c10, f"other_{n}").value for n in ("took", "got", "strange")] if early else None
+
+def expect(want):
+    assert not early or others() == want, (others(), want)
+
+LARGE = 2 << 20
+before = [c10.c10_take(100), c10.c10_take(LARGE)] if early else []
+expect([2, 0, 0])
+assert use(1) == 1
+small = c10.c10_take(100)  # forwarded: not the heap's size
+expect([3, 0, 0])
+large, held = c10.c10_take(LARGE), c10.c10_take(LARGE)
+both = in_use()  # whole granules
+assert both >= 2 * LARGE, both
+expect([3, 0, 0])
+c10.c10_give(large)
+assert in_use() == both // 2
+expect([3, 0, 0])
+for p in (*before, small):  # each to who gave it
+    c10.c10_give(p)
+expect([3, 3, 0])
+assert use(0) == 0
+later = c10.c10_take(LARGE)
+assert in_use() == both // 2
+expect([4, 3, 0])
+c10.c10_give(later)
+c10.c10_give(held)  # the heap's, after the wish for it has ended
+assert in_use() == 0
+expect([4, 4, 0])
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("binding", ["other", "lazy"])
+def test_what_is_not_the_heaps_goes_to_the_allocator_before_it(binding: str, tmp_path: Path) -> None:
+    """other: the slots hold another allocator's functions, in pages that are read-only. lazy: nothing is bound yet."""
+    from deepc.core.lib import library_dir
+
+    (tmp_path / "other.c").write_text(OTHER)
+    (tmp_path / "c10.c").write_text(STAND_IN)
+    link = ["-lother", "-Wl,-rpath,$ORIGIN", "-Wl,-z,relro,-z,now"] if binding == "other" else ["-Wl,-z,lazy"]
+    for command in (
+        ["-o", "libother.so", "other.c"],
+        ["-o", "libc10.so", "c10.c", "-L.", "-Wl,--no-as-needed", *link],
+    ):
+        command = ["cc", "-shared", "-fPIC", "-O1", "-fno-builtin", *command]
+        if subprocess.run(command, cwd=tmp_path, capture_output=True).returncode:
+            pytest.skip("cc makes no shared library here")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), str(library_dir()), binding],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
