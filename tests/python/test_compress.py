@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepc import compress
 from deepc.compress import ErrorFeedback, Int4Blocks, Int8Blocks, OneBit, TopK
+from deepc.core.codecs import Plain
 from deepc.errors import ArgumentError
 from ranks import run_ranks
 
@@ -105,6 +106,29 @@ def test_what_is_not_finite_arrives_and_spares_the_error(codec):
         x[4321] = bad
         assert not coded(codec, x, error)[4321].isfinite()
         assert error.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_plain_is_a_cast_and_sums_of_fp16_do_not_overflow(dtype):
+    codec, x, error = Plain(dtype, shares=4), make(9001, 2), make(9001, 3) / 8
+    part = 4 if dtype == torch.float16 else 1
+    want = ((x + error) / part).to(dtype).float() * part
+    mine = error.clone()
+    assert torch.equal(coded(codec, x, mine), want)
+    assert torch.equal(mine, x + error - want) and codec.nbytes(9001) % 4 == 0
+    payload, acc = torch.empty(codec.nbytes(9001), dtype=torch.uint8), make(9001, 4)
+    codec.encode(payload, x)
+    sent = coded(codec, x)
+    torch.testing.assert_close(codec_sum(codec, acc.clone(), payload, 0.25), acc + 0.25 * sent)
+    large = torch.full((64,), 1024.0 * 196)  # the sum of four numbers in fp16's range, which it is not
+    assert torch.equal(coded(codec, large), large)
+    errors = torch.zeros(64)
+    assert not coded(codec, torch.full((64,), float("inf")), errors).isfinite().any() and errors.isfinite().all()
+
+
+def codec_sum(codec, acc: torch.Tensor, payload: torch.Tensor, scale: float) -> torch.Tensor:
+    codec.decode_add(acc, payload, scale)
+    return acc
 
 
 def test_sizes_of_payloads():

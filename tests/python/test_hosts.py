@@ -1,4 +1,4 @@
-"""Collectives between hosts (deepc.hierarchy) on network namespaces joined by a link of 1 Gbit/s: the same answers as
+"""Collectives between hosts (comm/internode) on network namespaces joined by a link of 1 Gbit/s: the same answers as
 Gloo element by element, the bytes that crossed, and failures that reach every rank of every host."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 import zlib
@@ -17,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepc import errors
-from deepc.comm import hierarchy
 from deepc.comm import shared as node
+from deepc.comm.internode import hierarchy, lanes, link
 from nethosts import Hosts, why_not
 
 REDUCED = (
@@ -649,6 +650,24 @@ def test_wrong_arguments_leave_the_group_usable(two: Hosts) -> None:
     assert two.run(wrong_arguments, [0, 0, 1, 1], backend="gloo") == [4.0] * 4
 
 
+def test_how_a_neighbour_ended() -> None:
+    """The detail where it can still be read: of a zombie, always."""
+    for command, how in (
+        ("kill -9 $$", "died: killed by signal 9 (Killed)"),
+        ("exit 3", "died: it exited with code 3 "),
+    ):
+        process = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
+        pids = link.Pids([process.pid])
+        assert pids.ended() is None
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        pid, said = pids.ended()
+        assert pid == process.pid and said.startswith(how)
+        process.wait()
+        assert pids.ended()[1].startswith("died")
+        pids.close()
+
+
 # ---- without hosts: plans are data -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("count", [0, 1, 64, 1003])
@@ -656,20 +675,20 @@ def test_plans_agree_between_nodes(name: str, count: int) -> None:
     """Every element is put where it is needed exactly once, and nodes agree on what they send each other."""
     topology = hierarchy.Topology([str(h) for h in PLACEMENTS[name]])
     world = topology.size
-    makers = {"all_gather": hierarchy.plan_all_gather, "reduce_scatter": hierarchy.plan_reduce_scatter}
+    makers = {"all_gather": lanes.plan_all_gather, "reduce_scatter": lanes.plan_reduce_scatter}
     for small in (False, True):
         for make in makers.values():
             plans = [make(topology, r, count, small) for r in range(world)]
             assert len({tuple(p.lanes) for p in plans}) == 1
             for p in plans:
-                gathers = make is hierarchy.plan_all_gather
+                gathers = make is lanes.plan_all_gather
                 for runs, total in (
                     (p.puts, count * (1 if gathers else world)),
                     (p.gets, count * (world if gathers else 1)),
                 ):
                     assert sorted(x for r in runs for x in range(r.offset, r.offset + r.count)) == list(range(total))
                     assert all(r.count > 0 and r.at + r.count <= p.lanes[r.lane].count for r in runs)
-        plan = hierarchy.plan_all_reduce(topology, count, small)
+        plan = lanes.plan_all_reduce(topology, count, small)
         assert sorted(x for r in plan.puts for x in range(r.offset, r.offset + r.count)) == list(range(count))
         assert sum(lane.count for lane in plan.lanes) == count
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 from typing import NamedTuple
 
 import pytest
@@ -504,3 +506,75 @@ def _dies(rank, world):
             engine.backward(engine(x[:2], y[:2]))
             engine.step()
     return str(caught.value)
+
+
+# ---- a transport that fails ------------------------------------------------------------------------------------------
+
+
+def _cut_connections() -> int:
+    """What a broken network does to this process: its connections end (the store is a file). How many."""
+    cut = 0
+    for name in os.listdir("/proc/self/fd"):
+        if not os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
+            continue
+        found = socket.socket(fileno=os.dup(int(name)))
+        with found, contextlib.suppress(OSError):  # not connected
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                found.getpeername()  # raises for one that listens
+                found.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    return cut
+
+
+def _cut_in_the_middle(rank, world, what):
+    """(name, text) of the error of a call and of one after it, when a rank was cut off from the other node."""
+    import deepc
+    import torch.distributed as dist
+    from deepc.errors import CommError
+
+    odd = 3 if what == "uneven" else 2  # the first rank of the second node
+    with on_node("host0" if rank < odd else "host1"):
+        if what == "backend":
+            group, ones = dist.new_group(), torch.ones(200_000)
+        else:
+            cfg = tiny.config(2, micro=2, deepc={"bucket_elems": 1})
+            engine, _, _, _ = deepc.initialize(model=tiny.make_model(), config=cfg)
+            assert engine.plan.transport == ("c10d" if what == "uneven" else "nodes")
+    x, y = tiny.make_batch(0)
+
+    def call() -> None:
+        if what == "backend":
+            dist.all_reduce(ones, group=group)
+        else:
+            engine.backward(engine(x[rank * 2 :][:2], y[rank * 2 :][:2]))
+            assert engine.step().applied
+
+    for _ in range(2):
+        call()
+    dist.barrier()
+    if rank == odd:
+        assert _cut_connections() > 0
+    again = {
+        "backend": lambda: call(),
+        "engine": lambda: engine.group.barrier(),
+        "uneven": lambda: engine.reducer.begin(True, False),
+    }
+    said = []
+    for act in (call, again[what]):
+        with pytest.raises(CommError) as caught:
+            for _ in range(3):
+                act()
+        said.append((type(caught.value).__name__, str(caught.value)))
+    return said
+
+
+@pytest.mark.parametrize("what", ["engine", "backend", "uneven"])
+def test_a_transport_that_fails_is_the_same_error_on_every_rank(what):
+    """It names both ends, and stays."""
+    results = _run_ranks(_cut_in_the_middle, 4, args=(what,), env={"DEEPC_LOG_LEVEL": "WARNING"}, timeout_s=60.0)
+    said = {x for r in results for x in r}
+    assert len(said) == 1, said
+    name, text = said.pop()
+    assert name == "RankDiedError" and "connection closed" in text
+    ends = re.findall(r"rank \d \(pid \d+ on \S+, node (\d)\)", text)
+    assert sorted(ends) == ["0", "1"], text

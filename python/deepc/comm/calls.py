@@ -405,8 +405,8 @@ logger = CommsLogger()
 
 # ---- what does not run in the C core ---------------------------------------------------------------------------------
 def observed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of hierarchy.Hierarchy._run(self, call, plan_of, source, target, unit, ...): logs it as one call over
-    self.size ranks."""
+    """Decorator of internode.executor.Executor._run(self, call, plan_of, source, target, unit, ...): logs it as one
+    call over self.size ranks."""
 
     @functools.wraps(run)
     def timed(self: Any, c: Any, plan_of: Any, source: int, target: int, unit: int, *rest: Any) -> Any:

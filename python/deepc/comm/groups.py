@@ -13,22 +13,22 @@ import contextlib
 import datetime
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, Union
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 import torch.distributed as dist
 
 from ..core import waits
 from ..core.foreign import private
-from ..errors import CommError, DeepcError
 from ..plan.plan import CONTROL_SLOT_BYTES
-from .place import discover
+from .failures import translated
+from .internode.link import Link
+from .place import Places, discover
 
 if TYPE_CHECKING:
     from .shared import Comm, Segment
 
-_BREAK_TAG = 0x7FFFFFF1
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -147,11 +147,9 @@ class NodeGroup(_OneNode):
         """A shared segment (collective), see dc_segment_create."""
         return self.comm.segment(nbytes)
 
-    def abort(self, reason: str) -> None:
-        """Breaks all communicators of the node, so that no rank waits for this one."""
-        for comm in self._comms:
-            with contextlib.suppress(DeepcError):  # broken or closed already
-                comm.abort(reason)
+    def comms(self) -> list[Comm]:
+        """All of them that are open."""
+        return list(self._comms)
 
     def close(self) -> None:
         _open_groups.discard(self)
@@ -160,62 +158,57 @@ class NodeGroup(_OneNode):
             comm.close()
 
 
-class _Sent:
-    """A message to other nodes under way. wait() returns when it and what comes back have arrived; holds the tensors
-    until then."""
+class Sent:
+    """What is under way between nodes. wait() returns when it and what comes back have arrived; holds the tensors until
+    then."""
 
-    def __init__(self, group: MultiNodeGroup, what: str, work: dist.Work, *tensors: torch.Tensor) -> None:
-        self._group, self._what, self._work, self._tensors = group, what, work, tensors
+    def __init__(self, link: Link, what: str, work: Any, *tensors: torch.Tensor) -> None:
+        self._link, self._what, self._work, self._tensors = link, what, work, tensors
 
     def done(self) -> bool:
-        return self._work.is_completed()
+        return bool(self._work.is_completed())
 
     def wait(self) -> None:
         began = time.perf_counter()
-        with self._group.across_errors(self._what):
-            self._work.wait()
+        with self._link.errors(self._what):
+            self._link.wait(self._work)
         self._tensors = ()
         waits.add("communication", time.perf_counter() - began)
 
 
 class MultiNodeGroup:
-    """CPU nodes with `ranks_per_node` ranks each: a NodeGroup inside each, and for each local index a Gloo group of its
-    ranks on all nodes.
-
-    places: the global ranks of each node. What crosses the network does so once per node: each rank talks only to its
-    counterparts.
-    """
+    """CPU nodes with `ranks_per_node` ranks each: a NodeGroup inside each, and a link to the ranks of its local index
+    on the other nodes. What crosses the network does so once per node."""
 
     transport: Literal["nodes"] = "nodes"
     uneven = ""
 
-    def __init__(
-        self, store: dist.Store, rank: int, places: list[list[int]], label: str, timeout: datetime.timedelta
-    ) -> None:
-        self.rank, self.nodes, self.ranks_per_node = rank, len(places), len(places[0])
-        self.world, self._places = self.nodes * self.ranks_per_node, places
-        self.in_order = [r for ranks in places for r in ranks] == list(
+    def __init__(self, store: dist.Store, rank: int, places: Places, label: str, timeout: datetime.timedelta) -> None:
+        self._nodes = [list(ranks) for ranks in places.topology.nodes]  # the global ranks of each node
+        self.rank, self.nodes, self.ranks_per_node = rank, len(self._nodes), len(self._nodes[0])
+        self.world = self.nodes * self.ranks_per_node
+        self.in_order = [r for ranks in self._nodes for r in ranks] == list(
             range(self.world)
         )  # each node's ranks are consecutive
-        self.node = next(n for n, ranks in enumerate(places) if rank in ranks)
-        self.local_rank = places[self.node].index(rank)
+        self.node, self.local_rank = places.topology.node_of[rank], places.topology.local_of[rank]
         self.leader = self.local_rank == 0
         self.sent_bytes = {"gradients": 0, "parameters": 0, "control": 0}
-        self._parts = {r: i * self.nodes + n for n, ranks in enumerate(places) for i, r in enumerate(ranks)}
-        self._label, self._store = label, store
+        self._parts = {r: i * self.nodes + n for n, ranks in enumerate(self._nodes) for i, r in enumerate(ranks)}
         self.inside = NodeGroup(
             dist.PrefixStore(f"node{self.node}", store),
             self.local_rank,
             self.ranks_per_node,
             f"{label} on node {self.node}",
             timeout,
-            places[self.node],
+            self._nodes[self.node],
         )
-        self._across: dist.ProcessGroup | None = None
-        for index in range(self.ranks_per_node):  # new_group is collective over all ranks, in one order
-            made = dist.new_group([ranks[index] for ranks in places], backend="gloo", timeout=timeout)
-            if index == self.local_rank:
-                self._across = made
+        try:
+            self.link = Link(
+                places, rank, range(self.world), self.inside.comms, label=label, timeout=timeout, store=store
+            )
+        except BaseException:
+            self.inside.close()
+            raise
 
     def part_of(self, rank: int) -> int:
         return self._parts[rank]
@@ -226,125 +219,65 @@ class MultiNodeGroup:
     def segment(self, nbytes: int) -> Segment:
         return self.inside.segment(nbytes)
 
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """Around calls inside the node: if one fails, all nodes are told."""
+        return self.link.errors("a call inside the node")
+
     def node_barrier(self) -> None:
-        with self.node_errors():
+        with self.errors():
             self.inside.barrier()
 
-    # ---- failures: who fails tells its node and its counterparts, so that an error runs through all nodes ------------
-    @contextlib.contextmanager
-    def node_errors(self) -> Iterator[None]:
-        """Around calls inside the node: if one fails, the counterparts on other nodes, which would wait for this rank,
-        are told."""
-        try:
-            yield
-        except CommError as exc:
-            self._tell(str(exc))
-            raise
-
-    @contextlib.contextmanager
-    def across_errors(self, what: str) -> Iterator[None]:
-        """Around calls between nodes: turns Gloo's error into one of ours, with the reason if some rank left one, and
-        tells the ranks of this node."""
-        try:
-            yield
-        except DeepcError:
-            raise
-        except RuntimeError as exc:
-            why = self._reason()
-            peers = ", ".join(
-                f"rank {ranks[self.local_rank]} of node {n}" for n, ranks in enumerate(self._places) if n != self.node
-            )
-            text = f"{self._label}: {what} between rank {self.rank} of node {self.node} and {peers} failed: " + (
-                why or f"one of them died, left or can't be reached ({exc})"
-            )
-            self._tell(why or text)
-            self.inside.abort(text)
-            raise CommError(text) from exc
-
-    def _tell(self, text: str) -> None:
-        """Leaves the reason in the store and closes the connections to the counterparts. A receive that times out is
-        what closes them: Gloo's abort and the end of its group object leave them open (torch 2.13)."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-            self._store.compare_set("failed", "", text)
-        across, self._across = self._across, None
-        for peer in range(self.nodes):
-            if across is not None and peer != self.node:
-                with contextlib.suppress(RuntimeError):
-                    across.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
-
-    def _reason(self) -> str:
-        """What some rank left in the store as the reason, or "" after two seconds: the rank that saw it first may need
-        a moment."""
-        try:
-            for _ in range(40):
-                if self._store.check(["failed"]):
-                    told: bytes = self._store.get("failed")
-                    return told.decode(errors="replace")
-                time.sleep(0.05)
-        except RuntimeError:
-            pass
-        return ""
-
-    def _counterparts(self) -> dist.ProcessGroup:
-        if self._across is None:
-            raise CommError(
-                f"{self._label}: the connections to other nodes were closed after a failure, or the group is closed"
-            )
-        return self._across
-
-    def exchange(self, out: torch.Tensor, send: torch.Tensor, what: str) -> _Sent:
+    def exchange(self, out: torch.Tensor, send: torch.Tensor, what: str) -> Sent:
         """Block n of send[nodes * k] goes to this rank's counterpart on node n, and block n of out comes from there.
         Returns at once."""
         self.sent_bytes[what] += send.numel() * send.element_size() // self.nodes * (self.nodes - 1)
-        with self.across_errors(what):
-            return _Sent(
-                self, what, dist.all_to_all_single(out, send, group=self._counterparts(), async_op=True), out, send
-            )
+        doing = f"an exchange of {what}"
+        with self.link.errors(doing):
+            return Sent(self.link, doing, self.link.exchange(out, send), out, send)
 
-    def collect(self, out: torch.Tensor, mine: torch.Tensor, what: str) -> _Sent:
+    def collect(self, out: torch.Tensor, mine: torch.Tensor, what: str) -> Sent:
         """out[nodes * k] = mine[k] of this rank's counterparts, in node order. `mine` does not lie in `out`. Returns at
         once."""
         self.sent_bytes[what] += mine.numel() * mine.element_size() * (self.nodes - 1)
-        with self.across_errors(what):
-            return _Sent(self, what, _all_gather(out, mine, group=self._counterparts(), async_op=True), out, mine)
+        doing = f"a gather of {what}"
+        with self.link.errors(doing):
+            return Sent(self.link, doing, self.link.collect(out, mine), out, mine)
 
     def spread(self, tensor: torch.Tensor, rank: int = 0) -> None:
         root = self._node_of(rank)
-        if self._places[root].index(rank) != self.local_rank:
+        if self._nodes[root].index(rank) != self.local_rank:
             return
         if self.node == root:
             self.sent_bytes["control"] += tensor.numel() * tensor.element_size() * (self.nodes - 1)
-        with self.across_errors("broadcast"):
-            dist.broadcast(tensor, self._places[root][self.local_rank], group=self._counterparts())
+        with self.link.errors("a broadcast"):
+            self.link.broadcast(tensor, root)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         self.spread(tensor, root)
-        with self.node_errors():
-            self.inside.broadcast(tensor, self._places[self._node_of(root)].index(root))
+        with self.errors():
+            self.inside.broadcast(tensor, self._nodes[self._node_of(root)].index(root))
 
     def _node_of(self, rank: int) -> int:
-        return next(n for n, ranks in enumerate(self._places) if rank in ranks)
+        return next(n for n, ranks in enumerate(self._nodes) if rank in ranks)
 
     def barrier(self) -> None:
         self.node_barrier()
         if self.leader:
-            with self.across_errors("barrier"):
-                dist.barrier(group=self._counterparts())
+            with self.link.errors("a barrier"):
+                self.link.barrier()
         self.node_barrier()
 
     def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
         n = tensor.numel()
         column = torch.empty(self.nodes * n, dtype=tensor.dtype)
         self.collect(column, tensor.contiguous().view(-1), "control").wait()
-        with self.node_errors():
+        with self.errors():
             rows = self.inside.gather_all(column).view(self.world, n)  # in the order of parts
         return rows[[self._parts[r] for r in range(self.world)]]
 
     def close(self) -> None:
+        self.link.close()
         self.inside.close()
-        across, self._across = self._across, None
-        if across is not None and dist.is_initialized():
-            dist.destroy_process_group(across)
 
 
 class TorchGroup(_OneNode):
@@ -361,17 +294,23 @@ class TorchGroup(_OneNode):
 
     def barrier(self) -> None:
         self.before()
-        dist.barrier()
+        with self._errors("a barrier"):
+            dist.barrier()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         self.before()
-        dist.broadcast(tensor, root)
+        with self._errors("a broadcast"):
+            dist.broadcast(tensor, root)
+
+    def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return translated(f"{what} of the engine", self.rank, self.world)
 
     def gather_all(self, tensor: torch.Tensor) -> torch.Tensor:
         self.before()
         send = tensor.to(self.device)
         out = [torch.empty_like(send) for _ in range(self.world)]
-        dist.all_gather(out, send)
+        with self._errors("a gather"):
+            dist.all_gather(out, send)
         return torch.stack(out).to(tensor.device)
 
     def close(self) -> None:
@@ -411,6 +350,14 @@ class _Watch:
                 comm.waits(-1, "")
 
 
+def own_store(label: str) -> tuple[str, dist.Store]:
+    """(label with a number, a store for what the default group's ranks make now). Collective: in one order on all."""
+    common = private.default_store()
+    # counted in the store: it belongs to this default group, not to the process
+    number = common.add(f"deepc/{label}/made by {dist.get_rank()}", 1)
+    return f"{label}{number}", dist.PrefixStore(f"deepc/{label}{number}", common)
+
+
 def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine") -> Group:
     """The group of all ranks for one engine. Collective: engines are made in the same order on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -418,18 +365,15 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
     if device.type != "cpu":
         return TorchGroup(device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    common = private.default_store()
-    number = common.add(
-        f"deepc/{label}/made by {rank}", 1
-    )  # counted in the store: it belongs to this default group, not to the process
-    store = dist.PrefixStore(f"deepc/{label}{number}", common)
-    watch = _Watch(f"group {label}{number}")
+    label, store = own_store(label)
+    watch = _Watch(f"group {label}")
     try:
-        places = discover(store, rank, world, watch, watch.what).topology
+        found = discover(store, rank, world, watch, watch.what)
     finally:
         watch.end()
+    places = found.topology
     if places.count == 1:
-        return NodeGroup(store, rank, world, f"{label}{number}", timeout)
+        return NodeGroup(store, rank, world, label, timeout)
     if not places.even:
         return TorchGroup(
             device,
@@ -438,4 +382,4 @@ def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "
                 for name, ranks in zip(places.names, places.nodes)
             ),
         )
-    return MultiNodeGroup(store, rank, [list(ranks) for ranks in places.nodes], f"{label}{number}", timeout)
+    return MultiNodeGroup(store, rank, found, label, timeout)

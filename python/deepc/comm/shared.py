@@ -47,7 +47,7 @@ REDUCTIONS = _reductions()
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
-def _require(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
+def require(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} is a {type(tensor).__name__}; expected a torch.Tensor")
     if not tensor.is_cpu:
@@ -211,8 +211,8 @@ class Comm:
         """out (default: tensor itself) = the reduction of `tensor` over the ranks; floating sums in fp32 in rank order.
         Equal shapes."""
         out = tensor if out is None else out
-        _require(tensor, "tensor")
-        _require(out, "out")
+        require(tensor, "tensor")
+        require(out, "out")
         dtype, red = reduction(tensor.dtype, op)
         self._sizes(out, tensor, 1, 1)
         with self.lock:
@@ -225,8 +225,8 @@ class Comm:
         """On group rank `root`: out (default: tensor itself) = the reduction of `tensor` over the ranks; elsewhere
         nothing is written."""
         out = tensor if out is None else out
-        _require(tensor, "tensor")
-        _require(out, "out")
+        require(tensor, "tensor")
+        require(out, "out")
         dtype, red = reduction(tensor.dtype, op)
         self._sizes(out, tensor, 1, 1)
         with self.lock:
@@ -237,8 +237,8 @@ class Comm:
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum", tag: int = 0) -> None:
         """out[n] = slice `rank` of the reduction of tensor[size * n]."""
-        _require(tensor, "tensor")
-        _require(out, "out")
+        require(tensor, "tensor")
+        require(out, "out")
         dtype, red = reduction(tensor.dtype, op)
         self._sizes(out, tensor, 1, self.size)
         with self.lock:
@@ -247,8 +247,8 @@ class Comm:
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """out[size * n] = tensor[n] of every rank in rank order. `tensor` may be this rank's part of `out`."""
-        _require(tensor, "tensor")
-        _require(out, "out")
+        require(tensor, "tensor")
+        require(out, "out")
         self._sizes(out, tensor, self.size, 1)
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
@@ -257,9 +257,9 @@ class Comm:
 
     def gather(self, out: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
         """On group rank `root`: out[size * n] = tensor[n] of every rank in rank order; elsewhere `out` is None."""
-        _require(tensor, "tensor")
+        require(tensor, "tensor")
         if self.rank == root:
-            out = _require(out, "out")
+            out = require(out, "out")
             self._sizes(out, tensor, self.size, 1)
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
@@ -269,9 +269,9 @@ class Comm:
 
     def scatter(self, out: torch.Tensor, tensor: torch.Tensor | None, root: int) -> None:
         """out[n] = part `rank` of the tensor[size * n] of group rank `root`; elsewhere `tensor` is None."""
-        _require(out, "out")
+        require(out, "out")
         if self.rank == root:
-            tensor = _require(tensor, "tensor")
+            tensor = require(tensor, "tensor")
             self._sizes(out, tensor, 1, self.size)
         dtype, per, tag = copy_code(out.dtype)
         with self.lock:
@@ -281,7 +281,7 @@ class Comm:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """tensor of group rank `root` to all."""
-        _require(tensor, "tensor")
+        require(tensor, "tensor")
         dtype, per, tag = copy_code(tensor.dtype)
         with self.lock:
             self.caller.tell(self.handle)
@@ -289,8 +289,8 @@ class Comm:
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Block j of out[size * n] = block `rank` of rank j's tensor[size * n]."""
-        _require(tensor, "tensor")
-        _require(out, "out")
+        require(tensor, "tensor")
+        require(out, "out")
         self._sizes(out, tensor, 1, 1)
         if tensor.numel() % self.size:
             raise ArgumentError(f"{tensor.numel()} elements can't be cut into {self.size} equal blocks")
@@ -308,8 +308,8 @@ class Comm:
     ) -> None:
         """As all_to_all with blocks of any sizes: in_counts[j] elements of `tensor` go to rank j, out_counts[j] of
         `out` come from rank j, in rank order. MismatchError on all ranks where the counts of two ranks disagree."""
-        _require(tensor, "tensor")
-        _require(out, "out")
+        require(tensor, "tensor")
+        require(out, "out")
         if out.dtype != tensor.dtype:
             raise ArgumentError(f"out has dtype {out.dtype} and the input {tensor.dtype}; expected the same")
         for counts, t, what in ((in_counts, tensor, "the input"), (out_counts, out, "out")):
@@ -335,7 +335,7 @@ class Comm:
         return self._message(C.dc_irecv, tensor, ANY_SOURCE if src is None else src, tag)
 
     def _message(self, start: Callable[..., int], tensor: torch.Tensor, peer: int, tag: int) -> Request:
-        _require(tensor, "tensor")
+        require(tensor, "tensor")
         dtype, per, _ = copy_code(tensor.dtype)
         handle = ctypes.c_void_p()
         check(

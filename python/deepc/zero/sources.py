@@ -9,17 +9,16 @@ leaves out a block, costs time and no deadlock. What users send on their groups 
 from __future__ import annotations
 
 import contextlib
-import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from ..comm import start as comm
-from ..comm.groups import _BREAK_TAG, _all_gather
+from ..comm.failures import Breaker, break_pairs
+from ..comm.groups import _all_gather, own_store
 from ..core.lib import C, check
-from ..errors import CommError, DeepcError
 from ..plan.layout import ALIGN
 from .param import FlatUnit
 
@@ -125,8 +124,7 @@ class Exchange:
 
     def __init__(self, what: str, device: torch.device) -> None:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self._what = what
-        self._failed: BaseException | None = None
+        self._breaker = Breaker(what, self.rank, self.world, own_store("exchange")[1], self._cut)
         self._control: Any = dist.new_group(backend="gloo", timeout=comm.DEFAULT_TIMEOUT)
         self._data: Any = self._control if device.type == "cpu" else dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
 
@@ -148,34 +146,17 @@ class Exchange:
         with self.errors():
             dist.broadcast(tensor, root, group=self._data)
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
+    def errors(self) -> contextlib.AbstractContextManager[None]:
         """Around calls of the backend: turns its error into one of ours."""
-        if self._failed is not None:
-            raise self._failed
-        try:
-            yield
-        except DeepcError:
-            raise
-        except RuntimeError as exc:
-            error = CommError(
-                f"{self._what} over {self.world} ranks failed on rank {self.rank}: a rank died, left, raised an error,"
-                f" or can't be reached ({exc})"
-            )
-            self.fail(error)
-            raise (self._failed or error) from exc
+        return self._breaker.errors()
 
     def fail(self, error: BaseException) -> None:
-        """Breaks it on all ranks: none waits for this one any more. From any thread. A receive that times out is what
-        closes a connection: Gloo's abort leaves them open (torch 2.13)."""
-        if self._failed is not None:
-            return
-        self._failed = error
-        control = self._control
-        for peer in range(self.world):
-            if control is not None and peer != self.rank:
-                with contextlib.suppress(RuntimeError):
-                    control.recv([torch.empty(1)], peer, _BREAK_TAG).wait(datetime.timedelta(milliseconds=1))
+        """Breaks it on all ranks: none waits for this one any more. From any thread."""
+        self._breaker.fail(error)
+
+    def _cut(self, error: BaseException) -> None:
+        if (control := self._control) is not None:
+            break_pairs(control, self.rank, self.world)
 
     def close(self) -> None:
         """Leaves the groups. A second call does nothing."""

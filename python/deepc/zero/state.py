@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.autograd.graph import increment_version
 
+from ..comm.internode.crossing import requantized
 from ..core import memory
 from ..core.ops import torch_dtype
 from ..errors import ConfigError, UnsupportedError
@@ -17,7 +18,6 @@ from ..plan.plan import Plan
 from .gathered import Params, Whole
 from .param import Released, share, version_of
 from .step.collective import TorchReducer
-from .step.nodes import published
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
@@ -249,7 +249,7 @@ class ModelState:
         if self.master is None or not indices:
             return
         chosen = set(indices)
-        rounded = published(self.plan, self.master, self.dtype) if self.plan.parameters_as else None
+        rounded = requantized(self.plan, self.master, self.dtype) if self.plan.parameters_as else None
         for s in self.plan.segments:
             if s.param in chosen:
                 master = self.master[s.shard_begin : s.shard_begin + s.length]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Optional  # noqa: F401
 import torch
 import torch.distributed as dist
 
-from ...core.codecs import Codec, ErrorFeedback, Traffic, all_reduce  # noqa: F401
 from ...errors import ArgumentError
+from .compressed import Codec, ErrorFeedback, Traffic, all_reduce  # noqa: F401
 
 
 class _Bucket(NamedTuple):

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from ...core.codecs import Codec, ErrorFeedback, Int8Blocks, all_gather, all_gather_begin, reduce_scatter
 from ...core.foreign.private import AllGather, ReduceScatter
 from ...errors import ArgumentError, UnsupportedError
+from .compressed import Codec, ErrorFeedback, Int8Blocks, all_gather, all_gather_begin, reduce_scatter
 
 
 class _Allocate:

@@ -2,9 +2,10 @@
 tensors.
 
 A group of one node runs everything that c10d has on dense CPU tensors in the C core (shared.py). One that spans nodes
-runs its collectives on the hierarchy (hierarchy.py) and its messages on Gloo. Gloo (and NCCL for CUDA) is registered
-beneath it as torch expects, and takes other devices and layouts. Which of them carries a call is decided only from what
-is equal on all ranks (operation, device, layout, number of tensors), never from what may differ (contiguity, values).
+runs its collectives on a Hierarchy (internode/hierarchy.py) and its messages on Gloo. Gloo (and NCCL for CUDA) is
+registered beneath it as torch expects, and takes other devices and layouts. Which of them carries a call is decided
+only from what is equal on all ranks (operation, device, layout, number of tensors), never from what may differ
+(contiguity, values).
 Before a collective of CPU tensors goes to Gloo the ranks of a one-node group meet in a fence of the core, so that a
 mismatch or a death is told there as well.
 
@@ -151,7 +152,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         ranks = list(options.global_ranks_in_group)
         self._is_default, self._global_ranks = not ranks, ranks or list(range(self._size))
         self._label = "default_pg" if self._is_default else f"pg {options.group_id}"
-        self._comm: Any = None  # shared.Comm, hierarchy.Hierarchy or None
+        self._comm: Any = None  # shared.Comm, Hierarchy or None
         self._quick: shared.Comm | None = None  # for the fast paths: an open communicator of one node
         self._progress: Progress | None = None
         self._batch: list[dist.Work] | None = None
@@ -221,10 +222,10 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         return self._quick
 
     def _open_hierarchy(self, store: dist.Store, places: Places) -> Any:
-        from .. import hierarchy
+        from ..internode.hierarchy import open_hierarchy
 
         try:
-            return hierarchy.open_hierarchy(
+            return open_hierarchy(
                 store,
                 self._rank,
                 self._size,

@@ -20,17 +20,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from ...comm import start as comm
 from ...comm.c10d.progress import Progress
-from ...comm.groups import _all_gather
+from ...comm.failures import Breaker, break_group
+from ...comm.groups import _all_gather, own_store
 from ...core import memory
-from ...errors import CommError, DeepcError, UnsupportedError
+from ...errors import UnsupportedError
 from ...plan.buckets import BucketStates
 from ...plan.plan import Plan
 from .reducer import Tree
@@ -90,12 +91,14 @@ class TorchReducer:
         )
         self._bound = AHEAD * layout.bucket_elems * wire.itemsize
         self._under_way: collections.deque[Reduction] = collections.deque()
-        self._failed: BaseException | None = None
+        self._breaker: Breaker | None = None
         self._bytes, self._stats = 0, dict.fromkeys(("reductions", "early", "grad_bytes_max", "waits"), 0)
         self._group: Any = None
         self._progress: Progress | None = None
         if plan.world > 1:
             self._group = dist.new_group(timeout=comm.DEFAULT_TIMEOUT)
+            store = own_store("gradients")[1]
+            self._breaker = Breaker("a reduction of gradients", dist.get_rank(), plan.world, store, self._cut)
             if device.type == "cpu":
                 self._progress = Progress("gradients")
                 self._flat = torch.empty(layout.bucket_elems, dtype=wire)
@@ -272,32 +275,24 @@ class TorchReducer:
     @property
     def broken(self) -> bool:
         """Whether a pass has failed, or is not at its end."""
-        return self._open or self._failed is not None
+        return self._open or (self._breaker is not None and self._breaker.failed is not None)
 
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Makes a failure of the backend a CommError. After one the reducer is broken: every call raises it."""
-        try:
-            yield
-        except BaseException as exc:
-            if self._failed is None:
-                known = isinstance(exc, DeepcError) or not isinstance(exc, RuntimeError)
-                self._failed = (
-                    exc
-                    if known
-                    else CommError(f"{what} over all ranks failed: one of them died, left or can't be reached ({exc})")
-                )
-                self.tell(self._failed)
-            if self._failed is exc:
-                raise
-            raise self._failed from exc
+    def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Makes a failure of the backend a CommError. After one the reducer is broken, on all ranks: every call raises
+        it."""
+        return cast(Breaker, self._breaker).errors(what)
+
+    def _cut(self, error: BaseException) -> None:
+        if self._device.type == "cpu" and (group := self._group) is not None:
+            break_group(group, dist.get_rank(), self._plan.world)
+        self.tell(error)
 
     def tell(self, error: BaseException) -> None:
         """Called with the first failure, in whichever thread, so that what else waits between these ranks ends too."""
 
     def _raise_failure(self) -> None:
-        if self._failed is not None:
-            raise self._failed
+        if self._breaker is not None:
+            self._breaker.check()
 
     # ---- the rest of the interface -----------------------------------------------------------------------------------
     def borrow(self, lease: memory.Lease | None) -> None:

@@ -7,10 +7,7 @@ slice only waits there). Then the ranks of one local index exchange parts: each 
 them up in fp32 in node order, and is its owner. So every gradient crosses once per node, whichever the stage, all
 stages see equal bits, and buckets are on the network while backward goes on.
 
-ZeRO++ (Wang et al., arXiv:2306.10209) is a matter of the two codecs: qgZ sends parts of gradients as 4-bit blocks
-(quantised once, added in fp32; a rank's own part is not quantised), qwZ sends updated parameters as 8-bit blocks.
-Blocks are 64 elements, the alignment of a parameter in the flat space: no block mixes a norm's weights with a
-matrix's."""
+What is sent is written by the codecs of comm/internode/crossing.py (ZeRO++)."""
 
 from __future__ import annotations
 
@@ -19,44 +16,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ...comm.internode.crossing import Crossing, gradient_codec, parameter_codec
 from ...core import lib as _lib
 from ...core import memory
 from ...core.lib import C, check
-from ...core.ops import code, torch_dtype
+from ...core.ops import code
 from ...errors import UnsupportedError
-from ...plan.plan import QUANTIZED, RING, SLOTS, Plan
+from ...plan.plan import RING, SLOTS, Plan
 from .reducer import CoreReducer, Tree
 
 if TYPE_CHECKING:
-    from ...comm.groups import MultiNodeGroup, _Sent
-    from ...core.codecs import Codec
+    from ...comm.groups import MultiNodeGroup, Sent
     from ...plan.layout import Layout
-
-
-class Plain:
-    """No compression: elements in `dtype`, with the interface of compress.py's codecs. fp16 travels as 1/`shares`: what
-    is sent is a sum of so many gradients, each within fp16's range, and the sum need not be."""
-
-    def __init__(self, dtype: torch.dtype, shares: int = 1) -> None:
-        self.dtype, self.shares = dtype, shares if dtype == torch.float16 else 1
-
-    def nbytes(self, n: int) -> int:
-        return n * self.dtype.itemsize
-
-    def encode(self, payload: torch.Tensor, x: torch.Tensor) -> None:
-        payload.view(self.dtype).copy_(x if self.shares == 1 else x / self.shares)
-
-    def decode_add(self, acc: torch.Tensor, payload: torch.Tensor, scale: float) -> None:
-        acc.add_(payload.view(self.dtype), alpha=scale * self.shares)
-
-
-def codec_for(quantized: str, dtype: torch.dtype, shares: int = 1) -> Plain | Codec:
-    """The codec of a plan's `gradients_as` or `parameters_as`: Plain(dtype, shares), or "int4" or "int8" in blocks."""
-    if not quantized:
-        return Plain(dtype, shares)
-    from ...core.codecs import Int4Blocks, Int8Blocks
-
-    return Int4Blocks(block=QUANTIZED) if quantized == "int4" else Int8Blocks(block=QUANTIZED)
 
 
 class NodesReducer(CoreReducer):
@@ -73,22 +44,19 @@ class NodesReducer(CoreReducer):
     ) -> None:
         self._plan, self._group, self._acc, self._partial = plan, group, acc, partial
         self._nodes, self._here = plan.nodes, plan.part % plan.nodes
-        self._none = torch.empty(0, dtype=torch.float64)
         # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded
         # and is pushed (determinism.py).
         self.tree = Tree(acc, plan.gradient_buffers) if plan.gradient_buffers else None
-        self._codec = codec_for(plan.gradients_as, torch_dtype(plan.crossing_dtype), plan.ranks_per_node)
-        self._whole = (
-            isinstance(self._codec, Plain) and self._codec.shares == 1
-        )  # a slice is cast and added up in one call each
-        # straight: not even cast, slices go as they lie
-        self._straight = self._whole and isinstance(self._codec, Plain) and self._codec.dtype == torch.float32
+        self._crossing = Crossing(gradient_codec(plan), self._nodes, self._here)
+        self._nbytes, self._parameters = self._crossing.codec.nbytes, parameter_codec(plan)
         per_slice = plan.layout.bucket_elems // plan.ranks_per_node
         self._slots = memory.zeros(RING * per_slice, torch.float32, memory.COLORS["slots"]).view(RING, -1)
-        room = self._nodes * self._codec.nbytes(plan.layout.bucket_elems // plan.world)
+        room = self._nodes * self._nbytes(plan.layout.bucket_elems // plan.world)
         self._in = memory.zeros(RING * room, torch.uint8, memory.COLORS["received"]).view(RING, -1)
         self._out = (
-            None if self._straight else memory.zeros(RING * room, torch.uint8, memory.COLORS["sent"]).view(RING, -1)
+            None
+            if self._crossing.straight
+            else memory.zeros(RING * room, torch.uint8, memory.COLORS["sent"]).view(RING, -1)
         )
         self._under_way: collections.deque[Any] = collections.deque()
         self._launched = self._taken = 0
@@ -122,7 +90,7 @@ class NodesReducer(CoreReducer):
             self.tree.begin(assign)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        with self._group.node_errors():
+        with self._group.errors():
             super().add(index, grad)
         self._advance()
 
@@ -130,7 +98,7 @@ class NodesReducer(CoreReducer):
         while True:
             if self._launched - self._taken == RING:
                 self._take_oldest()
-            with self._group.node_errors():
+            with self._group.errors():
                 super().finish()
             self._advance()
             if not C.dc_reducer_in_pass(self.handle):
@@ -175,7 +143,7 @@ class NodesReducer(CoreReducer):
 
     def _advance(self) -> None:
         """Sends the slices that are ready inside the node, and takes the parts that have arrived. Does not wait."""
-        with self._group.node_errors():
+        with self._group.errors():
             check(C.dc_reducer_reduced(self.handle, self._count_ref))
         ready = self._count.value
         while self._launched < ready:
@@ -193,19 +161,14 @@ class NodesReducer(CoreReducer):
 
     def _send(self, b: int) -> None:
         m = self._part(b)[2]
-        k, size = b % RING, self._codec.nbytes(m)
+        k, size = b % RING, self._nbytes(m)
         slot = self._slots[k, : self._nodes * m]
         received = self._in[k, : self._nodes * size]
-        if self._straight:
+        if self._out is None:
             payload = slot.view(torch.uint8)
         else:
-            payload = cast(torch.Tensor, self._out)[k, : self._nodes * size]
-            if self._whole:
-                self._codec.encode(payload, slot)
-            else:
-                for n in range(self._nodes):
-                    if n != self._here:
-                        self._codec.encode(payload[n * size : (n + 1) * size], slot[n * m : (n + 1) * m])
+            payload = self._out[k, : self._nodes * size]
+            self._crossing.encode(payload, slot)
         self._under_way.append((b, self._group.exchange(received, payload, "gradients")))
 
     def _take_oldest(self) -> None:
@@ -213,27 +176,15 @@ class NodesReducer(CoreReducer):
         b, sent = self._under_way.popleft()
         sent.wait()
         _, part, m = self._part(b)
-        k, size = b % RING, self._codec.nbytes(m)
+        k, size = b % RING, self._nbytes(m)
         start = part if self._plan.own_all else self._plan.slices[b].shard_begin
         target, received = self._acc[start : start + m], self._in[k, : self._nodes * size]
         if self.tree is not None:
-            self.tree.push(
-                start,
-                list(received.view(torch.float32).view(self._nodes, m)),
-                self.tree.leaves // self._plan.ranks_per_node,
-                self._norm,
-            )
-        elif self._whole:
-            parts = received.view(cast(Plain, self._codec).dtype).view(self._nodes, m)
-            torch.ops.deepc.accumulate_tensors(target, list(parts), self._assign, self._none)
+            leaves = self.tree.leaves // self._plan.ranks_per_node
+            self.tree.push(start, self._crossing.decode(received), leaves, self._norm)
         else:
-            if self._assign:
-                target.zero_()
-            for n in range(self._nodes):
-                if n == self._here:
-                    torch.ops.deepc.accumulate_tensors(target, [self._slots[k, n * m : (n + 1) * m]], False, self._none)
-                else:
-                    self._codec.decode_add(target, received[n * size : (n + 1) * size], 1.0)
+            own = self._slots[k, self._here * m : (self._here + 1) * m]
+            self._crossing.add(target, received, own, self._assign)
         self._taken += 1
         check(C.dc_reducer_give_back(self.handle, self._taken))
 
@@ -243,22 +194,20 @@ class NodesReducer(CoreReducer):
         `master` and every node, the owner's too, gets the dequantised values, so that all nodes hold equal bits.
         resident: `flat` is node-shared and a fence of the node is the caller's; otherwise the ranks of the node
         complete their replicas. Collective."""
-        codec = codec_for(self._plan.parameters_as, flat.dtype)
         pending: collections.deque[Any] = collections.deque()
         for b in range(self._plan.layout.nbuckets):
             if len(pending) == RING:
-                self._arrived(flat, codec, *pending.popleft())
-            pending.append((b, *self._offer(flat, master, codec, b)))
+                self._arrived(flat, *pending.popleft())
+            pending.append((b, *self._offer(flat, master, b)))
         while pending:
-            self._arrived(flat, codec, *pending.popleft())
+            self._arrived(flat, *pending.popleft())
         if not resident:
             self._inside(flat)
 
-    def _offer(
-        self, flat: torch.Tensor, master: torch.Tensor | None, codec: Plain | Codec, b: int
-    ) -> tuple[_Sent, torch.Tensor | None]:
+    def _offer(self, flat: torch.Tensor, master: torch.Tensor | None, b: int) -> tuple[Sent, torch.Tensor | None]:
         at, part, m = self._part(b)
-        if isinstance(codec, Plain):
+        codec = self._parameters
+        if codec is None:
             return (
                 self._group.collect(flat[at : at + self._nodes * m], flat[part : part + m].clone(), "parameters"),
                 None,
@@ -269,20 +218,19 @@ class NodesReducer(CoreReducer):
         codec.encode(mine, cast(torch.Tensor, master)[shard : shard + m])
         return self._group.collect(everyone, mine, "parameters"), everyone
 
-    def _arrived(
-        self, flat: torch.Tensor, codec: Plain | Codec, b: int, sent: _Sent, everyone: torch.Tensor | None
-    ) -> None:
+    def _arrived(self, flat: torch.Tensor, b: int, sent: Sent, everyone: torch.Tensor | None) -> None:
         sent.wait()
-        if everyone is None:
+        codec = self._parameters
+        if everyone is None or codec is None:
             return
         at, _, m = self._part(b)
         for n, payload in enumerate(everyone.view(self._nodes, -1)):
-            cast("Codec", codec).decode(flat[at + n * m : at + (n + 1) * m], payload)
+            codec.decode(flat[at + n * m : at + (n + 1) * m], payload)
 
     def _inside(self, flat: torch.Tensor) -> None:
         """Completes the node's replicas from its ranks' slices."""
         if self._plan.ranks_per_node > 1:
-            with self._group.node_errors():
+            with self._group.errors():
                 self.gather(flat)
 
     def close(self) -> None:
@@ -290,16 +238,3 @@ class NodesReducer(CoreReducer):
         super().close()
 
     __del__ = close
-
-
-def published(plan: Plan, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `publish` makes of this rank's masters: [owned], in the dtype of the parameters."""
-    if not plan.parameters_as:
-        return master.to(dtype)
-    codec, out = codec_for(plan.parameters_as, dtype), torch.empty(master.numel(), dtype=dtype)
-    for own in plan.slices:
-        piece = slice(own.shard_begin, own.shard_begin + own.length)
-        payload = torch.empty(codec.nbytes(own.length), dtype=torch.uint8)
-        codec.encode(payload, master[piece])
-        cast("Codec", codec).decode(out[piece], payload)
-    return out

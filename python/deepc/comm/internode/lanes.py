@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .place import Topology
+from ..place import Topology
+
+if TYPE_CHECKING:
+    from .call import Reduction
 
 EVERY = -1  # home of a lane that every node combines for itself
 ALIGN = 64  # bytes, and elements where work is cut
@@ -174,13 +177,16 @@ def longest_pair(topology: Topology, counts: Callable[[int, int], int]) -> int:
 
 # ---- a plan in the slots of a node -----------------------------------------------------------------------------------
 class Area(NamedTuple):
-    """Where a lane's data lies in a slot of this node (offsets). Copied lanes have one place for all of it:
-    `result`."""
+    """Where a lane's data lies in a slot of this node (offsets). Copied lanes have one place for all of it: `result`;
+    lanes that don't concern the node have none (NOWHERE)."""
 
     inputs: list[int]  # per local rank (reductions)
     part: int  # this node's partial result
     parts: dict[int, int]  # per other source
     result: int
+
+
+NOWHERE = Area([], -1, {}, -1)
 
 
 class Job:
@@ -194,7 +200,7 @@ class Job:
         per_round: int,
         unit: int,
         part_unit: int,
-        red: object,
+        red: Reduction | None,
         first_byte: int,
         header: int,
         frame: int | None,
@@ -208,12 +214,12 @@ class Job:
         self.rounds = max([1, *(-(-lane.count // per_round) for lane in plan.lanes)]) if per_round else 1
         self.puts, self.gets = _by_lane(plan.puts), _by_lane(plan.gets)
         self.end = first_byte
-        self.areas: list[Area | None] = []
+        self.areas: list[Area] = []
         self.framed: dict[int, int] = {}  # per other source: bytes of its frame that are laid out
         for lane in plan.lanes:
             home, source = lane.home in (me, EVERY), me in lane.sources
             if not home and not source and me not in lane.dests:
-                self.areas.append(None)
+                self.areas.append(NOWHERE)
                 continue
             parts: dict[int, int] = {}
             if red is None:
