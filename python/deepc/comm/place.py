@@ -120,7 +120,7 @@ def _await(store: dist.Store, rank: int, size: int, watch: Callable[[int], None]
     """Returns when all have told the store their places, or its own time is over."""
     missing = [r for r in range(size) if r != rank]
     began, pause, told = time.monotonic(), 0.0005, False
-    while time.monotonic() - began < store.timeout.total_seconds():
+    while time.monotonic() - began < store.timeout.total_seconds():  # type: ignore[attr-defined]  # torch's stub lacks it
         missing = [r for r in missing if not store.check([f"place{r}"])]
         if not missing:
             break

@@ -30,7 +30,7 @@ from ..engine.engine import Engine
 from ..errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    _Base = Trainer  # what the mixin stands before
+    from transformers import Trainer as _Base  # what the mixin stands before
 else:
     _Base = object
 
@@ -76,6 +76,8 @@ class EngineTrainerMixin(_Base):
     (or a path) without optimizer and scheduler; batch sizes, accumulation, clipping and precision are filled from
     TrainingArguments where they are missing or "auto".
     """
+
+    optimizer: Any  # Trainer's own until the engine is made
 
     def __init__(self, *args: Any, deepc_config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> None:
         self.engine: Any = None

@@ -348,9 +348,6 @@ class Config:
         return node  # an absent section (None) has no attributes, so its keys are _MISSING
 
 
-_T = TypeVar("_T")
-
-
 # ---- from values to the tree -----------------------------------------------------------------------------------------
 _T = TypeVar("_T")
 

@@ -67,13 +67,12 @@ class Call(ctypes.Structure):
 
 
 class HeapStats(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("base", c_void_p)] + [
-        (n, c_int64)
-        for n in (
-            *("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free"),
-            *("free_resident", "decayed", "refusals", "foreign_frees", "steps"),
-        )
-    ]
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("base", c_void_p),
+        *((n, c_int64) for n in ("limit", "extent", "in_use", "peak", "free", "free_blocks", "largest_free")),
+        *((n, c_int64) for n in ("free_resident", "decayed", "refusals", "foreign_frees", "steps")),
+    )
 
 
 class FlightRow(ctypes.Structure):

@@ -269,10 +269,10 @@ class _Experts(_SwiGLU):
         gate, up = gate_up.chunk(2, dim=-1)
         return ops.swiglu(gate, up) if _takes(gate) else self.act_fn(gate) * up
 
-    def forward(
+    def forward(  # type: ignore[override]  # of experts, not of a dense MLP
         self,
         hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,  # type: ignore[override]  # of experts, not of a dense MLP
+        top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         if getattr(self.config, "_experts_implementation", None) not in (None, "eager"):

@@ -466,11 +466,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
         return self._run(name, opts, core, tensors, tensors, job)
 
-    def allreduce(
+    def allreduce(  # type: ignore[override]
         self,
         tensors: Any,
         opts: Any = None,
-        op: Any = None,  # type: ignore[override]
+        op: Any = None,
         timeout: datetime.timedelta | None = None,
     ) -> Any:
         if opts.__class__ is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1:
@@ -493,12 +493,12 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             work = self._inner(tensors[0].device, "allreduce_coalesced")(tensors, opts)
         return work
 
-    def reduce(
+    def reduce(  # type: ignore[override]
         self,
         tensors: Any,
         opts: Any = None,
         op: Any = None,
-        timeout: datetime.timedelta | None = None,  # type: ignore[override]
+        timeout: datetime.timedelta | None = None,
         root: int | None = None,
     ) -> Any:
         """The result lies on the root alone; other ranks' tensors keep their values."""
@@ -588,11 +588,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
         return self._run(name, opts, core, inputs, everything, job)
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self,
         output_tensors: Any,
         input_tensors: Any,
-        opts: Any = None,  # type: ignore[override]
+        opts: Any = None,
         timeout: datetime.timedelta | None = None,
     ) -> Any:
         if isinstance(input_tensors, torch.Tensor):  # allgather(list, tensor)
@@ -674,12 +674,12 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
         return self._run(name, opts, core, outputs, outputs, job)
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]
         self,
         output_tensors: Any,
         input_tensors: Any,
         opts: Any = None,
-        op: Any = None,  # type: ignore[override]
+        op: Any = None,
         timeout: datetime.timedelta | None = None,
     ) -> Any:
         if isinstance(output_tensors, torch.Tensor):  # reduce_scatter(tensor, list, op)
@@ -726,11 +726,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     # ---- broadcast, gather, scatter ----------------------------------------------------------------------------------
-    def broadcast(
+    def broadcast(  # type: ignore[override]
         self,
         tensors: Any,
         opts: Any = None,
-        timeout: datetime.timedelta | None = None,  # type: ignore[override]
+        timeout: datetime.timedelta | None = None,
         root: int | None = None,
     ) -> Any:
         if opts.__class__ is _BroadcastOptions and not opts.asyncOp and len(tensors) == 1:
@@ -757,11 +757,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
         return self._run("broadcast", opts, core, tensors, tensors, job)
 
-    def gather(
+    def gather(  # type: ignore[override]
         self,
         output_tensors: Any,
         input_tensors: Any,
-        opts: Any = None,  # type: ignore[override]
+        opts: Any = None,
         timeout: datetime.timedelta | None = None,
         root: int | None = None,
     ) -> Any:
@@ -802,11 +802,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
         return self._run("gather", opts, core, [tensor], outs, job)
 
-    def scatter(
+    def scatter(  # type: ignore[override]
         self,
         output_tensors: Any,
         input_tensors: Any,
-        opts: Any = None,  # type: ignore[override]
+        opts: Any = None,
         timeout: datetime.timedelta | None = None,
         root: int | None = None,
     ) -> Any:
@@ -841,10 +841,10 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
         return self._run("scatter", opts, core, [output], [output], job)
 
     # ---- all_to_all --------------------------------------------------------------------------------------------------
-    def alltoall_base(
+    def alltoall_base(  # type: ignore[override]
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # type: ignore[override]
+        input: torch.Tensor,
         output_split_sizes: Sequence[int] = (),
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
@@ -879,11 +879,11 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # since torch 2.13
 
-    def alltoall(
+    def alltoall(  # type: ignore[override]
         self,
         output_tensors: Any,
         input_tensors: Any,
-        opts: Any = None,  # type: ignore[override]
+        opts: Any = None,
         timeout: datetime.timedelta | None = None,
     ) -> Any:
         opts = options_of(opts, _c10d.AllToAllOptions, timeout=timeout)
