@@ -15,7 +15,9 @@ from deepc.errors import ArgumentError, UnsupportedError
 
 
 @pytest.fixture
-def deepspeed():
+def deepspeed(monkeypatch):
+    # another test of this process may have imported transformers before
+    monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
     if "deepspeed" in sys.modules and not finder.is_installed():
         pytest.skip("a real DeepSpeed is imported in this process")
     was = finder.is_installed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,9 @@ def test_a_change_is_counted_while_it_is_on() -> None:
         patches.applied("nonsense")
 
 
-def test_the_compatibility_layer_is_on_the_table() -> None:
+def test_the_compatibility_layer_is_on_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    # another test of this process may have imported transformers before
+    monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
     importlib.import_module("deepc.compat.deepspeed")
     from deepc.compat import finder
 
