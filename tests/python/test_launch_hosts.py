@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 from deepc.errors import ArgumentError, UnsupportedError
-from deepc.launch import environment as export
-from deepc.launch import hosts, mpi, options, ssh
+from deepc.launch import mpi, options
 from deepc.launch.host import bind, frames, places
+from deepc.launch.remote import environment as export
+from deepc.launch.remote import hosts, ssh
 from nethosts import Hosts, needs_hosts
 from test_launch import Run, no_run_outlives_its_test, wait_for  # noqa: F401
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CommError, DeepcError
-from . import ssh
-from .environment import exported, from_files
 from .failure import Failure
 from .host.frames import Decoder, FrameError, Sender
-from .hosts import Host
 from .options import Launch, threads
+from .remote import ssh
+from .remote.environment import exported, from_files
+from .remote.hosts import Host
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL of ranks that don't end by themselves
 FINISHED_S = 30.0  # from the last rank that ended well until the others are mentioned

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ArgumentError, UnsupportedError
-from .environment import exported
 from .failure import Failure
 from .options import Launch
+from .remote.environment import exported
 
 RANK = str(Path(__file__).parent / "host" / "rank.py")
 _MOST = 1 << 22  # of one report

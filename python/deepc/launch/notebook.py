@@ -75,8 +75,8 @@ def _run(shipped: int, results: list[int], ranks: int, env: dict[str, str], bind
     """The ranks' life. Raises LaunchError."""
     from .driver import Driver, Printer
     from .failure import first_failure
-    from .hosts import Host
     from .options import Launch, cores, threads
+    from .remote.hosts import Host
 
     path = os.pathsep.join(
         dict.fromkeys(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError, UnsupportedError
 from .host import bind, places
-from .hosts import Host, is_this_machine, read_hostfile, select, trim
+from .remote.hosts import Host, is_this_machine, read_hostfile, select, trim
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "mpich", "impi", "mvapich")
 _DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's; job systems write it

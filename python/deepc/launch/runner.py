@@ -17,12 +17,12 @@ from types import FrameType
 
 from . import mpi
 from .driver import GRACE_S, Driver
-from .environment import from_files
 from .failure import Failure, first_failure, report
 from .host.reaper import LingeringPopen as _LingeringPopen
 from .host.reaper import become_subreaper, kill_descendants
-from .hosts import Host
 from .options import Launch
+from .remote.environment import from_files
+from .remote.hosts import Host
 
 __all__ = ["Failure", "_LingeringPopen", "first_failure", "run"]
 

@@ -131,7 +131,7 @@ NAMES = (
     ),
     Private(
         "torch._C.DispatchKey",
-        "observe/profile/costs: which operators are made of others",
+        "observe/profile/flops/costs: which operators are made of others",
         "1.8",
         "the flops profiler counts some operators twice under inference_mode",
     ),

@@ -1,4 +1,4 @@
-"""What a run spends its time and memory on: the flops profiler (flops.py), a timeline for Perfetto (timeline.py),
+"""What a run spends its time and memory on: the flops profiler (flops/), a timeline for Perfetto (timeline.py),
 DeepSpeed's wall clock timers (timers.py).
 
 Nothing here runs while it is off: it listens to an engine's events (probe.py) only while something of this is on.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .flops import FlopsProfiler
+from .flops.profiler import FlopsProfiler
 from .probe import Listener, Probe, run_folder
 
 _COMMS_EVERY_S = 30.0

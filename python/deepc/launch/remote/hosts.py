@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ...core.foreign import private
+from ....core.foreign import private
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 _PREFIXES = (
     "PYTHON",

@@ -27,19 +27,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...core.foreign import private
-from ...core.foreign.private import TorchDispatchMode
-from ...errors import ArgumentError
-from .costs import (
-    Cost,
-    cost_of,
-    counted,
-    get_module_duration,
-    get_module_flops,
-    get_module_macs,
-    is_composite,
-)
-from .flops_text import (
+from ....core.foreign import private
+from ....core.foreign.private import TorchDispatchMode
+from ....errors import ArgumentError
+from .costs import Cost, cost_of, counted, get_module_duration, get_module_flops, get_module_macs, is_composite
+from .text import (
     bytes_to_string,
     duration_to_string,
     flops_to_string,
@@ -183,7 +175,7 @@ class FlopsProfiler:
         return time.perf_counter()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        from .probe import seen
+        from ..probe import seen
 
         seen()
         if private.graph_task_id() != -1:  # a recomputation in backward

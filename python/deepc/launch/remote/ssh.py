@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-AGENT = str(Path(__file__).parent / "host" / "agent.py")
+AGENT = str(Path(__file__).parents[1] / "host" / "agent.py")
 _CONNECT_S = 10
 
 # What ssh says (in any case) -> what to do. The first that matches counts.
