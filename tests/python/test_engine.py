@@ -728,3 +728,58 @@ def test_weights_that_were_mended_do_not_end_the_run():
     out = run_ranks(_mended, 1)[0]
     assert not any("weights themselves" in reason for reason in out[:5]) and out[5] is True
     assert all("the weights themselves are not finite: bias" in reason for reason in out[6:8]) and out[8] is True
+
+
+def _compiled(rank, world, cfg, how):
+    """Losses, files whose frames the compiler has looked at, graph breaks."""
+    import deepc
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.clear_compilation_metrics()
+    dynamo.utils.counters.clear()
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    call = engine
+    if how == "engine.compile":
+        engine.compile(backend="aot_eager")
+    elif how == "torch.compile":
+        call = torch.compile(engine, backend="aot_eager")
+    elif how == "inside":
+        call = torch.compile(lambda x, y: engine(x, y) * 1.0, backend="aot_eager")
+    losses = []
+    for step in range(4):
+        loss = call(*tiny.make_batch(step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    seen = {(m.co_filename, m.co_name) for m in dynamo.utils.get_compilation_metrics() if m.co_filename}
+    engine.destroy()
+    return losses, seen, dict(dynamo.utils.counters["graph_break"])
+
+
+@pytest.mark.parametrize(
+    "name, extra, env",
+    [
+        ("stage 0", {}, {}),
+        ("stage 3", {"zero_optimization": {"stage": 3}}, {}),
+        ("streamed", {"zero_optimization": {"stage": 3}}, {"DEEPC_STREAMED": "1"}),
+        ("layout", {"deepc": {"deterministic": "layout"}}, {}),
+        ("watched", {"wall_clock_breakdown": True, "deepc": {"timeline": {"steps": [1, 2]}}}, {}),
+    ],
+)
+def test_torch_compile_of_the_engine_compiles_the_model_alone(name, extra, env, tmp_path, monkeypatch):
+    cfg = {**tiny.config(0, micro=8), **extra}
+    if "timeline" in cfg.get("deepc", {}):
+        cfg["deepc"]["timeline"]["folder"] = str(tmp_path)
+    runs = {
+        how: _run_ranks(_compiled, 1, args=(cfg, how), env={"DEEPC_LOG_LEVEL": "WARNING", **env})[0]
+        for how in ("", "engine.compile", "torch.compile", "inside")
+    }
+    for how, (losses, seen, breaks) in runs.items():
+        assert losses == pytest.approx(runs[""][0], rel=1e-5), how
+        ours = {f"{file}:{function}" for file, function in seen if "/deepc/" in file}
+        assert ours == set(), (how, ours)
+        blocks = not (name == "streamed" and how == "engine.compile")  # which is per block, and this model has none
+        assert bool(seen) == (how != "" and blocks), how
+        if how == "torch.compile" and name != "streamed":  # whose blocks have their gathers between graphs
+            assert breaks == {}

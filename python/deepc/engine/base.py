@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from ..core import memory
+from ..core.foreign import private
 from .precision import name_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class ModelWrapper(torch.nn.Module):
     """A module around `self.module`: attributes that it has not are the model's (`engine.config`,
     `engine.generate`)."""
 
+    @private.uncompiled
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

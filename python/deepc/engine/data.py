@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core import waits
+from ..core.foreign import private
 
 
 class _TimedIterator:
@@ -75,6 +76,7 @@ def make_loader(
     )
 
 
+@private.uncompiled
 def cast_floats(x: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in nested tuples, lists and dicts, cast."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():

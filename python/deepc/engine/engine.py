@@ -15,6 +15,7 @@ import torch
 
 from ..config.tree import Config
 from ..core import memory
+from ..core.foreign import private
 from ..errors import ArgumentError, DeepcError, UnsupportedError
 from ..zero.step.norm import clip, judge
 from . import access, build
@@ -44,6 +45,7 @@ class Engine(EngineBase):
         self._undo.close()
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
+    @private.uncompiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what
         the model computes in."""

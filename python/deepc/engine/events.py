@@ -62,6 +62,7 @@ class Events:
         """Takes a listener away, without closing it."""
         self.listeners = tuple(x for x in self.listeners if x is not listener)
 
+    @private.uncompiled
     def begin(self, name: str, what: Any = None) -> None:
         if self._bare and name in ("forward", "step", "backward"):
             self.end("backward")  # of a backward that raised
@@ -72,6 +73,7 @@ class Events:
             for listener in self.listeners:
                 listener.begin(name, now, what)
 
+    @private.uncompiled
     def end(self, name: str, what: Any = None) -> None:
         if name == "backward":
             self._backward = self._bare = False

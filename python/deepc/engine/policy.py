@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..core import memory
+from ..core.foreign import private
 from ..core.ops import torch_dtype as tensor_dtype
 from ..errors import ConfigError, DeepcError, OutOfMemoryError, UnsupportedError
 from ..plan.derive import Machine, is_streamed
@@ -120,18 +121,19 @@ class Plain:
         """What the sum over ranks and micro-batches is divided by, beside the scales."""
         return self._engine.world_size
 
+    @private.uncompiled_itself
     def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(inputs, kwargs)
 
+    @private.uncompiled_itself
     def _run_plainly(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._engine.module(*inputs, **kwargs)
 
+    @private.uncompiled_itself
     def _run_casting(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Floating-point inputs are cast to what the model computes in."""
-        dtype = self._engine.dtype
-        return self._engine.module(
-            *(cast_floats(x, dtype) for x in inputs), **{k: cast_floats(v, dtype) for k, v in kwargs.items()}
-        )
+        inputs, kwargs = cast_floats((inputs, kwargs), self._engine.dtype)
+        return self._engine.module(*inputs, **kwargs)
 
     def losses(self, loss: torch.Tensor, scale_wrt_gas: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Before a backward: (what it is of, what engine.backward returns)."""
@@ -232,6 +234,7 @@ class DeterministicLayout(Plain):
     def divisor(self) -> int:
         return self._order.divisor
 
+    @private.uncompiled_itself
     def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._engine
         with self._order.forward(engine.global_steps, engine.module.training):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.foreign import private
 from ...core.ops import torch_dtype
 from ...engine import build
 from ...engine.engine import Engine, StepResult
@@ -366,6 +367,7 @@ class DeepSpeedEngine(Engine):
 
     save_fp16_model = save_16bit_model
 
+    @private.uncompiled
     def __getattr__(self, name: str) -> Any:
         field = _flat_zero_keys().get(name)
         if field is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -225,14 +225,33 @@ def load_compiler() -> bool:
     return True
 
 
-def skip_in_compiler(codes: list[Any]) -> None:
-    """The compiler compiles Python frames that C++ calls back: not these code objects, nor what they call."""
+def skip_in_compiler(codes: list[Any], inside: bool = True) -> None:
+    """The compiler compiles Python frames that it comes across, also those that C++ calls back: not these code objects,
+    nor, with `inside`, what they call."""
     compiler = torch._C._dynamo.eval_frame
     if not hasattr(compiler, "set_code_exec_strategy"):  # torch before 2.7
         return
-    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    skip, go_on = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
     for code in codes:
-        compiler.set_code_exec_strategy(code, skip)
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip if inside else go_on))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """A decorator: the compiler follows neither this function nor what it calls. Costs nothing where nobody compiles,
+    and does not import the compiler, as torch.compiler.disable would."""
+    skip_in_compiler([function.__code__])
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # inside of a function that is compiled
+    return function
+
+
+def uncompiled_itself(function: F) -> F:
+    """The same, but what it calls may be compiled: the user's model, from torch.compile(engine)."""
+    skip_in_compiler([function.__code__], inside=False)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def default_store() -> Any:

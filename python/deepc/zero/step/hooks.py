@@ -94,6 +94,7 @@ class GradientHooks:
             GradientHooks._running = before
         self.end_pass()
 
+    @private.uncompiled
     def watch(self, outputs: Any) -> None:
         """Finds the outermost backward through these outputs of the model, should nobody say when it ends."""
         if private.graph_task_id() == -1 and self._queued and not self.open:

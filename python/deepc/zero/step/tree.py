@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ...core.foreign import patches
+from ...core.foreign import patches, private
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...optim.factory import ELEMENTWISE
 from ...plan.derive import tree_buffers
@@ -80,6 +80,7 @@ class LayoutOrder:
         return self._micro * self.world + self.rank
 
     @contextlib.contextmanager
+    @private.uncompiled
     def forward(self, step: int, training: bool) -> Iterator[None]:
         """Around a forward in training: torch's generator is seeded by (rank 0's seed, step, micro-batch, how many
         forwards it had), and put back after, so that what the script draws from it does not depend on the layout
