@@ -6,7 +6,7 @@
 # JOBS=N the compilers at a time, DEEPC_CUDA=ON the CUDA kernels where there is no GPU (with one they are built wherever nvcc is).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build format lint train test test-full test-gpu bench bench-full wheel sdist docs clean distclean
+.PHONY: help setup build format lint train test test-full test-thread test-gpu bench bench-full wheel sdist docs clean distclean
 
 export PYTHON ?= python3
 export TORCH ?=
@@ -32,6 +32,9 @@ test: setup  ## all quick tests, C (under sanitizers) and Python
 
 test-full: setup  ## the slow ones too: faults, fuzzing, large worlds
 	@scripts/test full $(ARGS)
+
+test-thread: setup  ## the C tests of what has threads, under ThreadSanitizer
+	@scripts/test thread
 
 test-gpu: setup  ## every op and the quickstart on a GPU against the CPU
 	@scripts/test gpu $(ARGS)

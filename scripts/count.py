@@ -1,9 +1,9 @@
 """Adds up the results of ctest and pytest. The last line is 'N passed, N failed, N skipped'; before it what was
 skipped, and why.
 
-Usage: count.py FOLDER CLASS. FOLDER holds ctest.log (ctest's LastTest.log), pytest.xml (JUnit), skipped.tsv (kind,
-number, reason), pytest.broke (the exit code of a pytest that ended otherwise than by its tests); each may be missing.
-GoogleTest's own cases are counted, not its executables."""
+Usage: count.py FOLDER CLASS. FOLDER holds ctest.log and ctest.thread.log (ctest's LastTest.log), pytest.xml (JUnit),
+skipped.tsv (kind, number, reason), pytest.broke (the exit code of a pytest that ended otherwise than by its tests);
+each may be missing. GoogleTest's own cases are counted, not its executables."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ def count_pytest(path: Path) -> tuple[Counter, Counter]:
 def main(folder: Path, test_class: str) -> int:
     total: Counter = Counter()
     reasons: Counter = Counter()
-    if (log := folder / "ctest.log").exists():
+    for name, what in (("ctest.log", "C"), ("ctest.thread.log", "C under ThreadSanitizer")):
+        if not (log := folder / name).exists():
+            continue
         c, why = count_ctest(log.read_text(errors="replace"))
-        print(f"C: {c['passed']} passed, {c['failed']} failed, {c['skipped']} skipped")
+        print(f"{what}: {c['passed']} passed, {c['failed']} failed, {c['skipped']} skipped")
         total, reasons = total + c, reasons + why
     if (xml := folder / "pytest.xml").exists():
         p, why = count_pytest(xml)

@@ -71,6 +71,12 @@ def test_all_together_with_reasons(tmp_path):
         assert reason in text
 
 
+def test_races_count(tmp_path):
+    code, last, text = count(tmp_path, ctest_log=GOOD, ctest_thread_log=GOOD + CRASH)
+    assert (code, last) == (1, "20 passed, 1 failed, 4 skipped")
+    assert "C under ThreadSanitizer: 10 passed, 1 failed" in text
+
+
 def test_a_pytest_that_broke_is_a_failure(tmp_path):
     assert count(tmp_path, ctest_log=GOOD, pytest_broke="3\n")[:2] == (1, "10 passed, 1 failed, 2 skipped")
 
