@@ -168,7 +168,7 @@ KEYS: tuple[Key, ...] = (
         ge=0,
     ),
     # ---- data --------------------------------------------------------------------------------------------------------
-    _active("dataloader_drop_last", "bool", False, "Drop the last incomplete batch of training_data."),
+    _active("dataloader_drop_last", "bool", False, "Leave out the samples at an epoch's end that don't fill a step."),
     # ---- optimizer ---------------------------------------------------------------------------------------------------
     _active("optimizer.type", "str", None, "Adam or AdamW (deepc's), Adagrad, or the name of a torch.optim class."),
     _active(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..zero.step.norm import Rider
     from ..zero.step.reducer import Reducer
     from ..zero.step.skips import Skips
+    from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
     from .data import TimedLoader
     from .events import Events
@@ -93,7 +94,7 @@ class Policy(Protocol):
     def bytes_to_change(self, plans: dict[torch.dtype, Plan]) -> int: ...
     def cast_buffers(self) -> None: ...
     def make_reducer(self) -> Reducer: ...
-    def make_sampler(self, data: Any) -> torch.utils.data.Sampler[list[int]] | None: ...
+    def make_sampler(self, data: Any) -> MicroBatchSampler | None: ...
     def describe(self) -> str: ...
 
     # in the loop
@@ -140,6 +141,8 @@ class EngineBase(ModelWrapper):
     averages: dict[str, Any]  # label -> EMA
     monitor: Any  # the meter, if somebody listens (observe/monitor)
     profile: Any  # what observe/profile has on this engine, or None
+
+    resumes_data = True  # load_checkpoint takes training_dataloader to where it was
 
     # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows.
     global_steps = global_samples = micro_steps = skipped_steps = 0

@@ -144,7 +144,8 @@ def assemble(
         engine.training_dataloader = make_loader(
             given.training_data,
             given.collate_fn,
-            micro_batch=config.train_micro_batch_size_per_gpu,
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            step=engine.train_batch_size(),
             drop_last=config.dataloader_drop_last,
             world=engine.world_size,
             rank=engine.global_rank,

@@ -1,23 +1,62 @@
-"""Data on its way into the model: the DataLoader that deepc.initialize returns (torch's, with the time that next()
-takes counted as waiting for data), and the cast of inputs."""
+"""Data on its way into the model: the DataLoader that deepc.initialize returns (torch's, which counts the time that
+next() takes as waiting for data, deals out the same steps to any number of ranks, and goes on where a checkpoint was
+saved), and the cast of inputs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core import waits
 from ..core.foreign import private
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ..zero.step.tree import MicroBatchSampler
+
+
+class DealtSampler(torch.utils.data.DistributedSampler[Any]):
+    """This rank's part of the samples, so that a step has the same ones whatever the number of ranks: the whole order
+    is drawn from (seed, epoch) as DistributedSampler draws it, a step takes the next `step` of it, and rank r of those
+    the r-th, (r + ranks)-th, ... An epoch is filled up from its beginning to whole steps, or cut to them by drop_last.
+
+    epoch: of the next iteration; each begins the next one by itself, or set_epoch chooses. start: how many of this
+    rank's samples the next iteration leaves out, where it goes on after load_checkpoint."""
+
+    def __init__(self, data: Any, world: int, rank: int, step: int, drop_last: bool = False, seed: int = 0) -> None:
+        super().__init__(data, world, rank, shuffle=True, seed=seed, drop_last=drop_last)
+        steps = len(data) // step if drop_last else -(-len(data) // step)
+        if steps == 0:
+            raise ArgumentError(
+                f"the training data has {len(data)} samples, a step takes {step}"
+                + (", and dataloader_drop_last drops them" if drop_last and len(data) else "")
+            )
+        self.total_size = steps * step
+        self.num_samples = self.total_size // world
+        self.start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        draw = torch.Generator()
+        draw.manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.dataset), generator=draw).tolist()  # type: ignore[arg-type]  # it has a length
+        first, self.start = self.start, 0
+        self.epoch += 1
+        for at in range(first * self.num_replicas + self.rank, self.total_size, self.num_replicas):
+            yield order[at % len(order)]
 
 
 class _TimedIterator:
     """An iterator of a DataLoader; everything but next() is the iterator's own."""
 
-    def __init__(self, inner: Iterator[Any]) -> None:
-        self._inner = inner
+    def __init__(self, inner: Iterator[Any], loader: TimedLoader) -> None:
+        self._inner, self._loader = inner, loader
 
     def __iter__(self) -> _TimedIterator:
         return self
@@ -25,9 +64,11 @@ class _TimedIterator:
     def __next__(self) -> Any:
         began = time.perf_counter()
         try:
-            return next(self._inner)
+            batch = next(self._inner)
         finally:
             waits.add("data", time.perf_counter() - began)
+        self._loader.given(self)
+        return batch
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]
@@ -37,43 +78,93 @@ class _TimedIterator:
 
 
 class TimedLoader(torch.utils.data.DataLoader[Any]):
-    """torch.utils.data.DataLoader; what its iterators wait is in `waits.seconds["data"]`."""
+    """torch.utils.data.DataLoader; what its iterators wait is in `waits.seconds["data"]`. It knows its place: the epoch
+    and the samples that had been given at the engine's last step, which a checkpoint keeps (state_dict); after
+    load_state_dict the next iteration goes on there, in any number of ranks."""
+
+    _dealt: DealtSampler | MicroBatchSampler | None = None  # who deals the samples out; None: a stream
+    _ranks = 1
+    _micro = 0
+    _running: tuple[_TimedIterator, int, int] | None = None  # the last iteration, its epoch, samples of this rank
+    _stepped: tuple[int, int] | None = None  # the same two at the last step
+
+    def deal(self, dealt: DealtSampler | MicroBatchSampler, ranks: int, micro: int) -> TimedLoader:
+        self._dealt, self._ranks, self._micro = dealt, ranks, micro
+        return self
 
     def __iter__(self) -> Any:
         began = time.perf_counter()
+        epoch, start = (self._dealt.epoch, self._dealt.start) if self._dealt is not None else (0, 0)
+        if self._stepped is None:
+            self._stepped = epoch, start
         inner = super().__iter__()
         waits.add("data", time.perf_counter() - began)  # workers start here
-        return _TimedIterator(inner)
+        iterator = _TimedIterator(inner, self)
+        self._running = iterator, epoch, start
+        return iterator
+
+    def given(self, iterator: _TimedIterator) -> None:
+        """`iterator` has given a micro-batch. Workers may have fetched more: those don't count."""
+        if self._running is not None and self._running[0] is iterator:
+            self._running = iterator, self._running[1], self._running[2] + self._micro
+
+    def stepped(self) -> None:
+        """The engine has made a step of what was given. A batch that is fetched and dropped at a loop's end is not
+        lost."""
+        if self._running is not None:
+            self._stepped = self._running[1:]
+
+    def state_dict(self) -> dict[str, int] | None:
+        """{"epoch", "samples" of it that all ranks together have made steps of, "of": samples in the data}; None of a
+        stream."""
+        dealt = self._dealt
+        if dealt is None:
+            return None
+        epoch, mine = self._stepped if self._stepped is not None else (dealt.epoch, dealt.start)
+        return {"epoch": epoch, "samples": mine * self._ranks, "of": len(self.dataset)}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, int]) -> str:
+        """The next iteration goes on where that was. Returns what there is to say of it."""
+        dealt, size = self._dealt, len(self.dataset)  # type: ignore[arg-type]
+        if dealt is None:
+            return "the training data is a stream, which begins again"
+        self._running = self._stepped = None
+        whole = len(self) * self._micro * self._ranks
+        epoch, samples = int(state["epoch"]), int(state["samples"])
+        if state["of"] != size:
+            dealt.set_epoch(epoch)
+            dealt.start = 0
+            return f"the training data has {size} samples and had {state['of']}: epoch {epoch} begins again"
+        if samples >= whole:
+            epoch, samples = epoch + 1, 0
+        dealt.set_epoch(epoch)
+        dealt.start = samples // (self._micro * self._ranks) * self._micro
+        return f"the training data goes on in epoch {epoch}, after {dealt.start * self._ranks} of its {whole} samples"
 
 
 def make_loader(
     data: Any,
     collate_fn: Callable[..., Any] | None,
     *,
-    micro_batch: int | None,
+    micro_batch: int,
+    step: int,
     drop_last: bool,
     world: int,
     rank: int,
-    make_sampler: Callable[[Any], torch.utils.data.Sampler[list[int]] | None],
+    make_sampler: Callable[[Any], MicroBatchSampler | None],
 ) -> TimedLoader | None:
     """Micro-batches of this rank's part of `data`, a Dataset; None of None. A stream (IterableDataset) is cut by
-    itself; anything else is dealt to the ranks by make_sampler(data), or shuffled where that gives None."""
+    itself; anything else is dealt to the ranks, by make_sampler(data) where that gives something. step: samples of a
+    step over all ranks."""
     if data is None:
         return None
-    stream = isinstance(data, torch.utils.data.IterableDataset)
-    if not stream and (dealt := make_sampler(data)) is not None:
-        return TimedLoader(data, batch_sampler=dealt, collate_fn=collate_fn)
-    sampler: torch.utils.data.Sampler[int] | None = None
-    if world > 1 and not stream:
-        sampler = torch.utils.data.DistributedSampler(data, world, rank, shuffle=True)
-    return TimedLoader(
-        data,
-        batch_size=micro_batch,
-        sampler=sampler,
-        shuffle=None if stream or sampler is not None else True,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-    )
+    if isinstance(data, torch.utils.data.IterableDataset):
+        return TimedLoader(data, batch_size=micro_batch, collate_fn=collate_fn, drop_last=drop_last)
+    if (batches := make_sampler(data)) is not None:
+        return TimedLoader(data, batch_sampler=batches, collate_fn=collate_fn).deal(batches, world, micro_batch)
+    dealt = DealtSampler(data, world, rank, step, drop_last)
+    loader = TimedLoader(data, batch_size=micro_batch, sampler=dealt, collate_fn=collate_fn, drop_last=drop_last)
+    return loader.deal(dealt, world, micro_batch)
 
 
 @private.uncompiled

@@ -107,7 +107,7 @@ class Plain:
         state = self._engine.state
         return CoreReducer(plan, self._bucket_comm, state.acc, state.partial, wire, self.pre_scale)
 
-    def make_sampler(self, data: Any) -> torch.utils.data.Sampler[list[int]] | None:
+    def make_sampler(self, data: Any) -> MicroBatchSampler | None:
         """Batches of indices into `data`, or None: DataLoader's own."""
         return None
 
@@ -216,7 +216,7 @@ class DeterministicLayout(Plain):
         state = self._engine.state
         return TreeReducer(plan, self._bucket_comm, state.acc, state.partial, wire)
 
-    def make_sampler(self, data: Any) -> torch.utils.data.Sampler[list[int]] | None:
+    def make_sampler(self, data: Any) -> MicroBatchSampler | None:
         engine = self._engine
         return MicroBatchSampler(
             data,

@@ -224,6 +224,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
             if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict")
             else None
         ),
+        "data": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
         "averages": {label: average.updates for label, average in engine.averages.items()},
     }
 
@@ -267,12 +268,20 @@ def load(
     engine.skips.applied()
     engine.guard.publish()
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
+    if optimizer_states and engine.resumes_data:
+        _resume_data(engine, state["engine"].get("data"))
     for label, average in engine.averages.items():
         average.loaded(state["engine"].get("averages", {}).get(label, 0))
     if own is not None:
         set_rng_state(own["rng"])
     engine.group.barrier()
     return result
+
+
+def _resume_data(engine: EngineBase, saved: dict[str, int] | None) -> None:
+    """The loader of training_data goes on where it was."""
+    if saved is not None and engine.training_dataloader is not None:
+        say(engine, engine.training_dataloader.load_state_dict(saved))
 
 
 def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None:

@@ -65,6 +65,8 @@ def _flat_zero_keys() -> dict[str, str]:
 class DeepSpeedEngine(Engine):
     """The engine that deepspeed.initialize returns under deepc."""
 
+    resumes_data = False  # scripts written for DeepSpeed skip what they had themselves
+
     def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
         self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
         super().__init__(model, config, optimizer=optimizer, evaluates=True, **options)

@@ -183,7 +183,9 @@ class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
         if len(data) == 0:
             raise ArgumentError("the data has no samples")
         self._samples, self._size, self._world, self._rank = len(data), micro_batch, world, rank
-        self._shuffle, self._seed, self._epoch = shuffle, seed, 0
+        self._shuffle, self._seed = shuffle, seed
+        self.epoch = 0  # of the next iteration
+        self.start = 0  # samples of this rank that the next iteration leaves out, whole micro-batches
         whole = micro_batch * per_step
         self._steps = len(data) // whole if drop_last else -(-len(data) // whole)
         if self._steps == 0:
@@ -191,7 +193,8 @@ class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
         self._per_rank = self._steps * per_step // world
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
         return self._per_rank
@@ -200,9 +203,10 @@ class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
         order = list(range(self._samples))
         if self._shuffle:
             generator = torch.Generator()
-            generator.manual_seed(self._seed + self._epoch)
+            generator.manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._samples, generator=generator).tolist()
-        self._epoch += 1
-        for m in range(self._per_rank):
+        self.epoch += 1
+        first, self.start = self.start // self._size, 0
+        for m in range(first, self._per_rank):
             at = (m * self._world + self._rank) * self._size
             yield [order[i % self._samples] for i in range(at, at + self._size)]
