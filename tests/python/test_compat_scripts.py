@@ -221,6 +221,28 @@ def test_a_reference_model_and_generation_without_hooks_at_stage_3():
         assert "zero_optimization.stage3_prefetch_bucket_size" in inert and moved
 
 
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+_CPU = """
+import deepc.compat.deepspeed, sys
+from accelerate import Accelerator, DeepSpeedPlugin
+plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}})
+print(Accelerator(deepspeed_plugin=plugin, **({"cpu": True} if sys.argv[1] == "cpu" else {})).distributed_type)
+"""
+
+
+@pytest.mark.parametrize("how", ["cpu", "plain"])
+def test_accelerate_that_drops_the_plugin_is_told(how, tmp_path):
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(_CPU)
+    command = [sys.executable, "-m", "deepc", "run", "--num_gpus", "2", "script.py", how]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    assert text.count("leaves out its deepspeed_plugin") == (how == "cpu"), text
+    assert ("DistributedType.DEEPSPEED" in text) == (how == "plain"), text
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 _LIGHTNING = """
 import deepc.compat.deepspeed

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import logging
 import os
 import sys
 import types
@@ -34,11 +35,22 @@ def ask(is_installed: Callable[[], bool]) -> None:
     _is_installed = is_installed
 
 
+def _asks_for_deepspeed() -> bool:
+    """Accelerator sets it when it gets a plug-in."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
 def _on_cpu_ranks() -> bool:
-    return (
-        int(os.environ.get("LOCAL_RANK", "-1")) != -1
-        and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    )
+    return int(os.environ.get("LOCAL_RANK", "-1")) != -1 and _asks_for_deepspeed()
+
+
+def _warn_of_cpu() -> None:
+    """Accelerate drops the plug-in then, silently."""
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("deepc").warning(
+            "Accelerator(cpu=True) leaves out its deepspeed_plugin: plain DDP trains, without ZeRO and the"
+            " configuration. Leave cpu=True out: ranks without a GPU train on the CPU anyway"
+        )
 
 
 def teach_accelerate(module: types.ModuleType) -> None:
@@ -51,6 +63,8 @@ def teach_accelerate(module: types.ModuleType) -> None:
     @functools.wraps(choose)
     def prepare(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
         backend, kind = choose(self, cpu, *args, **kwargs)
+        if cpu and _is_installed() and _asks_for_deepspeed():
+            _warn_of_cpu()
         if backend is None and not cpu and _is_installed() and _on_cpu_ranks():
             backend = "deepc"
         return backend, kind
