@@ -25,14 +25,12 @@ from .comm.start import init_distributed
 from .compat import hf as _hf
 from .compat.helpers import safe as utils
 from .compat.runtime import parameters as _parameters
-from .core import (
-    ops,  # noqa: F401
-    speak,
-)
+from .core import ops  # noqa: F401
 from .core.lib import VERSION, counters
-from .engine.access import view
+from .core.telemetry import speak
 from .engine.serve.export import export
 from .engine.serve.inference import InferenceEngine, inference
+from .engine.states.access import view
 from .errors import DeepcError
 from .nn.fuse import fuse
 from .nn.loss import linear_cross_entropy
@@ -46,10 +44,10 @@ if TYPE_CHECKING:
     import torch
 
     from . import checkpoint  # noqa: F401
-    from .engine.averages import EMA
     from .engine.build import OptimizerLike
     from .engine.data import TimedLoader
     from .engine.engine import Engine
+    from .engine.states.averages import EMA
     from .launch import notebook
     from .optim.schedules import Scheduler
     from .zero.step.update import ShardedOptimizer
@@ -206,7 +204,7 @@ def initialize(
     )
 
 
-_LATER = {"EMA": ("engine.averages", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}
+_LATER = {"EMA": ("engine.states.averages", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}
 
 
 def __getattr__(name: str) -> Any:

@@ -157,4 +157,4 @@ def test_rooms_are_small(folder: Path) -> None:
         for p in folder.iterdir()
         if p.name not in ("__init__.py", "__pycache__") and (p.is_dir() or p.suffix == ".py")
     ]
-    assert len(members) <= 11
+    assert len(members) <= 9

@@ -20,7 +20,7 @@ import deepc
 import pytest
 import torch
 from deepc.config import Config
-from deepc.core import waits
+from deepc.core.telemetry import waits
 from deepc.engine.data import TimedLoader
 from deepc.errors import ArgumentError, ConfigError
 from deepc.observe.monitor import MonitorMaster, counts, experiments, line, sinks, tiers

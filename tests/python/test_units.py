@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepc.errors import DeepcError, UnitStateError
-from deepc.zero.param import FlatUnit, NodeParameter, Released, UnitState, set_data, share, version_of
+from deepc.zero.parameters.param import FlatUnit, NodeParameter, Released, UnitState, set_data, share, version_of
 from deepc.zero.sources import NodeSource, Piece
 from torch import nn
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 import torch
 import torch.distributed as dist
 
-from ..core import waits
 from ..core.foreign import private
+from ..core.telemetry import waits
 from ..plan.plan import CONTROL_SLOT_BYTES
 from .failures import translated
 from .internode.link import Link

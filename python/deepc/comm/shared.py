@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.caller import Caller, caller_line
 from ..core.lib import C, CommConfig, call, check
 from ..core.memory import tensor_at
 from ..core.ops import CODES
+from ..core.telemetry.caller import Caller, caller_line
 from ..errors import ArgumentError, UnsupportedError
 from .place import discover
 

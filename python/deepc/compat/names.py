@@ -136,7 +136,7 @@ MODULES: dict[str, str] = {
     "runtime.zero": (
         """
         deepc.zero.init: Init
-        deepc.zero.gathered: GatheredParameters register_external_parameter unregister_external_parameter
+        deepc.zero.parameters.gathered: GatheredParameters register_external_parameter unregister_external_parameter
         deepc.compat.runtime.parameters: ZeroParamStatus
         deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
         """
@@ -146,7 +146,7 @@ MODULES: dict[str, str] = {
     "runtime.zero.partition_parameters": (
         """
         deepc.zero.init: Init
-        deepc.zero.gathered: GatheredParameters register_external_parameter unregister_external_parameter
+        deepc.zero.parameters.gathered: GatheredParameters register_external_parameter unregister_external_parameter
         deepc.compat.runtime.parameters: ZeroParamStatus
         deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
             _orig_torch_tensor _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full _orig_torch_arange _orig_torch_eye _orig_torch_randn
@@ -168,7 +168,7 @@ MODULES: dict[str, str] = {
         deepc.compat.runtime.zero: estimate_zero2_model_states_mem_needs
         """
     ),
-    "runtime.zero.utils": "deepc.zero.gathered: is_zero_param\n deepc.compat.runtime.zero: is_zero_supported_optimizer",
+    "runtime.zero.utils": "deepc.zero.parameters.gathered: is_zero_param\n deepc.compat.runtime.zero: is_zero_supported_optimizer",
     "utils": (
         """
         deepc.compat.helpers.safe: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad

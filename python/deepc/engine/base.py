@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..optim.schedules import Scheduler
     from ..plan.plan import Plan
     from ..plan.predict.estimate import FirstStep, MemoryEstimate
-    from ..zero.guard import Guard, ModelWatch
+    from ..zero.parameters.guard import Guard, ModelWatch
     from ..zero.state import ModelState
     from ..zero.step.hooks import GradientHooks
     from ..zero.step.norm import Rider

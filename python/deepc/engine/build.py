@@ -26,9 +26,9 @@ from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
 from ..plan.plan import Plan
 from ..plan.predict.estimate import FirstStep, check_plan, refuse_if_too_big
-from ..zero import gathered, owners
-from ..zero.guard import ModelWatch, make_guard
 from ..zero.init import adopt
+from ..zero.parameters import gathered, owners
+from ..zero.parameters.guard import ModelWatch, make_guard
 from ..zero.resident import ResidentState
 from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core import waits
 from ..core.foreign import private
+from ..core.telemetry import waits
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:

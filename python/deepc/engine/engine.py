@@ -18,8 +18,9 @@ from ..core import memory
 from ..core.foreign import private
 from ..errors import ArgumentError, DeepcError, UnsupportedError
 from ..zero.step.norm import clip, judge
-from . import access, build
+from . import build
 from .base import EngineBase, StepResult, say
+from .states import access
 
 if TYPE_CHECKING:
     from ..zero.streamed.state import StreamedState
@@ -251,7 +252,7 @@ class Engine(EngineBase):
         """Writes `save_dir/<tag>` (default global_step<N>; rank 0's where ranks differ, see checkpoint.tag_validation):
         safetensors shards by their owners, an index, published by one rename. client_state: tensors, NumPy values and
         JSON types; anything else is a CheckpointTypeError. Collective."""
-        from .saving import save
+        from .states.saving import save
 
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         with self.events.span("save_checkpoint", save_dir):
@@ -270,7 +271,7 @@ class Engine(EngineBase):
     ) -> tuple[str | None, dict[str, Any]]:
         """Loads what save_checkpoint wrote, from any number of ranks and any stage. Returns (path, client_state);
         (None, {}) if `load_dir` holds no checkpoint and no tag was given. Collective."""
-        from .saving import load
+        from .states.saving import load
 
         if custom_load_fn is not None:
             raise UnsupportedError(
@@ -296,7 +297,7 @@ class Engine(EngineBase):
         (`save_dir/model.safetensors`, in shards with an index when large). Rank 0 writes. Collective. The file name is
         Hugging Face's, whatever save_filename says: there is no pickled form.
         """
-        from .saving import save_model
+        from .states.saving import save_model
 
         with self.events.span("save_16bit_model", save_dir):
             save_model(self, save_dir, exclude_frozen_parameters)

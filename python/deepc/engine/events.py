@@ -16,7 +16,7 @@ costs a loop over an empty tuple.
 | save_checkpoint, load_checkpoint, save_16bit_model | the folder | the folder |
 | write shard, publish checkpoint | None | None; parts of save_checkpoint |
 
-What is ended by an exception ends with None. Communication and data waits are told by core/waits.py, below all rooms.
+What is ended by an exception ends with None. Communication and data waits are told by core/telemetry/waits.py, below all rooms.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .gathered import (
+from .init import Init
+from .parameters.gathered import (
     GatheredParameters,
     is_zero_param,
     register_external_parameter,
     unregister_external_parameter,
 )
-from .init import Init
 
 __all__ = [
     "GatheredParameters",

@@ -26,8 +26,8 @@ from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
 from ..core.foreign import patches
 from ..errors import ArgumentError, StrayWriteError, UnsupportedError
-from .gathered import Params, SharedMemory, Whole, built, holder_of, number
-from .param import Released, share, unshare
+from .parameters.gathered import Params, SharedMemory, Whole, built, holder_of, number
+from .parameters.param import Released, share, unshare
 from .shards import Shards, give
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from ..core import memory
 from ..errors import ArgumentError, UnsupportedError
 from ..plan.layout import Segment, padded
 from ..plan.plan import Plan
-from .gathered import Params, SharedMemory, Whole
-from .param import share, unshare
+from .parameters.gathered import Params, SharedMemory, Whole
+from .parameters.param import share, unshare
 from .state import Flats, ModelState
 
 if TYPE_CHECKING:

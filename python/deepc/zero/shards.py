@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.foreign import patches
 from ..errors import MismatchError, ReleasedParameterError
-from .gathered import Params, Whole
-from .param import NodeParameter, Released, Unit, UnitState, set_data, unshare
+from .parameters.gathered import Params, Whole
+from .parameters.param import NodeParameter, Released, Unit, UnitState, set_data, unshare
 from .sources import Exchange
 
 KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built

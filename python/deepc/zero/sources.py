@@ -20,7 +20,7 @@ from ..comm.failures import Breaker, break_pairs
 from ..comm.groups import _all_gather, own_store
 from ..core.lib import C, check
 from ..plan.layout import ALIGN
-from .param import FlatUnit
+from .parameters.param import FlatUnit
 
 
 class Piece(NamedTuple):

@@ -15,8 +15,8 @@ from ..core.ops import torch_dtype
 from ..errors import ConfigError, UnsupportedError
 from ..plan.layout import BLOCK, Segment
 from ..plan.plan import Plan
-from .gathered import Params, Whole
-from .param import Released, share, version_of
+from .parameters.gathered import Params, Whole
+from .parameters.param import Released, share, version_of
 from .step.collective import TorchReducer
 
 if TYPE_CHECKING:

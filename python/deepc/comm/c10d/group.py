@@ -45,9 +45,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.caller import caller_line
 from ...core.foreign import private
 from ...core.lib import C, check
+from ...core.telemetry.caller import caller_line
 from ...errors import ArgumentError, CommError, DeepcError, UnsupportedError
 from .. import shared
 from ..calls import backend_method

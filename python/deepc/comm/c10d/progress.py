@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from ...core import env
-from ...core.caller import speak_for
 from ...core.lib import C, Call, check
+from ...core.telemetry.caller import speak_for
 from ...errors import CommError
 from .. import shared
 from .works import Pending

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.caller import caller_line
 from ...core.lib import C, check
+from ...core.telemetry.caller import caller_line
 from ...errors import CommError, MismatchError
 from .. import shared
 from ..calls import observed

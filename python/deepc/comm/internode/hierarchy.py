@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core import env
-from ...core.caller import caller_line
+from ...core.telemetry.caller import caller_line
 from ...errors import ArgumentError, MismatchError
 from .. import shared
 from ..place import Places, Topology, discover

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...engine.access import _Access, engine_of
+from ...engine.states.access import _Access, engine_of
 
 
 def _access(param: torch.Tensor) -> _Access | None:

@@ -350,7 +350,7 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 
 def get_inactive_params(param_list: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Stage-3 parameters whose values are not on this rank now."""
-    from ...zero.gathered import is_zero_param
+    from ...zero.parameters.gathered import is_zero_param
     from ..runtime.parameters import ZeroParamStatus, describe
 
     return [p for p in param_list if is_zero_param(p) and describe(p, "ds_status") == ZeroParamStatus.NOT_AVAILABLE]

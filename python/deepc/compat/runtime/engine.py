@@ -18,7 +18,7 @@ from ...core.foreign import private
 from ...core.ops import torch_dtype
 from ...engine import build
 from ...engine.engine import Engine, StepResult
-from ...engine.saving import together
+from ...engine.states.saving import together
 from ...errors import ArgumentError, ConfigError, UnsupportedError
 from ...observe import watch
 from ..helpers.timer import ThroughputTimer

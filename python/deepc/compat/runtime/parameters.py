@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ... import zero
-from ...zero.gathered import holder_of, number
-from ...zero.param import NodeParameter
+from ...zero.parameters.gathered import holder_of, number
+from ...zero.parameters.param import NodeParameter
 
 
 class ZeroParamStatus(enum.Enum):

@@ -46,7 +46,7 @@ class Private(NamedTuple):
 NAMES = (
     Private(
         "torch._C._current_graph_task_id",
-        "zero/streamed, zero/step/hooks, engine/access, observe/profile: whether this thread is inside a backward",
+        "zero/streamed, zero/step/hooks, engine/states, observe/profile: whether this thread is inside a backward",
         "2.0",
         "gradients of a backward that deepc did not start are not reduced at its end; streamed mode can't tell forward"
         " from recomputation",
@@ -77,25 +77,25 @@ NAMES = (
     ),
     Private(
         "torch._C._storage_Use_Count",
-        "zero/param: whether somebody else refers to a unit's memory",
+        "zero/parameters: whether somebody else refers to a unit's memory",
         "2.1",
         "streamed mode could free memory that is still read",
     ),
     Private(
         "torch._C.DisableTorchFunctionSubclass",
-        "zero/param, zero/streamed: access to a released parameter without its own checks",
+        "zero/parameters, zero/streamed: access to a released parameter without its own checks",
         "1.13",
         "released parameters can't be handled at all",
     ),
     Private(
         "torch._C.TensorBase",
-        "zero/param: the setter of .data below the class of shared parameters",
+        "zero/parameters: the setter of .data below the class of shared parameters",
         "2.0",
         "writes through .data of a shared parameter are not seen",
     ),
     Private(
         "torch._has_compatible_shallow_copy_type",
-        "zero/param: module.to() may ask it of a released parameter",
+        "zero/parameters: module.to() may ask it of a released parameter",
         "1.5",
         "module.to() gathers every released parameter",
     ),

@@ -26,8 +26,8 @@ from ...nn import int8
 
 if TYPE_CHECKING:
     from ...checkpoint import SafetensorsFile
-    from ..averages import EMA
     from ..base import EngineBase
+    from ..states.averages import EMA
 
     Source = Union[EngineBase, EMA, torch.nn.Module, str, os.PathLike[str]]  # noqa: UP007
 
@@ -97,7 +97,7 @@ def export(
     except Exception as exc:
         failure = failure or exc
     if weights.engine is not None:
-        from ..saving import together
+        from ..states.saving import together
 
         together(weights.engine, f"exporting to {os.fspath(folder)}", failure)
     elif failure is not None:
@@ -109,8 +109,8 @@ class _Source:
     """What can be exported: names in the module's order, and how a rank reads each tensor."""
 
     def __init__(self, source: Any) -> None:
-        from ..averages import EMA
         from ..base import EngineBase, Served
+        from ..states.averages import EMA
 
         self.average = source if isinstance(source, EMA) else None
         holder = source.engine if isinstance(source, EMA) else source
@@ -174,7 +174,7 @@ class _Source:
     @torch.no_grad()
     def _read(self, t: torch.Tensor) -> torch.Tensor:
         if isinstance(t, torch.nn.Parameter) and id(t) in self._trained:
-            from ..access import _Access
+            from ..states.access import _Access
 
             if self.average is not None:
                 return self.average.value(t)

@@ -212,7 +212,7 @@ class _Builder:
 
     def _load_on_leaders(self, home: Home) -> None:
         """A node's first rank writes what all its ranks see. What it raises is raised on all ranks. Collective."""
-        from ..access import _raise_everywhere
+        from ..states.access import _raise_everywhere
 
         failure: Exception | None = None
         try:

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from ...core import env, waits
+from ...core import env
+from ...core.telemetry import waits
 from ...engine.events import Listener
 from ...errors import ArgumentError
 from . import counts, sinks, tiers

@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from ...comm.calls import Finished, logger
-from ...core import env, waits
+from ...core import env
 from ...core.foreign import patches, private
+from ...core.telemetry import waits
 from ...engine.base import say
 from ...errors import ArgumentError, DeepcError
-from ...zero import owners
+from ...zero.parameters import owners
 from . import categories
 from . import probe as shared
 from .clock import Clock, align
@@ -177,7 +178,7 @@ class Recorder:
         self._next_batch = None
 
     def _waited_for(self, name: str, begin: int, end: int, what: dict[str, Any]) -> None:
-        """A wait that a part below the engine tells (core/waits.py): a streamed unit's parameters."""
+        """A wait that a part below the engine tells (core/telemetry/waits.py): a streamed unit's parameters."""
         shared.seen()
         self.add("waiting", name, begin, end, what)
 

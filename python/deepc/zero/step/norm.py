@@ -18,7 +18,7 @@ from ...core.ops import code
 from .reducer import norm_order
 
 if TYPE_CHECKING:
-    from ..guard import Guard
+    from ..parameters.guard import Guard
     from ..state import ModelState
     from .hooks import GradientHooks
     from .reducer import Reducer

@@ -1,7 +1,7 @@
 """After an update: how the owners' new parameters become every rank's. One free function per kind of layout; `choose`
 says which, once per engine.
 
-All take (state, group, reducer) and are collective; versions and checksums are the guard's (zero/guard.py)."""
+All take (state, group, reducer) and are collective; versions and checksums are those of zero/parameters/guard.py."""
 
 from __future__ import annotations
 

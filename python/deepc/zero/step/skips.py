@@ -12,7 +12,7 @@ import torch
 from ...errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from ..guard import Guard
+    from ..parameters.guard import Guard
     from ..state import ModelState
 
 

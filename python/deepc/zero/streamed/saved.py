@@ -16,7 +16,7 @@ import torch
 
 from ...core.foreign import private
 from ...core.ops import name_of
-from ..param import FlatUnit, version_of
+from ..parameters.param import FlatUnit, version_of
 
 
 @dataclass(frozen=True)

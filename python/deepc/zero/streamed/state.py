@@ -11,8 +11,8 @@ import torch
 from ...core import memory
 from ...errors import CommError
 from ...plan.layout import Segment, padded
-from ..gathered import Params, Whole
-from ..param import share
+from ..parameters.gathered import Params, Whole
+from ..parameters.param import share
 from ..resident import WholeFlats, broadcast
 from ..shards import give
 from ..sources import CollectiveSource, NodeSource, Piece, Source

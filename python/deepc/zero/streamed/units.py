@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core import waits
 from ...core.foreign import private
+from ...core.telemetry import waits
 from ...errors import ReleasedParameterError
 from ...plan.order import Order, order_of
 from ...plan.units import Node, cut
-from ..param import FlatUnit, UnitState
+from ..parameters.param import FlatUnit, UnitState
 from ..sources import Piece, Source
 from .saved import SavedTensors
 

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from ..core import memory
-from ..errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
-from ..plan.layout import Segment
-from ..zero.param import share
+from ...core import memory
+from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
+from ...plan.layout import Segment
+from ...zero.parameters.param import share
 from .access import _Access
 
 if TYPE_CHECKING:
-    from ..comm.groups import MemoryGroup
-    from ..zero.step.nodes import NodesReducer
-    from .base import EngineBase
+    from ...comm.groups import MemoryGroup
+    from ...zero.step.nodes import NodesReducer
+    from ..base import EngineBase
 
 _CHUNK = 1 << 18  # elements that are swapped at a time
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core import env
-from ..errors import ArgumentError, StrayWriteError
+from ...core import env
+from ...errors import ArgumentError, StrayWriteError
 from .param import share, unshare
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ..comm.groups import Group
+    from ...comm.groups import Group
 
 Params = Sequence[torch.nn.Parameter]
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..core.foreign import private
-from ..errors import ArgumentError, UnsupportedError
-from ..plan.layout import Segment
-from ..zero import owners
-from ..zero.gathered import GatheredParameters, SharedMemory
+from ...core.foreign import private
+from ...errors import ArgumentError, UnsupportedError
+from ...plan.layout import Segment
+from ...zero.parameters import owners
+from ...zero.parameters.gathered import GatheredParameters, SharedMemory
 
 if TYPE_CHECKING:
-    from ..comm.groups import Group
-    from .base import EngineBase
+    from ...comm.groups import Group
+    from ..base import EngineBase
 
 _Pieces = Callable[[Segment], torch.Tensor]
 

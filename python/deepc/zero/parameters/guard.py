@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.lib import C
-from ..errors import StrayWriteError, UnsupportedError
+from ...core.lib import C
+from ...errors import StrayWriteError, UnsupportedError
+from ..step import publish
 from . import owners
-from .step import publish
 
 if TYPE_CHECKING:
-    from ..comm.groups import Group
-    from .state import ModelState
-    from .step.reducer import Reducer
+    from ...comm.groups import Group
+    from ..state import ModelState
+    from ..step.reducer import Reducer
 
 
 def make_guard(state: ModelState, group: Group, reducer: Reducer, debug: bool) -> Guard:

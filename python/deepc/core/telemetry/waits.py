@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .lib import C
+from ..lib import C
 
 LANES = ("data", "communication", "disk")
 seconds: dict[str, float] = dict.fromkeys(LANES, 0.0)

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.foreign import private
-from ..core.ops import name_of
-from ..errors import UnitStateError
-from ..plan.layout import padded
+from ...core.foreign import private
+from ...core.ops import name_of
+from ...errors import UnitStateError
+from ...plan.layout import padded
 
 _data: Any = private.data_of_tensor  # the C getset descriptor; torch's stub says that it is a Tensor
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from . import env
-from .foreign import patches
+from .. import env
+from ..foreign import patches
 
 
 class _WhereNobodyListens(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers alone

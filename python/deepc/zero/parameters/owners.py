@@ -13,7 +13,7 @@ import torch
 from .param import unshare
 
 if TYPE_CHECKING:
-    from .state import ModelState
+    from ..state import ModelState
 
 
 class Owner(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..checkpoint.store import (
+from ...checkpoint.store import (
     CheckpointReader,
     CheckpointWriter,
     encode_client_state,
@@ -24,14 +24,14 @@ from ..checkpoint.store import (
     set_rng_state,
     write_model,
 )
-from ..core.ops import name_of
-from ..errors import CheckpointError, CheckpointTypeError
-from .base import say
+from ...core.ops import name_of
+from ...errors import CheckpointError, CheckpointTypeError
+from ..base import say
 
 if TYPE_CHECKING:
-    from ..plan.layout import Segment
-    from .base import EngineBase
-    from .policy import AutomaticPrecision
+    from ...plan.layout import Segment
+    from ..base import EngineBase
+    from ..policy import AutomaticPrecision
 
 logger = logging.getLogger("deepc")
 _PLACE_BYTES = 256

@@ -8,7 +8,7 @@ import sys
 import threading
 from types import CodeType, FrameType
 
-from .lib import C
+from ..lib import C
 
 
 def _folders(package: str) -> list[str]:
@@ -19,7 +19,7 @@ def _folders(package: str) -> list[str]:
 
 _OWN_FILES: dict[str, bool] = {}  # file -> belongs to torch or deepc
 _OWN_DIRS = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
     *(os.path.join(where, "") for where in _folders("torch")),
 )
 _PYTHON_DIR = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
