@@ -217,6 +217,11 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def __dir__() -> list[str]:
+    """What is meant to be used, also what is not imported yet."""
+    return sorted({*__all__, *_LATER, "__version__"})
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds DeepSpeed's command-line arguments (--deepspeed, --deepspeed_config) to an argparse parser."""
     group = parser.add_argument_group("deepc", "configuration of deepc (DeepSpeed's argument names)")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
+import logging
 import os
+import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +50,8 @@ def init_distributed(
         return
     have = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v in os.environ]
     if len(have) == 4:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        with _saying_who_is_waited_for(*_place()):
+            dist.init_process_group(backend, init_method="env://", timeout=timeout)
     elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         raise ConfigError(
@@ -69,6 +74,40 @@ def _take_port(port: int | None) -> None:
             f"distributed_port={port}, and the launcher has set MASTER_PORT={os.environ['MASTER_PORT']}, where the"
             " other ranks will be; leave distributed_port out, or start the ranks with that port"
         )
+
+
+def _place() -> tuple[int, int]:
+    """(RANK, WORLD_SIZE). Raises ConfigError unless they are numbers of a job."""
+    numbers = []
+    for name in ("RANK", "WORLD_SIZE"):
+        text = os.environ[name]
+        if not text.strip().isdecimal():
+            raise ConfigError(f"{name}={text!r}: a launcher sets it to a whole number")
+        numbers.append(int(text))
+    rank, world = numbers
+    if rank >= world:
+        raise ConfigError(f"RANK={rank} and WORLD_SIZE={world}: ranks are numbered from 0 to WORLD_SIZE - 1")
+    return rank, world
+
+
+_PATIENCE_S = 10.0
+
+
+@contextlib.contextmanager
+def _saying_who_is_waited_for(rank: int, world: int) -> Iterator[None]:
+    """Ranks meet at MASTER_ADDR:MASTER_PORT. If they have not after some seconds, each that is there says so: a rank
+    that was started by hand and one whose peer has failed look alike."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    others = f"rank {1 - rank}" if world == 2 else f"the other {world - 1} ranks"
+    text = f"rank {rank} of {world} has waited {_PATIENCE_S:g} s for {others} at {where} (MASTER_ADDR:MASTER_PORT)"
+    timer = threading.Timer(_PATIENCE_S, lambda: logging.getLogger("deepc").warning(text))
+    timer.daemon = True
+    if world > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _adopt_place() -> None:

@@ -415,7 +415,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_check(args: argparse.Namespace) -> int:
-    if args.config != "-" and not os.path.isfile(args.config):
+    if args.config != "-" and (not os.path.exists(args.config) or os.path.isdir(args.config)):  # a pipe is good
         what = f"{args.config!r} is a folder" if os.path.isdir(args.config) else f"there is no file {args.config!r}"
         raise ArgumentError(
             f"{what} (looked in {os.getcwd()}). Give the DeepSpeed JSON, or - to read it from standard input"

@@ -30,6 +30,10 @@ SIZES = {k.path for k in KEYS if k.section == "zero_optimization" and k.kind == 
 """Counts of elements that change no result."""
 
 
+OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay", "l2": "weight_decay"}
+"""What other libraries call arguments of Adam, too far from ours for a comparison of spelling."""
+
+
 class InertKey(NamedTuple):
     """A key that was given and changes nothing here."""
 
@@ -405,7 +409,9 @@ class Loader:
             path = f"optimizer.params.{key}"
             row = OPTIMIZER_PARAMS.get(key)
             if row is None:
-                self.errors.append(f"{self.name}: unknown key {json.dumps(path)}.{did_you_mean(key, OPTIMIZER_PARAMS)}")
+                meant = f' Did you mean "{OTHER_NAMES[key]}"?' if key in OTHER_NAMES else ""
+                meant = meant or did_you_mean(key, OPTIMIZER_PARAMS)
+                self.errors.append(f"{self.name}: unknown key {json.dumps(path)}.{meant}")
                 continue
             if value == AUTO and row.auto:
                 self.auto.append(path)

@@ -25,6 +25,8 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"the configuration must be a path, JSON text or a dict, not {type(source).__name__}")
     text = os.fspath(source)
+    if not text.strip():
+        raise ConfigError("the configuration is an empty text. Give the path of a JSON file, JSON text or a dict.")
     if isinstance(source, str) and text.lstrip().startswith("{"):
         return _parse(text, "the configuration text"), "the configuration text"
     try:

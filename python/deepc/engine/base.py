@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from ..zero.parameters.guard import Guard, ModelWatch
     from ..zero.state import ModelState
     from ..zero.step.hooks import GradientHooks
-    from ..zero.step.norm import Rider
+    from ..zero.step.norm import Rider, Skips
     from ..zero.step.reducer import Reducer
-    from ..zero.step.skips import Skips
     from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
     from .data import TimedLoader

@@ -32,7 +32,7 @@ from ..zero.parameters.guard import ModelWatch, make_guard
 from ..zero.resident import ResidentState
 from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks
-from ..zero.step.skips import Skips
+from ..zero.step.norm import Skips
 from ..zero.step.update import ShardedOptimizer
 from . import precision
 from .base import EngineBase, say
@@ -84,6 +84,10 @@ def initialize(
     """See deepc.initialize. kind: the engine's class (deepc.compat has its own). given: the other fields of Given."""
     import torch.distributed as dist
 
+    if model is None and isinstance(args, torch.nn.Module):
+        raise ArgumentError(
+            "initialize got a model as its first argument, which is args as in DeepSpeed; write initialize(model=...)"
+        )
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:

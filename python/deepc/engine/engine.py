@@ -17,7 +17,8 @@ from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
 from ..errors import ArgumentError, DeepcError, UnsupportedError
-from ..zero.step.norm import clip, judge
+from ..zero.step.clip import clip
+from ..zero.step.norm import judge
 from . import build
 from .base import EngineBase, StepResult, say
 from .states import access

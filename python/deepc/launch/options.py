@@ -340,6 +340,19 @@ def _of_slurm(args: argparse.Namespace, wanted: int | None) -> tuple[tuple[Host,
     )
 
 
+_OURS = ("--num_gpus", "--num-gpus", "--num_nodes", "--num-nodes", "--hostfile", "--as-deepspeed", "--as_deepspeed")
+
+
+def _behind_the_program(args: argparse.Namespace) -> list[str]:
+    """Options of this command that the script gets: it may want them, more likely the order is wrong."""
+    given = [a.split("=", 1)[0] for a in args.arguments]
+    return [
+        f"{name} stands behind {args.program} and goes to it; an option of deepc run stands before it"
+        for name in _OURS
+        if name in given
+    ]
+
+
 # ---- what the options mean together ----------------------------------------------------------------------------------
 def _kind(args: argparse.Namespace) -> str:
     if args.module and args.no_python:
@@ -441,6 +454,7 @@ def plan(args: argparse.Namespace) -> Launch:
     kind, bound, wanted = _kind(args), _bind(args), args.num_gpus or args.num_ranks
     path = args.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else None)
     notes: list[str] = [] if args.hostfile or not path else [f"hosts from {path}"]
+    notes += _behind_the_program(args)
     named = True
     if path:
         hosts = _of_hostfile(args, path, wanted)

@@ -152,6 +152,9 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
         frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
         try:
             write_model(directory, {n: t for n, t in engine.module.state_dict().items() if n not in frozen})
+        except OSError as exc:
+            failure = CheckpointError(f"can't write the model into {os.fspath(directory)}: {exc.strerror or exc}")
+            failure.__cause__ = exc
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
     together(engine, "writing the model", failure)

@@ -1,8 +1,12 @@
-"""The judgement of a step: the global norm of the gradients, whether they are finite, and the factor that clips them.
+"""The judgement of a step: the global norm of the gradients (clip.py makes a factor of it), and if they are finite.
 
 One message to all ranks carries the partial sums of the norm, what the ranks know of stray writes and of gradients that
 no pass has taken, and what riders want to tell all ranks. It is also the fence after which nobody reads the old
-parameters of stage 3."""
+parameters of stage 3.
+
+A step whose gradients are not finite is skipped, which leaves the weights as they are. If those are not finite
+themselves, every further step is skipped too: it is said which weight it is, and after some steps the run ends, on all
+ranks (Skips)."""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import torch
 
 from ...core.lib import C, call
 from ...core.ops import code
+from ...errors import NonFiniteError
 from .reducer import norm_order
 
 if TYPE_CHECKING:
@@ -96,16 +101,6 @@ def judge(
     return Norm(math.sqrt(total) * abs(unit))
 
 
-def clip(unit: float, norm: float, limit: float) -> float:
-    """The factor on every accumulated gradient: `unit`, smaller where the norm exceeds `limit` (0: no clipping), by
-    torch.nn.utils.clip_grad_norm_'s rule."""
-    if limit > 0:
-        excess = (norm + 1e-6) / limit
-        if excess > 1.0:
-            return unit / excess
-    return unit
-
-
 def first_not_finite(state: ModelState, guard: Guard) -> str:
     """Name of the first parameter, in flat order, whose gradient is not finite. Collective at stages 1 to 3."""
     plan = state.plan
@@ -123,3 +118,61 @@ def first_not_finite(state: ModelState, guard: Guard) -> str:
         everyone = guard.group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()
         found = min((f for f in everyone if f >= 0), default=-1)
     return state.names[found] if found >= 0 else "unknown"
+
+
+# ---- steps that were skipped one after the other ----------------------------------------------------------------------
+class Skips:
+    """in_row: so many steps were skipped since the last that was applied. weight: the first parameter that was not
+    finite when they began, or ""."""
+
+    def __init__(self, most: int) -> None:
+        """most: skipped steps in a row with weights that are not finite until NonFiniteError; 0: any number."""
+        self._most = most
+        self.in_row, self.weight = 0, ""
+
+    def applied(self) -> None:
+        """A step was, or other weights were loaded."""
+        self.in_row, self.weight = 0, ""
+
+    def skipped(self, reason: str, state: ModelState, guard: Guard) -> str:
+        """The reason with all that is known of it. Looks at the weights at the first skip of a row, and again before
+        end() would raise. Collective."""
+        self.in_row += 1
+        if self.in_row == 1 or (self.weight and self.in_row == self._most):
+            self.weight = first_weight_not_finite(state, guard)
+        return f"{reason}; the weights themselves are not finite: {self.weight}" if self.weight else reason
+
+    @property
+    def telling(self) -> bool:
+        """Whether a line of the same reason tells something new: the 1st, 10th, 100th ... of a row."""
+        return str(self.in_row).strip("0") == "1"
+
+    def end(self) -> None:
+        """Raises NonFiniteError if it is time, on all ranks alike."""
+        if self.weight and self.in_row == self._most:
+            raise NonFiniteError(
+                f"the last {self._most} steps were skipped, and parameter '{self.weight}' is not finite: no step can"
+                " mend that. Load a checkpoint from before, or find what wrote it (a bad initialization, a bad file, a"
+                " learning rate that is too high); deepc.max_lost_steps = 0 goes on all the same"
+            )
+
+
+def first_weight_not_finite(state: ModelState, guard: Guard) -> str:
+    """Name of a parameter, trained or frozen, that is not finite; "" if there is none. Every rank looks at its part.
+    Collective."""
+    plan, group = state.plan, guard.group
+    own = (s.param for s in plan.segments if not _finite(state.flat[s.flat_begin : s.flat_begin + s.length]))
+    found = next(own, -1)
+    # Streamed parameters are read by all ranks together, others lie on every node.
+    mine = range(len(state.frozen)) if plan.mode == "streamed" else range(group.rank, len(state.frozen), group.world)
+    at = next((i for i in mine if not _finite(state.frozen_value(state.frozen[i][1]))), -1)
+    if found < 0 <= at:
+        found = len(state.names) + at
+    everyone = group.gather_all(torch.tensor([found], dtype=torch.int64)).view(-1).tolist()
+    found = min((f for f in everyone if f >= 0), default=-1)
+    names = [*state.names, *(name for name, _ in state.frozen)]
+    return names[found] if found >= 0 else ""
+
+
+def _finite(values: torch.Tensor) -> bool:
+    return not values.is_floating_point() or bool(torch.isfinite(values).all())

@@ -1,0 +1,99 @@
+"""What one types wrong in the first hour, and what is said to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+
+import deepc
+import pytest
+import torch
+from deepc.config import Config
+from deepc.config.explain import check
+from deepc.errors import ArgumentError, CheckpointError, ConfigError
+from deepc.launch import options
+from ranks import run_ranks
+
+
+def _environment(**values: str) -> dict[str, str]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **values}
+
+
+def _script(text: str, **values: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, env=_environment(**values), capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    "rank, world, said",
+    [("x", "2", "RANK='x'"), ("0", "two", "WORLD_SIZE='two'"), ("5", "2", "RANK=5 and WORLD_SIZE=2")],
+)
+def test_a_launchers_variables_that_make_no_sense(rank, world, said):
+    done = _script("import deepc; deepc.init_distributed()", RANK=rank, WORLD_SIZE=world)
+    assert done.returncode == 1 and said in done.stderr and "ConfigError" in done.stderr
+
+
+def test_a_rank_whose_peer_does_not_come_says_so():
+    text = (
+        "import datetime, deepc; from deepc.comm import start; start._PATIENCE_S = 0.2\n"
+        "deepc.init_distributed(timeout=datetime.timedelta(seconds=2))"
+    )
+    done = _script(text, RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 1 and "rank 0 of 2 has waited 0.2 s for rank 1 at 127.0.0.1:" in done.stderr
+
+
+def test_names_that_come_later_are_in_dir():
+    assert {"EMA", "notebook", "initialize", "zero"} <= set(dir(deepc)) and not {"Any", "os", "sys"} & set(dir(deepc))
+    assert all(hasattr(deepc, name) for name in dir(deepc))
+
+
+def test_a_model_without_its_keyword():
+    with pytest.raises(ArgumentError, match=r"write initialize\(model=...\)"):
+        deepc.initialize(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name, meant", [("learning_rate", "lr"), ("epsilon", "eps"), ("weight_decy", "weight_decay")])
+def test_other_names_of_an_argument(name, meant):
+    with pytest.raises(ConfigError, match=f'Did you mean "{meant}"'):
+        Config.load({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {name: 0.1}}}, world_size=1)
+
+
+def test_a_configuration_out_of_a_pipe_or_of_nothing(tmp_path):
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as out:
+        out.write('{"train_batch_size": 3}')
+    command = [sys.executable, "-m", "deepc", "config", "check", f"/dev/fd/{read}"]
+    done = subprocess.run(command, capture_output=True, text=True, pass_fds=[read], timeout=100)
+    os.close(read)
+    assert done.returncode == 0 and "train_batch_size 3" in done.stdout, done.stdout + done.stderr
+    assert "an empty text" in check("").errors[0].message
+
+
+def test_options_behind_the_script(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    for given, noted in ((["--num_gpus", "2"], True), (["--num_gpus=2"], True), (["--lr", "2"], False)):
+        found = options.plan(parser.parse_args(["--cpu", str(tmp_path / "train.py"), *given]))
+        assert any("--num_gpus stands behind" in note for note in found.notes) == noted
+
+
+def _unwritable(rank: int, world: int, folder: str) -> str:
+    config = {"train_micro_batch_size_per_gpu": 1}
+    engine = deepc.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+    with pytest.raises(CheckpointError) as error:
+        engine.save_16bit_model(folder)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_a_model_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    first, second = run_ranks(_unwritable, 2, args=(str(tmp_path / "file" / "model"),))
+    assert f"can't write the model into {tmp_path}/file/model: Not a directory" in first and "rank 0" in second
