@@ -2,8 +2,12 @@
  * arena.
  *
  * Owns how shared memory is made and placed; knows nothing of sockets. An arena is, in this order: the header with
- * seats, cells and caller texts, the staging slots, the small slots, and the area of the messages (p2p.c). Everything
- * in it is sealed in size, so that no rank can make another one's access fault.
+ * seats, cells, caller texts and teams, the staging slots, the small slots, and the area of the messages (p2p.c).
+ * Everything in it is sealed in size, so that no rank can make another one's access fault.
+ *
+ * Where memory lies: what a rank writes and others read on the rank's own node, segments on all nodes in turns. The
+ * arena of a small group is there when it opens, on huge pages. In a large one, where most of it is never used (n^2
+ * message rings), each rank brings its own cells and slots, and the rest comes with its first use.
  *
  * Uses MADV_COLLAPSE (Linux 6.1) where it exists. */
 #include <errno.h>
@@ -18,6 +22,7 @@
 #include "comm_impl.h"
 #include "open.h"
 #include "p2p.h"
+#include "team.h"
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -83,7 +88,12 @@ static int arena_fault_in(int fd, char *base, int64_t bytes, bool first) {
   return DC_OK;
 }
 
-int dc__arena_map(int fd, int64_t bytes, bool first, dc__map *out) {
+void dc__arena_unmap(dc__map *m) {
+  if (m->base) munmap(m->base, (size_t)m->bytes);
+  *m = (dc__map){NULL, 0};
+}
+
+static int arena_map(int fd, int64_t bytes, dc__map *out) {
   bool huge;
   DC_TRY(dc__hugepages(&huge)); /* an error, where dc__arena_huge says no */
   void *base = dc__map_aligned((size_t)bytes, 0, fd);
@@ -91,18 +101,16 @@ int dc__arena_map(int fd, int64_t bytes, bool first, dc__map *out) {
     return DC_FAIL(DC_E_NOMEM, "mmap of a shared segment of %lld bytes: %s; look at ulimit -v and vm.max_map_count",
                    (long long)bytes, strerror(errno));
   (void)madvise(base, (size_t)bytes, MADV_DONTDUMP); /* a core of every rank would hold the shared parameters */
-  int rc = arena_fault_in(fd, base, bytes, first);
-  if (rc) {
-    munmap(base, (size_t)bytes);
-    return rc;
-  }
   *out = (dc__map){base, bytes};
   return DC_OK;
 }
 
-void dc__arena_unmap(dc__map *m) {
-  if (m->base) munmap(m->base, (size_t)m->bytes);
-  *m = (dc__map){NULL, 0};
+int dc__arena_map(int fd, int64_t bytes, uint64_t nodes, bool first, dc__map *out) {
+  DC_TRY(arena_map(fd, bytes, out));
+  if (first) dc__numa_interleave(out->base, bytes, nodes);
+  int rc = arena_fault_in(fd, out->base, bytes, first);
+  if (rc) dc__arena_unmap(out);
+  return rc;
 }
 
 /* ---- the arena of a communicator --------------------------------------------------------------------------------- */
@@ -121,14 +129,21 @@ void dc__slots_set(dc_comm *c, int32_t size, int32_t slots, int64_t slot_bytes) 
   c->cells = slots > DC__CELLS ? slots : DC__CELLS;
 }
 
-static int64_t arena_header_bytes(const dc_comm *c) {
-  int64_t n = (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size +
-              (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
-  return dc__round_up(n, 4096);
+/* On a page, so that 64 cells of a rank are one. */
+static int64_t arena_cells_begin(const dc_comm *c) {
+  return dc__round_up((int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size, 4096);
+}
+
+static int64_t arena_teams_begin(const dc_comm *c) {
+  return arena_cells_begin(c) + (int64_t)(sizeof(dc__cell) + sizeof(dc__where)) * c->size * c->cells;
+}
+
+static int64_t arena_stage_begin(const dc_comm *c) {
+  return dc__round_up(arena_teams_begin(c) + dc__team_bytes(c->size, c->cells), 4096);
 }
 
 static int64_t arena_small_begin(const dc_comm *c) {
-  return dc__round_up(arena_header_bytes(c) + c->slot_stride * c->slots * c->size, 4096);
+  return dc__round_up(arena_stage_begin(c) + c->slot_stride * c->slots * c->size, 4096);
 }
 
 /* Where the messages' area begins. */
@@ -154,15 +169,72 @@ int dc_comm_bytes(int32_t size, int32_t slots, int64_t slot_bytes, int64_t *byte
   return DC_OK;
 }
 
-int dc__stage_map(dc_comm *c, int fd, int64_t bytes, bool first) {
-  DC_TRY(dc__arena_map(fd, bytes, first, &c->map));
+/* The parts of an arena that rank r alone writes, but for its messages. */
+enum { ARENA_PARTS = 4 };
+static void arena_parts(const dc_comm *c, int r, dc__map part[ARENA_PARTS]) {
+  part[0] = (dc__map){dc__cell_of(c, r, 0), (int64_t)sizeof(dc__cell) * c->cells};
+  part[1] = (dc__map){&c->wheres[(int64_t)r * c->cells], (int64_t)sizeof(dc__where) * c->cells};
+  part[2] = (dc__map){dc__slot(c, r, 0), c->slot_stride * c->slots};
+  part[3] = (dc__map){dc__small(c, r, 0), DC__SMALL_STRIDE * DC__SMALLS};
+}
+
+/* The pages of a part, without those that it begins or ends within, which another rank may own. */
+static dc__map arena_inner(const dc__map *part, int64_t page) {
+  const int64_t begin = dc__round_up((int64_t)(uintptr_t)part->base, page);
+  const int64_t end = ((int64_t)(uintptr_t)part->base + part->bytes) / page * page;
+  return (dc__map){(void *)(uintptr_t)begin, end > begin ? end - begin : 0};
+}
+
+void dc__stage_place(dc_comm *c, const dc__spot *spot) {
+  bool several = false;
+  for (int r = 0; r < c->size; r++) {
+    if (spot[r].node < 0) return;
+    several = several || spot[r].node != spot[0].node;
+  }
+  for (int r = 0; r < c->size && several; r++) {
+    dc__map part[ARENA_PARTS];
+    arena_parts(c, r, part);
+    for (int i = 0; i < ARENA_PARTS; i++) {
+      const dc__map m = arena_inner(&part[i], sysconf(_SC_PAGESIZE));
+      dc__numa_prefer(m.base, m.bytes, spot[r].node);
+    }
+  }
+}
+
+/* Brings what this rank alone writes, but for small slots; the rest is not made larger than what is used of it. */
+static int arena_bring_own(dc_comm *c, int fd) {
+  dc__map part[ARENA_PARTS];
+  arena_parts(c, c->rank, part);
+  const dc__map stage = {c->stage, c->slot_stride * c->slots * c->size};
+  const dc__map huge = arena_inner(&stage, (int64_t)DC_HUGE_PAGE), own = arena_inner(&part[2], (int64_t)DC_HUGE_PAGE);
+  madvise(c->map.base, (size_t)c->map.bytes, MADV_NOHUGEPAGE);
+  if (huge.bytes && dc__arena_huge(c->map.bytes)) madvise(huge.base, (size_t)huge.bytes, MADV_HUGEPAGE);
+  for (int i = 0; i < 3; i++) {
+    const dc__map whole = part[i];
+    char *begin = (char *)c->map.base + ((char *)whole.base - (char *)c->map.base) / 4096 * 4096;
+    const int e = dc__fault_in(begin, (size_t)((char *)whole.base + whole.bytes - begin), fd);
+    if (e)
+      return DC_FAIL(DC_E_NOMEM, "faulting in %lld bytes of a shared segment: %s", (long long)whole.bytes, strerror(e));
+  }
+  if (own.bytes && dc__arena_huge(c->map.bytes)) madvise(own.base, (size_t)own.bytes, MADV_COLLAPSE);
+  return DC_OK;
+}
+
+int dc__stage_bring(dc_comm *c, int fd) {
+  if (c->size > DC__TEAM_RANKS) return arena_bring_own(c, fd);
+  return arena_fault_in(fd, c->map.base, c->map.bytes, c->rank == 0);
+}
+
+int dc__stage_map(dc_comm *c, int fd, int64_t bytes) {
+  DC_TRY(arena_map(fd, bytes, &c->map));
   /* a forked child (a data loader) keeps neither the memory alive nor can it write into it */
   if (madvise(c->map.base, (size_t)bytes, MADV_DONTFORK))
     return DC_FAIL(DC_E_SYSTEM, "madvise(MADV_DONTFORK): %s", strerror(errno));
   c->h = c->map.base;
-  c->cell = (dc__cell *)((char *)c->map.base + (int64_t)sizeof(dc__header) + (int64_t)sizeof(dc__seat) * c->size);
+  c->cell = (dc__cell *)((char *)c->map.base + arena_cells_begin(c));
   c->wheres = (dc__where *)(c->cell + (int64_t)c->size * c->cells);
-  c->stage = (char *)c->map.base + arena_header_bytes(c);
+  c->teams = (char *)c->map.base + arena_teams_begin(c);
+  c->stage = (char *)c->map.base + arena_stage_begin(c);
   c->small = (char *)c->map.base + arena_small_begin(c);
   return DC_OK;
 }

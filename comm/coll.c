@@ -16,6 +16,7 @@
 #include "flight.h"
 #include "segment.h"
 #include "sync.h"
+#include "team.h"
 #include "tell.h"
 #include "wait.h"
 

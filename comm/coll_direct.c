@@ -25,6 +25,7 @@
 #include "fault.h"
 #include "segment.h"
 #include "sync.h"
+#include "team.h"
 #include "wait.h"
 
 #define SCRATCH_BYTES ((int64_t)256 << 10) /* of a thread that works: stays in the second-level cache */
@@ -164,7 +165,21 @@ static int direct_vm_read(const direct *d, int r, void *to, int64_t off, int64_t
   return DC_OK;
 }
 
+/* The kernel knows peers here by their numbers, and that of a dead process is given again some time: not before tens of
+ * thousands of others were, which takes longer than from one look to the next. */
+static bool direct_still_there(const direct *d, int r) {
+  dc_comm *c = d->j->c;
+  const int64_t now = dc__now_ns();
+  if (now - atomic_load_explicit(&c->alive_ns, memory_order_relaxed) >= DC__LOOK_NS) {
+    dc__look_at_peers(c);
+    atomic_store_explicit(&c->alive_ns, now, memory_order_relaxed);
+  }
+  return !dc__is_dead(c, r);
+}
+
 static int direct_vm_write(const direct *d, int r, const void *from, int64_t off, int64_t bytes) {
+  errno = ESRCH;
+  if (!direct_still_there(d, r)) return direct_vm_fail(d, r, "writing");
   for (int64_t have = 0; have < bytes;) {
     const struct iovec here = {(char *)from + have, (size_t)(bytes - have)};
     const struct iovec there = {(void *)(uintptr_t)(d->v->of[r].out + (uint64_t)(off + have)), (size_t)(bytes - have)};

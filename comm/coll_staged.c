@@ -7,6 +7,7 @@
 
 #include "coll_impl.h"
 #include "sync.h"
+#include "team.h"
 
 /* Bytes of a slot that one chunk uses: small enough that what one core wrote is still in cache when the others read it.
  */
@@ -219,8 +220,28 @@ static int staged_await(const staged *s, const way *w, int64_t step) {
   switch (c->rank == s->j->call.root ? w->root_waits : w->others_wait) {
   case NOBODY: return dc__skip(c, step);
   case ROOT: return dc__wait_rank(c, step, s->j->call.root);
-  default: dc__warm(c, step, s->bytes); return dc__wait(c, step);
+  default: dc__warm(c, step, s->bytes); return w->others_wait == ALL ? dc__wait_all(c, step) : dc__wait(c, step);
   }
+}
+
+/* A tiny all_reduce in a group with teams: leaders reduce, in rank order as everybody would, and their teams take the
+ * result with the word that all are there. */
+static int staged_await_and_read_tiny(const staged *s, const way *w, int64_t step) {
+  dc_comm *c = s->j->c;
+  const int64_t bytes = s->bytes;
+  int what;
+  DC_TRY(dc__team_take(c, step, s->j->out, bytes, &what));
+  if (what == DC__TEAM_TAKEN) return DC_OK;
+  DC_TRY(w->read(s, 0, step));
+  if (what == DC__TEAM_READ) dc__team_give(c, step, s->j->out, bytes);
+  return DC_OK;
+}
+
+static int staged_await_and_read(const staged *s, const way *w, int64_t step) {
+  if (s->j->c->team && w->op == DC_CALL_ALL_REDUCE && s->bytes <= DC__INLINE)
+    return staged_await_and_read_tiny(s, w, step);
+  DC_TRY(staged_await(s, w, step));
+  return w->read(s, 0, step);
 }
 
 static int staged_run_one(const staged *s, const way *w) {
@@ -230,8 +251,7 @@ static int staged_run_one(const staged *s, const way *w) {
   DC_TRY(dc__begin_for(c, s->bytes, &step, &slot));
   DC_TRY(w->fill(s, 0, slot));
   DC_TRY(dc__post(c, &s->j->call));
-  DC_TRY(staged_await(s, w, step));
-  DC_TRY(w->read(s, 0, step));
+  DC_TRY(staged_await_and_read(s, w, step));
   return dc__done(c, step);
 }
 
@@ -301,7 +321,7 @@ static int staged_two_phase_reduce(const staged *s, int64_t k, int64_t step, int
   dc_comm *c = j->c;
   int64_t from = staged_slice_begin(s, k, c->rank), n = staged_slice_begin(s, k, c->rank + 1) - from;
   void *slot;
-  DC_TRY(dc__wait(c, step));
+  DC_TRY(dc__wait_all(c, step));
   DC_TRY(dc__begin_for(c, s->bytes, sum, &slot));
   DC_TRY(staged_reduce_slots(s, step, from, n, NULL, (char *)slot + from * j->esz));
   DC_TRY(dc__post(c, &j->call));
@@ -312,7 +332,7 @@ static int staged_two_phase_gather(const staged *s, int64_t k, int64_t step) {
   const dc__job *j = s->j;
   dc_comm *c = j->c;
   char *out = j->out + staged_begin_of(s, k) * j->esz;
-  DC_TRY(dc__wait(c, step));
+  DC_TRY(dc__wait_all(c, step));
   bool mine = j->call.op % DC__ALGO == DC_CALL_ALL_REDUCE || c->rank == j->call.root;
   for (int i = 0; i < c->size && mine; i++) {
     int r = (c->rank + i) % c->size;

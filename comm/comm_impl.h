@@ -8,6 +8,7 @@
  *   dc__seat  [size]            of a rank: done | sleepers, working | left, pid, waits   (one cache line each)
  *   dc__cell  [size][cells]     of a step: posted, fingerprint, hash of all calls, <= 16 bytes of data  (one line)
  *   dc__where [size][cells]     of a step: the caller's text                                            (one line)
+ *   teams                       of a step and team: what its leader says, see team.h                    (one line)
  *   slots     [size][slots]     of a step: slot_bytes of data, slot_stride apart
  *   small     [size][SMALLS]    the same for <= 16 KiB; data[0] of the cell says which one
  *   p2p_seat  [size], p2p_pair [size][size]                                     messages, see p2p_impl.h
@@ -53,6 +54,7 @@ typedef struct dc__seat {
   _Alignas(DC__LINE) _Atomic uint32_t left;        /* 1 after a normal close */
   int32_t pid;
   _Atomic uint32_t waits; /* for whom this rank has been waiting for long, see deadlock.c; 0: for nobody */
+  int32_t team, node; /* which team it is in; its node of memory, or -1 */
 } dc__seat;
 
 /* A posted step, in one cache line: the word that peers wait for, what they compare, how far its owner is, and the data
@@ -103,7 +105,7 @@ typedef struct dc__choice { /* of one op: its rows by size, and from where on ra
 enum { DC__SOUND = 0, DC__BREAKING = 1, DC__BROKEN = 2 };
 typedef struct dc__header {
   uint64_t magic;
-  int32_t version, size, slots, reserved;
+  int32_t version, size, slots, teams; /* teams: 1: none */
   int64_t slot_bytes, total_bytes;
   _Alignas(DC__LINE) _Atomic uint32_t broken; /* SOUND -> BREAKING (one winner) -> BROKEN */
   int32_t status;
@@ -131,11 +133,14 @@ struct dc_comm {
   uint64_t fork_mark;    /* dc__fork_mark() of the process that opened */
   _Atomic uint32_t inside; /* 1 while a thread is in a call */
   bool fences;             /* without membarrier(2): every post and done is a full fence */
+  bool crowded;            /* the group has more ranks than this machine has cores */
   dc__counts counts; /* of the thread inside */
   dc__map map;
   dc__header *h; /* start of map */
   dc__cell *cell;   /* [size][cells] in map */
   dc__where *wheres; /* [size][cells] in map */
+  struct dc__team *team; /* NULL: the group has none */
+  char *teams;           /* their area in map */
   int32_t cells;    /* DC__CELLS, or slots if that is more */
   char *stage;   /* [size][slots] slots, slot_stride apart */
   char *small;   /* [size][DC__SMALLS] small slots, DC__SMALL_STRIDE apart */
@@ -144,6 +149,8 @@ struct dc_comm {
   uint32_t small_last; /* the one that was begun last */
   int pidfd[DC_COMM_MAX_RANKS]; /* of dc__peer_take */
   bool may_copy, may_membarrier; /* DEEPC_CMA and DEEPC_MEMBARRIER of this rank */
+  int team_wanted;               /* DEEPC_TEAM of this rank */
+  uint64_t nodes;                /* bit i: ranks run on node i of memory; 0: that is not known of all */
   int64_t tracer;                /* a process that this rank comes from, and maybe all do; 0: unknown */
   _Atomic uint8_t dead[DC_COMM_MAX_RANKS];
   /* steps of this rank: done <= arrived <= posted <= begun <= done + slots */
@@ -157,6 +164,7 @@ struct dc_comm {
   bool waits_shown;
   uint64_t circle;        /* of waits that the last look saw, and since when it stands: deadlock.c's own */
   int64_t circle_ns;
+  _Atomic int64_t alive_ns; /* when all that dc__is_dead() does not tell were last seen alive, for coll_direct.c */
   struct p2p *p2p;  /* of the messages, with where their seats lie */
   struct p2p_seat *messages;
   int flight_group; /* flight.c's index of this group */

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "p2p_impl.h"
+#include "team.h"
 #include "tell.h"
 
 enum { UNREACHABLE_MS = 1000 }; /* a dying process loses its memory some time before its pidfd says that it is dead */
@@ -45,6 +46,7 @@ void dc__wake_all(dc_comm *c) {
     atomic_fetch_add_explicit(&c->messages[r].bell, 1, memory_order_seq_cst);
     dc__wake(&c->messages[r].bell);
   }
+  for (int i = 0; c->team && i < c->team->teams * 2 * c->cells; i++) dc__wake(&c->team->lines[i].posted);
 }
 
 int dc__break(dc_comm *c, int status, const char *fmt, ...) {

@@ -18,6 +18,7 @@
 #include "p2p.h"
 #include "segment.h"
 #include "sync.h"
+#include "team.h"
 
 /* ---- open, close ------------------------------------------------------------------------------------------------- */
 static int open_env_us(const char *name, int64_t *ns) {
@@ -36,7 +37,8 @@ static int open_wait_defaults(dc_comm *c) {
   int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   /* ranks are often bound to cores of their own each: then the machine's count says whether they fit */
   if (cpus < (int)sysconf(_SC_NPROCESSORS_ONLN)) cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
-  c->spin_ns = c->size <= cpus ? 20000 : 0; /* with fewer cores a spinning rank only keeps the others from arriving */
+  c->crowded = c->size > cpus;
+  c->spin_ns = c->crowded ? 0 : 20000; /* with fewer cores a spinning rank only keeps the others from arriving */
   c->yield_ns = 200000;
   DC_TRY(open_env_us("DEEPC_SPIN_US", &c->spin_ns));
   return open_env_us("DEEPC_YIELD_US", &c->yield_ns);
@@ -61,6 +63,7 @@ static int open_environment(dc_comm *c) {
   DC_TRY(dc__force_algos(c));
   DC_TRY(dc__env_switch("DEEPC_CMA", true, &c->may_copy));
   DC_TRY(dc__env_switch("DEEPC_MEMBARRIER", true, &c->may_membarrier));
+  DC_TRY(dc__team_wanted(&c->team_wanted));
   return open_tracer(c);
 }
 
@@ -89,14 +92,27 @@ static void open_release(dc_comm *c) {
     if (c->pidfd[r] >= 0) dc__peer_drop(c->pidfd[r]);
   }
   dc__direct_close(c);
+  dc__team_close(c);
   free(c->shown);
   free(c->slot_used);
   free(c);
 }
 
+/* The nodes of memory that ranks run on, if all ranks know theirs. */
+static void open_nodes(dc_comm *c) {
+  for (int r = 0; r < c->size; r++) {
+    const int node = c->h->seat[r].node;
+    if (node < 0 || node >= 64) c->nodes = 0;
+    if (node < 0 || node >= 64) return;
+    c->nodes |= (uint64_t)1 << node;
+  }
+}
+
 /* What is left when all are in. From here on peers wait in the arena, so that is where they are told of a failure. */
 static int open_together(dc_comm *c) {
-  int rc = dc__p2p_open(c, (char *)c->map.base + dc__stage_end(c));
+  open_nodes(c);
+  int rc = dc__team_open(c, c->teams);
+  if (!rc) rc = dc__p2p_open(c, (char *)c->map.base + dc__stage_end(c));
   if (!rc && c->size > 1) rc = dc__probe(c);
   if (!rc || dc__broken(c)) return rc;
   char why[1024];

@@ -4,6 +4,7 @@
 #define DEEPC_COMM_OPEN_H
 
 #include "comm_impl.h"
+#include "numa.h"
 
 enum { DC__ADDRESS = 90 }; /* bytes of a group's address at most */
 /* Slots start at different offsets modulo 4 KiB and 2 MiB: congruent arrays evict each other. */
@@ -18,8 +19,8 @@ int dc__arena_fits(int64_t bytes);
 int dc__arena_memfd(int64_t bytes, int *fd);
 /* What a peer sent must be of the agreed size and must not be able to shrink under us. */
 int dc__arena_memfd_check(int fd, int64_t bytes);
-/* Maps it and faults it in; `first`: before any peer. */
-int dc__arena_map(int fd, int64_t bytes, bool first, dc__map *map);
+/* Maps it and faults it in; `first`: before any peer, on these nodes in turns (bit i: node i). */
+int dc__arena_map(int fd, int64_t bytes, uint64_t nodes, bool first, dc__map *map);
 void dc__arena_unmap(dc__map *map);
 /* What an arena's layout is made of: DC_E_INVALID if it can't be, and c's fields from it. */
 int dc__slots_check(int32_t slots, int64_t slot_bytes);
@@ -28,7 +29,11 @@ void dc__slots_set(dc_comm *c, int32_t size, int32_t slots, int64_t slot_bytes);
 int64_t dc__stage_end(const dc_comm *c);
 int64_t dc__stage_bytes(const dc_comm *c);
 /* Maps the arena and points c's fields into it. */
-int dc__stage_map(dc_comm *c, int fd, int64_t bytes, bool first);
+int dc__stage_map(dc_comm *c, int fd, int64_t bytes);
+/* By rank 0, before anything is touched: what rank r writes is to lie where r runs. */
+void dc__stage_place(dc_comm *c, const dc__spot *spot);
+/* Faults in what this rank is to bring; by rank 0 before any peer. */
+int dc__stage_bring(dc_comm *c, int fd);
 
 /* ---- peers.c ----------------------------------------------------------------------------------------------------- */
 /* A random number that only this process has; a forked child has another. */

@@ -4,7 +4,8 @@
  *
  * A seat is what a rank shows to all. A pair carries everything from one rank to one other: only the source writes
  * cells and payload, only the destination advances `head`. A cell is valid when its flag is its position + 1, so that a
- * message of up to P2P_INLINE bytes moves one cache line. */
+ * message of up to P2P_INLINE bytes moves one cache line. In a large group the memory of a ring comes with its first
+ * message. */
 #ifndef DEEPC_P2P_IMPL_H
 #define DEEPC_P2P_IMPL_H
 
@@ -48,6 +49,9 @@ enum { P2P_LAST_CALL = 0, P2P_LAST_SEQ = 4, P2P_LAST_WHERE, P2P_LAST_WAITS, P2P_
 typedef struct p2p_seat {
   _Alignas(DC__LINE) _Atomic uint32_t bell; /* of the waits for messages, see dc__publish() */
   _Atomic uint32_t sleepers;
+  /* bit r: rank r has sent this one something, so that the rings of the others need not be looked at, which would make
+   * memory of them */
+  _Alignas(DC__LINE) _Atomic uint64_t senders[DC_COMM_MAX_RANKS / 64];
   /* for single copies: whether this rank allows them, and where which number lies in its memory */
   _Alignas(DC__LINE) _Atomic uint64_t cma;
   _Atomic uint64_t nonce_at, nonce[2];
@@ -128,6 +132,7 @@ typedef struct p2p_out {
   uint32_t tail, head; /* cells written; consumed as far as we know */
   uint64_t pay_tail, pay_head; /* the same for payload bytes */
   uint64_t *pay_end; /* [cells] pay_tail behind each cell */
+  bool known; /* the peer's `senders` has our bit */
   p2p_link answers, sends, rts, data; /* waiting for room; waiting for ACK or CTS; to be sent as DATA */
 } p2p_out;
 
@@ -136,6 +141,7 @@ enum { P2P_CMA_UNKNOWN, P2P_CMA_YES, P2P_CMA_NO };
 typedef struct p2p_in {
   p2p_pair *ring;
   const char *payload;
+  _Atomic bool known; /* it has sent something */
   _Atomic uint32_t pos; /* the next cell. Written under the lock; a peek reads it without */
   p2p_link posted, early, data; /* receives; messages; receives that get DATA */
   int64_t kept; /* bytes of the messages in `early` */

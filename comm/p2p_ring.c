@@ -80,6 +80,12 @@ static bool ring_room(p2p *p, p2p_out *o, uint32_t bytes, uint64_t *begin) {
   return o->tail - o->head < p->s.cells && *begin + bytes - o->pay_head <= p->s.payload;
 }
 
+/* seq_cst: before the flag, which it leads to, in the same pair with the sleeper. */
+static void ring_introduce(p2p *p, int dst) {
+  atomic_fetch_or_explicit(&p->seats[dst].senders[p->rank / 64], (uint64_t)1 << p->rank % 64, memory_order_seq_cst);
+  p->out[dst].known = true;
+}
+
 bool dc__ring_put(p2p *p, int dst, const p2p_cell *head, const char *data, int64_t bytes) {
   p2p_out *o = &p->out[dst];
   bool in_cell = bytes <= P2P_INLINE && head->kind != P2P_RTS;
@@ -103,14 +109,26 @@ bool dc__ring_put(p2p *p, int dst, const p2p_cell *head, const char *data, int64
   if (need) o->pay_tail = begin + need;
   o->pay_end[o->tail & (p->s.cells - 1)] = o->pay_tail;
   o->tail++;
+  if (__builtin_expect(!o->known, 0)) ring_introduce(p, dst);
   atomic_store_explicit(&k->flag, o->tail, memory_order_seq_cst);
   dc__ring_bell(p, dst);
   return true;
 }
 
 /* ---- in: cells from a peer --------------------------------------------------------------------------------------- */
+/* Has src ever sent anything? Only then its ring is looked at. */
+static bool ring_known(const p2p *p, int src) {
+  p2p_in *x = &p->in[src];
+  if (__builtin_expect(atomic_load_explicit(&x->known, memory_order_relaxed), 1)) return true;
+  const uint64_t senders = atomic_load_explicit(&p->seats[p->rank].senders[src / 64], memory_order_seq_cst);
+  if (!(senders >> src % 64 & 1)) return false;
+  atomic_store_explicit(&x->known, true, memory_order_relaxed);
+  return true;
+}
+
 bool dc__ring_arrived(const p2p *p, int src) {
   const p2p_in *x = &p->in[src];
+  if (!ring_known(p, src)) return false;
   uint32_t pos = atomic_load_explicit(&x->pos, memory_order_relaxed);
   /* acquire: pairs with dc__ring_put(); seq_cst: the sleeper's side of Dekker's pair */
   return atomic_load_explicit(&x->ring->cells[pos & (p->s.cells - 1)].flag, memory_order_seq_cst) == pos + 1;

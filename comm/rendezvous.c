@@ -27,6 +27,7 @@
 #include "comm_impl.h"
 #include "open.h"
 #include "p2p.h"
+#include "team.h"
 
 /* ---- messages ---------------------------------------------------------------------------------------------------- */
 enum { FDS_PER_MSG = 64 };
@@ -40,6 +41,7 @@ typedef struct rdv_msg {
   int32_t rank, size, slots, pid, first; /* hello; first: number of the first pidfd of a MSG_PIDFDS */
   int64_t slot_bytes, bytes;
   uint64_t process; /* hello: dc__process_number() */
+  dc__spot spot;    /* hello */
   union {
     char text[1024];                /* why, if status != DC_OK */
     uint64_t processes[FDS_PER_MSG]; /* MSG_PIDFDS */
@@ -205,6 +207,7 @@ typedef struct rdv_joining {
   int sock[DC_COMM_MAX_RANKS]; /* rank 0: to every rank; others: sock[0] */
   int32_t pid[DC_COMM_MAX_RANKS];
   uint64_t process[DC_COMM_MAX_RANKS];
+  dc__spot spot[DC_COMM_MAX_RANKS];
   int pending[DC_COMM_MAX_RANKS + 64], npending; /* connections that have not said hello */
   /* the first rank that could not open, and why: all are told when all are there */
   int status;
@@ -257,6 +260,7 @@ static int rdv_welcome(rdv_joining *j, int sock, const rdv_msg *m, int pidfd) {
   j->sock[m->rank] = sock;
   j->pid[m->rank] = m->pid;
   j->process[m->rank] = m->process;
+  j->spot[m->rank] = m->spot;
   if (m->status && !j->status) {
     j->status = m->status;
     snprintf(j->why, sizeof j->why, "%s", m->text);
@@ -346,14 +350,22 @@ static int rdv_make_stage(rdv_joining *j) {
   int64_t bytes = dc__stage_bytes(c);
   DC_TRY(dc__arena_fits(bytes));
   DC_TRY(dc__arena_memfd(bytes, &j->memfd));
-  DC_TRY(dc__stage_map(c, j->memfd, bytes, true));
+  DC_TRY(dc__stage_map(c, j->memfd, bytes));
+  dc__stage_place(c, j->spot);
+  DC_TRY(dc__stage_bring(c, j->memfd));
   c->h->magic = DC__COMM_MAGIC;
   c->h->version = DC__COMM_VERSION;
   c->h->size = c->size;
   c->h->slots = c->slots;
   c->h->slot_bytes = c->slot_bytes;
   c->h->total_bytes = bytes;
-  for (int r = 0; r < c->size; r++) c->h->seat[r].pid = j->pid[r];
+  int32_t team[DC_COMM_MAX_RANKS];
+  c->h->teams = dc__team_plan(c->size, j->spot, c->team_wanted, team);
+  for (int r = 0; r < c->size; r++) {
+    c->h->seat[r].pid = j->pid[r];
+    c->h->seat[r].team = team[r];
+    c->h->seat[r].node = j->spot[r].node;
+  }
   return DC_OK;
 }
 
@@ -398,6 +410,7 @@ static int rdv_lead(rdv_joining *j) {
   dc_comm *c = j->c;
   j->pid[0] = getpid();
   j->process[0] = dc__process_number();
+  j->spot[0] = dc__numa_here();
   DC_TRY(rdv_listen(j));
   int rc = rdv_gather(j);
   if (!rc && j->status) rc = DC_FAIL(j->status, "%s", j->why);
@@ -476,7 +489,8 @@ static int rdv_take_stage(rdv_joining *j, const char *leader) {
   if (m.bytes < dc__stage_end(c) + dc__p2p_bytes(c->size))
     return DC_FAIL(DC_E_PEER, "group %s: %s sent a segment that is too small", c->label, leader);
   DC_TRY(dc__arena_memfd_check(j->memfd, m.bytes));
-  return dc__stage_map(c, j->memfd, m.bytes, false);
+  DC_TRY(dc__stage_map(c, j->memfd, m.bytes));
+  return dc__stage_bring(c, j->memfd);
 }
 
 /* Up to rank 0's verdict: a socket that is closed with messages unread would take our own last one with it. */
@@ -497,6 +511,7 @@ static int rdv_hello(rdv_joining *j) {
   m.slot_bytes = c->slot_bytes;
   m.pid = getpid();
   m.process = dc__process_number();
+  m.spot = dc__numa_here();
   m.status = j->status;
   snprintf(m.text, sizeof m.text, "%s", j->why);
   return rdv_tell(j->sock[0], &m, &c->pidfd[c->rank], 1, j->deadline_ns);

@@ -12,6 +12,7 @@
 #include "open.h"
 #include "segment.h"
 #include "sync.h"
+#include "team.h"
 
 /* One lock for all: the last reference may go in any thread, before or after the communicator. */
 static pthread_mutex_t segment_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -132,7 +133,7 @@ static int segment_agree(dc_comm *c, const dc_call *call, int status, segment_ma
     v->taken = m->taken;
   }
   DC_TRY(dc__post(c, call));
-  DC_TRY(dc__wait(c, step));
+  DC_TRY(dc__wait_all(c, step));
   int rc = DC_OK;
   for (int r = 0; r < c->size && !rc; r++) {
     const segment_verdict *p = (const segment_verdict *)dc__slot(c, r, step);
@@ -148,7 +149,7 @@ static int segment_agree(dc_comm *c, const dc_call *call, int status, segment_ma
 static int segment_make(dc_comm *c, segment_making *m) {
   DC_TRY(dc__arena_fits(m->bytes));
   DC_TRY(dc__arena_memfd(m->bytes, &m->fd));
-  DC_TRY(dc__arena_map(m->fd, m->bytes, true, &m->map));
+  DC_TRY(dc__arena_map(m->fd, m->bytes, c->nodes, true, &m->map));
   return dc__mail(m->mail, c->size, m->fd, m->bytes, dc__now_ns() + c->timeout_ns);
 }
 
@@ -156,7 +157,7 @@ static int segment_make(dc_comm *c, segment_making *m) {
 static int segment_take(dc_comm *c, segment_making *m) {
   DC_TRY(dc__mail_take(m->sock, &m->mail[c->rank], m->bytes, &m->fd));
   DC_TRY(dc__arena_memfd_check(m->fd, m->bytes));
-  return dc__arena_map(m->fd, m->bytes, false, &m->map);
+  return dc__arena_map(m->fd, m->bytes, 0, false, &m->map);
 }
 
 /* Three agreements: all ask for the same; rank 0 has made it (a refusal leaves the group sound); all have mapped it.

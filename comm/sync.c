@@ -24,17 +24,22 @@ typedef struct sync_waiting {
 typedef struct sync_long {
   dc__waiting w; /* first: the waiter gives it back */
   const sync_waiting *of;
-  int rank;
+  int rank;       /* that is waited for, if it is one */
+  bool team, all; /* team: the word is not a rank's, see dc__await_word(); all: which need not be waited for any more */
 } sync_long;
 
 static inline _Atomic uint32_t *sync_word(const dc_comm *c, int rank, const sync_waiting *w) {
   return w->kind == DC__POSTED ? &dc__cell_of(c, rank, w->step)->posted : &c->h->seat[rank].done;
 }
 
-static inline bool sync_reached(const dc_comm *c, int rank, const sync_waiting *w) {
+static inline bool sync_there(const _Atomic uint32_t *word, const sync_waiting *w) {
   /* acquire: pairs with dc__publish(); what the peer wrote before (slot, fingerprint, its last reads of ours) lies
    * before us. */
-  return dc__at_least(atomic_load_explicit(sync_word(c, rank, w), memory_order_acquire), w->target);
+  return dc__at_least(atomic_load_explicit(word, memory_order_acquire), w->target);
+}
+
+static inline bool sync_reached(const dc_comm *c, int rank, const sync_waiting *w) {
+  return sync_there(sync_word(c, rank, w), w);
 }
 
 /* Compares what has arrived of `step`: everyone with the lowest rank that is there. */
@@ -105,17 +110,35 @@ static int sync_late(dc_comm *c, const sync_waiting *w) {
 
 static int sync_poll(dc__waiting *x, bool *there) {
   const sync_long *l = (const sync_long *)(const void *)x;
-  *there = sync_reached(x->c, l->rank, l->of);
+  *there = l->all || sync_there(x->word, l->of);
   return DC_OK;
 }
 
+static bool sync_all_reached(const dc_comm *c, const sync_waiting *w) {
+  for (int r = 0; r < c->size; r++)
+    if (!sync_reached(c, r, w)) return false;
+  return true;
+}
+
+/* Whom a rank that waits for its team's word waits for in truth. */
+static int sync_first_missing(const dc_comm *c, const sync_waiting *w) {
+  int r = 0;
+  while (r + 1 < c->size && sync_reached(c, r, w)) r++;
+  return r;
+}
+
 static int sync_look(dc__waiting *x) {
-  const sync_waiting *w = ((const sync_long *)(const void *)x)->of;
+  sync_long *l = (sync_long *)(void *)x;
+  const sync_waiting *w = l->of;
   DC_TRY(dc__broken(x->c));
+  if (l->team && sync_all_reached(x->c, w)) {
+    l->all = true;
+    return DC_OK;
+  }
   /* a mismatch is told at once, even if some rank never arrives */
   if (w->kind == DC__POSTED) DC_TRY(sync_compare(x->c, w->step));
   DC_TRY(sync_find_missing(x->c, w));
-  DC_TRY(dc__deadlock_look(x->c, ((const sync_long *)(const void *)x)->rank));
+  DC_TRY(dc__deadlock_look(x->c, l->team ? sync_first_missing(x->c, w) : l->rank));
   return x->late ? sync_late(x->c, w) : DC_OK;
 }
 
@@ -125,45 +148,66 @@ static sync_waiting sync_for(int kind, int64_t step) {
 }
 
 /* The long wait. What comes behind the brief spin counts as waiting: 50 ns of clock in 10 us and more. */
-static int sync_wait(dc_comm *c, int rank, sync_waiting *w) {
+static int sync_wait_long(dc_comm *c, sync_long *l, sync_waiting *w) {
   dc__show(c);
   const int64_t began = dc__now_ns();
   if (!w->start_ns) w->start_ns = began;
-  sync_long l = {.of = w,
-                 .rank = rank,
-                 .w = {.c = c,
-                       .poll = sync_poll,
-                       .look = sync_look,
-                       .word = sync_word(c, rank, w),
-                       .sleepers = &c->h->seat[rank].sleepers[w->kind],
-                       .start_ns = w->start_ns,
-                       .timeout_ns = c->timeout_ns,
-                       .look_ns = &c->look_ns,
-                       .serves = true}};
-  const int rc = dc__await(&l.w);
+  l->of = w;
+  l->w.c = c;
+  l->w.poll = sync_poll;
+  l->w.look = sync_look;
+  l->w.start_ns = w->start_ns;
+  l->w.timeout_ns = c->timeout_ns;
+  l->w.look_ns = &c->look_ns;
+  l->w.serves = true;
+  const int rc = dc__await(&l->w);
   dc__deadlock_forget(c);
   dc__count(DC_COUNTER_wait_ns, dc__now_ns() - began);
   return rc;
 }
 
+static int sync_wait(dc_comm *c, int rank, sync_waiting *w) {
+  sync_long l = {.rank = rank, .w = {.word = sync_word(c, rank, w), .sleepers = &c->h->seat[rank].sleepers[w->kind]}};
+  return sync_wait_long(c, &l, w);
+}
+
 /* Spins without a look at the clock: as long as a peer takes that is about to arrive. The first polls do without
  * `pause`, which would add its own length (40 ns) to the latency. */
-static bool sync_spin(const dc_comm *c, int rank, const sync_waiting *w) {
+static bool sync_spin(const _Atomic uint32_t *word, const sync_waiting *w) {
   for (int i = 0; i < 64; i++)
-    if (sync_reached(c, rank, w)) return true;
+    if (sync_there(word, w)) return true;
   for (int i = 0; i < 256; i++) {
-    if (sync_reached(c, rank, w)) return true;
+    if (sync_there(word, w)) return true;
     dc__cpu_relax();
   }
   return false;
 }
 
+static int sync_wait_rank(dc_comm *c, int rank, sync_waiting *w) {
+  const _Atomic uint32_t *word = sync_word(c, rank, w);
+  return sync_there(word, w) || (c->spin_ns && sync_spin(word, w)) ? DC_OK : sync_wait(c, rank, w);
+}
+
+/* The rank behind `r`, in a circle. */
+static inline int sync_next(const dc_comm *c, int r) { return r + 1 < c->size ? r + 1 : 0; }
+
+/* Every rank starts behind itself: if all began with rank 0, they would queue for its line. */
 static int sync_wait_all(dc_comm *c, sync_waiting *w) {
-  for (int r = 0; r < c->size; r++) {
-    if (sync_reached(c, r, w) || (c->spin_ns && sync_spin(c, r, w))) continue;
-    DC_TRY(sync_wait(c, r, w));
-  }
+  for (int i = 0, r = sync_next(c, c->rank); i < c->size; i++, r = sync_next(c, r)) DC_TRY(sync_wait_rank(c, r, w));
   return DC_OK;
+}
+
+int dc__await_posted(dc_comm *c, int64_t step, int rank) {
+  sync_waiting w = sync_for(DC__POSTED, step);
+  return sync_wait_rank(c, rank, &w);
+}
+
+int dc__await_word(dc_comm *c, _Atomic uint32_t *word, _Atomic uint32_t *sleepers, int64_t step, bool naps, bool *all) {
+  sync_waiting w = sync_for(DC__POSTED, step);
+  sync_long l = {.team = true, .w = {.word = word, .sleepers = sleepers, .naps = naps}};
+  int rc = sync_there(word, &w) || (c->spin_ns && sync_spin(word, &w)) ? DC_OK : sync_wait_long(c, &l, &w);
+  *all = l.all || (rc && sync_all_reached(c, &w)); /* the group broke behind this step, which is whole */
+  return *all ? DC_OK : rc;
 }
 
 /* Without blocking; looks after the peers now and then, so that polling callers learn of a death as well. */
@@ -286,7 +330,7 @@ static void sync_write(dc_comm *c, const dc_call *call, int64_t step) {
 static int sync_learn(dc_comm *c, int64_t step) {
   const dc__cell *own = dc__cell_of(c, c->rank, step);
   int64_t least = c->done;
-  for (int r = 0; r < c->size; r++) {
+  for (int i = 1, r = sync_next(c, c->rank); i < c->size; i++, r = sync_next(c, r)) {
     const dc__cell *cell = dc__cell_of(c, r, step);
     if (__builtin_expect(!dc__same_hash(own, cell), 0)) return sync_compare(c, step);
     int64_t done = c->done + (int32_t)(atomic_load_explicit(&cell->done, memory_order_relaxed) - (uint32_t)c->done);
@@ -367,7 +411,8 @@ void dc__warm(dc_comm *c, int64_t step, int64_t bytes) {
   if (bytes > c->slot_bytes) bytes = c->slot_bytes;
   for (int64_t at = 0; at < bytes; at += 4 * DC__LINE) {
     bool here = true;
-    for (int r = 0; r < c->size && here; r++) here = sync_reached(c, r, &w);
+    for (int i = 0, r = sync_next(c, c->rank); i < c->size && here; i++, r = sync_next(c, r))
+      here = sync_reached(c, r, &w);
     if (here) return;
     for (int i = 0; i < 4; i++) dc__prefetch_write(next + at + i * DC__LINE);
   }
@@ -427,7 +472,7 @@ int dc__wait(dc_comm *c, int64_t step) {
 int dc__wait_rank(dc_comm *c, int64_t step, int rank) {
   if (step != c->arrived || step >= c->posted) return dc__wait(c, step);
   sync_waiting w = sync_for(DC__POSTED, step);
-  if (!sync_reached(c, rank, &w) && !(c->spin_ns && sync_spin(c, rank, &w))) DC_TRY(sync_wait(c, rank, &w));
+  DC_TRY(sync_wait_rank(c, rank, &w));
   if (!dc__same_hash(dc__cell_of(c, c->rank, step), dc__cell_of(c, rank, step))) return sync_compare(c, step);
   c->arrived++;
   return DC_OK;
@@ -437,18 +482,6 @@ int dc__skip(dc_comm *c, int64_t step) {
   if (step != c->arrived || step >= c->posted) return dc__wait(c, step);
   c->arrived++;
   return DC_OK;
-}
-
-int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, void *all) {
-  int64_t step;
-  void *place;
-  DC_TRY(dc__begin_for(c, bytes, &step, &place));
-  if (bytes) memcpy(place, mine, (size_t)bytes);
-  DC_TRY(dc__post(c, call));
-  DC_TRY(dc__wait(c, step));
-  for (int r = 0; r < c->size && bytes; r++)
-    memcpy((char *)all + r * bytes, dc__place(c, r, step, bytes), (size_t)bytes);
-  return dc__done(c, step);
 }
 
 int dc__done(dc_comm *c, int64_t step) {

@@ -1,4 +1,5 @@
-/* sync.h: calls on a communicator, and the exchange: begin, fill, post, wait, read, done (comm.h has the protocol). */
+/* sync.h: calls on a communicator, and the exchange: begin, fill, post, wait, read, done (comm.h has the protocol).
+ * Steps that all wait for at once: team.h. */
 #ifndef DEEPC_SYNC_H
 #define DEEPC_SYNC_H
 
@@ -25,11 +26,13 @@ void dc__warm(dc_comm *c, int64_t step, int64_t bytes);
 int dc__wait(dc_comm *c, int64_t step);
 /* Waits for `rank` only, and compares with it. */
 int dc__wait_rank(dc_comm *c, int64_t step, int rank);
+/* For team.c, which compares by itself. Waits until `rank` has posted `step`. */
+int dc__await_posted(dc_comm *c, int64_t step, int rank);
+/* Until *word, which is published when all ranks have posted `step` (or some of them), is at step + 1. *all: it is not
+ * yet, but all ranks have posted: what was waited for may never come. naps: see wait.h. */
+int dc__await_word(dc_comm *c, _Atomic uint32_t *word, _Atomic uint32_t *sleepers, int64_t step, bool naps, bool *all);
 /* Instead of wait, by a rank that reads nothing of the posted step: it may be done before the others post. */
 int dc__skip(dc_comm *c, int64_t step);
 int dc__done(dc_comm *c, int64_t step);
-/* One whole step: every rank shows `bytes` <= slot_bytes of `mine`; all[size * bytes] is everyone's, in rank order.
- * With 0 bytes a meeting; the pointers may be NULL then. */
-int dc__share(dc_comm *c, const dc_call *call, const void *mine, int64_t bytes, void *all);
 
 #endif

@@ -48,6 +48,9 @@ SOUND = [
     ("exchange", "RANKS=3", "CALLS=3", "PLACES=2"),
     ("exchange", "RANKS=2", "CALLS=3", "PLACES=4", "DIE"),
     ("exchange", "RANKS=2", "CALLS=3", "PLACES=1", "ODD"),
+    ("team", "RANKS=3", "CALLS=3"),
+    ("team", "RANKS=3", "CALLS=3", "BUSY"),
+    ("team", "RANKS=3", "CALLS=2", "DIE"),
 ]
 SOUND_FULL = [
     ("sleep", "RANKS=3", "STEPS=4", "FENCES"),
@@ -65,6 +68,8 @@ SOUND_FULL = [
     ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3", "ODD"),
     ("exchange", "RANKS=3", "CALLS=2", "PLACES=2", "ODD"),
     ("exchange", "RANKS=4", "CALLS=2", "WAYS=0", "PLACES=3", "ODD"),
+    ("team", "RANKS=3", "CALLS=3", "DIE"),
+    ("team", "RANKS=4", "CALLS=3"),
 ]
 # model, what spin says, variant
 BUGS = [
@@ -85,6 +90,10 @@ BUGS = [
     ("exchange", "invalid end state", "BUG_NO_LOOK", "DIE", "PLACES=1", "CALLS=2"),
     ("exchange", "assertion violated", "BUG_CALL_ONLY", "ODD", "PLACES=1", "RANKS=3"),
     ("exchange", "assertion violated", "BUG_NO_COMPARE", "ODD", "PLACES=1"),
+    ("team", "assertion violated", "BUG_PART", "CALLS=3"),
+    ("team", "invalid end state", "BUG_NO_ALL", "BUSY", "CALLS=2"),
+    ("team", "assertion violated", "BUG_EARLY", "CALLS=2"),
+    ("team", "invalid end state", "BUG_NO_LOOK", "DIE", "CALLS=2"),
 ]
 
 
