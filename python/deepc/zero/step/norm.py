@@ -120,7 +120,7 @@ def first_not_finite(state: ModelState, guard: Guard) -> str:
     return state.names[found] if found >= 0 else "unknown"
 
 
-# ---- steps that were skipped one after the other ----------------------------------------------------------------------
+# ---- steps that were skipped one after the other ---------------------------------------------------------------------
 class Skips:
     """in_row: so many steps were skipped since the last that was applied. weight: the first parameter that was not
     finite when they began, or ""."""
