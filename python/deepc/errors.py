@@ -31,6 +31,13 @@ class ArgumentError(DeepcError, ValueError):
     Fix: the call. The message has the value that came and what is expected."""
 
 
+class MisuseError(ConfigError, ArgumentError, AssertionError):
+    """A call that DeepSpeed answers with an AssertionError (initialize without a model, step() inside
+    coalesce_grad_reduction), so that `except AssertionError` of scripts finds it.
+
+    Fix: the call, as the message says."""
+
+
 class OutOfMemoryError(DeepcError, MemoryError):
     """An allocation would exceed what the machine or the memory cgroup has left; nothing was allocated.
 

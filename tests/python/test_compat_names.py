@@ -63,7 +63,7 @@ def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
     for use in (
         lambda: PipelineModule(layers=[], num_stages=2),
         lambda: PipelineModule.something,
-        lambda: type("Mine", (PipelineModule,), {}),
+        lambda: type("Mine", (PipelineModule,), {})(),
         lambda: deepspeed.tp_model_init(None, 2, torch.float),
         lambda: deepspeed.moe.layer.MoE(8),
     ):

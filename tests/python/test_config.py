@@ -402,7 +402,6 @@ LATER = [
     ("hybrid_engine.enabled", True, "hybrid engine"),
     ("bf16.bf16_optimizer_states", True, "bf16 optimizer states"),
     ("fp16.fp16_master_weights_and_grads", True, "fp16 master weights"),
-    ("gradient_allreduce_op", "sum", "summing gradients"),
     ("compile.deepcompile", True, "DeepCompile"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
     ("sequence_parallel_size", 2, "sequence parallelism"),

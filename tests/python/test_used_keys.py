@@ -344,6 +344,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "gradient_clipping": (SGD, 0, of("weights")),
     "prescale_gradients": ({"gradient_predivide_factor": 8}, True, of("sums")),
     "gradient_predivide_factor": ({}, 8, of("sums")),
+    "gradient_allreduce_op": (SGD, "sum", on_ranks("weights")),
     "communication_data_type": (SGD, "bf16", on_ranks("weights")),
     "zero_optimization.stage": ({}, 2, of("stage")),
     "zero_optimization.reduce_bucket_size": ({}, 512, of("bucket_elems")),

@@ -42,17 +42,12 @@ class UnknownModuleError(UnsupportedError, ModuleNotFoundError):
 
 # ---- what deepc has not ----------------------------------------------------------------------------------------------
 class _Lacking(type):
-    """Class of stand-ins: they can be imported, compared and used in isinstance (nothing is an instance); anything else
-    raises."""
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any], **kwargs: Any) -> type:
-        for base in bases:
-            if isinstance(base, _Lacking):
-                base._refuse()
-        return super().__new__(mcs, name, bases, space, **kwargs)
+    """Class of stand-ins: they can be imported, compared, subclassed (a file may define a pipeline beside the model
+    that is used) and used in isinstance (nothing is an instance); anything else raises, an instance of a subclass as
+    well."""
 
     def _refuse(cls) -> None:
-        raise UnsupportedError(cls.__dict__["_deepc_why"])
+        raise UnsupportedError(type.__getattribute__(cls, "_deepc_why"))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         cls._refuse()

@@ -30,7 +30,7 @@ MODULES: dict[str, str] = {
         deepc.compat.helpers.comm: init_distributed
         deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
         deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer
-        deepc.compat.runtime.config: DeepSpeedConfig DeepSpeedConfigError
+        deepc.compat.runtime.settings.config: DeepSpeedConfig DeepSpeedConfigError
         deepc.compat.helpers.utils: OnDevice log_dist logger
         deepc.compat.helpers.accelerator: get_accelerator
         deepc.compat.helpers.values: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_hash git_branch
@@ -41,7 +41,10 @@ MODULES: dict[str, str] = {
         deepspeed.runtime.activation_checkpointing.checkpointing: checkpointing=
         """
     ),
-    "accelerator": "deepc.compat.helpers.accelerator: get_accelerator set_accelerator DeepSpeedAccelerator",
+    "accelerator": (
+        "deepc.compat.helpers.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
+        " DeepSpeedAccelerator"
+    ),
     "accelerator.real_accelerator": (
         "deepc.compat.helpers.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
     ),
@@ -50,7 +53,7 @@ MODULES: dict[str, str] = {
     "accelerator.cuda_accelerator": "deepc.compat.helpers.accelerator: CUDA_Accelerator",
     "checkpoint": "",
     "checkpoint.utils": "deepc.compat.helpers.utils: clone_tensors_for_torch_save",
-    "comm.config": "deepc.compat.runtime.config: CommsConfig CommsLoggerConfig",
+    "comm.config": "deepc.compat.runtime.settings.config: CommsConfig CommsLoggerConfig",
     "constants": "deepc.compat.helpers.values: TORCH_DISTRIBUTED_DEFAULT_PORT",
     "git_version_info": "deepc.compat.helpers.values: version git_hash git_branch installed_ops compatible_ops torch_info",
     "inference": "deepc.compat.runtime.inference: InferenceEngine DeepSpeedInferenceConfig",
@@ -64,10 +67,20 @@ MODULES: dict[str, str] = {
     "launcher.constants": "deepc.compat.helpers.values: PDSH_LAUNCHER OPENMPI_LAUNCHER SLURM_LAUNCHER",
     "linear": "",
     "moe": "",
-    "moe.utils": "deepc.compat.helpers.moe: has_moe_layers is_moe_param is_moe_param_group",
+    "moe.experts": "",
     "moe.layer": "",
+    "moe.mappings": "",
+    "moe.sharded_moe": "",
+    "moe.utils": (
+        "deepc.compat.helpers.moe: has_moe_layers is_moe_param is_moe_param_group"
+        " split_params_into_different_moe_groups_for_optimizer"
+    ),
     "module_inject": "",
     "monitor": "",
+    "monitor.config": (
+        "deepc.compat.runtime.settings.sections: DeepSpeedMonitorConfig get_monitor_config TensorBoardConfig WandbConfig CSVConfig"
+        " CometConfig"
+    ),
     "monitor.monitor": "deepc.observe.monitor.experiments: Monitor MonitorMaster",
     "monitor.tensorboard": "deepc.observe.monitor.experiments: TensorBoardMonitor",
     "monitor.wandb": "deepc.observe.monitor.experiments: WandbMonitor",
@@ -93,7 +106,8 @@ MODULES: dict[str, str] = {
     "runtime.checkpoint_engine": "",
     "runtime.config": (
         """
-        deepc.compat.runtime.config: DeepSpeedConfig DeepSpeedConfigError
+        deepc.compat.runtime.settings.config: DeepSpeedConfig DeepSpeedConfigError
+        deepc.compat.runtime.settings.sections: DeepSpeedZeroConfig
         deepc.compat.helpers.values: ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER DEEPSPEED_OPTIMIZERS
             ADAM_W_MODE ADAM_W_MODE_DEFAULT TORCH_ADAM_PARAM
         """
@@ -121,10 +135,16 @@ MODULES: dict[str, str] = {
         deepc.optim.schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
         deepc.compat.helpers.values: VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR
             WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE TOTAL_NUM_STEPS
+            LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE EDGE_VALUE MID_VALUE
+            CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE
+            CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_RATIO COS_MIN_RATIO
         deepc.compat.helpers.tuning: add_tuning_arguments
         """
     ),
     "runtime.pipe": "",
+    "runtime.pipe.engine": "",
+    "runtime.pipe.module": "",
+    "runtime.pipe.topology": "",
     "runtime.sequence_parallel": "",
     "runtime.utils": (
         """
@@ -141,8 +161,18 @@ MODULES: dict[str, str] = {
         deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride unwrap_model_for_generation
         """
     ),
-    "runtime.zero.config": "deepc.compat.runtime.config: DeepSpeedZeroConfig ZeroStageEnum",
-    "runtime.zero.offload_config": "deepc.compat.runtime.config: OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.config": (
+        "deepc.compat.runtime.settings.sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig"
+        " DeepSpeedZeroOffloadParamConfig DeepSpeedZeroLeafModuleConfig OffloadDeviceEnum ZeroStageEnum"
+    ),
+    "runtime.zero.leaf_module_config": (
+        "deepc.compat.runtime.settings.sections: DeepSpeedZeroLeafModuleConfig DEFAULT_LEAF_MODULE_CLASSES"
+        " DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"
+    ),
+    "runtime.zero.offload_config": (
+        "deepc.compat.runtime.settings.sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
+        " OffloadDeviceEnum OffloadStateTypeEnum"
+    ),
     "runtime.zero.partition_parameters": (
         """
         deepc.zero.init: Init
@@ -168,7 +198,10 @@ MODULES: dict[str, str] = {
         deepc.compat.runtime.zero: estimate_zero2_model_states_mem_needs
         """
     ),
-    "runtime.zero.utils": "deepc.zero.parameters.gathered: is_zero_param\n deepc.compat.runtime.zero: is_zero_supported_optimizer",
+    "runtime.zero.utils": (
+        "deepc.zero.parameters.gathered: is_zero_param\n deepc.compat.runtime.zero: is_zero_supported_optimizer"
+        " ZeRORuntimeException"
+    ),
     "utils": (
         """
         deepc.compat.helpers.safe: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad
@@ -199,6 +232,10 @@ MODULES: dict[str, str] = {
             safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param
             safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
         """
+    ),
+    "utils.torch": (
+        "deepc.compat.helpers.values: required_torch_version is_functorch_transforming register_grad_hook"
+        " jit_script_compat"
     ),
     "utils.z3_leaf_module": (
         """
@@ -269,7 +306,6 @@ LACKING: dict[str, str] = {
     "moe.experts": _MOE,
     "moe.sharded_moe": _MOE,
     "moe.mappings": _MOE,
-    "moe.utils.split_params_into_different_moe_groups_for_optimizer": _MOE,
     "moe.utils.configure_moe_param_groups": _MOE,
     "module_inject": _KERNEL,
     "model_implementations": _KERNEL,

@@ -107,10 +107,10 @@ class EngineTrainerMixin(_Base):
 
     # ---- the engine --------------------------------------------------------------------------------------------------
     def _configuration(self) -> dict[str, Any]:
-        from ..config.source import _read
+        from ..config.source import read
 
         args = self.args
-        config = copy.deepcopy(_read(self._deepc_config or {})[0])
+        config = copy.deepcopy(read(self._deepc_config or {})[0])
         for section in ("optimizer", "scheduler"):
             if section in config:
                 raise ConfigError(

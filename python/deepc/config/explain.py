@@ -18,7 +18,7 @@ from .defaults import Default
 from .keys import ANY, DIFFERS, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, Key, State
 from .rules import TRIANGLE, Loader, resolve_batch
 from .schema import write_schema
-from .source import _read
+from .source import read
 from .tree import Config
 
 _ERROR = re.compile(r'unknown key "(?P<unknown>[^"]+)"[.:]?\s*|(?P<known>[\w.]+) = ')
@@ -81,7 +81,7 @@ def check(source: Any, *, ranks: int | None = None, device: str = "cpu") -> Chec
     """Explains a configuration (what Config.load takes). ranks: None: what the batch sizes say if all three are given,
     else 1. Wrong configurations are explained as well, as far as they can be read."""
     try:
-        raw, name = _read(source)
+        raw, name = read(source)
     except ConfigError as exc:
         return Check(
             str(source) if isinstance(source, (str, os.PathLike)) else "the configuration",

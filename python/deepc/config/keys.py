@@ -273,12 +273,11 @@ KEYS: tuple[Key, ...] = (
         "Without prescale_gradients: divide by this before the sum and by ranks / this after it.",
         gt=0,
     ),
-    _later(
+    _active(
         "gradient_allreduce_op",
         "str",
         "mean",
-        "summing gradients over ranks instead of averaging",
-        choices=("mean", "sum"),
+        "Over ranks: the mean of the gradients, or their sum (not at stage 3, as in DeepSpeed).",
     ),
     _active(
         "communication_data_type",

@@ -97,6 +97,7 @@ class Loader:
         self._walk(self.raw, "")
         self._legacy()
         self.optimizer, self.scheduler = self._optimizer(), self._scheduler()
+        self._reduction_rules()
         self._precision_rules()
         self._offload_rules()
         self._zeropp_rules()
@@ -254,6 +255,29 @@ class Loader:
             if new in self.values or new in self.auto:
                 self.errors.append(f"{self.name}: {old} and {new} are both given; {old} is the old name. Remove it.")
             self.values.setdefault(new, self.values[old])
+
+    def _reduction_rules(self) -> None:
+        """gradient_allreduce_op, with what DeepSpeed says of it."""
+        path = "gradient_allreduce_op"
+        given = self.values.get(path)
+        if given is None:
+            return
+        if given.lower() not in ("mean", "sum"):
+            self.errors.append(f"{self.name}: Invalid {path} {json.dumps(given)}: it must be mean or sum.")
+            return
+        self.values[path] = given.lower()
+        if given.lower() == "mean":
+            return
+        zero, others = self.raw.get("zero_optimization"), self.raw.get("compile")
+        limits = {
+            "ZeRO stage 3": self.get("zero_optimization.stage") == 3,
+            "ZenFlow": isinstance(zero, Mapping) and zero.get("zenflow") is not None,
+            "DeepCompile": isinstance(others, Mapping) and bool(others.get("deepcompile")),
+            'deepc.deterministic = "layout"': self.get("deepc.deterministic") is not None,
+        }
+        for what, here in limits.items():
+            if here:
+                self.fail(path, given, f"is not supported with {what}. Use mean, or remove the other.")
 
     def _precision_rules(self) -> None:
         if self.get("fp16.enabled") and self.get("bf16.enabled"):

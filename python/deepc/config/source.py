@@ -11,14 +11,14 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 
 
-def _read(source: Any) -> tuple[dict[str, Any], str]:
+def read(source: Any) -> tuple[dict[str, Any], str]:
     """The raw dict and a name of its source for messages."""
     if isinstance(source, Mapping):
         return _plain(source, "the configuration dict"), "the configuration dict"
@@ -76,6 +76,21 @@ def _blank(match: re.Match[str]) -> str:
     return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # keeps line and column of everything else
 
 
+def _hjson(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]], problem: str) -> Any:
+    """What is not JSON may be HJSON (no quotes, no commas), which DeepSpeed reads all configurations as. problem: why
+    it is not JSON."""
+    try:
+        import hjson
+    except ImportError:
+        raise ConfigError(
+            f"{problem}. If the file is HJSON, install the package that reads it: pip install hjson."
+        ) from None
+    try:
+        return hjson.loads(text, object_pairs_hook=pairs)
+    except hjson.HjsonDecodeError as exc:
+        raise ConfigError(f"{problem}, and not HJSON either: {exc}.") from exc
+
+
 def _parse(text: str, name: str) -> dict[str, Any]:
     """JSON with comments and trailing commas; duplicate keys, NaN and Infinity are errors."""
 
@@ -96,7 +111,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(clean, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as exc:
-        raise ConfigError(f"{name}, line {exc.lineno}, column {exc.colno}: not JSON: {exc.msg}.") from exc
+        value = _hjson(text, pairs, f"{name}, line {exc.lineno}, column {exc.colno}: not JSON: {exc.msg}")
     except RecursionError as exc:
         raise ConfigError(f"{name}: nested too deeply to be a configuration") from exc
     if not isinstance(value, dict):

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from .defaults import Default, telling
 from .keys import KEYS, Key, State
 from .rules import TRIANGLE, InertKey, Loader, OptimizerConfig, SchedulerConfig
-from .source import _read
+from .source import read
 from .values import AUTO, _auto_message
 
 _MISSING = object()
@@ -244,6 +244,7 @@ class Config:
     gradient_clipping: float
     prescale_gradients: bool
     gradient_predivide_factor: float
+    gradient_allreduce_op: str
     communication_data_type: str | None
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
@@ -303,7 +304,7 @@ class Config:
         for who asks of something else. Raises ConfigError, which lists everything that is wrong."""
         if isinstance(source, Config):
             source = source.raw
-        raw, name = _read(source)
+        raw, name = read(source)
         loader = Loader(raw, name, world_size, device_type, allow_auto)
         loader.needs_batch = needs_batch
         return cls.read(loader)

@@ -255,6 +255,10 @@ class Engine(EngineBase):
         JSON types; anything else is a CheckpointTypeError. Collective."""
         from .states.saving import save
 
+        if not save_dir:
+            raise ArgumentError(
+                f"save_checkpoint(save_dir={save_dir!r}): give the folder that is to hold the checkpoint"
+            )
         tag = tag if tag is not None else f"global_step{self.global_steps}"
         with self.events.span("save_checkpoint", save_dir):
             save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)

@@ -119,7 +119,7 @@ class Plain:
     @property
     def divisor(self) -> int:
         """What the sum over ranks and micro-batches is divided by, beside the scales."""
-        return self._engine.world_size
+        return 1 if self._engine._config.gradient_allreduce_op == "sum" else self._engine.world_size
 
     @private.uncompiled_itself
     def forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

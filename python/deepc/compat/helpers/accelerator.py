@@ -130,8 +130,9 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Ranks of this node: DeepSpeed counts a CPU's NUMA nodes as devices, one rank each."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Ranks of this node: LOCAL_SIZE, which DeepSpeed's launcher sets, else torchrun's LOCAL_WORLD_SIZE. (DeepSpeed
+        counts a CPU's NUMA nodes as devices, one rank each.)"""
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
     def synchronize(self, device_index: int | None = None) -> None:
         pass

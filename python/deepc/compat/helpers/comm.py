@@ -21,6 +21,7 @@ from ...comm import start as _own
 from ...comm.start import (
     configure,
 )
+from ...errors import MisuseError
 
 logger = logging.getLogger("deepc")
 
@@ -49,6 +50,11 @@ def init_distributed(
         configure(config)
     if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise MisuseError(
+            "init_distributed(dist_init_required=False): there is no process group yet. Call"
+            " torch.distributed.init_process_group first, or leave the argument out"
+        )
     if auto_mpi_discovery:
         _discover(distributed_port)
     backend = None if dist_backend in (None, "nccl", "ccl", "deepc") else dist_backend

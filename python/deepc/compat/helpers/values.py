@@ -1,12 +1,17 @@
-"""Constants of DeepSpeed that scripts and integrations read."""
+"""Constants of DeepSpeed that scripts and integrations read, and its questions about the torch of this process
+(deepspeed.utils.torch)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
+from ...core.foreign import private
+from ...errors import MisuseError
 from ..names import VERSION
 
 __version__ = version = VERSION
@@ -67,3 +72,40 @@ WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE = (
     "warmup_type",
 )
 TOTAL_NUM_STEPS = "total_num_steps"
+WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
+LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE = "lr_range_test_min_lr", "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE = "lr_range_test_step_size", "lr_range_test_staircase"
+EDGE_VALUE, MID_VALUE = "edge_value", "mid_value"
+CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT = "cycle_first_step_size", "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT = "cycle_second_step_size", "cycle_second_stair_count"
+CYCLE_MIN_LR, CYCLE_MAX_LR, CYCLE_MIN_MOM, CYCLE_MAX_MOM = (
+    "cycle_min_lr",
+    "cycle_max_lr",
+    "cycle_min_mom",
+    "cycle_max_mom",
+)
+DECAY_STEP_SIZE, DECAY_LR_RATE, DECAY_MOM_RATE = "decay_step_size", "decay_lr_rate", "decay_mom_rate"
+
+
+# ---- deepspeed.utils.torch -------------------------------------------------------------------------------------------
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """True if torch's version is at least `min_version` and at most `max_version` (numbers or text)."""
+    if not min_version and not max_version:
+        raise MisuseError("required_torch_version needs min_version or max_version")
+    here = TorchVersion(torch.__version__)
+    return (not min_version or here >= str(min_version)) and (not max_version or here <= str(max_version))
+
+
+def is_functorch_transforming() -> bool:
+    """True inside torch.func's transforms (grad, vmap, ...)."""
+    return private.functorch_is_active()
+
+
+def register_grad_hook(param: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    """`hook(param)` is called when a backward has added to `param.grad`."""
+    return param.register_post_accumulate_grad_hook(hook)
+
+
+def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as it is: a small function gains nothing here from being compiled on first use."""
+    return fn

@@ -5,9 +5,10 @@ the configuration, names of groups and ranks, files by DeepSpeed's names."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from ...core.ops import torch_dtype
 from ...engine import build
 from ...engine.engine import Engine, StepResult
 from ...engine.states.saving import together
-from ...errors import ArgumentError, ConfigError, UnsupportedError
+from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...observe import watch
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
-from . import zero_grad, zero_to_fp32
+from . import optimizers, zero_grad, zero_to_fp32
 from .parameters import NoHooks
+from .settings import models
 
 _UNSUPPORTED_METHODS = {
     "train_batch": (
@@ -62,10 +64,15 @@ def _flat_zero_keys() -> dict[str, str]:
     }
 
 
+class UnknownEngineNameError(UnsupportedError, AttributeError):
+    """Neither deepc's DeepSpeedEngine nor the user's model has such an attribute."""
+
+
 class DeepSpeedEngine(Engine):
     """The engine that deepspeed.initialize returns under deepc."""
 
     resumes_data = False  # scripts written for DeepSpeed skip what they had themselves
+    _coalescing = False  # inside coalesce_grad_reduction
 
     def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
         self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
@@ -73,6 +80,7 @@ class DeepSpeedEngine(Engine):
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         zero_grad.follow(self)
+        optimizers.show_as_client(self)
         if self.zero_optimization_stage() == 3:
             self.optimizer.parameter_offload = NoHooks()  # type: ignore[attr-defined]  # DeepSpeed's name
 
@@ -85,7 +93,7 @@ class DeepSpeedEngine(Engine):
     # ---- without an optimizer: for evaluation ------------------------------------------------------------------------
     def _refuse_to_train(self, what: str) -> None:
         if self._inference_only:
-            raise ConfigError(
+            raise MisuseError(
                 f"engine.{what}() needs an optimizer: this engine was made without one, for evaluation. Add an"
                 " optimizer section to the configuration, or pass optimizer= to initialize"
             )
@@ -98,7 +106,41 @@ class DeepSpeedEngine(Engine):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         self._refuse_to_train("step")
+        if self._coalescing:
+            raise MisuseError(
+                "engine.step() inside engine.coalesce_grad_reduction(): its gradients are not reduced yet, as inside"
+                " no_sync; call step() after the with block"
+            )
         return super().step(lr_kwargs)
+
+    # ---- accumulation ------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As deepc's: backward passes inside keep their gradients on this rank. At every stage."""
+        if self._coalescing:
+            raise MisuseError("engine.no_sync() inside engine.coalesce_grad_reduction(), which keeps gradients already")
+        with super().no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The gradients of all backward calls inside are reduced once, at the end of the with block: one block per
+        step(), which comes after it. At every stage. Collective; if the block raises nothing is reduced, and the
+        gradients stay for the next reduction (or engine.zero_grad())."""
+        self._refuse_to_train("coalesce_grad_reduction")
+        if self._coalescing or not self.hooks.synchronising:
+            raise MisuseError(
+                "engine.coalesce_grad_reduction() can't be nested in no_sync or in itself: gradients are kept already"
+            )
+        with super().no_sync():
+            self._coalescing = True
+            try:
+                yield
+            finally:
+                self._coalescing = False
+        if not self.step_policy.one_gradient:  # else each micro-batch has its pass, which step() makes
+            self.hooks.check()
+            self.hooks.flush()
 
     # ---- ranks and groups --------------------------------------------------------------------------------------------
     @property
@@ -377,7 +419,17 @@ class DeepSpeedEngine(Engine):
             return lambda: value
         if name in _UNSUPPORTED_METHODS:
             raise UnsupportedError(f"engine.{name}: {_UNSUPPORTED_METHODS[name]}")
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as exc:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("__") or module is None or name in dir(module):  # a property of the model that failed
+                raise
+            raise UnknownEngineNameError(
+                f"engine.{name}: deepc's DeepSpeedEngine has no attribute of this name, nor has the model"
+                f" ({type(module).__name__}). docs/compat.md lists what deepc has of DeepSpeed's; if your script needs"
+                " it, please report it"
+            ) from exc
 
 
 def initialize(
@@ -401,14 +453,22 @@ def initialize(
 
     if mesh_param is not None:
         raise UnsupportedError("initialize(mesh_param=...): sequence parallelism is not built yet; leave it out")
+    if model is None:
+        raise MisuseError("initialize needs model=, a torch.nn.Module, got None")
     given = config if config is not None else config_params
-    named = getattr(args, "deepspeed_config", None) if args is not None else None
+    named = next(filter(None, (getattr(args, f"{n}_config", None) for n in ("deepspeed", "deepscale"))), None)
+    if given is None and named is None:
+        raise MisuseError(
+            "no configuration: pass config= (a DeepSpeed JSON path or dict), or args with deepspeed_config"
+        )
     if given is not None and named is not None:
-        raise ConfigError(
+        raise MisuseError(
             "the configuration is given twice, as initialize(config=...) and as args.deepspeed_config; keep one"
         )
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port or 29500)
+    init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
+    models.leave_earlier(model)
+    given = models.with_own_precision(model, given if given is not None else named)
+    models.mark_leaves(model, given)
     return build.initialize(
         DeepSpeedEngine,
         watchers=(watch,),

@@ -3,12 +3,16 @@ machine."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import UnsupportedError
 from ...optim import AdamW
+from ...zero.step.update import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from ...engine.base import EngineBase
 
 
 def _plain(name: str, bias_correction: bool, **lacking: bool) -> None:
@@ -86,3 +90,26 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     ) -> None:
         _plain("DeepSpeedCPUAdagrad", True, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+# ---- the engine's ----------------------------------------------------------------------------------------------------
+class ClientOptimizer(ShardedOptimizer):
+    """An engine's optimizer where DeepSpeed returns the script's own: it is equal to that, and an instance of its
+    class. (It is not that object: its states are the engine's.)"""
+
+    @property  # isinstance asks it
+    def __class__(self) -> type:
+        kind = type(self.base)
+        return FusedAdam if kind is AdamW else kind
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.base
+
+    def __hash__(self) -> int:
+        return hash(self.base)
+
+
+def show_as_client(engine: EngineBase) -> None:
+    """At stage 0 in fp32 DeepSpeed wraps the optimizer in nothing."""
+    if engine.plan.stage == 0 and engine.dtype == torch.float32:
+        engine.optimizer.__class__ = ClientOptimizer

@@ -25,6 +25,10 @@ _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = (
 )
 
 
+class ZeRORuntimeException(Exception):
+    """What DeepSpeed's ZeRO raises at run time. deepc's own errors are DeepcError's."""
+
+
 class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2

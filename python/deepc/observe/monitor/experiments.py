@@ -57,7 +57,8 @@ def events_of(record: Mapping[str, Any], rates: bool, times: bool) -> list[Event
 
 
 class Monitor(Sink):
-    """One tracker. write_events is DeepSpeed's interface, write that of a sink."""
+    """One tracker; one whose section is not enabled opens and writes nothing. write_events is DeepSpeed's interface,
+    write that of a sink."""
 
     def __init__(self, config: Any) -> None:
         self.monitor_config = config
@@ -85,9 +86,10 @@ class TensorBoardMonitor(Monitor):
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config)
         self.output_path, self.job_name = tensorboard_config.output_path, tensorboard_config.job_name
-        _need("tensorboard", "tensorboard")
         self.name = "tensorboard"
-        self.summary_writer = self.get_summary_writer()
+        if self.enabled:
+            _need("tensorboard", "tensorboard")
+        self.summary_writer = self.get_summary_writer() if self.enabled else None
 
     def get_summary_writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
@@ -97,16 +99,20 @@ class TensorBoardMonitor(Monitor):
         return SummaryWriter(log_dir=where)
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        if self.summary_writer is None:
+            return
         for tag, value, at in event_list:
             self.summary_writer.add_scalar(tag, value, at)
         if flush:
             self.summary_writer.flush()
 
     def flush(self) -> None:
-        self.summary_writer.flush()
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
 
     def close(self) -> None:
-        self.summary_writer.close()
+        if self.summary_writer is not None:
+            self.summary_writer.close()
 
 
 class WandbMonitor(Monitor):
@@ -114,16 +120,18 @@ class WandbMonitor(Monitor):
 
     def __init__(self, wandb_config: Any) -> None:
         super().__init__(wandb_config)
+        self.name = "wandb"
+        self.group, self.team, self.project = wandb_config.group, wandb_config.team, wandb_config.project
+        if not self.enabled:
+            return
         _need("wandb", "wandb")
         import wandb
 
-        self.name = "wandb"
-        self.group, self.team, self.project = wandb_config.group, wandb_config.team, wandb_config.project
         self._wandb = wandb
         self._run = wandb.init(project=self.project, group=self.group, entity=self.team)
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> Any:
-        return self._wandb.log(dict(data), step=step, commit=commit)
+        return self._wandb.log(dict(data), step=step, commit=commit) if self.enabled else None
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         together: dict[int, dict[str, float]] = {}
@@ -133,7 +141,8 @@ class WandbMonitor(Monitor):
             self.log(data, step=at)
 
     def close(self) -> None:
-        self._run.finish()
+        if self.enabled:
+            self._run.finish()
 
 
 class CometMonitor(Monitor):
@@ -142,12 +151,14 @@ class CometMonitor(Monitor):
 
     def __init__(self, comet_config: Any) -> None:
         super().__init__(comet_config)
-        _need("comet", "comet_ml")
-        import comet_ml
-
         self.name = "comet"
         c = comet_config
         self.samples_log_interval = c.samples_log_interval
+        if not self.enabled:
+            return
+        _need("comet", "comet_ml")
+        import comet_ml
+
         self._experiment = comet_ml.start(
             api_key=c.api_key,
             project=c.project,
@@ -171,12 +182,13 @@ class CometMonitor(Monitor):
         return True
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        for tag, value, at in event_list:
+        for tag, value, at in event_list if self.enabled else ():
             if self._due(tag, at):
                 self._experiment.__internal_api__log_metric__(name=tag, value=value, step=at)
 
     def close(self) -> None:
-        self._experiment.end()
+        if self.enabled:
+            self._experiment.end()
 
 
 class csvMonitor(Monitor):
@@ -189,11 +201,12 @@ class csvMonitor(Monitor):
         self.filenames: list[str] = []
         self.output_path, self.job_name = csv_config.output_path, csv_config.job_name
         self.log_dir = os.path.join(self.output_path or "", self.job_name or "")
-        os.makedirs(self.log_dir, exist_ok=True)
+        if self.enabled:
+            os.makedirs(self.log_dir, exist_ok=True)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         rows: dict[str, list[Event]] = {}
-        for event in event_list:
+        for event in event_list if self.enabled else ():
             rows.setdefault(event[0], []).append(event)
         for tag, events in rows.items():
             self._append(tag, events)

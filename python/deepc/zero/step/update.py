@@ -58,6 +58,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ):
             setattr(self, name, OrderedDict())
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """`base`, by DeepSpeed's name."""
+        return self.base
+
     # ---- set-up ------------------------------------------------------------------------------------------------------
     @property
     def moments(self) -> int:

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import os
-from enum import Enum, IntEnum
 from typing import Any
 
 import torch.distributed as dist
 
-from ...comm.start import default_device
-from ...config.tree import CommsLoggerConfig, Config
-from ...config.tree import ZeroConfig as DeepSpeedZeroConfig
-from ...errors import ConfigError as DeepSpeedConfigError
+from ....comm.start import default_device
+from ....config.tree import CommsLoggerConfig, Config
+from ....errors import ConfigError as DeepSpeedConfigError
+from .sections import DeepSpeedMonitorConfig, DeepSpeedZeroConfig, get_monitor_config
 
 __all__ = [
     "CommsConfig",
     "CommsLoggerConfig",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
-    "DeepSpeedZeroConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "ZeroStageEnum",
 ]
 
 CommsConfig = CommsLoggerConfig
-
-
-class OffloadDeviceEnum(str, Enum):
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, Enum):
-    """What engine.offload_states(include=...) takes."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class ZeroStageEnum(IntEnum):
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
 
 
 class DeepSpeedConfig:
@@ -63,7 +34,11 @@ class DeepSpeedConfig:
 
     @property
     def zero_config(self) -> DeepSpeedZeroConfig:
-        return self._config.zero
+        return DeepSpeedZeroConfig(**self._param_dict.get("zero_optimization", {}))
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        return get_monitor_config(self._param_dict)
 
     @property
     def zero_optimization_stage(self) -> int:

@@ -1,0 +1,63 @@
+"""What deepspeed.initialize does with a model before an engine is made of it, as DeepSpeed does it: a model that an
+earlier engine trains, one that has 16-bit weights already, modules marked as leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....config.source import read
+from ....config.tree import Config
+from ....zero.parameters import owners
+from ...helpers.utils import (
+    log_dist,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
+from .sections import DeepSpeedZeroLeafModuleConfig
+
+
+def leave_earlier(model: Any) -> None:
+    """An engine of the same model that still lives is destroyed: the new one trains it. Collective."""
+    for engine in owners.alive():
+        if engine.module is model:
+            log_dist("the model belongs to an earlier engine, which is destroyed: the new one trains it", ranks=[0])
+            engine.destroy()
+
+
+def with_own_precision(model: Any, source: Any) -> Any:
+    """The configuration; with the section of the model's own dtype if its weights are bf16 or fp16 and the
+    configuration says nothing of precision. (fp16 then has a loss scale of 1.)"""
+    if not isinstance(model, torch.nn.Module):
+        return source
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if len(kinds) != 1 or not kinds <= {torch.bfloat16, torch.float16}:
+        return source
+    raw = source.raw if isinstance(source, Config) else read(source)[0]
+    if "precision" in raw or any(_asks(raw.get(name)) for name in ("bf16", "bfloat16", "fp16")):
+        return source
+    name = "bf16" if kinds == {torch.bfloat16} else "fp16"
+    log_dist(f"no precision in the configuration, and the model's weights are {name}: it is trained in {name}", [0])
+    rest = {k: v for k, v in raw.items() if k not in ("bf16", "bfloat16", "fp16")}
+    return {**rest, name: {"enabled": True} if name == "bf16" else {"enabled": True, "loss_scale": 1}}
+
+
+def _asks(section: Any) -> bool:
+    return section is not None and not (isinstance(section, dict) and section.get("enabled", False) is False)
+
+
+def mark_leaves(model: Any, source: Any) -> None:
+    """The modules that zero_optimization.leaf_module names, or that DeepSpeed's defaults name, at stage 3."""
+    raw = source.raw if isinstance(source, Config) else read(source)[0]
+    zero = raw.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") != 3 or not isinstance(model, torch.nn.Module):
+        return
+    given = zero.get("leaf_module")
+    leaf = DeepSpeedZeroLeafModuleConfig(**(given if isinstance(given, dict) else {}))
+    set_z3_leaf_modules(model, leaf.classes, raise_if_not_found=False)
+    _, names = set_z3_leaf_modules_by_name(model, leaf.names, raise_if_not_found=False)
+    _, suffixes = set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes, raise_if_not_found=False)
+    if missing := names + suffixes:
+        log_dist(f"zero_optimization.leaf_module: the model has no modules {', '.join(missing)}", ranks=[0])

@@ -1,0 +1,372 @@
+"""What DeepSpeed's own unit tests (tests/peer/deepspeed_tests.py) ask for beyond the scripts of the other compat tests:
+names, sections of the configuration, coalesced reductions, models that an engine has or that are 16-bit already."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepc.errors import ArgumentError, ConfigError, MisuseError, UnsupportedError
+from ranks import run_ranks
+from torch import nn
+
+
+@pytest.fixture
+def deepspeed():
+    import importlib
+
+    from deepc.compat import finder
+
+    if "deepspeed" in sys.modules and not finder.is_installed():
+        pytest.skip("a real DeepSpeed is imported in this process")
+    was = finder.is_installed()
+    finder.install()
+    yield importlib.import_module("deepspeed")
+    if not was:
+        finder.uninstall()
+
+
+def config(stage: int = 0, **more) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": None,
+        **more,
+    }
+
+
+def net(width: int = 8) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def engine_of(stage: int = 0, model: nn.Module | None = None, **more):
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    model = model or net()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(stage, **more))[0]
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+def test_names_that_the_suite_imports(deepspeed, monkeypatch):
+    from deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+    from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, DECAY_LR_RATE, LR_RANGE_TEST_MIN_LR
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+    from deepspeed.utils.torch import is_functorch_transforming, register_grad_hook, required_torch_version
+
+    assert is_current_accelerator_supported() and issubclass(ZeRORuntimeException, Exception)
+    assert (CYCLE_MIN_LR, DECAY_LR_RATE, LR_RANGE_TEST_MIN_LR) == (
+        "cycle_min_lr",
+        "decay_lr_rate",
+        "lr_range_test_min_lr",
+    )
+    assert split({"params": []}) == [{"params": []}] and split(({"a": 1}, {"b": 2})) == [{"a": 1}, {"b": 2}]
+    with pytest.raises(ValueError):
+        split(3)
+    assert required_torch_version(2.1) and not required_torch_version(min_version="99.0")
+    assert required_torch_version(max_version="99.0") and not required_torch_version(max_version=1.0)
+    with pytest.raises(AssertionError):
+        required_torch_version()
+    inside = []
+    torch.func.grad(lambda x: inside.append(is_functorch_transforming()) or x)(torch.tensor(1.0))
+    assert inside == [True] and not is_functorch_transforming()
+    p, seen = nn.Parameter(torch.ones(2)), []
+    register_grad_hook(p, lambda q: seen.append(q.grad.clone()))
+    (p * 3).sum().backward()
+    assert torch.equal(seen[0], torch.full((2,), 3.0))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert get_accelerator().device_count() == 2
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    assert get_accelerator().device_count() == 3
+
+
+def test_classes_that_deepc_has_not_can_be_subclassed(deepspeed):
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.runtime.pipe.module import PipelineModule as Same
+
+    class Pipe(PipelineModule):
+        kind = "pipe"
+
+    class Other(Same, nn.Module):
+        pass
+
+    assert Pipe.kind == "pipe" and not isinstance(net(), Pipe)
+    for make in (lambda: Pipe(layers=[LayerSpec]), Other):
+        with pytest.raises(UnsupportedError, match="PipelineModule does not exist in deepc: .*not built yet"):
+            make()
+
+
+def test_an_engine_name_that_nobody_has_is_told_of_the_layer(deepspeed):
+    class Model(nn.Linear):
+        @property
+        def broken(self):
+            return self.no_such_part
+
+    engine = engine_of(model=Model(4, 4))
+    with pytest.raises(AttributeError, match="deepc's DeepSpeedEngine has no attribute.*docs/compat.md"):
+        engine.no_such_method
+    assert not hasattr(engine, "no_such_method") and engine.in_features == 4
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'broken'"):  # torch's words, of the model
+        engine.broken
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+def test_zero_config_by_keywords(deepspeed):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    plain = DeepSpeedZeroConfig()
+    assert plain.stage == 0 and plain.offload_optimizer is None and plain.overlap_comm is False
+    assert plain.reduce_bucket_size == 500_000_000 and plain == DeepSpeedZeroConfig(stage="auto")
+    full = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=12345.0, offload_param={}, elastic_checkpoint=True)
+    assert full.overlap_comm is True and full.prefetch_bucket_size == full.stage3_prefetch_bucket_size == 12345
+    assert isinstance(full.offload_param, DeepSpeedZeroOffloadParamConfig) and full.offload_param.device == "none"
+    old = DeepSpeedZeroConfig(cpu_offload=True, stage3_gather_fp16_weights_on_model_save=True)
+    assert isinstance(old.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
+    assert old.offload_optimizer.device == "cpu" and old.gather_16bit_weights_on_model_save is True
+    assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline is True
+    assert DeepSpeedZeroConfig(leaf_module={"classes": "nn.Linear"}).leaf_module.classes == ["nn.Linear"]
+    old.stage = 2
+    assert old.stage == 2 and old.model_dump()["stage"] == 2
+    for wrong, says in (
+        ({"stag": 1}, 'no field .stag.. Did you mean "stage"'),
+        ({"stage": 4}, "stage = 4"),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size = 0 must be int from 1"),
+        ({"contiguous_gradients": "yes"}, "must be bool"),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "both are given"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            DeepSpeedZeroConfig(**wrong)
+    with pytest.raises(ConfigError):
+        plain.stage = "three"
+
+
+def test_monitor_sections_of_a_config(deepspeed, tmp_path):
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.monitor.csv_monitor import csvMonitor
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.monitor.wandb import WandbMonitor
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
+    made = DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section, "zero_optimization": {"stage": 2}})
+    assert made.monitor_config.enabled and made.zero_config.stage == 2
+    master = MonitorMaster(made.monitor_config)
+    master.write_events([("Eval/accuracy", 0.5, 7)])
+    master.close()
+    assert (tmp_path / "mine" / "Eval_accuracy.csv").read_text().split() == ["step,accuracy", "7,0.5"]
+    wandb = WandbMonitor(made.monitor_config.wandb)  # not enabled: needs no package, writes nothing
+    wandb.write_events([("a", 1.0, 1)])
+    assert wandb.enabled is False and wandb.project == DeepSpeedMonitorConfig().wandb.project == "deepspeed"
+    off = csvMonitor(DeepSpeedMonitorConfig(csv_monitor={"output_path": str(tmp_path / "off")}).csv_monitor)
+    off.write_events([("a", 1.0, 1)])
+    assert not (tmp_path / "off").exists()
+
+
+def test_gradient_allreduce_op_of_the_config(deepspeed):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    assert DeepSpeedConfig({"train_batch_size": 1}).gradient_allreduce_op == "mean"
+    assert DeepSpeedConfig({"train_batch_size": 1, "gradient_allreduce_op": "SUM"}).gradient_allreduce_op == "sum"
+    for more, says in (
+        ({"gradient_allreduce_op": "max"}, "Invalid gradient_allreduce_op"),
+        ({"zero_optimization": {"stage": 3}}, "not supported with ZeRO stage 3"),
+        ({"deepc": {"deterministic": "layout"}}, "not supported with deepc.deterministic"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            DeepSpeedConfig({"train_batch_size": 1, "gradient_allreduce_op": "sum", **more})
+
+
+def _gradient(rank, world, op):
+    engine = engine_of(2, gradient_allreduce_op=op)
+    engine.backward(engine(torch.full((1, 8), rank + 1.0)).square().mean())
+    return engine.full_grad(next(engine.module.parameters()))
+
+
+def test_the_sum_of_gradients_is_ranks_times_their_mean():
+    mean, total = (run_ranks(_gradient, 2, args=(op,))[0] for op in ("mean", "sum"))
+    assert mean.abs().max() > 0 and torch.equal(total, 2 * mean)
+
+
+def test_a_leaf_module_section_marks_modules(deepspeed):
+    from deepspeed.utils import z3_leaf_module
+
+    leaf = {"classes": ["torch.nn.modules.linear.Linear"], "names": ["1"], "name_suffixes": ["nowhere"]}
+    engine = engine_of(3, zero_optimization={"stage": 3, "leaf_module": leaf})
+    assert [z3_leaf_module(m) for m in engine.module] == [True, True, True] and not z3_leaf_module(engine.module)
+    assert not any(z3_leaf_module(m) for m in engine_of(3).module)
+
+
+def test_hjson_and_the_old_argument(deepspeed, tmp_path, monkeypatch):
+    path = tmp_path / "ds.hjson"
+    path.write_text(
+        "{\n  # without quotes\n  train_batch_size: 1\n  optimizer: {\n    type: Adam\n    params: {lr: 0.01}\n  }\n}\n"
+    )
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match="line 3, column 3: not JSON.*pip install hjson"):
+        deepspeed.initialize(model=net(), config=str(path))
+
+    class Error(ValueError):
+        pass
+
+    def loads(text, object_pairs_hook):
+        assert "train_batch_size: 1" in text
+        return object_pairs_hook([("train_batch_size", 1)])
+
+    monkeypatch.setitem(sys.modules, "hjson", SimpleNamespace(loads=loads, HjsonDecodeError=Error))
+    assert deepspeed.DeepSpeedConfig(str(path)).train_batch_size == 1
+    path.write_text(json.dumps(config()))
+    engine, *_ = deepspeed.initialize(args=SimpleNamespace(deepscale_config=str(path)), model=net())
+    assert engine.train_micro_batch_size_per_gpu() == 1
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+def _coalesced(rank, world, stage, together, dtype):
+    import contextlib
+
+    more = {dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})}} if dtype else {}
+    engine = engine_of(stage, gradient_accumulation_steps=3, gradient_clipping=0.05, **more)
+    out = []
+    for step in range(3):
+        with engine.coalesce_grad_reduction() if together else contextlib.nullcontext():
+            for i in range(3):
+                torch.manual_seed(100 * step + 10 * i + rank)
+                engine.set_gradient_accumulation_boundary(i == 2)
+                loss = engine(torch.randn(4, 8).to(engine.dtype)).float().square().mean()
+                engine.backward(loss)
+        grads = [engine.full_grad(p) for p in engine.module.parameters()]
+        engine.step()
+        out.append((grads, engine.get_global_grad_norm()))
+    return out, [engine.full_fp32_param(p) for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_coalesced_reductions_train_the_same(stage):
+    (alone, want), (together, got) = (run_ranks(_coalesced, 2, args=(stage, on, None))[0] for on in (False, True))
+    for (a, norm), (b, other) in zip(alone, together):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-7)
+        assert other == pytest.approx(norm, rel=1e-5) and norm > 0.05
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_coalesced_reductions_in_fp16_train_the_same():
+    (alone, _), (together, _) = (run_ranks(_coalesced, 2, args=(2, on, "fp16"))[0] for on in (False, True))
+    torch.testing.assert_close(together[0][0], alone[0][0], rtol=2e-2, atol=1e-4)
+
+
+def test_misuse_of_coalesced_reductions(deepspeed):
+    engine = engine_of(2)
+
+    def backward():
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+
+    with engine.coalesce_grad_reduction():
+        backward()
+        for wrong in (engine.step, engine.no_sync().__enter__, engine.coalesce_grad_reduction().__enter__):
+            with pytest.raises(AssertionError, match="no_sync|coalesce"):
+                wrong()
+    engine.step()
+    with engine.no_sync(), pytest.raises(AssertionError, match="nested"):
+        engine.coalesce_grad_reduction().__enter__()
+    before = engine.global_steps
+    with pytest.raises(KeyError), engine.coalesce_grad_reduction():
+        backward()
+        raise KeyError("of the script")
+    engine.zero_grad()
+    backward()
+    engine.step()
+    assert engine.global_steps == before + 1
+
+
+def test_exceptions_that_scripts_catch(deepspeed, tmp_path):
+    with pytest.raises(AssertionError, match="needs model="):
+        deepspeed.initialize(model=None, config=config())
+    with pytest.raises(AssertionError, match="no configuration"):
+        deepspeed.initialize(model=net())
+    with pytest.raises(AssertionError, match="twice"):
+        deepspeed.initialize(args=SimpleNamespace(deepspeed_config="a.json"), model=net(), config=config())
+    with pytest.raises(AssertionError, match="needs an optimizer"):
+        deepspeed.initialize(model=net(), config={"train_batch_size": 1})[0].step()
+    assert issubclass(MisuseError, ConfigError) and issubclass(MisuseError, ArgumentError)
+    engine = engine_of()
+    for nowhere in ("", None):
+        with pytest.raises(ValueError, match="save_dir"):
+            engine.save_checkpoint(nowhere)
+
+
+def _without_a_group(rank, world):
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    out = []
+    for call in (
+        lambda: deepspeed.init_distributed(dist_init_required=False),
+        lambda: deepspeed.initialize(model=net(), config=config(), dist_init_required=False),
+    ):
+        try:
+            call()
+        except AssertionError as exc:
+            out.append(str(exc))
+    return out, dist.is_initialized()
+
+
+def test_dist_init_required_false_makes_no_group():
+    (said, made), *_ = run_ranks(_without_a_group, 1, fresh=True)
+    assert len(said) == 2 and all("no process group yet" in s for s in said) and not made
+
+
+def test_the_optimizer_that_initialize_returns(deepspeed):
+    from deepspeed.ops.adam import FusedAdam
+
+    model = net()
+    client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=config())
+    assert optimizer == client and optimizer is engine.optimizer and isinstance(optimizer, torch.optim.AdamW)
+    assert engine.optimizer.optimizer is client and not isinstance(optimizer, FusedAdam)
+    assert len({optimizer, client}) == 1
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    schedule.step()
+    assert client.param_groups[0]["lr"] == 5e-3
+    assert isinstance(engine_of().optimizer, FusedAdam)
+    other = net()
+    client = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    sharded = deepspeed.initialize(model=other, optimizer=client, config=config(1))[1]
+    assert sharded != client and not isinstance(sharded, torch.optim.AdamW) and sharded.optimizer is client
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_an_earlier_engine_trains(deepspeed, stage):
+    model = net()
+    first = engine_of(stage, model)
+    first.backward(first(torch.ones(2, 8)).square().mean())
+    first.step()
+    weights = [first.full_fp32_param(p).clone() for p in model.parameters()]
+    second = engine_of(stage, model)
+    torch.testing.assert_close([second.full_fp32_param(p) for p in model.parameters()], weights, rtol=0, atol=0)
+    second.backward(second(torch.ones(2, 8)).square().mean())
+    assert second.step().applied
+    assert not torch.equal(second.full_fp32_param(next(model.parameters())), weights[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_16_bit_model_without_a_section_trains_in_its_dtype(deepspeed, dtype, stage):
+    model = net().to(dtype)
+    engine = engine_of(stage, model, fp16={"enabled": False})
+    assert engine.dtype == dtype and engine.loss_scale == 1
+    before = engine.full_fp32_param(next(model.parameters())).clone()
+    engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
+    assert engine.step().applied and not torch.equal(before, engine.full_fp32_param(next(model.parameters())))
