@@ -12,8 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "coll_impl.h"
 #include "flight.h"
+#include "job.h"
 #include "segment.h"
 #include "sync.h"
 #include "team.h"

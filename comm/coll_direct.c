@@ -21,8 +21,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "coll_impl.h"
 #include "fault.h"
+#include "job.h"
 #include "segment.h"
 #include "sync.h"
 #include "team.h"

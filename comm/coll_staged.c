@@ -5,7 +5,7 @@
  * peers compare fingerprints before they read, so that no mistake can make them read what is not there. */
 #include <string.h>
 
-#include "coll_impl.h"
+#include "job.h"
 #include "sync.h"
 #include "team.h"
 

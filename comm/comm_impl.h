@@ -11,7 +11,7 @@
  *   teams                       of a step and team: what its leader says, see team.h                    (one line)
  *   slots     [size][slots]     of a step: slot_bytes of data, slot_stride apart
  *   small     [size][SMALLS]    the same for <= 16 KiB; data[0] of the cell says which one
- *   p2p_seat  [size], p2p_pair [size][size]                                     messages, see p2p_impl.h
+ *   p2p_seat  [size], p2p_pair [size][size]                                     messages, see message.h
  *
  * Step k of a rank uses its cell k % cells and, if its data does not fit there, a small slot or slot k % slots. A rank
  * runs through begin, fill, post, wait, read, done; posted and done are what the others wait for:

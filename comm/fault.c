@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "p2p_impl.h"
+#include "message.h"
 #include "team.h"
 #include "tell.h"
 

@@ -9,11 +9,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "coll_impl.h"
 #include "comm_impl.h"
 #include "deadlock.h"
 #include "fault.h"
 #include "flight.h"
+#include "job.h"
 #include "open.h"
 #include "p2p.h"
 #include "segment.h"

@@ -14,7 +14,7 @@
 
 #include "fault.h"
 #include "flight.h"
-#include "p2p_impl.h"
+#include "message.h"
 #include "tell.h"
 #include "wait.h"
 

@@ -1,4 +1,4 @@
-/* p2p_ring.c: the rings between two ranks, and what ranks show of themselves (p2p_impl.h has the layout).
+/* p2p_ring.c: the rings between two ranks, and what ranks show of themselves (message.h has the layout).
  *
  * Owns every access to the area of messages but the texts that tell.c reads. Knows nothing of requests. Cells are
  * published by seq_cst stores: the sleeper's and the waker's side are Dekker's pair (wait.h, dc__ring_bell). A flag in
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "fault.h"
-#include "p2p_impl.h"
+#include "message.h"
 
 static int64_t ring_clamp(int64_t v, int64_t low, int64_t high) { return v < low ? low : v > high ? high : v; }
 

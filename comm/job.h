@@ -1,6 +1,6 @@
-/* coll_impl.h: what the files of the collectives share: one call as a job, and the rows of the algorithm table. */
-#ifndef DEEPC_COLL_IMPL_H
-#define DEEPC_COLL_IMPL_H
+/* job.h: what the files of the collectives share: one call as a job, and the rows of the algorithm table. */
+#ifndef DEEPC_JOB_H
+#define DEEPC_JOB_H
 
 #include "comm_impl.h"
 

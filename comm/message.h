@@ -1,4 +1,4 @@
-/* p2p_impl.h: what the files of messages share: the layout of their area in the arena, and a rank's private state.
+/* message.h: what the files of messages share: the layout of their area in the arena, and a rank's private state.
  *
  *   p2p_seat [size] | p2p_pair [size][size]: head | cells | payload
  *
@@ -6,8 +6,8 @@
  * cells and payload, only the destination advances `head`. A cell is valid when its flag is its position + 1, so that a
  * message of up to P2P_INLINE bytes moves one cache line. In a large group the memory of a ring comes with its first
  * message. */
-#ifndef DEEPC_P2P_IMPL_H
-#define DEEPC_P2P_IMPL_H
+#ifndef DEEPC_MESSAGE_H
+#define DEEPC_MESSAGE_H
 
 #include <pthread.h>
 
