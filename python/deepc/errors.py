@@ -105,6 +105,13 @@ class CheckpointTypeError(CheckpointError, TypeError):
     Fix: put tensors, NumPy values, strings, numbers, lists and dicts into client_state, nothing else."""
 
 
+class CheckpointTagError(CheckpointError, AssertionError):
+    """Ranks save one checkpoint under different tags, and checkpoint.tag_validation is Fail. (An AssertionError in
+    DeepSpeed.)
+
+    Fix: make the tag on rank 0 and broadcast it, or set checkpoint.tag_validation to Warn or Ignore."""
+
+
 class ReleasedParameterError(DeepcError):
     """A ZeRO-3 parameter was touched while its values are not on this rank (streamed mode).
 

@@ -324,6 +324,7 @@ def _tags(rank, world, folder, wanted):
         engine.save_checkpoint(folder, tag=f"at{rank}")
         found = Path(engine.load_checkpoint(folder)[0]).name
     except CheckpointError as exc:
+        assert isinstance(exc, AssertionError)  # what DeepSpeed raises
         found = str(exc)
     logging.getLogger("deepc").removeHandler(handler)
     engine.destroy()

@@ -4,7 +4,9 @@ names, sections of the configuration, coalesced reductions, models that an engin
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -370,3 +372,57 @@ def test_a_16_bit_model_without_a_section_trains_in_its_dtype(deepspeed, dtype, 
     before = engine.full_fp32_param(next(model.parameters())).clone()
     engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
     assert engine.step().applied and not torch.equal(before, engine.full_fp32_param(next(model.parameters())))
+
+
+# ---- the runner of DeepSpeed's own tests -----------------------------------------------------------------------------
+RUNNER = Path(__file__).parents[1] / "peer" / "deepspeed_tests.py"
+
+
+def test_the_runner_says_what_is_no_checkout(tmp_path):
+    done = subprocess.run([sys.executable, RUNNER, "--deepspeed", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2 and "not a checkout of DeepSpeed" in done.stderr
+
+
+SUITE = """
+import deepspeed
+from deepspeed.runtime.no_such_file import helper, Base
+from unit.common import DistributedExec
+
+class Mine(Base):
+    pass
+
+def test_passes():
+    assert deepspeed.__git_hash__ == "deepc" and DistributedExec.reuse_dist_env is False
+
+def test_uses_a_private_name():
+    helper(3)
+
+def test_fails():
+    assert deepspeed.zero is None
+"""
+COMMON = """
+import pytest
+import torch.multiprocessing as mp
+
+class DistributedExec:
+    def _dist_run(self):
+        pass
+"""
+
+
+def test_the_runner_counts_a_suite(tmp_path):
+    unit = tmp_path / "tests" / "unit"
+    unit.mkdir(parents=True)
+    for name, text in (("common.py", COMMON), ("__init__.py", ""), ("test_mine.py", SUITE)):
+        (unit / name).write_text(text)
+    (tmp_path / "tests" / "conftest.py").write_text("")
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, RUNNER, "--deepspeed", tmp_path, "--json", out, "test_mine"], capture_output=True, text=True
+    )
+    found = {t["test"].split("::")[1]: t.get("kind", t["outcome"]) for t in json.loads(out.read_text())["tests"]}
+    assert found == {"test_passes": "passed", "test_uses_a_private_name": "private", "test_fails": "failed"}, done
+    assert done.returncode == 1 and "| test_mine.py | 1 / 3 | 0 | 1 | 0 | 0 | 0 | 0 | 1 |" in done.stdout
+    assert "deepspeed.runtime.no_such_file.helper" in done.stdout and "1 / 2, 50.0 %" in done.stdout
+    table = subprocess.run([sys.executable, RUNNER, "--again", out], capture_output=True, text=True).stdout
+    assert table and table in done.stdout

@@ -25,7 +25,7 @@ from ...checkpoint.store import (
     write_model,
 )
 from ...core.ops import name_of
-from ...errors import CheckpointError, CheckpointTypeError
+from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
 from ..base import say
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _one_tag(engine: EngineBase, tags: list[str]) -> str:
     if len(set(tags)) > 1 and (wanted := engine._config.checkpoint.tag_validation) != "Ignore":
         fix = "A tag with the time or the rank in it is made on rank 0 and broadcast"
         if wanted == "Fail":
-            raise CheckpointError(_different("tags", tags, f"{fix} (checkpoint.tag_validation is Fail)"))
+            raise CheckpointTagError(_different("tags", tags, f"{fix} (checkpoint.tag_validation is Fail)"))
         say(engine, _different("tags", tags, f"All save under rank 0's. {fix}"), logging.WARNING)
     return tags[0]
 

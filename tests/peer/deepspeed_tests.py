@@ -1,0 +1,296 @@
+"""Runs DeepSpeed's own unit tests with deepc as `deepspeed`, where a checkout of DeepSpeed is at hand. Fetches nothing.
+
+    python tests/peer/deepspeed_tests.py --deepspeed ~/DeepSpeed [unit/runtime/test_data.py ...]
+
+The checkout's tests/ is copied to a scratch folder, and run from there file by file; the checkout is not touched. Its
+packages (pytest, and hjson, py-cpuinfo, tensorboard, transformers for some files) are the user's to install. Without
+files: FILES below. --json FILE keeps every test's result.
+
+A failure is one of: "private" (the test uses a name that deepc has not: NotInDeepc, or a row of KNOWN), "not built"
+(docs/compat.md lists it), "on purpose" (deepc differs, and the row says why), "gone" (DeepSpeed's present release has
+removed it as well), "machine" (a package, or what DeepSpeed itself skips or fails on a CPU); all others count against
+deepc."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+FILES = """
+    runtime/test_ds_initialize runtime/test_lr_schedulers runtime/zero/test_zero_tensor_fragment comm/test_dist
+    checkpoint/test_zero_optimizer runtime/test_ds_config_dict runtime/test_ds_config_model runtime/test_no_sync_ctxt
+    v1/zero/test_zero_torch_func checkpoint/test_tag_validation checkpoint/test_latest_checkpoint runtime/test_data
+    runtime/test_multi_output_model runtime/zero/test_zero_context runtime/zero/test_zero_config monitor/test_monitor
+    runtime/zero/test_zero_leaf_module ops/adam/test_cpu_adam v1/zero/test_zero_coalesce_grad_reduction
+    """.split()
+
+
+class Known(NamedTuple):
+    """Failures that are no fault: `test` is looked for in the node's id, `error` in the failure's text."""
+
+    test: str
+    error: str
+    kind: str  # one of KINDS
+    reason: str
+
+
+KINDS = ("private", "not built", "on purpose", "gone", "machine")
+_NO_ERROR = "DID NOT RAISE"
+_ANY_STAGE = "no_sync works at every stage, may be nested, and step() inside it reduces"
+KNOWN = [
+    # different on purpose
+    Known("test_no_sync_ctxt", _NO_ERROR, "on purpose", _ANY_STAGE),
+    Known("test_existing_no_sync_still_blocked_for_zero2", _NO_ERROR, "on purpose", _ANY_STAGE),
+    Known("test_zero1_no_offload_uses_bf16_optimizer", _NO_ERROR, "on purpose", "coalesced reductions work there too"),
+    Known(
+        "test_multi_bucket_flush",
+        "max-abs-diff",
+        "on purpose",
+        "the reference accumulates in fp32 here and the block in the model's bf16: Adam's first step follows the sign"
+        " of gradients that round differently",
+    ),
+    Known("", "data_types.grad_accum_dtype", "on purpose", "gradients are accumulated in fp32 alone"),
+    Known(
+        r"TestOptimizerImplementation::test\[fp32-fp16-None\]",
+        _NO_ERROR,
+        "on purpose",
+        "fp16 at stage 0 accumulates in fp32",
+    ),
+    Known("test_no_grad_input_error", "Expected RuntimeError", "on purpose", "a leaf module takes inputs without grad"),
+    Known("test_elastic_checkpoint_change_dp", "DID NOT RAISE|hanged", "on purpose", "checkpoints load into any ranks"),
+    Known(
+        "test_zero_context.*(ParametersFree|test_subclass_param|ScatterGather|GatherUpdate)",
+        "AssertionError",
+        "on purpose",
+        "parameters of stage 3 in shared memory stay readable outside of GatheredParameters",
+    ),
+    Known(
+        "test_zero_torch_func.*stage_?0|test_zero_torch_func", _NO_ERROR, "on purpose", "loss.backward() may be bare"
+    ),
+    Known("test_lr_schedulers", "warmup_type", "on purpose", "an unknown warmup_type is an error"),
+    Known("test_cpu_adam.*gpu|CPUAdamGPUError", _NO_ERROR, "on purpose", "parameters may be on any device"),
+    # what the tests reach into
+    Known(
+        "", r"_configure_train_batch_size|_flush_coalesced_reduction|ds_tensor|step_ratio", "private", "an attribute"
+    ),
+    Known("", "_is_gradient_accumulation_boundary|_change_recovery_script", "private", "an attribute of the engine"),
+    Known("test_throughput_calculation", "initialized", "private", "an attribute of the timer"),
+    Known("test_pipeline_parallelism_rejected", "pipeline_parallelism", "private", "an attribute that the test sets"),
+    Known("test_cpu_adam", "step_subgroup|rollback_subgroup", "private", "of SuperOffload"),
+    Known(
+        "test_coalesce_issues_fewer_collectives",
+        "issued no collectives",
+        "private",
+        "counts calls of torch.distributed, which deepc's reduction does not make",
+    ),
+    # features
+    Known("", r"deepspeed\.moe\.layer|sharded_moe", "not built", "expert parallelism"),
+    Known("", "ZenFlow", "not built", "ZenFlow"),
+    Known("", "fp32_optimizer_states=False", "not built", "16-bit optimizer states"),
+    Known("", "eigenvalue|compression_training|MiCS_Init", "gone", "removed from DeepSpeed 0.19.8"),
+    # the machine
+    Known("", "No module named 'comet_ml'", "machine", "comet_ml is not installed"),
+    Known("", "Cannot access accelerator device when none is available", "machine", "torch on a machine without a GPU"),
+]
+
+
+class Row(NamedTuple):
+    """The counts of one file."""
+
+    file: str
+    passed: int
+    run: int
+    skipped: int
+    kinds: dict[str, int]
+    failed: int
+    seconds: float
+    note: str
+
+
+def copy_of(checkout: Path, scratch: Path) -> Path:
+    """The suite, with the adaptor's changes of its own helper."""
+    tests = scratch / "tests"
+    shutil.copytree(checkout / "tests", tests, ignore=shutil.ignore_patterns("__pycache__", "*.pt", "*.bin"))
+    common = tests / "unit" / "common.py"
+    with common.open("a", encoding="utf-8") as file:
+        file.write("\n\nimport sitecustomize as _adaptor\n\n_adaptor.mend(globals())\n")
+    return tests
+
+
+def environment(results: Path, python_path: list[str], test_limit: int) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    path = [str(HERE / "deepspeed_adaptor"), str(ROOT / "python"), *python_path]
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [env.get("PYTHONPATH")])]),
+        "DEEPC_PEER_RESULTS": str(results),
+        "DS_UNITTEST_TIMEOUT": str(test_limit),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "DS_DISABLE_REUSE_DIST_ENV": "1",
+    }
+
+
+def run_file(python: str, tests: Path, file: str, env: dict[str, str], limit: float, extra: list[str]) -> float | None:
+    """Runs one file of the suite. Seconds, or None if it was cut off. What it starts ends with it."""
+    command = [python, "-m", "pytest", file, "-p", "deepspeed_results", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    begin = time.monotonic()
+    log = Path(env["DEEPC_PEER_RESULTS"]).with_suffix(".log")
+    with log.open("wb") as out:
+        child = subprocess.Popen(
+            [*command, *extra], cwd=tests, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            child.wait(limit)
+            cut = False
+        except subprocess.TimeoutExpired:
+            cut = True
+        finally:
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            child.wait()
+    return None if cut else time.monotonic() - begin
+
+
+def kind_of(test: str, text: str) -> tuple[str, str] | None:
+    """(kind, reason) of a failure that is known."""
+    for known in KNOWN:
+        if re.search(known.test, test) and re.search(known.error, text, re.S):
+            return known.kind, known.reason
+    if (name := re.search(r"NotInDeepc: ([\w.]+)", text)) is not None:
+        return "private", f"uses {name.group(1)}"
+    return None
+
+
+def counted(file: str, rows: list[dict[str, Any]], missing: int, seconds: float, note: str) -> Row:
+    """The counts of a file's results; each failure gets its kind."""
+    kinds: dict[str, int] = {}
+    for row in rows:
+        if row["outcome"] == "failed":
+            row["kind"], row["reason"] = kind_of(row["test"], row["text"]) or ("failed", "")
+            kinds[row["kind"]] = kinds.get(row["kind"], 0) + 1
+    passed, skipped = (sum(r["outcome"] == o for r in rows) for o in ("passed", "skipped"))
+    run, failed = len(rows) - skipped + missing, kinds.pop("failed", 0) + missing
+    return Row(file, passed, run, skipped, kinds, failed, seconds, note if rows else "nothing was collected")
+
+
+def read(file: str, results: Path, seconds: float | None, limit: float) -> tuple[Row, list[dict[str, Any]]]:
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
+    by_test: dict[str, dict[str, Any]] = {}
+    collected: list[str] = []
+    for line in lines:
+        if "collected" in line:
+            collected = line["collected"]
+        elif by_test.get(line["test"], {}).get("outcome") != "failed":
+            by_test[line["test"]] = line
+    missing = len([t for t in collected if t not in by_test])
+    note = f"{missing} not run" if missing else ""
+    if seconds is None:
+        note = f"cut off after {limit:g} s, {note}"
+    rows = list(by_test.values())
+    return counted(file, rows, missing, seconds or limit, note), rows
+
+
+def again(files: list[Path]) -> list[Row]:
+    """The rows of earlier runs (--json); a test that a later one has counts as there."""
+    rows: dict[str, dict[str, Any]] = {}
+    tests: dict[str, dict[str, Any]] = {}
+    for path in files:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for row in data["rows"]:
+            rows.setdefault(row["file"], row)
+        tests.update({t["test"]: t for t in data["tests"]})
+    out = []
+    for file, row in rows.items():
+        mine = [t for name, t in tests.items() if name.split("::")[0] == file]
+        missing = max(0, row["run"] + row["skipped"] - len(mine))
+        out.append(counted(file, mine, missing, row["seconds"], f"{missing} not run" if missing else ""))
+    return out
+
+
+def table(rows: list[Row]) -> str:
+    out = [f"| file | passed / run | skipped | {' | '.join(KINDS)} | failed | |", "|---|" + "---|" * (4 + len(KINDS))]
+    kinds = KINDS
+    for r in rows:
+        counts = " | ".join(str(r.kinds.get(k, 0)) for k in kinds)
+        name = r.file.removeprefix("unit/")
+        out.append(f"| {name} | {r.passed} / {r.run} | {r.skipped} | {counts} | {r.failed} | {r.note} |")
+    total = {k: sum(r.kinds.get(k, 0) for r in rows) for k in kinds}
+    passed, run, skipped = (sum(getattr(r, n) for r in rows) for n in ("passed", "run", "skipped"))
+    counts = " | ".join(str(total[k]) for k in kinds)
+    out.append(f"| all | {passed} / {run} | {skipped} | {counts} | {sum(r.failed for r in rows)} | |")
+    fair = run - sum(total[k] for k in KINDS if k != "on purpose")
+    if fair - total["on purpose"] > 0:
+        out += [
+            "",
+            f"of the fair ones ({run} less private, not built, gone and machine): {passed} / {fair},"
+            f" {100 * passed / fair:.1f} %; less those that differ on purpose: {passed} / {fair - total['on purpose']},"
+            f" {100 * passed / (fair - total['on purpose']):.1f} %",
+        ]
+    return "\n".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed", type=Path, help="a checkout of DeepSpeed (with tests/unit)")
+    parser.add_argument("--again", type=Path, nargs="+", help="run nothing: the table of what --json has written")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter with torch and pytest")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for a file (default 1200)")
+    parser.add_argument("--test-limit", type=int, default=60, help="seconds for a test of several ranks (default 60)")
+    parser.add_argument("--json", type=Path, help="write every test's result there")
+    parser.add_argument("-k", default=None, help="as pytest's -k")
+    parser.add_argument("files", nargs="*", help="files below tests/, or below tests/unit/ without .py")
+    args = parser.parse_args()
+    if args.again:
+        rows = again(args.again)
+        print(table(rows))
+        return 1 if any(r.failed for r in rows) else 0
+    if args.deepspeed is None:
+        parser.error("--deepspeed: where is the checkout?")
+    if not (args.deepspeed / "tests" / "unit" / "common.py").is_file():
+        parser.error(f"{args.deepspeed} has no tests/unit/common.py: it is not a checkout of DeepSpeed")
+    rows, everything = [], []
+    with tempfile.TemporaryDirectory(prefix="deepc-deepspeed-tests-") as folder:
+        tests = copy_of(args.deepspeed.resolve(), Path(folder))
+        for number, name in enumerate(args.files or FILES):
+            file = name if name.endswith(".py") else f"unit/{name.removeprefix('unit/')}.py"
+            if not (tests / file).is_file():
+                parser.error(f"{file}: no such file below {args.deepspeed}/tests")
+            results = Path(folder) / f"results-{number}.jsonl"
+            env = environment(results, [], args.test_limit)
+            extra = ["-k", args.k] if args.k else []
+            seconds = run_file(args.python, tests, file, env, args.limit, extra)
+            row, found = read(file, results, seconds, args.limit)
+            if row.note == "nothing was collected":
+                print(results.with_suffix(".log").read_text(errors="replace")[-3000:], file=sys.stderr)
+            rows.append(row)
+            everything += found
+            for r in found:
+                if r["outcome"] == "failed":
+                    last = [ln for ln in r["text"].splitlines() if ln.startswith("E ")] or r["text"].splitlines()[-1:]
+                    print(f"{r['kind']}: {r['test']}: {r['reason'] or ' '.join(last[-1].split())[:240]}", flush=True)
+            print(f"{file}: {row.passed} / {row.run} in {row.seconds:.0f} s {row.note}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": [r._asdict() for r in rows], "tests": everything}, indent=1))
+    print("\n" + table(rows))
+    return 1 if any(r.failed for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
