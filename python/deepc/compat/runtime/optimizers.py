@@ -97,7 +97,7 @@ class ClientOptimizer(ShardedOptimizer):
     """An engine's optimizer where DeepSpeed returns the script's own: it is equal to that, and an instance of its
     class. (It is not that object: its states are the engine's.)"""
 
-    @property  # isinstance asks it
+    @property  # type: ignore[misc]  # isinstance asks it; object's has a setter, which nobody calls
     def __class__(self) -> type:
         kind = type(self.base)
         return FusedAdam if kind is AdamW else kind

@@ -207,6 +207,7 @@ _CPU = {"device": "cpu"}
 class DeepSpeedZeroConfig(Section):
     """Section zero_optimization, with DeepSpeed's names and defaults; the stage3_ forms name the same fields."""
 
+    overlap_comm: bool | None
     FIELDS: ClassVar[dict[str, _Field]] = {
         "stage": _Field(ZeroStageEnum.disabled, ZeroStageEnum),
         "contiguous_gradients": _Field(True, bool),
