@@ -96,6 +96,7 @@ KNOWN = [
         "private",
         "counts calls of torch.distributed, which deepc's reduction does not make",
     ),
+    Known("test_ds_config_model", "pydantic", "private", "DeepSpeed's base class of sections, which is pydantic's"),
     # features
     Known("", r"deepspeed\.moe\.layer|sharded_moe", "not built", "expert parallelism"),
     Known("", "ZenFlow", "not built", "ZenFlow"),
