@@ -23,19 +23,13 @@ from . import optim, zero
 from .comm.c10d.backend import register_backend
 from .comm.start import init_distributed
 from .compat import hf as _hf
-from .compat.helpers import safe as utils
 from .compat.runtime import parameters as _parameters
 from .core import ops  # noqa: F401
 from .core.lib import VERSION, counters
 from .core.telemetry import speak
-from .engine.serve.export import export
-from .engine.serve.inference import InferenceEngine, inference
-from .engine.states.access import view
 from .errors import DeepcError
-from .nn.fuse import fuse
-from .nn.loss import linear_cross_entropy
-from .observe import profile
-from .plan.predict.estimate import estimate
+from .nn.loss import linear_cross_entropy  # which registers operators
+from .zero.around import around_init
 
 if TYPE_CHECKING:
     import argparse
@@ -44,12 +38,19 @@ if TYPE_CHECKING:
     import torch
 
     from . import checkpoint  # noqa: F401
+    from .compat.helpers import safe as utils
     from .engine.build import OptimizerLike
     from .engine.data import TimedLoader
     from .engine.engine import Engine
+    from .engine.serve.export import export
+    from .engine.serve.inference import InferenceEngine, inference
+    from .engine.states.access import view
     from .engine.states.averages import EMA
     from .launch import notebook
+    from .nn.fuse import fuse
+    from .observe import profile
     from .optim.schedules import Scheduler
+    from .plan.predict.estimate import estimate
     from .zero.step.update import ShardedOptimizer
 
     ConfigSource = str | os.PathLike[str] | dict[str, Any]
@@ -79,7 +80,7 @@ __all__ = [
 
 register_backend()
 _parameters.install()
-zero.init.around_init(_hf.loads_one_by_one)
+around_init(_hf.loads_one_by_one)
 
 _log = speak.set_up()
 
@@ -204,7 +205,19 @@ def initialize(
     )
 
 
-_LATER = {"EMA": ("engine.states.averages", "EMA"), "checkpoint": ("checkpoint", None), "notebook": ("notebook", None)}
+_LATER = {
+    "EMA": ("engine.states.averages", "EMA"),
+    "InferenceEngine": ("engine.serve.inference", "InferenceEngine"),
+    "checkpoint": ("checkpoint", None),
+    "estimate": ("plan.predict.estimate", "estimate"),
+    "export": ("engine.serve.export", "export"),
+    "fuse": ("nn.fuse", "fuse"),
+    "inference": ("engine.serve.inference", "inference"),
+    "notebook": ("notebook", None),
+    "profile": ("observe.profile", None),
+    "utils": ("compat.helpers.safe", None),
+    "view": ("engine.states.access", "view"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,17 @@ Users' part is re-exported here. step/ is what happens between a backward and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .init import Init
 from .parameters.gathered import (
     GatheredParameters,
     is_zero_param,
     register_external_parameter,
     unregister_external_parameter,
 )
+
+if TYPE_CHECKING:
+    from .init import Init
 
 __all__ = [
     "GatheredParameters",
@@ -24,7 +26,14 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
-_further: dict[str, Callable[[], Any]] = {}
+
+def _init() -> Any:
+    from .init import Init
+
+    return Init
+
+
+_further: dict[str, Callable[[], Any]] = {"Init": _init}  # with the groups and the configuration that it needs
 
 
 def add_name(name: str, load: Callable[[], Any]) -> None:

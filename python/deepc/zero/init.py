@@ -26,6 +26,7 @@ from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
 from ..core.foreign import patches
 from ..errors import ArgumentError, StrayWriteError, UnsupportedError
+from . import around
 from .parameters.gathered import Params, SharedMemory, Whole, built, holder_of, number
 from .parameters.param import Released, share, unshare
 from .shards import Shards, give
@@ -34,14 +35,6 @@ if TYPE_CHECKING:
     from ..comm.groups import MemoryGroup
 
     ConfigSource = Union[str, os.PathLike[str], dict[str, Any]]  # noqa: UP007
-
-_around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
-
-
-def around_init(make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """From now on a context of `make` is open while a zero.Init is: for libraries that must know (compat/hf.py)."""
-    if make not in _around:
-        _around.append(make)
 
 
 # ---- zero.Init -------------------------------------------------------------------------------------------------------
@@ -383,7 +376,7 @@ class Init:
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(patches.applied_inside("parameter-hook"))
             self._stack.callback(register_module_parameter_registration_hook(_registered).remove)
-            for make in _around:
+            for make in around.contexts:
                 self._stack.enter_context(make())
             if self.home.shards is not None:
                 self._stack.enter_context(self.home.shards.parameters_of_parameters())
