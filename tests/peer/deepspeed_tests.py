@@ -133,7 +133,9 @@ def copy_of(checkout: Path, scratch: Path) -> Path:
 
 def environment(results: Path, python_path: list[str], test_limit: int) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    path = [str(HERE / "deepspeed_adaptor"), str(ROOT / "python"), *python_path]
+    # the sources find the core by this variable only; without it the deepc that is installed is tried
+    sources = [str(ROOT / "python")] if env.get("DEEPC_LIBRARY_DIR") else []
+    path = [str(HERE / "deepspeed_adaptor"), *sources, *python_path]
     return {
         **env,
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [env.get("PYTHONPATH")])]),

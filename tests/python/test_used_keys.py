@@ -9,6 +9,7 @@ import importlib.machinery
 import json
 import logging
 import os
+import re
 import sys
 import time
 import types
@@ -138,8 +139,13 @@ def told(text: str, **how: Any) -> Look:
     return lambda raw, tmp: sum(text in line for line in run(raw, **how).told)
 
 
+def _steps(line: str) -> list[str]:
+    """The number of a log line's step; a process that has had several engines names the engine before it."""
+    return re.findall(r"^(?:engine \d+: )?step (\d+)", line)
+
+
 def lines(raw: dict, tmp: Path) -> list[str]:
-    return [t.split()[1] for t in run(raw, steps=4).told if t.startswith("step ")]
+    return [step for t in run(raw, steps=4).told for step in _steps(t)]
 
 
 def files(raw: dict, tmp: Path) -> list[str]:
@@ -265,7 +271,7 @@ def _on_ranks(rank: int, world: int, raw: dict, name: str, nodes: int) -> Any:
         os.environ["DEEPC_NODE_ID"] = f"host{rank}"
     try:
         found = getattr(run(raw, rank=rank, world=world), name)
-        return len([t for t in found if t.startswith("step ")]) if name == "told" else found
+        return len([t for t in found if _steps(t)]) if name == "told" else found
     finally:
         os.environ.pop("DEEPC_NODE_ID", None)
 
