@@ -234,6 +234,7 @@ def tracker(package: str, *inside: str) -> Look:
         for name in was:
             module = types.ModuleType(name)
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            module.__file__ = __file__  # inspect looks at that of every module
             module.__getattr__ = _Package(notes, name).__getattr__  # type: ignore[method-assign]
             sys.modules[name] = module
         try:
@@ -426,7 +427,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.timeline.memory_ms": (
         TIMELINE,
         1,
-        trace(lambda events: sum(e["ph"] == "C" for e in events) > 40, pause=0.1),
+        trace(lambda events: sum(e["ph"] == "C" for e in events) > 30, pause=0.3),  # 28 without the sampler
     ),
     "deepc.timeline.folder": (TIMELINE, "elsewhere", files),
     "deepc.precision.overflow_steps": (AUTO, 1, series),
