@@ -82,7 +82,7 @@ static int deadlock_break(dc_comm *c, const deadlock_edge edge[], int n) {
   text_add(&t, "ranks wait for each other in different groups, so no call can end:");
   for (int i = 0; i < n; i++) {
     if (i == 6 && n > 7) {
-      text_add(&t, " and so on over %d ranks.", n);
+      text_add(&t, "; and so on over %d ranks", n);
       break;
     }
     text_add(&t, i ? "; " : " ");
@@ -134,12 +134,9 @@ int dc_comm_relate(dc_comm *c, dc_comm *to) {
     return DC_FAIL(DC_E_INVALID, "group %s (rank %d of %d) and group %s (rank %d of %d) have different ranks", c->label,
                    c->rank, c->size, to->label, to->rank, to->size);
   pthread_mutex_lock(&deadlock_lock);
-  bool related = false;
-  for (dc_comm *k = c; !related; k = k->family) {
-    related = k == to;
-    if (k->family == c) break;
-  }
-  if (!related) { /* two rings become one */
+  dc_comm *k = c;
+  while (k != to && k->family != c) k = k->family;
+  if (k != to) { /* two rings become one */
     dc_comm *next = c->family;
     c->family = to->family;
     to->family = next;

@@ -36,6 +36,31 @@ struct Shape {
 
 void PrintTo(const Shape &s, std::ostream *os) { *os << s.size << " ranks in teams of " << s.team; }
 
+// body(rank, c) on each rank of a group in teams. Who returns a text keeps its communicator.
+template <class Body> auto run_teams(const Shape &s, Body body) {
+  const std::string address = fresh_address();
+  return run_ranks(s.size, [&](int rank) -> std::string {
+    dc_comm *c = nullptr;
+    FINE(open_group(address, rank, s.size, s.team, &c));
+    const std::string said = body(rank, c);
+    if (!said.empty()) return said;
+    FINE(dc_comm_close(c));
+    return "";
+  });
+}
+
+template <class Outcomes> void expect_survivors_fine(const Outcomes &out, int dead, const std::string &when) {
+  for (int r = 0; r < (int)out.size(); r++)
+    if (r != dead) EXPECT_EQ(out[(size_t)r].text, "") << "rank " << r << ", " << when;
+}
+
+dc_call call_of(int op) {
+  dc_call call;
+  memset(&call, 0, sizeof call);
+  call.op = op;
+  return call;
+}
+
 class Teams : public testing::TestWithParam<Shape> {};
 INSTANTIATE_TEST_SUITE_P(Forced, Teams,
                          testing::Values(Shape{3, 2}, Shape{4, 2}, Shape{4, 3}, Shape{5, 2}, Shape{5, 3}, Shape{6, 3},
@@ -168,10 +193,7 @@ TEST(TeamsOfTheirOwn, GiveTheBitsOfAGroupWithoutTeams) {
 // Often around the ring of cells, with calls for which some run ahead in between.
 TEST_P(Teams, ManySmallCallsInARow) {
   const Shape s = GetParam();
-  const std::string address = fresh_address();
-  expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm *c = nullptr;
-    FINE(open_group(address, rank, s.size, s.team, &c));
+  expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
     for (int i = 0; i < 1500; i++) {
       int64_t mine[2] = {rank * 1000 + i, i}, sum[2] = {0, 0};
       FINE(dc_all_reduce(c, mine, sum, 1 + i % 2, DC_I64, DC_RED_SUM, 0));
@@ -183,7 +205,6 @@ TEST_P(Teams, ManySmallCallsInARow) {
       if (i % 5 == 0) FINE(dc_reduce_to(c, mine, sum, 1, DC_I64, DC_RED_MAX, i % s.size, 0));
       if (i % 7 == 0) FINE(dc_barrier(c, 0));
     }
-    FINE(dc_comm_close(c));
     return "";
   }));
 }
@@ -193,18 +214,14 @@ TEST_P(Teams, ManySmallCallsInARow) {
 TEST_P(Teams, AMismatchNamesBothCallsOnAllRanks) {
   const Shape s = GetParam();
   for (int wrong = 0; wrong < s.size; wrong++) {
-    const std::string address = fresh_address();
-    expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-      dc_comm *c = nullptr;
+    expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
       float in[4] = {1, 2, 3, 4}, out[4];
-      FINE(open_group(address, rank, s.size, s.team, &c));
       for (int i = 0; i < 3; i++) FINE(dc_all_reduce(c, in, out, 4, DC_F32, DC_RED_SUM, 0));
       if (rank == wrong) WANT_STATUS(DC_E_MISMATCH, dc_all_reduce(c, in, out, 3, DC_F32, DC_RED_SUM, 0));
       else WANT_STATUS(DC_E_MISMATCH, dc_barrier(c, 9));
       WANT_TEXT("all_reduce(fp32, count 3, sum)");
       WANT_TEXT("barrier(tag 9)");
       WANT_TEXT(fmt("rank %d", wrong).c_str());
-      FINE(dc_comm_close(c));
       return "";
     }));
   }
@@ -213,18 +230,14 @@ TEST_P(Teams, AMismatchNamesBothCallsOnAllRanks) {
 TEST_P(Teams, AMismatchIsToldBeforeTheLastRankArrives) {
   const Shape s = GetParam();
   if (s.size < 4) return;
-  const std::string address = fresh_address();
   const int late = s.size - 1, wrong = 1;
-  expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm *c = nullptr;
-    FINE(open_group(address, rank, s.size, s.team, &c));
+  expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
     if (rank == late) {
       while (!dc_comm_error(c)[0]) nap_ms(1);
       WANT(strstr(dc_comm_error(c), "barrier(tag 2)"), "%s", dc_comm_error(c));
     } else {
       WANT_STATUS(DC_E_MISMATCH, dc_barrier(c, rank == wrong ? 2 : 1));
     }
-    FINE(dc_comm_close(c));
     return "";
   }));
 }
@@ -232,11 +245,8 @@ TEST_P(Teams, AMismatchIsToldBeforeTheLastRankArrives) {
 TEST_P(Teams, ADeathIsDiagnosedOnAllSurvivors) {
   const Shape s = GetParam();
   for (int dead = 0; dead < s.size; dead++) {
-    const std::string address = fresh_address();
-    const auto out = run_ranks(s.size, [&](int rank) -> std::string {
-      dc_comm *c = nullptr;
+    const auto out = run_teams(s, [&](int rank, dc_comm *c) -> std::string {
       float in[2] = {1, 2}, sum[2];
-      FINE(open_group(address, rank, s.size, s.team, &c));
       for (int i = 0; i < 5; i++) FINE(dc_all_reduce(c, in, sum, 2, DC_F32, DC_RED_SUM, 0));
       if (rank == dead) raise(SIGKILL);
       const double began = now();
@@ -244,11 +254,9 @@ TEST_P(Teams, ADeathIsDiagnosedOnAllSurvivors) {
       WANT_TEXT(fmt("rank %d (pid", dead).c_str());
       WANT_TEXT("waits for it in all_reduce(fp32, count 2, sum)");
       WANT(now() - began < 30, "%g s: the time-out", now() - began);
-      FINE(dc_comm_close(c));
       return "";
     });
-    for (int r = 0; r < s.size; r++)
-      if (r != dead) EXPECT_EQ(out[(size_t)r].text, "") << "rank " << r << ", dead " << dead;
+    expect_survivors_fine(out, dead, "dead " + std::to_string(dead));
   }
 }
 
@@ -256,11 +264,8 @@ TEST_P(Teams, ADeathIsDiagnosedOnAllSurvivors) {
 TEST_P(Teams, ADeathAtAnyMomentEndsEveryWait) {
   const Shape s = GetParam();
   for (int i = 0; i < 10; i++) {
-    const std::string address = fresh_address();
     const int dead = i % s.size;
-    const auto out = run_ranks(s.size, [&](int rank) -> std::string {
-      dc_comm *c = nullptr;
-      FINE(open_group(address, rank, s.size, s.team, &c));
+    const auto out = run_teams(s, [&](int rank, dc_comm *c) -> std::string {
       FINE(dc_barrier(c, 0));
       if (rank == dead && fork() == 0) {
         usleep((useconds_t)(i * 300));
@@ -275,21 +280,16 @@ TEST_P(Teams, ADeathAtAnyMomentEndsEveryWait) {
       }
       WANT(rc == DC_E_PEER_DIED, "%s", dc_last_error());
       WANT_TEXT(fmt("rank %d (pid", dead).c_str());
-      FINE(dc_comm_close(c));
       return "";
     });
-    for (int r = 0; r < s.size; r++)
-      if (r != dead) EXPECT_EQ(out[(size_t)r].text, "") << "rank " << r << ", round " << i;
+    expect_survivors_fine(out, dead, "round " + std::to_string(i));
   }
 }
 
 TEST_P(Teams, ATimeOutNamesWhoIsMissing) {
   const Shape s = GetParam();
   for (int missing : {0, 1, s.size - 1}) {
-    const std::string address = fresh_address();
-    expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-      dc_comm *c = nullptr;
-      FINE(open_group(address, rank, s.size, s.team, &c));
+    expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
       FINE(dc_comm_set_timeout(c, 300));
       if (rank == missing) {
         while (!dc_comm_error(c)[0]) nap_ms(1);
@@ -297,7 +297,6 @@ TEST_P(Teams, ATimeOutNamesWhoIsMissing) {
         WANT_STATUS(DC_E_TIMEOUT, dc_barrier(c, 4));
         WANT_TEXT(fmt("rank %d did not arrive", missing).c_str());
       }
-      FINE(dc_comm_close(c));
       return "";
     }));
   }
@@ -306,10 +305,7 @@ TEST_P(Teams, ATimeOutNamesWhoIsMissing) {
 TEST_P(Teams, WhoLeavesAndWhoAbortsIsTold) {
   const Shape s = GetParam();
   for (bool leaves : {true, false}) {
-    const std::string address = fresh_address();
-    expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-      dc_comm *c = nullptr;
-      FINE(open_group(address, rank, s.size, s.team, &c));
+    expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
       int rc = dc_barrier(c, 0); // of which some have not returned when rank 0 aborts
       if (rank == 0 && !leaves) FINE(dc_comm_abort(c, "on purpose"));
       if (rank != 0) {
@@ -317,7 +313,6 @@ TEST_P(Teams, WhoLeavesAndWhoAbortsIsTold) {
         WANT(rc == (leaves ? DC_E_PEER_DIED : DC_E_ABORTED), "%s", dc_last_error());
         WANT_TEXT(leaves ? "left the group" : "on purpose");
       }
-      FINE(dc_comm_close(c));
       return "";
     }));
   }
@@ -328,13 +323,10 @@ TEST_P(Teams, WhoLeavesAndWhoAbortsIsTold) {
 TEST_P(Teams, MembersGoOnWhereLeadersAreBusy) {
   const Shape s = GetParam();
   const std::string address = fresh_address();
-  expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm *c = nullptr, *flat = nullptr;
-    FINE(open_group(address, rank, s.size, s.team, &c));
+  expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
+    dc_comm *flat = nullptr;
     FINE(open_group(address + "-f", rank, s.size, 0, &flat));
-    dc_call call;
-    memset(&call, 0, sizeof call);
-    call.op = DC_CALL_BARRIER;
+    const dc_call call = call_of(DC_CALL_BARRIER);
     for (int i = 0; i < 5; i++) {
       int64_t step = 0;
       void *slot;
@@ -352,7 +344,6 @@ TEST_P(Teams, MembersGoOnWhereLeadersAreBusy) {
       FINE(dc_all_reduce(c, &one, &sum, 1, DC_I64, DC_RED_SUM, 0));
       WANT(sum == s.size, "%lld", (long long)sum);
     }
-    FINE(dc_comm_close(c));
     FINE(dc_comm_close(flat));
     return "";
   }));
@@ -361,13 +352,8 @@ TEST_P(Teams, MembersGoOnWhereLeadersAreBusy) {
 // A step that all have posted is whole, also where somebody aborts before a leader has said so.
 TEST_P(Teams, AnAbortBehindAWholeStepDoesNotUndoIt) {
   const Shape s = GetParam();
-  const std::string address = fresh_address();
-  expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm *c = nullptr;
-    FINE(open_group(address, rank, s.size, s.team, &c));
-    dc_call call;
-    memset(&call, 0, sizeof call);
-    call.op = DC_CALL_BARRIER;
+  expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
+    const dc_call call = call_of(DC_CALL_BARRIER);
     if (rank == 0) { // says nothing to its team, and aborts as soon as all are there
       int64_t step = 0;
       void *slot;
@@ -379,7 +365,6 @@ TEST_P(Teams, AnAbortBehindAWholeStepDoesNotUndoIt) {
       FINE(dc_barrier(c, 0));
       WANT_STATUS(DC_E_ABORTED, dc_barrier(c, 0));
     }
-    FINE(dc_comm_close(c));
     return "";
   }));
 }
@@ -387,13 +372,8 @@ TEST_P(Teams, AnAbortBehindAWholeStepDoesNotUndoIt) {
 // A leader that has posted its step and died has given what others wait for; the next call tells of its death.
 TEST_P(Teams, WhatADeadLeaderPostedCounts) {
   const Shape s = GetParam();
-  const std::string address = fresh_address();
-  const auto out = run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm *c = nullptr;
-    FINE(open_group(address, rank, s.size, s.team, &c));
-    dc_call call;
-    memset(&call, 0, sizeof call);
-    call.op = DC_CALL_BARRIER;
+  const auto out = run_teams(s, [&](int rank, dc_comm *c) -> std::string {
+    const dc_call call = call_of(DC_CALL_BARRIER);
     int64_t step = 0;
     void *slot;
     if (rank == 0) {
@@ -404,22 +384,16 @@ TEST_P(Teams, WhatADeadLeaderPostedCounts) {
     FINE(dc_barrier(c, 0));
     WANT_STATUS(DC_E_PEER_DIED, dc_barrier(c, 0));
     WANT_TEXT("rank 0 (pid");
-    FINE(dc_comm_close(c));
     return "";
   });
   EXPECT_TRUE(out[0].killed());
-  for (int r = 1; r < s.size; r++) EXPECT_EQ(out[(size_t)r].text, "") << "rank " << r;
+  expect_survivors_fine(out, 0, "dead 0");
 }
 
 TEST_P(Teams, StepsOfTheExchangeAreTestedBesideCalls) {
   const Shape s = GetParam();
-  const std::string address = fresh_address();
-  expect_all_fine(run_ranks(s.size, [&](int rank) -> std::string {
-    dc_comm *c = nullptr;
-    FINE(open_group(address, rank, s.size, s.team, &c));
-    dc_call call;
-    memset(&call, 0, sizeof call);
-    call.op = DC_CALL_USER;
+  expect_all_fine(run_teams(s, [&](int rank, dc_comm *c) -> std::string {
+    dc_call call = call_of(DC_CALL_USER);
     for (int i = 0; i < 100; i++) { // more than there are cells
       int64_t step[2];
       void *slot;
@@ -437,7 +411,6 @@ TEST_P(Teams, StepsOfTheExchangeAreTestedBesideCalls) {
       if (i % 4 == rank % 4) usleep(50);
       FINE(dc_barrier(c, i));
     }
-    FINE(dc_comm_close(c));
     return "";
   }));
 }
@@ -499,8 +472,7 @@ TEST(LargeGroup, RingsAreMadeByTheirFirstMessage) {
   }));
 }
 
-// ---- messages in a group that is large enough to bring no rings at opening
-// -------------------------------------------
+// ---- messages where opening brought no rings ---------------------------------------------------------------------
 TEST(LargeGroup, AnyTwoRanksMayTalk) {
   const int size = 10;
   const std::string address = fresh_address();

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 
@@ -87,3 +89,19 @@ def pytest_collection_finish() -> None:
     """While tests run nobody may think that hypothesis is there (torch looks)."""
     if not _HAS_HYPOTHESIS:
         sys.modules.pop("hypothesis", None)
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """deepc under the name deepspeed."""
+    from deepc.compat import finder
+
+    # another test of this process may have imported transformers before
+    monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
+    if "deepspeed" in sys.modules and not finder.is_installed():
+        pytest.skip("a real DeepSpeed is imported in this process")
+    was = finder.is_installed()
+    finder.install()
+    yield importlib.import_module("deepspeed")
+    if not was:
+        finder.uninstall()

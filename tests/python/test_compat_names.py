@@ -10,21 +10,8 @@ import sys
 
 import pytest
 import torch
-from deepc.compat import finder, names
+from deepc.compat import names
 from deepc.errors import ArgumentError, UnsupportedError
-
-
-@pytest.fixture
-def deepspeed(monkeypatch):
-    # another test of this process may have imported transformers before
-    monkeypatch.delitem(sys.modules, "transformers.integrations.deepspeed", raising=False)
-    if "deepspeed" in sys.modules and not finder.is_installed():
-        pytest.skip("a real DeepSpeed is imported in this process")
-    was = finder.is_installed()
-    finder.install()
-    yield importlib.import_module("deepspeed")
-    if not was:
-        finder.uninstall()
 
 
 def test_every_name_of_the_table_resolves(deepspeed):

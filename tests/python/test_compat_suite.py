@@ -16,21 +16,6 @@ from ranks import run_ranks
 from torch import nn
 
 
-@pytest.fixture
-def deepspeed():
-    import importlib
-
-    from deepc.compat import finder
-
-    if "deepspeed" in sys.modules and not finder.is_installed():
-        pytest.skip("a real DeepSpeed is imported in this process")
-    was = finder.is_installed()
-    finder.install()
-    yield importlib.import_module("deepspeed")
-    if not was:
-        finder.uninstall()
-
-
 def config(stage: int = 0, **more) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,

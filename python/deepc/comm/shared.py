@@ -57,6 +57,19 @@ def require(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
     return tensor
 
 
+def require_counts(
+    out: torch.Tensor, out_counts: Sequence[int], tensor: torch.Tensor, in_counts: Sequence[int], size: int
+) -> None:
+    """What all_to_allv asks of its arguments on `size` ranks."""
+    require(tensor, "tensor")
+    require(out, "out")
+    if out.dtype != tensor.dtype:
+        raise ArgumentError(f"out has dtype {out.dtype} and the input {tensor.dtype}; expected the same")
+    for counts, t, what in ((in_counts, tensor, "the input"), (out_counts, out, "out")):
+        if len(counts) != size or min(counts) < 0 or sum(counts) != t.numel():
+            raise ArgumentError(f"counts {list(counts)} don't fit {what} of {t.numel()} elements and {size} ranks")
+
+
 _copies: dict[torch.dtype, tuple[int, int, int]] = {dtype: (number, 1, 0) for dtype, number in CODES.items()}
 _copies[torch.bool] = (_U8, 1, 1)
 
@@ -308,15 +321,7 @@ class Comm:
     ) -> None:
         """As all_to_all with blocks of any sizes: in_counts[j] elements of `tensor` go to rank j, out_counts[j] of
         `out` come from rank j, in rank order. MismatchError on all ranks where the counts of two ranks disagree."""
-        require(tensor, "tensor")
-        require(out, "out")
-        if out.dtype != tensor.dtype:
-            raise ArgumentError(f"out has dtype {out.dtype} and the input {tensor.dtype}; expected the same")
-        for counts, t, what in ((in_counts, tensor, "the input"), (out_counts, out, "out")):
-            if len(counts) != self.size or min(counts) < 0 or sum(counts) != t.numel():
-                raise ArgumentError(
-                    f"counts {list(counts)} don't fit {what} of {t.numel()} elements and {self.size} ranks"
-                )
+        require_counts(out, out_counts, tensor, in_counts, self.size)
         dtype, per, tag = copy_code(tensor.dtype)
         array = ctypes.c_int64 * self.size
         sent, got = array(*(n * per for n in in_counts)), array(*(n * per for n in out_counts))

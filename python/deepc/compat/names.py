@@ -18,7 +18,7 @@ VERSION = "0.19.8"
 _OPTIMIZERS = "deepc.compat.runtime.optimizers: DeepSpeedCPUAdam FusedAdam"
 
 _FLOPS = """
-    deepc.observe.profile.flops.profiler: FlopsProfiler get_model_profile get_module_flops get_module_macs get_module_duration
+    deepc.observe.profile.flops: FlopsProfiler get_model_profile get_module_flops get_module_macs get_module_duration
     deepc.observe.profile.flops.text: number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string
     """
 

@@ -215,15 +215,7 @@ class Hierarchy(Executor):
         `out` come from rank j, in rank order. The ranks exchange their counts first: MismatchError on all ranks where
         those of two ranks disagree.
         """
-        shared.require(tensor, "tensor")
-        shared.require(out, "out")
-        if out.dtype != tensor.dtype:
-            raise ArgumentError(f"out has dtype {out.dtype} and the input {tensor.dtype}; expected the same")
-        for counts, t, what in ((in_counts, tensor, "the input"), (out_counts, out, "out")):
-            if len(counts) != self.size or min(counts) < 0 or sum(counts) != t.numel():
-                raise ArgumentError(
-                    f"counts {list(counts)} don't fit {what} of {t.numel()} elements and {self.size} ranks"
-                )
+        shared.require_counts(out, out_counts, tensor, in_counts, self.size)
         with self._lock:
             mine = torch.tensor([*in_counts, *out_counts], dtype=torch.int64)
             everyone = torch.empty(self.size * 2 * self.size, dtype=torch.int64)

@@ -32,9 +32,7 @@ from ....core.foreign.private import TorchDispatchMode
 from ....errors import ArgumentError
 from .costs import Cost, cost_of, counted, get_module_duration, get_module_flops, get_module_macs, is_composite
 from .text import (
-    bytes_to_string,
     duration_to_string,
-    flops_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
@@ -42,19 +40,7 @@ from .text import (
     print_profile,
 )
 
-__all__ = [
-    "FlopsProfiler",
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
-    "get_model_profile",
-    "get_module_duration",
-    "get_module_flops",
-    "get_module_macs",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-]
+__all__ = ["FlopsProfiler", "get_model_profile"]
 _log = logging.getLogger("deepc")
 
 
