@@ -201,14 +201,23 @@ void dc__stage_place(dc_comm *c, const dc__spot *spot) {
   }
 }
 
-/* Brings what this rank alone writes, but for small slots; the rest is not made larger than what is used of it. */
+/* Huge pages for the staging slots. A rank's own may be less than a page, so each asks for those that begin in its. */
+static void arena_bring_huge(const dc_comm *c, const dc__map *slots) {
+  const dc__map stage = {c->stage, c->slot_stride * c->slots * c->size};
+  const dc__map huge = arena_inner(&stage, (int64_t)DC_HUGE_PAGE);
+  madvise(c->map.base, (size_t)c->map.bytes, MADV_NOHUGEPAGE); /* the rest is not made larger than what is used of it */
+  if (!huge.bytes || !dc__arena_huge(c->map.bytes)) return;
+  madvise(huge.base, (size_t)huge.bytes, MADV_HUGEPAGE);
+  char *const end = (char *)huge.base + huge.bytes;
+  char *p = (char *)(uintptr_t)dc__round_up((int64_t)(uintptr_t)slots->base, (int64_t)DC_HUGE_PAGE);
+  for (; p < (char *)slots->base + slots->bytes && p < end; p += DC_HUGE_PAGE) madvise(p, DC_HUGE_PAGE, MADV_COLLAPSE);
+}
+
+/* Brings what this rank alone writes, but for small slots. */
 static int arena_bring_own(dc_comm *c, int fd) {
   dc__map part[ARENA_PARTS];
   arena_parts(c, c->rank, part);
-  const dc__map stage = {c->stage, c->slot_stride * c->slots * c->size};
-  const dc__map huge = arena_inner(&stage, (int64_t)DC_HUGE_PAGE), own = arena_inner(&part[2], (int64_t)DC_HUGE_PAGE);
-  madvise(c->map.base, (size_t)c->map.bytes, MADV_NOHUGEPAGE);
-  if (huge.bytes && dc__arena_huge(c->map.bytes)) madvise(huge.base, (size_t)huge.bytes, MADV_HUGEPAGE);
+  arena_bring_huge(c, &part[2]);
   for (int i = 0; i < 3; i++) {
     const dc__map whole = part[i];
     char *begin = (char *)c->map.base + ((char *)whole.base - (char *)c->map.base) / 4096 * 4096;
@@ -216,7 +225,6 @@ static int arena_bring_own(dc_comm *c, int fd) {
     if (e)
       return DC_FAIL(DC_E_NOMEM, "faulting in %lld bytes of a shared segment: %s", (long long)whole.bytes, strerror(e));
   }
-  if (own.bytes && dc__arena_huge(c->map.bytes)) madvise(own.base, (size_t)own.bytes, MADV_COLLAPSE);
   return DC_OK;
 }
 

@@ -63,7 +63,7 @@ static int open_environment(dc_comm *c) {
   DC_TRY(dc__force_algos(c));
   DC_TRY(dc__env_switch("DEEPC_CMA", true, &c->may_copy));
   DC_TRY(dc__env_switch("DEEPC_MEMBARRIER", true, &c->may_membarrier));
-  DC_TRY(dc__team_wanted(&c->team_wanted));
+  DC_TRY(dc__team_wanted(c->crowded, &c->team_wanted));
   return open_tracer(c);
 }
 

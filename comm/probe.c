@@ -87,7 +87,7 @@ int dc__probe(dc_comm *c) {
   c->call = call;
   DC_TRY(dc__share(c, &call, &own, sizeof own, shown));
   uint64_t mine = c->may_copy ? probe_peers(c, shown) | PROBE_WANTED : PROBE_NOT_DENIED;
-  if (c->may_membarrier && !(c->team && c->crowded) && dc__membarrier_register()) mine |= PROBE_MEMBARRIER;
+  if (c->may_membarrier && dc__membarrier_register()) mine |= PROBE_MEMBARRIER;
   DC_TRY(probe_agree(c, &call, mine, &all)); /* `word` and `landing` live until all are through */
   if ((all & PROBE_WANTED) && !(all & PROBE_NOT_DENIED) && probe_same_tracer(c, shown))
     DC_TRY(probe_under_tracer(c, &call, shown, &all));

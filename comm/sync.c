@@ -202,9 +202,9 @@ int dc__await_posted(dc_comm *c, int64_t step, int rank) {
   return sync_wait_rank(c, rank, &w);
 }
 
-int dc__await_word(dc_comm *c, _Atomic uint32_t *word, _Atomic uint32_t *sleepers, int64_t step, bool naps, bool *all) {
+int dc__await_word(dc_comm *c, _Atomic uint32_t *word, _Atomic uint32_t *sleepers, int64_t step, bool *all) {
   sync_waiting w = sync_for(DC__POSTED, step);
-  sync_long l = {.team = true, .w = {.word = word, .sleepers = sleepers, .naps = naps}};
+  sync_long l = {.team = true, .w = {.word = word, .sleepers = sleepers}};
   int rc = sync_there(word, &w) || (c->spin_ns && sync_spin(word, &w)) ? DC_OK : sync_wait_long(c, &l, &w);
   *all = l.all || (rc && sync_all_reached(c, &w)); /* the group broke behind this step, which is whole */
   return *all ? DC_OK : rc;

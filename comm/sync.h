@@ -29,8 +29,8 @@ int dc__wait_rank(dc_comm *c, int64_t step, int rank);
 /* For team.c, which compares by itself. Waits until `rank` has posted `step`. */
 int dc__await_posted(dc_comm *c, int64_t step, int rank);
 /* Until *word, which is published when all ranks have posted `step` (or some of them), is at step + 1. *all: it is not
- * yet, but all ranks have posted: what was waited for may never come. naps: see wait.h. */
-int dc__await_word(dc_comm *c, _Atomic uint32_t *word, _Atomic uint32_t *sleepers, int64_t step, bool naps, bool *all);
+ * yet, but all ranks have posted: what was waited for may never come. */
+int dc__await_word(dc_comm *c, _Atomic uint32_t *word, _Atomic uint32_t *sleepers, int64_t step, bool *all);
 /* Instead of wait, by a rank that reads nothing of the posted step: it may be done before the others post. */
 int dc__skip(dc_comm *c, int64_t step);
 int dc__done(dc_comm *c, int64_t step);

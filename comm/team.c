@@ -25,9 +25,9 @@ int64_t dc__team_bytes(int size, int cells) {
   return team_most(size) * (int64_t)(sizeof(dc__team_seat) + 2 * sizeof(dc__team_line) * (size_t)cells);
 }
 
-int dc__team_wanted(int *wanted) {
+int dc__team_wanted(bool crowded, int *wanted) {
   const char *e = getenv("DEEPC_TEAM");
-  *wanted = DC__TEAM_AUTO;
+  *wanted = crowded ? DC__TEAM_NONE : DC__TEAM_AUTO;
   if (!e || !*e) return DC_OK;
   char *end;
   const long n = strtol(e, &end, 10);
@@ -126,7 +126,7 @@ static void team_note(const dc_comm *c, team_found *f, uint64_t hash, uint32_t d
 /* Waits for `what` of a team. */
 static int team_await(dc_comm *c, int64_t step, int team, int what, team_found *f) {
   dc__team_line *l = dc__team_at(c, team, what, step);
-  DC_TRY(dc__await_word(c, &l->posted, &c->team->seats[team].sleepers[what], step, what == DC__TEAM_GO, &f->all));
+  DC_TRY(dc__await_word(c, &l->posted, &c->team->seats[team].sleepers[what], step, &f->all));
   if (f->all) return DC_OK;
   /* relaxed: ordered by `posted` */
   team_note(c, f, atomic_load_explicit(&l->hash, memory_order_relaxed),

@@ -48,8 +48,9 @@ int64_t dc__team_bytes(int size, int cells);
 /* Puts each rank into a team[r], numbered by their lowest ranks; how many teams there are, 1: the group has none.
  * wanted: ranks of each team in rank order, DC__TEAM_AUTO: by what the ranks are bound to, DC__TEAM_NONE. */
 int dc__team_plan(int size, const dc__spot *spot, int wanted, int32_t *team);
-/* DEEPC_TEAM. */
-int dc__team_wanted(int *wanted);
+/* DEEPC_TEAM, or what is best without it. With more ranks than cores (crowded) that is no teams: a step then costs one
+ * turn of each rank on a core, and teams ask for more (docs/lab/many-ranks.md). */
+int dc__team_wanted(bool crowded, int *wanted);
 /* Takes c's team from the seats, which group rank 0 has filled; area: of dc__team_bytes. */
 int dc__team_open(dc_comm *c, void *area);
 void dc__team_close(dc_comm *c);

@@ -60,8 +60,7 @@ static int64_t wait_nap(const dc__waiting *w, int64_t now) {
 }
 
 int dc__await(dc__waiting *w) {
-  const int64_t begin = dc__now_ns(), spin_end = begin + w->c->spin_ns;
-  const int64_t awake_end = w->naps && w->c->crowded ? spin_end : spin_end + w->c->yield_ns;
+  const int64_t begin = dc__now_ns(), spin_end = begin + w->c->spin_ns, awake_end = spin_end + w->c->yield_ns;
   bool there = false;
   if (!*w->look_ns) *w->look_ns = begin;
   for (;;) {

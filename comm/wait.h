@@ -19,7 +19,6 @@ struct dc__waiting {
   int64_t timeout_ns;
   int64_t *look_ns;  /* when the peers were last looked after */
   bool serves;       /* messages of this process go on meanwhile */
-  bool naps;         /* in a crowd, sleeps at once: whom it waits for needs the core, and others first */
   bool late;         /* for look: the time-out is over */
   bool will_sleep;   /* for poll: what comes after this answer wakes the sleeper, what came before may not */
 };

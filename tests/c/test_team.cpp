@@ -167,13 +167,12 @@ TEST_P(Teams, GiveTheBitsOfAGroupWithoutTeams) {
   expect_all_fine(run_ranks(s.size, [&](int rank) { return equal_bits(address, rank, s.size, s.team); }));
 }
 
-// More than a team holds: the group makes teams by itself.
-TEST(TeamsOfTheirOwn, GiveTheBitsOfAGroupWithoutTeams) {
+// As a group that is larger than a team makes them, where each rank has a core.
+TEST(TeamsOfEight, GiveTheBitsOfAGroupWithoutTeams) {
   const std::string address = fresh_address();
   expect_all_fine(run_ranks(11, [&](int rank) -> std::string {
     dc_comm *c = nullptr, *flat = nullptr;
-    const dc_comm_config k = config_of(address.c_str(), rank, 11, 3, 16384);
-    FINE(dc_comm_open(&k, &c));
+    FINE(open_group(address, rank, 11, 8, &c));
     FINE(open_group(address + "-f", rank, 11, 0, &flat));
     for (int64_t n : {1, 4, 5, 700, 9000}) {
       const std::vector<char> in = values(DC_F32, n * 11, (uint64_t)rank + 7);

@@ -15,6 +15,7 @@ extern "C" {
 #define _Atomic // what this test uses of the headers has no atomics
 #include "comm/numa.h"
 int dc__team_plan(int size, const dc__spot *spot, int wanted, int32_t *team);
+int dc__team_wanted(bool crowded, int *wanted);
 }
 #undef _Atomic
 #include "comm/comm.h"
@@ -158,6 +159,19 @@ TEST(Plan, ByCachesNodesAndOrder) {
   EXPECT_EQ(plan(turns, -1, &teams), "0101010101010101"); // ranks alternate between sockets
   turns[5].l3 = turns[5].node = -1;                       // one is not bound: nobody's place counts
   EXPECT_EQ(plan(turns, -1, &teams), "0000000011111111");
+}
+
+TEST(Plan, WithMoreRanksThanCoresOnlyWhereAsked) {
+  int wanted = 1;
+  unsetenv("DEEPC_TEAM");
+  EXPECT_EQ(dc__team_wanted(false, &wanted), DC_OK);
+  EXPECT_EQ(wanted, -1); // by what the ranks are bound to
+  EXPECT_EQ(dc__team_wanted(true, &wanted), DC_OK);
+  EXPECT_EQ(wanted, 0);
+  setenv("DEEPC_TEAM", "4", 1);
+  EXPECT_EQ(dc__team_wanted(true, &wanted), DC_OK);
+  EXPECT_EQ(wanted, 4);
+  unsetenv("DEEPC_TEAM");
 }
 
 TEST(Plan, Forced) {
