@@ -744,6 +744,25 @@ TEST(Deadlock, RanksThatAreOnlyLateAreWaitedFor) {
   }));
 }
 
+// Who tests whether a step is whole does something else meanwhile: it waits for nobody, itself included.
+TEST(Deadlock, WhoOnlyTestsDoesNotWait) {
+  expect_all_fine(run_families(true, [&](int rank, dc_comm *, dc_comm *b) -> std::string {
+    for (int late = 0; late < 3; late += 2) {
+      dc_call call;
+      memset(&call, 0, sizeof call);
+      call.op = DC_CALL_USER;
+      int64_t step;
+      void *slot;
+      if (rank == late) nap_ms(2500); // longer than a circle may stand
+      FINE(dc_exchange_begin(b, &step, &slot));
+      FINE(dc_exchange_post(b, &call));
+      for (int ready = 0; !ready; nap_ms(1)) FINE(dc_exchange_test(b, step, &ready));
+      FINE(dc_exchange_done(b, step));
+    }
+    return "";
+  }));
+}
+
 TEST(Deadlock, OfGroupsThatAreNotRelatedIsATimeout) {
   expect_all_fine(run_families(false, [&](int rank, dc_comm *a, dc_comm *b) -> std::string {
     WANT_STATUS(DC_E_TIMEOUT, dc_barrier(rank ? a : b, 0));
