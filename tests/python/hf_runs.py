@@ -289,6 +289,33 @@ def _lora(folder: str) -> Any:
     return ok or f"{moved} {files} {list(saved)}"
 
 
+def fused(rank: int, world: int, folder: str) -> dict[str, tuple[list[float], list[str]]]:
+    """deepc.fuse in the configuration, which Accelerate reads too: by model and value the losses, and the classes of
+    fused modules while it trains."""
+    use("deepc")
+    from deepc.nn.fuse import _Fused
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=32, **shape)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "gate_proj"], task_type="CAUSAL_LM")
+    makers = {
+        "whole": lambda: AutoModelForCausalLM.from_config(config),
+        "lora": lambda: get_peft_model(AutoModelForCausalLM.from_config(config), lora),
+    }
+    out = {}
+    for name, make in makers.items():
+        for value in (False, "auto"):
+            trainer = _gpt2(f"{folder}/{name}{value}", ds_config(3, deepc={"fuse": value}), make)
+            trainer.train()
+            kinds = sorted({type(m).__name__ for m in trainer.model.modules() if isinstance(m, _Fused)})
+            trainer.evaluate()
+            out[f"{name} {value}"] = ([e["loss"] for e in trainer.state.log_history if "loss" in e], kinds)
+            trainer.model_wrapped.destroy()
+    return out
+
+
 def _recompute(folder: str) -> Any:
     """gradient_checkpointing=True gives the losses of a run without."""
     losses = []

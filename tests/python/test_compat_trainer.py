@@ -48,6 +48,16 @@ CASES = {
 }
 
 
+def test_fused_by_configuration(tmp_path):
+    """Trainer prints four digits of a loss."""
+    pytest.importorskip("peft")
+    (found, _) = run_ranks(hf_runs.fused, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET)
+    for name in ("whole", "lora"):
+        (plain, none), (fused, kinds) = found[f"{name} False"], found[f"{name} auto"]
+        assert not none and {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaForCausalLM"} <= set(kinds)
+        assert len(plain) == 3 and all(abs(a - b) < 1e-3 for a, b in zip(plain, fused, strict=True)), (plain, fused)
+
+
 @pytest.mark.full
 def test_features(tmp_path):
     """Weights out of from_pretrained under zero.Init, generate in evaluation, gradient checkpointing, LoRA, offload,

@@ -263,6 +263,15 @@ def collectives(raw: dict, tmp: Path) -> Any:
             log.configure(False)
 
 
+def replaced(raw: dict, tmp: Path) -> list[str]:
+    """The classes of a model's modules while an engine has it: of modules that run as they are, torch's own."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
+    engine = deepc.initialize(model=model, config=_merge(BASE, raw))[0]
+    found = [base.__name__ for m in model for base in type(m).__mro__[:2]]
+    engine.destroy()
+    return found
+
+
 def on_ranks(name: str, nodes: int = 1) -> Look:
     return lambda raw, tmp: run_ranks(_on_ranks, 2, args=(raw, name, nodes))
 
@@ -412,6 +421,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     ),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),
     "deepc.deterministic": ({}, "layout", of("policy")),
+    "deepc.fuse": ({}, "auto", replaced),
     "deepc.max_lost_steps": (SGD, 2, of("error", lost=True, steps=4)),
     "deepc.run_dir": ({}, "run", files),
     "deepc.log.format": ({"steps_per_print": 1, **PLAIN}, "json", stderr_lines),

@@ -2,7 +2,7 @@
 
 Accelerate 1.15 takes every rank of a CPU run for a run of its own (a world of 1) when DeepSpeed is asked for: its
 choice of a backend knows accelerators only. While the compatibility layer is installed, that one choice answers "deepc"
-instead of nothing.
+instead of nothing, and its plug-in leaves the word "auto" alone where it is a value.
 
 transformers builds and loads models under zero.Init one parameter at a time if two things are switched off meanwhile
 (`loads_one_by_one`), with or without the compatibility layer."""
@@ -74,7 +74,38 @@ def teach_accelerate(module: types.ModuleType) -> None:
     patches.applied("accelerate")
 
 
-_TEACH: dict[str, Callable[[types.ModuleType], None]] = {"accelerate.state": teach_accelerate, **lightning.TEACH}
+def teach_plugin(module: types.ModuleType) -> None:
+    """accelerate.utils.dataclasses.DeepSpeedPlugin refuses every "auto" that it has nothing to fill in for; of a key
+    of deepc's own it is a value (deepc.fuse, precision)."""
+    plugin = module.DeepSpeedPlugin
+    fill = plugin.fill_match
+    if getattr(fill, "_deepc", False):
+        return
+
+    @functools.wraps(fill)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
+        from ..config.keys import TABLE
+        from ..config.values import is_auto_a_value
+
+        if (
+            _is_installed()
+            and ds_key_long in TABLE
+            and ds_key_long not in kwargs
+            and is_auto_a_value(TABLE[ds_key_long])
+        ):
+            return None
+        return fill(self, ds_key_long, *args, **kwargs)
+
+    fill_match._deepc = True  # type: ignore[attr-defined]
+    plugin.fill_match = fill_match
+    patches.applied("accelerate")
+
+
+_TEACH: dict[str, Callable[[types.ModuleType], None]] = {
+    "accelerate.state": teach_accelerate,
+    "accelerate.utils.dataclasses": teach_plugin,
+    **lightning.TEACH,
+}
 
 
 class _Teacher(importlib.abc.Loader):

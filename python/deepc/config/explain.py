@@ -256,6 +256,8 @@ _KINDS = {
 
 
 def _kind(row: Key) -> str:
+    if row.kind == "pick":
+        return 'true, false, "auto", list of ' + ", ".join(f'"{c}"' for c in row.choices)
     if row.choices:
         return ", ".join(f'"{c}"' for c in row.choices)
     limits = " and ".join(

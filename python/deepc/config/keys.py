@@ -37,12 +37,14 @@ class Key:
     """One row. `why` is the reason of an INERT key, the capability of a LATER one, the advice of a REMOVED one."""
 
     path: str
-    kind: str  # bool | int | number | str | strings | numbers | object | gated | any
+    kind: str  # bool | int | number | str | strings | numbers | object | gated | pick | any
     default: Any = None
     help: str = ""
     state: State = State.ACTIVE
     why: str = ""
-    choices: tuple[str, ...] = ()  # of str: compared without case, the spelling of the table is kept
+    choices: tuple[
+        str, ...
+    ] = ()  # of str: compared without case, the spelling of the table is kept; of pick: the list's
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -847,6 +849,14 @@ KEYS: tuple[Key, ...] = (
         '"layout": bit-identical weights for any number of ranks, ZeRO stage and split into ranks and accumulation'
         " (docs/determinism.md).",
         choices=("layout",),
+    ),
+    _active(
+        "deepc.fuse",
+        "pick",
+        False,
+        '"auto": the model runs on deepc\'s fused operators where it can (deepc.fuse); true: the same, and an error if'
+        " nothing can; a list: these kinds, each an error if the model has none (docs/fused.md).",
+        choices=("norm", "mlp", "rotary", "loss"),
     ),
     _active(
         "deepc.max_lost_steps",

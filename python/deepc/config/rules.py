@@ -23,7 +23,18 @@ from .keys import (
     Key,
     State,
 )
-from .values import _ALIASES, _KIND_WORDS, _SECTIONS, AUTO, _auto_message, _Bad, _show, check_value, suggest
+from .values import (
+    _ALIASES,
+    _KIND_WORDS,
+    _SECTIONS,
+    AUTO,
+    _auto_message,
+    _Bad,
+    _show,
+    check_value,
+    is_auto_a_value,
+    suggest,
+)
 
 TRIANGLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SIZES = {k.path for k in KEYS if k.section == "zero_optimization" and k.kind == "int" and k.auto and k.leaf != "stage"}
@@ -154,12 +165,7 @@ class Loader:
         if path in self.values or path in self.auto:
             self.errors.append(f"{self.name}: {path} is given twice, under its old and its new name. Remove one.")
             return
-        if (
-            value == AUTO
-            and isinstance(value, str)
-            and row.kind != "any"
-            and not (row.kind == "str" and (row.ok is ANY or AUTO in row.choices))
-        ):
+        if isinstance(value, str) and value == AUTO and not is_auto_a_value(row):
             self._take_auto(row)
             return
         if path == "steps_per_print" and value == math.inf:

@@ -33,6 +33,9 @@ def _row_schema(row: Key) -> dict[str, Any]:
             out = {"anyOf": [out, {"type": "string"}]}
     elif row.kind == "str" and row.choices:
         out.update(type="string", pattern="^(?:" + "|".join(_any_case(c) for c in row.choices) + ")$")
+    elif row.kind == "pick":
+        several = {"type": "array", "items": {"enum": list(row.choices)}, "minItems": 1}
+        out = {"anyOf": [{"type": "boolean"}, {"const": AUTO}, several]}
     elif row.kind == "int" and row.state is State.INERT:
         out.update(type="number", **_bounds(row))  # a fraction of a hint is rounded
     elif row.kind != "any":

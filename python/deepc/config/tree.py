@@ -220,6 +220,7 @@ class DeepcConfig:
 
     bucket_elems: int | None
     deterministic: str | None
+    fuse: bool | str | tuple[str, ...]
     max_lost_steps: int
     run_dir: str | None
     log: LogConfig

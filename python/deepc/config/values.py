@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import did_you_mean
-from .keys import KEYS, TABLE, Key
+from .keys import ANY, KEYS, TABLE, Key
 
 AUTO = "auto"
 
@@ -30,6 +30,11 @@ def _auto_message(source: str, keys: Any) -> str:
     )
 
 
+def is_auto_a_value(row: Key) -> bool:
+    """Whether "auto" is a value of the key, and does not stand for what an integration fills in."""
+    return row.kind in ("any", "pick") or (row.kind == "str" and (row.ok is ANY or AUTO in row.choices))
+
+
 # ---- one value -------------------------------------------------------------------------------------------------------
 
 _KIND_WORDS = {
@@ -41,6 +46,7 @@ _KIND_WORDS = {
     "numbers": "a list of numbers",
     "object": "an object {...}",
     "gated": "an object {...}",
+    "pick": 'true, false, "auto" or a list',
 }
 
 
@@ -116,6 +122,12 @@ def check_value(row: Key, value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(row.default):
             raise _Bad(f"must be a list of {len(row.default)} numbers")
         return tuple(_check_number(row, v, False) for v in value)
+    if kind == "pick":
+        if isinstance(value, bool) or (isinstance(value, str) and value == AUTO):
+            return value
+        if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) and v in row.choices for v in value):
+            return tuple(dict.fromkeys(value))
+        raise _Bad(f'must be true, false, "auto" or a list of {", ".join(row.choices)}')
     if not isinstance(value, Mapping):
         raise _Bad("must be an object {...}")
     return dict(value)

@@ -41,6 +41,7 @@ from .events import Events, Watcher
 from .policy import choose_policy
 
 if TYPE_CHECKING:
+    from ..nn.fuse import FuseSummary
     from ..optim.schedules import Scheduler
     from ..zero.streamed.state import StreamedState
     from .data import TimedLoader
@@ -130,6 +131,7 @@ def assemble(
         open_events(engine, watchers, undo)
         undo.callback(owners.leave, engine)
         join_group(engine, undo)
+        fused = fuse_model(engine, undo)
         engine.step_policy = choose_policy(engine)
         base = make_base_optimizer(engine, given)
         stage = config.zero.stage
@@ -161,7 +163,7 @@ def assemble(
         engine.guard.remember()
         if engine.device.type == "cpu":
             memory.trim_heap()  # what the set-up freed does not come again
-        report(engine, given)
+        report(engine, given, fused)
         engine.events.end("initialize")
         return undo.pop_all()
 
@@ -172,6 +174,20 @@ def open_events(engine: EngineBase, watchers: Sequence[Watcher], undo: contextli
     for watch in watchers:
         watch(engine)
     engine.events.begin("initialize")
+
+
+def fuse_model(engine: EngineBase, undo: contextlib.ExitStack) -> FuseSummary | None:
+    """deepc.fuse of the configuration: modules get other classes, so parameters, hooks and names stay what they are,
+    and whoever ends the engine has the model back as it was."""
+    asked = engine._config.deepc.fuse
+    if asked is False:
+        return None
+    from ..nn.fuse import fuse_as_asked
+
+    fused = fuse_as_asked(engine.module, asked)
+    if fused is not None:
+        undo.callback(fused.undo)
+    return fused
 
 
 def join_group(engine: EngineBase, undo: contextlib.ExitStack) -> None:
@@ -448,12 +464,15 @@ def tell_defaults(engine: EngineBase, given: Given) -> None:
         say(engine, "by default: " + "; ".join(f"{d.key} {d.value}, {d.says}" for d in told))
 
 
-def report(engine: EngineBase, given: Given) -> None:
+def report(engine: EngineBase, given: Given, fused: FuseSummary | None) -> None:
     """What was made, in the log."""
     if engine._config.dump_state:
         say(engine, engine._config.explain())
     say(engine, engine.plan.describe())
     tell_defaults(engine, given)
+    if fused is not None:
+        loss = "\n  outputs.logits is None while the model trains on labels" if fused.replaced["loss"] else ""
+        say(engine, f"{fused}{loss}")
     for note in engine.plan.notes:
         say(engine, note)
     if told := engine.step_policy.describe():

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,15 +45,48 @@ class FuseSummary:
     replaced: dict[str, list[str]] = field(default_factory=lambda: {k: [] for k in KINDS})
     already: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
+    _modules: list[nn.Module] = field(default_factory=list, repr=False)
 
     @property
     def total(self) -> int:
         return sum(map(len, self.replaced.values()))
 
+    def undo(self) -> None:
+        """What this call replaced runs the modules' own code again."""
+        while self._modules:
+            module = self._modules.pop()
+            if isinstance(module, _Fused):
+                module.__class__ = module._deepc_made_of[0]
+
     def __str__(self) -> str:
         counts = ", ".join(f"{kind} {len(names)}" for kind, names in self.replaced.items() if names) or "nothing new"
         lines = [f"fused: {counts}" + (f" ({self.already} were already)" if self.already else "")]
         return "\n".join(lines + [f"  not fused: {name or 'the model'}: {why}" for name, why in self.skipped.items()])
+
+
+def fuse_as_asked(model: nn.Module, asked: bool | str | Sequence[str]) -> FuseSummary | None:
+    """What the configuration's deepc.fuse asks for. False: nothing. "auto": what can be fused, if anything. True: as
+    "auto", but UnsupportedError for a model of which nothing can be. Kinds: those; UnsupportedError naming the kinds of
+    which the model has nothing that can be fused."""
+    if asked is False:
+        return None
+    kinds = KINDS if isinstance(asked, (bool, str)) else tuple(asked)
+    try:
+        summary = fuse(model, kinds)
+    except UnsupportedError as exc:
+        if asked == "auto":
+            return FuseSummary(skipped={"": f"nothing in {type(model).__name__} can be fused"})
+        raise UnsupportedError(f'deepc.fuse = {json.dumps(asked)}: {exc}\nSet it to "auto" or false.') from None
+    present = {k for k, names in summary.replaced.items() if names}
+    present |= {m._deepc_kind for m in model.modules() if isinstance(m, _Fused)}
+    if not isinstance(asked, (bool, str)) and (missing := [k for k in kinds if k not in present]):
+        summary.undo()
+        reasons = "".join(f"\n{name or type(model).__name__}: {why}" for name, why in summary.skipped.items())
+        raise UnsupportedError(
+            f"deepc.fuse = {json.dumps(list(kinds))}: nothing in {type(model).__name__} can be fused as"
+            f' {", ".join(missing)}.{reasons}\n{_SUPPORTED}\nLeave {", ".join(missing)} out, or set it to "auto".'
+        )
+    return summary
 
 
 def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
@@ -91,7 +125,7 @@ def _fuse_module(name: str, module: nn.Module, kinds: tuple[str, ...], summary: 
         if why := _obstacle(module) or mixin._deepc_obstacle(module):
             summary.skipped[name] = why
         else:
-            mixin._deepc_apply(module)
+            summary._modules += mixin._deepc_apply(module)
             summary.replaced[kind].append(name)
         return
 
@@ -121,8 +155,10 @@ class _Fused(_Mixed):
         return None
 
     @classmethod
-    def _deepc_apply(cls, module: nn.Module) -> None:
+    def _deepc_apply(cls, module: nn.Module) -> list[nn.Module]:
+        """Fuses it; returns the modules that have another class now."""
         module.__class__ = _fused_class(type(module), cls)
+        return [module]
 
     @classmethod
     def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -358,11 +394,10 @@ class _LanguageModel(_Fused):
         return _obstacle(head)
 
     @classmethod
-    def _deepc_apply(cls, module: nn.Module) -> None:
+    def _deepc_apply(cls, module: nn.Module) -> list[nn.Module]:
         head = module.get_submodule(cls._deepc_head)
-        if not isinstance(head, _Head):
-            _Head._deepc_apply(head)
-        super()._deepc_apply(module)
+        heads = [] if isinstance(head, _Head) else _Head._deepc_apply(head)
+        return heads + super()._deepc_apply(module)
 
     @classmethod
     def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:

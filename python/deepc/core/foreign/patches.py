@@ -69,8 +69,9 @@ PATCHES = (
     ),
     Patch(
         "accelerate",
-        "accelerate.state.PartialState._prepare_backend, while deepc.compat.deepspeed is installed",
-        "Accelerate takes each CPU rank of a DeepSpeed run for a run of its own",
+        "accelerate.state.PartialState._prepare_backend and DeepSpeedPlugin.fill_match, while deepc.compat.deepspeed is"
+        " installed",
+        'Accelerate takes each CPU rank of a DeepSpeed run for a run of its own, and refuses "auto" in deepc.fuse',
         "deepc.compat.deepspeed.uninstall()",
     ),
     Patch(

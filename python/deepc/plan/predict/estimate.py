@@ -413,10 +413,12 @@ class _Case:
     recompute: bool = False
 
     def work(self) -> dict[str, Any]:
+        from ...nn.fuse import fuse_as_asked
         from . import dryrun
 
         loaded = dryrun.load_compiler()
         model = self._make()
+        fuse_as_asked(model, self.config.deepc.fuse)  # in a child: nobody sees it
         if self.recompute and not dryrun.checkpoint_blocks(model):
             raise UnsupportedError("the model has no list of blocks to recompute")
         base, named, group_of = self._optimizer(model)
