@@ -56,7 +56,7 @@ class FuseSummary:
         while self._modules:
             module = self._modules.pop()
             if isinstance(module, _Fused):
-                module.__class__ = module._deepc_made_of[0]
+                cast(Any, module).__class__ = module._deepc_made_of[0]
 
     def __str__(self) -> str:
         counts = ", ".join(f"{kind} {len(names)}" for kind, names in self.replaced.items() if names) or "nothing new"
