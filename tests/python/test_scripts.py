@@ -1,9 +1,10 @@
 """scripts/count.py: the last line of `make test` must not lose a failure. scripts/lib.sh: which builds have the CUDA
-kernels."""
+kernels. scripts/peers: what is installed for the tests leaves torch alone, and what can't be had stops nothing."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,64 @@ def test_cuda_kernels_are_built_where_there_is_a_gpu_or_on_request(gpu, said, ch
         timeout=60,
     )
     assert (done.stdout, done.stderr) == (f"{choice}\n", "")
+
+
+# A .venv/bin/python of the scripts: pip can get what is in HAVE (and replaces torch if REPLACES says so), and notes
+# each call and its constraints.
+VENV_PYTHON = """#!/bin/sh
+case "$*" in
+  *'m.version("torch")'*) cat torch.version ;;
+  "- "*) printf '%s\\n' one "two<=2" three "four[x]" ;;
+  "-m pip --version") ;;
+  "-m pip install "*)
+    shift 3
+    for word; do
+      if [ "$before" = -c ]; then cat "$word" >>constraints; fi
+      case $word in --* | -c | 1 | 30 | /*) ;; *) asked="$asked $word" ;; esac
+      before=$word
+    done
+    echo "$asked" >>calls
+    [ -z "$REPLACES" ] || echo "$REPLACES" >torch.version
+    for word in $asked; do case " $HAVE " in *" $word "*) ;; *) echo "ERROR: no $word"; exit 1 ;; esac; done ;;
+  *) exit 9 ;;
+esac
+"""
+
+
+def peers(folder: Path, have: str, replaces: str = "") -> tuple[subprocess.CompletedProcess[str], list[str], set[str]]:
+    """scripts/peers by a user who is not root: how it ended, what pip was asked for in each call, the constraints."""
+    for name in ("scripts", ".venv/bin", "bin"):
+        (folder / name).mkdir(parents=True)
+    for name in ("peers", "lib.sh"):
+        shutil.copy(COUNT.with_name(name), folder / "scripts" / name)
+    for name, text in ((".venv/bin/python", VENV_PYTHON), ("bin/id", "#!/bin/sh\necho 1000\n")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "torch.version").write_text("2.13.0+cpu\n")
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "HAVE": have, "REPLACES": replaces}
+    done = subprocess.run([folder / "scripts/peers", "quick"], env=env, capture_output=True, text=True, timeout=60)
+    calls = [line.strip() for line in (folder / "calls").read_text().splitlines()]
+    return done, calls, set((folder / "constraints").read_text().splitlines())
+
+
+def test_peers_are_installed_in_one_go_beside_the_torch_that_is_there(tmp_path):
+    done, calls, constraints = peers(tmp_path, "one two<=2 three four[x]")
+    assert (done.returncode, calls) == (0, ["one two<=2 three four[x]"]), done.stderr
+    assert constraints == {"torch==2.13.0+cpu"}
+
+
+def test_a_peer_that_can_not_be_had_takes_no_other_along(tmp_path):
+    done, calls, constraints = peers(tmp_path, "one three four[x]")
+    assert (done.returncode, calls[1:]) == (0, ["one", "two<=2", "three", "four[x]"]), done.stderr
+    assert "no two<=2 (ERROR: no two<=2)" in done.stderr and constraints == {"torch==2.13.0+cpu"}
+
+
+def test_without_a_network_the_tests_go_on_without_peers(tmp_path):
+    done, calls, _ = peers(tmp_path, "")
+    assert (done.returncode, len(calls)) == (0, 1 + 3), done.stderr  # all at once, then three in a row are enough
+
+
+def test_a_peer_that_replaces_torch_is_an_error(tmp_path):
+    done, _, _ = peers(tmp_path, "one two<=2 three four[x]", replaces="2.13.0+cu130")
+    assert done.returncode == 1 and "torch 2.13.0+cpu was replaced by 2.13.0+cu130" in done.stderr
