@@ -316,6 +316,62 @@ def fused(rank: int, world: int, folder: str) -> dict[str, tuple[list[float], li
     return out
 
 
+def grpo(rank: int, world: int, folder: str) -> list[list[tuple]]:
+    """TRL's GRPO with a reference model at stage 3, parameters that stay and parameters that come and go: loss, norm
+    and distance to the reference of each step."""
+    use("deepc")
+    import torch.distributed as dist
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    if rank == 0:
+        words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))])}
+        words_of = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        words_of.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(
+            tokenizer_object=words_of, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        ).save_pretrained(folder)
+        shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        torch.manual_seed(0)
+        LlamaForCausalLM(
+            LlamaConfig(vocab_size=64, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, **shape)
+        ).save_pretrained(folder)
+    dist.barrier()
+    out = []
+    for streamed in "01":
+        os.environ["DEEPC_STREAMED"] = streamed
+        args = GRPOConfig(
+            output_dir=f"{folder}/{streamed}",
+            deepspeed=ds_config(3, optimizer=False, zero={"stage3_param_persistence_threshold": 0}),
+            max_steps=3,
+            logging_steps=1,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=8,
+            learning_rate=1e-3,
+            beta=0.04,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            bf16=False,
+        )
+        trainer = GRPOTrainer(
+            model=folder,
+            reward_funcs=lambda completions, **_: [float(len(c) % 7) for c in completions],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(32)]}),
+        )
+        trainer.train()
+        assert (trainer.model_wrapped.plan.mode == "streamed") == (streamed == "1")
+        out.append([(e["loss"], e["grad_norm"], e["kl"]) for e in trainer.state.log_history if "loss" in e])
+        trainer.ref_model.destroy()
+        trainer.model_wrapped.destroy()
+    del os.environ["DEEPC_STREAMED"]
+    return out
+
+
 def _recompute(folder: str) -> Any:
     """gradient_checkpointing=True gives the losses of a run without."""
     losses = []

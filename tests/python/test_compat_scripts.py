@@ -3,6 +3,7 @@ one import changed (2 CPU ranks)."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -219,6 +220,78 @@ def _preference_training(rank: int, world: int) -> tuple[list[str], bool]:
 def test_a_reference_model_and_generation_without_hooks_at_stage_3():
     for inert, moved in run_ranks(_preference_training, 2):
         assert "zero_optimization.stage3_prefetch_bucket_size" in inert and moved
+
+
+class _Head(torch.autograd.Function):
+    """As TRL's chunked log-probabilities: the head's weight is read without a call of the head, and in backward from
+    what was saved of it, both in a context that gathers what is not there."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        assert not hasattr(hidden, "ds_status") and not hasattr(grad, "ds_numel")
+        with _gathered(weight):
+            return grad @ weight, grad.t() @ hidden
+
+
+def _gathered(*params):
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for p in params:  # what TRL, PEFT and accelerate ask for
+        assert p.ds_shape == p.shape == (3, 8) and p.ds_numel == 24 and isinstance(p.ds_id, int)
+    missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
+    return deepspeed.zero.GatheredParameters(missing) if missing else contextlib.nullcontext()
+
+
+class _Chunked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3, bias=False)
+
+    def forward(self, x):
+        hidden = self.body(x).tanh()
+        with _gathered(self.head.weight):
+            return _Head.apply(hidden, self.head.weight).square().mean()
+
+
+def _chunked_training(rank: int, world: int) -> list[list[float]]:
+    """Losses with parameters that stay and with parameters that come and go, all of them or but the small ones."""
+    import deepc.compat.deepspeed  # noqa: F401
+    import deepspeed
+
+    out = []
+    for streamed, threshold in (("0", 0), ("1", 0), ("1", 10**5)):
+        os.environ["DEEPC_STREAMED"] = streamed
+        torch.manual_seed(0)
+        model = _Chunked()
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+        assert (engine.plan.mode == "streamed") == (streamed == "1")
+        losses = []
+        for step in range(3):
+            loss = engine(torch.full((4, 8), 0.1 * (1 + step + rank)))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        out.append(losses)
+        engine.destroy()
+    del os.environ["DEEPC_STREAMED"]
+    return out
+
+
+def test_a_head_that_is_read_in_backward_at_stage_3():
+    for resident, streamed, persistent in run_ranks(_chunked_training, 2):
+        assert resident == streamed == persistent
 
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------

@@ -59,6 +59,14 @@ def test_fused_by_configuration(tmp_path):
 
 
 @pytest.mark.full
+def test_grpo_of_trl_in_both_modes(tmp_path):
+    pytest.importorskip("trl")
+    for resident, streamed in run_ranks(hf_runs.grpo, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET):
+        assert len(resident) == 3 and resident == streamed
+        assert resident[0][2] == 0 < resident[1][2], "the reference stays, the model moves"
+
+
+@pytest.mark.full
 def test_features(tmp_path):
     """Weights out of from_pretrained under zero.Init, generate in evaluation, gradient checkpointing, LoRA, offload,
     bf16, other optimizers and schedules."""

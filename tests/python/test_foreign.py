@@ -140,9 +140,11 @@ def test_the_compatibility_layer_is_on_the_table(monkeypatch: pytest.MonkeyPatch
 
     was = finder.is_installed()
     finder.install()
-    assert "import-deepspeed" in [p.name for p in patches.active()]
+    assert {"import-deepspeed", "tensor-names"} <= {p.name for p in patches.active()}
+    assert not hasattr(torch.ones(2), "ds_status")
     finder.uninstall()
-    assert "import-deepspeed" not in [p.name for p in patches.active()]
+    assert not {"import-deepspeed", "tensor-names"} & {p.name for p in patches.active()}
+    assert not hasattr(torch.Tensor, "ds_status")
     if was:
         finder.install()
 

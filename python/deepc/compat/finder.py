@@ -24,6 +24,7 @@ from typing import Any
 from ..core.foreign import patches
 from ..errors import DeepcError, UnsupportedError
 from . import hf, names
+from .runtime import parameters
 
 logger = logging.getLogger("deepc")
 
@@ -235,6 +236,7 @@ def install() -> None:
     other = importlib.machinery.PathFinder.find_spec("deepspeed")
     sys.meta_path.insert(0, _finder)
     patches.applied("import-deepspeed")
+    parameters.describe_tensors(True)
     importlib.invalidate_caches()
     hf.teach_loaded()
     if other is not None and os.environ.get("RANK", "0") == "0":
@@ -251,6 +253,7 @@ def uninstall() -> None:
         return
     sys.meta_path.remove(_finder)
     patches.undone("import-deepspeed")
+    parameters.describe_tensors(False)
     for name in [n for n in sys.modules if n == "deepspeed" or n.startswith("deepspeed.")]:
         del sys.modules[name]
     importlib.invalidate_caches()

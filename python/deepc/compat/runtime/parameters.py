@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ... import zero
+from ...core.foreign import patches
+from ...zero.parameters import owners
 from ...zero.parameters.gathered import holder_of, number
 from ...zero.parameters.param import NodeParameter
 
@@ -70,6 +72,36 @@ def _partition_numel(self: torch.nn.Parameter) -> int:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     numel: int = describe(self, "ds_numel")
     return -(-numel // ranks)
+
+
+# ---- tensors that were parameters ------------------------------------------------------------------------------------
+_SAVED = ("ds_id", "ds_shape", "ds_numel", "ds_status")
+
+
+def _described_tensor(name: str) -> property:
+    def get(self: torch.Tensor) -> Any:
+        p = None
+        for engine in owners.alive() if type(self) is torch.Tensor else ():
+            p = p if p is not None or engine.plan.mode != "streamed" else engine.state.units.viewed(self)
+        if p is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return ZeroParamStatus.AVAILABLE if name == "ds_status" else describe(p, name)
+
+    return property(get, doc=f"DeepSpeed's {name} of what a node of backward saved of a ZeRO-3 parameter.")
+
+
+def describe_tensors(on: bool) -> None:
+    """While scripts for DeepSpeed run: in streamed mode a node of backward gets a tensor, where DeepSpeed's gets the
+    parameter that it saved, and asks it whether it has to be gathered (TRL's chunked log-probabilities). It has not.
+    Any other tensor has no such attribute, as without this."""
+    if on == ("ds_status" in vars(torch.Tensor)):
+        return
+    for name in _SAVED:
+        if on:
+            setattr(torch.Tensor, name, _described_tensor(name))
+        else:
+            delattr(torch.Tensor, name)
+    (patches.applied if on else patches.undone)("tensor-names")
 
 
 class NoHooks:

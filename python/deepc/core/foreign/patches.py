@@ -68,6 +68,12 @@ PATCHES = (
         "deepc.compat.deepspeed.uninstall()",
     ),
     Patch(
+        "tensor-names",
+        "ds_id, ds_shape, ds_numel and ds_status of torch.Tensor, while deepc.compat.deepspeed is installed",
+        "what a node of backward saved of a streamed parameter is asked for them; other tensors still have none",
+        "deepc.compat.deepspeed.uninstall()",
+    ),
+    Patch(
         "accelerate",
         "accelerate.state.PartialState._prepare_backend and DeepSpeedPlugin.fill_match, while deepc.compat.deepspeed is"
         " installed",

@@ -45,6 +45,10 @@ class SavedTensors:
         self._by_storage = {u.key: u for u in units}
         self._name_of, self._gather = name_of, gather
 
+    def unit_of(self, x: torch.Tensor) -> FlatUnit | None:
+        """The unit whose storage `x` is on."""
+        return self._by_storage.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+
     def push(self) -> bool:
         """Puts the hooks on top of those that are there. False if they are on top already, or can't act here."""
         if not torch.is_grad_enabled() or not private.saved_hooks_are_enabled():
@@ -63,7 +67,7 @@ class SavedTensors:
 
     def _make_pack(self, below: Any) -> Callable[[torch.Tensor], Any]:
         def pack(x: torch.Tensor) -> Any:
-            unit = self._by_storage.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+            unit = self.unit_of(x)
             if unit is not None and not unit.persistent:
                 offset = int(x.storage_offset())
                 at = offset * x.element_size() // unit.flat.element_size()

@@ -363,6 +363,15 @@ class StreamedUnits:
         (self._frames[-1][0] if self._frames else self._in_task(task)).append(unit)
         return None
 
+    def viewed(self, x: torch.Tensor) -> torch.nn.Parameter | None:
+        """The parameter that all of `x` is, where `x` is no parameter and its values are there: what a node of
+        backward gets that saved one."""
+        unit = self._saved.unit_of(x)
+        if unit is None or not unit.ready:
+            return None
+        at = x.storage_offset()
+        return next((p for p, o in zip(unit.params, unit.offsets) if o == at and self._shapes[id(p)] == x.shape), None)
+
     def settle(self) -> None:
         """See param.Owner: units are released by what ends their use."""
 
