@@ -218,13 +218,15 @@ _LATER = {
     "utils": ("compat.helpers.safe", None),
     "view": ("engine.states.access", "view"),
 }
+# Modules by their own names; `import deepc` alone is enough for them.
+_FACES = ("compress", "ddp_hooks", "fsdp", "lr_schedules", "memory", "monitor", "precision", "report")
 
 
 def __getattr__(name: str) -> Any:
     """What is imported when it is asked for: name -> (module, its attribute)."""
-    if name not in _LATER:
+    if name not in _LATER and name not in _FACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    where, what = _LATER[name]
+    where, what = _LATER.get(name, (name, None))
     module = importlib.import_module(f".{where}", __name__)
     found = globals()[name] = module if what is None else getattr(module, what)
     return found
@@ -232,7 +234,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What is meant to be used, also what is not imported yet."""
-    return sorted({*__all__, *_LATER, "__version__"})
+    return sorted({*__all__, *_LATER, *_FACES, "__version__"})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

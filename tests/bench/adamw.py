@@ -157,8 +157,10 @@ def run(case: str, threads: int, count: int, foreach: bool) -> None:
             on_flat(o, on_huge, flat)
             contenders[name] = o.step
     contenders["deepc engine"] = flat.core_step()
+    from deepc.core.lib import C
+
     try:
-        walk = Limit(deepc._C)
+        walk = Limit(C)
         contenders["limit (4 reads, 3 writes)"] = flat.limit(walk)
         contenders["limit, one stretch a thread"] = flat.limit(walk, pieces=False)
     except FileNotFoundError as exc:

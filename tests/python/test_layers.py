@@ -4,6 +4,8 @@ and those for type checkers included, and no chain of imports comes back to wher
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -158,3 +160,17 @@ def test_rooms_are_small(folder: Path) -> None:
         if p.name not in ("__init__.py", "__pycache__") and (p.is_dir() or p.suffix == ".py")
     ]
     assert len(members) <= 9
+
+
+def test_import_deepc_is_enough_for_its_public_modules() -> None:
+    """deepc.memory.keep_heap() and the like, in a process of its own: here others have imported most of them."""
+    names = sorted(p.stem for p in PACKAGE.glob("[!_]*.py") if p.stem != "cli") + [
+        "comm",
+        "checkpoint",
+        "optim",
+        "zero",
+    ]
+    assert {"memory", "fsdp", "precision"} <= set(names)
+    code = f"import deepc\nlost = [n for n in {names!r} if not hasattr(deepc, n)]\nassert not lost, lost"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
