@@ -1136,6 +1136,8 @@ TEST(Joining, NobodyListens) {
 
 TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
   std::string address = fresh_address();
+  auto *gave_up = (std::atomic<int> *)mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(gave_up, MAP_FAILED);
   auto out = run_ranks(3, [&](int rank) -> std::string {
     if (rank == 2) { // joins with a thread and is killed before rank 1 joins
       std::thread([&] {
@@ -1143,14 +1145,15 @@ TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
         dc_comm *c;
         dc_comm_open(&k, &c);
       }).detach();
-      nap_ms(200);
+      nap_ms(1000);
       kill(getpid(), SIGKILL);
     }
-    if (rank == 1) nap_ms(500);
-    dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, 3000);
+    while (rank == 1 && !*gave_up) nap_ms(1);
+    dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, rank ? 1000 : 60000);
     dc_comm *c = nullptr;
     int rc = dc_comm_open(&k, &c);
     if (rank == 0) {
+      *gave_up = 1;
       WANT(rc == DC_E_PEER_DIED, "%s", dc_status_name(rc));
       WANT_TEXT("rank 2 (pid ");
     } else {
@@ -1158,6 +1161,7 @@ TEST(Joining, ARankThatDiesWhileJoiningEndsItForAll) {
     }
     return "";
   });
+  munmap(gave_up, 4096);
   EXPECT_EQ(out[0].text, "");
   EXPECT_EQ(out[1].text, "");
 }
