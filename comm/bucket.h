@@ -2,9 +2,9 @@
  *
  * Autograd hands over one parameter's gradient at a time, in an order that may differ between ranks. The reducer
  * writes each into this rank's slots of a dc_comm (one exchange step per bucket, buckets strictly in index order on
- * every rank) and reduces, in place, this rank's slice of every bucket that all ranks have filled, into its fp32
- * accumulator. Nothing is copied but the gradient into its slot; the reduce reads all ranks' slots and writes only
- * its own slice.
+ * every rank) and reduces, in place, this rank's slice of every bucket that all ranks have filled, into its
+ * accumulator (fp32, or 16 bits where memory counts more). Nothing is copied but the gradient into its slot; the
+ * reduce reads all ranks' slots and writes only its own slice.
  *
  * A bucket is a range [b*B, (b+1)*B) of the flat space of a dc_zero_layout (zero.h); a parameter may span several.
  * Windows: the buckets that have a begun exchange step, at most `slots` of them. A gradient beyond the window stays
@@ -38,10 +38,11 @@ typedef struct dc_reducer_config {
   int32_t tree; /* 0: see dc_reducer_begin. k > 0: gradients are added along the tree of micro-batches,
                  * with k buffers: acc and the k - 1 in tree_acc */
   int64_t pending_limit_bytes;
-  float *acc; /* borrowed, fp32: [shard elements] (own_all: [total elements]); ring: [ring * slice] */
+  void *acc; /* borrowed, of acc_dtype: [shard elements] (own_all: [total elements]); ring: [ring * slice] */
   double *partial; /* borrowed: squared-norm partials of acc, one per DC_BLOCK elements of acc; not with a
                     * ring */
   float *tree_acc; /* borrowed: [tree - 1][elements of acc]; NULL with tree 0 and 1 */
+  int32_t acc_dtype; /* fp32; or bf16, fp16 (neither with a tree nor a ring): every pass adds in fp32 and rounds once */
 } dc_reducer_config;
 
 DC_API int dc_reducer_create(const dc_reducer_config *config, dc_reducer **out);

@@ -40,6 +40,8 @@
 #define GATHER_CHUNK ((int64_t)1 << 20)
 /* Below this a copy is one memcpy, not a job for the threads. */
 #define SMALL_COPY ((int64_t)64 << 10)
+/* Elements of a 16-bit accumulator that are wide at a time: they should stay in a second-level cache. */
+#define WIDE_PART ((int64_t)8 * DC_BLOCK)
 
 typedef enum bucket_state { BUCKET_IDLE, BUCKET_OPEN, BUCKET_POSTED, BUCKET_REDUCED } bucket_state;
 typedef struct bucket {
@@ -63,7 +65,7 @@ typedef enum pass_state { PASS_CLOSED, PASS_OPEN, PASS_FAILED } pass_state;
 
 struct dc_reducer {
   dc_reducer_config k;
-  int64_t elem; /* bytes of the wire dtype */
+  int64_t elem, acc_elem; /* bytes of the wire dtype, of acc's */
   int32_t slots;
   _Atomic uint32_t busy;
   pass_state state;
@@ -79,6 +81,7 @@ struct dc_reducer {
   int closed;            /* the tree's last pass is over */
   dc_lease *lease;       /* borrowed: where acc gets its memory before it is written, or NULL */
   char *leaf;            /* alone with a tree: [bucket_elems] of the wire dtype, a leaf that had to be made */
+  float *wide;           /* acc_dtype not fp32: [WIDE_PART] */
   int error;
   char text[DC__TEXT];
 };
@@ -149,14 +152,50 @@ static int reduce_write_slot(dc_reducer *r, bucket *b, const param *x, int64_t f
 
 /* acc[at, at + n) is about to be written. */
 static int reduce_need_acc(dc_reducer *r, int64_t at, int64_t n) {
-  return r->lease ? dc_lease_need(r->lease, (size_t)at * sizeof *r->k.acc, (size_t)n * sizeof *r->k.acc) : DC_OK;
+  return r->lease ? dc_lease_need(r->lease, (size_t)(at * r->acc_elem), (size_t)(n * r->acc_elem)) : DC_OK;
+}
+
+static char *reduce_acc_at(const dc_reducer *r, int64_t at) { return (char *)r->k.acc + at * r->acc_elem; }
+
+/* acc[at, at + n) gets or adds the sum of src[], as dc_reduce_acc. In 16 bits the sum with what was there is made in
+ * fp32 and rounded once, and the norm is that of what is kept. */
+static int reduce_into_acc(dc_reducer *r, int64_t at, const void *const *src, int nsrc, int dt, int64_t n,
+                           double *partial) {
+  if (r->k.acc_dtype == DC_F32) return dc_reduce_acc((float *)r->k.acc + at, src, nsrc, dt, n, r->assign, partial);
+  const int64_t size = (int64_t)dc_dtype_size(dt);
+  for (int64_t begin = 0; begin < n; begin += WIDE_PART) {
+    const int64_t len = n - begin < WIDE_PART ? n - begin : WIDE_PART;
+    const void *part[DC_COMM_MAX_RANKS];
+    char *acc = reduce_acc_at(r, at + begin);
+    for (int k = 0; k < nsrc; k++) part[k] = (const char *)src[k] + begin * size;
+    if (!r->assign) DC_TRY(dc_cast(r->wide, DC_F32, acc, r->k.acc_dtype, 1.0f, len));
+    DC_TRY(dc_reduce_acc(r->wide, part, nsrc, dt, len, r->assign, NULL));
+    DC_TRY(dc_cast(acc, r->k.acc_dtype, r->wide, DC_F32, 1.0f, len));
+    if (partial) DC_TRY(dc_sqnorm(acc, r->k.acc_dtype, len, partial + begin / DC_BLOCK));
+  }
+  return DC_OK;
+}
+
+/* Alone: the same of pre_scale times one gradient, without the norm. */
+static int reduce_scale_into_acc(dc_reducer *r, int64_t at, const char *grad, int dt, int64_t n) {
+  const int64_t size = (int64_t)dc_dtype_size(dt);
+  if (r->assign) return dc_cast(reduce_acc_at(r, at), r->k.acc_dtype, grad, dt, r->k.pre_scale, n);
+  if (r->k.acc_dtype == DC_F32) return dc_axpy((float *)r->k.acc + at, r->k.pre_scale, grad, dt, n);
+  for (int64_t begin = 0; begin < n; begin += WIDE_PART) {
+    const int64_t len = n - begin < WIDE_PART ? n - begin : WIDE_PART;
+    char *acc = reduce_acc_at(r, at + begin);
+    DC_TRY(dc_cast(r->wide, DC_F32, acc, r->k.acc_dtype, 1.0f, len));
+    DC_TRY(dc_axpy(r->wide, r->k.pre_scale, grad + begin * size, dt, len));
+    DC_TRY(dc_cast(acc, r->k.acc_dtype, r->wide, DC_F32, 1.0f, len));
+  }
+  return DC_OK;
 }
 
 /* Pushes the next leaves of elements [at, at + n) of acc. */
 static int reduce_push_leaves(dc_reducer *r, const void *const *src, int nsrc, int64_t at, int64_t n, double *partial) {
   float *entry[DC__TREE_DEPTH];
   const int64_t elems = r->k.own_all || r->k.ring ? r->k.layout->total : r->k.layout->shard_elems;
-  for (int i = 0; i < r->k.tree; i++) entry[i] = (i ? r->k.tree_acc + (i - 1) * elems : r->k.acc) + at;
+  for (int i = 0; i < r->k.tree; i++) entry[i] = (i ? r->k.tree_acc + (i - 1) * elems : (float *)r->k.acc) + at;
   const dc__tree_job job = {.entry = entry,
                             .entries = r->k.tree,
                             .leaves = r->leaves,
@@ -184,28 +223,25 @@ static int reduce_push_alone(dc_reducer *r, const param *x, const char *grad, in
 /* Alone: acc[at, at + n) from the gradient. Blocks that lie inside get their partial on the way, the others when the
  * bucket is complete. */
 static int reduce_write_acc(dc_reducer *r, const param *x, int64_t from, int64_t at, int64_t n) {
-  float *acc = r->k.acc + at;
   int64_t size = (int64_t)dc_dtype_size(x->dtype);
   if (r->k.tree) return reduce_push_alone(r, x, x->grad ? x->grad + from * size : NULL, at, n);
   if (x->state == PARAM_ABSENT) {
-    if (r->assign) memset(acc, 0, (size_t)n * sizeof *acc);
+    if (r->assign) memset(reduce_acc_at(r, at), 0, (size_t)(n * r->acc_elem));
     return DC_OK;
   }
   const char *grad = x->grad + from * size;
-  if (r->k.pre_scale != 1.0f)
-    return r->assign ? dc_cast(acc, DC_F32, grad, x->dtype, r->k.pre_scale, n)
-                     : dc_axpy(acc, r->k.pre_scale, grad, x->dtype, n);
+  if (r->k.pre_scale != 1.0f) return reduce_scale_into_acc(r, at, grad, x->dtype, n);
   int64_t head = (DC_BLOCK - at % DC_BLOCK) % DC_BLOCK;
   int64_t blocks = n > head ? (n - head) / DC_BLOCK : 0;
   if (!r->norm || blocks == 0) {
     const void *all = grad;
-    return dc_reduce_acc(acc, &all, 1, x->dtype, n, r->assign, NULL);
+    return reduce_into_acc(r, at, &all, 1, x->dtype, n, NULL);
   }
   int64_t cut[4] = {0, head, head + blocks * DC_BLOCK, n}, block = (at + head) / DC_BLOCK;
   for (int i = 0; i < 3; i++) {
     const void *part = grad + cut[i] * size;
     double *partial = i == 1 ? r->k.partial + block : NULL;
-    DC_TRY(dc_reduce_acc(acc + cut[i], &part, 1, x->dtype, cut[i + 1] - cut[i], r->assign, partial));
+    DC_TRY(reduce_into_acc(r, at + cut[i], &part, 1, x->dtype, cut[i + 1] - cut[i], partial));
   }
   memset(r->fused + block, 1, (size_t)blocks);
   return DC_OK;
@@ -231,7 +267,8 @@ static void reduce_zero_range(dc_reducer *r, bucket *b, int64_t at, int64_t n) {
   if (r->k.comm) memset(b->slot + (at - b->begin) * r->elem, 0, (size_t)(n * r->elem));
   else if (r->assign)
     for (int64_t i = 0; i < (r->k.tree ? r->k.tree : 1); i++)
-      memset((i ? r->k.tree_acc + (i - 1) * r->k.layout->total : r->k.acc) + at, 0, (size_t)n * sizeof *r->k.acc);
+      memset(i ? (char *)(r->k.tree_acc + (i - 1) * r->k.layout->total + at) : reduce_acc_at(r, at), 0,
+             (size_t)(n * r->acc_elem));
 }
 
 /* What is in no parameter is zero and counts as zero in the norm. */
@@ -314,7 +351,7 @@ static int reduce_next(dc_reducer *r) {
     src[k] = (const char *)dc_exchange_peer(r->k.comm, (int)k, b->step) + (begin - b->begin) * r->elem;
   double *partial = r->norm && r->k.partial ? r->k.partial + at / DC_BLOCK : NULL;
   if (r->k.tree) DC_TRY(reduce_push_leaves(r, src, (int)l->world, at, end - begin, partial));
-  else DC_TRY(dc_reduce_acc(r->k.acc + at, src, (int)l->world, r->k.dtype, end - begin, r->assign, partial));
+  else DC_TRY(reduce_into_acc(r, at, src, (int)l->world, r->k.dtype, end - begin, partial));
   DC_TRY(reduce_move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
   DC_TRY(dc_exchange_done(r->k.comm, b->step));
   DC_TRY(reduce_move(r, b, BUCKET_REDUCED, BUCKET_IDLE));
@@ -367,7 +404,7 @@ static int reduce_close_alone(dc_reducer *r, bucket *b) {
   int64_t last = b->end / DC_BLOCK;
   for (int64_t k = b->begin / DC_BLOCK, run; r->norm && r->k.partial && k < last; k += run) {
     for (run = 0; k + run < last && !r->fused[k + run];) run++;
-    if (run) DC_TRY(dc_sqnorm(r->k.acc + k * DC_BLOCK, DC_F32, run * DC_BLOCK, r->k.partial + k));
+    if (run) DC_TRY(dc_sqnorm(reduce_acc_at(r, k * DC_BLOCK), r->k.acc_dtype, run * DC_BLOCK, r->k.partial + k));
     while (k + run < last && r->fused[k + run]) run++;
   }
   DC_TRY(reduce_move(r, b, BUCKET_POSTED, BUCKET_REDUCED));
@@ -608,6 +645,12 @@ static int reduce_check_config(const dc_reducer_config *k) {
   if (k->tree < 0 || k->tree > DC__TREE_DEPTH || (k->tree > 1 && (!k->tree_acc || k->ring)))
     return DC_FAIL(DC_E_INVALID, "tree is %d; expected 0 to %d, with tree_acc if > 1, and 0 or 1 with a ring", k->tree,
                    DC__TREE_DEPTH);
+  if (k->acc_dtype != DC_F32 && k->acc_dtype != DC_BF16 && k->acc_dtype != DC_F16)
+    return DC_FAIL(DC_E_DTYPE, "gradients can't be accumulated as dtype %d (%s); expected fp32, bf16 or fp16",
+                   k->acc_dtype, dc_dtype_name(k->acc_dtype));
+  if (k->acc_dtype != DC_F32 && (k->tree || k->ring))
+    return DC_FAIL(DC_E_INVALID, "acc_dtype is %s, but sums of a tree or a ring are fp32; leave it fp32",
+                   dc_dtype_name(k->acc_dtype));
   if (k->ring < 0 || (k->ring && (!k->comm || k->partial)))
     return DC_FAIL(DC_E_INVALID, "ring is %d; expected 0, or a number > 0 with a comm and without partial", k->ring);
   return reduce_check_comm(k);
@@ -626,6 +669,7 @@ static int reduce_index_buckets(dc_reducer *r) {
 }
 
 static void reduce_destroy(dc_reducer *r) {
+  free(r->wide);
   free(r->leaf);
   free(r->fused);
   free(r->freed);
@@ -645,15 +689,17 @@ int dc_reducer_create(const dc_reducer_config *given, dc_reducer **out) {
   if (!r) return DC_FAIL(DC_E_NOMEM, "no memory for a reducer");
   r->k = *config;
   r->elem = (int64_t)dc_dtype_size(config->dtype);
+  r->acc_elem = (int64_t)dc_dtype_size(config->acc_dtype);
   r->slots = config->comm ? config->comm->slots : 0;
   r->bucket = calloc((size_t)l->nbuckets + 1, sizeof *r->bucket); /* + 1: never a request for 0 bytes */
   r->param = calloc((size_t)l->nparams + 1, sizeof *r->param);
   r->freed = calloc((size_t)l->nparams + 1, sizeof *r->freed);
   if (!config->comm) r->fused = calloc((size_t)(l->total / DC_BLOCK) + 1, 1);
   if (!config->comm && config->tree) r->leaf = calloc((size_t)l->bucket_elems, (size_t)r->elem);
+  if (config->acc_dtype != DC_F32) r->wide = calloc((size_t)WIDE_PART, sizeof *r->wide);
   int rc = DC_OK;
   if (!r->bucket || !r->param || !r->freed || (!config->comm && !r->fused) ||
-      (!config->comm && config->tree && !r->leaf))
+      (!config->comm && config->tree && !r->leaf) || (config->acc_dtype != DC_F32 && !r->wide))
     rc = DC_FAIL(DC_E_NOMEM, "no memory for a reducer of %lld parameters in %lld buckets", (long long)l->nparams,
                  (long long)l->nbuckets);
   if (rc == DC_OK) rc = reduce_index_buckets(r);

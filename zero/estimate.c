@@ -33,6 +33,7 @@ static int estimate_check_counts(const dc_zero_bytes_in *in) {
       {"resident", in->resident, 0},
       {"exchange", in->exchange, 0},
       {"grad_buffers", in->grad_buffers, 0},
+      {"acc_size", in->acc_size, 0},
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
     if (rows[i].value < rows[i].least)
@@ -67,7 +68,7 @@ int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
     estimate_add_product(&params, frozen_shard, in->param_size);
   }
   sum buffers = {0};
-  estimate_add_product(&buffers, fp32, in->grad_buffers > 1 ? in->grad_buffers : 1);
+  estimate_add_product(&buffers, in->acc_size ? in->acc_size : fp32, in->grad_buffers > 1 ? in->grad_buffers : 1);
   estimate_add_product(&grads, optimized, buffers.value);
   if (in->master) estimate_add_product(&master, optimized, fp32);
   sum per_element = {0};

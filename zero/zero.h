@@ -82,7 +82,8 @@ DC_API int dc_zero_gather(void *dst, const void *src, int64_t bytes);
  *   n = stage 0 ? total : shard
  *   params: stage 0-2 private (total + frozen) * param_size; stage 3 resident: the same, shared; stage 3 streamed:
  *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
- *   grads:  n * 4 (the fp32 accumulator), times grad_buffers if > 1 (the tree of micro-batches); master: n * 4 if set;
+ *   grads:  n * acc_size (the accumulator; 0: fp32), times grad_buffers if > 1 (the tree of micro-batches);
+ *   master: n * 4 if set;
  * states: n * nstates * state_size staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
  *   exchange: as given, private: what a rank keeps for gradients on their way between nodes
  *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
@@ -92,6 +93,7 @@ typedef struct dc_zero_bytes_in {
   /* sizes in bytes; master: 1 if separate fp32 masters exist */
   int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, grad_buffers;
   int64_t exchange; /* bytes */
+  int64_t acc_size; /* bytes of an accumulated gradient; 0: 4 */
 } dc_zero_bytes_in;
 typedef struct dc_zero_bytes {
   int64_t params_private, params_shared, grads_private, master_private, states_private, staging_shared;

@@ -125,6 +125,7 @@ struct Config {
   unsigned seed = 1;
   int ring = 0;
   int tree = 0;
+  int kept = DC_F32;  // acc's dtype
 };
 
 struct Free {
@@ -237,6 +238,10 @@ std::vector<float> expected(const Config &k, const dc_zero_layout &l, int n) {
           to[i] = mb == 0 ? sum[i] * k.pre_scale : fmaf(k.pre_scale, sum[i], to[i]);
         else to[i] = mb == 0 ? sum[i] : to[i] + sum[i];
       }
+      if (k.kept != DC_F32) {  // rounded once a micro-batch
+        const std::vector<float> rounded = back(as({to, to + sum.size()}, k.kept), k.kept);
+        std::copy(rounded.begin(), rounded.end(), to);
+      }
     }
   return acc;
 }
@@ -249,6 +254,7 @@ struct Rank {
   Comm own_comm;
   dc_comm *comm;
   std::vector<float> acc;
+  Bytes narrow;  // with 16 bits: what the reducer writes; acc has its values
   std::vector<double> partial;
   std::vector<float> tree;
   std::vector<float> slots;  // with a ring: what the reducer writes; take() moves it to acc
@@ -305,7 +311,9 @@ struct Rank {
     c.rank = rank;
     c.pre_scale = k.pre_scale;
     c.pending_limit_bytes = k.limit;
-    c.acc = k.ring ? slots.data() : acc.data();
+    if (k.kept != DC_F32) narrow = as(acc, k.kept);
+    c.acc_dtype = k.kept;
+    c.acc = k.ring ? (void *)slots.data() : k.kept != DC_F32 ? (void *)narrow.data() : (void *)acc.data();
     c.partial = k.ring ? nullptr : partial.data();
     c.ring = k.ring;
     tree.assign(k.tree > 1 ? acc.size() * (size_t)(k.tree - 1) : 0, std::numeric_limits<float>::quiet_NaN());
@@ -375,6 +383,7 @@ struct Rank {
 
   void check(int mb, bool norm) {
     if (k.tree && !norm) return;  // nodes lie in several buffers
+    if (k.kept != DC_F32) acc = back(narrow, k.kept);
     const bool along_tree = k.tree && !k.ring;
     const std::vector<float> want = along_tree ? expected_tree(k, *layout, mb + 1) : expected(k, *layout, mb + 1);
     int64_t at, seen = 0;
@@ -429,6 +438,25 @@ TEST(Reducer, DtypesWorldsAndOwners) {
         k.world = world;
         k.wire = k.grad = wire;
         k.own_all = own_all;
+        k.seed = seed++;
+        check_steps(k);
+      }
+}
+
+TEST(Reducer, AccumulatesInSixteenBits) {
+  unsigned seed = 400;
+  for (int world : {1, 2})
+    for (int kept : {DC_BF16, DC_F16})
+      for (float scale : {1.0f, 0.375f}) {
+        Config k;
+        k.world = world;
+        k.kept = kept;
+        k.wire = k.grad = seed % 2 ? DC_F32 : kept;
+        k.own_all = seed / 2 % 2;
+        k.pre_scale = scale;
+        k.numel = {5000, 17, 40000};  // longer than what is wide at a time
+        k.bucket = 100000;
+        k.never = 1;
         k.seed = seed++;
         check_steps(k);
       }
@@ -987,6 +1015,11 @@ TEST(Reducer, WrongConfigs) {
     WANT(status([](auto &c) { c.pre_scale = NAN; }) == DC_E_INVALID);
     WANT(status([](auto &c) { c.pending_limit_bytes = -1; }) == DC_E_INVALID);
     WANT(status([](auto &c) { c.acc = nullptr; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.acc_dtype = DC_F64; }) == DC_E_DTYPE);
+    WANT(status([](auto &c) { c.acc_dtype = DC_BF16, c.tree = 1; }) == DC_E_INVALID);
+    WANT(status([](auto &c) { c.acc_dtype = DC_BF16, c.ring = 2; }) == DC_E_INVALID);
+    WANT_OK(status([](auto &c) { c.acc_dtype = DC_F16; }));
+    WANT_OK(status([](auto &c) { c.struct_size = offsetof(dc_reducer_config, acc_dtype); }));  // an older caller
     WANT(status([](auto &c) { c.comm = nullptr; }) == DC_E_INVALID);
     WANT(status([&](auto &c) { c.layout = alone.get(), c.rank = 0; }) == DC_E_INVALID);
     Config large = k;

@@ -613,6 +613,10 @@ TEST(ZeroEstimate, ByHand) {
   // three gradient buffers, of the tree of micro-batches: 32,768,000 bytes more
   in.grad_buffers = 3;
   expect_bytes(in, {65699844, 0, 49152000, 0, 32768000, 1572864, 147620844, 296814552});
+  // one buffer of 16 bits
+  in.grad_buffers = 0;
+  in.acc_size = 2;
+  expect_bytes(in, {65699844, 0, 8192000, 0, 32768000, 1572864, 106660844, 214894552});
   // alone: no staging, whatever the slots
   in = sizes(0);
   in.world = in.ranks_per_node = 1;
@@ -638,6 +642,7 @@ TEST(ZeroEstimate, WrongArgumentsAndOverflow) {
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.param_size = 0; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.nstates = -1; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.exchange = -1; }));
+  EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.acc_size = -1; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.grad_buffers = -1; }));
   EXPECT_EQ(DC_E_OVERFLOW, status([](auto &in) { in.exchange = INT64_MAX; }));
   EXPECT_EQ(DC_E_INVALID, dc_zero_estimate(nullptr, &out));

@@ -250,6 +250,71 @@ def test_coalesced_reductions_in_fp16_train_the_same():
     torch.testing.assert_close(together[0][0], alone[0][0], rtol=2e-2, atol=1e-4)
 
 
+def test_coalesced_reductions_sum_in_fp32(deepspeed):
+    """What a 16-bit `.grad` would lose: 1 and eight times 2^-10."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(8))
+
+        def forward(self, factor):
+            return self.w.sum() * factor
+
+    engine = engine_of(2, Scaled(), bf16={"enabled": True})
+    with engine.coalesce_grad_reduction():
+        for factor in (1.0, *[2.0**-10] * 8):
+            engine.backward(engine(factor))
+    assert engine.full_grad(engine.module.w).eq(1 + 2.0**-7).all()
+    engine.step()
+
+
+def test_step_and_nesting_in_no_sync(deepspeed):
+    engine = engine_of(2)
+    x = torch.ones(2, 8)
+    with engine.no_sync():
+        engine.backward(engine(x).square().mean())
+        with pytest.raises(AssertionError, match=r"It is illegal to call Engine.step\(\) inside no_sync"):
+            engine.step()
+        with engine.no_sync():
+            engine.backward(engine(x).square().mean())
+        with pytest.raises(AssertionError, match="illegal"):
+            engine.step()
+    engine.backward(engine(x).square().mean())
+    assert engine.step().applied and engine.global_steps == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wide", [True, False])
+def test_moments_of_cpu_adam(deepspeed, dtype, wide):
+    """fp32_optimizer_states: elementwise against the formula in torch, with what is kept rounded to its dtype."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(1000).to(dtype))
+    kept = torch.float32 if wide else dtype
+    want, m, v = p.detach().clone(), torch.zeros(1000, dtype=kept), torch.zeros(1000, dtype=kept)
+    optimizer = DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1, fp32_optimizer_states=wide)
+    for step in range(1, 6):
+        if step == 4:  # as a checkpoint does; torch alone would cast the moments to the parameter's dtype
+            saved = optimizer.state_dict()
+            optimizer = DeepSpeedCPUAdam([p], lr=1e-2, weight_decay=0.1, fp32_optimizer_states=wide)
+            optimizer.load_state_dict(saved)
+        p.grad = torch.randn(1000).to(dtype)
+        g, w = p.grad.double(), want.double() * (1 - 1e-2 * 0.1)
+        m64, v64 = m.double() + 0.1 * (g - m.double()), 0.999 * v.double() + 0.001 * g * g
+        w -= 1e-2 / (1 - 0.9**step) * m64 / ((v64 / (1 - 0.999**step)).sqrt() + 1e-8)
+        want, m, v = w.to(dtype), m64.to(kept), v64.to(kept)
+        optimizer.step()
+        state = optimizer.state[p]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == kept
+        one = 2 * torch.finfo(kept).eps  # a double between two fp32 results may round to either side
+        torch.testing.assert_close(state["exp_avg"], m, rtol=one, atol=1e-7)
+        torch.testing.assert_close(state["exp_avg_sq"], v, rtol=one, atol=1e-7)
+        torch.testing.assert_close(p.detach(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        want, m, v = p.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+
+
 def test_misuse_of_coalesced_reductions(deepspeed):
     engine = engine_of(2)
 

@@ -396,7 +396,6 @@ LATER = [
     ("autotuning.enabled", True, "autotuning"),
     ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
     ("tensor_parallel.autotp_size", 4, "tensor parallelism"),
-    ("data_types.grad_accum_dtype", "bf16", "always accumulates in fp32"),
     ("curriculum_learning.enabled", True, "curriculum"),
     ("data_efficiency.enabled", True, "data efficiency"),
     ("sparse_attention", {"mode": "fixed"}, "block-sparse attention"),

@@ -362,6 +362,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "gradient_predivide_factor": ({}, 8, of("sums")),
     "gradient_allreduce_op": (SGD, "sum", on_ranks("weights")),
     "communication_data_type": (SGD, "bf16", on_ranks("weights")),
+    "data_types.grad_accum_dtype": (ADAM, "bf16", of("weights")),
     "zero_optimization.stage": ({}, 2, of("stage")),
     "zero_optimization.reduce_bucket_size": ({}, 512, of("bucket_elems")),
     "zero_optimization.offload_optimizer.device": ({"zero_optimization": {"stage": 1}}, "cpu", estimated),

@@ -243,12 +243,12 @@ KEYS: tuple[Key, ...] = (
     _later("torch_autocast.enabled", "bool", False, "torch.autocast inside the engine"),
     _later("torch_autocast.dtype", "str", None, "torch.autocast inside the engine", ok=ANY),
     _later("torch_autocast.lower_precision_safe_modules", "strings", None, "torch.autocast inside the engine", ok=ANY),
-    _later(
+    _active(
         "data_types.grad_accum_dtype",
         "str",
         None,
-        "gradient accumulation in another dtype than fp32 (deepc always accumulates in fp32)",
-        ok=(None, "fp32"),
+        "Dtype in which gradients of micro-batches are accumulated; null: fp32. 16 bits take half the memory: every"
+        " micro-batch is added in fp32 and rounded once. With Adam and AdamW.",
         choices=TRAINED_NAMES,
     ),
     _later(
@@ -1006,7 +1006,10 @@ DIFFERS: dict[str, str] = {
         " are not finite is skipped."
     ),
     "checkpoint.tag_validation": "with Ignore and Warn DeepSpeed writes each rank's part under its own tag.",
-    "gradient_accumulation_steps": "gradients are always summed in fp32; no_sync() works at every stage.",
+    "gradient_accumulation_steps": (
+        "sums are fp32 unless data_types.grad_accum_dtype says otherwise; no_sync() works at every stage."
+    ),
+    "data_types.grad_accum_dtype": "null is fp32 here, and the model's dtype in DeepSpeed.",
     "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
     "optimizer.type": (
         "Adam and AdamW are deepc's fused kernel; any class of torch.optim works, the elementwise ones under every ZeRO"

@@ -286,6 +286,14 @@ class Loader:
                 self.fail(path, given, f"is not supported with {what}. Use mean, or remove the other.")
 
     def _precision_rules(self) -> None:
+        narrow = self.get("data_types.grad_accum_dtype") or "fp32"
+        if narrow != "fp32" and self.get("deepc.deterministic") is not None:
+            self.fail(
+                "data_types.grad_accum_dtype",
+                narrow,
+                'rounds after each micro-batch, and deepc.deterministic = "layout" adds them in another order, in fp32.'
+                " Remove one of the two.",
+            )
         if self.get("fp16.enabled") and self.get("bf16.enabled"):
             self.errors.append(f"{self.name}: fp16.enabled and bf16.enabled are both true. Set one of them to false.")
         auto = self.get("precision") == AUTO

@@ -105,7 +105,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class DataTypesConfig:
-    """Section data_types. Gradients are accumulated in fp32 whatever this says."""
+    """Section data_types. grad_accum_dtype: "fp32", "bf16" or "fp16"."""
 
     grad_accum_dtype: str
 
@@ -381,7 +381,7 @@ def _build(asked: Loader) -> Config:
             offload_optimizer=_fill(asked, OffloadOptimizerConfig, f"{zero}.offload_optimizer"),
             offload_param=_fill(asked, OffloadParamConfig, f"{zero}.offload_param"),
         ),
-        data_types=DataTypesConfig("fp32"),
+        data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
         checkpoint=_fill(asked, CheckpointConfig, "checkpoint"),
         comms_logger=_fill(asked, CommsLoggerConfig, "comms_logger"),
         flops_profiler=_fill(asked, FlopsProfilerConfig, "flops_profiler"),

@@ -127,7 +127,7 @@ class BytesIn(ctypes.Structure):
                 "grad_buffers",
             )
         ]
-        + [("exchange", c_int64)]
+        + [("exchange", c_int64), ("acc_size", c_int64)]
     )
 
 
@@ -163,6 +163,7 @@ class ReducerConfig(Sized):
         ("acc", c_void_p),
         ("partial", c_void_p),
         ("tree_acc", c_void_p),
+        ("acc_dtype", c_int32),
     ]
 
 

@@ -139,6 +139,7 @@ def assemble(
         group_of = {} if is_for_evaluation(engine, given) else trained_groups(engine.optimizer.param_groups)
         named = own_parameters(engine, group_of)
         engine.step_policy.check_optimizer()
+        engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
         adopt(named, engine.plan.sharded)

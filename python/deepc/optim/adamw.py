@@ -22,6 +22,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     _decoupled = True
+    _fp32_moments = False  # whatever the parameter's dtype
 
     def __init__(
         self,
@@ -72,12 +73,24 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
+            dtype = torch.float32 if self._fp32_moments else p.dtype
             for color, name in enumerate(names, start=2):
                 if p.device.type == "cpu" and p.numel() >= 1 << 16:
-                    state[name] = memory.zeros(p.numel(), p.dtype, color).view(p.shape)
+                    state[name] = memory.zeros(p.numel(), dtype, color).view(p.shape)
                 else:
-                    state[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+                    state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
         return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's. It casts moments to the parameter's dtype; those that are fp32 here come unrounded."""
+        super().load_state_dict(state_dict)
+        if not self._fp32_moments:
+            return
+        indices = [i for g in state_dict["param_groups"] for i in g["params"]]
+        for i, p in zip(indices, (p for g in self.param_groups for p in g["params"])):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if name != "step" and torch.is_tensor(value):
+                    self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

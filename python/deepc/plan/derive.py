@@ -114,6 +114,7 @@ def derive(
     nodes = mesh.nodes if transport == "nodes" else 1
     gradients_as = "int4" if nodes > 1 and zero.zero_quantized_gradients else ""
     parameters_as = "int8" if nodes > 1 and zero.zero_quantized_weights and stage > 0 else ""
+    accumulator = dtype_named(config.data_types.grad_accum_dtype)
     tree = tree_buffers(mesh.dp, config.gradient_accumulation_steps or 1) if config.deepc.deterministic else 0
     mode = "private" if stage < 3 else "streamed" if is_streamed(config, mesh, machine) else "resident"
     sharded = mode == "streamed" and transport == "c10d"
@@ -149,6 +150,7 @@ def derive(
         resident=int(stage == 3 and not sharded),
         exchange=_exchange_bytes(layout, nodes, FLOAT32 if tree else wire, gradients_as),
         grad_buffers=tree,
+        acc_size=accumulator.itemsize,
     )
     out = _lib.Bytes()
     _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
@@ -172,6 +174,7 @@ def derive(
         gradients_as=gradients_as,
         parameters_as=parameters_as,
         wire=wire,
+        accumulator=accumulator,
         gradient_buffers=tree,
         notes=_notes(config, nodes),
     )
@@ -181,6 +184,11 @@ def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) 
     """What the ranks' places rule out, which the configuration alone does not show."""
     zero, uneven = config.zero, f"nodes with different numbers of ranks ({machine.uneven})"
     asked = [k for k in QUANTIZING if getattr(zero, k)]
+    if transport == "nodes" and config.data_types.grad_accum_dtype != "fp32":
+        raise UnsupportedError(
+            f'data_types.grad_accum_dtype = "{config.data_types.grad_accum_dtype}" over several CPU nodes does not'
+            " exist: what comes from other nodes is added in fp32, where it arrives; remove the key"
+        )
     if transport == "c10d" and mesh.dp > 1 and asked:
         raise UnsupportedError(
             f"zero_optimization.{asked[0]} over {uneven if machine.uneven else 'several GPUs'} does not exist; "

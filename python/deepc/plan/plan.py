@@ -93,6 +93,7 @@ class Plan:
     gradients_as: str = ""  # between nodes: "int4" (ZeRO++'s qgZ), or "" for the wire dtype
     parameters_as: str = ""  # between nodes: "int8" (ZeRO++'s qwZ), or "" for the parameters' dtype
     wire: DType = FLOAT32  # of gradients
+    accumulator: DType = FLOAT32  # of what a rank accumulates of them (data_types.grad_accum_dtype)
     gradient_buffers: int = (
         0  # with "deterministic": "layout": fp32 buffers of the tree of micro-batches, see determinism.py; 0: it is off
     )
@@ -190,7 +191,9 @@ class Plan:
             ("parameters", b["params_private"], b["params_shared"]),
             ("fp32 masters", b["master_private"], 0),
             (
-                "gradients (fp32)" if self.gradient_buffers < 2 else f"gradients (fp32, {self.gradient_buffers} nodes)",
+                f"gradients ({self.accumulator.short})"
+                if self.gradient_buffers < 2
+                else f"gradients (fp32, {self.gradient_buffers} nodes)",
                 b["grads_private"],
                 0,
             ),

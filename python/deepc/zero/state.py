@@ -56,9 +56,9 @@ class ModelState:
     is said by the two classes of it, ResidentState and StreamedState.
 
     flat: of `dtype`, the parameters: [total], node-shared at stage 3 or a private replica, or [owned] where a rank has
-    its shard alone; frozen_flat: the same of frozen ones, or None. acc, master, moments:
-    [owned] fp32. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat` lie in host
-    memory."""
+    its shard alone; frozen_flat: the same of frozen ones, or None. master, moments: [owned] fp32; acc: [owned] of the
+    plan's accumulator dtype. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat`
+    lie in host memory."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class ModelState:
         self.flat_host: torch.Tensor | None = None
         self._owners: list[list[tuple[int, Segment]]] | None = None
         self.lease = (
-            memory.Lease(owned, torch.float32, memory.COLORS["acc"])
+            memory.Lease(owned, torch_dtype(plan.accumulator), memory.COLORS["acc"])
             if leases_gradients(plan, accumulates) and owned
             else None
         )
-        self.acc = self.zeros(owned, torch.float32, "acc") if self.lease is None else self.lease.tensor
+        self.acc = self.zeros(owned, torch_dtype(plan.accumulator), "acc") if self.lease is None else self.lease.tensor
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
         self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
         self.flats = self._choose_flats()

@@ -93,7 +93,8 @@ class _Ops(dict):  # type: ignore[type-arg]
 
 def mend(common: dict[str, Any]) -> None:
     """For unit/common.py, in the process of pytest and in its workers: a worker's pytest.fail reaches the test instead
-    of killing the worker, and a test that hangs fails by itself, not the session with it."""
+    of killing the worker, and a test that hangs fails by itself, not the session with it. Workers are forked off a
+    process that has imported what every test does."""
     from deepc.compat.runtime.engine import DeepSpeedEngine
     from deepc.zero.step.update import ShardedOptimizer
 
@@ -131,6 +132,7 @@ def mend(common: dict[str, Any]) -> None:
         if any(told):
             pytest.skip(next(filter(None, told)))
 
+    mp.set_forkserver_preload(["torch", "unit.common", "unit.simple_model"])
     execution._dist_run, execution._launch_daemonic_procs = _dist_run, launch
     execution.reuse_dist_env = False
 

@@ -73,6 +73,7 @@ class DeepSpeedEngine(Engine):
 
     resumes_data = False  # scripts written for DeepSpeed skip what they had themselves
     _coalescing = False  # inside coalesce_grad_reduction
+    _in_no_sync = False
 
     def __init__(self, model: torch.nn.Module, config: Any, *, optimizer: Any = None, **options: Any) -> None:
         self.__dict__["_inference_only"] = optimizer is None and config.optimizer is None
@@ -106,6 +107,11 @@ class DeepSpeedEngine(Engine):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         self._refuse_to_train("step")
+        if self._in_no_sync:
+            raise MisuseError(
+                "It is illegal to call Engine.step() inside no_sync context manager: the gradients of this rank's"
+                " backward passes are not reduced yet; leave the with block, and run the last backward outside"
+            )
         if self._coalescing:
             raise MisuseError(
                 "engine.step() inside engine.coalesce_grad_reduction(): its gradients are not reduced yet, as inside"
@@ -116,28 +122,34 @@ class DeepSpeedEngine(Engine):
     # ---- accumulation ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As deepc's: backward passes inside keep their gradients on this rank. At every stage."""
+        """As deepc's: backward passes inside keep their gradients on this rank; step() comes after the block. At every
+        stage."""
         if self._coalescing:
             raise MisuseError("engine.no_sync() inside engine.coalesce_grad_reduction(), which keeps gradients already")
-        with super().no_sync():
-            yield
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._in_no_sync = before
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """The gradients of all backward calls inside are reduced once, at the end of the with block: one block per
-        step(), which comes after it. At every stage. Collective; if the block raises nothing is reduced, and the
-        gradients stay for the next reduction (or engine.zero_grad())."""
+        step(), which comes after it. Until then they are summed in data_types.grad_accum_dtype. At every stage.
+        Collective; if the block raises nothing is reduced, and the gradients stay for the next reduction (or
+        engine.zero_grad())."""
         self._refuse_to_train("coalesce_grad_reduction")
         if self._coalescing or not self.hooks.synchronising:
             raise MisuseError(
                 "engine.coalesce_grad_reduction() can't be nested in no_sync or in itself: gradients are kept already"
             )
         with super().no_sync():
-            self._coalescing = True
+            self._coalescing, self.hooks.sums_in = True, torch_dtype(self.plan.accumulator)
             try:
                 yield
             finally:
-                self._coalescing = False
+                self._coalescing, self.hooks.sums_in = False, None
         if not self.step_policy.one_gradient:  # else each micro-batch has its pass, which step() makes
             self.hooks.check()
             self.hooks.flush()
@@ -210,7 +222,7 @@ class DeepSpeedEngine(Engine):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(of the model, of the gradients' accumulation)."""
-        return self.dtype, torch.float32
+        return self.dtype, torch_dtype(self.plan.accumulator)
 
     def steps_per_print(self) -> int | None:
         return self._config.steps_per_print

@@ -37,7 +37,9 @@ class _Adam(AdamW):
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """deepspeed.ops.adam.DeepSpeedCPUAdam. Betas and eps of param groups are kept (Accelerate passes groups)."""
+    """deepspeed.ops.adam.DeepSpeedCPUAdam. Betas and eps of param groups are kept (Accelerate passes groups).
+    fp32_optimizer_states: the moments of 16-bit parameters are fp32; False: they have the parameter's dtype, rounded to
+    nearest at every step. An engine's masters are fp32, and so are their moments, whatever this says."""
 
     def __init__(
         self,
@@ -51,7 +53,8 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _plain("DeepSpeedCPUAdam", bias_correction, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
+        _plain("DeepSpeedCPUAdam", bias_correction)
+        self.fp32_optimizer_states = self._fp32_moments = fp32_optimizer_states
         super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad)
         self._set_mode(adamw_mode)
 

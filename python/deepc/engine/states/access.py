@@ -189,7 +189,11 @@ class _Access:
     @torch.no_grad()
     def _mine(self, pieces: _Pieces) -> torch.Tensor:
         parts = [pieces(s) for s in self.mine]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=self.engine.state.state_device)
+        return (
+            torch.cat(parts).float()
+            if parts
+            else torch.empty(0, dtype=torch.float32, device=self.engine.state.state_device)
+        )
 
     @torch.no_grad()
     def _put(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:

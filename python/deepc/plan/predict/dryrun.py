@@ -411,9 +411,9 @@ class _Accumulators:
 
     _FIRST_KEY = -(1 << 40)
 
-    def __init__(self, heap: ShadowHeap, layout: Layout, own_all: bool, color: int) -> None:
-        self._heap, self._slice = heap, layout.bucket_elems // (1 if own_all else layout.world) * 4
-        self._bytes = (layout.total if own_all else layout.shard_elems) * 4
+    def __init__(self, heap: ShadowHeap, layout: Layout, own_all: bool, color: int, size: int) -> None:
+        self._heap, self._slice = heap, layout.bucket_elems // (1 if own_all else layout.world) * size
+        self._bytes = (layout.total if own_all else layout.shard_elems) * size
         begin, piece = ctypes.c_size_t(), ctypes.c_size_t()
         call("dc_lease_layout", self._bytes, color, ctypes.byref(begin), ctypes.byref(piece))
         self._begin, self._piece = begin.value, piece.value
@@ -605,6 +605,7 @@ def run(
     own_all: bool,
     leases: bool,
     acc_color: int,
+    acc_size: int,
     accumulation: int,
     steps: int,
     update: Callable[..., Callable[[], Any]] | None,
@@ -615,10 +616,11 @@ def run(
     spoilt.
 
     trained: the model's trained parameters in flat order. slots: of the reducer's window, 0 for one rank. own_all,
-    acc_color: of the accumulators, which borrow their memory if `leases` and the heap is there. update(fake parameters,
-    known) makes a function that does a torch optimizer's step on shards, or None. Returns bytes: "freed" by the model's
-    move into the flat space (negative: less resident memory), "live" and "resident" peaks (with "leased" accumulators
-    in the latter) above what is left then, "saved" at the end of the first forward, "gradients" the largest one.
+    acc_color, acc_size (bytes of an element): of the accumulators, which borrow their memory if `leases` and the heap
+    is there. update(fake parameters, known) makes a function that does a torch optimizer's step on shards, or None.
+    Returns bytes: "freed" by the model's move into the flat space (negative: less resident memory), "live" and
+    "resident" peaks (with "leased" accumulators in the latter) above what is left then, "saved" at the end of the first
+    forward, "gradients" the largest one.
     """
     from ...core.foreign.private import FakeTensorMode, tree_map_only
 
@@ -634,7 +636,7 @@ def run(
     freed += heap.come_and_go([p.numel() * p.dtype.itemsize for p in fake.never_real])
     heap.use_core()
     heap.rebase(tracker.live)
-    sums = _Accumulators(heap, layout, own_all, acc_color) if leases and heap.in_core else None
+    sums = _Accumulators(heap, layout, own_all, acc_color, acc_size) if leases and heap.in_core else None
     reducer = _Reducer(fake.trained, layout, slots, sums)
     for i, p in enumerate(fake.trained):
         p.register_post_accumulate_grad_hook(reducer.hook(i))

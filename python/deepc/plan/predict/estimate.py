@@ -212,9 +212,10 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
         )
     states_in_host = in_host or host_states
     if leased:
-        put("gradients (fp32) of the tree of micro-batches", b["grads_private"] - plan.owned_elems * 4, host=True)
+        one = plan.owned_elems * plan.accumulator.itemsize
+        put("gradients (fp32) of the tree of micro-batches", b["grads_private"] - one, host=True)
     else:
-        put("gradients (fp32)", _block(b["grads_private"], "acc"), host=states_in_host)
+        put(f"gradients ({plan.accumulator.short})", _block(b["grads_private"], "acc"), host=states_in_host)
     put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
     if plan.has_master:
         put("fp32 masters", _block(b["master_private"], "master"), host=states_in_host)
@@ -274,7 +275,9 @@ def _assemble(
         if heap > live:
             rows.append(
                 Row(
-                    "gradients (fp32) in the heap's free memory, holes" if leased else "holes that the heap keeps",
+                    f"gradients ({plan.accumulator.short}) in the heap's free memory, holes"
+                    if leased
+                    else "holes that the heap keeps",
                     host=heap - live,
                 )
             )
@@ -517,6 +520,7 @@ def predict(
             own_all=plan.own_all,
             leases=gas == 1 and plan.core_reduces,
             acc_color=memory.COLORS["acc"],
+            acc_size=plan.accumulator.itemsize,
             accumulation=gas if gas <= 4 else 4,
             steps=steps,
             update=update,

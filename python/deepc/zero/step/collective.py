@@ -112,7 +112,7 @@ class TorchReducer:
         layout = self._plan.layout
         target = self._acc[layout.offsets[index] : layout.offsets[index] + layout.numels[index]]
         flat = grad.reshape(-1) if self._pre_scale == 1 else grad.reshape(-1) * self._pre_scale
-        torch.ops.deepc.accumulate_tensors(target, [flat.to(target.device)], self._assign, self._none)
+        self._put(target, flat.to(target.device))
         self._released.append(index)
 
     def _finish_alone(self) -> None:
@@ -230,7 +230,15 @@ class TorchReducer:
     def _accumulate(self, b: int, part: torch.Tensor) -> None:
         shard = self._plan.layout.bucket(b)[0] if self._plan.own_all else self._plan.slices[b].shard_begin
         target = self._acc[shard : shard + part.numel()]
-        torch.ops.deepc.accumulate_tensors(target, [part.to(target.device)], self._assign, self._none)
+        self._put(target, part.to(target.device))
+
+    def _put(self, target: torch.Tensor, part: torch.Tensor) -> None:
+        """`target`, of the accumulators, becomes `part` or gets it added, in fp32 and rounded once if it has 16
+        bits."""
+        if target.dtype == torch.float32:
+            torch.ops.deepc.accumulate_tensors(target, [part], self._assign, self._none)
+        else:
+            target.copy_(part if self._assign else target.float().add_(part))
 
     def _take_reduced(self) -> None:
         """Drops what reductions that are through have needed. Does not wait."""

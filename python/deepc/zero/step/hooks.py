@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -58,7 +58,10 @@ class GradientHooks:
         self._params = state.trained
         self.synchronising = True  # False inside no_sync(): gradients stay in .grad
         self._kept = False  # some .grad were left by no_sync
-        self._late: dict[int, torch.Tensor] = {}  # gradients whose parameter already had one in its pass
+        self._late: dict[
+            int, torch.Tensor
+        ] = {}  # gradients that no pass has taken: of a parameter that already had one
+        self.sums_in: torch.dtype | None = None  # instead of .grad: what is not synchronised is summed so, among _late
         self._held: dict[int, torch.Tensor] = {}  # lent to the reducer
         self.open = False  # a pass is under way
         self._queued = False  # autograd will close the pass
@@ -124,6 +127,8 @@ class GradientHooks:
         def hook(p: torch.Tensor) -> None:
             if self.synchronising:
                 self._take(index, p)
+            elif self.sums_in is not None:
+                self._sum(index, p, self.sums_in)
             else:
                 self._kept = True
 
@@ -150,6 +155,11 @@ class GradientHooks:
             self._late[index] = grad
         else:
             self._add(index, grad)
+
+    def _sum(self, index: int, p: torch.Tensor, dtype: torch.dtype) -> None:
+        grad, p.grad = _dense(cast(torch.Tensor, p.grad)), None
+        late = self._late.get(index)
+        self._late[index] = grad.to(dtype) if late is None else late.to(dtype).add_(grad)
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
         self._added.add(index)

@@ -49,7 +49,8 @@ class Reducer(Protocol):
         """Before accumulators are read that `finish` made without the norm. Collective."""
 
     def sums(self, begin: int, length: int) -> torch.Tensor:
-        """[length] fp32: what has been accumulated for these owned elements, after `settle`."""
+        """[length]: what has been accumulated for these owned elements, in the plan's accumulator dtype, after
+        `settle`."""
 
     def gather(self, flat: torch.Tensor) -> None:
         """Completes every rank's replica `flat` from the owners' slices."""
@@ -88,6 +89,7 @@ class CoreReducer:
             pending_limit_bytes=2 * bucket_bytes,
             acc=acc.data_ptr(),
             partial=partial.data_ptr(),
+            acc_dtype=code(acc.dtype),
         )
         self._configure(config)
         self._make(config)
@@ -128,8 +130,8 @@ class CoreReducer:
         """Before accumulators are read that `finish` made without the norm. Collective."""
 
     def sums(self, begin: int, length: int) -> torch.Tensor:
-        """[length] fp32: what has been accumulated for these owned elements, after `settle`. A view where it can be
-        written, else a copy."""
+        """[length]: what has been accumulated for these owned elements, after `settle`. A view where it can be written,
+        else a copy."""
         return self._acc[begin : begin + length]
 
     def gather(self, flat: torch.Tensor) -> None:

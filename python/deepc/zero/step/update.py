@@ -45,6 +45,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises if the update of an element could depend on where its shard ends ("deterministic": "layout")."""
         LayoutOrder.check_optimizer(type(self.base).__name__, self.core)
 
+    def check_accumulator(self, dtype: str) -> None:
+        """Raises if the update can't read gradients that were accumulated in `dtype` (data_types.grad_accum_dtype)."""
+        if dtype != "fp32" and not self.core:
+            raise UnsupportedError(
+                f'data_types.grad_accum_dtype = "{dtype}" with {type(self.base).__name__}: torch\'s optimizers take'
+                " gradients in the dtype of the fp32 weights, so nothing would be saved; use Adam or AdamW, or remove"
+                " the key"
+            )
+
     def _hook_tables(self: torch.optim.Optimizer) -> None:
         from collections import OrderedDict
 
@@ -100,14 +109,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 not st.plan.parameters_as
             )  # else the engine makes the parameters from the masters when it publishes them
             a.param = master.data_ptr() + 4 * own if master is not None else target.data_ptr() + 4 * flat
-            a.grad = st.acc.data_ptr() + 4 * own
+            a.grad = st.acc.data_ptr() + st.acc.element_size() * own
             a.exp_avg, a.exp_avg_sq = (self.states[k].data_ptr() + 4 * own for k in names[:2])
             if self.param_groups[g].get("amsgrad"):
                 a.max_exp_avg_sq = self.states["max_exp_avg_sq"].data_ptr() + 4 * own
             if lowp and direct:
                 a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * flat, code(target.dtype)
             a.n = n
-            a.param_dtype = a.grad_dtype = a.state_dtype = code(torch.float32)
+            a.param_dtype = a.state_dtype = code(torch.float32)
+            a.grad_dtype = code(st.acc.dtype)
 
     def _attach_torch(self) -> None:
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
