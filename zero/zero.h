@@ -91,9 +91,9 @@ typedef struct dc_zero_bytes_in {
   int64_t total, shard, frozen; /* elements: flat space, one shard, parameters without gradient (padded) */
   int64_t world, ranks_per_node, slots, bucket_elems;
   /* sizes in bytes; master: 1 if separate fp32 masters exist */
-  int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident, grad_buffers;
+  int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident;
+  int16_t grad_buffers, acc_size; /* acc_size: bytes of an accumulated gradient; 0: 4 */
   int64_t exchange; /* bytes */
-  int64_t acc_size; /* bytes of an accumulated gradient; 0: 4 */
 } dc_zero_bytes_in;
 typedef struct dc_zero_bytes {
   int64_t params_private, params_shared, grads_private, master_private, states_private, staging_shared;

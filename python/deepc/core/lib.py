@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int16, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,9 @@ class BytesIn(ctypes.Structure):
                 "state_size",
                 "nstates",
                 "resident",
-                "grad_buffers",
             )
         ]
-        + [("exchange", c_int64), ("acc_size", c_int64)]
+        + [("grad_buffers", c_int16), ("acc_size", c_int16), ("exchange", c_int64)]
     )
 
 
