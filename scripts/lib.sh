@@ -83,9 +83,15 @@ tool() { # name: the program in .venv, else the system's
   if [ -x "$VENV/bin/$1" ]; then echo "$PWD/$VENV/bin/$1"; else command -v "$1"; fi
 }
 
+use_ccache() { # for the cmake that follows, where there is one; checkouts in other folders share what they compiled
+  has ccache || return 0
+  export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
+}
+
 cmake_configure() { # build folder, arguments...
   folder=$1
   shift
+  use_ccache
   generator="Unix Makefiles"
   ninja=$(tool ninja || true)
   if [ -n "$ninja" ] && "$ninja" --version >/dev/null 2>&1; then

@@ -18,6 +18,8 @@ OPTIMIZERS = {
     # of size lr.
     "AdamW": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4},
     "SGD": {"lr": 1e-2, "momentum": 0.9},
+    # What users have: torch's default eps. See `check` for what can be asked of it.
+    "AdamW eps=1e-8": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-8},
 }
 
 
@@ -44,7 +46,7 @@ def plain(
     before each step."""
     model = make()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    opt = getattr(torch.optim, optimizer)(trained.values(), **OPTIMIZERS[optimizer])
+    opt = getattr(torch.optim, optimizer.split()[0])(trained.values(), **OPTIMIZERS[optimizer])
     losses, first = [], {}
     for step in range(steps):
         if prepare is not None:
@@ -71,7 +73,7 @@ def config(stage: int, optimizer: str = "AdamW", gas: int = 1, **extra) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": optimizer, "params": params},
+        "optimizer": {"type": optimizer.split()[0], "params": params},
         "zero_optimization": {"stage": stage},
         **extra,
     }
@@ -122,7 +124,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 def check(got, want, optimizer: str, where: str = "") -> None:
     """Losses to 1e-6 relative, first gradients elementwise to 1e-5 of the tensor's largest; weights to 1e-5 in norm
-    after AdamW, elementwise after SGD."""
+    after AdamW, elementwise after SGD. At eps=1e-8 to 1e-4: elements whose gradient is rounding noise go anywhere."""
     losses, first, weights = got[:3]
     want_losses, want_first, want_weights = want[:3]
     for step, (a, b) in enumerate(zip(losses, want_losses, strict=True)):
@@ -144,4 +146,5 @@ def check(got, want, optimizer: str, where: str = "") -> None:
         return
     difference = math.sqrt(sum(float((weights[n] - w).double().square().sum()) for n, w in want_weights.items()))
     total = math.sqrt(sum(float(w.double().square().sum()) for w in want_weights.values()))
-    assert difference <= 1e-5 * total, f"{where}: weights differ by {difference / total} in norm"
+    bound = 1e-5 if optimizer == "AdamW" else 1e-4
+    assert difference <= bound * total, f"{where}: weights differ by {difference / total} in norm"

@@ -330,8 +330,9 @@ def check_deaths(trials: int) -> None:
             assert re.search(r"waits for it in (all_reduce|broadcast|barrier)\(", error) and re.search(
                 rf"at {HERE}:\d+\]", error
             ), error
-            assert when < 20  # it was not the time-out
             late.append(when)
+    # The time-out is 25 s; tests/fault/test_storm.py holds the 100 ms.
+    assert sorted(late)[len(late) // 2] < 1 and max(late) < 20
     print(
         "survivors knew after", f"median {sorted(late)[len(late) // 2] * 1e3:.1f} ms, at most {max(late) * 1e3:.1f} ms"
     )

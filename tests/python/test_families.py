@@ -202,14 +202,16 @@ def _compare(world, cases):
 
 
 def test_families_match_plain_pytorch_on_two_ranks():
-    """Every family at one stage above 0, and each stage with some family; the optimizer alternates."""
+    """Every family at one stage above 0, and each stage with some family; the optimizer alternates. One with the eps
+    that users have."""
     stages = [3, 3, 2, 3, 1, 2, 3]
-    _compare(2, [(f, stage, STATES[f], False) for f, stage in zip(FAMILIES, stages)])
+    cases = [(f, stage, STATES[f], False) for f, stage in zip(FAMILIES, stages, strict=True)]
+    _compare(2, [*cases, ("gpt2", 3, "AdamW eps=1e-8", False)])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW eps=1e-8", "SGD"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_at_every_stage(family, optimizer, world):
     _compare(world, [(family, stage, optimizer, False) for stage in range(4)])

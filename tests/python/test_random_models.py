@@ -249,10 +249,16 @@ class Delays:
             setattr(_lib.C, name, original)
 
 
-def _train(rank, world, seeds):
+def _drawn(seed: int, world: int, optimizer: str | None) -> dict:
+    """What is drawn, with this optimizer if one is given."""
+    d = drawn(seed, world)
+    return d if optimizer is None else {**d, "optimizer": optimizer}
+
+
+def _train(rank, world, seeds, optimizer=None):
     out = []
     for seed in seeds:
-        d = drawn(seed, world)
+        d = _drawn(seed, world, optimizer)
         cfg = plainly.config(d["stage"], d["optimizer"], d["gas"], deepc={"bucket_elems": d["bucket"]})
         with Delays(97 * seed + rank) as delays:
             losses, first, weights, engine = plainly.engine(
@@ -271,12 +277,12 @@ def _train(rank, world, seeds):
     return out
 
 
-def compare(seeds, world: int) -> None:
-    ranks = run_ranks(_train, world, args=(list(seeds),), env={"DEEPC_LOG_LEVEL": "WARNING"})
+def compare(seeds, world: int, optimizer: str | None = None) -> None:
+    ranks = run_ranks(_train, world, args=(list(seeds), optimizer), env={"DEEPC_LOG_LEVEL": "WARNING"})
     torch.set_num_threads(1)
     wrong = []
     for k, seed in enumerate(seeds):
-        d = drawn(seed, world)
+        d = _drawn(seed, world, optimizer)
         want = plainly.plain(
             lambda: Random(seed),
             lambda step: batch_of(seed, 2 * d["parts"], step),
@@ -299,6 +305,10 @@ def compare(seeds, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_some_random_models_match_plain_pytorch(world):
     compare(QUICK, world)
+
+
+def test_random_models_with_the_eps_that_users_have():
+    compare(QUICK[:2], 2, "AdamW eps=1e-8")
 
 
 @pytest.mark.full

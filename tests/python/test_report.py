@@ -282,9 +282,8 @@ def _browser() -> str:
     return found
 
 
-def dom(page_file: Path, *, size: str = "1280,900") -> tuple[str, str]:
-    """(the page's DOM after its script, what the browser's console said)."""
-    command = [
+def _headless(page_file: Path, size: str) -> list[str]:
+    return [
         _browser(),
         "--headless",
         "--no-sandbox",
@@ -292,11 +291,15 @@ def dom(page_file: Path, *, size: str = "1280,900") -> tuple[str, str]:
         "--virtual-time-budget=5000",
         "--enable-logging=stderr",
         "--v=0",
+        "--hide-scrollbars",
         f"--window-size={size}",
         f"--user-data-dir={page_file.parent / 'profile'}",
-        "--dump-dom",
-        page_file.as_uri(),
     ]
+
+
+def dom(page_file: Path, *, size: str = "1280,900") -> tuple[str, str]:
+    """(the page's DOM after its script, what the browser's console said)."""
+    command = [*_headless(page_file, size), "--dump-dom", page_file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
@@ -315,6 +318,28 @@ def test_the_page_in_a_browser(tmp_path):
     assert "reduce_bucket" in text and "2 of 120 steps were skipped" in text and 'id="against"' in text
     assert re.search(r"<canvas[^>]*height=\"\d{3}", text)
     assert text.count('class="pill skipped"') == 2 and "checkpoints/step100" in text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [(1280, 900), (390, 800)])
+def test_what_is_drawn(tmp_path, size):
+    """A picture of the page: it has the window's size, and curves and text on it, not one colour."""
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    path = write_report(report_runs.whole(tmp_path / "run-a", steps=60, name="run-a"))
+    picture = tmp_path / "page.png"
+    subprocess.run(
+        [*_headless(path, "{},{}".format(*size)), f"--screenshot={picture}", path.as_uri()],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    with image.open(picture) as shown:
+        assert shown.size == size
+        colours = shown.convert("RGB").getcolors(size[0] * size[1])
+        bands = [shown.convert("RGB").crop((0, y, size[0], y + size[1] // 4)) for y in range(0, size[1], size[1] // 4)]
+    background = max(colours)[0] / (size[0] * size[1])
+    assert 0.3 < background < 0.99 and len(colours) > 50, (background, len(colours))
+    assert all(len(b.getcolors(size[0] * size[1])) > 5 for b in bands[:4])  # from top to bottom
 
 
 @pytest.mark.full

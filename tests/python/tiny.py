@@ -71,13 +71,14 @@ def make_batch(step: int, samples: int = 8, vocab: int = 61, context: int = 16):
     return data[:, :-1], data[:, 1:]
 
 
-def plain_training(steps: int, *, lr=1e-3, weight_decay=0.01, clip=1.0, samples=8, **options):
-    """Reference: plain PyTorch AdamW on the whole batch. Returns (losses, first gradients by name, weights by name)."""
+def plain_training(steps: int, *, lr=1e-3, weight_decay=0.01, clip=1.0, samples=8, batches=None, **options):
+    """Reference: plain PyTorch AdamW on the whole batch. Returns (losses, first gradients by name, weights by name).
+    batches: how many there are, which repeat (None: each step has its own, of which nothing can be learnt)."""
     model = make_model(**options)
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay)
     losses, first = [], {}
     for step in range(steps):
-        loss = model(*make_batch(step, samples))
+        loss = model(*make_batch(step % (batches or steps), samples))
         loss.backward()
         if step == 0:
             first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -105,7 +106,9 @@ def config(
     return out
 
 
-def engine_training(cfg: dict, steps: int, rank: int, world: int, *, samples: int = 8, grads: bool = True, **options):
+def engine_training(
+    cfg: dict, steps: int, rank: int, world: int, *, samples: int = 8, grads: bool = True, batches=None, **options
+):
     """The same on a deepc engine: this rank's part of each batch, in micro-batches. Returns (losses averaged over ranks
     and micro-batches, first gradients, weights, engine)."""
     import deepc
@@ -116,7 +119,7 @@ def engine_training(cfg: dict, steps: int, rank: int, world: int, *, samples: in
     assert micro * gas * world == samples
     losses, first = [], {}
     for step in range(steps):
-        x, y = make_batch(step, samples)
+        x, y = make_batch(step % (batches or steps), samples)
         total = 0.0
         for m in range(gas):
             at = (m * world + rank) * micro
