@@ -7,11 +7,16 @@ use it fail, and say of what."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import importlib.abc
 import importlib.machinery
 import os
+import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import deepc.compat.deepspeed  # noqa: F401
@@ -110,13 +115,30 @@ def mend(common: dict[str, Any]) -> None:
     execution, mp, pytest = common["DistributedExec"], common["mp"], common["pytest"]
     run = execution._dist_run
 
+    def stack_of(pid: int) -> Path:
+        return Path(f"{os.environ['DEEPC_PEER_RESULTS']}.{pid}.stack")
+
     def _dist_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        faulthandler.register(signal.SIGUSR1, stack_of(os.getpid()).open("w"), all_threads=True)
         try:
             return run(self, *args, **kwargs)
         except Exception:
             raise
         except BaseException as exc:  # a worker of multiprocessing.Pool ends by it, and its task never does
             raise AssertionError(f"{type(exc).__name__}: {exc}") from None
+
+    def stacks(pool: Any) -> str:
+        """Where each worker is."""
+        for worker in pool._pool:
+            if stack_of(worker.pid).exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGUSR1)
+        time.sleep(1)
+        found = {w.pid: stack_of(w.pid) for w in pool._pool}
+        return "\n".join(
+            f"worker {pid}: {at.read_text() if at.exists() else 'has not come to the test yet: it still starts'}"
+            for pid, at in found.items()
+        )
 
     def launch(self: Any, num_procs: int, init_method: str) -> None:
         pool = mp.Pool(processes=num_procs)
@@ -125,7 +147,7 @@ def mend(common: dict[str, Any]) -> None:
             args = [(rank, num_procs, port, init_method) for rank in range(num_procs)]
             told = pool.starmap_async(self._dist_run, args).get(self.exec_timeout)
         except mp.TimeoutError:
-            pytest.fail(f"hanged: no end after {self.exec_timeout} s")
+            pytest.fail(f"hanged: no end after {self.exec_timeout} s\n{stacks(pool)}")
         finally:
             pool.terminate()
             pool.join()
