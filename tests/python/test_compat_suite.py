@@ -472,7 +472,7 @@ def test_the_runner_counts_a_suite(tmp_path):
     )
     found = {t["test"].split("::")[1]: t.get("kind", t["outcome"]) for t in json.loads(out.read_text())["tests"]}
     assert found == {"test_passes": "passed", "test_uses_a_private_name": "private", "test_fails": "failed"}, done
-    assert done.returncode == 1 and "| test_mine.py | 1 / 3 | 0 | 1 | 0 | 0 | 0 | 0 | 1 |" in done.stdout
+    assert done.returncode == 1 and "| test_mine.py | 1 / 3 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 1 |" in done.stdout
     assert "deepspeed.runtime.no_such_file.helper" in done.stdout and "1 / 2, 50.0 %" in done.stdout
     table = subprocess.run([sys.executable, RUNNER, "--again", out], capture_output=True, text=True).stdout
     assert table and table in done.stdout
