@@ -233,7 +233,8 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
                 memory,
             )
         )
-        engine.log({"bits/byte": bits})
+        # The report shows a loop's val_loss beside its loss, in the same unit.
+        engine.log({"bits/byte": bits, **({} if validation is None else {"val_loss": validation / BITS})})
 
     while True:
         over, report_now = budget.tick(want_report=time.monotonic() - reported > 0.5)
@@ -262,6 +263,7 @@ def conclude(engine, corpus: data.Corpus, args: argparse.Namespace, points: list
     """Evaluates, saves, draws, writes a sample."""
     order0, context = corpus.bits_per_byte_order0, engine.module.config.context
     bits = evaluate(engine, corpus.validation, context, 256)
+    engine.log({"val_loss": bits / BITS})
     train_bits, memory = measure(engine, points[-1].train / BITS if points else math.nan)
     last = points[-1] if points else report.Point(engine.global_steps, 0, 0.0, train_bits, None, 0.0, 0.0, memory)
     points.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -347,6 +348,37 @@ def test_states_alone_are_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "available", lambda: 1 << 20)
     with pytest.raises(OutOfMemoryError, match="What would fit"):
         deepc.initialize(model=make_model(width=128, layers=4), config=config(0, micro=8))
+
+
+@pytest.mark.parametrize("room, nodes", [(4 << 20, True), (1 << 20, False)])
+def test_where_nothing_fits_the_figures_of_what_would(monkeypatch: pytest.MonkeyPatch, room: int, nodes: bool) -> None:
+    monkeypatch.setattr(memory, "available", lambda: room)
+    model = make_model(width=128, layers=4)
+    total = sum(p.numel() for p in model.parameters())
+    with pytest.raises(OutOfMemoryError) as caught:
+        deepc.initialize(model=model, config=config(0, micro=8))
+    said = str(caught.value).split("What would fit: ")[1].split("\n")[0]
+    assert said.startswith("nothing on this node; the least is zero_optimization.stage 3 in bf16, ")
+    assert "free or add " in said
+    if not nodes:
+        assert said.endswith("up to 1,024 nodes like this one are too few as well.")
+        return
+    many, kind = re.search(r"use (\d+) nodes like this one at stage 3 in (fp32|bf16)", said).groups()
+    fits = [sum(model_states_bytes(total, stage=3, nodes=n, dtype=kind)) <= room for n in (int(many) - 1, int(many))]
+    assert fits == [False, True]
+
+
+def test_a_run_that_nothing_makes_fit_names_what_comes_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 10 << 30)
+    nearest = r"makes it fit: .* comes nearest with [0-9.]+ GiB; free or add [0-9.]+ GiB then"
+    with pytest.raises(OutOfMemoryError, match=nearest):
+        estimate(
+            huge_model,
+            config(3, micro=1),
+            torch.empty(2, 100_000, device="meta"),
+            lambda out, batch: out.mean(),
+            check=True,
+        )
 
 
 def planned(rank: int, world: int):

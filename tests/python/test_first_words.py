@@ -48,6 +48,81 @@ def test_a_rank_whose_peer_does_not_come_says_so():
     assert done.returncode == 1 and "rank 0 of 2 has waited 0.2 s for rank 1 at 127.0.0.1:" in done.stderr
 
 
+_WAITS = """
+import datetime, deepc, sys
+from deepc.comm import start
+start._PATIENCE_S = 5.0
+print("ready", flush=True)
+sys.stdin.readline()
+deepc.init_distributed(timeout=datetime.timedelta(seconds=60))
+"""
+
+
+@pytest.mark.parametrize(
+    "there, world, said",
+    [
+        ((0, 2), 4, "ranks 1 and 3"),
+        ((0,), 6, "ranks 1 to 5"),
+        ((1, 2), 4, "rank 0"),
+    ],
+)
+def test_ranks_that_wait_name_those_that_do_not_come(there, world, said):
+    """Those that are there begin to wait together, when all have imported what they need."""
+    env = _environment(WORLD_SIZE=str(world))
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = [subprocess.Popen([sys.executable, "-c", _WAITS], env={**env, "RANK": str(r)}, **pipes) for r in there]
+    try:
+        for p in running:
+            assert p.stdout.readline() == "ready\n"
+        for p in running:
+            p.stdin.write("go\n")
+            p.stdin.flush()
+        lines = [next((t for t in p.stderr if " has waited " in t), "") for p in running]
+    finally:
+        for p in running:
+            p.kill()
+            p.communicate()
+    for rank, line in zip(there, lines, strict=True):
+        assert f"rank {rank} of {world} has waited 5 s for {said} at 127.0.0.1:" in line, lines
+
+
+def _refused(config: dict, model: torch.nn.Module) -> str:
+    with pytest.raises(ConfigError) as caught:
+        deepc.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, **config})
+    return str(caught.value)
+
+
+def test_pipeline_stages_do_not_exist_yet():
+    assert "pipeline parallelism, which deepc does not have yet" in _refused(
+        {"pipeline": {"stages": 2}}, torch.nn.Linear(1, 1)
+    )
+    for nothing in ("auto", 0, 1, None):
+        Config.load({"train_batch_size": 1, "pipeline": {"stages": nothing}}, world_size=1)
+
+
+def test_float64_models_are_told_what_to_do():
+    said = _refused({}, torch.nn.Linear(1, 1).double())
+    assert "'weight' is torch.float64 and the config asks for fp32 training" in said and "model.float()" in said
+
+
+def test_another_memory_format_is_said(caplog):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+    model(torch.zeros(1, 3, 6, 6))
+    x = torch.randn(1, 3, 6, 6)
+    want = model(x)
+    for kind, told in ((torch.contiguous_format, 0), (torch.channels_last, 1)):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="deepc"):
+            engine, *_ = deepc.initialize(
+                model=model.to(memory_format=kind), config={"train_micro_batch_size_per_gpu": 1}
+            )
+        lines = [r.getMessage() for r in caplog.records if "memory format" in r.getMessage()]
+        assert len(lines) == told and all("1 parameter (0.weight)" in t for t in lines)
+        torch.testing.assert_close(engine(x), want)
+        assert model[0](x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+        engine.destroy()
+
+
 def test_names_that_come_later_are_in_dir():
     assert {"EMA", "notebook", "initialize", "zero"} <= set(dir(deepc)) and not {"Any", "os", "sys"} & set(dir(deepc))
     assert all(hasattr(deepc, name) for name in dir(deepc))

@@ -415,3 +415,53 @@ def test_optimizer_refuses_sparse_gradients():
     p.grad = torch.zeros(4, 2).to_sparse()
     with pytest.raises(ArgumentError, match="sparse"):
         deepc.optim.AdamW([p]).step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True, "lr": 3e-2}])
+def test_optimizer_of_float64_parameters_is_torchs_to_the_bit(kind, options):
+    """Beside float32 ones of the same group, and with a state that came from torch's."""
+    mine, opt, theirs, ref = pair(torch.float64, kind=kind, **options)
+    extra = [torch.nn.Parameter(make(9, torch.float32, 7)) for _ in range(2)]
+    opt.param_groups[0]["params"].append(extra[0])
+    ref.param_groups[0]["params"].append(extra[1])
+    run_pair([*mine, extra[0]], opt, [*theirs, extra[1]], ref, steps=3)
+    opt.load_state_dict(copy.deepcopy(ref.state_dict()))
+    run_pair([*mine, extra[0]], opt, [*theirs, extra[1]], ref, steps=2)
+    for a, b in zip(mine, theirs):
+        assert a.dtype == torch.float64 and torch.equal(a, b)
+        assert all(torch.equal(opt.state[a][name], ref.state[b][name]) for name in ref.state[b])
+    torch.testing.assert_close(extra[0], extra[1], rtol=2e-6, atol=2e-7)
+
+
+def _in_channels_last(*shape, seed):
+    return make(torch.Size(shape).numel(), torch.float32, seed).view(shape).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "weight_decay": 0.1}])
+def test_optimizer_keeps_channels_last(options):
+    """The gradient lies as the parameter, or in the standard order; a loaded state in either."""
+    shape = (4, 3, 5, 5)
+    mine, theirs = (torch.nn.Parameter(_in_channels_last(*shape, seed=1)) for _ in range(2))
+    opt, ref = deepc.optim.AdamW([mine], **options), torch.optim.AdamW([theirs], **options)
+    for step in range(4):
+        theirs.grad = _in_channels_last(*shape, seed=10 + step)
+        mine.grad = theirs.grad.clone() if step % 2 else theirs.grad.contiguous()
+        if step == 2:
+            saved = copy.deepcopy(ref.state_dict())
+            saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].contiguous()
+            opt.load_state_dict(saved)
+        opt.step()
+        ref.step()
+    assert mine.is_contiguous(memory_format=torch.channels_last) and not mine.is_contiguous()
+    torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-7)
+    for name in ref.state[theirs]:
+        torch.testing.assert_close(opt.state[mine][name], ref.state[theirs][name], rtol=2e-6, atol=1e-8)
+        assert opt.state[mine][name].stride() == ref.state[theirs][name].stride()
+
+
+def test_optimizer_refuses_parameters_with_holes():
+    p = torch.nn.Parameter(torch.zeros(4, 6)[:, ::2])
+    p.grad = torch.zeros(4, 3)
+    with pytest.raises(ArgumentError, match=r"strides \(6, 2\) has holes"):
+        deepc.optim.AdamW([p]).step()

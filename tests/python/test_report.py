@@ -176,6 +176,52 @@ def test_summary_leaves_the_first_step_out_of_medians(tmp_path):
     )
 
 
+@pytest.mark.parametrize("steps, last", [(3, 3), (40, 5), (400, 20)])
+def test_the_headline_loss_is_a_mean_and_says_over_how_many_steps(tmp_path, steps, last):
+    rows = report_runs.metrics(tmp_path / "metrics.jsonl", steps)
+    s = d.summary(read(tmp_path))
+    assert s["tail_steps"] == last
+    assert math.isclose(s["tail_loss"], sum(r["loss"] for r in rows[-last:]) / last)
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "val_loss", "Val/Loss", "validation loss"])
+def test_validation_is_what_the_loop_logged_under_a_usual_name(tmp_path, name):
+    rows = [{"step": s, "at": float(s), "loss": 2.0} for s in (1, 2, 3)]
+    logged = [
+        {"event": "log", "step": s, "at": float(s), "scalars": {name: v, "bits/byte": 9.0}}
+        for s, v in ((1, 2.5), (2, 2.1), (3, 2.3))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, *logged]))
+    s = d.summary(read(tmp_path))
+    assert (s["validation"], s["best_validation"], s["validation_name"]) == (2.3, 2.1, name)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    s = d.summary(read(tmp_path))
+    assert s["validation"] is None and s["validation_name"] == ""
+
+
+def test_every_run_has_the_plan_of_its_model_states(tmp_path):
+    """A run that was started without a sample batch has no prediction."""
+    import deepc
+    import torch
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "deepc": {"run_dir": str(tmp_path), "log": {"format": "none"}},
+    }
+    engine, *_ = deepc.initialize(model=torch.nn.Linear(64, 64), config=config)
+    engine.backward(engine(torch.ones(2, 64).bfloat16()).float().mean())
+    engine.step()
+    sizes = dict(engine.plan.bytes)
+    engine.destroy()
+    found = d.memory(read(tmp_path))
+    assert found["predicted"] is None
+    states = {r["name"]: (r["host"], r["shared"]) for r in found["states"]}
+    assert states["fp32 masters"] == (sizes["master_private"], 0) and sizes["master_private"] > 0
+    assert states["optimizer states"] == (sizes["states_private"], 0)
+    assert sum(h for h, _ in states.values()) == sum(v for k, v in sizes.items() if k.endswith("_private"))
+
+
 def test_memory_is_held_against_its_plan(tmp_path):
     mib = report_runs.MIB
     run = read(report_runs.whole(tmp_path / "a", steps=30, peak=800 * mib))
@@ -353,6 +399,27 @@ def test_a_comparison_in_a_browser(tmp_path):
     differences = re.search(r'id="differences".*?</table>', text, re.S)[0]
     assert "zero_optimization.stage" in differences and "same" not in differences
     assert "waiting" in re.search(r'id="comparison".*?</table>', text, re.S)[0] and 'id="chooser"' in text
+
+
+def test_sections_without_content_are_named_in_one_place_in_a_browser(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = report_runs.metrics(folder / "metrics.jsonl", 60)
+    text, console = dom(write_report(folder))
+    assert console == "" and 'data-ready="yes"' in text
+
+    def heading(name: str) -> str:
+        return re.search(rf'<h2 id="{name}"[^>]*>', text)[0]
+
+    assert not any("hidden" in heading(name) for name in ("time", "memory", "events", "configuration"))
+    assert all('hidden=""' in heading(name) for name in ("timeline", "communication"))
+    assert all(re.search(rf'<a href="#{name}" hidden="">', text) for name in ("timeline", "communication"))
+    missing = re.search(r'<div class="sub" id="missing">.*?</div>', text, re.S)[0]
+    assert "a timeline" in missing and "comms_logger" in missing and "docs/" not in missing
+    mean = sum(r["loss"] for r in rows[-5:]) / 5
+    tile = re.search(r'<div class="label">Loss</div><div class="value">([\d.]+)</div><div class="more">([^<]*)', text)
+    assert math.isclose(float(tile[1]), mean, rel_tol=1e-3) and tile[2].startswith("mean of the last 5 steps, from ")
+    assert re.search(r'<div class="label">Validation loss</div><div class="value">3.1</div>', text)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,23 +92,85 @@ def _place() -> tuple[int, int]:
 
 
 _PATIENCE_S = 10.0
+_ATTENDANCE_S = 0.5
 
 
 @contextlib.contextmanager
 def _saying_who_is_waited_for(rank: int, world: int) -> Iterator[None]:
-    """Ranks meet at MASTER_ADDR:MASTER_PORT. If they have not after some seconds, each that is there says so: a rank
-    that was started by hand and one whose peer has failed look alike."""
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    others = f"rank {1 - rank}" if world == 2 else f"the other {world - 1} ranks"
-    text = f"rank {rank} of {world} has waited {_PATIENCE_S:g} s for {others} at {where} (MASTER_ADDR:MASTER_PORT)"
-    timer = threading.Timer(_PATIENCE_S, lambda: logging.getLogger("deepc").warning(text))
-    timer.daemon = True
+    """Ranks meet at MASTER_ADDR:MASTER_PORT. If they have not after some seconds, each that is there says who is not: a
+    rank that was started by hand and one whose peer has failed look alike."""
+    met = threading.Event()
     if world > 1:
-        timer.start()
+        threading.Thread(target=_watch_the_door, args=(rank, world, met), daemon=True, name="deepc-start").start()
     try:
         yield
     finally:
-        timer.cancel()
+        met.set()
+
+
+def _watch_the_door(rank: int, world: int, met: threading.Event) -> None:
+    """Beside a wait in the store of the meeting, whose own wait knows only how many have come: each rank that waits
+    longer than a start takes writes its number there over a connection of this thread's, and reads who else has."""
+    if met.wait(min(_ATTENDANCE_S, _PATIENCE_S / 2)):
+        return
+    began, store = time.monotonic(), None
+    with contextlib.suppress(Exception):  # nobody may have opened it yet, or will
+        store = _open_attendance()
+        store.set(_seat(rank), "here")
+    if met.wait(max(0.0, _PATIENCE_S - _ATTENDANCE_S - (time.monotonic() - began))):
+        return
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR:MASTER_PORT)"
+    missing = _missing(store, rank, world)
+    if met.wait(min(_ATTENDANCE_S, _PATIENCE_S / 2)):
+        return
+    if store is None:
+        missing, where = "rank 0", f"{where}, which rank 0 has to open and has not"
+    elif missing is not None and (again := _missing(store, rank, world)) is not None:
+        missing = again  # who came in the last moment has had the time to say so
+    who = missing or (f"rank {1 - rank}" if world == 2 else f"the other {world - 1} ranks")
+    logging.getLogger("deepc").warning(f"rank {rank} of {world} has waited {_PATIENCE_S:g} s for {who} at {where}")
+
+
+def _open_attendance() -> dist.Store:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        None,
+        False,
+        timeout=datetime.timedelta(seconds=max(1.0, _PATIENCE_S / 2)),
+        wait_for_workers=False,
+    )
+
+
+def _seat(rank: int) -> str:
+    """Of a rank in the store: of this start, where a launcher restarts a job beside the same store."""
+    return f"deepc/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+
+def _missing(store: dist.Store | None, rank: int, world: int) -> str | None:
+    """Who has not come, in words; None where nobody can tell, or all have and something else takes long."""
+    if store is None:
+        return None
+    with contextlib.suppress(Exception):
+        gone = [r for r in range(world) if r != rank and not store.check([_seat(r)])]
+        return _ranks(gone) if gone else None
+    return None
+
+
+def _ranks(numbers: list[int]) -> str:
+    """ "rank 3", "ranks 1, 3 to 6 and 9"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(n) for n in run]
+    if len(numbers) == 1:
+        return f"rank {parts[0]}"
+    return f"ranks {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"ranks {parts[0]}"
 
 
 def _adopt_place() -> None:

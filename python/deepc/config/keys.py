@@ -773,7 +773,7 @@ KEYS: tuple[Key, ...] = (
         "Operations to log: all_reduce, reduce_scatter, all_gather, broadcast, ...",
     ),
     _later("autotuning", "gated", None, "autotuning"),
-    _later("pipeline.stages", "any", "auto", _PIPE, ok=ANY),
+    _later("pipeline.stages", "any", "auto", _PIPE, ok=("auto", None, 0, 1)),
     _later("pipeline.partition", "str", "best", _PIPE, ok=ANY),
     _later("pipeline.seed_layers", "bool", False, _PIPE, ok=ANY),
     _later("pipeline.activation_checkpoint_interval", "int", 0, _PIPE, ge=0),

@@ -142,6 +142,7 @@ def assemble(
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
+        reordered = [n for n, p in named if not p.is_contiguous()]
         adopt(named, engine.plan.sharded)
         place_buffers(engine)
         choose_matmul(engine)
@@ -164,7 +165,7 @@ def assemble(
         engine.guard.remember()
         if engine.device.type == "cpu":
             memory.trim_heap()  # what the set-up freed does not come again
-        report(engine, given, fused)
+        report(engine, given, fused, reordered)
         engine.events.end("initialize")
         return undo.pop_all()
 
@@ -465,7 +466,7 @@ def tell_defaults(engine: EngineBase, given: Given) -> None:
         say(engine, "by default: " + "; ".join(f"{d.key} {d.value}, {d.says}" for d in told))
 
 
-def report(engine: EngineBase, given: Given, fused: FuseSummary | None) -> None:
+def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordered: list[str]) -> None:
     """What was made, in the log."""
     if engine._config.dump_state:
         say(engine, engine._config.explain())
@@ -476,6 +477,15 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None) -> None:
         say(engine, f"{fused}{loss}")
     for note in engine.plan.notes:
         say(engine, note)
+    if reordered:
+        say(
+            engine,
+            f"{len(reordered)} parameter{'s' * (len(reordered) > 1)} ({reordered[0]}"
+            f"{', ...' if len(reordered) > 1 else ''}) had another memory format (channels_last) and lie in the"
+            " standard one from here on: results are the same; give the model its inputs in channels_last, and"
+            " convolutions still run in it",
+            logging.WARNING,
+        )
     if told := engine.step_policy.describe():
         say(engine, told)
     for key, value, reason in engine.state.inert(engine._config.inert):

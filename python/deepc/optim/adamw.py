@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,9 +16,10 @@ class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW with the same arguments, param_groups, state and state_dict (Loshchilov & Hutter,
     arXiv:1711.05101).
 
-    Parameters: dense fp32, bf16 or fp16 tensors on CPU or CUDA; gradients of any of these dtypes; moments have the
-    parameter's dtype, as in torch. `foreach`, `fused` and `capturable` are accepted and change nothing: there is one
-    path. Raises ArgumentError for what it can't step.
+    Parameters: dense fp32, bf16 or fp16 tensors on CPU or CUDA, contiguous or in another order without holes
+    (channels_last); gradients of any of these dtypes; moments have the parameter's dtype and order, as in torch. The
+    kernel has no fp64 form: float64 parameters are stepped by torch's own function. `foreach`, `fused` and
+    `capturable` are accepted and change nothing: there is one path. Raises ArgumentError for what it can't step.
     """
 
     _decoupled = True
@@ -73,9 +74,11 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
-            dtype = torch.float32 if self._fp32_moments else p.dtype
+            dtype = torch.float32 if self._fp32_moments and p.dtype != torch.float64 else p.dtype
             for color, name in enumerate(names, start=2):
-                if p.device.type == "cpu" and p.numel() >= 1 << 16:
+                if p.dtype == torch.float64 or not p.is_contiguous():
+                    state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                elif p.device.type == "cpu" and p.numel() >= 1 << 16:
                     state[name] = memory.zeros(p.numel(), dtype, color).view(p.shape)
                 else:
                     state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
@@ -89,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         indices = [i for g in state_dict["param_groups"] for i in g["params"]]
         for i, p in zip(indices, (p for g in self.param_groups for p in g["params"])):
             for name, value in state_dict["state"].get(i, {}).items():
-                if name != "step" and torch.is_tensor(value):
+                if name != "step" and torch.is_tensor(value) and p.dtype != torch.float64:
                     self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
 
     @torch.no_grad()
@@ -107,16 +110,19 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 _check_tensor(p)
                 state = self._state_of(p, group["amsgrad"])
+                if p.dtype == torch.float64:
+                    _step_float64(p, state, group)
+                    continue
                 state["step"] += 1
-                calls.setdefault((p.device, int(state["step"])), []).append((p, p.grad.contiguous(), state))
+                calls.setdefault((p.device, int(state["step"])), []).append((p, p.grad, state))
             for (_, step), items in calls.items():
                 params = [p for p, _, _ in items]
                 torch.ops.deepc.step_adamw(
-                    params,
-                    [g for _, g, _ in items],
-                    [s["exp_avg"] for _, _, s in items],
-                    [s["exp_avg_sq"] for _, _, s in items],
-                    [s["max_exp_avg_sq"] for _, _, s in items] if group["amsgrad"] else [],
+                    [_in_order(p, p) for p in params],
+                    [_in_order(g, p) for p, g, _ in items],
+                    [_state_in_order(s, "exp_avg", p) for p, _, s in items],
+                    [_state_in_order(s, "exp_avg_sq", p) for p, _, s in items],
+                    [_state_in_order(s, "max_exp_avg_sq", p) for p, _, s in items] if group["amsgrad"] else [],
                     [],
                     float(group["lr"]),
                     float(group["betas"][0]),
@@ -166,9 +172,64 @@ def _check_tensor(p: torch.Tensor) -> None:
         raise ArgumentError(
             "AdamW does not take sparse gradients; use nn.Embedding(sparse=False) or torch.optim.SparseAdam"
         )
-    if p.dtype not in FLOATS:
-        raise ArgumentError(f"AdamW steps float32, bfloat16 and float16 parameters, got {p.dtype}")
-    if not p.is_contiguous():
+    if p.dtype not in FLOATS and p.dtype != torch.float64:
+        raise ArgumentError(f"AdamW steps float32, bfloat16, float16 and float64 parameters, got {p.dtype}")
+    if not _is_dense(p):
         raise ArgumentError(
-            f"a parameter of shape {tuple(p.shape)} is not contiguous; make it so with p.data = p.data.contiguous()"
+            f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} has holes or overlaps; make it dense with"
+            " p.data = p.data.contiguous()"
         )
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Whether its elements fill one piece of memory, in whatever order of the dimensions."""
+    if p.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _in_order(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`t`, of the shape of the dense `p`, as it lies in p's memory: the step treats each element alone, so it may go
+    through them in p's order if all its tensors do. A copy where `t` lies otherwise."""
+    if p.is_contiguous():
+        return t.contiguous()
+    if t.stride() != p.stride():
+        t = torch.empty_like(p, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _state_in_order(state: dict[str, torch.Tensor], name: str, p: torch.Tensor) -> torch.Tensor:
+    """The same of a moment, which stays what it is made to (a loaded one may lie otherwise)."""
+    if state[name].stride() != p.stride() and not (p.is_contiguous() and state[name].is_contiguous()):
+        state[name] = torch.empty_like(p, dtype=state[name].dtype, memory_format=torch.preserve_format).copy_(
+            state[name]
+        )
+    return _in_order(state[name], p)
+
+
+def _step_float64(p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+    """torch's own single-tensor step, whose bits a drop-in has to give."""
+    from torch.optim.adam import adam
+
+    adam(
+        [p],
+        [cast(torch.Tensor, p.grad)],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [state["max_exp_avg_sq"]] if group["amsgrad"] else [],
+        [state["step"]],
+        foreach=False,
+        amsgrad=group["amsgrad"],
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        maximize=group["maximize"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+    )

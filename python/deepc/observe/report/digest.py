@@ -188,12 +188,27 @@ def _median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+_VALIDATION = ("eval_loss", "val_loss", "valid_loss", "validation_loss", "test_loss")
+
+
+def _validation(run: Run) -> tuple[str, list[float]] | None:
+    """What a script logged as its validation loss: (its name, the values), under the names that loops give it."""
+    found: dict[str, list[float]] = {}
+    for note in run.notes:
+        if note["event"] == "log" and isinstance(note.get("scalars"), dict):
+            for name, value in flat(note["scalars"]).items():
+                found.setdefault(name, []).append(value)
+    plain = {name: name.lower().replace("/", "_").replace(" ", "_").replace(".", "_") for name in found}
+    return next(((name, found[name]) for wanted in _VALIDATION for name, p in plain.items() if p == wanted), None)
+
+
 def summary(run: Run) -> dict[str, Any]:
     """The figures of the header and of the comparison."""
     losses, seconds = run.values("loss"), [s for s in step_seconds(run) if s is not None]
     model = run.info.get("model")
     model = model if isinstance(model, dict) else {}
-    tail = losses[-max(1, len(losses) // 20) :] if losses else []
+    tail = losses[-max(min(5, len(losses)), len(losses) // 20) :] if losses else []
+    validation = _validation(run)
     clock = run.values("at")
     waits, total = split(run), 0.0
     if waits:
@@ -205,6 +220,10 @@ def summary(run: Run) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "best_loss": min(losses, default=None),
         "tail_loss": sum(tail) / len(tail) if tail else None,
+        "tail_steps": len(tail),
+        "validation": validation[1][-1] if validation else None,
+        "best_validation": min(validation[1]) if validation else None,
+        "validation_name": validation[0] if validation else "",
         "skipped": sum(bool(s.get("skipped")) for s in run.steps),
         "step_s": _median(_warm(seconds)),
         "slowest_s": max(_warm(seconds), default=None),
@@ -242,7 +261,8 @@ def memory(run: Run) -> dict[str, Any] | None:
                 xs, ys = series.setdefault(name, ([], []))
                 xs.append(row["step"])
                 ys.append(value)
-    if not series and told is None:
+    states = _states(run)
+    if not series and told is None and not states:
         return None
     rows = [{"name": n, "measured": max(ys), "last": ys[-1], "least": min(ys)} for n, (_, ys) in series.items()]
     over = {
@@ -250,7 +270,38 @@ def memory(run: Run) -> dict[str, Any] | None:
         for n, (xs, ys) in series.items()
         if n not in _LEVELS and not n.startswith("heap.")
     }
-    return {"rows": rows, "over": over, "predicted": told, "rank_peak": rank_peak(run), "planned": planned(run)}
+    return {
+        "rows": rows,
+        "over": over,
+        "predicted": told,
+        "states": states,
+        "rank_peak": rank_peak(run),
+        "planned": planned(run),
+    }
+
+
+_STATES = {  # a row of the plan's own table: its bytes of each rank, and those that the ranks of a node share
+    "parameters": ("params_private", "params_shared"),
+    "fp32 masters": ("master_private", ""),
+    "gradients (fp32)": ("grads_private", ""),
+    "optimizer states": ("states_private", ""),
+    "gradient buckets": ("", "staging_shared"),
+    "on the way between nodes": ("exchange_private", ""),
+}
+
+
+def _states(run: Run) -> list[dict[str, Any]]:
+    """Where the plan has the model states: rows (name, bytes of each rank, shared once a node). Every run has them;
+    activations only a prediction knows."""
+    plan = run.info.get("plan")
+    sizes = plan.get("bytes") if isinstance(plan, dict) else None
+    if not isinstance(sizes, dict):
+        return []
+    rows = [
+        {"name": name, "host": number(sizes.get(own)) or 0.0, "shared": number(sizes.get(shared)) or 0.0}
+        for name, (own, shared) in _STATES.items()
+    ]
+    return [r for r in rows if r["host"] or r["shared"]]
 
 
 def peak_bytes(run: Run) -> float | None:

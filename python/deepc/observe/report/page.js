@@ -241,12 +241,13 @@
   const page = document.getElementById("page");
   page.replaceChildren();
   const nav = el("nav", { "aria-label": "Sections" });
-  const sections = {};
+  const sections = {}, around = {}; // id -> its body; id -> its heading and its link
   function section(id, name) {
-    const body = el("div");
-    nav.append(el("a", { href: `#${id}` }, name));
+    const body = el("div"), link = el("a", { href: `#${id}` }, name), head = el("h2", { id }, name);
+    nav.append(link);
     sections[id] = body;
-    return [el("h2", { id }, name), body];
+    around[id] = [head, link];
+    return [head, body];
   }
   const empty = (...text) => el("div", { class: "card empty" }, ...text);
   const run = () => RUNS[state.run];
@@ -286,10 +287,13 @@
     const out = [];
     const tile = (label, value, more) => out.push(div("tile", div("label", label), div("value", value), div("more", more || " ")));
     const unit = (v, u) => [v, " ", el("small", {}, u)];
-    if (some(s.loss)) tile("Loss", short(s.loss), `from ${short(s.first_loss)}`);
+    const over = s.tail_steps > 1 ? `mean of the last ${s.tail_steps} steps, ` : "";
+    if (some(s.tail_loss)) tile("Loss", short(s.tail_loss), `${over}from ${short(s.first_loss)}`);
+    const lowest = s.best_validation < s.validation ? `, lowest ${short(s.best_validation)}` : "";
+    if (some(s.validation)) tile("Validation loss", short(s.validation), `last ${s.validation_name}${lowest}`);
     if (some(s.tokens_per_s)) tile("Tokens / s", short(s.tokens_per_s, 3), "median");
     else if (some(s.samples_per_s)) tile("Samples / s", short(s.samples_per_s, 3), "median");
-    if (some(s.step_s)) tile("Time of a step", seconds(s.step_s), `slowest ${seconds(s.slowest_s)}`);
+    if (some(s.step_s)) tile("Time of a step", seconds(s.step_s), `median; slowest after the first ${seconds(s.slowest_s)}`);
     const ofPeak = some(s.fraction_of_peak) ? `${percent(s.fraction_of_peak)} of peak` : "median";
     if (some(s.tflops)) tile("TFLOP / s", short(s.tflops, 3), ofPeak);
     if (some(s.waiting)) tile("Waiting", percent(s.waiting), "of a step");
@@ -309,7 +313,8 @@
 
   // ---- comparison ---------------------------------------------------------------------------------------------------------
   const ROWS = [ // key, name, format, which is better: more (1), less (-1), neither (0)
-    ["loss", "last loss", short, -1], ["tail_loss", "loss, mean of the last 5 %", short, -1], ["best_loss", "best loss", short, -1],
+    ["tail_loss", "loss, mean of the last steps", short, -1], ["tail_steps", "so many steps", short, 0], ["loss", "last loss", short, -1],
+    ["best_loss", "best loss", short, -1], ["validation", "validation loss", short, -1], ["best_validation", "lowest validation loss", short, -1],
     ["tokens_per_s", "tokens / s", short, 1], ["samples_per_s", "samples / s", short, 1], ["step_s", "time of a step", seconds, -1],
     ["tflops", "TFLOP / s", short, 1], ["fraction_of_peak", "fraction of peak", percent, 1], ["waiting", "waiting", percent, -1],
     ["peak_bytes", "memory", bytes, -1], ["skipped", "skipped steps", short, 0], ["steps", "steps", short, 0],
@@ -357,7 +362,8 @@
   }
 
   // ---- curves -------------------------------------------------------------------------------------------------------------
-  const MAIN = ["loss", "lr", "grad_norm", "tokens_per_s", "time_s", "loss_scale", "eval_loss"];
+  const MAIN = ["loss", "lr", "grad_norm", "tokens_per_s", "time_s", "loss_scale", "eval_loss",
+    ...RUNS.map((r) => r.summary.validation_name)];
   function curves(host) {
     const names = [...new Set(RUNS.flatMap((r) => Object.keys(r.curves)))];
     if (!names.length) {
@@ -420,7 +426,7 @@
   function time(host) {
     const rows = MANY ? RUNS : [run()];
     const withSplit = rows.filter((r) => r.split);
-    if (!withSplit.length) { host.append(empty("metrics.jsonl does not say how long the steps waited.")); return; }
+    if (!withSplit.length) { host.append(empty("how long the steps waited")); return; }
     const longest = Math.max(...withSplit.map((r) => PARTS.reduce((a, p) => a + r.split.mean[p], 0)));
     const bars = el("div", { class: "hbars" });
     for (const r of withSplit) {
@@ -498,7 +504,7 @@
   function timeline(host) {
     const t = run().timeline;
     if (!t) {
-      host.append(empty("No trace was recorded. ", el("code", {}, "docs/profiling.md"), " tells how to record one."));
+      host.append(empty("a timeline (", el("code", {}, '{"deepc": {"timeline": {"steps": [10, 12]}}}'), " records one)"));
       return;
     }
     // nested events of a lane lie one below the other
@@ -693,7 +699,7 @@
   const track = (part, hue) => div("track", el("div", { style: `width:${100 * part}%;background:${hue}` }));
   function memory(host) {
     const m = run().memory, t = run().timeline;
-    if (!m && !(t && t.counters.length)) { host.append(empty("The run recorded no memory.")); return; }
+    if (!m && !(t && t.counters.length)) { host.append(empty("memory")); return; }
     const e = m && m.predicted && m.predicted.rows ? m.predicted : null;
     const grid = el("div", { class: "grid" });
     host.append(grid);
@@ -721,6 +727,11 @@
       for (const n of e.notes || []) card.append(el("p", { class: "sub" }, n));
       if (freed) card.append(el("p", { class: "sub" }, "Negative: memory of the model that initialize frees."));
       grid.append(card);
+    } else if (m && m.states.length) {
+      const or = (v) => (v ? bytes(v) : ""), line = (r) => el("tr", {}, cell(r.name), num(or(r.host)), num(or(r.shared)));
+      grid.append(div("card", titled("Memory plan: the model states"),
+        el("table", { id: "states" }, columns("part", "each rank", "shared, once a node"), el("tbody", {}, m.states.map(line))),
+        sub("Activations are not in it: ", el("code", {}, "initialize(sample_batch=...)"), " predicts them before the first step.")));
     }
     if (m && m.rows.length) {
       const rows = m.rows.filter((r) => some(r.measured)), used = rows.filter((r) => r.name !== "available");
@@ -819,7 +830,7 @@
     const c = run().communication;
     if (!c || !c.rows.length) {
       const key = el("code", {}, '{"comms_logger": {"enabled": true}}');
-      host.append(empty("No table was recorded. ", key, " in the configuration records one."));
+      host.append(empty("a table of communication (", key, " records one)"));
       return;
     }
     const share = (v) => span("delta", percent(c.total_ms ? v / c.total_ms : 0)), rate = (v) => (v ? `${short(v, 3)} Gbit/s` : "–");
@@ -840,7 +851,7 @@
   }
   function events(host) {
     const found = run().events;
-    if (!found.length) { host.append(empty("Nothing happened: no step was skipped, no warning was given.")); return; }
+    if (!found.length) { host.append(empty("events: no step was skipped, no warning was given")); return; }
     const fields = [
       { key: "step", name: "step", show: (v) => short(v, 9) },
       { key: "at", name: "after", show: seconds },
@@ -867,12 +878,19 @@
     ["time", "Time of a step", time], ["timeline", "Timeline", timeline], ["memory", "Memory", memory],
     ["communication", "Communication", communication], ["events", "Events", events], ["configuration", "Configuration", configuration],
   ];
+  const missing = el("div", { class: "sub", id: "missing" });
   function drawRun() {
     for (let i = charts.length - 1; i >= 0; i--) if (charts[i].of === "run") charts.splice(i, 1);
+    const absent = [];
     for (const [id, , fill] of DETAILS) {
-      sections[id].replaceChildren();
-      fill(sections[id]);
+      const body = sections[id];
+      body.replaceChildren();
+      fill(body);
+      const said = body.children.length === 1 && body.firstChild.classList.contains("empty") ? body.firstChild : null;
+      for (const node of [body, ...around[id]]) node.hidden = said !== null;
+      if (said) absent.push(el("li", {}, ...said.childNodes));
     }
+    missing.replaceChildren(...(absent.length ? [el("p", {}, "Not in this run's folder:"), el("ul", {}, absent)] : []));
   }
   let stored = null;
   try { stored = localStorage.getItem("deepc-report-theme"); } catch { /* a file: page may have no storage */ }
@@ -899,6 +917,7 @@
     about();
   }
   for (const [id, name] of DETAILS) page.append(...section(id, name));
+  page.append(missing);
   drawRun();
   const made = `Made by deepc ${DATA.version} on ${DATA.made}. This file is whole: it loads nothing. `;
   page.append(el("footer", {}, made, RUNS.map((r) => r.path).join(", ")));

@@ -379,11 +379,22 @@ def _refusal(e: MemoryEstimate) -> str:
     fix = (
         "; this would fit: " + "; or ".join(f"{o.change} ({o.node_peak / GIB:.2f} GiB)" for o in fitting[:4])
         if fitting
-        else "; nothing that deepc knows to change makes it fit: more nodes or more memory"
+        else "; nothing that deepc knows to change makes it fit: " + _nearest(e)
     )
     return (
         f"the run needs {e.node_peak / GIB:.2f} GiB on this node and {(e.available or 0) / GIB:.2f} GiB are left"
         f" (memory cgroup and MemAvailable){fix if e.options else ''}.\n{e}"
+    )
+
+
+def _nearest(e: MemoryEstimate) -> str:
+    """The change that comes nearest, and what is missing then."""
+    best = min(e.options, key=lambda o: o.node_peak, default=None)
+    if best is None or best.node_peak >= e.node_peak:
+        return f"free or add {(e.node_peak - (e.available or 0)) / GIB:.2f} GiB, or use more nodes"
+    return (
+        f"{best.change} comes nearest with {best.node_peak / GIB:.2f} GiB; free or add"
+        f" {(best.node_peak - (e.available or 0)) / GIB:.2f} GiB then, or use more nodes"
     )
 
 
@@ -650,6 +661,26 @@ def options_by_counts(plan: Plan, have: int) -> list[str]:
     return out
 
 
+def _by_nodes(plan: Plan, have: int) -> str:
+    """What would take the least on this node, and how many nodes like it have room for that."""
+    total = sum(p.numel for p in plan.params)
+    kinds = ("bf16",) if plan.dtype.itemsize < 4 else ("fp32", "bf16")
+
+    def need(dtype: str, nodes: int) -> float:
+        private, shared = model_states_bytes(
+            total, stage=3, ranks_per_node=plan.ranks_per_node, nodes=nodes, dtype=dtype
+        )
+        return float(private * plan.ranks_per_node + shared + plan.bytes["staging_shared"])
+
+    least = need(kinds[-1], plan.nodes)
+    out = f"the least is zero_optimization.stage 3 in {kinds[-1]}, {least / GIB:.2f} GiB: free or add {(least - have) / GIB:.2f} GiB"  # noqa: E501
+    for nodes in range(plan.nodes + 1, 1025):
+        kind = next((k for k in kinds if need(k, nodes) <= have), None)
+        if kind is not None:
+            return f"{out}, or use {nodes} nodes like this one at stage 3 in {kind} ({need(kind, nodes) / GIB:.2f} GiB on each)"  # noqa: E501
+    return f"{out}; up to 1,024 nodes like this one are too few as well"
+
+
 def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
     """Raises OutOfMemoryError, before anything is allocated, if the model states (and `further` bytes) don't fit into
     what this node has left; says what would."""
@@ -657,7 +688,7 @@ def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
         return
     have = memory.available()
     if plan.bytes["node_total"] + further > have:
-        fix = " or ".join(options_by_counts(plan, have)) or "nothing on this node; use more nodes, or raise the limit"
+        fix = " or ".join(options_by_counts(plan, have)) or f"nothing on this node; {_by_nodes(plan, have)}"
         raise OutOfMemoryError(
             f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model"
             f" states{f' and {further / 2**30:.2f} GiB to change the precision' if further else ''}, and"
