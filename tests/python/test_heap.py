@@ -9,10 +9,14 @@ library pages under pressure, Python's object arenas).
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import platform
+import re
 import resource
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +306,37 @@ def test_what_is_not_the_heaps_goes_to_the_allocator_before_it(binding: str, tmp
         timeout=120,
     )
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
+
+
+# ---- plain programs (docs/keep-heap.md) ------------------------------------------------------------------------------
+_PLAIN = """
+import json
+{page}
+def large():
+    block = torch.empty(1 << 22)
+    return memory.heap_stats()["in_use"]
+
+told = [memory.heap_kept(), memory.heap_stats()["extent"]]
+for step in range(3):
+{step}
+    told.append(memory.heap_stats()["extent"])
+told.append(large() > memory.heap_stats()["in_use"])
+told.append(memory.keep_heap(False))
+told.append(large() > memory.heap_stats()["in_use"])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_the_page_for_plain_programs_says_what_happens(switch: str) -> None:
+    """Its programs as they stand: the first steps make the heap, further ones take nothing; off is off."""
+    text = (Path(__file__).parents[2] / "docs/keep-heap.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", text, re.S)
+    script = _PLAIN.format(page=first, step=textwrap.indent(second, "    "))
+    env = {**os.environ, "DEEPC_KEEP_HEAP": switch, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    kept, extent, *further, inside, off, outside = json.loads(done.stdout)
+    assert (kept, inside) == (switch == "1", switch == "1") and not off and not outside
+    assert (extent > 0) == (switch == "1")
+    assert further[1] == further[2], "gradients of the step before are there from the second one on"
