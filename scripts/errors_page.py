@@ -35,6 +35,9 @@ STATUS_FIX = {
     "E_STATE": "the order of the calls; for example a communicator that has failed is only closed",
     "E_UNSUPPORTED": "another machine or build; the text says what is missing",
     "E_OVERFLOW": "smaller sizes: their product does not fit into 64 bits",
+    "E_IO": "what errno says: the permission, the path, or a device that fails (dmesg)",
+    "E_NOSPC": "free space there, or take another folder",
+    "E_CORRUPT": "go back to a checkpoint; if it comes again, the disk fails",
     "E_CUDA": "the text has CUDA's error; `nvidia-smi` and the driver's version",
 }
 

@@ -196,6 +196,7 @@ enum dc__fork_order {
   DC__FORK_MARK, /* comm/mark.c: the number of this process */
   DC__FORK_PEERS, /* comm/peers.c: pidfds of other processes */
   DC__FORK_FLIGHT, /* comm/flight.c: the record */
+  DC__FORK_FILES, /* offload/file.c: nothing but that it knows of forks */
   DC__FORK_POOL, /* ops/base/pool.c: threads and their job */
   DC__FORK_BLOCKS, /* ops/base/mem.c: blocks of dc_mem_alloc */
   DC__FORK_HEAP, /* ops/base/heap.c: the heap */

@@ -10,6 +10,7 @@
  * - comm/deadlock.c: the rings stay; a child that closes what it inherited leaves them
  * - comm/peers.c: pidfds stay open until the child closes the communicators that it inherited
  * - comm/flight.c: no record: its mapping is the parent's, its descriptor is closed
+ * - offload/file.c: files stay open; they are the parent's and are only closed (their requests are not here)
  * - ops/base/pool.c: no workers and no job; threads start at the next call
  * - ops/base/mem.c: blocks are the child's own copies
  * - ops/base/heap.c: so are blocks in use; free ones have no memory, which would cost the parent a copy of each page

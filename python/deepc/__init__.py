@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from . import checkpoint  # noqa: F401
+    from . import checkpoint, offload  # noqa: F401
     from .compat.helpers import safe as utils
     from .engine.build import OptimizerLike
     from .engine.data import TimedLoader
@@ -71,6 +71,7 @@ __all__ = [
     "initialize",
     "linear_cross_entropy",
     "notebook",
+    "offload",
     "optim",
     "profile",
     "utils",
@@ -214,6 +215,7 @@ _LATER = {
     "fuse": ("nn.fuse", "fuse"),
     "inference": ("engine.serve.inference", "inference"),
     "notebook": ("notebook", None),
+    "offload": ("offload", None),
     "profile": ("observe.profile", None),
     "utils": ("compat.helpers.safe", None),
     "view": ("engine.states.access", "view"),

@@ -131,6 +131,32 @@ class LaunchError(DeepcError):
     Fix: what the traceback shows, in the function that was launched."""
 
 
+class DiskError(DeepcError, OSError):
+    """A file of offloaded tensors could not be read or written; the message names file, offset and errno. The file and
+    its handles can still be used.
+
+    Fix: what errno says: the permission, the path, or a device that fails (dmesg)."""
+
+
+class DiskFullError(DiskError):
+    """The file system, a quota or a limit on the size of files has no room for what is to be written.
+
+    Fix: free space there, or another folder; the message has the numbers."""
+
+
+class DamagedError(DiskError):
+    """What a file of offloaded tensors holds is torn, stale or damaged; the message names the extent and its
+    generation.
+
+    Fix: go back to a checkpoint. If it comes again, the disk or its memory fails."""
+
+
+class DiskTimeoutError(DiskError, TimeoutError):
+    """A request to a file of offloaded tensors is not complete in the time that was given; it goes on.
+
+    Fix: wait again, for longer; a disk that does not answer at all shows in dmesg."""
+
+
 def did_you_mean(key: str, known: Iterable[str]) -> str:
     """' Did you mean "..."?' with up to three of `known` that are spelled like `key`, or ''. A dotted name is also
     looked for by its last part."""

@@ -191,6 +191,63 @@ class AdamWArgs(Sized):
     ]
 
 
+class FileConfig(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("path", c_char_p),
+        ("flags", c_int32),
+        ("ring", c_int32),
+        ("depth", c_int32),
+        ("threads", c_int32),
+        ("block_bytes", c_int64),
+        ("reserve_bytes", c_int64),
+    ]
+
+
+class FileInfo(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("size_bytes", c_int64),
+        ("block_bytes", c_int64),
+        ("registered_bytes", c_int64),
+        ("depth", c_int32),
+        ("direct", c_int32),
+        ("ring", c_char_p),
+        ("why", c_char_p),
+    ]
+
+
+class Piece(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("bytes", c_int64), ("offset", c_int64)]
+
+
+class ExtentsInfo(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("count", c_int64),
+        ("generation", c_int64),
+        ("copies", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class ExtentInfo(Sized):
+    _fields_ = [("struct_size", c_size_t), ("capacity", c_int64), ("bytes", c_int64), ("generation", c_int64)]
+
+
+class DiskInfo(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("free_bytes", c_int64),
+        ("lock_bytes", c_int64),
+        ("direct", c_int32),
+        ("uring", c_int32),
+        ("file_system", ctypes.c_char * 16),
+        ("why_not_direct", ctypes.c_char * 96),
+        ("why_not_uring", ctypes.c_char * 160),
+    ]
+
+
 _P = POINTER
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     # name: (result, *arguments)
@@ -316,6 +373,27 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     ),
     "dc_zero_gather": (c_int, c_void_p, c_void_p, c_int64),
     "dc_zero_estimate": (c_int, _P(BytesIn), _P(Bytes)),
+    "dc_file_open": (c_int, _P(FileConfig), _P(c_void_p)),
+    "dc_file_close": (c_int, c_void_p),
+    "dc_file_get_info": (c_int, c_void_p, _P(FileInfo)),
+    "dc_file_read_start": (c_int, c_void_p, _P(Piece), c_int64, _P(c_void_p)),
+    "dc_file_write_start": (c_int, c_void_p, _P(Piece), c_int64, _P(c_void_p)),
+    "dc_file_sync": (c_int, c_void_p),
+    "dc_file_register": (c_int, c_void_p, c_void_p, c_int64, _P(c_int)),
+    "dc_io_test": (c_int, c_void_p, _P(c_int)),
+    "dc_io_wait": (c_int, c_void_p, c_int64),
+    "dc_io_free": (c_int, c_void_p),
+    "dc_extents_open": (c_int, _P(FileConfig), _P(c_int64), c_int64, c_int, _P(c_void_p)),
+    "dc_extents_close": (c_int, c_void_p),
+    "dc_extents_file": (c_void_p, c_void_p),
+    "dc_extents_get_info": (c_int, c_void_p, _P(ExtentsInfo)),
+    "dc_extent_get_info": (c_int, c_void_p, c_int64, _P(ExtentInfo)),
+    "dc_extents_bytes": (c_int, _P(c_int64), c_int64, c_int, _P(c_int64)),
+    "dc_extent_write_start": (c_int, c_void_p, c_int64, c_void_p, c_int64, _P(c_void_p)),
+    "dc_extent_read_start": (c_int, c_void_p, c_int64, c_void_p, c_int64, _P(c_void_p)),
+    "dc_extents_commit": (c_int, c_void_p, c_int),
+    "dc_extents_rollback": (c_int, c_void_p),
+    "dc_disk_check": (c_int, c_char_p, c_int64, c_int64, _P(DiskInfo)),
 }
 for _name, (_res, *_args) in _PROTOTYPES.items():
     try:
@@ -340,6 +418,9 @@ _EXCEPTIONS = {
     "E_ABORTED": errors.AbortedError,
     "E_PEER": errors.CommError,
     "E_UNSUPPORTED": errors.UnsupportedError,
+    "E_IO": errors.DiskError,
+    "E_NOSPC": errors.DiskFullError,
+    "E_CORRUPT": errors.DamagedError,
 }
 
 

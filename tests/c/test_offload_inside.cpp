@@ -1,0 +1,319 @@
+// test_offload_inside.cpp: every call of the disk fails once in turn, through the table of functions (offload/ring.h):
+// the failure is a typed error that names file, place and errno, what was asked for can be asked for again, and no byte
+// is ever wrong.
+#include <gtest/gtest.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "offload/offload.h"
+#include "offload/ring.h"
+#include "offload_files.h"
+
+namespace {
+
+using offload_files::Config;
+using offload_files::Folder;
+using offload_files::Memory;
+using offload_files::pattern;
+
+enum { kShort = -1, kShortOdd = -2 }; // beside errnos
+
+// The ring that fails: call `at` (from 0), or all from there on.
+struct Plan {
+  const dc__disk_ring_body *real = &dc__disk_ring_threads;
+  int at = -1, fault = 0;
+  bool always = false, late = false; // late: the failure comes from reap(), else from flush()
+  int calls = 0, hits = 0;
+} plan;
+
+struct FaultRing {
+  dc__disk_ring ring;
+  dc__disk_ring *real;
+  dc__disk_ring_op *failed;
+  std::map<dc__disk_ring_op *, int64_t> *cut; // what these blocks asked for
+};
+
+int take_fault() {
+  const int call = plan.calls++;
+  if (plan.at < 0 || (plan.always ? call < plan.at : call != plan.at)) return 0;
+  plan.hits++;
+  return plan.fault;
+}
+
+int fault_open(const dc__disk_ring_body *body, int depth, int threads, dc__disk_ring **out) {
+  auto *r = new FaultRing{{body}, nullptr, nullptr, new std::map<dc__disk_ring_op *, int64_t>};
+  const int rc = plan.real->open(plan.real, depth, threads, &r->real);
+  if (rc) {
+    delete r->cut;
+    delete r;
+    return rc;
+  }
+  *out = &r->ring;
+  return 0;
+}
+
+FaultRing *of(dc__disk_ring *ring) { return reinterpret_cast<FaultRing *>(ring); }
+
+void fault_start(dc__disk_ring *ring, dc__disk_ring_op *op) {
+  FaultRing *r = of(ring);
+  const int fault = take_fault();
+  if (fault > 0 || op->what == DC__DISK_SYNC) { // nothing here loses its power: syncs take most of the time
+    op->result = -std::max(fault, 0);
+    op->next = r->failed;
+    r->failed = op;
+    return;
+  }
+  if (fault < 0 && op->what != DC__DISK_SYNC && op->bytes > 1) {
+    (*r->cut)[op] = op->bytes;
+    op->bytes = fault == kShort ? std::max<int64_t>(op->bytes / 8192 * 4096, op->bytes >= 8192 ? 4096 : 1)
+                                : op->bytes / 2 + 1;
+    if (op->bytes % 4096 && (*r->cut)[op] % 4096 == 0) { // past the page cache the kernel takes no such length: pretend
+      const int64_t moved = op->bytes;
+      op->bytes = (*r->cut)[op];
+      r->cut->erase(op);
+      op->result = moved;
+      if (op->what == DC__DISK_READ) {
+        op->result = pread(op->fd, op->data, static_cast<size_t>(op->bytes), op->offset) < 0 ? -errno : moved;
+      } else {
+        op->result = pwrite(op->fd, op->data, static_cast<size_t>(op->bytes), op->offset) < 0 ? -errno : moved;
+      }
+      op->next = r->failed;
+      r->failed = op;
+      return;
+    }
+  }
+  r->real->body->start(r->real, op);
+}
+
+void fault_flush(dc__disk_ring *ring, dc__disk_ring_op **back) {
+  FaultRing *r = of(ring);
+  r->real->body->flush(r->real, back);
+  if (plan.late) return;
+  dc__disk_ring_op **last = back;
+  while (*last) last = &(*last)->next;
+  *last = r->failed;
+  r->failed = nullptr;
+}
+
+void fault_reap(dc__disk_ring *ring, int64_t timeout_ns, dc__disk_ring_op **done) {
+  FaultRing *r = of(ring);
+  if (r->failed) {
+    *done = r->failed;
+    r->failed = nullptr;
+    return;
+  }
+  r->real->body->reap(r->real, timeout_ns, done);
+  for (dc__disk_ring_op *op = *done; op; op = op->next) {
+    auto cut = r->cut->find(op);
+    if (cut == r->cut->end()) continue;
+    op->bytes = cut->second;
+    r->cut->erase(cut);
+  }
+}
+
+int fault_fix(dc__disk_ring *, const dc__fixed_range *, int) { return -ENOMEM; }
+
+int fault_reserve(int fd, int64_t bytes) {
+  const int fault = take_fault();
+  return fault > 0 ? -fault : dc__disk_ring_reserve(fd, bytes);
+}
+
+void fault_close(dc__disk_ring *ring, bool forked) {
+  FaultRing *r = of(ring);
+  r->real->body->close(r->real, forked);
+  delete r->cut;
+  delete r;
+}
+
+const dc__disk_ring_body kFaulty = {"faulty",   fault_open, fault_start,   fault_flush,
+                                    fault_reap, fault_fix,  fault_reserve, fault_close};
+
+struct Case {
+  const dc__disk_ring_body *real;
+  bool late;
+  int flags;
+};
+
+class Faults : public ::testing::TestWithParam<Case> {
+protected:
+  void SetUp() override {
+    plan = Plan{};
+    plan.real = GetParam().real;
+    plan.late = GetParam().late;
+    dc__disk_ring *probe = nullptr;
+    const int error = -plan.real->open(plan.real, 1, 1, &probe);
+    if (error) GTEST_SKIP() << dc__disk_ring_no_uring(error);
+    plan.real->close(probe, false);
+    dc__disk_ring_use(&kFaulty);
+  }
+  void TearDown() override { dc__disk_ring_use(nullptr); }
+
+  // A step that must go well, at the second time if the fault met it.
+  void Step(const std::function<int()> &step, const char *what) {
+    const int rc = step();
+    if (!rc) return;
+    failures_++;
+    const std::string text = dc_last_error();
+    EXPECT_EQ(rc, plan.fault == ENOSPC ? DC_E_NOSPC : DC_E_IO) << what << ": " << text;
+    EXPECT_NE(text.find(path_), std::string::npos) << what << " does not name the file: " << text;
+    EXPECT_NE(text.find("(errno " + std::to_string(plan.fault) + ")"), std::string::npos) << what << ": " << text;
+    ASSERT_EQ(step(), DC_OK) << what << " again: " << dc_last_error();
+  }
+
+  // Opens, writes two generations of three extents, reads them.
+  void Scenario() {
+    const int64_t capacity[3] = {20000, 4096, 100};
+    Folder folder(true); // thousands of files
+    path_ = folder.path + "/states";
+    dc_extents *x = nullptr;
+    Memory memory(3 * 24576);
+    Step(
+        [&] {
+          Config k(path_, DC_FILE_WRITE | DC_FILE_CREATE | GetParam().flags);
+          k.depth = 3;
+          return dc_extents_open(&k, capacity, 3, 2, &x);
+        },
+        "open");
+    ASSERT_TRUE(x);
+    for (int g = 1; g <= 2; g++) {
+      dc_io *io[3] = {};
+      for (int i = 0; i < 3; i++) {
+        char *at = memory.at + i * 24576 + (i == 0 ? 0 : 64 * i);
+        pattern(at, capacity[i], g * 10 + i);
+        ASSERT_EQ(dc_extent_write_start(x, i, at, capacity[i], &io[i]), DC_OK) << dc_last_error();
+      }
+      for (int i = 0; i < 3; i++) {
+        char *at = memory.at + i * 24576 + (i == 0 ? 0 : 64 * i);
+        bool first = true;
+        Step(
+            [&] {
+              if (!first) return dc_extent_write(x, i, at, capacity[i]);
+              first = false;
+              const int rc = dc_io_wait(io[i], 60000);
+              dc_io_free(io[i]);
+              if (rc) {
+                // nothing is committed over a write that failed
+                const std::string text = dc_last_error();
+                for (int k = i + 1; k < 3; k++) EXPECT_EQ(dc_io_wait(io[k], 60000), DC_OK) << dc_last_error();
+                EXPECT_EQ(dc_extents_commit(x, 0), DC_E_STATE) << dc_last_error();
+                return DC_FAIL(rc, "%s", text.c_str());
+              }
+              return rc;
+            },
+            "write");
+      }
+      Step([&] { return dc_extents_commit(x, 1); }, "commit");
+      if (HasFatalFailure()) return;
+    }
+    Expect(x, 2);
+    ASSERT_EQ(dc_extents_close(x), DC_OK) << dc_last_error();
+    x = nullptr;
+    Step(
+        [&] {
+          Config k(path_, GetParam().flags);
+          return dc_extents_open(&k, capacity, 3, 0, &x);
+        },
+        "open again");
+    ASSERT_TRUE(x);
+    Expect(x, 2);
+    ASSERT_EQ(dc_extents_close(x), DC_OK) << dc_last_error();
+  }
+  void Expect(dc_extents *x, int g) {
+    const int64_t capacity[3] = {20000, 4096, 100};
+    for (int i = 0; i < 3; i++) {
+      std::vector<char> wanted(capacity[i]), found(capacity[i]);
+      pattern(wanted.data(), capacity[i], g * 10 + i);
+      Step([&] { return dc_extent_read(x, i, found.data(), capacity[i]); }, "read");
+      EXPECT_EQ(found, wanted) << "extent " << i;
+    }
+  }
+  std::string path_;
+  int failures_ = 0;
+};
+
+TEST_P(Faults, EveryCallFailsOnceInTurn) {
+  Scenario(); // without a fault
+  ASSERT_EQ(failures_, 0);
+  const int calls = plan.calls;
+  ASSERT_GT(calls, 20);
+  for (const int fault :
+       {EIO, ENOSPC, EAGAIN, EINTR, ECANCELED, static_cast<int>(kShort), static_cast<int>(kShortOdd)}) {
+    int failed = 0;
+    for (int at = 0; at < calls; at++) {
+      plan.at = at, plan.fault = fault, plan.calls = plan.hits = 0;
+      failures_ = 0;
+      Scenario();
+      ASSERT_EQ(plan.hits, 1) << "call " << at;
+      const bool hard = fault == EIO || fault == ENOSPC;
+      EXPECT_LE(failures_, hard) << "fault " << fault << " at call " << at;
+      failed += failures_;
+      ASSERT_FALSE(HasFailure()) << "fault " << fault << " at call " << at;
+    }
+    if (fault == EIO || fault == ENOSPC) { EXPECT_EQ(failed, calls) << "a failure was swallowed"; }
+  }
+}
+
+// A kernel that never gives in: an error after a while, not a hang.
+TEST_P(Faults, WhatNeverGoesWellEnds) {
+  Folder folder;
+  path_ = folder.path + "/x";
+  Config k(path_, DC_FILE_WRITE | DC_FILE_CREATE | GetParam().flags);
+  dc_file *f = nullptr;
+  ASSERT_EQ(dc_file_open(&k, &f), DC_OK) << dc_last_error();
+  Memory m(65536);
+  dc_piece p = {m.at, 65536, 0};
+  for (const int fault : {EAGAIN, EINTR, EIO, ENOSPC}) {
+    plan.at = plan.calls, plan.fault = fault, plan.always = true;
+    EXPECT_EQ(dc_file_write(f, &p, 1), fault == ENOSPC ? DC_E_NOSPC : DC_E_IO) << dc_last_error();
+    EXPECT_NE(std::string(dc_last_error()).find("(errno " + std::to_string(fault) + ")"), std::string::npos);
+    plan.at = -1;
+    EXPECT_EQ(dc_file_write(f, &p, 1), DC_OK) << dc_last_error();
+  }
+  EXPECT_EQ(dc_file_close(f), DC_OK);
+}
+
+// A device that takes O_DIRECT at open and refuses it later is read and written through the page cache, and says so.
+TEST_P(Faults, DirectTransfersThatAreRefusedGoThroughThePageCache) {
+  Folder folder;
+  path_ = folder.path + "/x";
+  Config k(path_, DC_FILE_WRITE | DC_FILE_CREATE | GetParam().flags);
+  dc_file *f = nullptr;
+  ASSERT_EQ(dc_file_open(&k, &f), DC_OK) << dc_last_error();
+  dc_file_info info = {};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(dc_file_get_info(f, &info), DC_OK);
+  const bool direct = info.direct;
+  Memory m(65536);
+  pattern(m.at, 65536, 3);
+  dc_piece p = {m.at, 65536, 0};
+  plan.at = plan.calls + 2, plan.fault = EINVAL;
+  EXPECT_EQ(dc_file_write(f, &p, 1), direct ? DC_OK : DC_E_IO) << dc_last_error();
+  ASSERT_EQ(dc_file_get_info(f, &info), DC_OK);
+  EXPECT_EQ(info.direct, 0);
+  if (direct) {
+    EXPECT_NE(std::string(info.why).find("no O_DIRECT: a transfer failed with errno 22"), std::string::npos)
+        << info.why;
+    memset(m.at, 0, 65536);
+    Memory wanted(65536);
+    pattern(wanted.at, 65536, 3);
+    EXPECT_EQ(dc_file_read(f, &p, 1), DC_OK) << dc_last_error();
+    EXPECT_EQ(0, memcmp(m.at, wanted.at, 65536));
+  }
+  EXPECT_EQ(dc_file_close(f), DC_OK);
+}
+
+INSTANTIATE_TEST_SUITE_P(Rings, Faults,
+                         ::testing::Values(Case{&dc__disk_ring_uring, false, 0},
+                                           Case{&dc__disk_ring_uring, true, DC_FILE_BUFFERED},
+                                           Case{&dc__disk_ring_threads, true, 0},
+                                           Case{&dc__disk_ring_threads, false, DC_FILE_BUFFERED}));
+
+} // namespace
