@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -84,6 +85,29 @@ def test_ranks_that_wait_name_those_that_do_not_come(there, world, said):
             p.communicate()
     for rank, line in zip(there, lines, strict=True):
         assert f"rank {rank} of {world} has waited 5 s for {said} at 127.0.0.1:" in line, lines
+
+
+@pytest.mark.parametrize("limit", [10, 12, 16, 18, 21])
+def test_too_few_open_files_are_said_before_anything_fails(limit, tmp_path):
+    """With 10 the launcher aborted, with 18 it hung."""
+    (tmp_path / "script.py").write_text("print('began')")
+    command = [sys.executable, "-m", "deepc", "run", "--num_gpus", "2", "script.py"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )
+    assert done.returncode == 2 and "began" not in done.stdout
+    assert f"deepc run: error: ulimit -n is {limit}, and one of 2 ranks on a node needs 22 open files" in done.stderr
+
+
+def test_a_rank_that_another_launcher_started_says_it_too():
+    text = "import deepc, resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (25, 25))\ndeepc.init_distributed()"
+    done = _script(text, RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+    assert done.returncode == 1 and "ConfigError: ulimit -n is 25, and one of 4 ranks" in done.stderr
 
 
 def _refused(config: dict, model: torch.nn.Module) -> str:

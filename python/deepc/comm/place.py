@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -12,13 +13,25 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..core import env
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 LATE_S = 10.0  # until a rank that waits for others says so
 _LOOK_S = 0.05
+
+
+def refuse_few_descriptors(ranks: int) -> None:
+    """ConfigError where a process may open too few files to be one of `ranks` ranks of this node. Without this, what
+    fails first says nothing of it: a hang in torch's store, or an abort."""
+    # Two for each rank; 9 of Python, torch's store and the sockets; the rest while modules are imported (measured).
+    need, (limit, _) = 18 + 2 * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < need:
+        raise ConfigError(
+            f"ulimit -n is {limit}, and one of {ranks} rank{'s' * (ranks > 1)} on a node needs {need} open files and"
+            " more for what the script opens; raise it (ulimit -n 1024)"
+        )
 
 
 def node_id() -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from .calls import logger
+from .place import refuse_few_descriptors
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -51,6 +52,8 @@ def init_distributed(
         return
     have = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v in os.environ]
     if len(have) == 4:
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")
+        refuse_few_descriptors(int(here) if here.isdecimal() else 1)
         with _saying_who_is_waited_for(*_place()):
             dist.init_process_group(backend, init_method="env://", timeout=timeout)
     elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:

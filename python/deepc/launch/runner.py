@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from ..comm.place import refuse_few_descriptors
 from . import mpi
 from .driver import GRACE_S, Driver
 from .failure import Failure, first_failure, report
@@ -97,8 +98,10 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 def run(launch: Launch) -> int:
     """Starts the ranks, waits for them and returns the exit code of the run: 0, that of the rank that failed first, or
     128 + n when signal n ended a rank or stopped the launcher. When it returns no process that the run started is
-    alive, on any host. Raises CommError if a host can't be reached, or the ranks can't be started. Call it in the main
+    alive, on any host. Raises CommError if a host can't be reached, or the ranks can't be started, ConfigError if
+    `ulimit -n` is too small for them. Call it in the main
     thread."""
+    refuse_few_descriptors(max((h.ranks for h in launch.hosts if h.local), default=1))
     if not launch.quiet:
         print(launch.describe(), file=sys.stderr, flush=True)
     before = {sig: signal.signal(sig, _raise_stopped) for sig in _STOPPING}
