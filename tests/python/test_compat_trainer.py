@@ -17,7 +17,7 @@ QUIET = {"DEEPC_LOG_LEVEL": "WARNING"}
 
 
 def _run(library, folder, cases, **options):
-    return run_ranks(hf_runs.train, 2, args=(library, str(folder), cases), fresh=True, limit_s=170, **options)
+    return run_ranks(hf_runs.train, 2, args=(library, str(folder), cases), fresh=True, **options)
 
 
 def _check_shape(run):
@@ -51,7 +51,7 @@ CASES = {
 def test_fused_by_configuration(tmp_path):
     """Trainer prints four digits of a loss."""
     pytest.importorskip("peft")
-    (found, _) = run_ranks(hf_runs.fused, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET)
+    (found, _) = run_ranks(hf_runs.fused, 2, args=(str(tmp_path),), fresh=True, env=QUIET)
     for name in ("whole", "lora"):
         (plain, none), (fused, kinds) = found[f"{name} False"], found[f"{name} auto"]
         assert not none and {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaForCausalLM"} <= set(kinds)
@@ -61,7 +61,7 @@ def test_fused_by_configuration(tmp_path):
 @pytest.mark.full
 def test_grpo_of_trl_in_both_modes(tmp_path):
     pytest.importorskip("trl")
-    for resident, streamed in run_ranks(hf_runs.grpo, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET):
+    for resident, streamed in run_ranks(hf_runs.grpo, 2, args=(str(tmp_path),), fresh=True, env=QUIET):
         assert len(resident) == 3 and resident == streamed
         assert resident[0][2] == 0 < resident[1][2], "the reference stays, the model moves"
 
@@ -70,9 +70,7 @@ def test_grpo_of_trl_in_both_modes(tmp_path):
 def test_features(tmp_path):
     """Weights out of from_pretrained under zero.Init, generate in evaluation, gradient checkpointing, LoRA, offload,
     bf16, other optimizers and schedules."""
-    for rank, out in enumerate(
-        run_ranks(hf_runs.features, 2, args=(str(tmp_path),), fresh=True, limit_s=170, env=QUIET)
-    ):
+    for rank, out in enumerate(run_ranks(hf_runs.features, 2, args=(str(tmp_path),), fresh=True, env=QUIET)):
         for name in ("seq2seq", "lora", "recompute", "offload", "own optimizer", "evaluate only"):
             assert out.get(name) is True, (rank, name, out.get(name))
 
@@ -153,7 +151,7 @@ def test_16_bits_are_the_same_at_stages_0_to_2(tmp_path, precision, power):
 def test_model_of_a_trained_engine(tmp_path, stage):
     """evaluate, predict, .to(device), .cpu(), .float(), unwrap_model, prepare_model, save_model and from_pretrained,
     another Trainer: the same loss; and the engine trains on."""
-    for out in run_ranks(hf_runs.moves, 2, args=(str(tmp_path), stage), fresh=True, limit_s=170, env=QUIET):
+    for out in run_ranks(hf_runs.moves, 2, args=(str(tmp_path), stage), fresh=True, env=QUIET):
         assert out["at first"] == out["moved"] == out["predicted"] and out["step"]
         assert math.isclose(out["prepared"], out["saved"], rel_tol=1e-6)
 
@@ -173,7 +171,6 @@ def test_accelerate_equals_deepspeed(tmp_path, case):
         2,
         args=("deepc", str(tmp_path), ACCELERATE[case : case + 1]),
         fresh=True,
-        limit_s=170,
         env=QUIET,
     )
     theirs = run_ranks(
@@ -181,7 +178,6 @@ def test_accelerate_equals_deepspeed(tmp_path, case):
         2,
         args=("deepspeed", str(tmp_path), ACCELERATE[case : case + 1]),
         fresh=True,
-        limit_s=170,
         backend="gloo",
         env={"DS_ACCELERATOR": "cpu"},
     )
@@ -196,9 +192,7 @@ def test_accelerate_equals_deepspeed(tmp_path, case):
 
 
 def test_accelerate_loop(tmp_path):
-    out = run_ranks(
-        hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[1:]), fresh=True, limit_s=170, env=QUIET
-    )
+    out = run_ranks(hf_runs.accelerate_loop, 2, args=("deepc", str(tmp_path), ACCELERATE[1:]), fresh=True, env=QUIET)
     first, again, total = out[0][0]
     assert out[0] == out[1] and len(first) == 6 and math.isfinite(total) and first[5][0] < first[0][0]
     assert again[0][2] == first[3][2]  # the schedule went on where it was saved

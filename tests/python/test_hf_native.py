@@ -16,9 +16,7 @@ QUIET = {"DEEPC_LOG_LEVEL": "WARNING"}
 
 
 def test_engine_trainer_trains_saves_and_resumes(tmp_path):
-    first, again, saved = run_ranks(
-        hf_runs.native, 2, args=(str(tmp_path / "out"), 3), fresh=True, limit_s=170, env=QUIET
-    )[0]
+    first, again, saved = run_ranks(hf_runs.native, 2, args=(str(tmp_path / "out"), 3), fresh=True, env=QUIET)[0]
     steps = [e for e in first if "loss" in e]
     assert [e["step"] for e in steps] == [1, 2, 3, 4, 5, 6] and steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert [e["step"] for e in first if "eval_loss" in e] == [3, 6] and saved == 28
@@ -36,7 +34,6 @@ def test_accelerate_beside_the_engine(tmp_path):
         2,
         args=(str(tmp_path / "out"), ["--stage", "3", "--bf16"]),
         fresh=True,
-        limit_s=170,
         env=QUIET,
     )
     first, again, saved = ranks[0]
@@ -57,7 +54,6 @@ def test_engine_trainer_in_16_bits(tmp_path, precision, stage):
         2,
         args=(str(tmp_path / "out"), stage, config, {precision: True}),
         fresh=True,
-        limit_s=170,
         env=QUIET,
     )
     first, again, _ = ranks[0]
@@ -79,7 +75,7 @@ def test_engine_trainer_in_16_bits(tmp_path, precision, stage):
 def test_engine_trainer_in_odd_uses(tmp_path, stage):
     """evaluate() before train(), train() twice, a second trainer on the same model, the best model at the end, early
     stopping, label smoothing, torch_compile, auto_find_batch_size."""
-    ranks = run_ranks(hf_runs.native_odd, 2, args=(str(tmp_path), stage), fresh=True, limit_s=220, env=QUIET)
+    ranks = run_ranks(hf_runs.native_odd, 2, args=(str(tmp_path), stage), fresh=True, env=QUIET)
     out = ranks[0]
     assert ranks[1] == out
     assert out["twice"] < out["once"] < out["evaluated first"] and out["other"] == out["twice"]

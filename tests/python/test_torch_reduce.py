@@ -252,7 +252,7 @@ def _fails(rank, world, stage, how):
     "stage, how", [(3, "dies"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, "dies"), (3, "leaves")))]
 )
 def test_a_rank_that_dies_or_leaves_in_backward_is_an_error_on_the_others(stage, how):
-    said = run_ranks(_fails, 3, stage, how, may_die=(2,), limit_s=60)
+    said = run_ranks(_fails, 3, stage, how, may_die=(2,))
     assert said[2] == ("left" if how == "leaves" else None)
     assert all(text for text in said[:2])
 
