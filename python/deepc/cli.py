@@ -109,7 +109,12 @@ _COMMANDS: dict[str, Command] = {
         "measure this machine in 20 seconds",
         "Matrix products, memory, the optimizer step against memory, collectives between ranks, disk. Medians; other"
         " processes make them worse.",
-        ("deepc bench", "deepc bench --only collectives --ranks 4", "deepc bench --only disk --folder /data --json"),
+        (
+            "deepc bench",
+            "deepc bench --only collectives --ranks 4",
+            "deepc bench --only disk --folder /data --json",
+            "deepc bench io --folder /data",
+        ),
         f"0; 1 a part could not be measured; {_TWO}",
         "observe.diagnose.bench:add_arguments",
         "observe.diagnose.bench:run",

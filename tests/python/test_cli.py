@@ -196,6 +196,28 @@ def test_bench_measures_collectives(capsys):
     assert "all_reduce" in capsys.readouterr().out
 
 
+def test_bench_io_sets_deepc_beside_plain_calls(tmp_path, capsys, monkeypatch):
+    from deepc.observe.diagnose import disk
+
+    monkeypatch.setattr(disk, "size_for", lambda folder, wanted: 9 << 20)
+    assert main(["bench", "io", "--folder", str(tmp_path), "--seconds", "0.1"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {r["figure"] for r in rows} == {"write", "read"} and {r["bytes"] for r in rows} == {9 << 20}
+    for how in ("write", "read"):
+        found = {r["what"]: r for r in rows if r["figure"] == how}
+        assert found[disk.PLAIN]["ratio"] is None and found["deepc, threads"]["ratio"] > 0
+        assert ("deepc, io_uring" in found) == (not found[disk.PLAIN]["why_not_io_uring"])
+        assert all(r["n"] >= 3 and r["min"] <= r["median"] <= r["max"] for r in found.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_io_refuses(tmp_path, capsys):
+    assert main(["bench", "io", "--folder", str(tmp_path / "none")]) == 2
+    assert main(["bench", "io", "--seconds", "-1"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no folder" in said and "seconds -1.0" in said
+
+
 def test_bench_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(ArgumentError, match="unknown part 'gem'"):
         bench.measure(("gem",))

@@ -435,6 +435,12 @@ def _print_collectives(rows: list[dict[str, Any]]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=["io"],
+        help="io: one file, written and read by plain calls and by deepc.offload, in turns; one JSON line per figure",
+    )
     parser.add_argument("--only", metavar="PART,...", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the collectives (2)")
     parser.add_argument(
@@ -452,6 +458,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code."""
+    if args.what == "io":
+        from . import disk
+
+        return disk.run(args.folder, args.seconds)
     parts = tuple(args.only.split(",")) if args.only else PARTS
     found = measure(
         parts, seconds=args.seconds, ranks=args.ranks, folder=args.folder, say=None if args.json else _print
