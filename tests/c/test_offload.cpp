@@ -154,6 +154,26 @@ TEST_P(File, ManyRequestsOfManyThreads) {
   EXPECT_EQ(dc_file_close(f), DC_OK) << last();
 }
 
+// The kernel cancels what a thread has started when it ends: those blocks are sent again.
+TEST_P(File, AThreadThatEndsTakesNoRequestWithIt) {
+  dc_file *f = Open(DC_FILE_WRITE | DC_FILE_CREATE, 8, 65536);
+  ASSERT_TRUE(f);
+  const int64_t bytes = 8 << 20;
+  Memory out(bytes), in(bytes);
+  pattern(out.at, bytes, 6);
+  for (const bool writes : {true, false}) {
+    dc_io *io = nullptr;
+    dc_piece p = {writes ? out.at : in.at, bytes, 0};
+    std::thread([&] {
+      ASSERT_EQ((writes ? dc_file_write_start : dc_file_read_start)(f, &p, 1, &io), DC_OK) << dc_last_error();
+    }).join();
+    EXPECT_EQ(dc_io_wait(io, 60000), DC_OK) << last();
+    EXPECT_EQ(dc_io_free(io), DC_OK);
+  }
+  EXPECT_EQ(0, memcmp(in.at, out.at, bytes));
+  EXPECT_EQ(dc_file_close(f), DC_OK) << last();
+}
+
 TEST_P(File, WhatIsAlignedIsNotCopied) {
   dc_file *f = Open(DC_FILE_WRITE | DC_FILE_CREATE);
   ASSERT_TRUE(f);
