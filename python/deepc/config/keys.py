@@ -42,9 +42,8 @@ class Key:
     help: str = ""
     state: State = State.ACTIVE
     why: str = ""
-    choices: tuple[
-        str, ...
-    ] = ()  # of str: compared without case, the spelling of the table is kept; of pick: the list's
+    # of str: compared without case, the spelling of the table is kept; of pick: what its list may hold
+    choices: tuple[str, ...] = ()
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
