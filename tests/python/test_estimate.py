@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -309,6 +310,24 @@ def test_the_shadow_heap_counts_what_malloc_takes_and_gives_back() -> None:
     r = dryrun.forked(work)
     assert r["large"] == 64 << 20 and r["gone"] == 0 and r["peak"] >= 64 << 20
     assert 0 <= r["small"] <= 5 << 20  # holes of the heap that are resident already cost nothing
+
+
+def test_a_dry_run_that_waits_for_a_lock_it_was_forked_with_is_made_again(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def work() -> dict:
+        (tmp_path / str(os.getpid())).write_text("")
+        with lock:
+            return {"came": len(list(tmp_path.iterdir()))}
+
+    lock.acquire()
+    timer = threading.Timer(2.5, lock.release)  # held in the first child, free in a later one
+    timer.start()
+    assert dryrun.forked(work, stuck_s=1.0, tries=20)["came"] >= 2
+    timer.join()
+    lock.acquire()
+    with pytest.raises(UnsupportedError, match="2 processes of the dry run stood still for 0.5 s"):
+        dryrun.forked(work, stuck_s=0.5, tries=2)
 
 
 def test_the_window_holds_gradients_until_their_buckets_are_open() -> None:

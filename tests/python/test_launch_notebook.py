@@ -45,6 +45,8 @@ class Notebook(Run):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # what started pytest in the background may have it ignored, and a Python that finds it so leaves it so
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 

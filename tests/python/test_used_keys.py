@@ -438,7 +438,8 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.timeline.memory_ms": (
         TIMELINE,
         1,
-        trace(lambda events: sum(e["ph"] == "C" for e in events) > 30, pause=0.3),  # 28 without the sampler
+        # moments, of which each has as many counters as there are kinds of memory in this process
+        trace(lambda events: len({e["ts"] for e in events if e["ph"] == "C"}) > 30, pause=0.3),
     ),
     "deepc.timeline.folder": (TIMELINE, "elsewhere", files),
     "deepc.precision.overflow_steps": (AUTO, 1, series),
