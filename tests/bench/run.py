@@ -71,7 +71,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     # Full: bursts of about 2 s; bf16 steps are shorter. Quick: a step each, since more rounds say more than longer
     # ones.
     train = [
-        ["--precision", p, "--steps", "1" if quick else steps, "--rounds", "9"]
+        ["--precision", p, "--steps", "1" if quick else steps, "--rounds", "7" if quick else "9"]
         for p, steps in (("fp32", "2"), ("bf16", "4"))
     ]
     return {
@@ -90,9 +90,12 @@ MINE = ["deepc-3", "deepc-3-fused"]
 
 
 def _few(precision: str) -> list[list[str]]:
-    """The peers as they come and with deepc's heap, which was the best allocator for each of them in the full form."""
-    peers_of = ["ddp", "ddp+keep", "fsdp2", "fsdp2-kept+keep", "deepspeed-3", "deepspeed-3+keep"]
-    return [LIMIT[: 1 + (precision == "bf16")] + peers_of + ["ddp-bf16-weights+keep"] * (precision == "bf16") + MINE]
+    """The peers as they come and with deepc's heap, in groups that fit into 24 GiB together."""
+    both = precision == "bf16"
+    limit = LIMIT[: 1 + both]
+    groups = [["ddp", "ddp+keep"] + ["ddp-bf16-weights+keep"] * both]
+    groups.append(["fsdp2", "fsdp2-kept+keep", "deepspeed-3", "deepspeed-3+keep"])
+    return [limit + group + MINE for group in groups]
 
 
 def _batches(has_deepspeed: bool) -> list[list[str]]:
