@@ -36,6 +36,7 @@ static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
 static int dispatch_have[DC_ISA_COUNT];
 static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
 static _Atomic int dispatch_isa = -1;
+int64_t dc__prefetch_ahead = 2048; /* see cpu/vec.h */
 
 static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
 
@@ -52,6 +53,9 @@ static void dispatch_isa_detect_x86(void) {
   enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C = 1 << 29, AVX2 = 1 << 5 };
   const unsigned avx512_fdqbwvl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, ymm_state = 0x6, zmm_state = 0xe6;
   unsigned a, b, c, d;
+  /* AuthenticAMD, HygonGenuine. Zen 4's own prefetchers are good: what a far one fetches beside them takes their room.
+   */
+  if (__get_cpuid(0, &a, &b, &c, &d) && (c == signature_AMD_ecx || c == 0x656e6975)) dc__prefetch_ahead = 128;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return;
   const unsigned need = FMA | OSXSAVE | AVX | F16C;
   if ((c & need) != need) return;

@@ -45,9 +45,10 @@
   }
 
 enum { LANES = 16, CACHE_LINE = 64 };
-/* How far ahead arrays are fetched, in bytes. The processor's own prefetchers stop at every 4 KiB page; what it gives
- * is in the head of adamw.c. */
-enum { AHEAD = 2048 };
+/* How far ahead arrays are fetched, in bytes, as the processor likes it (dispatch.c sets it before any body runs). The
+ * processor's own prefetchers stop at every 4 KiB page; what it gives is in the head of adamw.c. */
+extern int64_t dc__prefetch_ahead __attribute__((visibility("hidden")));
+#define AHEAD dc__prefetch_ahead
 
 #define DC_OP(name, params) void DC_BODY(name) params;
 #include "ops.def"

@@ -1,7 +1,7 @@
 /* bench_ops.c: the speed of each op beside the limit of its memory pattern. One JSON line per case:
  *   op, dtype, n, threads, isa, rounds
  *   memory       "huge": dc_mem_alloc with different colors; "malloc": plain malloc
- *   median_s, min_s, max_s, limit_median_s   seconds
+ *   median_s, q1_s, q3_s, min_s, max_s, limit_median_s   seconds
  *   gb_per_s     bytes that the op must move (no read-for-ownership) over the median
  *   ratio        median over rounds of limit / op, the two timed back to back; 1: the op costs what its traffic costs
  * The limit is a plain loop over the same arrays with the same reads and writes and no arithmetic beyond an add,
@@ -215,13 +215,14 @@ static int run_case(const bench_case *c, bench *b, int rounds, int threads, cons
     limit[r] = t1 - t0, op[r] = t2 - t1, ratio[r] = limit[r] / op[r];
   }
   const double mid = median(op, rounds);
-  printf(
-      "{\"op\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"threads\": %d, \"memory\": \"%s\", \"isa\": \"%s\", "
-      "\"rounds\": %d, "
-      "\"median_s\": %.9f, \"min_s\": %.9f, \"max_s\": %.9f, \"gb_per_s\": %.2f, \"limit_median_s\": %.9f, \"ratio\": "
-      "%.3f}\n",
-      c->op, c->dtype, (long long)b->n, threads, memory, dc_isa_name(isa), rounds, mid, op[0], op[rounds - 1],
-      (double)c->bytes * (double)b->n / mid * 1e-9, median(limit, rounds), median(ratio, rounds));
+  printf("{\"op\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"threads\": %d, \"memory\": \"%s\", \"isa\": \"%s\", "
+         "\"rounds\": %d, "
+         "\"median_s\": %.9f, \"q1_s\": %.9f, \"q3_s\": %.9f, \"min_s\": %.9f, \"max_s\": %.9f, \"gb_per_s\": %.2f, "
+         "\"limit_median_s\": %.9f, \"ratio\": "
+         "%.3f}\n",
+         c->op, c->dtype, (long long)b->n, threads, memory, dc_isa_name(isa), rounds, mid, op[rounds / 4],
+         op[(rounds - 1) - rounds / 4], op[0], op[rounds - 1], (double)c->bytes * (double)b->n / mid * 1e-9,
+         median(limit, rounds), median(ratio, rounds));
   fflush(stdout);
   return 0;
 }

@@ -344,26 +344,7 @@ class _HostWorker(ranks._Worker):
     """A ranks._Worker inside a host."""
 
     def __init__(self, space: _Namespace) -> None:
-        self._log = tempfile.TemporaryFile("w+b")
-        self.result, theirs = os.pipe()
-        path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
-        env = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path),
-        }
-        self.process = subprocess.Popen(
-            space.enter(*_ends_with_us(), sys.executable, __file__, str(theirs)),
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            pass_fds=[theirs],
-        )
-        os.close(theirs)
-        self._mark = 0
+        super().__init__({}, command=space.enter(*_ends_with_us(), sys.executable, __file__))
 
 
 def _run_job(rank: int, folder: str) -> None:

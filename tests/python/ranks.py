@@ -4,15 +4,18 @@
     results = run_ranks(work, 2, args=(3,))       # what the ranks returned, in rank order
 
 Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group);
-fresh=True starts new ones, for tests that change the process. A rank's failure raises RankFailure with every rank's
-output and traceback; a hang ends at the limit with every rank's stack. Jobs and results travel as pickles between our
-own processes only."""
+fresh=True starts new ones, for tests that change the process. New ones are forked from a process that has imported
+torch and nothing of deepc (multiprocessing's forkserver). executes=True starts a program instead: for what counts
+memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class), and a variable that is
+not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the limit with
+every rank's stack. Jobs and results travel as pickles between our own processes only."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import importlib
+import multiprocessing.reduction
 import os
 import pickle
 import select
@@ -42,12 +45,92 @@ class RankFailure(AssertionError):
         )
 
 
-class _Worker:
-    """One process that runs jobs, one after the other."""
+class _Program:
+    """A process with the interface that _Worker needs: a program, which gets the number of `result` as its last
+    argument."""
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, stdin: int, log: int, result: int, env: dict[str, str], command: Sequence[str] = ()) -> None:
+        self._process = subprocess.Popen(
+            [*(command or (sys.executable, __file__)), str(result)],
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            pass_fds=[result],
+        )
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """The exit code, when it has ended."""
+        return self._process.wait()
+
+
+class _Descriptors:
+    """Descriptors that a process gets while it starts."""
+
+    def __init__(self, *fds: int) -> None:
+        self.fds = fds
+
+    def __getstate__(self) -> list[Any]:
+        return [multiprocessing.reduction.DupFd(fd) for fd in self.fds]
+
+    def __setstate__(self, passed: list[Any]) -> None:
+        self.fds = tuple(p.detach() for p in passed)
+
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["torch", "torch.distributed", "torch._subclasses.fake_tensor", "pytest"])
+
+
+class _Fork:
+    """The same, forked from a process that has imported torch."""
+
+    def __init__(self, stdin: int, log: int, result: int, env: dict[str, str]) -> None:
+        self._process = _forks.Process(target=_forked, args=(_Descriptors(stdin, log, result), env))
+        before = dict(os.environ)
+        os.environ.update(env)  # for the process that forks, where this is the first
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """See _Program."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        """See _Program."""
+        self._process.join()
+        return self._process.exitcode
+
+
+def _forked(descriptors: _Descriptors, env: dict[str, str]) -> None:
+    stdin, log, result = descriptors.fds
+    for theirs, ours in ((stdin, 0), (log, 1), (log, 2)):
+        os.dup2(theirs, ours)
+    os.close(stdin)
+    os.close(log)
+    sys.stdin = open(0, closefd=False)  # multiprocessing has closed the one that was
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [p for p in env["PYTHONPATH"].split(os.pathsep) if p not in sys.path]
+    _serve(result)
+    atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+class _Worker:
+    """One process that runs jobs, one after the other. executes: a program of its own; command: that one."""
+
+    def __init__(self, env: dict[str, str], executes: bool = False, command: Sequence[str] = ()) -> None:
         self._log = tempfile.TemporaryFile("w+b")
         self.result, theirs = os.pipe()
+        stdin, self._jobs = os.pipe()
         path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
         full = {
             **os.environ,
@@ -57,21 +140,19 @@ class _Worker:
             "PYTHONPATH": os.pathsep.join(path),
             **env,
         }
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=full,
-            pass_fds=[theirs],
-        )
+        executes = executes or bool(os.environ.get("RANKS_EXECUTE")) or any(not k.startswith("DEEPC_") for k in env)
+        if executes or command:
+            self.process = _Program(stdin, self._log.fileno(), theirs, full, command)
+        else:
+            self.process = _Fork(stdin, self._log.fileno(), theirs, full)
+        os.close(stdin)
         os.close(theirs)
         self._mark = 0
 
     def start(self, folder: str, rank: int) -> None:
         self._mark = self._log.seek(0, os.SEEK_END)
-        self.process.stdin.write(f"{rank} {folder}\n".encode())
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it is gone: its result says so
+            os.write(self._jobs, f"{rank} {folder}\n".encode())
 
     def text(self) -> str:
         """What the current job printed."""
@@ -81,11 +162,12 @@ class _Worker:
     def end(self) -> int:
         """Kills what still runs. Returns the exit code."""
         if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        os.close(self._jobs)
         os.close(self.result)
-        return self.process.returncode
+        return code
 
 
 _pool: list[_Worker] = []
@@ -120,16 +202,17 @@ def run_ranks(
     limit_s: float = LIMIT_S,
     may_die: Sequence[int] = (),
     fresh: bool = False,
+    executes: bool = False,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """fn(rank, world, *args) in `world` processes; returns what they returned. backend: of the default process group,
     made before and destroyed after (None: no group; torchrun's variables but MASTER_* are set then too). timeout_s: of
-    its collectives. may_die: ranks that may end or be killed (their result is None; implies fresh). env: further
-    variables."""
-    fresh = fresh or bool(may_die)
+    its collectives. may_die: ranks that may end or be killed (their result is None; implies fresh). executes: implies
+    fresh. env: further variables."""
+    fresh = fresh or executes or bool(may_die)
     workers = [] if fresh else _pool_for(env or {})
     while len(workers) < world:
-        workers.append(_Worker(env or {}))
+        workers.append(_Worker(env or {}, executes))
     with tempfile.TemporaryDirectory() as folder:
         job = {
             "module": fn.__module__,
@@ -187,7 +270,7 @@ def _await(workers: list[_Worker], limit_s: float, may_die: Sequence[int]) -> li
             if codes[rank] != 0 and rank not in may_die:
                 end = min(end, time.monotonic() + 20)
     for rank in open_fds.values():
-        workers[rank].process.send_signal(signal.SIGUSR1)
+        os.kill(workers[rank].process.pid, signal.SIGUSR1)
     if open_fds:
         time.sleep(1)
     return codes

@@ -42,6 +42,17 @@ def test_the_training_bench_runs(precision: str) -> None:
     assert any(peer and peer.startswith(f"DDP{cast}") and peer.endswith("(best)") for _, peer in told), told
 
 
+def test_the_page_is_made_of_rows() -> None:
+    """make bench ran for a quarter of an hour and then could not write what one of its programs had printed."""
+    script = (
+        "import run; rows, code = run.run_ops('smoke'); assert code == 0, code; print(run.page(rows, 'make', 0.0, 1.0))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=BENCH, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "## ops" in done.stdout or '"skipped"' in done.stdout
+    assert all(row.count("|") == 5 for row in done.stdout.splitlines() if row.startswith("| adamw")), done.stdout
+
+
 def test_a_contender_that_is_none_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "train.py", "--contenders", "deepc-3+keep"], cwd=BENCH, capture_output=True, text=True

@@ -147,7 +147,7 @@ def states_of_a_node(rank: int, world: int) -> dict:
 @pytest.mark.parametrize("world", [1, 2])
 def test_stage_3_holds_16_bytes_per_parameter_per_node(world: int) -> None:
     """12 between steps: the gradients' 4 have memory from backward to step alone, and that is the heap's."""
-    ranks = run_ranks(states_of_a_node, world, fresh=True)
+    ranks = run_ranks(states_of_a_node, world, executes=True)
     one = ranks[0]
     sixteen = 16 * one["parameters"]
     assert sixteen <= one["states"] <= 1.02 * sixteen

@@ -95,7 +95,7 @@ RETURNED = {"DEEPC_KEEP_HEAP": "0"}
 
 @pytest.mark.parametrize("stage, bf16, world", [(3, False, 2), (3, True, 2), (0, False, 1)])
 def test_a_step_takes_no_fresh_memory(stage: int, bf16: bool, world: int) -> None:
-    for faults, held in run_ranks(steps, world, args=(stage, bf16), fresh=True):
+    for faults, held in run_ranks(steps, world, args=(stage, bf16), executes=True):
         extents, from_malloc = zip(*held)
         assert len(set(extents)) == 1 and extents[0] > 0, held
         assert max(from_malloc) - from_malloc[0] <= 2 << 20, (
@@ -105,14 +105,14 @@ def test_a_step_takes_no_fresh_memory(stage: int, bf16: bool, world: int) -> Non
 
 
 def test_a_step_faults_a_tenth_of_what_returned_memory_costs() -> None:
-    ((kept, _),) = run_ranks(steps, 1, args=(0, False), fresh=True)
-    ((returned, _),) = run_ranks(steps, 1, args=(0, False), fresh=True, env=RETURNED)
+    ((kept, _),) = run_ranks(steps, 1, args=(0, False), executes=True)
+    ((returned, _),) = run_ranks(steps, 1, args=(0, False), executes=True, env=RETURNED)
     assert median(kept) * 10 < median(returned), (kept, returned)
 
 
 @pytest.mark.parametrize("env", [RETURNED, {"MALLOC_MMAP_THRESHOLD_": "131072"}])
 def test_who_wants_it_returned_gets_it_returned(env: dict[str, str]) -> None:
-    ((faults, _),) = run_ranks(steps, 1, args=(0, False), fresh=True, env=env)
+    ((faults, _),) = run_ranks(steps, 1, args=(0, False), executes=True, env=env)
     assert median(faults) > 100, faults
 
 
@@ -129,7 +129,7 @@ def trimmed(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_trim_gives_back() -> None:
-    ((kept, after),) = run_ranks(trimmed, 1, fresh=True)
+    ((kept, after),) = run_ranks(trimmed, 1, executes=True)
     assert kept - after > 50 << 20
 
 
@@ -165,7 +165,7 @@ def after_an_evaluation(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_what_steps_do_not_use_goes_back_and_what_they_use_stays() -> None:
-    (found,) = run_ranks(after_an_evaluation, 1, fresh=True)
+    (found,) = run_ranks(after_an_evaluation, 1, executes=True)
     steady, evaluated, soon, later = (found[k] for k in ("steady", "evaluated", "soon", "later"))
     assert steady["decayed"] <= 8 << 20 and steady["steps"] == 45  # of the set-up, not of steps
     grown = evaluated["extent"] - steady["extent"]

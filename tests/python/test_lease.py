@@ -55,7 +55,7 @@ def train(
 
 @pytest.mark.parametrize("stage, world", [(3, 2), (0, 1)])
 def test_accumulators_take_memory_in_backward_and_give_it_back(stage: int, world: int) -> None:
-    for rows, _ in run_ranks(train, world, args=(stage, 4), fresh=True):
+    for rows, _ in run_ranks(train, world, args=(stage, 4), executes=True):
         for r in rows:
             assert r["before"] == r["after"] == 0 and r["zero_after"] and r["had_grad"], r
             assert r["owned"] <= r["during"] <= r["owned"] + (4 << 20), r
@@ -63,12 +63,12 @@ def test_accumulators_take_memory_in_backward_and_give_it_back(stage: int, world
 
 
 def test_losses_are_those_of_accumulators_that_stay() -> None:
-    ((borrowed, mine),) = run_ranks(train, 1, args=(0, 4), fresh=True)
-    ((plain, theirs),) = run_ranks(train, 1, args=(0, 4), fresh=True, env={"DEEPC_KEEP_HEAP": "0"})
+    ((borrowed, mine),) = run_ranks(train, 1, args=(0, 4), executes=True)
+    ((plain, theirs),) = run_ranks(train, 1, args=(0, 4), executes=True, env={"DEEPC_KEEP_HEAP": "0"})
     assert borrowed[0]["during"] > 0 and plain[0]["during"] == -1
     assert mine == theirs
 
 
 def test_accumulation_keeps_them() -> None:
-    ((rows, _),) = run_ranks(train, 1, args=(0, 2, 2), fresh=True)
+    ((rows, _),) = run_ranks(train, 1, args=(0, 2, 2), executes=True)
     assert rows[0]["during"] == -1
