@@ -213,28 +213,87 @@ static inline int check_adamw(const dc_adamw_args *t, int64_t k) {
 }
 
 /* *list: the tensors as this version knows them: those of the caller, or a copy if its structs are older ones. All have
- * the size that the first one says. *owned: to be freed in any case. DC_E_NOMEM. */
-static inline int check_adamw_list(const dc_adamw_args *given, int64_t count, const dc_adamw_args **list,
-                                   dc_adamw_args **owned) {
-  dc_adamw_args first, *copy;
+ * the size that the first one says. known, least: as take_struct. *owned: to be freed in any case. DC_E_NOMEM. */
+static inline int check_list(const void *given, int64_t count, size_t known, size_t least, const char *name,
+                             const void **list, void **owned) {
+  char first[256], *copy;
+  size_t size;
   *list = given, *owned = NULL;
   if (count < 0) return CHECK_FAIL(DC_E_INVALID, "count = %lld is negative", (long long)count);
   if (count == 0) return DC_OK;
   if (!given) return CHECK_FAIL(DC_E_INVALID, "tensors is NULL with count = %lld", (long long)count);
-  DC_TRY(CHECK_TAKE(dc_adamw_args, flags, given, &first));
-  copy = first.struct_size == sizeof first ? NULL : (dc_adamw_args *)calloc((size_t)count, sizeof first);
-  if (!copy && first.struct_size != sizeof first)
+  if (known > sizeof first) return CHECK_FAIL(DC_E_INVALID, "%s has %zu bytes", name, known);
+  DC_TRY(check_take(first, known, least, given, name));
+  memcpy(&size, first, sizeof size);
+  copy = size == known ? NULL : (char *)calloc((size_t)count, known);
+  if (!copy && size != known)
     return CHECK_FAIL(DC_E_NOMEM, "no memory for the arguments of %lld tensors", (long long)count);
   *owned = copy;
   if (copy) *list = copy;
   for (int64_t k = 0; k < count; k++) {
-    const char *at = (const char *)given + (size_t)k * first.struct_size;
-    if (memcmp(at, given, sizeof first.struct_size) != 0)
-      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: its struct_size is not that of tensor 0, %zu", (long long)k,
-                        first.struct_size);
-    if (copy) memcpy(&copy[k], at, first.struct_size);
+    const char *at = (const char *)given + (size_t)k * size;
+    if (memcmp(at, given, sizeof size) != 0)
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: its struct_size is not that of tensor 0, %zu", (long long)k, size);
+    if (copy) memcpy(copy + (size_t)k * known, at, size);
   }
   return DC_OK;
+}
+#define CHECK_LIST(type, last, given, count, list, owned) \
+  check_list((given), (count), sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last), #type, (list), (owned))
+
+/* ---- dc_step ----------------------------------------------------------------------------------------------------- */
+/* How many states a rule must have, and may have; the flags it knows. */
+typedef struct check_rule {
+  int least, most, flags;
+} check_rule;
+static inline check_rule check_rule_of(int rule) {
+  const check_rule adamw = {2, 3, DC_STEP_DECOUPLED}, sgd = {0, 1, DC_STEP_NESTEROV}, one = {1, 1, 0};
+  return rule == DC_RULE_ADAMW ? adamw : rule == DC_RULE_SGD ? sgd : one;
+}
+
+static inline int check_step_scalars(const dc_step_args *t, int64_t k) {
+  const struct {
+    const char *name;
+    double value;
+  } finite[] = {{"lr", t->lr},
+                {"beta1", t->beta1},
+                {"beta2", t->beta2},
+                {"eps", t->eps},
+                {"weight_decay", t->weight_decay},
+                {"grad_scale", t->grad_scale}};
+  const long long i = k;
+  if (t->step < 1)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
+  for (size_t f = 0; f < sizeof finite / sizeof *finite; f++)
+    if (!isfinite(finite[f].value))
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g is not finite", i, finite[f].name, finite[f].value);
+  if (t->eps < 0) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
+  for (int f = 1; f < 3 && (t->rule == DC_RULE_ADAMW || t->rule == DC_RULE_LION); f++)
+    if (!(finite[f].value >= 0 && finite[f].value < 1))
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g, not in [0, 1)", i, finite[f].name, finite[f].value);
+  return DC_OK;
+}
+
+/* Tensor k of a call. */
+static inline int check_step(const dc_step_args *t, int64_t k) {
+  static const char *const names[] = {"state[0]", "state[1]", "state[2]"};
+  const long long i = k;
+  if (t->rule < 0 || t->rule >= DC_RULE_COUNT)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: rule = %d; there are 0 to %d", i, t->rule, DC_RULE_COUNT - 1);
+  const check_rule rule = check_rule_of(t->rule);
+  DC_TRY(check_step_scalars(t, k));
+  if (t->flags & ~rule.flags) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: unknown flags 0x%x", i, (unsigned)t->flags);
+  DC_TRY(check_count(t->n));
+  DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
+  DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
+  for (int s = 0; s < 3; s++) {
+    if (s >= rule.most && t->state[s])
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s is given, and rule %d has %d", i, names[s], t->rule, rule.most);
+    DC_TRY(check_floats(t->state[s], t->state_dtype, s < rule.least ? t->n : 0, names[s]));
+  }
+  if (t->rule == DC_RULE_SGD && !t->state[0] && t->beta1 != 0 && t->n > 0)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: momentum %g without a buffer", i, t->beta1);
+  return t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;
 }
 
 /* ---- cross-entropy: all but the labels, which may lie where the host can't read them ----------------------------- */

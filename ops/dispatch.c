@@ -397,9 +397,9 @@ static int dispatch_adamw_run(const dc_adamw_args *tensors, int64_t count) {
 }
 
 int dc_adamw(const dc_adamw_args *tensors, int64_t count) {
-  const dc_adamw_args *list;
-  dc_adamw_args *owned;
-  int rc = check_adamw_list(tensors, count, &list, &owned);
+  const void *list;
+  void *owned;
+  int rc = CHECK_LIST(dc_adamw_args, flags, tensors, count, &list, &owned);
   if (rc == DC_OK) rc = dispatch_adamw_run(list, count);
   free(owned);
   return rc;

@@ -145,6 +145,37 @@ typedef struct dc_adamw_args {
  * finite, unknown flags, NULL or misaligned pointer with n > 0. */
 DC_API int dc_adamw(const dc_adamw_args *tensors, int64_t count);
 
+/* One optimizer step of any rule, one pass over memory; what a walk over shards or tiers calls, whatever the optimizer.
+ * g = grad_scale * float(grad) in all of them, lowp and the roundings as above; the scalars are fp64, rounded once.
+ * DC_RULE_ADAMW  dc_adamw: state exp_avg, exp_avg_sq and (or NULL) max_exp_avg_sq; flag DC_STEP_DECOUPLED.
+ * DC_RULE_LION   Chen et al., arXiv:2302.06675: state exp_avg. u = fma(b1, m, (1-b1)*g); p = p*(1 - lr*wd) -
+ * lr*sign(u), sign(0) = 0; m = fma(b2, m, (1-b2)*g). DC_RULE_ADAGRAD  torch.optim.Adagrad's formula (Duchi et al., JMLR
+ * 2011): state sum. g = fma(wd, p, g); s = s + g*g; p = p + (-lr*g) / (sqrt(s) + eps). lr is the rate of this step: any
+ * decay of it is the caller's. DC_RULE_SGD    torch.optim.SGD's formula: state momentum_buffer, or NULL for beta1 = 0.
+ * beta1: momentum; beta2: dampening (none at step 1, whose buffer is the gradient). g = fma(wd, p, g); b = fma(1-beta2,
+ * g, beta1*b); g = nesterov ? fma(beta1, b, g) : b; p = fma(-lr, g, p). Flag DC_STEP_NESTEROV. */
+enum dc_step_rule { DC_RULE_ADAMW = 0, DC_RULE_LION = 1, DC_RULE_ADAGRAD = 2, DC_RULE_SGD = 3, DC_RULE_COUNT };
+enum { DC_STEP_DECOUPLED = 1, DC_STEP_NESTEROV = 2 };
+typedef struct dc_step_args {
+  size_t struct_size; /* sizeof(dc_step_args): see base.h */
+  void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
+  const void *grad;   /* [n] grad_dtype */
+  void *state[3];     /* [n] state_dtype each, in the order above; NULL where the rule has none */
+  void *lowp;         /* [n] lowp_dtype, or NULL */
+  int64_t n;
+  int64_t step;       /* the number of this step, from 1 */
+  double lr, beta1, beta2, eps, weight_decay;
+  double grad_scale;  /* factor on the gradient: unscaling, averaging and clipping in one; negative maximises */
+  int32_t rule, param_dtype, grad_dtype, state_dtype, lowp_dtype; /* dtypes: fp32, bf16, fp16 each */
+  int32_t flags;      /* DC_STEP_* of the rule */
+} dc_step_args;
+/* Steps `count` tensors as one job, of one rule or of several. All are validated before the first write. DC_E_INVALID:
+ * as dc_adamw, and a rule that does not exist, a flag or a state that the rule has not, momentum or dampening not
+ * finite. */
+DC_API int dc_step(const dc_step_args *tensors, int64_t count);
+/* The states of a rule, in their order: "exp_avg", ... NULL past the last. */
+DC_API const char *dc_step_state_name(int rule, int index);
+
 /* Softmax cross-entropy of rows and its gradient, written over the logits, so that rows x classes exist once. Of row r,
  * x = logits + r * stride, y = labels[r], e = label_smoothing: lse = log(sum_j e^x_j);  loss[r] = lse - (1 - e) x_y - e
  * / classes * sum_j x_j if gradient: x_j = round_to(dtype, g * (e^(x_j - lse) - (j == y ? 1 - e : 0) - e / classes)), g
@@ -170,6 +201,12 @@ DC_API int dc_cross_entropy_rows(const dc_xent_args *args);
 typedef struct dc__adamw_coef {
   float grad_scale, one_minus_b1, b2, one_minus_b2, decay, step_size_neg, inv_sqrt_bc2, eps, l2;
 } dc__adamw_coef;
+
+/* The same of dc_step for all other rules (step_coef.h). rate: -lr, but lr for Lion. b1, b2: of SGD, momentum and
+ * dampening. */
+typedef struct dc__step_coef {
+  float grad_scale, decay, l2, rate, b1, one_minus_b1, b2, one_minus_b2, eps;
+} dc__step_coef;
 
 typedef struct dc__ops {
 #define DC_OP(name, params) void(*name) params;

@@ -209,6 +209,60 @@ static void op_step_adamw(dct_value *stack, uint64_t num_args, uint64_t num_outp
   dct__finish(&c, __FILE__, __LINE__);
 }
 
+/* ---- dc_step: the rules other than Adam's, which step_adamw has */
+static bool op_step_args(dct_call *c, const dct_tensors *l, const dct_value *stack, dc_step_args *args) {
+  static const char *const names[4] = {"params", "grads", "states", "lowps"};
+  for (int k = 1; k < 4; k++)
+    if (l[k].n != l[0].n && !(k >= 2 && l[k].n == 0))
+      return dct__fail(c, "'%s' has %zu tensors and 'params' has %zu", names[k], l[k].n, l[0].n);
+  for (size_t i = 0; i < l[0].n; i++) {
+    dct_view v[4];
+    memset(v, 0, sizeof v);
+    for (int k = 0; k < 4; k++) {
+      if (l[k].n == 0) continue;
+      if (!dct__look(c, l[k].item[i], names[k], &v[k]) || !dct__same_numel(c, &v[k], names[k], &v[0], "params"))
+        return false;
+    }
+    args[i] = (dc_step_args){.struct_size = sizeof *args,
+                             .param = v[0].ptr,
+                             .grad = v[1].ptr,
+                             .state = {v[2].ptr},
+                             .lowp = v[3].ptr,
+                             .n = v[0].n,
+                             .rule = (int32_t)(int64_t)stack[4],
+                             .lr = value_double(stack[5]),
+                             .beta1 = value_double(stack[6]),
+                             .beta2 = value_double(stack[7]),
+                             .eps = value_double(stack[8]),
+                             .weight_decay = value_double(stack[9]),
+                             .grad_scale = value_double(stack[10]),
+                             .step = (int64_t)stack[11],
+                             .param_dtype = v[0].dtype,
+                             .grad_dtype = v[1].dtype,
+                             .state_dtype = l[2].n ? v[2].dtype : DC_F32,
+                             .lowp_dtype = l[3].n ? v[3].dtype : DC_F32,
+                             .flags = value_bool(stack[12]) ? DC_STEP_NESTEROV : 0};
+  }
+  return true;
+}
+
+static void op_step_rule(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "step_rule");
+  dct_tensors l[4];
+  memset(l, 0, sizeof l);
+  static const char *const names[4] = {"params", "grads", "states", "lowps"};
+  bool ok = true;
+  for (int k = 0; k < 4; k++) ok &= dct__list_open(&c, stack[k], names[k], &l[k]);
+  dc_step_args *args = ok && l[0].n ? calloc(l[0].n, sizeof *args) : NULL;
+  if (ok && l[0].n && !args) ok = dct__fail(&c, "out of memory for %zu tensors", l[0].n);
+  if (ok && l[0].n && op_step_args(&c, l, stack, args))
+    dct__status(&c, c.cuda ? c.cuda->step(args, (int64_t)l[0].n, c.stream) : dc_step(args, (int64_t)l[0].n));
+  free(args);
+  for (int k = 0; k < 4; k++) dct__list_free(&l[k]);
+  dct__finish(&c, __FILE__, __LINE__);
+}
+
 /* ---- compression: payloads are uint8 tensors of exactly the size that the core says; no error tensor: empty */
 typedef struct packed {
   dct_view payload, x, error;
@@ -384,6 +438,10 @@ static const dct_operator op_rows[] = {
      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] lowps, float lr, float beta1, float beta2, float eps, "
      "float weight_decay, float grad_scale, int step, bool decoupled) -> ()",
      op_step_adamw},
+    {"step_rule",
+     "step_rule(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] lowps, int rule, float lr, "
+     "float beta1, float beta2, float eps, float weight_decay, float grad_scale, int step, bool nesterov) -> ()",
+     op_step_rule},
     {"quantize_blocks", "quantize_blocks(Tensor x, Tensor(a!) payload, Tensor(b!) error, int bits, int block) -> ()",
      op_quantize_blocks},
     {"dequantize_blocks", "dequantize_blocks(Tensor payload, Tensor(a!) out, int bits, int block) -> ()",

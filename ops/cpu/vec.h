@@ -89,6 +89,10 @@ DC_INLINE vf v_min(vf a, vf b) { return _mm512_mask_mov_ps(_mm512_min_ps(a, b), 
 DC_INLINE vf v_canonical(vf a) {
   return _mm512_mask_mov_ps(a, v_nan(a), _mm512_castsi512_ps(_mm512_set1_epi32(DC__NAN_F32)));
 }
+/* NaN in the lanes where x is one, else a. */
+DC_INLINE vf v_nan_of(vf a, vf x) {
+  return _mm512_mask_mov_ps(a, v_nan(x), _mm512_castsi512_ps(_mm512_set1_epi32(DC__NAN_F32)));
+}
 
 DC_INLINE vf v_abs(vf a) { return _mm512_abs_ps(a); }
 /* The lanes of minus where the sign of x is set, else of plus. */
@@ -217,6 +221,11 @@ DC_INLINE __m256 v_canonical8(__m256 x) {
   return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(DC__NAN_F32)), v_nan8(x));
 }
 DC_INLINE vf v_canonical(vf x) { return (vf){v_canonical8(x.a), v_canonical8(x.b)}; }
+DC_INLINE __m256 v_nan_of8(__m256 a, __m256 x) {
+  return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(DC__NAN_F32)), v_nan8(x));
+}
+/* NaN in the lanes where x is one, else a. */
+DC_INLINE vf v_nan_of(vf a, vf x) { return DC__PAIR(v_nan_of8, a, x); }
 
 DC_INLINE vf v_abs(vf x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);

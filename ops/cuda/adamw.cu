@@ -31,10 +31,10 @@ static int adamw_run(const dc_adamw_args *tensors, int64_t count, cudaStream_t s
 }
 
 int dc_cuda_adamw(const dc_adamw_args *tensors, int64_t count, void *stream) {
-  const dc_adamw_args *list;
-  dc_adamw_args *owned;
-  int rc = check_adamw_list(tensors, count, &list, &owned);
-  if (rc == DC_OK) rc = adamw_run(list, count, static_cast<cudaStream_t>(stream));
+  const void *list;
+  void *owned;
+  int rc = CHECK_LIST(dc_adamw_args, flags, tensors, count, &list, &owned);
+  if (rc == DC_OK) rc = adamw_run(static_cast<const dc_adamw_args *>(list), count, static_cast<cudaStream_t>(stream));
   free(owned);
   return rc;
 }

@@ -1,5 +1,5 @@
-// adamw_table.h: the host's part of dc_cuda_adamw: from the caller's list of tensors (validated) to the tables that one
-// launch each takes. Plain C++, so that tests/c/test_cuda_bodies.cpp runs it too.
+// adamw_table.h: the host's part of dc_cuda_adamw and dc_cuda_step: from the caller's list of tensors (validated) to
+// the tables that one launch each takes. Plain C++, so that tests/c/test_cuda_bodies.cpp runs it too.
 #ifndef DEEPC_CUDA_ADAMW_TABLE_H
 #define DEEPC_CUDA_ADAMW_TABLE_H
 
@@ -7,6 +7,7 @@
 
 #include "adamw_coef.h"
 #include "cuda/bodies.cuh"
+#include "step_coef.h"
 
 namespace dc_gpu {
 
@@ -35,11 +36,33 @@ inline AdamwTensor make_row(const dc_adamw_args *t) {
 
 inline int64_t chunks_of(int64_t n) { return (n + ADAMW_CHUNK - 1) / ADAMW_CHUNK; }
 
+inline StepTensor make_row(const dc_step_args *t) {
+  StepTensor row;
+  memset(&row, 0, sizeof row);
+  row.param = t->param;
+  row.grad = t->grad;
+  row.state = t->state[0];
+  row.lowp = t->lowp;
+  row.n = t->n;
+  row.coef = dc__step_coef_of(t);
+  row.param_dtype = (int8_t)t->param_dtype;
+  row.grad_dtype = (int8_t)t->grad_dtype;
+  row.state_dtype = (int8_t)t->state_dtype;
+  row.lowp_dtype = (int8_t)(t->lowp ? t->lowp_dtype : DC_F32);
+  row.rule = (int8_t)t->rule;
+  row.nesterov = (t->flags & DC_STEP_NESTEROV) != 0;
+  row.vectors = wide_aligned(t->param, t->param_dtype) && wide_aligned(t->grad, t->grad_dtype) &&
+                wide_aligned(t->state[0], t->state_dtype) && wide_aligned(t->lowp, row.lowp_dtype);
+  return row;
+}
+
 // Adds the tensors from `from` on until the table or the grid is full; returns the index of the first that did not fit.
-inline int64_t fill_table(AdamwTable *table, const dc_adamw_args *tensors, int64_t from, int64_t count) {
+template <class Table, class Args>
+inline int64_t fill_table(Table *table, const Args *tensors, int64_t from, int64_t count) {
+  const int32_t room = (int32_t)(sizeof table->tensor / sizeof *table->tensor);
   memset(table, 0, sizeof *table);
   int64_t i = from;
-  for (; i < count && table->count < ADAMW_TENSORS; i++) {
+  for (; i < count && table->count < room; i++) {
     if (tensors[i].n == 0) continue;
     const int64_t next = table->first[table->count] + chunks_of(tensors[i].n);
     if (next > INT32_MAX) break;

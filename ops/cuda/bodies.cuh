@@ -404,7 +404,8 @@ struct AdamwTable {
 };
 static_assert(sizeof(AdamwTable) <= PARAMETER_BYTES, "fewer tensors a launch");
 
-DC_GPU int adamw_find(const AdamwTable &table, int32_t block) {
+// The tensor of a table (AdamwTable, StepTable) that block `block` of the grid belongs to.
+template <class Table> DC_GPU int adamw_find(const Table &table, int32_t block) {
   int lo = 0, hi = table.count - 1;
   while (lo < hi) {
     const int mid = (lo + hi + 1) / 2;
@@ -493,6 +494,70 @@ DC_GPU void adamw(const AdamwTable &table, int32_t block, int thread, int thread
     for_each<ADAMW_WIDTH>(length, thread, threads,
                           [&, begin](auto width, int64_t i) { adamw_elements<decltype(width)::value>(t, begin + i); });
   else for_each<1>(length, thread, threads, [&, begin](auto, int64_t i) { adamw_elements<1>(t, begin + i); });
+}
+
+// ---- dc_step: the other rules, in the same way ---------------------------------------------------------------------
+enum { STEP_TENSORS = 37 };
+
+struct StepTensor {
+  void *param;
+  const void *grad;
+  void *state, *lowp; // either may be NULL
+  int64_t n;
+  dc__step_coef coef;
+  int8_t param_dtype, grad_dtype, state_dtype, lowp_dtype;
+  int8_t rule, nesterov, vectors; // vectors: every array is aligned to ADAMW_WIDTH of its elements
+};
+
+struct StepTable {
+  StepTensor tensor[STEP_TENSORS];
+  int32_t first[STEP_TENSORS + 1];
+  int32_t count;
+};
+static_assert(sizeof(StepTable) <= PARAMETER_BYTES, "fewer tensors a launch");
+
+// p after the step; s is the rule's state.
+DC_GPU float step_rule(const StepTensor &t, float p, float g, float &s) {
+  const dc__step_coef &c = t.coef;
+  if (t.rule == DC_RULE_LION) {
+    const float u = __fmaf_rn(c.b1, s, __fmul_rn(c.one_minus_b1, g));
+    s = __fmaf_rn(c.b2, s, __fmul_rn(c.one_minus_b2, g));
+    return u != u ? u : __fadd_rn(__fmul_rn(p, c.decay), u == 0.0f ? 0.0f : u < 0.0f ? c.rate : -c.rate);
+  }
+  if (c.l2 != 0.0f) g = __fmaf_rn(c.l2, p, g);
+  if (t.rule == DC_RULE_ADAGRAD) {
+    s = __fadd_rn(s, __fmul_rn(g, g));
+    return __fadd_rn(p, __fdiv_rn(__fmul_rn(c.rate, g), __fadd_rn(__fsqrt_rn(s), c.eps)));
+  }
+  if (t.state) {
+    s = __fmaf_rn(c.one_minus_b2, g, __fmul_rn(c.b1, s));
+    g = t.nesterov ? __fmaf_rn(c.b1, s, g) : s;
+  }
+  return __fmaf_rn(c.rate, g, p);
+}
+
+template <int W> DC_GPU void step_elements(const StepTensor &t, int64_t i) {
+  const Raw<W> raw_p = load_raw<W>(t.param, t.param_dtype, i), raw_g = load_raw<W>(t.grad, t.grad_dtype, i);
+  float p[W], g[W], s[W] = {};
+  if (t.state) unpack<W>(s, load_raw<W>(t.state, t.state_dtype, i), t.state_dtype);
+  unpack<W>(p, raw_p, t.param_dtype);
+  unpack<W>(g, raw_g, t.grad_dtype);
+  DC_UNROLL
+  for (int j = 0; j < W; j++) p[j] = step_rule(t, p[j], __fmul_rn(t.coef.grad_scale, g[j]), s[j]);
+  if (t.state) store_as<W>(t.state, t.state_dtype, i, s);
+  store_as<W>(t.param, t.param_dtype, i, p);
+  if (t.lowp) store_as<W>(t.lowp, t.lowp_dtype, i, p);
+}
+
+DC_GPU void step(const StepTable &table, int32_t block, int thread, int threads) {
+  const int which = adamw_find(table, block);
+  const StepTensor &t = table.tensor[which];
+  const int64_t begin = (int64_t)(block - table.first[which]) * ADAMW_CHUNK;
+  const int64_t left = t.n - begin, length = left < ADAMW_CHUNK ? left : (int64_t)ADAMW_CHUNK;
+  if (t.vectors)
+    for_each<ADAMW_WIDTH>(length, thread, threads,
+                          [&, begin](auto width, int64_t i) { step_elements<decltype(width)::value>(t, begin + i); });
+  else for_each<1>(length, thread, threads, [&, begin](auto, int64_t i) { step_elements<1>(t, begin + i); });
 }
 
 } // namespace dc_gpu

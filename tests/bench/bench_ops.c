@@ -58,6 +58,13 @@ BEST_ISA static void loop_scale(float *x, int64_t n) {
 BEST_ISA static void loop_axpy(float *restrict y, const float *restrict x, int64_t n) {
   for (int64_t i = 0; i < n; i++) y[i] += x[i];
 }
+BEST_ISA static void loop_3r2w(float *restrict p, const float *restrict g, float *restrict m, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += g[i];
+}
+BEST_ISA static void loop_3r2w_low(float *restrict p, const float *restrict g, float *restrict m,
+                                   uint16_t *restrict low, int64_t n) {
+  for (int64_t i = 0; i < n; i++) p[i] += g[i], m[i] += g[i], low[i] = 1;
+}
 BEST_ISA static uint32_t loop_read(const uint32_t *x, int64_t n) {
   uint32_t all = 0;
   for (int64_t i = 0; i < n; i++) all |= x[i];
@@ -81,6 +88,8 @@ BEST_ISA static void loop_2r1w_16(float *restrict y, const uint16_t *restrict a,
   }
 LIMIT(limit_adamw, loop_4r3w(F(0), F(1), F(2), F(3), hi - lo))
 LIMIT(limit_adamw_low, loop_4r3w_low(F(0), F(1), F(2), F(3), H(4), hi - lo))
+LIMIT(limit_step, loop_3r2w(F(0), F(1), F(2), hi - lo))
+LIMIT(limit_step_low, loop_3r2w_low(F(0), F(1), F(2), H(4), hi - lo))
 LIMIT(limit_copy, memcpy(F(1), F(0), (size_t)(hi - lo) * 4))
 LIMIT(limit_cast, loop_1r1w(F(1), F(0), hi - lo))
 LIMIT(limit_narrow, loop_narrow(H(1), U(0), hi - lo))
@@ -136,6 +145,28 @@ static int op_adamw_tensors(bench *b) {
   }
   return dc_adamw(t, 148);
 }
+static int op_step(bench *b, int rule, int lowp) {
+  const dc_step_args t = {.struct_size = sizeof(dc_step_args),
+                          .param = b->at[0],
+                          .grad = b->at[1],
+                          .state = {b->at[2]},
+                          .lowp = lowp >= 0 ? b->at[4] : NULL,
+                          .n = b->n,
+                          .step = 10,
+                          .rule = rule,
+                          .lr = 1e-3,
+                          .beta1 = 0.9,
+                          .beta2 = rule == DC_RULE_SGD ? 0.0 : 0.99,
+                          .eps = 1e-8,
+                          .weight_decay = 0.01,
+                          .grad_scale = 1.0,
+                          .lowp_dtype = lowp >= 0 ? lowp : 0};
+  return dc_step(&t, 1);
+}
+static int op_lion(bench *b) { return op_step(b, DC_RULE_LION, -1); }
+static int op_adagrad(bench *b) { return op_step(b, DC_RULE_ADAGRAD, -1); }
+static int op_sgd(bench *b) { return op_step(b, DC_RULE_SGD, -1); }
+static int op_lion_low(bench *b) { return op_step(b, DC_RULE_LION, DC_BF16); }
 static int op_copy(bench *b) { return dc_copy(b->at[1], b->at[0], b->n * 4); }
 static int op_cast(bench *b) { return dc_cast(b->at[1], DC_F32, b->at[0], DC_F32, 0.5f, b->n); }
 static int op_narrow(bench *b) { return dc_cast(b->at[1], DC_BF16, b->at[0], DC_F32, 1.0f, b->n); }
@@ -164,6 +195,10 @@ static const bench_case cases[] = {
     {"adamw", "fp32", op_adamw, limit_adamw, 28},
     {"adamw_148_tensors", "fp32", op_adamw_tensors, limit_adamw, 28},
     {"adamw_lowp", "fp32->bf16", op_adamw_low, limit_adamw_low, 30},
+    {"step_lion", "fp32", op_lion, limit_step, 20},
+    {"step_lion_lowp", "fp32->bf16", op_lion_low, limit_step_low, 22},
+    {"step_adagrad", "fp32", op_adagrad, limit_step, 20},
+    {"step_sgd_momentum", "fp32", op_sgd, limit_step, 20},
     {"reduce_acc_norm_2", "fp32", op_reduce_acc, limit_reduce, 12},
     {"reduce_acc_norm_2", "bf16", op_reduce_acc16, limit_reduce16, 8},
     {"reduce_sum_2", "fp32", op_reduce, limit_reduce, 12},

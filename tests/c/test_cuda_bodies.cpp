@@ -364,6 +364,77 @@ TEST_F(CudaBodies, AdamwOfManyTensors) {
       pairs[i].ours[k].expect_equal(pairs[i].theirs[k], "tensor " + std::to_string(i) + " array " + std::to_string(k));
 }
 
+// The other rules of dc_step in the same way, of all dtypes and alignments.
+struct StepPair {
+  std::vector<Array> ours, theirs; // param, grad, state, lowp
+  dc_step_args a, b;
+  StepPair(std::mt19937 &random, int64_t n) {
+    const int low[3] = {DC_F32, DC_BF16, DC_F16};
+    a = {};
+    a.struct_size = sizeof a;
+    a.n = n;
+    a.rule = 1 + (int)(random() % 3);
+    a.step = 1 + (int64_t)(random() % 3);
+    a.lr = 0.01 * (double)(random() % 5), a.beta1 = 0.9, a.beta2 = 0.25, a.eps = 1e-8, a.weight_decay = 0.1;
+    a.grad_scale = random() % 2 ? 0.5 : -1.0;
+    const bool sgd = a.rule == DC_RULE_SGD, state = !sgd || random() % 2, lowp = random() % 2;
+    if (!state) a.beta1 = 0;
+    a.flags = sgd && random() % 2 ? DC_STEP_NESTEROV : 0;
+    if (random() % 3 == 0) a.weight_decay = 0;
+    a.param_dtype = low[random() % 3], a.grad_dtype = low[random() % 3];
+    a.state_dtype = low[random() % 3], a.lowp_dtype = low[random() % 3];
+    const int dtypes[4] = {a.param_dtype, a.grad_dtype, a.state_dtype, a.lowp_dtype};
+    const int kind = random() % 3, odd_one = (int)(random() % 4), seed = (int)random();
+    ours.reserve(4);
+    theirs.reserve(4);
+    for (int k = 0; k < 4; k++) {
+      const int shift = kind == 0 ? 0 : kind == 1 ? 2 * (k == odd_one) : (int)(random() % 4);
+      ours.emplace_back(dtypes[k], n, shift);
+      theirs.emplace_back(dtypes[k], n);
+      ours.back().fill((unsigned)(seed + k), k < 2);
+      memcpy(theirs.back().data(), ours.back().data(), n * ours.back().size);
+    }
+    b = a;
+    point(a, ours, state, lowp);
+    point(b, theirs, state, lowp);
+  }
+  static void point(dc_step_args &args, std::vector<Array> &arrays, bool state, bool lowp) {
+    args.param = arrays[0].data();
+    args.grad = arrays[1].data();
+    args.state[0] = state ? arrays[2].data() : nullptr;
+    args.lowp = lowp ? arrays[3].data() : nullptr;
+  }
+};
+
+TEST_F(CudaBodies, StepOfManyTensors) {
+  std::mt19937 random(6);
+  std::vector<StepPair> pairs;
+  std::vector<dc_step_args> ours, theirs;
+  pairs.reserve(300);
+  for (int i = 0; i < 300; i++) {
+    const int64_t sizes[] = {0, 1, 3, 4, 6, 100, 4095, 4096, 4097, 9001};
+    pairs.emplace_back(random, sizes[random() % 10]);
+    ours.push_back(pairs.back().a);
+    theirs.push_back(pairs.back().b);
+  }
+  ASSERT_EQ(dc_step(theirs.data(), (int64_t)theirs.size()), DC_OK) << dc_last_error();
+  int vectors = 0;
+  for (int64_t next = 0; next < (int64_t)ours.size();) {
+    StepTable table;
+    const int64_t from = next;
+    next = fill_table(&table, ours.data(), from, (int64_t)ours.size());
+    ASSERT_GT(next, from);
+    for (int t = 0; t < table.count; t++) vectors += table.tensor[t].vectors;
+    for (int32_t block = 0; block < table.first[table.count]; block++)
+      for (int thread = 0; thread < 256; thread++) step(table, block, thread, 256);
+  }
+  EXPECT_GT(vectors, 10);
+  for (size_t i = 0; i < pairs.size(); i++)
+    for (int k = 0; k < 4; k++)
+      pairs[i].ours[k].expect_equal(pairs[i].theirs[k], "rule " + std::to_string(pairs[i].a.rule) + " tensor " +
+                                                            std::to_string(i) + " array " + std::to_string(k));
+}
+
 TEST_F(CudaBodies, AdamwTablesFindEveryChunkOfLargeTensors) {
   float memory[64] alignas(64) = {};
   std::vector<dc_adamw_args> tensors;

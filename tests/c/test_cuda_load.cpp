@@ -43,6 +43,7 @@ protected:
     get(reduce_, "dc_cuda_reduce");
     get(reduce_acc_, "dc_cuda_reduce_acc");
     get(adamw_, "dc_cuda_adamw");
+    get(step_, "dc_cuda_step");
   }
   template <class F> void get(F &slot, const char *name) {
     slot = reinterpret_cast<F>(dlsym(library_, name));
@@ -66,6 +67,7 @@ protected:
   decltype(&dc_cuda_reduce) reduce_ = nullptr;
   decltype(&dc_cuda_reduce_acc) reduce_acc_ = nullptr;
   decltype(&dc_cuda_adamw) adamw_ = nullptr;
+  decltype(&dc_cuda_step) step_ = nullptr;
 
   static constexpr int64_t kN = 64;
   alignas(64) float x_[kN] = {}, y_[kN] = {}, m_[kN] = {}, v_[kN] = {};
@@ -79,6 +81,24 @@ protected:
     return a;
   }
 };
+
+TEST_F(CudaLoad, StepChecksAsOnTheCpuAndTakesAdamsRuleAlone) {
+  dc_step_args t[2] = {};
+  for (auto &a : t) {
+    a.struct_size = sizeof a;
+    a.param = x_, a.grad = y_, a.state[0] = m_, a.n = kN, a.step = 1, a.rule = DC_RULE_LION, a.lr = 1e-3;
+    a.beta1 = 0.9, a.beta2 = 0.99, a.grad_scale = 1;
+  }
+  expect_cannot_launch(step_(t, 2, nullptr));
+  t[1].rule = DC_RULE_ADAMW, t[1].state[1] = v_;
+  EXPECT_EQ(step_(t, 2, nullptr), DC_E_INVALID);
+  EXPECT_NE(strstr(last_error_(), "1 of 2"), nullptr) << last_error_();
+  expect_cannot_launch(step_(t + 1, 1, nullptr));
+  t[1].rule = DC_RULE_COUNT;
+  EXPECT_EQ(step_(t, 2, nullptr), DC_E_INVALID);
+  t[0].n = t[1].n = 0, t[1].rule = DC_RULE_LION, t[1].state[1] = nullptr;
+  EXPECT_EQ(step_(t, 2, nullptr), DC_OK) << last_error_();
+}
 
 TEST_F(CudaLoad, VersionAgrees) { EXPECT_STREQ(version_(), dc_version()); }
 

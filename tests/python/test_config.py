@@ -416,7 +416,7 @@ def test_later_capabilities_are_refused_by_name(path, value, capability):
     assert path in message and capability in message and "does not have yet" in message
 
 
-@pytest.mark.parametrize("name", ["Lamb", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam"])
+@pytest.mark.parametrize("name", ["Lamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam"])
 def test_later_optimizers_are_refused_by_name(name):
     message = refused({"optimizer": {"type": name, "params": {"lr": 1e-3}}})
     assert "optimizer.type" in message and "does not have yet" in message
@@ -549,7 +549,7 @@ def test_optimizers():
     sgd = load(
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_optimization": {"stage": 3}}
     ).optimizer
-    assert (sgd.type, sgd.backend, sgd.params) == ("SGD", "torch", {"lr": 0.1, "momentum": 0.9})
+    assert (sgd.type, sgd.backend, sgd.params) == ("SGD", "deepc", {"lr": 0.1, "momentum": 0.9})
     assert load({"optimizer": {"type": "adagrad"}}).optimizer.type == "Adagrad"
     assert [i.key for i in load({"optimizer": {"type": "Adam", "params": {"fused": True}}}).inert] == [
         "optimizer.params.fused"

@@ -151,9 +151,9 @@ def _two_nodes(rank, world):
 def test_what_it_does_not_go_with():
     import deepc
 
-    with pytest.raises(UnsupportedError, match="grad_accum_dtype.*SGD.*use Adam or AdamW"):
+    with pytest.raises(UnsupportedError, match="grad_accum_dtype.*NAdam.*use Adam or AdamW"):
         deepc.initialize(
-            model=tiny.make_model(), config={**config(1, "bf16"), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            model=tiny.make_model(), config={**config(1, "bf16"), "optimizer": {"type": "NAdam", "params": {"lr": 0.1}}}
         )
     with pytest.raises(ConfigError, match="grad_accum_dtype.*deterministic.*Remove one"):
         deepc.initialize(model=tiny.make_model(), config={**config(1, "bf16"), "deepc": {"deterministic": "layout"}})

@@ -171,7 +171,12 @@ KEYS: tuple[Key, ...] = (
     # ---- data --------------------------------------------------------------------------------------------------------
     _active("dataloader_drop_last", "bool", False, "Leave out the samples at an epoch's end that don't fill a step."),
     # ---- optimizer ---------------------------------------------------------------------------------------------------
-    _active("optimizer.type", "str", None, "Adam or AdamW (deepc's), Adagrad, or the name of a torch.optim class."),
+    _active(
+        "optimizer.type",
+        "str",
+        None,
+        "Adam, AdamW, Lion, Adagrad or SGD (deepc's), or the name of a torch.optim class.",
+    ),
     _active(
         "optimizer.params", "object", None, 'Arguments of the optimizer; lr, betas, eps, weight_decay may be "auto".'
     ),
@@ -247,7 +252,7 @@ KEYS: tuple[Key, ...] = (
         "str",
         None,
         "Dtype in which gradients of micro-batches are accumulated; null: fp32. 16 bits take half the memory: every"
-        " micro-batch is added in fp32 and rounded once. With Adam and AdamW.",
+        " micro-batch is added in fp32 and rounded once. With deepc's optimizers.",
         choices=TRAINED_NAMES,
     ),
     _later(
@@ -971,7 +976,6 @@ OPTIMIZER_PARAMS: dict[str, Key] = {
 
 LATER_OPTIMIZERS = {
     "lamb": "LAMB",
-    "lion": "Lion",
     "muon": "Muon",
     "muadam": "muP's MuAdam",
     "muadamw": "muP's MuAdamW",
@@ -1011,8 +1015,8 @@ DIFFERS: dict[str, str] = {
     "data_types.grad_accum_dtype": "null is fp32 here, and the model's dtype in DeepSpeed.",
     "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
     "optimizer.type": (
-        "Adam and AdamW are deepc's fused kernel; any class of torch.optim works, the elementwise ones under every ZeRO"
-        " stage."
+        "Adam, AdamW, Lion, Adagrad and SGD are deepc's fused kernels; any class of torch.optim works, the elementwise"
+        " ones under every ZeRO stage."
     ),
 }
 """Where a key that is used does something else than in DeepSpeed, in a sentence."""

@@ -427,7 +427,7 @@ class Loader:
                 f"asks for {LATER_OPTIMIZERS[lower]}, which deepc does not have yet. Use AdamW or a torch.optim class.",
             )
             return None
-        kind, classes = "Adagrad" if lower == "adagrad" else kind, torch_classes()
+        classes = torch_classes()
         if kind not in classes:
             known = did_you_mean(kind, [*OURS, *classes])
             self.fail("optimizer.type", kind, f"is neither {', '.join(OURS)} nor a class of torch.optim.{known}")

@@ -191,6 +191,30 @@ class AdamWArgs(Sized):
     ]
 
 
+class StepArgs(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("param", c_void_p),
+        ("grad", c_void_p),
+        ("state", c_void_p * 3),
+        ("lowp", c_void_p),
+        ("n", c_int64),
+        ("step", c_int64),
+        ("lr", c_double),
+        ("beta1", c_double),
+        ("beta2", c_double),
+        ("eps", c_double),
+        ("weight_decay", c_double),
+        ("grad_scale", c_double),
+        ("rule", c_int32),
+        ("param_dtype", c_int32),
+        ("grad_dtype", c_int32),
+        ("state_dtype", c_int32),
+        ("lowp_dtype", c_int32),
+        ("flags", c_int32),
+    ]
+
+
 class FileConfig(Sized):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -296,6 +320,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_reduce": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int, c_int64),
     "dc_reduce_acc": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int64, c_int, c_void_p),
     "dc_adamw": (c_int, _P(AdamWArgs), c_int64),
+    "dc_step": (c_int, _P(StepArgs), c_int64),
+    "dc_step_state_name": (c_char_p, c_int, c_int),
     "dc_quantize_bytes": (c_int, c_int, c_int64, c_int64, _P(c_int64)),
     "dc_comm_open": (c_int, _P(CommConfig), _P(c_void_p)),
     "dc_comm_bytes": (c_int, c_int32, c_int32, c_int64, _P(c_int64)),

@@ -16,6 +16,8 @@ COLORS = {
     "params": 0,
     "acc": 1,
     "exp_avg": 2,
+    "sum": 2,
+    "momentum_buffer": 2,
     "exp_avg_sq": 3,
     "master": 4,
     "max_exp_avg_sq": 5,

@@ -139,6 +139,25 @@ def _(
     return None
 
 
+@fake("step_rule")
+def _(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    states: list[torch.Tensor],
+    lowps: list[torch.Tensor],
+    rule: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: float,
+    step: int,
+    nesterov: bool,
+) -> None:
+    return None
+
+
 @fake("quantize_blocks")
 def _(x: torch.Tensor, payload: torch.Tensor, error: torch.Tensor, bits: int, block: int) -> None:
     return None

@@ -1,5 +1,8 @@
-"""Optimizers: `AdamW` and `Adam`, drop-ins for torch's over the C core."""
+"""Optimizers over the C core: drop-ins for torch's `AdamW`, `Adam`, `Adagrad` and `SGD`, and `Lion`."""
 
+from .adagrad import Adagrad
 from .adamw import Adam, AdamW
+from .lion import Lion
+from .sgd import SGD
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import torch
 
-from ..core import memory, ops  # noqa: F401
-from ..core.ops import FLOATS
+from ..core import ops  # noqa: F401
 from ..errors import ArgumentError, UnsupportedError
+from .dense import check_tensor, in_order, state_in_order, zeros_for
 
 
 class AdamW(torch.optim.Optimizer):
@@ -76,12 +76,7 @@ class AdamW(torch.optim.Optimizer):
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
             dtype = torch.float32 if self._fp32_moments and p.dtype != torch.float64 else p.dtype
             for color, name in enumerate(names, start=2):
-                if p.dtype == torch.float64 or not p.is_contiguous():
-                    state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-                elif p.device.type == "cpu" and p.numel() >= 1 << 16:
-                    state[name] = memory.zeros(p.numel(), dtype, color).view(p.shape)
-                else:
-                    state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
+                state[name] = zeros_for(p, dtype, color)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -108,7 +103,7 @@ class AdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                _check_tensor(p)
+                check_tensor(p, "AdamW", "torch.optim.SparseAdam")
                 state = self._state_of(p, group["amsgrad"])
                 if p.dtype == torch.float64:
                     _step_float64(p, state, group)
@@ -118,11 +113,11 @@ class AdamW(torch.optim.Optimizer):
             for (_, step), items in calls.items():
                 params = [p for p, _, _ in items]
                 torch.ops.deepc.step_adamw(
-                    [_in_order(p, p) for p in params],
-                    [_in_order(g, p) for p, g, _ in items],
-                    [_state_in_order(s, "exp_avg", p) for p, _, s in items],
-                    [_state_in_order(s, "exp_avg_sq", p) for p, _, s in items],
-                    [_state_in_order(s, "max_exp_avg_sq", p) for p, _, s in items] if group["amsgrad"] else [],
+                    [in_order(p, p) for p in params],
+                    [in_order(g, p) for p, g, _ in items],
+                    [state_in_order(s, "exp_avg", p) for p, _, s in items],
+                    [state_in_order(s, "exp_avg_sq", p) for p, _, s in items],
+                    [state_in_order(s, "max_exp_avg_sq", p) for p, _, s in items] if group["amsgrad"] else [],
                     [],
                     float(group["lr"]),
                     float(group["betas"][0]),
@@ -165,51 +160,6 @@ def _check(lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
             raise ArgumentError(f"betas[{i}] must be in [0, 1), got {beta}")
     if not weight_decay >= 0.0:
         raise ArgumentError(f"weight_decay must be >= 0, got {weight_decay}")
-
-
-def _check_tensor(p: torch.Tensor) -> None:
-    if p.grad is not None and p.grad.is_sparse:
-        raise ArgumentError(
-            "AdamW does not take sparse gradients; use nn.Embedding(sparse=False) or torch.optim.SparseAdam"
-        )
-    if p.dtype not in FLOATS and p.dtype != torch.float64:
-        raise ArgumentError(f"AdamW steps float32, bfloat16, float16 and float64 parameters, got {p.dtype}")
-    if not _is_dense(p):
-        raise ArgumentError(
-            f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} has holes or overlaps; make it dense with"
-            " p.data = p.data.contiguous()"
-        )
-
-
-def _is_dense(p: torch.Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in whatever order of the dimensions."""
-    if p.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _in_order(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """`t`, of the shape of the dense `p`, as it lies in p's memory: the step treats each element alone, so it may go
-    through them in p's order if all its tensors do. A copy where `t` lies otherwise."""
-    if p.is_contiguous():
-        return t.contiguous()
-    if t.stride() != p.stride():
-        t = torch.empty_like(p, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
-    return t.as_strided((t.numel(),), (1,))
-
-
-def _state_in_order(state: dict[str, torch.Tensor], name: str, p: torch.Tensor) -> torch.Tensor:
-    """The same of a moment, which stays what it is made to (a loaded one may lie otherwise)."""
-    if state[name].stride() != p.stride() and not (p.is_contiguous() and state[name].is_contiguous()):
-        state[name] = torch.empty_like(p, dtype=state[name].dtype, memory_format=torch.preserve_format).copy_(
-            state[name]
-        )
-    return _in_order(state[name], p)
 
 
 def _step_float64(p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:

@@ -9,12 +9,19 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, ConfigError, UnsupportedError
+from .adagrad import Adagrad
 from .adamw import Adam, AdamW
+from .lion import Lion
+from .rules import core_rule
+from .sgd import SGD
 
 # deepc's own, by the name that a configuration gives them (in any case).
 OURS: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": Adam,
     "AdamW": AdamW,
+    "Lion": Lion,
+    "Adagrad": Adagrad,
+    "SGD": SGD,
 }
 
 # Classes whose update of an element depends on that element only: ZeRO may cut their tensors anywhere.
@@ -26,6 +33,7 @@ ELEMENTWISE = frozenset(
         "Adam",
         "AdamW",
         "Adamax",
+        "Lion",
         "NAdam",
         "RAdam",
         "RMSprop",
@@ -56,15 +64,14 @@ def make_optimizer(
 
 
 def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
-    """True if `optimizer` is Adam or AdamW, torch's or ours, with options that the C step has."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not isinstance(optimizer, AdamW):
-        return False
-    return not any(g.get("differentiable") for g in optimizer.param_groups)
+    """True if the core steps `optimizer` (optim/rules.py)."""
+    return core_rule(optimizer) is not None
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
-    return 3 if takes_core_path(optimizer) and any(g.get("amsgrad") for g in optimizer.param_groups) else 2
+    """fp32 state tensors per element (for the plan; torch's optimizers other than Adam: their own, counted as 2)."""
+    rule = core_rule(optimizer)
+    return 2 if rule is None else len(rule.names)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UnsupportedError
-from ...optim import AdamW
+from ...optim import Adagrad, AdamW, Lion
 from ...zero.step.update import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class FusedAdam(_Adam):
         self._set_mode(adam_w_mode)
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad: torch's Adagrad, run on the rank's shard."""
+class DeepSpeedCPUAdagrad(Adagrad):
+    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad."""
 
     def __init__(
         self,
@@ -93,6 +93,35 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     ) -> None:
         _plain("DeepSpeedCPUAdagrad", True, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """deepspeed.ops.lion.DeepSpeedCPULion, with its defaults."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _plain("DeepSpeedCPULion", True, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
+        super().__init__(model_params, lr, betas, weight_decay)
+
+
+class FusedLion(Lion):
+    """deepspeed.ops.lion.FusedLion, on CPU and CUDA."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)
 
 
 # ---- the engine's ----------------------------------------------------------------------------------------------------

@@ -135,14 +135,14 @@ class LayoutOrder:
             return
         if kind not in ELEMENTWISE:
             raise UnsupportedError(
-                f"optimizer {kind} with {KEY}: only Adam, AdamW (deepc's or torch's) and torch's"
+                f"optimizer {kind} with {KEY}: only deepc's optimizers, torch's Adam and AdamW, and torch's"
                 f" {', '.join(sorted(ELEMENTWISE))} are known to treat each element alone"
             )
         if torch.get_num_threads() > 1:
             raise UnsupportedError(
                 f"optimizer {kind} with {KEY} on {torch.get_num_threads()} threads: torch cuts a tensor's elements"
                 " among its threads, and its scalar and vector loops may round differently. Use one thread"
-                " (OMP_NUM_THREADS=1), or Adam or AdamW, which run in deepc's core"
+                " (OMP_NUM_THREADS=1), or Adam, AdamW, Lion, Adagrad or SGD of deepc.optim, which run in its core"
             )
 
     def describe(self) -> str:

@@ -1,8 +1,8 @@
 """The optimizer of an engine: hyper-parameters where users and LR schedulers expect them, states in the rank's shard.
 
 `ShardedOptimizer.param_groups` hold the model's own parameters; the update runs on this rank's share of the flat space.
-Adam and AdamW run in C (one pass: unscale, clip, decay, moments, master, 16-bit write-back); other elementwise torch
-optimizers run on views of the shard.
+Those that optim/rules.py names run in C (one pass: unscale, clip, decay, states, master, 16-bit write-back); other
+elementwise torch optimizers run on views of the shard.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 
 from ...core import memory  # noqa: F401
-from ...core.lib import AdamWArgs, C, check
+from ...core.lib import C, StepArgs, check
 from ...core.ops import code
 from ...errors import ConfigError, UnsupportedError
-from ...optim.factory import check_optimizer, moments_of, takes_core_path, twin_over
+from ...optim.factory import check_optimizer, moments_of, twin_over
+from ...optim.rules import ADAMW, DECOUPLED, NESTEROV, CoreRule, core_rule
 from ...plan.layout import Segment
 from ..state import ModelState
 from .tree import LayoutOrder
@@ -32,7 +33,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.base = base
         self.defaults = base.defaults
         self.param_groups = base.param_groups
-        self.core = takes_core_path(base)
+        self.rule = core_rule(base)
+        self.core = self.rule is not None
         self._state: ModelState  # from attach on
         self._steps = 0
         self._left_out: frozenset[int] = frozenset()
@@ -50,8 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if dtype != "fp32" and not self.core:
             raise UnsupportedError(
                 f'data_types.grad_accum_dtype = "{dtype}" with {type(self.base).__name__}: torch\'s optimizers take'
-                " gradients in the dtype of the fp32 weights, so nothing would be saved; use Adam or AdamW, or remove"
-                " the key"
+                " gradients in the dtype of the fp32 weights, so nothing would be saved; use Adam or AdamW, Lion,"
+                " Adagrad or SGD of deepc.optim, or remove the key"
             )
 
     def _hook_tables(self: torch.optim.Optimizer) -> None:
@@ -86,23 +88,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._attach_torch()
 
-    def _attach_core(self) -> None:
-        st = self._state
-        owned = st.plan.owned_elems
-        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if self.moments == 3 else [])
-        self.states: dict[str, torch.Tensor] = {n: st.zeros(owned, torch.float32, n) for n in names}
-        self._make_args(names)
+    @property
+    def _core(self) -> CoreRule:
+        if self.rule is None:
+            raise UnsupportedError(f"{type(self.base).__name__} does not run in the core")
+        return self.rule
 
-    def _make_args(self, names: list[str]) -> None:
+    def _attach_core(self) -> None:
+        st, rule = self._state, self._core
+        owned = st.plan.owned_elems
+        self.states: dict[str, torch.Tensor] = {n: st.zeros(owned, torch.float32, n) for n in rule.names}
+        for s in st.plan.segments if any(rule.start(g) for g in self.param_groups) else ():
+            begin = rule.start(self.param_groups[self._group_of[s.param]])
+            for state in self.states.values():
+                state[s.shard_begin : s.shard_begin + s.length].fill_(begin)
+        self._make_args()
+
+    def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
-        st = self._state
+        st, rule = self._state, self._core
         self._runs = [
             r for r in st.runs([-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]) if r[0] >= 0
         ]
         target = st.flat_host if st.flat_host is not None else st.flat
         if st.state_device.type != "cpu":
             return
-        self._args = AdamWArgs.array(max(1, len(self._runs)))
+        self._args = StepArgs.array(max(1, len(self._runs)))
         for a, (g, flat, own, n) in zip(self._args, self._runs):
             master, lowp = st.master, st.master is not None
             direct = (
@@ -110,12 +121,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )  # else the engine makes the parameters from the masters when it publishes them
             a.param = master.data_ptr() + 4 * own if master is not None else target.data_ptr() + 4 * flat
             a.grad = st.acc.data_ptr() + st.acc.element_size() * own
-            a.exp_avg, a.exp_avg_sq = (self.states[k].data_ptr() + 4 * own for k in names[:2])
-            if self.param_groups[g].get("amsgrad"):
-                a.max_exp_avg_sq = self.states["max_exp_avg_sq"].data_ptr() + 4 * own
+            for k, name in enumerate(rule.names[: rule.keeps(self.param_groups[g])]):
+                a.state[k] = self.states[name].data_ptr() + 4 * own
             if lowp and direct:
                 a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * flat, code(target.dtype)
-            a.n = n
+            a.n, a.rule = n, rule.kind
             a.param_dtype = a.state_dtype = code(torch.float32)
             a.grad_dtype = code(st.acc.dtype)
 
@@ -148,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have
         stayed."""
         if self.core:
-            self._make_args(list(self.states))
+            self._make_args()
             return
         for s, shard in self._shards:
             shard.data = self._state.piece(s).view(shard.shape)
@@ -160,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._left_out = indices
         if self.core:
-            self._make_args(list(self.states))
+            self._make_args()
 
     # ---- the update --------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -176,28 +186,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_host(self, grad_scale: float) -> None:
         groups = [
-            (
-                float(g["lr"]),
-                float(g["betas"][0]),
-                float(g["betas"][1]),
-                float(g["eps"]),
-                float(g["weight_decay"]),
-                -grad_scale if g.get("maximize") else grad_scale,
-                1 if _decoupled(self.base, g) else 0,
-            )
+            (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups
         ]
         for a, (g, _, _, _) in zip(self._args, self._runs):
-            a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.grad_scale, a.flags = groups[g]
+            (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale = groups[g]
             a.step = self._steps
-        check(C.dc_adamw(self._args, len(self._runs)))
+        check(C.dc_step(self._args, len(self._runs)))
         if self._state.flat_host is not None:  # offloaded: the new parameters go back to the device
             for s in self._state.plan.slices:
                 part = slice(s.flat_begin, s.flat_begin + s.length)
                 self._state.flat[part].copy_(self._state.flat_host[part])
 
     def _update_device(self, grad_scale: float) -> None:
-        st = self._state
+        st, rule = self._state, self._core
         for index, g in enumerate(self.param_groups):
             runs = [
                 (slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index
@@ -205,22 +207,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not runs:
                 continue
             master, lowp = st.master, st.master is not None
-            torch.ops.deepc.step_adamw(
-                [st.flat[f] if master is None else master[o] for f, o in runs],
-                [st.acc[o] for _, o in runs],
-                [self.states["exp_avg"][o] for _, o in runs],
-                [self.states["exp_avg_sq"][o] for _, o in runs],
-                [self.states["max_exp_avg_sq"][o] for _, o in runs] if g.get("amsgrad") else [],
-                [st.flat[f] for f, _ in runs] if lowp else [],
-                float(g["lr"]),
-                float(g["betas"][0]),
-                float(g["betas"][1]),
-                float(g["eps"]),
-                float(g["weight_decay"]),
-                -grad_scale if g.get("maximize") else grad_scale,
-                self._steps,
-                _decoupled(self.base, g),
-            )
+            params = [st.flat[f] if master is None else master[o] for f, o in runs]
+            grads, lowps = [st.acc[o] for _, o in runs], [st.flat[f] for f, _ in runs] if lowp else []
+            kept = rule.names[: rule.keeps(g)]
+            states = [[self.states[n][o] for _, o in runs] if n in kept else [] for n in rule.names]
+            s, scale = rule.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale
+            scalars = (s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, scale, self._steps)
+            if rule.kind == ADAMW:
+                top = states[2] if len(states) > 2 else []
+                decoupled = bool(s.flags & DECOUPLED)
+                torch.ops.deepc.step_adamw(params, grads, states[0], states[1], top, lowps, *scalars, decoupled)
+            else:
+                state = states[0] if states else []
+                nesterov = bool(s.flags & NESTEROV)
+                torch.ops.deepc.step_rule(params, grads, state, lowps, rule.kind, *scalars, nesterov)
 
     def _update_torch(self, grad_scale: float) -> None:
         st = self._state
@@ -338,12 +338,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.base!r})"
-
-
-def _decoupled(base: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    return isinstance(base, torch.optim.AdamW)
 
 
 def _plain(value: Any) -> Any:

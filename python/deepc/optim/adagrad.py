@@ -1,0 +1,107 @@
+"""Adagrad as a drop-in replacement of torch.optim's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
+
+
+class Adagrad(OneStateOptimizer):
+    """torch.optim.Adagrad with the same arguments, param_groups, state (`step`, `sum`) and state_dict (Duchi et al.,
+    JMLR 2011). The sums are made at the first step or state_dict(), not with the optimizer."""
+
+    rule, state_name, instead = 2, "sum", "torch.optim.Adagrad"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse_differentiable("Adagrad", differentiable)
+        for name, value in (
+            ("lr", lr),
+            ("lr_decay", lr_decay),
+            ("weight_decay", weight_decay),
+            ("initial_accumulator_value", initial_accumulator_value),
+            ("eps", eps),
+        ):
+            check_range(name, value)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                lr_decay=lr_decay,
+                eps=eps,
+                weight_decay=weight_decay,
+                initial_accumulator_value=initial_accumulator_value,
+                foreach=foreach,
+                maximize=maximize,
+                differentiable=False,
+                fused=fused,
+            ),
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+
+    def _make_state(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self.state[p]:
+            self.state[p]["step"] = torch.tensor(0.0)
+            self.state[p]["sum"] = zeros_for(p, p.dtype, 2).fill_(group["initial_accumulator_value"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's; as there, it has the sums also before the first step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._make_state(p, group)
+        return super().state_dict()
+
+    def share_memory(self) -> None:
+        """Moves the sums to shared memory, for several processes that step the same parameters (Hogwild)."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._make_state(p, group)
+                self.state[p]["sum"].share_memory_()
+
+    def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:
+        lr = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
+        return lr, 0.0, 0.0, float(group["eps"]), float(group["weight_decay"]), False
+
+    def _begin(self, p: torch.Tensor, group: dict[str, Any]) -> int:
+        self._make_state(p, group)
+        self.state[p]["step"] += 1
+        return int(self.state[p]["step"])
+
+    def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        from torch.optim.adagrad import adagrad
+
+        self._make_state(p, group)
+        assert p.grad is not None  # the caller has looked
+        adagrad(
+            [p],
+            [p.grad],
+            [self.state[p]["sum"]],
+            [self.state[p]["step"]],
+            foreach=False,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            has_sparse_grad=False,
+            maximize=group["maximize"],
+        )

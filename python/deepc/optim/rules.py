@@ -1,0 +1,92 @@
+"""Which optimizers the core steps inside an engine, and what dc_step is told for each (ops/ops.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .adagrad import Adagrad
+from .adamw import AdamW
+from .lion import Lion
+from .sgd import SGD
+
+ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
+DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
+
+
+class Scalars(NamedTuple):
+    """What of dc_step_args a param group says at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    flags: int
+
+
+@dataclass(frozen=True)
+class CoreRule:
+    """An optimizer as dc_step knows it. names: all states, in the order of dc_step_args.state; keeps(group): how many
+    of them its parameters use; scalars(group, step); start(group): what the states begin as."""
+
+    kind: int
+    names: tuple[str, ...]
+    keeps: Callable[[Mapping[str, Any]], int]
+    scalars: Callable[[Mapping[str, Any], int], Scalars]
+    start: Callable[[Mapping[str, Any]], float] = lambda group: 0.0
+
+
+def _adamw(base: torch.optim.Optimizer) -> CoreRule:
+    decoupled = isinstance(base, torch.optim.AdamW)
+
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        flags = DECOUPLED if g.get("decoupled_weight_decay", decoupled) else 0
+        beta1, beta2 = (float(b) for b in g["betas"])
+        return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), flags)
+
+    amsgrad = any(g.get("amsgrad") for g in base.param_groups)
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+    return CoreRule(ADAMW, names, lambda g: 3 if g.get("amsgrad") else 2, scalars)
+
+
+def _lion(base: torch.optim.Optimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        beta1, beta2 = (float(b) for b in g["betas"])
+        return Scalars(float(g["lr"]), beta1, beta2, 0.0, float(g["weight_decay"]), 0)
+
+    return CoreRule(LION, ("exp_avg",), lambda g: 1, scalars)
+
+
+def _adagrad(base: torch.optim.Optimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        lr = float(g["lr"]) / (1 + (step - 1) * float(g["lr_decay"]))
+        return Scalars(lr, 0.0, 0.0, float(g["eps"]), float(g["weight_decay"]), 0)
+
+    return CoreRule(ADAGRAD, ("sum",), lambda g: 1, scalars, lambda g: float(g["initial_accumulator_value"]))
+
+
+def _sgd(base: torch.optim.Optimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        flags = NESTEROV if g["nesterov"] else 0
+        return Scalars(
+            float(g["lr"]), float(g["momentum"]), float(g["dampening"]), 0.0, float(g["weight_decay"]), flags
+        )
+
+    names = ("momentum_buffer",) if any(g["momentum"] for g in base.param_groups) else ()
+    return CoreRule(SGD_RULE, names, lambda g: int(bool(g["momentum"])), scalars)
+
+
+def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
+    """The rule that steps `base` in C: deepc's optimizers, and torch's Adam and AdamW. None: torch steps it."""
+    if any(g.get("differentiable") for g in base.param_groups):
+        return None
+    if isinstance(base, AdamW) or type(base) in (torch.optim.Adam, torch.optim.AdamW):
+        return _adamw(base)
+    for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd)):
+        if isinstance(base, kind):
+            return make(base)
+    return None

@@ -1,0 +1,100 @@
+"""SGD as a drop-in replacement of torch.optim's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from .dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
+
+
+class SGD(OneStateOptimizer):
+    """torch.optim.SGD with the same arguments, param_groups, state (`momentum_buffer`) and state_dict: momentum,
+    dampening, Nesterov's form (Sutskever et al., ICML 2013), weight decay as L2."""
+
+    rule, state_name, instead = 3, "momentum_buffer", "torch.optim.SGD"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse_differentiable("SGD", differentiable)
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            check_range(name, value)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ArgumentError(
+                f"nesterov needs a momentum above 0 and no dampening, got momentum {momentum}, dampening {dampening}"
+            )
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                momentum=momentum,
+                dampening=dampening,
+                weight_decay=weight_decay,
+                nesterov=nesterov,
+                maximize=maximize,
+                foreach=foreach,
+                differentiable=False,
+                fused=fused,
+            ),
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("nesterov", False)
+            group.setdefault("maximize", False)
+
+    def _keeps(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"])
+
+    def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:
+        return (
+            float(group["lr"]),
+            float(group["momentum"]),
+            float(group["dampening"]),
+            0.0,
+            float(group["weight_decay"]),
+            bool(group["nesterov"]),
+        )
+
+    def _begin(self, p: torch.Tensor, group: dict[str, Any]) -> int:
+        """1 if the buffer is made now: it then becomes the gradient, without dampening."""
+        if not group["momentum"] or self.state[p].get("momentum_buffer") is not None:
+            return 2
+        self.state[p]["momentum_buffer"] = zeros_for(p, p.dtype, 2)
+        return 1
+
+    def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        from torch.optim.sgd import sgd
+
+        assert p.grad is not None  # the caller has looked
+        buffers: list[torch.Tensor | None] = [self.state[p].get("momentum_buffer")]
+        sgd(
+            [p],
+            [p.grad],
+            buffers,
+            foreach=False,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=float(group["lr"]),
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"]:
+            self.state[p]["momentum_buffer"] = buffers[0]

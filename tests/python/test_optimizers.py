@@ -1,0 +1,362 @@
+"""Lion, Adagrad and SGD of deepc.optim: elementwise against torch or the paper for 1,000 steps, as drop-ins, in an
+engine at every stage, and what they refuse. (AdamW: test_ops.py.)"""
+
+from __future__ import annotations
+
+import copy
+
+import deepc
+import pytest
+import tiny
+import torch
+from deepc.config import Config
+from deepc.errors import ArgumentError, ConfigError, UnsupportedError
+from ranks import run_ranks
+
+SHAPES = [(33,), (7, 11), (1,), (65, 17)]
+
+
+def make(n, dtype=torch.float32, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameters(dtype=torch.float32):
+    return [
+        torch.nn.Parameter(make(torch.Size(s).numel(), torch.float32, i).to(dtype).view(s))
+        for i, s in enumerate(SHAPES)
+    ]
+
+
+class PaperLion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv:2302.06675, line by line."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                g = -p.grad if group["maximize"] else p.grad
+                update = (b1 * m + (1 - b1) * g).sign()
+                p -= lr * (update + group["weight_decay"] * p)
+                self.state[p]["exp_avg"] = b2 * m + (1 - b2) * g
+
+
+CASES = [
+    ("SGD", {"lr": 0.01}),
+    ("SGD", {"lr": 0.01, "momentum": 0.9}),
+    ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}),
+    ("Adagrad", {"lr": 0.1}),
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6}),
+    ("Adagrad", {"lr": 0.1, "maximize": True}),
+    ("Lion", {"lr": 0.01}),
+    ("Lion", {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}),
+    ("Lion", {"lr": 0.01, "maximize": True}),
+]
+
+
+def reference(kind):
+    return PaperLion if kind == "Lion" else getattr(torch.optim, kind)
+
+
+def run_both(mine, opt, theirs, ref, steps, first=0, scale=1.0):
+    for step in range(first, first + steps):
+        for i, (a, b) in enumerate(zip(mine, theirs)):
+            g = make(a.numel(), torch.float32, 100 * step + i).view(a.shape) * scale
+            a.grad, b.grad = g.to(a.dtype), g.to(b.dtype)
+        opt.step()
+        ref.step()
+
+
+@pytest.mark.parametrize("kind, options", CASES)
+def test_a_thousand_steps_follow_the_formula_in_double(kind, options):
+    """The bound: a few roundings of each step, which nothing amplifies (SGD, Adagrad) or a decay damps."""
+    mine = parameters()
+    theirs = [torch.nn.Parameter(p.detach().double()) for p in mine]
+    opt, ref = getattr(deepc.optim, kind)(mine, **options), reference(kind)(theirs, **options)
+    run_both(mine, opt, theirs, ref, 1000)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a.double(), b, rtol=3e-5, atol=3e-5 * float(b.detach().abs().max()) + 1e-6)
+        for name, state in opt.state[a].items():
+            torch.testing.assert_close(state.double(), ref.state[b][name].double(), rtol=3e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, options", CASES[:7])
+def test_equals_torch_in_fp32(kind, options):
+    mine, theirs = parameters(), parameters()
+    opt, ref = getattr(deepc.optim, kind)(mine, **options), getattr(torch.optim, kind)(theirs, **options)
+    run_both(mine, opt, theirs, ref, 20)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+        assert set(opt.state[a]) == set(ref.state[b])
+        for name in opt.state[a]:
+            torch.testing.assert_close(opt.state[a][name], ref.state[b][name], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, options", CASES[:7])
+def test_state_dicts_are_torchs(kind, options):
+    mine, theirs = parameters(), parameters()
+    opt, ref = getattr(deepc.optim, kind)(mine, **options), getattr(torch.optim, kind)(theirs, **options)
+    assert set(opt.state_dict()["state"]) == set(ref.state_dict()["state"])
+    ref.load_state_dict(copy.deepcopy(opt.state_dict()))
+    run_both(mine, opt, theirs, ref, 3)
+    assert set(opt.param_groups[0]) == set(ref.param_groups[0])
+    opt.load_state_dict(copy.deepcopy(ref.state_dict()))
+    ref.load_state_dict(copy.deepcopy(opt.state_dict()))
+    run_both(mine, opt, theirs, ref, 3, first=3)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("kind, options", CASES)
+def test_float64_is_stepped_by_torch(kind, options):
+    mine, theirs = parameters(torch.float64), parameters(torch.float64)
+    opt, ref = getattr(deepc.optim, kind)(mine, **options), reference(kind)(theirs, **options)
+    run_both(mine, opt, theirs, ref, 5)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_keep_16_bit_states(kind, dtype):
+    mine, theirs = parameters(dtype), parameters(dtype)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    opt, ref = getattr(deepc.optim, kind)(mine, lr=0.01, **options), reference(kind)(theirs, lr=0.01, **options)
+    run_both(mine, opt, theirs, ref, 1)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        assert all(s.dtype == dtype for n, s in opt.state[a].items() if n != "step")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion"])
+def test_channels_last_groups_and_one_call_a_group(kind):
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    shape = (4, 3, 5, 5)
+    mine = torch.nn.Parameter(make(300, seed=1).view(shape).to(memory_format=torch.channels_last))
+    flat = torch.nn.Parameter(mine.detach().contiguous().clone())
+    still = torch.nn.Parameter(torch.ones(3))  # without a gradient: stays
+    opt = getattr(deepc.optim, kind)([{"params": [mine, still]}, {"params": [flat], "lr": 0.1}], lr=0.1, **options)
+    for step in range(3):
+        g = make(300, seed=20 + step).view(shape)
+        mine.grad = g.to(memory_format=torch.channels_last) if step else g.clone()
+        flat.grad = g
+        before, versions = deepc.counters(), mine._version
+        opt.step()
+        after = deepc.counters()
+        assert after["step_calls"] - before["step_calls"] == 2
+        assert after["step_elements"] - before["step_elements"] == 600
+        assert mine._version > versions
+    assert torch.equal(mine, flat) and torch.equal(still, torch.ones(3))
+    assert mine.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "kind, options, text",
+    [
+        ("SGD", {"lr": -1.0}, "lr must be >= 0"),
+        ("SGD", {"momentum": -0.1}, "momentum must"),
+        ("SGD", {"nesterov": True}, "nesterov needs a momentum"),
+        ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "no dampening"),
+        ("Adagrad", {"eps": -1.0}, "eps must"),
+        ("Adagrad", {"lr_decay": float("nan")}, "lr_decay must"),
+        ("Adagrad", {"initial_accumulator_value": -1.0}, "initial_accumulator_value must"),
+        ("Lion", {"betas": (1.0, 0.9)}, r"betas\[0\] must be in \[0, 1\)"),
+        ("Lion", {"weight_decay": -1.0}, "weight_decay must"),
+    ],
+)
+def test_bad_arguments(kind, options, text):
+    with pytest.raises(ArgumentError, match=text):
+        getattr(deepc.optim, kind)([torch.nn.Parameter(torch.zeros(2))], **options)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion"])
+def test_bad_tensors(kind):
+    p = torch.nn.Parameter(torch.zeros(4, 2))
+    opt = getattr(deepc.optim, kind)([p], lr=0.1)
+    p.grad = torch.zeros(4, 2).to_sparse()
+    with pytest.raises(ArgumentError, match=f"{kind} does not take sparse"):
+        opt.step()
+    q = torch.nn.Parameter(torch.zeros(4, 6)[:, ::2])
+    q.grad = torch.zeros(4, 3)
+    with pytest.raises(ArgumentError, match="has holes"):
+        getattr(deepc.optim, kind)([q], lr=0.1).step()
+    c = torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    c.grad = torch.zeros(4, dtype=torch.complex64)
+    with pytest.raises(ArgumentError, match=f"{kind} steps float32"):
+        getattr(deepc.optim, kind)([c], lr=0.1).step()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_differentiable_is_refused(kind):
+    with pytest.raises(UnsupportedError, match="differentiable"):
+        getattr(deepc.optim, kind)([torch.nn.Parameter(torch.zeros(2))], differentiable=True)
+
+
+# ---- in an engine ----------------------------------------------------------------------------------------------------
+IN_ENGINE = {
+    "Lion": {"lr": 3e-3, "betas": [0.8, 0.95], "weight_decay": 0.1},
+    "Adagrad": {"lr": 2e-2, "initial_accumulator_value": 0.1, "lr_decay": 0.01},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+}
+
+
+def plain(kind, steps):
+    model = tiny.make_model()
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in IN_ENGINE[kind].items()}
+    opt, losses = reference(kind)(model.parameters(), **options), []
+    for _ in range(steps):
+        loss = model(*tiny.make_batch(0, 8))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _config(kind, stage, world, precision="fp32", **extra):
+    optimizer = {"type": kind.lower(), "params": IN_ENGINE[kind]}
+    return tiny.config(stage, micro=8 // world, precision=precision, optimizer=optimizer, **extra)
+
+
+def _train(rank, world, kinds, precision):
+    out = {}
+    for kind in kinds:
+        for stage in range(4):
+            before = deepc.counters()["step_calls"]
+            losses, _, weights, engine = tiny.engine_training(
+                _config(kind, stage, world, precision), 6, rank, world, batches=1
+            )
+            calls = deepc.counters()["step_calls"] - before + engine.skipped_steps
+            out[kind, stage] = losses, {n: w.clone() for n, w in weights.items()}, calls
+            engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16")])
+def test_all_stages_have_equal_bits_and_follow_torch(world, precision):
+    ranks = run_ranks(_train, world, args=(tuple(IN_ENGINE), precision))
+    for kind in IN_ENGINE:
+        losses, weights, calls = ranks[0][kind, 0]
+        assert calls == 6
+        if precision == "fp32":
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain(kind, 6)), rtol=1e-4, atol=0)
+        if precision != "fp16":  # whose first steps find the scale
+            assert losses[-1] < losses[0]
+        for found in ranks:
+            for stage in range(4):
+                assert found[kind, stage][0] == losses, (kind, stage)
+                assert all(torch.equal(w, weights[n]) for n, w in found[kind, stage][1].items()), (kind, stage)
+
+
+def _resume(rank, world, folder):
+    import torch.distributed as dist
+
+    for kind in IN_ENGINE:
+        here = f"{folder}/{kind}"
+        wanted = None
+        for stage in (2, 3):
+            engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(kind, stage, world))
+            if wanted is not None:
+                engine.load_checkpoint(here)
+            for step in range(0 if wanted is None else 2, 4):
+                if step == 2 and wanted is None:
+                    engine.save_checkpoint(here)
+                x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
+                engine.backward(engine(x, y))
+                engine.step()
+            found = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+            name = next(iter(engine.optimizer.states))
+            first = next(engine.module.parameters())
+            assert float(deepc.view(first).state[name].abs().sum()) > 0
+            engine.destroy()
+            dist.barrier()
+            assert wanted is None or all(torch.equal(wanted[n], w) for n, w in found.items()), kind
+            wanted = found
+    return True
+
+
+def test_a_checkpoint_goes_on_with_equal_bits_at_another_stage(tmp_path):
+    assert all(run_ranks(_resume, 2, args=(str(tmp_path),)))
+
+
+def _groups(rank, world):
+    """Two groups, of which one has no momentum; a parameter frozen in the middle stays where it is."""
+    model = tiny.make_model()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    opt = deepc.optim.SGD([{"params": decay, "momentum": 0.9}, {"params": rest, "lr": 0.5}], lr=0.1)
+    engine, *_ = deepc.initialize(model=model, optimizer=opt, config=tiny.config(2, micro=4, optimizer=None))
+    torch.manual_seed(0)
+    twin = tiny.make_model()
+    ref = torch.optim.SGD(
+        [
+            {"params": [p for p in twin.parameters() if p.dim() > 1], "momentum": 0.9},
+            {"params": [p for p in twin.parameters() if p.dim() == 1], "lr": 0.5},
+        ],
+        lr=0.1,
+    )
+    for step in range(4):
+        if step == 2:
+            for m in (model, twin):
+                m.ln.weight.requires_grad_(False)
+                m.ln.weight.grad = None
+        x, y = tiny.make_batch(step, 8)
+        engine.backward(engine(x.chunk(world)[rank], y.chunk(world)[rank]))
+        engine.step()
+        twin(x, y).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        ref.step()
+        ref.zero_grad()
+    for (n, a), b in zip(engine.module.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-4, atol=1e-5, msg=lambda m: f"{n}: {m}")
+    engine.destroy()
+    return True
+
+
+def test_groups_with_and_without_momentum():
+    assert all(run_ranks(_groups, 2))
+
+
+def test_the_plan_counts_their_states():
+    from deepc.optim.factory import moments_of
+
+    p = [torch.nn.Parameter(torch.zeros(2))]
+    assert moments_of(deepc.optim.Lion(p)) == moments_of(deepc.optim.Adagrad(p)) == 1
+    assert moments_of(deepc.optim.SGD(p)) == 0 and moments_of(deepc.optim.SGD(p, momentum=0.9)) == 1
+    assert moments_of(deepc.optim.AdamW(p)) == 2 and moments_of(deepc.optim.AdamW(p, amsgrad=True)) == 3
+
+
+def test_configuration():
+    for kind in ("Lion", "lion", "Adagrad", "SGD", "sgd"):
+        found = Config.load({"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1}}}, world_size=1)
+        assert found.optimizer.backend == "deepc" and found.optimizer.type.lower() == kind.lower()
+    for kind, wrong, meant in (
+        ("Lion", "beta", "betas"),
+        ("SGD", "momentun", "momentum"),
+        ("Adagrad", "weight_decy", "weight_decay"),
+    ):
+        raw = {"train_batch_size": 1, "optimizer": {"type": kind, "params": {wrong: 0.9}}}
+        with pytest.raises(ConfigError, match=f"{kind} has no such argument. Did you mean .*{meant}"):
+            Config.load(raw, world_size=1)
+
+
+def test_deepspeeds_classes():
+    from deepc.compat.runtime.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedLion
+
+    p = [torch.nn.Parameter(torch.zeros(2))]
+    lion = DeepSpeedCPULion(p, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3).param_groups[0]
+    assert (lion["lr"], lion["betas"], lion["weight_decay"]) == (0.1, (0.8, 0.9), 0.3)
+    assert FusedLion(p).param_groups[0]["betas"] == (0.9, 0.99)
+    assert isinstance(DeepSpeedCPUAdagrad(p), deepc.optim.Adagrad)
+    with pytest.raises(UnsupportedError, match="fp32_optimizer_states"):
+        DeepSpeedCPULion(p, fp32_optimizer_states=False)
+    # Accelerate swaps an optimizer for DeepSpeed's CPU Adam by its param groups, so betas and eps must be kept.
+    given = torch.optim.AdamW(p, lr=0.5, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.2).param_groups
+    adam = DeepSpeedCPUAdam(given, lr=0.5, weight_decay=0.2).param_groups[0]
+    assert (adam["betas"], adam["eps"], adam["weight_decay"]) == ((0.7, 0.8), 1e-3, 0.2)
