@@ -25,13 +25,13 @@ static void check_name_file_system(unsigned long type, char name[16]) {
 }
 
 /* A file without a name: O_TMPFILE, or one that is removed at once where the file system has no such thing. */
-static int check_open(const char *folder, int *fd) {
+int dc__disk_nameless(const char *folder, int *fd) {
   *fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (*fd >= 0) return 0;
   if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT && errno != EINVAL) return errno;
   char *path = malloc(strlen(folder) + 32);
   if (!path) return ENOMEM;
-  sprintf(path, "%s/.deepc-check-XXXXXX", folder);
+  sprintf(path, "%s/.deepc-nameless-XXXXXX", folder);
   *fd = mkostemp(path, O_CLOEXEC);
   const int error = *fd < 0 ? errno : 0;
   if (!error) unlink(path);
@@ -103,7 +103,7 @@ int dc_disk_check(const char *folder, int64_t need_bytes, int64_t lock_bytes, dc
     found.free_bytes = INT64_MAX;
   found.lock_bytes = check_limit(RLIMIT_MEMLOCK);
   int fd;
-  const int error = check_open(folder, &fd);
+  const int error = dc__disk_nameless(folder, &fd);
   if (error)
     return DC_FAIL(error == ENOSPC || error == EDQUOT ? DC_E_NOSPC : DC_E_IO,
                    "no file can be made in %s: %s (errno %d); choose a folder that this user may write to, with room",

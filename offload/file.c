@@ -540,12 +540,21 @@ static int file_number(const char *path, const char *name, int64_t given, int64_
                              : DC_OK;
 }
 
-static int file_open_fds(dc_file *f, int flags) {
+static int file_open_fds(dc_file *f, const char *path, int flags) {
   const int access = (f->writes ? O_RDWR : O_RDONLY) | O_CLOEXEC;
   const int make = (flags & DC_FILE_CREATE ? O_CREAT : 0) | (flags & DC_FILE_TRUNCATE ? O_TRUNC : 0);
-  do f->fd = open(f->path, access | make | O_NONBLOCK, 0600); /* opening a pipe would wait for its other end */
-  while (f->fd < 0 && errno == EINTR);
-  if (f->fd < 0) return FILE_FAIL(f->path, errno, "open");
+  const bool nameless = flags & DC_FILE_NAMELESS;
+  char link[32];
+  if (nameless) {
+    const int error = dc__disk_nameless(path, &f->fd);
+    if (error) return FILE_FAIL(path, error, "no file can be made in");
+    snprintf(link, sizeof link, "/proc/self/fd/%d", f->fd);
+    path = link;
+  } else {
+    do f->fd = open(path, access | make | O_NONBLOCK, 0600); /* opening a pipe would wait for its other end */
+    while (f->fd < 0 && errno == EINTR);
+    if (f->fd < 0) return FILE_FAIL(path, errno, "open");
+  }
   struct statx st; /* fstat is a symbol of glibc 2.33 */
   if (statx(f->fd, "", AT_EMPTY_PATH, STATX_TYPE, &st)) return FILE_FAIL(f->path, errno, "statx");
   if (!S_ISREG(st.stx_mode) && !S_ISBLK(st.stx_mode) && !S_ISCHR(st.stx_mode))
@@ -556,7 +565,7 @@ static int file_open_fds(dc_file *f, int flags) {
   } else if (S_ISCHR(st.stx_mode)) {
     snprintf(f->why_direct, sizeof f->why_direct, "no O_DIRECT: a character device");
   } else {
-    f->direct_fd = open(f->path, access | O_DIRECT);
+    f->direct_fd = open(path, access | O_DIRECT);
     if (f->direct_fd < 0)
       snprintf(f->why_direct, sizeof f->why_direct, "no O_DIRECT: the file system refuses it (errno %d)", errno);
   }
@@ -583,9 +592,15 @@ static int file_make(const dc_file_config *k, dc_file *f) {
   f->queue_last = &f->queue;
   f->why_ring = "";
   if (!k->path || !*k->path) return DC_FAIL(DC_E_INVALID, "dc_file_config.path is empty");
-  if (!(f->path = strdup(k->path))) return DC_FAIL(DC_E_NOMEM, "a copy of the path");
-  if (k->flags & ~(DC_FILE_WRITE | DC_FILE_CREATE | DC_FILE_TRUNCATE | DC_FILE_BUFFERED))
+  const bool nameless = k->flags & DC_FILE_NAMELESS;
+  const size_t room = strlen(k->path) + 32;
+  if (!(f->path = malloc(room))) return DC_FAIL(DC_E_NOMEM, "a copy of the path");
+  snprintf(f->path, room, nameless ? "the scratch file in %s" : "%s", k->path);
+  if (k->flags & ~(DC_FILE_WRITE | DC_FILE_CREATE | DC_FILE_TRUNCATE | DC_FILE_BUFFERED | DC_FILE_NAMELESS))
     return DC_FAIL(DC_E_INVALID, "%s: flags are 0x%x, which dc_file_flag does not have", f->path, (unsigned)k->flags);
+  if (nameless && (k->flags & (DC_FILE_CREATE | DC_FILE_TRUNCATE) || !f->writes))
+    return DC_FAIL(DC_E_INVALID, "%s: DC_FILE_NAMELESS goes with DC_FILE_WRITE, and with no other way to make a file",
+                   f->path);
   if ((k->flags & (DC_FILE_CREATE | DC_FILE_TRUNCATE) || k->reserve_bytes) && !f->writes)
     return DC_FAIL(DC_E_INVALID, "%s: to make, empty or reserve a file it must be opened with DC_FILE_WRITE", f->path);
   if (k->ring < DC_RING_AUTO || k->ring > DC_RING_THREADS)
@@ -600,7 +615,7 @@ static int file_make(const dc_file_config *k, dc_file *f) {
     return DC_FAIL(DC_E_INVALID, "%s: reserve_bytes is %lld", f->path, (long long)k->reserve_bytes);
   f->depth = (int)depth;
   f->bounce_bytes = f->block < BOUNCE_MOST ? f->block : BOUNCE_MOST;
-  DC_TRY(file_open_fds(f, k->flags));
+  DC_TRY(file_open_fds(f, k->path, k->flags));
   DC_TRY(dc__disk_ring_open(k->ring, f->depth, (int)threads, &f->ring, &f->why_ring));
   if (k->reserve_bytes) DC_TRY(dc__file_reserve(f, k->reserve_bytes));
   if (!(f->parts = calloc((size_t)depth, sizeof *f->parts)))

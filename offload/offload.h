@@ -5,6 +5,7 @@
  *  - dc_extents: a file of numbered extents with generations and checksums. What is written counts from
  *    dc_extents_commit on, all of it or none; a process that is killed at any moment leaves the generation before or
  *    the one after.
+ *  - dc_stream: arrays that lie in a scratch file and are worked on cell by cell, disk and arithmetic at the same time.
  *
  * Beneath both is a ring (ring.h): io_uring, or threads with pread and pwrite.
  *
@@ -45,6 +46,8 @@ enum dc_file_flag {
   DC_FILE_CREATE = 2, /* where there is no such file, make it (mode 0600) */
   DC_FILE_TRUNCATE = 4, /* what it held goes */
   DC_FILE_BUFFERED = 8, /* through the page cache, without O_DIRECT */
+  DC_FILE_NAMELESS = 16, /* path is a folder: a new file there without a name, which goes with the process however it
+                            ends; with DC_FILE_WRITE */
 };
 typedef struct dc_file_config {
   size_t struct_size; /* set by the caller: sizeof(struct dc_file_config), see base.h */
@@ -154,6 +157,81 @@ DC_API int dc_extent_read_start(dc_extents *x, int64_t extent, void *data, int64
 DC_API int dc_extents_commit(dc_extents *x, int durable);
 /* Back to the last commit: what was written since is gone. */
 DC_API int dc_extents_rollback(dc_extents *x);
+
+/* ---- streams ----------------------------------------------------------------------------------------------------- */
+/* Arrays of equally many elements on disk, for work that goes through all of them in order: reads run ahead of it and
+ * writes behind. A cell is the same stretch of elements of every array; its data come together, in memory of the
+ * stream's, are changed there, and go back. The file is scratch: checksums and generations are kept in memory, and what
+ * is read must be what was written last, else DC_E_CORRUPT names array, elements and generation. Arrays begin as zeros,
+ * which cost no transfer.
+ *
+ * Nothing is lost by a failed transfer: a cell that could not be written stays in memory, is what later calls see, and
+ * is written again by dc_stream_begin and dc_stream_flush. One thread at a time. */
+typedef struct dc_stream dc_stream;
+enum { DC_STREAM_ARRAYS = 16 }; /* the most of one stream */
+typedef struct dc_stream_array {
+  const char *name; /* for texts of failures; copied */
+  int64_t elem_bytes; /* of an element, from 1 on */
+} dc_stream_array;
+typedef struct dc_stream_config {
+  size_t struct_size; /* set by the caller */
+  const dc_stream_array *arrays;
+  int64_t narrays; /* 1 .. DC_STREAM_ARRAYS */
+  int64_t elems; /* of each array, from 1 on */
+  int64_t cell_elems; /* of a cell, from 1 on; the last cell may have less */
+  int32_t slots; /* cells in memory at a time, from 2 on; 4 let reads, arithmetic and writes overlap */
+  int32_t reserved; /* 0 */
+} dc_stream_config;
+/* What a stream takes: *disk and *memory bytes. Opens nothing. Errors as dc_stream_open. */
+DC_API int dc_stream_bytes(const dc_stream_config *config, int64_t *disk, int64_t *memory);
+/* file: with DC_FILE_WRITE, most often DC_FILE_NAMELESS; reserve_bytes is the stream's matter. All space on disk and
+ * all memory is taken here. *out is owned: dc_stream_close. DC_E_INVALID, DC_E_OVERFLOW, DC_E_NOMEM; as dc_file_open. */
+DC_API int dc_stream_open(const dc_file_config *file, const dc_stream_config *config, dc_stream **out);
+/* Waits for what is on its way; what was not written is lost with the stream. NULL is allowed. */
+DC_API int dc_stream_close(dc_stream *s);
+/* The file beneath, for dc_file_get_info; not owned. NULL for NULL. */
+DC_API dc_file *dc_stream_file(dc_stream *s);
+typedef struct dc_stream_info {
+  size_t struct_size; /* set by the caller */
+  int64_t cells, cell_elems, disk_bytes, memory_bytes;
+  int64_t unsaved; /* cells with values that are not on disk (yet) and live in memory alone */
+  int64_t wait_ns; /* that calls of this stream waited for the disk so far */
+} dc_stream_info;
+DC_API int dc_stream_get_info(dc_stream *s, dc_stream_info *info);
+
+/* A walk over cells [first, last) in their order:
+ *
+ *   dc_stream_begin; for each cell { dc_stream_next; work on cell.data; dc_stream_done } dc_stream_end
+ *
+ * reads: bit k: the values of array k are wanted; data of others hold anything and must be written whole if at all.
+ * After a failure the walk is over: dc_stream_end. Cells that were done are done, whatever became of their writes; the
+ * one that dc_stream_next failed to give, and those after it, are untouched, and a walk from there on may be begun. */
+typedef struct dc_stream_cell {
+  size_t struct_size; /* set by the caller */
+  int64_t cell, begin, elems; /* its number; its first element; how many it has */
+  void *data[DC_STREAM_ARRAYS]; /* of each array, aligned to DC_DISK_ALIGN; the caller's until dc_stream_done */
+} dc_stream_cell;
+/* Writes what could not be written before; if that fails again no walk is begun. DC_E_STATE inside of a walk. */
+DC_API int dc_stream_begin(dc_stream *s, int64_t first, int64_t last, uint32_t reads);
+/* The next cell, when its data are there and are what was written. One cell at a time: DC_E_STATE before the last one
+ * is done, and behind the end. */
+DC_API int dc_stream_next(dc_stream *s, dc_stream_cell *cell);
+/* The caller is done with the cell; bit k of `writes`: array k was changed and goes to disk. */
+DC_API int dc_stream_done(dc_stream *s, uint32_t writes);
+/* Waits for all writes; their first failure. A cell that was not done keeps the value it had. Not in a walk: DC_OK. */
+DC_API int dc_stream_end(dc_stream *s);
+
+/* Windows: elements [begin, begin + elems) of one array, anywhere, to and from the caller's memory of any alignment.
+ * What was written reaches the disk when its slot is needed or with dc_stream_flush; neighbouring windows share their
+ * cell's transfers. DC_E_STATE inside of a walk. After a failed read what `data` holds is unknown, after a failed write
+ * which of its elements were taken. */
+DC_API int dc_stream_read(dc_stream *s, int array, int64_t begin, int64_t elems, void *data);
+DC_API int dc_stream_write(dc_stream *s, int array, int64_t begin, int64_t elems, const void *data);
+/* Everything is on disk. */
+DC_API int dc_stream_flush(dc_stream *s);
+/* The cell's part of `array` is zeros from now on, whatever the disk holds: for one that is damaged and is to be
+ * written anew, in windows that do not cover it at once. DC_E_STATE inside of a walk. */
+DC_API int dc_stream_drop(dc_stream *s, int array, int64_t cell);
 
 /* ---- before a run ------------------------------------------------------------------------------------------------ */
 typedef struct dc_disk_info {

@@ -29,7 +29,7 @@ from .core.lib import VERSION, counters
 from .core.telemetry import speak
 from .errors import DeepcError
 from .nn.loss import linear_cross_entropy  # which registers operators
-from .zero.around import around_init
+from .zero.parameters.around import around_init
 
 if TYPE_CHECKING:
     import argparse

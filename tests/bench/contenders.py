@@ -41,13 +41,15 @@ BASES = {
     "fsdp2-kept": "FSDP2 without resharding",
     **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
     "deepspeed-3-small": "DeepSpeed ZeRO-3, buckets of 5e6",
+    "deepspeed-3-nvme": "DeepSpeed ZeRO-3, buckets of 5e6, optimizer states on disk",
     **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)},
     "deepc-3-fused": "deepc ZeRO-3, deepc.fuse",
     "deepc-3-returned": "deepc ZeRO-3, freed memory returned",
     "deepc-3-fp32": "deepc ZeRO-3 in fp32",
+    "deepc-3-nvme": "deepc ZeRO-3, optimizer states on disk",
 }
 ONLY_BF16 = ("single-autocast", "independent-autocast", "ddp-bf16-weights", "deepc-3-fp32")
-MINE = ("deepc-2", "deepc-3", "deepc-3-fused")  # compared with each peer
+MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-3-nvme")  # compared with each peer
 TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 ALLOCATORS = {
     "huge": "huge pages",
@@ -241,21 +243,33 @@ def make_fsdp(model, precision: str, reshard: bool):
     return plain(model, list(model.parameters()), precision, cast=False)
 
 
-def make_deepspeed(model, precision: str, stage: int, small: bool):
+def on_disk() -> dict:
+    """The same keys for both. The folder is DEEPC_BENCH_NVME, or here."""
+    folder = os.environ.get("DEEPC_BENCH_NVME") or os.getcwd()
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}}
+
+
+def make_deepspeed(model, precision: str, stage: int, how: str):
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
     config = engine_config(precision, stage)
-    if small:
+    if how:
         config["zero_optimization"] |= {"reduce_bucket_size": SMALL_BUCKET, "stage3_prefetch_bucket_size": SMALL_BUCKET}
+    if how == "nvme":
+        config["zero_optimization"] |= on_disk()
+        config["aio"] = {"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
     return engine_step(deepspeed.initialize(model=model, config=config)[0])
 
 
-def make_deepc(model, precision: str, stage: int, fused: bool = False):
+def make_deepc(model, precision: str, stage: int, how: str = ""):
     deepc = require_deepc()
-    if fused:
+    config = engine_config(precision, stage)
+    if how == "fused":
         deepc.fuse(model)
-    return engine_step(deepc.initialize(model=model, config=engine_config(precision, stage))[0])
+    elif how == "nvme":
+        config["zero_optimization"] |= on_disk()
+    return engine_step(deepc.initialize(model=model, config=config)[0])
 
 
 def make_step(contender: Contender, precision: str, size: str):
@@ -276,5 +290,5 @@ def make_step(contender: Contender, precision: str, size: str):
         return make_fsdp(model, precision, reshard=how != "kept")
     stage, _, form = how.partition("-")
     if kind == "deepspeed":
-        return make_deepspeed(model, precision, int(stage), small=form == "small")
-    return make_deepc(model, "fp32" if form == "fp32" else precision, int(stage), fused=form == "fused")
+        return make_deepspeed(model, precision, int(stage), form)
+    return make_deepc(model, "fp32" if form == "fp32" else precision, int(stage), form)

@@ -672,6 +672,21 @@ TEST_P(Crc, EveryLengthAndAlignmentAndContinuation) {
     }
 }
 
+// Large blocks are walked in three stretches that are joined: at every size where another kind of stretch ends.
+TEST_P(Crc, StretchesAreJoined) {
+  std::mt19937 random(2);
+  std::vector<unsigned char> data(2 * 3 * 8192 + 3 * 256 + 40);
+  for (auto &byte : data) byte = (unsigned char)random();
+  for (size_t n : {3 * 256 - 1, 3 * 256, 3 * 256 + 9, 2 * 3 * 256 + 8, 3 * 8192 - 1, 3 * 8192, 3 * 8192 + 3 * 256 + 17,
+                   2 * 3 * 8192 + 3 * 256 + 31}) {
+    for (size_t begin : {0, 3}) {
+      ASSERT_EQ(dc_crc32c(0, data.data() + begin, n), crc_bitwise(data.data() + begin, n)) << begin << " " << n;
+      ASSERT_EQ(dc_crc32c(dc_crc32c(0, data.data() + begin, n / 3), data.data() + begin + n / 3, n - n / 3),
+                crc_bitwise(data.data() + begin, n));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Isa, Crc, testing::Range(0, (int)DC_ISA_COUNT),
                          [](const testing::TestParamInfo<int> &info) { return std::string(dc_isa_name(info.param)); });
 

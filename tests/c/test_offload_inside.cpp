@@ -261,6 +261,129 @@ TEST_P(Faults, EveryCallFailsOnceInTurn) {
   }
 }
 
+// Walks over a stream of two arrays. One that fails goes on where it failed; what it gives is what the same work in
+// memory gives.
+class StreamFaults : public Faults {
+protected:
+  static constexpr int64_t kElems = 9000, kCell = 2048;
+  static constexpr int kRounds = 3;
+
+  // From cell *at on; it says how far it came.
+  static int Walk(dc_stream *s, int round, int64_t *at) {
+    const int64_t cells = (kElems - 1) / kCell + 1;
+    if (const int rc = dc_stream_begin(s, *at, cells, 3)) return rc;
+    int rc = 0;
+    while (*at < cells && !rc) {
+      dc_stream_cell c = {};
+      c.struct_size = sizeof c;
+      if ((rc = dc_stream_next(s, &c))) break;
+      auto *a = static_cast<uint32_t *>(c.data[0]), *b = static_cast<uint32_t *>(c.data[1]);
+      for (int64_t i = 0; i < c.elems; i++) {
+        a[i] = a[i] * 3 + static_cast<uint32_t>(c.begin + i) + static_cast<uint32_t>(round);
+        b[i] += a[i];
+      }
+      ++*at;
+      rc = dc_stream_done(s, 3);
+    }
+    const std::string text = rc ? dc_last_error() : "";
+    const int ended = dc_stream_end(s);
+    return rc ? DC_FAIL(rc, "%s", text.c_str()) : ended;
+  }
+
+  void Scenario() {
+    Folder folder(true);
+    path_ = folder.path;
+    dc_stream *s = nullptr;
+    Step(
+        [&] {
+          Config k(folder.path, DC_FILE_WRITE | DC_FILE_NAMELESS | GetParam().flags);
+          const dc_stream_array arrays[2] = {{"first", 4}, {"second", 4}};
+          dc_stream_config shape = {};
+          shape.struct_size = sizeof shape;
+          shape.arrays = arrays, shape.narrays = 2, shape.elems = kElems, shape.cell_elems = kCell, shape.slots = 3;
+          return dc_stream_open(&k, &shape, &s);
+        },
+        "open");
+    ASSERT_TRUE(s);
+    for (int round = 1; round <= kRounds; round++) {
+      int64_t at = 0;
+      Step([&] { return Walk(s, round, &at); }, "walk");
+      if (HasFatalFailure()) break;
+    }
+    std::vector<uint32_t> found(kElems);
+    for (int k = 0; k < 2; k++) {
+      Step([&] { return dc_stream_read(s, k, 0, kElems, found.data()); }, "read");
+      for (int64_t i = 0; i < kElems && !HasFailure(); i++) {
+        uint32_t a = 0, b = 0;
+        for (int round = 1; round <= kRounds; round++) {
+          a = a * 3 + static_cast<uint32_t>(i) + static_cast<uint32_t>(round);
+          b += a;
+        }
+        ASSERT_EQ(found[i], k ? b : a) << "element " << i << " of array " << k;
+      }
+    }
+    ASSERT_EQ(dc_stream_close(s), DC_OK) << dc_last_error();
+  }
+};
+
+TEST_P(StreamFaults, AWalkGoesOnWhereItFailed) {
+  Scenario();
+  ASSERT_EQ(failures_, 0);
+  ASSERT_GT(plan.calls, 20);
+  for (const int fault :
+       {EIO, ENOSPC, EAGAIN, EINTR, ECANCELED, static_cast<int>(kShort), static_cast<int>(kShortOdd)}) {
+    int failed = 0, met = 0;
+    // How many calls there are depends a little on which cells are still in memory when they are wanted again.
+    for (int at = 0;; at++) {
+      plan.at = at, plan.fault = fault, plan.calls = plan.hits = 0;
+      failures_ = 0;
+      Scenario();
+      ASSERT_FALSE(HasFailure()) << "fault " << fault << " at call " << at;
+      if (!plan.hits) break;
+      met++;
+      EXPECT_LE(failures_, fault == EIO || fault == ENOSPC) << "fault " << fault << " at call " << at;
+      failed += failures_;
+    }
+    EXPECT_GT(met, 20);
+    if (fault == EIO || fault == ENOSPC) { EXPECT_GT(failed, met / 2) << "failures were swallowed"; }
+  }
+}
+
+// A disk that stays full: the cells that it did not take are in memory, whatever is asked for meanwhile.
+TEST_P(StreamFaults, NothingIsLostWhileTheDiskRefuses) {
+  Folder folder(true);
+  dc_stream *s = nullptr;
+  Config k(folder.path, DC_FILE_WRITE | DC_FILE_NAMELESS | GetParam().flags);
+  const dc_stream_array arrays[2] = {{"first", 4}, {"second", 4}};
+  dc_stream_config shape = {};
+  shape.struct_size = sizeof shape;
+  shape.arrays = arrays, shape.narrays = 2, shape.elems = kElems, shape.cell_elems = kCell, shape.slots = 3;
+  ASSERT_EQ(dc_stream_open(&k, &shape, &s), DC_OK) << dc_last_error();
+  int64_t at = 0;
+  plan.at = plan.calls, plan.fault = ENOSPC, plan.always = true;
+  for (int i = 0; i < 3; i++) EXPECT_EQ(Walk(s, 1, &at), DC_E_NOSPC) << dc_last_error();
+  EXPECT_GT(at, 0);
+  const int64_t done = at;
+  EXPECT_LE(done, 3);
+  dc_stream_info info = {};
+  info.struct_size = sizeof info;
+  ASSERT_EQ(dc_stream_get_info(s, &info), DC_OK);
+  EXPECT_EQ(info.unsaved, done);
+  std::vector<uint32_t> found(kElems);
+  for (int64_t i = 0; i < done * kCell; i += kCell) { // from memory: the disk takes and gives nothing
+    ASSERT_EQ(dc_stream_read(s, 0, i, 10, found.data()), DC_OK) << dc_last_error();
+    EXPECT_EQ(found[3], static_cast<uint32_t>(i + 3 + 1));
+  }
+  EXPECT_EQ(dc_stream_flush(s), DC_E_NOSPC);
+  plan.at = -1;
+  ASSERT_EQ(Walk(s, 1, &at), DC_OK) << dc_last_error();
+  ASSERT_EQ(dc_stream_get_info(s, &info), DC_OK);
+  EXPECT_EQ(info.unsaved, 0);
+  ASSERT_EQ(dc_stream_read(s, 1, 0, kElems, found.data()), DC_OK) << dc_last_error();
+  for (int64_t i = 0; i < kElems; i++) ASSERT_EQ(found[i], static_cast<uint32_t>(i + 1)) << i;
+  EXPECT_EQ(dc_stream_close(s), DC_OK) << dc_last_error();
+}
+
 // A kernel that never gives in: an error after a while, not a hang.
 TEST_P(Faults, WhatNeverGoesWellEnds) {
   Folder folder;
@@ -310,10 +433,11 @@ TEST_P(Faults, DirectTransfersThatAreRefusedGoThroughThePageCache) {
   EXPECT_EQ(dc_file_close(f), DC_OK);
 }
 
-INSTANTIATE_TEST_SUITE_P(Rings, Faults,
-                         ::testing::Values(Case{&dc__disk_ring_uring, false, 0},
-                                           Case{&dc__disk_ring_uring, true, DC_FILE_BUFFERED},
-                                           Case{&dc__disk_ring_threads, true, 0},
-                                           Case{&dc__disk_ring_threads, false, DC_FILE_BUFFERED}));
+const auto kRings = ::testing::Values(Case{&dc__disk_ring_uring, false, 0},
+                                      Case{&dc__disk_ring_uring, true, DC_FILE_BUFFERED},
+                                      Case{&dc__disk_ring_threads, true, 0},
+                                      Case{&dc__disk_ring_threads, false, DC_FILE_BUFFERED});
+INSTANTIATE_TEST_SUITE_P(Rings, Faults, kRings);
+INSTANTIATE_TEST_SUITE_P(Rings, StreamFaults, kRings);
 
 } // namespace

@@ -326,3 +326,68 @@ def test_io_uring_that_is_not_there_is_an_error(tmp_path):
     else:
         with pytest.raises(UnsupportedError, match="DEEPC_RING=auto"):
             offload.File(tmp_path / "x", "w", ring="io_uring")
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+def test_a_walk_over_a_stream_is_the_same_work_in_memory(tmp_path, ring):
+    arrays = {"weight": torch.float32, "momentum": torch.bfloat16}
+    n, weight, momentum = 10_000, some(10_000, torch.float32, 1), torch.zeros(10_000, dtype=torch.bfloat16)
+    with offload.Stream(tmp_path, arrays, n, cell_elems=1024, slots=3, ring=ring) as stream:
+        assert stream.cells == 10 and stream.info()["ring"] == ring and not os.listdir(tmp_path)
+        stream.write("weight", 0, weight)
+        for _ in range(3):
+            with stream.walk() as cells:
+                for cell in cells:
+                    w, m = cell.tensor("weight"), cell.tensor("momentum")
+                    assert len(w) == cell.end - cell.begin
+                    m.mul_(0.5).add_(w)
+                    w.sub_(m, alpha=0.1)
+            momentum.mul_(0.5).add_(weight)
+            weight.sub_(momentum, alpha=0.1)
+        assert torch.equal(stream.read("weight", 0, torch.empty(n)), weight)
+        assert torch.equal(stream.read("momentum", 0, torch.empty(n, dtype=torch.bfloat16)), momentum)
+        assert torch.equal(stream.read("weight", 1000, torch.empty(100)), weight[1000:1100])
+        disk, memory = offload.stream_bytes(arrays, n, cell_elems=1024, slots=3)
+        assert (disk, memory) == (stream.disk_bytes, stream.memory_bytes)
+
+
+def test_a_walk_that_is_left_keeps_what_was_done(tmp_path):
+    with offload.Stream(tmp_path, {"x": torch.float32}, 4000, cell_elems=1000) as stream:
+        walk = stream.walk(1)
+        with pytest.raises(KeyError), walk as cells:
+            for cell in cells:
+                cell.tensor("x").fill_(1.0)
+                if cell.number == 2:
+                    raise KeyError
+        assert walk.at == 2
+        wanted = torch.zeros(4000)
+        wanted[1000:2000] = 1.0
+        assert torch.equal(stream.read("x", 0, torch.empty(4000)), wanted)
+        with stream.walk(walk.at, reads=[]) as cells:
+            for cell in cells:
+                cell.tensor("x").fill_(2.0)
+        wanted[2000:] = 2.0
+        assert torch.equal(stream.read("x", 0, torch.empty(4000)), wanted)
+
+
+def test_wrong_windows_are_errors(tmp_path):
+    with offload.Stream(tmp_path, {"x": torch.float32}, 4000) as stream:
+        for call, text in [
+            (lambda: stream.read("y", 0, torch.empty(1)), "no array 'y'"),
+            (lambda: stream.read("x", 3999, torch.empty(2)), "there are 4000"),
+            (lambda: stream.write("x", 0, torch.ones(3, dtype=torch.float64)), "the tensor torch.float64"),
+            (lambda: stream.write("x", 0, torch.ones(4, 4)[:, 0]), "contiguous"),
+            (lambda: stream.walk(0, 2).__enter__(), "of 1"),
+        ]:
+            with pytest.raises(ArgumentError, match=text):
+                call()
+        with stream.walk() as cells:
+            next(cells)
+            with pytest.raises(DeepcError, match="in a walk"):
+                stream.read("x", 0, torch.empty(1))
+    with pytest.raises(ArgumentError, match="closed"):
+        stream.flush()
+    with pytest.raises(ArgumentError, match="arrays"):
+        offload.Stream(tmp_path, {}, 10)
+    with pytest.raises(DiskError, match="nowhere"):
+        offload.Stream(tmp_path / "nowhere", {"x": torch.float32}, 10)

@@ -308,6 +308,15 @@ def estimated(raw: dict, tmp: Path) -> list[tuple[str, int]]:
     return [str(row) for row in found.rows]
 
 
+def planned(raw: dict, tmp: Path) -> Any:
+    """How states on disk come and go."""
+    engine = deepc.initialize(model=Net(), config=_merge(BASE, raw))[0]
+    disk, info = engine.plan.disk, engine.state.tier.stream.info()
+    found = disk.cell_elems, disk.slots, disk.buffer_bytes, info["block_bytes"], info["depth"]
+    engine.destroy()
+    return found
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
@@ -316,6 +325,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 PLAIN = {"deepc": {"log": {"format": "plain"}}}
 FLOPS = {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "profile.txt"}}
 TIMELINE = {"deepc": {"timeline": {"steps": [1, 2], "folder": "trace", "memory_ms": 0}}}
+ON_DISK = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "."}}}
 AUTO = {"precision": "auto", "deepc": {"precision": {"fp32_steps": 10}}}
 COMMS = {"comms_logger": {"enabled": True}}
 CSV = {"csv_monitor": {"enabled": True}}
@@ -366,6 +376,15 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "zero_optimization.stage": ({}, 2, of("stage")),
     "zero_optimization.reduce_bucket_size": ({}, 512, of("bucket_elems")),
     "zero_optimization.offload_optimizer.device": ({"zero_optimization": {"stage": 1}}, "cpu", estimated),
+    "zero_optimization.offload_optimizer.nvme_path": (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        ".",
+        refused,
+    ),
+    "zero_optimization.offload_optimizer.buffer_count": (ON_DISK, 8, planned),
+    "zero_optimization.sub_group_size": (ON_DISK, 100, planned),
+    "aio.block_size": (ON_DISK, 8192, planned),
+    "aio.queue_depth": (ON_DISK, 2, planned),
     "zero_optimization.offload_param.device": ({"zero_optimization": {"stage": 3}}, "nvme", refused),
     "zero_optimization.cpu_offload": ({}, True, estimated),
     "zero_optimization.cpu_offload_param": ({}, True, of("inert")),

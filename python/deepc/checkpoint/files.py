@@ -12,11 +12,12 @@ which the piece begins.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +135,11 @@ def fsync_dir(path: str) -> None:
         os.close(fd)
 
 
-def write_file(path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = True) -> None:
-    """Creates `path` (which must not exist) from parts and makes its content durable. On failure the file is
-    removed."""
+def write_file(
+    path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = True, head: Callable[[], bytes] | None = None
+) -> None:
+    """Creates `path` (which must not exist) from parts and makes its content durable. On failure the file is removed.
+    head: called when all parts are written; what it gives is written over the beginning."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as exc:
@@ -145,6 +148,9 @@ def write_file(path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = 
     try:
         for part in parts:
             write_all(fd, part, path)
+        if head is not None:
+            os.lseek(fd, 0, os.SEEK_SET)
+            write_all(fd, head(), path)
         if fsync:
             os.fsync(fd)
         done = True
@@ -156,15 +162,51 @@ def write_file(path: str, parts: Iterable[memoryview | bytes], *, fsync: bool = 
             os.unlink(path)
 
 
+class Source:
+    """A 1-D tensor to be written whose values come when they are wanted, in contiguous CPU tensors of `dtype`, a part
+    at a time: what does not lie in memory."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, parts: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self.shape, self.dtype, self.parts = (numel,), dtype, parts
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def detach(self) -> Source:
+        return self
+
+
+def _data(
+    tensors: Mapping[str, torch.Tensor | Source], order: Sequence[str], crcs: dict[str, int], path: str
+) -> Iterator[memoryview]:
+    """The bytes of all, in order; what a Source gives is counted into `crcs` as it goes by."""
+    for key in order:
+        t = tensors[key]
+        if isinstance(t, torch.Tensor):
+            yield tensor_bytes(t)
+            continue
+        given = 0
+        for part in t.parts():
+            crcs[key] = crc32c(part, crcs[key])
+            given += part.numel()
+            yield tensor_bytes(part)
+        if given != t.numel():
+            raise CheckpointError(f"can't write {path}: {key!r} gave {given} of its {t.numel()} elements")
+
+
 def write_safetensors(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Source],
     *,
     slices: Mapping[str, Slice] | None = None,
     metadata: Mapping[str, str] | None = None,
     fsync: bool = True,
 ) -> Written:
-    """Writes contiguous CPU tensors to a new file, straight from their memory (no copy of the data is made).
+    """Writes contiguous CPU tensors to a new file, straight from their memory (no copy of the data is made), and what
+    sources give.
 
     slices: for keys that are pieces of a logical tensor. metadata: more strings for "__metadata__". The tensors must
     not change during the call. Raises ArgumentError (wrong layout or device), CheckpointTypeError (dtype),
@@ -174,7 +216,10 @@ def write_safetensors(
     for key, t in tensors.items():
         if not isinstance(key, str) or key == "__metadata__":
             raise ArgumentError(f"{key!r} can't be the key of a tensor")
-        _writable(key, t)
+        if isinstance(t, Source):
+            dtype_name(t.dtype)
+        else:
+            _writable(key, t)
     for key, s in slices.items():
         if key not in tensors:
             raise ArgumentError(f"slice of {key!r}, which is not among the tensors")
@@ -187,7 +232,7 @@ def write_safetensors(
         tensors, key=lambda k: -tensors[k].element_size()
     )  # wide types first: every tensor stays aligned to its element
     meta = dict(metadata or {})
-    meta[CRC_KEY] = json.dumps({k: f"{crc32c(tensors[k]):08x}" for k in order})
+    crcs = {k: crc32c(t) if isinstance(t := tensors[k], torch.Tensor) else 0 for k in order}
     if slices:
         meta[SLICES_KEY] = json.dumps(
             {k: {"name": s.name, "shape": list(s.shape), "begin": s.begin} for k, s in slices.items()}
@@ -199,17 +244,25 @@ def write_safetensors(
         end = offset + t.numel() * t.element_size()
         header[key] = {"dtype": dtype_name(t.dtype), "shape": list(t.shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # the data begins on a cache line, so that a mapped tensor is aligned
-    if len(text) > MAX_HEADER_BYTES:
+
+    def make_head() -> bytes:
+        meta[CRC_KEY] = json.dumps({k: f"{crcs[k]:08x}" for k in order})  # of one length, whatever the checksums
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % 64)  # the data begins on a cache line, so that a mapped tensor is aligned
+        return len(text).to_bytes(8, "little") + text
+
+    head = make_head()
+    if len(head) - 8 > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path}: the header of {len(tensors)} tensors needs {len(text)} bytes, the format allows "
+            f"{path}: the header of {len(tensors)} tensors needs {len(head) - 8} bytes, the format allows "
             f"{MAX_HEADER_BYTES}. "
             "Write fewer tensors per file."
         )
-    head = len(text).to_bytes(8, "little") + text
-    write_file(path, [head, *(tensor_bytes(tensors[k]) for k in order)], fsync=fsync)
-    return Written(path, len(head) + offset, crc32c(head))
+    later = any(isinstance(t, Source) for t in tensors.values())
+    write_file(
+        path, itertools.chain([head], _data(tensors, order, crcs, path)), fsync=fsync, head=make_head if later else None
+    )
+    return Written(path, len(head) + offset, crc32c(make_head() if later else head))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from .files import (
     DTYPES,
     SafetensorsFile,
     Slice,
+    Source,
     crc32c,
     dtype_name,
     fsync_dir,
@@ -334,7 +335,7 @@ class _Piece:
     name: str
     shape: tuple[int, ...]
     begin: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Source
 
 
 class CheckpointWriter:
@@ -372,11 +373,14 @@ class CheckpointWriter:
         except OSError as exc:
             raise CheckpointError(f"can't create {self.path}: {exc.strerror}") from exc
 
-    def add(self, name: str, tensor: torch.Tensor, *, shape: Iterable[int] | None = None, begin: int = 0) -> None:
+    def add(
+        self, name: str, tensor: torch.Tensor | Source, *, shape: Iterable[int] | None = None, begin: int = 0
+    ) -> None:
         """Elements [begin, begin + tensor.numel()) of the flattened logical tensor `name` of global `shape` (default:
         the tensor's own).
 
-        tensor: contiguous, on the CPU; borrowed, not copied: it must stay alive and unchanged until write() returns.
+        tensor: contiguous, on the CPU; borrowed, not copied: it must stay alive and unchanged until write() returns. A
+        Source gives its values then.
         Over all ranks the pieces of a name must cover it exactly once."""
         whole = tuple(tensor.shape) if shape is None else tuple(int(s) for s in shape)
         if not isinstance(name, str):
@@ -391,7 +395,7 @@ class CheckpointWriter:
         """Writes and syncs this rank's shard; returns its path. `rank_state` is what this rank alone needs again (RNG
         states, the position of its data loader): anything that encode_client_state takes."""
         tree, state_tensors = encode_client_state(rank_state, "rank_state")
-        tensors = {str(i): p.tensor for i, p in enumerate(self._pieces)}
+        tensors: dict[str, torch.Tensor | Source] = {str(i): p.tensor for i, p in enumerate(self._pieces)}
         slices = {str(i): Slice(p.name, p.shape, p.begin) for i, p in enumerate(self._pieces)}
         tensors.update({f"{_STATE_KEY}{i}": t for i, t in enumerate(state_tensors)})
         self._room(tensors)
@@ -416,7 +420,7 @@ class CheckpointWriter:
         self._pieces.clear()
         return written.path
 
-    def _room(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _room(self, tensors: dict[str, torch.Tensor | Source]) -> None:
         need = sum(t.numel() * t.element_size() for t in tensors.values())
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize

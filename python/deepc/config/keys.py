@@ -86,7 +86,9 @@ _RESIDENT = (
 _IN_PLACE = (
     "deepc always reduces gradients where they lie, each rank reading its peers' buckets and writing only its own shard"
 )
-_NVME = "offload to disk (NVMe)"
+_NVME = "offload of parameters to disk (NVMe)"
+_AIO = "blocks go to io_uring, many at a time, from one thread (or to threads of their own where there is none)"
+_OVERLAPS = "with device nvme, reads, arithmetic and writes always overlap"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
 _TP = "tensor parallelism"
@@ -401,12 +403,12 @@ KEYS: tuple[Key, ...] = (
         "Align parameters in flat buffers.",
         "deepc's layout is always aligned",
     ),
-    _inert(
+    _active(
         "zero_optimization.sub_group_size",
         "int",
         1_000_000_000,
-        "Elements per optimizer sub-step.",
-        "the step streams over memory once and needs no sub-groups",
+        "With optimizer states on disk: the most elements of a cell, which is read, updated and written at once (at"
+        " most 262144). Elsewhere the step streams over memory once and needs no sub-groups.",
         ge=0,
         auto=True,
     ),
@@ -533,7 +535,7 @@ KEYS: tuple[Key, ...] = (
         "bool",
         False,
         "Muon and NVMe.",
-        "there is no Muon and no NVMe offload yet",
+        "there is no Muon yet",
     ),
     _inert("zero_optimization.leaf_module.classes", "strings", None, "Modules treated as one unit.", _RESIDENT),
     _inert("zero_optimization.leaf_module.names", "strings", None, "Modules treated as one unit.", _RESIDENT),
@@ -546,13 +548,17 @@ KEYS: tuple[Key, ...] = (
         choices=("none", "cpu", "nvme"),
         auto=True,
     ),
-    _later("zero_optimization.offload_optimizer.nvme_path", "str", None, _NVME, ok=ANY),
-    _inert(
+    _active(
+        "zero_optimization.offload_optimizer.nvme_path",
+        "str",
+        None,
+        "Folder of the optimizer states' scratch files, with device nvme.",
+    ),
+    _active(
         "zero_optimization.offload_optimizer.buffer_count",
         "int",
         4,
-        "Buffers of NVMe offload.",
-        "there is no NVMe offload yet",
+        "With device nvme: cells of the states that are in memory at a time, read ahead, worked on or being written.",
         ge=0,
     ),
     _inert(
@@ -566,22 +572,22 @@ KEYS: tuple[Key, ...] = (
         "zero_optimization.offload_optimizer.pipeline_read",
         "bool",
         False,
-        "NVMe pipeline.",
-        "there is no NVMe offload yet",
+        "Read ahead of the update.",
+        _OVERLAPS,
     ),
     _inert(
         "zero_optimization.offload_optimizer.pipeline_write",
         "bool",
         False,
-        "NVMe pipeline.",
-        "there is no NVMe offload yet",
+        "Write behind the update.",
+        _OVERLAPS,
     ),
     _inert(
         "zero_optimization.offload_optimizer.fast_init",
         "bool",
         False,
-        "NVMe initialization.",
-        "there is no NVMe offload yet",
+        "Start without writing the states.",
+        "states begin as zeros, which nobody writes",
     ),
     _later(
         "zero_optimization.offload_optimizer.ratio",
@@ -711,13 +717,13 @@ KEYS: tuple[Key, ...] = (
     _later("activation_checkpointing.number_checkpoints", "any", None, _ACT, ok=ANY),
     _later("activation_checkpointing.synchronize_checkpoint_boundary", "bool", False, _ACT),
     _later("activation_checkpointing.profile", "bool", False, _ACT),
-    _inert("aio.block_size", "int", 1048576, "Asynchronous I/O.", "there is no NVMe offload yet", gt=0),
-    _inert("aio.queue_depth", "int", 8, "Asynchronous I/O.", "there is no NVMe offload yet", gt=0),
-    _inert("aio.intra_op_parallelism", "int", 1, "Asynchronous I/O.", "there is no NVMe offload yet", gt=0),
-    _inert("aio.thread_count", "int", 1, "Asynchronous I/O (old name).", "there is no NVMe offload yet", gt=0),
-    _inert("aio.single_submit", "bool", False, "Asynchronous I/O.", "there is no NVMe offload yet"),
-    _inert("aio.overlap_events", "bool", True, "Asynchronous I/O.", "there is no NVMe offload yet"),
-    _inert("aio.use_gds", "bool", False, "GPUDirect storage.", "there is no NVMe offload yet"),
+    _active("aio.block_size", "int", 1048576, "Bytes of a transfer, with device nvme; a multiple of 4096.", gt=0),
+    _active("aio.queue_depth", "int", 8, "Transfers on their way at a time, with device nvme; absent: 64.", gt=0),
+    _inert("aio.intra_op_parallelism", "int", 1, "Threads of a transfer.", _AIO, gt=0),
+    _inert("aio.thread_count", "int", 1, "Threads of a transfer (old name).", _AIO, gt=0),
+    _inert("aio.single_submit", "bool", False, "One system call per block.", _AIO),
+    _inert("aio.overlap_events", "bool", True, "Submit while others complete.", _AIO),
+    _inert("aio.use_gds", "bool", False, "GPUDirect storage.", "optimizer states go through host memory"),
     _active("tensorboard.enabled", "bool", False, "Write TensorBoard event files (package tensorboard)."),
     _active("tensorboard.output_path", "str", "", "Folder of the event files.", null=True),
     _active("tensorboard.job_name", "str", "DeepSpeedJobName", "Folder inside it.", null=True),

@@ -313,12 +313,15 @@ class Loader:
         for what, needs in (("offload_optimizer", 1), ("offload_param", 3)):
             path = f"zero_optimization.{what}.device"
             device = self.get(path)
-            if device == "nvme":
+            if device == "nvme" and what == "offload_param":
                 self.fail(
                     path,
                     device,
-                    'asks for offload to disk (NVMe), which deepc does not have yet. Set it to "cpu" or "none".',
+                    "asks for offload of parameters to disk (NVMe), which deepc does not have yet. Set it to"
+                    ' "cpu" or "none" (offload_optimizer with device "nvme" works).',
                 )
+            elif device == "nvme":
+                self._nvme_rules(path)
             elif device == "cpu" and self.device == "cpu":
                 self.inert.append(InertKey(path, device, "a CPU run keeps everything in host memory anyway"))
             elif device == "cpu" and stage < needs:
@@ -332,6 +335,40 @@ class Loader:
                     "asks for stage-3 parameters of a GPU run in host memory, which deepc does not have yet. Set it "
                     'to "none".',
                 )
+
+        section = "zero_optimization.offload_optimizer"
+        if self.get(f"{section}.device") != "nvme":
+            reason = 'it is about states on disk (offload_optimizer.device "nvme")'
+            keys = ("zero_optimization.sub_group_size", f"{section}.nvme_path", f"{section}.buffer_count")
+            for key in (*keys, "aio.block_size", "aio.queue_depth"):
+                if self.values.get(key) is not None:
+                    self.inert.append(InertKey(key, self.values[key], reason))
+
+    def _nvme_rules(self, path: str) -> None:
+        """Optimizer states on disk."""
+        section = path.rpartition(".")[0]
+        if not self.get(f"{section}.nvme_path"):
+            self.fail(f"{section}.nvme_path", self.get(f"{section}.nvme_path"), "must name the folder for device nvme.")
+        if self.device != "cpu":
+            self.fail(
+                path, "nvme", 'with a GPU run does not exist yet. Set it to "cpu", which keeps them in host memory.'
+            )
+        if self.get("precision") == AUTO:
+            self.fail(
+                path,
+                "nvme",
+                'does not go with "precision": "auto", which makes the fp32 masters anew when the precision changes. '
+                "Set bf16.enabled, or nothing for fp32.",
+            )
+        if self.get("zero_optimization.zero_quantized_weights"):
+            self.fail(
+                path,
+                "nvme",
+                "does not go with zero_quantized_weights, which is made of the fp32 masters in memory. Remove one of "
+                "them.",
+            )
+        if self.get("aio.block_size") % 4096:
+            self.fail("aio.block_size", self.get("aio.block_size"), "must be a multiple of 4096 bytes.")
 
     def _zeropp_rules(self) -> None:
         """ZeRO++ acts on what crosses between CPU nodes; how many there are the engine knows."""

@@ -64,10 +64,20 @@ class Bf16Config:
 
 @dataclass(frozen=True)
 class OffloadOptimizerConfig:
-    """Section zero_optimization.offload_optimizer; device is "none" or "cpu"."""
+    """Section zero_optimization.offload_optimizer; device is "none", "cpu" or "nvme", which has an nvme_path."""
 
     device: str
     pin_memory: bool
+    nvme_path: str | None
+    buffer_count: int
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """Section aio. block_size in bytes."""
+
+    block_size: int
+    queue_depth: int
 
 
 @dataclass(frozen=True)
@@ -253,6 +263,7 @@ class Config:
     fp16: Fp16Config
     bf16: Bf16Config
     zero: ZeroConfig
+    aio: AioConfig
     data_types: DataTypesConfig
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
@@ -381,6 +392,7 @@ def _build(asked: Loader) -> Config:
             offload_optimizer=_fill(asked, OffloadOptimizerConfig, f"{zero}.offload_optimizer"),
             offload_param=_fill(asked, OffloadParamConfig, f"{zero}.offload_param"),
         ),
+        aio=_fill(asked, AioConfig, "aio"),
         data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
         checkpoint=_fill(asked, CheckpointConfig, "checkpoint"),
         comms_logger=_fill(asked, CommsLoggerConfig, "comms_logger"),

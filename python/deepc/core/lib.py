@@ -259,6 +259,39 @@ class ExtentInfo(Sized):
     _fields_ = [("struct_size", c_size_t), ("capacity", c_int64), ("bytes", c_int64), ("generation", c_int64)]
 
 
+class StreamArray(ctypes.Structure):
+    _fields_ = [("name", c_char_p), ("elem_bytes", c_int64)]
+
+
+class StreamConfig(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("arrays", POINTER(StreamArray)),
+        ("narrays", c_int64),
+        ("elems", c_int64),
+        ("cell_elems", c_int64),
+        ("slots", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class StreamInfo(Sized):
+    _fields_ = (
+        ("struct_size", c_size_t),
+        *((n, c_int64) for n in ("cells", "cell_elems", "disk_bytes", "memory_bytes", "unsaved", "wait_ns")),
+    )
+
+
+class StreamCell(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("cell", c_int64),
+        ("begin", c_int64),
+        ("elems", c_int64),
+        ("data", c_void_p * 16),
+    ]
+
+
 class DiskInfo(Sized):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -419,6 +452,19 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_extent_read_start": (c_int, c_void_p, c_int64, c_void_p, c_int64, _P(c_void_p)),
     "dc_extents_commit": (c_int, c_void_p, c_int),
     "dc_extents_rollback": (c_int, c_void_p),
+    "dc_stream_bytes": (c_int, _P(StreamConfig), _P(c_int64), _P(c_int64)),
+    "dc_stream_open": (c_int, _P(FileConfig), _P(StreamConfig), _P(c_void_p)),
+    "dc_stream_close": (c_int, c_void_p),
+    "dc_stream_file": (c_void_p, c_void_p),
+    "dc_stream_get_info": (c_int, c_void_p, _P(StreamInfo)),
+    "dc_stream_begin": (c_int, c_void_p, c_int64, c_int64, c_uint32),
+    "dc_stream_next": (c_int, c_void_p, _P(StreamCell)),
+    "dc_stream_done": (c_int, c_void_p, c_uint32),
+    "dc_stream_end": (c_int, c_void_p),
+    "dc_stream_read": (c_int, c_void_p, c_int, c_int64, c_int64, c_void_p),
+    "dc_stream_write": (c_int, c_void_p, c_int, c_int64, c_int64, c_void_p),
+    "dc_stream_flush": (c_int, c_void_p),
+    "dc_stream_drop": (c_int, c_void_p, c_int, c_int64),
     "dc_disk_check": (c_int, c_char_p, c_int64, c_int64, _P(DiskInfo)),
 }
 for _name, (_res, *_args) in _PROTOTYPES.items():

@@ -149,6 +149,7 @@ class EngineBase(ModelWrapper):
     _scaled = False
     _grad_norm: float | None = None
     _last = StepResult(False, "no step yet")
+    broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
 
     # ---- the configuration -------------------------------------------------------------------------------------------
     @property
@@ -213,6 +214,12 @@ class EngineBase(ModelWrapper):
     def auto_precision(self) -> AutoPrecision | None:
         """The state of `"precision": "auto"`, or None."""
         return self.step_policy.auto
+
+    def step_is_whole(self) -> None:
+        """A step that was broken off is finished, or undone by a checkpoint."""
+        if self.broken_step:
+            self.broken_step = self.hooks.blocked = ""
+            self.optimizer.forget_unfinished()
 
     def gradient_unit(self) -> float:
         """Factor that turns an accumulated gradient (a sum over ranks, loss-scaled, predivided) into the average

@@ -20,7 +20,7 @@ from ..config.rules import default_optimizer
 from ..config.tree import Config
 from ..core import env, memory
 from ..core.ops import dtype_of
-from ..errors import ArgumentError, ConfigError, UnsupportedError
+from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import make_optimizer
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
@@ -34,6 +34,8 @@ from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks
 from ..zero.step.norm import Skips
 from ..zero.step.update import ShardedOptimizer
+from ..zero.tiers.agree import together
+from ..zero.tiers.disk import DiskTier, preflight
 from . import precision
 from .base import EngineBase, say
 from .data import make_loader
@@ -142,6 +144,7 @@ def assemble(
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
+        check_disk(engine)
         reordered = [n for n, p in named if not p.is_contiguous()]
         adopt(named, engine.plan.sharded)
         place_buffers(engine)
@@ -374,6 +377,29 @@ def predict_memory(
     engine.first_step = FirstStep(engine.memory_plan)
 
 
+def check_disk(engine: EngineBase) -> None:
+    """Optimizer states on disk: whether there is room, and an optimizer that can be stepped there. The same on all
+    ranks of a node, and nothing is allocated yet."""
+    disk = engine.plan.disk
+    if disk is None:
+        return
+    if not engine.optimizer.core:
+        raise UnsupportedError(
+            f"zero_optimization.offload_optimizer.device nvme with {type(engine.optimizer.base).__name__}: torch steps"
+            " whole tensors in memory; use an optimizer that deepc's core steps (docs/optimizers.md), such as AdamW, or"
+            ' set the device to "none"'
+        )
+    failure: Exception | None = None
+    try:
+        place = preflight(disk, engine.plan.ranks_per_node)
+        for what in (place.why_not_direct, place.why_not_io_uring):
+            if what:
+                say(engine, f"optimizer states on disk will be slower than they could be: {what}", logging.WARNING)
+    except DiskError as exc:
+        failure = exc
+    together(engine.group, failure)
+
+
 # ---- the model and its states ----------------------------------------------------------------------------------------
 @torch.no_grad()
 def place_buffers(engine: EngineBase) -> None:
@@ -422,6 +448,16 @@ def state_class(plan: Plan) -> type[ModelState]:
 def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo: contextlib.ExitStack) -> None:
     """States, reducer, guard and hooks; the parameters move into the flat space. Collective."""
     config, plan = engine._config, engine.plan
+    tier = None
+    if plan.disk is not None:
+        names = [*(["master"] if plan.has_master else []), *engine.optimizer.state_names()]
+        failure: Exception | None = None
+        try:
+            tier = DiskTier(plan.disk, names, plan.owned_elems)
+            undo.callback(tier.close)
+        except DeepcError as exc:
+            failure = exc
+        together(engine.group, failure)
     engine.state = state_class(plan)(
         plan,
         named,
@@ -429,6 +465,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         engine.device,
         host=engine.device.type == "cuda" and config.zero.offload_optimizer.device == "cpu",
         accumulates=(config.gradient_accumulation_steps or 1) > 1,
+        tier=tier,
     )
     engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained])
     engine.reducer = engine.step_policy.make_reducer()

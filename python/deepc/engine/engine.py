@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,9 +16,10 @@ import torch
 from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
-from ..errors import ArgumentError, DeepcError, UnsupportedError
+from ..errors import ArgumentError, DamagedError, DeepcError, DiskError, DiskFullError, UnsupportedError
 from ..zero.step.clip import clip
 from ..zero.step.norm import judge
+from ..zero.tiers.agree import failures
 from . import build
 from .base import EngineBase, StepResult, say
 from .states import access
@@ -102,10 +103,14 @@ class Engine(EngineBase):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         """At an accumulation boundary: unscale, clip, update, publish the new parameters, advance the LR schedule.
-        Collective. A step whose gradients are not finite is skipped, in every precision, and says so."""
+        Collective. A step whose gradients are not finite is skipped, in every precision, and says so. After a DiskError
+        of states on disk it is done in part: the next call does the rest."""
         result = None
         self.events.begin("step")
         try:
+            if self.broken_step:
+                result = self._conclude(self._apply(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
+                return result
             self.hooks.check()
             self.step_policy.before_step()
             if not self.is_gradient_accumulation_boundary():
@@ -123,7 +128,10 @@ class Engine(EngineBase):
                 "engine.step() at an accumulation boundary without a backward since the last step; call"
                 " engine.backward(loss) first"
             )
-        result = self._update()
+        return self._conclude(self._update(), lr_kwargs)
+
+    def _conclude(self, result: StepResult, lr_kwargs: dict[str, Any]) -> StepResult:
+        """What follows an update, made or skipped."""
         self.hooks.reset()
         self.state.gradients_end()
         self.global_steps += 1
@@ -162,11 +170,41 @@ class Engine(EngineBase):
         self._grad_norm = norm.value
         self.guard.take_in_writes()
         self.optimizer.leave_out(frozenset(i for i, p in enumerate(self.state.trained) if not p.requires_grad))
+        scale = clip(unit, norm.value, self.gradient_clipping())
+        return self._apply(norm.value, lambda: self.optimizer.update(scale))
+
+    def _apply(self, norm: float | None, update: Callable[[], None]) -> StepResult:
         with self.events.span("update"):
-            self.optimizer.update(clip(unit, norm.value, self.gradient_clipping()))
+            if self.plan.disk is None:
+                update()
+            else:
+                self._update_on_disk(update)
         with self.events.span("publish"):
             self.guard.publish()
-        return StepResult(True, "", None, norm.value)
+        return StepResult(True, "", None, norm)
+
+    def _update_on_disk(self, update: Callable[[], None]) -> None:
+        """The update, and if the disk of some rank breaks it off, the same error on all."""
+        mine: DiskError | None = None
+        try:
+            update()
+        except DiskError as exc:
+            mine = exc
+        told = failures(self.group, mine)
+        if not told:
+            self.step_is_whole()
+            return
+        kind = next((k for k in (DamagedError, DiskFullError) if any(isinstance(t, k) for t in told)), DiskError)
+        what = "; ".join(str(t) for t in told)
+        if kind is DamagedError:
+            advice = "What is damaged does not come back: load the last checkpoint (engine.load_checkpoint)."
+        else:
+            advice = "Nothing is lost: when the cause is gone, engine.step() does the rest; or load a checkpoint."
+        self.broken_step = self.hooks.blocked = (
+            f"step {self.global_steps + 1} is done in part, because optimizer states on disk could not be moved:"
+            f" {what}. {advice}"
+        )
+        raise kind(self.broken_step) from mine
 
     def _skipped(self, result: StepResult) -> StepResult:
         skips = self.skips
@@ -199,6 +237,8 @@ class Engine(EngineBase):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
         collective)."""
+        if self.broken_step:
+            raise DeepcError(self.broken_step)
         self.hooks.discard()
         self.step_policy.discard()
         self.events.end("discard")

@@ -6,11 +6,25 @@
         ...
         handle.wait()
 
-File: bytes at offsets. Extents: numbered values that change all at once (commit) and carry checksums. check: what a
-folder gives. empty: tensors that go to disk without a copy. On CPU tensors; nothing of the engine uses it yet."""
+File: bytes at offsets. Extents: numbered values that change all at once (commit) and carry checksums. Stream: arrays
+that are worked on cell by cell, disk and arithmetic at the same time; the engine keeps optimizer states in it. check:
+what a folder gives. empty: tensors that go to disk without a copy. On CPU tensors."""
 
 from .extents import Extent, Extents
 from .file import File, Handle
 from .place import Disk, check, empty
+from .stream import Cell, Stream, Walk, stream_bytes
 
-__all__ = ["Disk", "Extent", "Extents", "File", "Handle", "check", "empty"]
+__all__ = [
+    "Cell",
+    "Disk",
+    "Extent",
+    "Extents",
+    "File",
+    "Handle",
+    "Stream",
+    "Walk",
+    "check",
+    "empty",
+    "stream_bytes",
+]

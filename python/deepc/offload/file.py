@@ -16,8 +16,14 @@ from ..errors import ArgumentError, DiskTimeoutError
 from .place import addresses
 
 _RINGS = {"auto": 0, "io_uring": 1, "threads": 2}
-_WRITE, _CREATE, _TRUNCATE, _BUFFERED = 1, 2, 4, 8
-_MODES = {"r": 0, "r+": _WRITE, "c": _WRITE | _CREATE, "w": _WRITE | _CREATE | _TRUNCATE}
+_WRITE, _CREATE, _TRUNCATE, _BUFFERED, _NAMELESS = 1, 2, 4, 8, 16
+_MODES = {
+    "r": 0,
+    "r+": _WRITE,
+    "c": _WRITE | _CREATE,
+    "w": _WRITE | _CREATE | _TRUNCATE,
+    "nameless": _WRITE | _NAMELESS,
+}
 
 
 class Handle:
@@ -157,8 +163,9 @@ class File(Opened):
     """A file that contiguous CPU tensors are read from and written to, past the page cache where that is possible.
 
     mode: "r" to read, "r+" to read and write what is there, "c" the same and made where it is missing, "w" made or
-    emptied. direct=False: through the page cache. ring: "auto" (DEEPC_RING, else io_uring where the kernel allows it,
-    else threads), "io_uring", "threads". depth blocks of block_bytes are on their way at a time (0: 64 of 1 MiB);
+    emptied, "nameless" a new one without a name in the folder `path`, which goes with the process. direct=False:
+    through the page cache. ring: "auto" (DEEPC_RING, else io_uring where the kernel allows it, else threads),
+    "io_uring", "threads". depth blocks of block_bytes are on their way at a time (0: 64 of 1 MiB);
     threads: of the ring of threads (0: 8). reserve_bytes: the file gets this size and its space on the disk at once.
 
     Any number, size and alignment of tensors and offsets (bytes). What begins on a page in memory (deepc.offload.empty)

@@ -17,8 +17,9 @@ from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError, UnsupportedError
 from .layout import Layout, Slice, padded
 from .mesh import Mesh
-from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, ParamInfo, Plan, Sizes, payload_bytes
+from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Sizes, payload_bytes
 
+CELL_ELEMS = 1 << 18  # of states on disk, at most: 1 MiB of each array; larger ones cost memory and win nothing
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
@@ -133,6 +134,9 @@ def derive(
     if sharded:  # flat_begin: in the shard, which is all that a rank holds
         segments = [s._replace(flat_begin=s.shard_begin) for s in segments]
         slices = [s._replace(flat_begin=s.shard_begin) for s in slices]
+    has_master = kind != FLOAT32 or bool(parameters_as)
+    owned = layout.total if stage == 0 else layout.shard_elems
+    disk = _disk_states(config, moments + has_master, owned)
     raw = _lib.BytesIn(
         total=layout.total,
         shard=layout.shard_elems,
@@ -144,9 +148,9 @@ def derive(
         stage=stage,
         param_size=kind.itemsize,
         grad_wire_size=wire.itemsize,
-        master=int(kind != FLOAT32 or bool(parameters_as)),
+        master=int(has_master and disk is None),
         state_size=4,
-        nstates=moments,
+        nstates=moments if disk is None else 0,
         resident=int(stage == 3 and not sharded),
         exchange=_exchange_bytes(layout, nodes, FLOAT32 if tree else wire, gradients_as),
         grad_buffers=tree,
@@ -154,6 +158,10 @@ def derive(
     )
     out = _lib.Bytes()
     _lib.call("dc_zero_estimate", ctypes.byref(raw), ctypes.byref(out))
+    sizes = {n: getattr(out, n) for n, *_ in _lib.Bytes._fields_}
+    sizes["disk"], sizes["disk_buffers"] = (disk.disk_bytes, disk.buffer_bytes) if disk is not None else (0, 0)
+    sizes["rank_total"] += sizes["disk_buffers"]
+    sizes["node_total"] += sizes["disk_buffers"] * mesh.ranks_per_node
     return Plan(
         stage=stage,
         mesh=mesh,
@@ -167,7 +175,7 @@ def derive(
         layout=layout,
         segments=tuple(segments),
         slices=tuple(slices),
-        bytes=Sizes({n: getattr(out, n) for n, *_ in _lib.Bytes._fields_}),
+        bytes=Sizes(sizes),
         nodes=nodes,
         part=part,
         node_layout=_cut_for_node(layout, mesh.ranks_per_node) if nodes > 1 else None,
@@ -175,8 +183,32 @@ def derive(
         parameters_as=parameters_as,
         wire=wire,
         accumulator=accumulator,
+        disk=disk,
         gradient_buffers=tree,
         notes=_notes(config, nodes),
+    )
+
+
+def _disk_states(config: Config, arrays: int, elems: int) -> DiskStates | None:
+    """Where masters and moments lie, if the configuration asks for disk and there are any."""
+    asked = config.zero.offload_optimizer
+    if asked.device != "nvme" or not arrays or not elems:
+        return None
+    cell = min(config.zero.sub_group_size or CELL_ELEMS, CELL_ELEMS)
+    slots = max(2, asked.buffer_count)
+    rows = (_lib.StreamArray * arrays)(*(_lib.StreamArray(b"", FLOAT32.itemsize) for _ in range(arrays)))
+    shape = _lib.StreamConfig(arrays=rows, narrays=arrays, elems=elems, cell_elems=cell, slots=slots)
+    on_disk, buffers = ctypes.c_int64(), ctypes.c_int64()
+    _lib.call("dc_stream_bytes", ctypes.byref(shape), ctypes.byref(on_disk), ctypes.byref(buffers))
+    return DiskStates(
+        folder=asked.nvme_path or "",
+        arrays=arrays,
+        cell_elems=cell,
+        slots=slots,
+        block_bytes=config.aio.block_size,
+        depth=config.aio.queue_depth if "aio.queue_depth" in config.given else 0,
+        disk_bytes=on_disk.value,
+        buffer_bytes=buffers.value,
     )
 
 

@@ -63,6 +63,22 @@ def payload_bytes(kind: str, dtype: DType, n: int) -> int:
 
 
 @dataclass(frozen=True)
+class DiskStates:
+    """Masters and moments of a rank on disk: `arrays` of them, fp32, in a scratch file of `folder`, moved in cells of
+    `cell_elems` elements of each, of which `slots` are in memory at a time. block_bytes and depth: of a transfer, and
+    of those on their way (0: offload's own). disk_bytes, buffer_bytes: of one rank."""
+
+    folder: str
+    arrays: int
+    cell_elems: int
+    slots: int
+    block_bytes: int
+    depth: int
+    disk_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that the engine does not decide again. Sizes in bytes unless said."""
 
@@ -94,6 +110,7 @@ class Plan:
     parameters_as: str = ""  # between nodes: "int8" (ZeRO++'s qwZ), or "" for the parameters' dtype
     wire: DType = FLOAT32  # of gradients
     accumulator: DType = FLOAT32  # of what a rank accumulates of them (data_types.grad_accum_dtype)
+    disk: DiskStates | None = None  # optimizer states on disk (offload_optimizer.device nvme); None: in memory
     gradient_buffers: int = (
         0  # with "deterministic": "layout": fp32 buffers of the tree of micro-batches, see determinism.py; 0: it is off
     )
@@ -198,6 +215,7 @@ class Plan:
                 0,
             ),
             ("optimizer states", b["states_private"], 0),
+            ("cells of states on disk", self.disk.buffer_bytes if self.disk is not None else 0, 0),
             ("gradient buckets", 0, b["staging_shared"]),
             ("on the way between nodes", b["exchange_private"], 0),
         ]
@@ -214,6 +232,12 @@ class Plan:
                 f"  between steps: model states at most {states / mib:.1f} MiB on this node,"
                 f" {states / max(1, trained):.2f} bytes a parameter, whatever the number of ranks; at the peak of"
                 f" backward at most {bound / mib:.1f} MiB (per rank two buckets and the largest gradient more)"
+            )
+        if self.disk is not None:
+            lines.append(
+                f"  on disk, {self.disk.folder}: {self.disk.disk_bytes / mib:.1f} MiB each rank"
+                f" ({self.disk.arrays} fp32 arrays: {'masters and ' * self.has_master}optimizer states), read and"
+                f" written once a step in cells of {self.disk.cell_elems:,} elements"
             )
         if self.nodes > 1:
             lines.extend(self._describe_crossing())

@@ -26,7 +26,7 @@ from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
 from ..core.foreign import patches
 from ..errors import ArgumentError, StrayWriteError, UnsupportedError
-from . import around
+from .parameters import around
 from .parameters.gathered import Params, SharedMemory, Whole, built, holder_of, number
 from .parameters.param import Released, share, unshare
 from .shards import Shards, give

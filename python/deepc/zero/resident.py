@@ -89,9 +89,9 @@ class WholeFlats:
             view = state.flat[s.flat_begin : s.flat_begin + s.length]
             if rank == state.plan.rank:
                 if state.flat_host is not None and state.master is not None:
-                    state.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(state.piece(s))
+                    state.window(s).copy_to(state.flat_host[s.flat_begin : s.flat_begin + s.length])
                 if state.master is not None or state.flat_host is not None:
-                    view.copy_(state.piece(s))
+                    state.window(s).copy_to(view)
             if not everywhere:
                 (state.group.broadcast if state.segment is None else state.group.spread)(view, rank)
         if state.segment is not None:
@@ -166,15 +166,17 @@ class ResidentState(ModelState):
     # ---- another dtype -----------------------------------------------------------------------------------------------
     @torch.no_grad()
     def recast(self, plan: Plan) -> None:
-        old, master, old_frozen = self.flat, self.master, self.frozen_flat
+        old, old_frozen = self.flat, self.frozen_flat
+        master = cast("torch.Tensor | None", self.master)  # precision "auto" keeps its states in memory
         self.plan = plan
         self.flats.make(self)
-        self.master = self.zeros(plan.owned_elems, torch.float32, "master") if plan.has_master else None
+        new = self.zeros(plan.owned_elems, torch.float32, "master") if plan.has_master else None
+        self.master = new
         for flat, shard, n in plan.slices:
             exact = old[flat : flat + n] if master is None else master[shard : shard + n]
             self.flat[flat : flat + n].copy_(exact)
-            if self.master is not None:
-                self.master[shard : shard + n].copy_(exact)
+            if new is not None:
+                new[shard : shard + n].copy_(exact)
         for i, p in enumerate(self.trained):
             _replace(p, parameter(self, i).view(p.shape))
             if plan.stage < 3:

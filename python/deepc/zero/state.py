@@ -18,6 +18,8 @@ from ..plan.plan import Plan
 from .parameters.gathered import Params, Whole
 from .parameters.param import Released, share, version_of
 from .step.collective import TorchReducer
+from .tiers.disk import DiskTier
+from .tiers.windows import Array, Window
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
@@ -58,7 +60,8 @@ class ModelState:
     flat: of `dtype`, the parameters: [total], node-shared at stage 3 or a private replica, or [owned] where a rank has
     its shard alone; frozen_flat: the same of frozen ones, or None. master, moments: [owned] fp32; acc: [owned] of the
     plan's accumulator dtype. On CPU all lie on huge pages; with `host` (offloaded optimizer on a GPU) all but `flat`
-    lie in host memory."""
+    lie in host memory. With a `tier`, masters and moments lie there (OnDisk): who reads or writes them asks for a
+    `window`."""
 
     def __init__(
         self,
@@ -69,8 +72,9 @@ class ModelState:
         *,
         host: bool,
         accumulates: bool = False,
+        tier: DiskTier | None = None,
     ) -> None:
-        self.plan, self.group, self.device = plan, group, device
+        self.plan, self.group, self.device, self.tier = plan, group, device, tier
         self.state_device = torch.device("cpu") if host else device
         by_index = sorted(
             ((info.index, p, info.name) for info, (_, p) in zip(plan.params, named) if info.index is not None),
@@ -94,7 +98,7 @@ class ModelState:
         )
         self.acc = self.zeros(owned, torch_dtype(plan.accumulator), "acc") if self.lease is None else self.lease.tensor
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
-        self.master = self.zeros(owned, torch.float32, "master") if plan.has_master else None
+        self.master: Array | None = self.states(owned, "master") if plan.has_master else None
         self.flats = self._choose_flats()
         self.flats.make(self)
         self._bind()
@@ -116,6 +120,12 @@ class ModelState:
             return memory.zeros(numel, dtype, memory.COLORS[what])
         return torch.zeros(numel, dtype=dtype, device=self.state_device)
 
+    def states(self, numel: int, what: str) -> Array:
+        """A zeroed fp32 array of masters or moments, in memory or in the tier."""
+        if self.tier is not None:
+            return self.tier.arrays[what]
+        return self.zeros(numel, torch.float32, what)
+
     @torch.no_grad()
     def _bind(self) -> None:
         """Moves the parameters' values (rank 0's) into the flat space, one at a time, so that at no time two whole
@@ -126,7 +136,7 @@ class ModelState:
             value = self.flats.value(self, p)
             self.flats.put(self, i, value, pieces[i])
             for s in pieces[i] if self.master is not None else ():
-                self._master_of(s).copy_(value[s.param_begin : s.param_begin + s.length])
+                self.window(s).write(value[s.param_begin : s.param_begin + s.length])
             p.data = self.flats.home(self, i, p)
         for _, p in self.frozen:
             self.flats.put_frozen(self, p)
@@ -134,9 +144,6 @@ class ModelState:
             for p in self.trained:
                 share(p)
         self.flats.spread(self)
-
-    def _master_of(self, s: Segment) -> torch.Tensor:
-        return cast(torch.Tensor, self.master)[s.shard_begin : s.shard_begin + s.length]
 
     def _note_versions(self) -> None:
         """What was written so far is no stray write."""
@@ -183,9 +190,9 @@ class ModelState:
             runs.append([g, s.flat_begin, s.shard_begin, s.length])
         return [(g, flat, owned, length) for g, flat, owned, length in runs]
 
-    def owned_views(self, owned: torch.Tensor) -> list[tuple[Segment, torch.Tensor]]:
-        """(segment, view of `owned`) for each of this rank's segments."""
-        return [(s, owned[s.shard_begin : s.shard_begin + s.length]) for s in self.plan.segments]
+    def owned_windows(self, owned: Array) -> list[tuple[Segment, Window]]:
+        """(segment, its part of `owned`) for each of this rank's segments."""
+        return [(s, Window(owned, s.shard_begin, s.length)) for s in self.plan.segments]
 
     def bump_versions(self) -> None:
         """Makes autograd see that the parameters were written (C writes, and other ranks' writes, are invisible to
@@ -249,13 +256,16 @@ class ModelState:
         if self.master is None or not indices:
             return
         chosen = set(indices)
-        rounded = requantized(self.plan, self.master, self.dtype) if self.plan.parameters_as else None
+        rounded = (
+            requantized(self.plan, cast(torch.Tensor, self.master), self.dtype) if self.plan.parameters_as else None
+        )
         for s in self.plan.segments:
-            if s.param in chosen:
-                master = self.master[s.shard_begin : s.shard_begin + s.length]
-                now = self.flat[s.flat_begin : s.flat_begin + s.length].to(master.device)
-                was = master.to(now.dtype) if rounded is None else rounded[s.shard_begin : s.shard_begin + s.length]
-                master.copy_(torch.where(was == now, master, now.float()))
+            for part in self.window(s).parts() if s.param in chosen else ():
+                at, n = part.begin - s.shard_begin, part.length
+                master = part.read()
+                now = self.flat[s.flat_begin + at : s.flat_begin + at + n].to(master.device)
+                was = master.to(now.dtype) if rounded is None else rounded[part.begin : part.begin + n]
+                part.write(torch.where(was == now, master, now.float()))
 
     def gradients_end(self) -> None:
         """After a step: nobody reads the accumulators until the next pass overwrites them."""
@@ -301,12 +311,16 @@ class ModelState:
             self._owners = table
         return self._owners[index]
 
-    def piece(self, s: Segment) -> torch.Tensor:
-        """[s.length] fp32: what the optimizer updates for this rank's segment `s`; the master, or the parameter itself.
-        A view."""
+    def window(self, s: Segment) -> Window:
+        """[s.length] fp32: what the optimizer updates for this rank's segment `s`; the master, or the parameter
+        itself."""
         if self.master is not None:
-            return self.master[s.shard_begin : s.shard_begin + s.length]
-        return (self.flat if self.flat_host is None else self.flat_host)[s.flat_begin : s.flat_begin + s.length]
+            return Window(self.master, s.shard_begin, s.length)
+        return Window(self.flat if self.flat_host is None else self.flat_host, s.flat_begin, s.length)
+
+    def piece(self, s: Segment) -> torch.Tensor:
+        """The same as a view. UnsupportedError if it lies on disk."""
+        return self.window(s).view
 
     def full_param(self, index: int) -> torch.Tensor:
         """[numel] in the plan's dtype: the whole value that the model computes with, to be read before the next call.

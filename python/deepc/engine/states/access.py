@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...core.foreign import private
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, DiskError, UnsupportedError
 from ...plan.layout import Segment
 from ...zero.parameters import owners
 from ...zero.parameters.gathered import GatheredParameters, SharedMemory
+from ...zero.tiers.agree import together
+from ...zero.tiers.windows import Window
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
     from ..base import EngineBase
 
-_Pieces = Callable[[Segment], torch.Tensor]
+_Pieces = Callable[[Segment], Window]
 
 
 def engine_of(p: torch.Tensor) -> EngineBase | None:
@@ -178,17 +180,35 @@ class _Access:
         engine = self.engine
         out = torch.empty(self.param.numel(), dtype=torch.float32, device=engine.device)
         alone = engine.plan.own_all or engine.world_size == 1
+        failure: DiskError | None = None
         for rank, s in engine.state.owners(self.index):
             part = out[s.param_begin : s.param_begin + s.length]
             if rank == engine.global_rank:
-                part.copy_(pieces(s))
+                try:
+                    pieces(s).copy_to(part)
+                except DiskError as exc:  # the others wait for the broadcast
+                    failure = exc
             if not alone:
                 engine.group.broadcast(part, rank)
+        self._together(failure)
         return out.view(self.param.shape)
+
+    def _together(self, failure: DiskError | None) -> None:
+        """What the disk of some rank refused is an error on all. Collective, where states lie on disk."""
+        if self.engine.plan.disk is not None:
+            together(self.engine.group, failure)
+
+    def _write_together(self, write: Callable[[], None]) -> None:
+        failure: DiskError | None = None
+        try:
+            write()
+        except DiskError as exc:
+            failure = exc
+        self._together(failure)
 
     @torch.no_grad()
     def _mine(self, pieces: _Pieces) -> torch.Tensor:
-        parts = [pieces(s) for s in self.mine]
+        parts = [pieces(s).read() for s in self.mine]
         return (
             torch.cat(parts).float()
             if parts
@@ -200,8 +220,7 @@ class _Access:
         """This rank's pieces = its elements of the whole `value` * factor."""
         flat = self._checked(value, self.param.numel(), "the parameter's").reshape(-1)
         for s in self.mine:
-            part = flat[s.param_begin : s.param_begin + s.length]
-            pieces(s).copy_(part if factor == 1.0 else part.float() * factor)
+            pieces(s).write(flat[s.param_begin : s.param_begin + s.length], factor)
 
     @torch.no_grad()
     def _put_mine(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:
@@ -212,8 +231,7 @@ class _Access:
             0,
         )
         for s in self.mine:
-            part = flat[at : at + s.length]
-            pieces(s).copy_(part if factor == 1.0 else part.float() * factor)
+            pieces(s).write(flat[at : at + s.length], factor)
             at += s.length
 
     def _checked(self, value: torch.Tensor, numel: int, whose: str) -> torch.Tensor:
@@ -236,24 +254,24 @@ class _Access:
         self._catch_up()
         if self.engine.state.master is None and self.engine.state.flat_host is None:
             return self.value().float()
-        return self._whole(self.engine.state.piece)
+        return self._whole(self.engine.state.window)
 
     def local_fp32(self) -> torch.Tensor:
         self._catch_up()
-        return self._mine(self.engine.state.piece)
+        return self._mine(self.engine.state.window)
 
     def set_fp32(self, value: torch.Tensor) -> None:
         self._checked(value, self.param.numel(), "the parameter's")
-        self._write_fp32(lambda: self._put(self.engine.state.piece, value))
+        self._write_fp32(lambda: self._put(self.engine.state.window, value))
 
     def set_local_fp32(self, value: torch.Tensor) -> None:
-        self._write_fp32(lambda: self._put_mine(self.engine.state.piece, value))
+        self._write_fp32(lambda: self._put_mine(self.engine.state.window, value))
 
     def _write_fp32(self, write: Callable[[], None]) -> None:
         engine = self.engine
         engine.guard.verify()
         engine.group.barrier()  # nobody reads the old values any more
-        write()
+        self._write_together(write)
         if engine.plan.parameters_as:  # quantised blocks are made of whole shards
             strays = [i for i in engine.state.changed() if i != self.index]
             engine.guard.publish()
@@ -264,8 +282,8 @@ class _Access:
         engine.guard.remember()
 
     # ---- gradient ----------------------------------------------------------------------------------------------------
-    def _grad_piece(self, s: Segment) -> torch.Tensor:
-        return self.engine.reducer.sums(s.shard_begin, s.length)
+    def _grad_piece(self, s: Segment) -> Window:
+        return Window(self.engine.reducer.sums(s.shard_begin, s.length))
 
     def _have_grad(self) -> bool:
         """Whether there is one; completes sums that wait for someone to look. Collective where needed."""
@@ -325,8 +343,8 @@ class _Access:
         optimizer = self.engine.optimizer
         return list(optimizer.states) if optimizer.core else optimizer.torch_state_names()
 
-    def _state_views(self, name: str) -> dict[Segment, torch.Tensor]:
-        return {s: v for n, s, v in self.engine.optimizer.owned_states() if n == name and s.param == self.index}
+    def _state_views(self, name: str) -> dict[Segment, Window]:
+        return {s: w for n, s, w in self.engine.optimizer.owned_states() if n == name and s.param == self.index}
 
     def _raise_without(self, name: str) -> NoReturn:
         names = self.state_names()
@@ -336,7 +354,7 @@ class _Access:
             + ("" if self.engine.optimizer.core else " (torch's optimizers make theirs at the first step)")
         )
 
-    def _agreed_views(self, name: str) -> dict[Segment, torch.Tensor]:
+    def _agreed_views(self, name: str) -> dict[Segment, Window]:
         """As _state_views; an error on all ranks if an owner lacks the state. Collective."""
         optimizer, engine = self.engine.optimizer, self.engine
         views = self._state_views(name)
@@ -354,9 +372,10 @@ class _Access:
 
     def set_state(self, name: str, value: torch.Tensor) -> None:
         self._checked(value, self.param.numel(), "the parameter's")
-        self._put(self._agreed_views(name).__getitem__, value)
+        views = self._agreed_views(name)
+        self._write_together(lambda: self._put(views.__getitem__, value))
 
-    def _local_views(self, name: str) -> dict[Segment, torch.Tensor]:
+    def _local_views(self, name: str) -> dict[Segment, Window]:
         views = self._state_views(name)
         if any(s not in views for s in self.mine) or (
             self.engine.optimizer.core and name not in self.engine.optimizer.states

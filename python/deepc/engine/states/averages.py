@@ -28,6 +28,7 @@ from ...core import memory
 from ...errors import ArgumentError, DeepcError, StrayWriteError, UnsupportedError
 from ...plan.layout import Segment
 from ...zero.parameters.param import share
+from ...zero.tiers.windows import Window
 from .access import _Access
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class EMA:
         """The average of parameter `p` of the engine's model: whole, fp32, of its shape, a copy on every rank.
         Collective."""
         self._outside("value()")
-        return _Access(self.engine, p)._whole(self.piece)
+        return _Access(self.engine, p)._whole(lambda s: Window(self.piece(s)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The averages of all trained parameters by name, whole, fp32, on every rank. Collective."""
@@ -145,13 +146,19 @@ class EMA:
                 " the context"
             )
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(average, weights) of this rank's share, in long 1-D stretches of fp32."""
+    def _pairs(self, writes: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(average, weights) of this rank's share, in long 1-D stretches of fp32. writes: the weights that the caller
+        has changed, when it comes for the next, are the weights."""
         state, plan = self.engine.state, self.engine.plan
         live = state.flat if state.flat_host is None else state.flat_host
         for flat, shard, n in plan.slices:
             mine = self._own_flat()[flat : flat + n] if self._values is None else self._values[shard : shard + n]
-            yield mine, live[flat : flat + n] if state.master is None else state.master[shard : shard + n]
+            weights = Window(live, flat, n) if state.master is None else Window(state.master, shard, n)
+            for part in weights.parts():
+                values, at = part.read(), part.begin - weights.begin
+                yield mine[at : at + part.length], values
+                if writes and part.on_disk:
+                    part.write(values)
 
     # ---- the engine's model with the average -------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -186,16 +193,16 @@ class EMA:
     def _swap(self) -> None:
         engine, state = self.engine, self.engine.state
         engine.group.barrier()  # nobody reads the old values any more
-        for mine, live in self._pairs():
+        for mine, live in self._pairs(writes=True):
             for a, b in zip(mine.split(_CHUNK), live.split(_CHUNK)):
                 kept = a.clone()
                 a.copy_(b)
                 b.copy_(kept)
         for flat, shard, n in engine.plan.slices:
             if state.master is not None:
-                state.flat[flat : flat + n].copy_(state.master[shard : shard + n])
+                Window(state.master, shard, n).copy_to(state.flat[flat : flat + n])
                 if state.flat_host is not None:
-                    state.flat_host[flat : flat + n].copy_(state.master[shard : shard + n])
+                    Window(state.master, shard, n).copy_to(state.flat_host[flat : flat + n])
             elif state.flat_host is not None:
                 state.flat[flat : flat + n].copy_(state.flat_host[flat : flat + n])
         engine.guard.publish()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ...checkpoint.files import Source
 from ...checkpoint.store import (
     CheckpointReader,
     CheckpointWriter,
@@ -26,6 +27,7 @@ from ...checkpoint.store import (
 )
 from ...core.ops import name_of
 from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
+from ...zero.tiers.windows import Window
 from ..base import say
 
 if TYPE_CHECKING:
@@ -87,6 +89,13 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous().view(-1)
 
 
+def _source(window: Window) -> torch.Tensor | Source:
+    """What a checkpoint writes of it: from disk a part at a time."""
+    if not window.on_disk:
+        return _host(window.read())
+    return Source(window.length, torch.float32, lambda: (part.read() for part in window.parts()))
+
+
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of persistent buffers, each once."""
     seen: set[int] = set()
@@ -108,6 +117,8 @@ def save(
     """Collective. See Engine.save_checkpoint."""
     if not isinstance(client_state, dict):
         raise CheckpointTypeError(f"client_state must be a dict, got {type(client_state).__name__}")
+    if engine.broken_step:
+        raise CheckpointError(f"save_checkpoint: {engine.broken_step}")
     encode_client_state(client_state)  # refuse what can't be saved before a byte is written
     if engine.hooks.accumulated or engine.hooks.open:
         logger.warning(
@@ -167,13 +178,15 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
     if mine or not plan.own_all:
         for s in plan.segments:
             source = (
-                st.master[s.shard_begin : s.shard_begin + s.length]
+                _source(st.window(s))
                 if st.master is not None
-                else st.flat[s.flat_begin : s.flat_begin + s.length]
+                else _host(st.flat[s.flat_begin : s.flat_begin + s.length])
             )
-            writer.add(f"fp32/{st.names[s.param]}", _host(source), shape=st.trained[s.param].shape, begin=s.param_begin)
-        for name, s, view in engine.optimizer.owned_states():
-            writer.add(f"{name}/{st.names[s.param]}", _host(view), shape=st.trained[s.param].shape, begin=s.param_begin)
+            writer.add(f"fp32/{st.names[s.param]}", source, shape=st.trained[s.param].shape, begin=s.param_begin)
+        for name, s, window in engine.optimizer.owned_states():
+            writer.add(
+                f"{name}/{st.names[s.param]}", _source(window), shape=st.trained[s.param].shape, begin=s.param_begin
+            )
         for label, s, view in _averages(engine):
             writer.add(
                 f"average.{label}/{st.names[s.param]}",
@@ -258,6 +271,7 @@ def load(
             if optimizer_states:
                 engine.optimizer.prepare_states(state["engine"]["torch_states"])
                 _check_states(engine, reader)
+            _begin_anew(engine, strict and optimizer_states)
             _load_parameters(engine, reader)
             _load_averages(engine, reader)
             if optimizer_states:
@@ -267,6 +281,7 @@ def load(
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
+    engine.step_is_whole()
     engine.hooks.reset()
     engine.skips.applied()
     engine.guard.publish()
@@ -279,6 +294,19 @@ def load(
         set_rng_state(own["rng"])
     engine.group.barrier()
     return result
+
+
+def _begin_anew(engine: EngineBase, everything: bool) -> None:
+    """Where a step was broken off, or states on disk are damaged, loading puts all of them in their place."""
+    if not engine.broken_step:
+        return
+    if not everything:
+        raise CheckpointError(
+            f"{engine.broken_step} Load the checkpoint with its optimizer states (load_optimizer_states=True) and"
+            " load_module_strict=True, so that nothing of the broken step is left"
+        )
+    if engine.state.tier is not None:
+        engine.state.tier.begin_anew()
 
 
 def _resume_data(engine: EngineBase, saved: dict[str, int] | None) -> None:
@@ -347,6 +375,17 @@ def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0
     out.copy_(buffer)
 
 
+def _fill(reader: CheckpointReader, name: str, window: Window, begin: int) -> None:
+    """Fills a window of states from elements of logical tensor `name`."""
+    if not window.on_disk:
+        _read(reader, name, window.view, begin)
+        return
+    for part in window.parts():
+        values = torch.empty(part.length)
+        _read(reader, name, values, begin + part.begin - window.begin)
+        part.write(values)
+
+
 @torch.no_grad()
 def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
     st, plan = engine.state, engine.plan
@@ -359,9 +398,8 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         if st.master is None:
             _read(reader, source, flat, s.param_begin)
         else:
-            master = st.master[s.shard_begin : s.shard_begin + s.length]
-            _read(reader, source, master, s.param_begin)
-            flat.copy_(master)
+            _fill(reader, source, st.window(s), s.param_begin)
+            st.window(s).copy_to(flat)
         if st.flat_host is not None:
             st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat)
     for name, p in st.frozen:
@@ -385,12 +423,12 @@ def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
         if source in reader.tensors:
             _read(reader, source, view, s.param_begin)
         else:
-            view.copy_(engine.state.piece(s))
+            engine.state.window(s).copy_to(view)
 
 
 def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
-    for name, s, view in engine.optimizer.owned_states():
-        _read(reader, f"{name}/{engine.state.names[s.param]}", view, s.param_begin)
+    for name, s, window in engine.optimizer.owned_states():
+        _fill(reader, f"{name}/{engine.state.names[s.param]}", window, s.param_begin)
 
 
 def _load_engine_state(

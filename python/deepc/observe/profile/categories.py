@@ -72,8 +72,11 @@ def gradients(engine: Any) -> int:
 
 
 def optimizer_states(engine: Any) -> int:
-    """Bytes of masters and moments."""
-    return _nbytes(_on(engine.device, [engine.state.master, *(view for _, _, view in engine.optimizer.owned_states())]))
+    """Bytes of masters and moments; of what lies on disk, the cells that are in memory."""
+    state, tier = engine.state, engine.state.tier
+    master = state.master if tier is None else None
+    windows = [w.view for _, _, w in engine.optimizer.owned_states() if not w.on_disk]
+    return _nbytes(_on(engine.device, [master, *windows])) + (tier.stream.memory_bytes if tier is not None else 0)
 
 
 def sample(engines: Iterable[Any], states: int) -> dict[str, int]:

@@ -217,7 +217,10 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
     else:
         put(f"gradients ({plan.accumulator.short})", _block(b["grads_private"], "acc"), host=states_in_host)
     put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
-    if plan.has_master:
+    if plan.disk is not None:
+        moments = 0
+        put("cells of states on disk", _block(plan.disk.buffer_bytes, "master"), host=True)
+    elif plan.has_master:
         put("fp32 masters", _block(b["master_private"], "master"), host=states_in_host)
     if host_states and gpu:
         put("parameters on their way to the device", _block(plan.layout.total * item, "lowp"), host=True)

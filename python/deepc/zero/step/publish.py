@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    import torch
+
     from ...plan.plan import Plan
     from ..state import ModelState
     from .nodes import NodesReducer
@@ -31,15 +33,20 @@ def fence(state: ModelState, group: Any, reducer: Reducer) -> None:
     group.node_barrier()
 
 
+def _masters(state: ModelState) -> torch.Tensor | None:
+    """In memory: what crosses quantised is made of them (derive.py refuses it where they lie on disk)."""
+    return cast("torch.Tensor | None", state.master) if state.plan.parameters_as else None
+
+
 def send_replicas(state: ModelState, group: Any, reducer: Reducer) -> None:
     """Stages 1 and 2 over several nodes: slices cross once per node, and the ranks of a node complete their
     replicas."""
-    cast("NodesReducer", reducer).publish(state.flat, state.master, False)
+    cast("NodesReducer", reducer).publish(state.flat, _masters(state), False)
 
 
 def send_shared(state: ModelState, group: Any, reducer: Reducer) -> None:
     """Stage 3 over several nodes."""
-    cast("NodesReducer", reducer).publish(state.flat, state.master, True)
+    cast("NodesReducer", reducer).publish(state.flat, _masters(state), True)
     group.node_barrier()
 
 

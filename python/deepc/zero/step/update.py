@@ -7,21 +7,49 @@ elementwise torch optimizers run on views of the shard.
 
 from __future__ import annotations
 
-import ctypes  # noqa: F401
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from ...core import memory  # noqa: F401
 from ...core.lib import C, StepArgs, check
 from ...core.ops import code
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, DiskError, UnsupportedError
 from ...optim.factory import check_optimizer, moments_of, twin_over
-from ...optim.rules import ADAMW, DECOUPLED, NESTEROV, CoreRule, core_rule
+from ...optim.rules import ADAMW, DECOUPLED, NESTEROV, CoreRule, Scalars, core_rule
 from ...plan.layout import Segment
 from ..state import ModelState
+from ..tiers.windows import Array, Window
 from .tree import LayoutOrder
+
+if TYPE_CHECKING:
+    from ...offload import Cell
+    from ..tiers.disk import DiskTier
+
+Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
+
+
+class Run(NamedTuple):
+    """A stretch of this rank's share that belongs to one param group: `n` elements from `flat` of the flat space and
+    `own` of the share on."""
+
+    group: int
+    flat: int
+    own: int
+    n: int
+
+
+def within(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
+    """The parts of `runs`, which are in the order of the share, that lie in its elements [begin, end)."""
+    first = bisect.bisect_right(runs, begin, key=lambda r: r.own + r.n)
+    cut = []
+    for r in runs[first:]:
+        if r.own >= end:
+            break
+        lo, hi = max(r.own, begin), min(r.own + r.n, end)
+        cut.append(Run(r.group, r.flat + lo - r.own, lo, hi - lo))
+    return cut
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state: ModelState  # from attach on
         self._steps = 0
         self._left_out: frozenset[int] = frozenset()
+        self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
@@ -80,6 +109,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
         return moments_of(self.base)
 
+    def state_names(self) -> tuple[str, ...]:
+        """Of the fp32 states that the C step keeps per element."""
+        return self._core.names
+
     def attach(self, state: ModelState, group_of: list[int]) -> None:
         """Binds the update to this rank's share. group_of[i]: param group of flat parameter i."""
         self._state, self._group_of = state, group_of
@@ -97,37 +130,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _attach_core(self) -> None:
         st, rule = self._state, self._core
         owned = st.plan.owned_elems
-        self.states: dict[str, torch.Tensor] = {n: st.zeros(owned, torch.float32, n) for n in rule.names}
+        self.states: dict[str, Array] = {n: st.states(owned, n) for n in rule.names}
         for s in st.plan.segments if any(rule.start(g) for g in self.param_groups) else ():
             begin = rule.start(self.param_groups[self._group_of[s.param]])
             for state in self.states.values():
-                state[s.shard_begin : s.shard_begin + s.length].fill_(begin)
+                Window(state, s.shard_begin, s.length).fill(begin)
         self._make_args()
 
     def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
-        st, rule = self._state, self._core
-        self._runs = [
-            r for r in st.runs([-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]) if r[0] >= 0
-        ]
-        target = st.flat_host if st.flat_host is not None else st.flat
-        if st.state_device.type != "cpu":
+        st = self._state
+        groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
+        self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
+        if st.state_device.type != "cpu" or st.tier is not None:  # a cell's arguments are made when it is there
             return
+        arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
         self._args = StepArgs.array(max(1, len(self._runs)))
-        for a, (g, flat, own, n) in zip(self._args, self._runs):
-            master, lowp = st.master, st.master is not None
-            direct = (
-                not st.plan.parameters_as
-            )  # else the engine makes the parameters from the masters when it publishes them
-            a.param = master.data_ptr() + 4 * own if master is not None else target.data_ptr() + 4 * flat
-            a.grad = st.acc.data_ptr() + st.acc.element_size() * own
-            for k, name in enumerate(rule.names[: rule.keeps(self.param_groups[g])]):
-                a.state[k] = self.states[name].data_ptr() + 4 * own
-            if lowp and direct:
-                a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * flat, code(target.dtype)
-            a.n, a.rule = n, rule.kind
-            a.param_dtype = a.state_dtype = code(torch.float32)
-            a.grad_dtype = code(st.acc.dtype)
+        for a, run in zip(self._args, self._runs):
+            self._aim(a, run, lambda name, own: arrays[name].data_ptr() + 4 * own)
+
+    def _aim(self, a: Any, run: Run, at: Address) -> None:
+        """The arguments of a run that do not change from step to step."""
+        st, rule = self._state, self._core
+        target = st.flat_host if st.flat_host is not None else st.flat
+        lowp = st.master is not None
+        direct = not st.plan.parameters_as  # else the engine makes the parameters from the masters when it publishes
+        a.param = at("master", run.own) if lowp else target.data_ptr() + 4 * run.flat
+        a.grad = st.acc.data_ptr() + st.acc.element_size() * run.own
+        for k, name in enumerate(rule.names[: rule.keeps(self.param_groups[run.group])]):
+            a.state[k] = at(name, run.own)
+        if lowp and direct:
+            a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * run.flat, code(target.dtype)
+        a.n, a.rule = run.n, rule.kind
+        a.param_dtype = a.state_dtype = code(torch.float32)
+        a.grad_dtype = code(st.acc.dtype)
 
     def _attach_torch(self) -> None:
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
@@ -135,11 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         for s in st.plan.segments:
-            source = (
-                st.master[s.shard_begin : s.shard_begin + s.length]
-                if st.master is not None
-                else st.flat[s.flat_begin : s.flat_begin + s.length]
-            )
+            source = st.piece(s) if st.master is not None else st.flat[s.flat_begin : s.flat_begin + s.length]
             grad = st.acc[s.shard_begin : s.shard_begin + s.length]
             if (
                 s.length == st.plan.layout.numels[s.param]
@@ -175,8 +207,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- the update --------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def update(self, grad_scale: float) -> None:
-        """One step on this rank's share; `grad_scale` multiplies every accumulated gradient."""
+        """One step on this rank's share; `grad_scale` multiplies every accumulated gradient. After a DiskError a part
+        of the share is updated: `finish` does the rest."""
         self._steps += 1
+        self._unfinished = None
         if not self.core:
             self._update_torch(grad_scale)
         elif self._state.state_device.type == "cpu":
@@ -184,33 +218,68 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._update_device(grad_scale)
 
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The rest of an update that a DiskError broke off; nothing if none was."""
+        if self._unfinished is not None:
+            self._update_host(self._unfinished)
+
+    def forget_unfinished(self) -> None:
+        """All states are written anew: there is no rest."""
+        self._unfinished = None
+
     def _update_host(self, grad_scale: float) -> None:
         groups = [
             (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups
         ]
-        for a, (g, _, _, _) in zip(self._args, self._runs):
-            (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale = groups[g]
-            a.step = self._steps
-        check(C.dc_step(self._args, len(self._runs)))
+        if self._state.tier is not None:
+            self._update_cells(grad_scale, groups)
+        else:
+            self._step_runs(self._args, self._runs, groups)
         if self._state.flat_host is not None:  # offloaded: the new parameters go back to the device
             for s in self._state.plan.slices:
                 part = slice(s.flat_begin, s.flat_begin + s.length)
                 self._state.flat[part].copy_(self._state.flat_host[part])
 
+    def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:
+        for a, run in zip(args, runs):
+            (a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.flags), a.grad_scale = groups[run.group]
+            a.step = self._steps
+        check(C.dc_step(args, len(runs)))
+
+    def _update_cells(self, grad_scale: float, groups: Sequence[tuple[Scalars, float]]) -> None:
+        """The same where masters and moments lie on disk: the update of an element depends on that element alone, so
+        it may be cut anywhere."""
+
+        def work(cell: Cell) -> None:
+            runs = within(self._runs, cell.begin, cell.end)
+            args = StepArgs.array(max(1, len(runs)))
+            for a, run in zip(args, runs):
+                self._aim(a, run, lambda name, own: cell.data[name] + 4 * (own - cell.begin))
+            self._step_runs(args, runs, groups)
+
+        try:
+            cast("DiskTier", self._state.tier).update(work)
+        except DiskError:
+            self._unfinished = grad_scale
+            raise
+        self._unfinished = None
+
     def _update_device(self, grad_scale: float) -> None:
         st, rule = self._state, self._core
+        arrays = cast("dict[str, torch.Tensor]", self.states)
         for index, g in enumerate(self.param_groups):
             runs = [
                 (slice(flat, flat + n), slice(own, own + n)) for group, flat, own, n in self._runs if group == index
             ]
             if not runs:
                 continue
-            master, lowp = st.master, st.master is not None
+            master, lowp = cast("torch.Tensor | None", st.master), st.master is not None
             params = [st.flat[f] if master is None else master[o] for f, o in runs]
             grads, lowps = [st.acc[o] for _, o in runs], [st.flat[f] for f, _ in runs] if lowp else []
             kept = rule.names[: rule.keeps(g)]
-            states = [[self.states[n][o] for _, o in runs] if n in kept else [] for n in rule.names]
+            states = [[arrays[n][o] for _, o in runs] if n in kept else [] for n in rule.names]
             s, scale = rule.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale
             scalars = (s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, scale, self._steps)
             if rule.kind == ADAMW:
@@ -263,17 +332,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.base.add_param_group(param_group)
 
     # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
-    def owned_states(self) -> Iterator[tuple[str, Segment, torch.Tensor]]:
-        """Yields (state name, segment, 1-D view of this rank's part) for every optimizer state tensor."""
+    def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
+        """Yields (state name, segment, this rank's part of it) for every optimizer state tensor."""
         if self.core:
             for name, owned in self.states.items():
-                for s, view in self._state.owned_views(owned):
-                    yield name, s, view
+                for s, window in self._state.owned_windows(owned):
+                    yield name, s, window
             return
         for s, shard in self._shards:
             for name, value in self._twin.state.get(shard, {}).items():
                 if torch.is_tensor(value) and value.numel() == s.length and value.dim() > 0:
-                    yield name, s, value.view(-1)
+                    yield name, s, Window(value.view(-1))
 
     def torch_state_names(self) -> list[str]:
         """Names of the per-element states of a torch optimizer (empty for the C path)."""
@@ -320,21 +389,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {
             "hyper": self.hyper_state(),
             "owned": {
-                f"{n}/{self._state.names[s.param]}@{s.param_begin}": v.clone() for n, s, v in self.owned_states()
+                f"{n}/{self._state.names[s.param]}@{s.param_begin}": w.read().clone() for n, s, w in self.owned_states()
             },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.load_hyper_state(state_dict["hyper"])
         self.prepare_states(sorted({k.split("/", 1)[0] for k in state_dict["owned"]}))
-        for n, s, view in self.owned_states():
+        for n, s, window in self.owned_states():
             key = f"{n}/{self._state.names[s.param]}@{s.param_begin}"
             if key not in state_dict["owned"]:
                 raise ConfigError(
                     f"the state_dict has no '{key}': it was made with another stage or number of ranks; use"
                     " engine.load_checkpoint"
                 )
-            view.copy_(state_dict["owned"][key])
+            window.write(state_dict["owned"][key])
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.base!r})"

@@ -107,7 +107,7 @@ class ShardFlats:
     def follow(self, state: ModelState, index: int) -> None:
         for s in state.plan.segments if state.master is not None else ():
             if s.param == index:
-                state.flat[s.shard_begin : s.shard_begin + s.length].copy_(state.piece(s))
+                state.window(s).copy_to(state.flat[s.shard_begin : s.shard_begin + s.length])
         state.group.barrier()
 
     def source(self, state: StreamedState) -> Source:

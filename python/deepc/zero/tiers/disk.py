@@ -1,0 +1,77 @@
+"""Optimizer states of a rank on disk: its scratch file, and a step over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...core.telemetry import waits
+from ...errors import DiskError, DiskFullError
+from ...offload import Cell, Disk, Stream, check
+from .windows import OnDisk
+
+if TYPE_CHECKING:
+    from ...plan.plan import DiskStates
+
+
+def preflight(disk: DiskStates, ranks: int) -> Disk:
+    """What the folder gives; raises a DiskError if the states of this node's `ranks` don't fit there, or nothing can be
+    written. Before anything is allocated."""
+    found = check(os.path.expanduser(disk.folder), need_bytes=disk.disk_bytes)
+    if (need := disk.disk_bytes * ranks) > found.free_bytes:
+        raise DiskFullError(
+            f"{disk.folder} ({found.file_system}) has {found.free_bytes / 1e9:.3f} GB free, the optimizer states of"
+            f" {ranks} ranks need {need / 1e9:.3f} GB: free {(need - found.free_bytes) / 1e9:.3f} GB there, or choose"
+            " another folder (zero_optimization.offload_optimizer.nvme_path)"
+        )
+    return found
+
+
+class DiskTier:
+    """The states `names` of a rank, [elems] fp32 each, in a scratch file without a name. They begin as zeros.
+
+    at: the first cell of the update under way that is not done; 0 outside of one that has failed."""
+
+    def __init__(self, place: DiskStates, names: Sequence[str], elems: int) -> None:
+        self.at = 0
+        self.stream = Stream(
+            os.path.expanduser(place.folder),
+            dict.fromkeys(names, torch.float32),
+            elems,
+            cell_elems=place.cell_elems,
+            slots=place.slots,
+            block_bytes=place.block_bytes,
+            depth=place.depth,
+        )
+        self.arrays = {name: OnDisk(self.stream, name) for name in names}
+
+    def update(self, work: Callable[[Cell], None]) -> None:
+        """Calls `work` on every cell, in order; what it changes is written behind it. After a DiskError another call
+        goes on where this one has failed."""
+        stream, walk = self.stream, self.stream.walk(self.at)
+        waited = stream.wait_ns
+        try:
+            with walk as cells:
+                while True:
+                    with waits.span("states on disk", kind="disk", cell=walk.at):
+                        cell = next(cells, None)
+                    if cell is None:
+                        break
+                    work(cell)
+        except DiskError:
+            self.at = walk.at
+            raise
+        finally:
+            waits.add("disk", (stream.wait_ns - waited) * 1e-9)
+        self.at = 0
+
+    def begin_anew(self) -> None:
+        """All states are about to be written: an update that failed is forgotten, and what can't be read is zeros."""
+        self.at = 0
+        self.stream.mend()
+
+    def close(self) -> None:
+        self.stream.close()

@@ -1,0 +1,136 @@
+"""Stretches of a rank's state arrays, wherever these lie: in memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import UnsupportedError
+from ...offload import Stream
+
+PART = 1 << 20  # elements of what is on disk that are in memory at a time
+
+
+class OnDisk:
+    """[numel] fp32: an array of a rank's states that lies on disk. No tensor: what is taken for one by mistake is an
+    UnsupportedError, and not a tensor of zeros. See Window."""
+
+    dtype = torch.float32
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def read(self, begin: int, out: torch.Tensor) -> torch.Tensor:
+        """Fills the contiguous fp32 CPU tensor `out` from element `begin` on; returns it."""
+        return self._stream.read(self._name, begin, out)
+
+    def write(self, begin: int, value: torch.Tensor) -> None:
+        """The elements from `begin` on are those of the contiguous fp32 CPU tensor `value`."""
+        self._stream.write(self._name, begin, value)
+
+    def __len__(self) -> int:
+        return self._stream.elems
+
+    def __repr__(self) -> str:
+        return f"OnDisk('{self._name}', {self._stream.elems:,} elements in {self._stream.folder})"
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of '{self._name}', which lies on disk (zero_optimization.offload_optimizer.device nvme): it is no"
+            " tensor; read and write it by deepc.view(p), or by its windows (zero/tiers/windows.py)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and others ask whether there is such a method
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse("[...]")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        self._refuse("[...] =")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iteration")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given = [
+            a for group in (*args, *(kwargs or {}).values()) for a in (group if isinstance(group, list) else [group])
+        ]
+        found = next((a for a in given if isinstance(a, cls)), None)
+        if found is None:
+            raise UnsupportedError("an array that lies on disk was passed to torch as a tensor")
+        found._refuse(f"torch's {getattr(function, '__name__', function)}")
+
+
+Array = torch.Tensor | OnDisk
+
+
+class Window:
+    """Elements [begin, begin + length) of a state array. Values go in and out as 1-D tensors of `length` elements, of
+    any floating dtype and device."""
+
+    __slots__ = ("array", "begin", "length")
+
+    def __init__(self, array: Array, begin: int = 0, length: int | None = None) -> None:
+        self.array, self.begin = array, begin
+        self.length = len(array) - begin if length is None else length
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The elements where they lie, to be read and written. UnsupportedError on disk."""
+        return self.array[self.begin : self.begin + self.length]
+
+    @property
+    def on_disk(self) -> bool:
+        return isinstance(self.array, OnDisk)
+
+    def read(self) -> torch.Tensor:
+        """The values; not to be written: a view of them in memory, a copy from disk."""
+        if isinstance(self.array, OnDisk):
+            return self.array.read(self.begin, torch.empty(self.length, dtype=self.array.dtype))
+        return self.view
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """The values go to `out`."""
+        if not isinstance(self.array, OnDisk):
+            out.copy_(self.view)
+        elif out.dtype == self.array.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self.array.read(self.begin, out)
+        else:
+            for at, part in self._offsets():
+                out[at : at + part.length].copy_(part.read())
+
+    def write(self, value: torch.Tensor, factor: float = 1.0) -> None:
+        """The values are `value * factor` from now on."""
+        if not isinstance(self.array, OnDisk):
+            self.view.copy_(value if factor == 1.0 else value.float() * factor)
+            return
+        for at, part in self._offsets():
+            mine = value[at : at + part.length].detach().to(device="cpu", dtype=self.array.dtype).contiguous()
+            self.array.write(part.begin, mine if factor == 1.0 else mine * factor)
+
+    def fill(self, value: float) -> None:
+        """All elements are `value`."""
+        for part in self.parts():
+            if part.on_disk:
+                part.write(torch.full((part.length,), value))
+            else:
+                part.view.fill_(value)
+
+    def parts(self, most: int = PART) -> Iterator[Window]:
+        """The window in pieces that memory has room for: itself where it lies there already."""
+        for _, part in self._offsets(most):
+            yield part
+
+    def _offsets(self, most: int = PART) -> Iterator[tuple[int, Window]]:
+        step = most if self.on_disk else max(1, self.length)
+        for at in range(0, self.length, step):
+            yield at, Window(self.array, self.begin + at, min(step, self.length - at))
+
+    def __repr__(self) -> str:
+        return f"Window({type(self.array).__name__}, {self.begin}, {self.length})"

@@ -1,0 +1,127 @@
+"""The update of a step with masters and moments on disk, against what disk and arithmetic alone take.
+
+    python tests/bench/nvme.py --folder /nvme [--melems 48] [--rounds 7] [--precision bf16]
+
+One rank, in turns: the update in memory ("arithmetic"); reading and writing the same bytes at the same time, past the
+page cache, with nothing computed ("disk"); the update on disk. The ratio is max(disk, arithmetic) over the update on
+disk, the median of the rounds' own: 1 is perfect overlap. `wait`: the share of the update that waited for the disk."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+
+from common import emit, paired, require_deepc
+
+
+def engine_for(elems: int, precision: str, folder: str | None):
+    import deepc
+    import torch
+
+    model = torch.nn.Linear(elems // 1024, 1024, bias=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,  # accumulators that stay
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 0},
+        "deepc": {"log": {"format": "none"}},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if folder is not None:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
+    engine = deepc.initialize(model=model, config=config)[0]
+    engine.state.acc.normal_(generator=torch.Generator().manual_seed(1))
+    return engine
+
+
+class Raw:
+    """Half of the blocks of a window are read while the other half is written, as in a step; nothing is computed."""
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        from deepc import offload
+
+        self.file = offload.File(folder, "nameless", reserve_bytes=nbytes)
+        self.window = 32 << 20
+        import torch
+
+        self.there, self.back = (offload.empty(self.window, dtype=torch.uint8) for _ in range(2))
+        self.nbytes = nbytes
+        for at in range(0, nbytes, self.window):
+            self.file.write(self.back[: min(self.window, nbytes - at)], at)
+
+    def __call__(self) -> None:
+        writing = None
+        for at in range(0, self.nbytes, self.window):
+            n = min(self.window, self.nbytes - at)
+            reading = self.file.read_async(self.there[:n], at)
+            if writing is not None:
+                writing.wait()
+            writing = self.file.write_async(self.back[:n], max(0, at - self.window))
+            reading.wait()
+        writing.wait()
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--folder", default=".")
+    p.add_argument("--melems", type=int, default=48, help="millions of parameters")
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    args = p.parse_args()
+    deepc = require_deepc()
+    elems = args.melems * 1_000_000 // 1024 * 1024
+    with tempfile.TemporaryDirectory(prefix=".deepc-bench-", dir=args.folder) as inside:
+        memory, tiered = (engine_for(elems, args.precision, f) for f in (None, inside))
+        stream = tiered.state.tier.stream
+        raw = Raw(inside, stream.disk_bytes)
+        runs = {
+            "arithmetic": lambda: memory.optimizer.update(1.0),
+            "disk": raw,
+            "update on disk": lambda: tiered.optimizer.update(1.0),
+        }
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        waits: list[float] = []
+        for r in range(-2, args.rounds):
+            for name, run in runs.items():
+                waited, began = stream.wait_ns, time.perf_counter()
+                run()
+                took = time.perf_counter() - began
+                if r >= 0:
+                    times[name].append(took * 1e3)
+                    if name == "update on disk":
+                        waits.append((stream.wait_ns - waited) / 1e6 / (took * 1e3))
+        info, given = stream.info(), deepc.offload.check(inside)
+        more = {
+            "elems": elems,
+            "precision": args.precision,
+            "bytes_each_way": stream.disk_bytes,
+            "ring": info["ring"],
+            "direct": info["direct"],
+            "file_system": given.file_system,
+            "cores": os.cpu_count(),
+        }
+        for name, found in times.items():
+            emit("nvme", "update", name, "ms", found, **more)
+        bound = [max(a, b) for a, b in zip(times["arithmetic"], times["disk"])]
+        emit(
+            "nvme",
+            "update",
+            "update on disk",
+            "ms",
+            times["update on disk"],
+            ratio=paired(bound, times["update on disk"]),
+            peer="max(disk, arithmetic)",
+            **more,
+        )
+        emit("nvme", "wait", "update on disk", "share", waits, **more)
+        memory.destroy()
+        tiered.destroy()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
