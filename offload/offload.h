@@ -185,7 +185,8 @@ typedef struct dc_stream_config {
 /* What a stream takes: *disk and *memory bytes. Opens nothing. Errors as dc_stream_open. */
 DC_API int dc_stream_bytes(const dc_stream_config *config, int64_t *disk, int64_t *memory);
 /* file: with DC_FILE_WRITE, most often DC_FILE_NAMELESS; reserve_bytes is the stream's matter. All space on disk and
- * all memory is taken here. *out is owned: dc_stream_close. DC_E_INVALID, DC_E_OVERFLOW, DC_E_NOMEM; as dc_file_open. */
+ * all memory is taken here. *out is owned: dc_stream_close. DC_E_INVALID, DC_E_OVERFLOW, DC_E_NOMEM; as dc_file_open.
+ */
 DC_API int dc_stream_open(const dc_file_config *file, const dc_stream_config *config, dc_stream **out);
 /* Waits for what is on its way; what was not written is lost with the stream. NULL is allowed. */
 DC_API int dc_stream_close(dc_stream *s);

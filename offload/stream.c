@@ -82,8 +82,8 @@ static int stream_lay_out(const dc_stream_config *k, dc_stream *s, int64_t *disk
     fits = fits && !__builtin_mul_overflow(s->cell_elems, k->arrays[i].elem_bytes, &bytes) &&
            !__builtin_add_overflow(bytes, 2 * DC_DISK_ALIGN, &rounded);
     if (!fits) break;
-    s->array[i] = (struct array){.elem_bytes = k->arrays[i].elem_bytes, .in_file = s->cell_bytes,
-                                 .in_slot = s->slot_bytes};
+    s->array[i] = (struct array){
+        .elem_bytes = k->arrays[i].elem_bytes, .in_file = s->cell_bytes, .in_slot = s->slot_bytes};
     rounded = dc__round_up(bytes, DC_DISK_ALIGN);
     fits = !__builtin_add_overflow(s->cell_bytes, rounded, &s->cell_bytes) &&
            !__builtin_add_overflow(s->slot_bytes, rounded + DC_DISK_ALIGN, &s->slot_bytes); /* staggered by a page */
@@ -445,8 +445,7 @@ int dc_stream_next(dc_stream *s, dc_stream_cell *cell) {
   found.cell = slot->cell;
   found.begin = slot->cell * s->cell_elems;
   found.elems = stream_elems_of(s, slot->cell);
-  for (int i = 0; i < DC_STREAM_ARRAYS; i++)
-    found.data[i] = i < s->narrays ? slot->memory + s->array[i].in_slot : NULL;
+  for (int i = 0; i < DC_STREAM_ARRAYS; i++) found.data[i] = i < s->narrays ? slot->memory + s->array[i].in_slot : NULL;
   const size_t size = cell->struct_size;
   memcpy(cell, &found, size < sizeof found ? size : sizeof found);
   return DC_OK;

@@ -71,8 +71,9 @@ static inline uint64_t crc_word(const unsigned char *p) {
 }
 
 /* 3 * stretch bytes; `stretch`, a multiple of 8, is a constant where this is called, and `table` is its. */
-__attribute__((target("sse4.2"), always_inline)) static inline uint32_t
-crc_three(uint32_t crc, const unsigned char *p, int stretch, const shift_table table) {
+__attribute__((target("sse4.2"), always_inline)) static inline uint32_t crc_three(uint32_t crc, const unsigned char *p,
+                                                                                  int stretch,
+                                                                                  const shift_table table) {
   uint64_t a = crc, b = 0, c = 0;
   for (int i = 0; i < stretch; i += 8) {
     a = _mm_crc32_u64(a, crc_word(p + i));

@@ -433,10 +433,9 @@ TEST_P(Faults, DirectTransfersThatAreRefusedGoThroughThePageCache) {
   EXPECT_EQ(dc_file_close(f), DC_OK);
 }
 
-const auto kRings = ::testing::Values(Case{&dc__disk_ring_uring, false, 0},
-                                      Case{&dc__disk_ring_uring, true, DC_FILE_BUFFERED},
-                                      Case{&dc__disk_ring_threads, true, 0},
-                                      Case{&dc__disk_ring_threads, false, DC_FILE_BUFFERED});
+const auto kRings = ::testing::Values(
+    Case{&dc__disk_ring_uring, false, 0}, Case{&dc__disk_ring_uring, true, DC_FILE_BUFFERED},
+    Case{&dc__disk_ring_threads, true, 0}, Case{&dc__disk_ring_threads, false, DC_FILE_BUFFERED});
 INSTANTIATE_TEST_SUITE_P(Rings, Faults, kRings);
 INSTANTIATE_TEST_SUITE_P(Rings, StreamFaults, kRings);
 

@@ -1,5 +1,5 @@
-// test_stream.cpp: arrays on disk that are worked on cell by cell: the values are those of the same work in memory, what
-// is read is what was written last or an error that says so, and the file has no name.
+// test_stream.cpp: arrays on disk that are worked on cell by cell: the values are those of the same work in memory,
+// what is read is what was written last or an error that says so, and the file has no name.
 #include <gtest/gtest.h>
 
 #include <fcntl.h>
@@ -86,8 +86,7 @@ struct Model {
   void Walk(int round, uint32_t writes = 7) {
     for (int64_t at = 0; at < n; at += cell)
       for (int k = 0; k < 3; k++)
-        if (writes >> k & 1)
-          work(value[k].data() + at * kSize[k], std::min(cell, n - at) * kSize[k], k, round);
+        if (writes >> k & 1) work(value[k].data() + at * kSize[k], std::min(cell, n - at) * kSize[k], k, round);
   }
   void Expect(dc_stream *s) const {
     for (int k = 0; k < 3; k++) {

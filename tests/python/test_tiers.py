@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from deepc import errors
-from ranks import run_quietly, run_ranks
+from ranks import on_nodes, run_quietly, run_ranks
 
 CELL = 1500  # elements: a rank has some cells, and parameters begin and end inside of them
 
@@ -162,6 +162,16 @@ def _streamed(rank, world, folder):
 
 def test_streamed_parameters(tmp_path):
     run_quietly(_streamed, 2, str(tmp_path))
+
+
+def _nodes(rank, world, folder, stage):
+    with on_nodes(rank, world, 2):
+        _same_bits(rank, world, folder, stage, "bf16", "plain", 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_several_nodes(tmp_path, stage):
+    run_quietly(_nodes, 4, str(tmp_path), stage)
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------

@@ -272,7 +272,7 @@ _KERNEL = (
     " model"
 )
 _GONE = "it was removed from DeepSpeed as well"
-_NVME = "offload to NVMe is not built yet; offload_optimizer {device: cpu} works"
+_NVME = "deepc has its own files on NVMe (deepc.offload); offload_optimizer {device: nvme} works"
 _BUILD = "deepc compiles nothing on your machine, so there are no op builders; `deepc doctor` shows which kernels run"
 _COMPRESSION = "it was removed from DeepSpeed as well; quantize after training"
 _DATA = "curriculum and data efficiency are not built yet"
