@@ -630,4 +630,24 @@ TEST(Ring, TheVariableChoosesIt) {
   unsetenv("DEEPC_RING");
 }
 
+TEST(Blocks, SumsTellWhichBlockHasChanged) {
+  std::vector<unsigned char> data(2 * 4096 + 100);
+  pattern((char *)data.data(), (int64_t)data.size(), 7);
+  uint32_t sums[3];
+  int64_t bad = 5;
+  ASSERT_EQ(dc_blocks_sum(data.data(), (int64_t)data.size(), 4096, sums), DC_OK) << last();
+  EXPECT_EQ(sums[2], dc_crc32c(0, data.data() + 8192, 100));
+  ASSERT_EQ(dc_blocks_check(data.data(), (int64_t)data.size(), 4096, sums, &bad), DC_OK) << last();
+  EXPECT_EQ(bad, -1);
+  for (int64_t block = 2; block >= 0; block--) {
+    data[(size_t)(block * 4096 + 99)] ^= 1;
+    ASSERT_EQ(dc_blocks_check(data.data(), (int64_t)data.size(), 4096, sums, &bad), DC_OK) << last();
+    EXPECT_EQ(bad, block) << "the first of those that changed";
+  }
+  EXPECT_EQ(dc_blocks_sum(nullptr, 0, 4096, nullptr), DC_OK) << last();
+  EXPECT_EQ(dc_blocks_sum(data.data(), 1, 0, sums), DC_E_INVALID);
+  EXPECT_EQ(dc_blocks_sum(nullptr, 1, 1, sums), DC_E_INVALID);
+  EXPECT_EQ(dc_blocks_check(data.data(), 1, 1, sums, nullptr), DC_E_INVALID);
+}
+
 } // namespace

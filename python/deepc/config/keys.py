@@ -86,9 +86,9 @@ _RESIDENT = (
 _IN_PLACE = (
     "deepc always reduces gradients where they lie, each rank reading its peers' buckets and writing only its own shard"
 )
-_NVME = "offload of parameters to disk (NVMe)"
 _AIO = "blocks go to io_uring, many at a time, from one thread (or to threads of their own where there is none)"
 _OVERLAPS = "with device nvme, reads, arithmetic and writes always overlap"
+_NO_BUFFERS = "parameters are read from the disk straight into the memory that the model computes with"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
 _TP = "tensor parallelism"
@@ -615,13 +615,18 @@ KEYS: tuple[Key, ...] = (
         choices=("none", "cpu", "nvme"),
         auto=True,
     ),
-    _later("zero_optimization.offload_param.nvme_path", "str", None, _NVME, ok=ANY),
+    _active(
+        "zero_optimization.offload_param.nvme_path",
+        "str",
+        None,
+        "Folder on the disk for stage-3 parameters with device nvme (docs/beyond-memory.md); nothing stays there.",
+    ),
     _inert(
         "zero_optimization.offload_param.buffer_count",
         "int",
         5,
         "Buffers of NVMe offload.",
-        "there is no NVMe offload yet",
+        _NO_BUFFERS,
         ge=0,
     ),
     _inert(
@@ -629,15 +634,14 @@ KEYS: tuple[Key, ...] = (
         "int",
         100_000_000,
         "Buffers of NVMe offload.",
-        "there is no NVMe offload yet",
+        _NO_BUFFERS,
         ge=0,
     ),
-    _inert(
+    _active(
         "zero_optimization.offload_param.max_in_cpu",
         "int",
         1_000_000_000,
-        "NVMe offload.",
-        "there is no NVMe offload yet",
+        "Elements of parameters on disk that are in memory at a time, beside stage3_max_live_parameters.",
         ge=0,
     ),
     _inert(

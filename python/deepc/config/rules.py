@@ -314,12 +314,7 @@ class Loader:
             path = f"zero_optimization.{what}.device"
             device = self.get(path)
             if device == "nvme" and what == "offload_param":
-                self.fail(
-                    path,
-                    device,
-                    "asks for offload of parameters to disk (NVMe), which deepc does not have yet. Set it to"
-                    ' "cpu" or "none" (offload_optimizer with device "nvme" works).',
-                )
+                self._parameters_on_disk(path, stage)
             elif device == "nvme":
                 self._nvme_rules(path)
             elif device == "cpu" and self.device == "cpu":
@@ -369,6 +364,23 @@ class Loader:
             )
         if self.get("aio.block_size") % 4096:
             self.fail("aio.block_size", self.get("aio.block_size"), "must be a multiple of 4096 bytes.")
+
+    def _parameters_on_disk(self, path: str, stage: Any) -> None:
+        if isinstance(stage, int) and stage < 3:
+            self.fail(
+                path,
+                "nvme",
+                f"puts the parameters of ZeRO stage 3 on disk (NVMe), and zero_optimization.stage is {stage}. Set the stage to 3,"
+                ' or this to "none".',
+            )
+        elif self.device != "cpu":
+            self.fail(path, "nvme", f'exists on CPUs, and this run is on {self.device}. Set it to "none".')
+        elif not self.get("zero_optimization.offload_param.nvme_path"):
+            self.fail(
+                path,
+                "nvme",
+                "needs a folder: set zero_optimization.offload_param.nvme_path to one on a fast local disk.",
+            )
 
     def _zeropp_rules(self) -> None:
         """ZeRO++ acts on what crosses between CPU nodes; how many there are the engine knows."""

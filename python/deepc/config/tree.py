@@ -82,9 +82,12 @@ class AioConfig:
 
 @dataclass(frozen=True)
 class OffloadParamConfig:
-    """Section zero_optimization.offload_param; device is "none" or "cpu"."""
+    """Section zero_optimization.offload_param; device is "none", "cpu" or "nvme". nvme_path: the folder of parameters
+    on disk; max_in_cpu: elements of them that may be in memory at a time."""
 
     device: str
+    nvme_path: str | None
+    max_in_cpu: int
     pin_memory: bool
 
 

@@ -442,6 +442,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_io_test": (c_int, c_void_p, _P(c_int)),
     "dc_io_wait": (c_int, c_void_p, c_int64),
     "dc_io_free": (c_int, c_void_p),
+    "dc_blocks_sum": (c_int, c_void_p, c_int64, c_int64, c_void_p),
+    "dc_blocks_check": (c_int, c_void_p, c_int64, c_int64, c_void_p, _P(c_int64)),
     "dc_extents_open": (c_int, _P(FileConfig), _P(c_int64), c_int64, c_int, _P(c_void_p)),
     "dc_extents_close": (c_int, c_void_p),
     "dc_extents_file": (c_void_p, c_void_p),

@@ -146,7 +146,7 @@ def assemble(
         predict_memory(engine, plans, named, group_of, given)
         check_disk(engine)
         reordered = [n for n, p in named if not p.is_contiguous()]
-        adopt(named, engine.plan.sharded)
+        adopt(named, engine.plan.sharded or bool(engine.plan.parameters_on))
         place_buffers(engine)
         choose_matmul(engine)
         make_states(engine, named, group_of, undo)

@@ -175,24 +175,27 @@ class Engine(EngineBase):
 
     def _apply(self, norm: float | None, update: Callable[[], None]) -> StepResult:
         with self.events.span("update"):
-            if self.plan.disk is None:
+            if not self.plan.updates_on_disk:
                 update()
             else:
-                self._update_on_disk(update)
+                self._on_disk(update)
         with self.events.span("publish"):
-            self.guard.publish()
+            if not self.plan.parameters_on:
+                self.guard.publish()
+            else:  # parameters that stay are read anew
+                self._on_disk(self.guard.publish)
+        self.step_is_whole()
         return StepResult(True, "", None, norm)
 
-    def _update_on_disk(self, update: Callable[[], None]) -> None:
-        """The update, and if the disk of some rank breaks it off, the same error on all."""
+    def _on_disk(self, part: Callable[[], None]) -> None:
+        """A part of the step, and if the disk of some rank breaks it off, the same error on all."""
         mine: DiskError | None = None
         try:
-            update()
+            part()
         except DiskError as exc:
             mine = exc
         told = failures(self.group, mine)
         if not told:
-            self.step_is_whole()
             return
         kind = next((k for k in (DamagedError, DiskFullError) if any(isinstance(t, k) for t in told)), DiskError)
         what = "; ".join(str(t) for t in told)
@@ -201,7 +204,7 @@ class Engine(EngineBase):
         else:
             advice = "Nothing is lost: when the cause is gone, engine.step() does the rest; or load a checkpoint."
         self.broken_step = self.hooks.blocked = (
-            f"step {self.global_steps + 1} is done in part, because optimizer states on disk could not be moved:"
+            f"step {self.global_steps + 1} is done in part, because what lies on disk could not be moved:"
             f" {what}. {advice}"
         )
         raise kind(self.broken_step) from mine

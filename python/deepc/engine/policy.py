@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..zero.step.hooks import GradientHooks
     from ..zero.step.norm import Rider
     from ..zero.step.reducer import Reducer
+    from ..zero.streamed.state import StreamedState
 
 
 def choose_policy(engine: EngineBase) -> Policy:
@@ -99,6 +100,8 @@ class Plain:
         if plan.transport == "node":
             nbytes = plan.layout.bucket_elems * max(wire.itemsize, engine.dtype.itemsize)
             self._bucket_comm = cast("NodeGroup", engine.group).open_comm("buckets", nbytes, SLOTS)
+        if plan.gradients_on:
+            return cast("StreamedState", state).disk_reducer(self._bucket_comm, wire, self.pre_scale)
         core = self._core_reducer(plan, wire)
         core.borrow(state.lease)
         return core

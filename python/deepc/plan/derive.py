@@ -87,7 +87,8 @@ def tree_buffers(world: int, passes: int) -> int:
 def is_streamed(config: Config, mesh: Mesh, machine: Machine) -> bool:
     """Stage 3's parameters come and go where the ranks share no memory for them, or where the machine says so."""
     transport = machine.transport or transport_of(machine.device, mesh)
-    return config.zero.stage == 3 and (machine.streamed or (transport == "c10d" and mesh.dp > 1))
+    on_disk = config.zero.offload_param.device == "nvme"
+    return config.zero.stage == 3 and (machine.streamed or on_disk or (transport == "c10d" and mesh.dp > 1))
 
 
 def derive(
@@ -162,6 +163,16 @@ def derive(
     sizes["disk"], sizes["disk_buffers"] = (disk.disk_bytes, disk.buffer_bytes) if disk is not None else (0, 0)
     sizes["rank_total"] += sizes["disk_buffers"]
     sizes["node_total"] += sizes["disk_buffers"] * mesh.ranks_per_node
+    sizes["params_disk"] = sizes["grads_disk"] = 0
+    parameters_on = zero.offload_param.nvme_path or "" if zero.offload_param.device == "nvme" else ""
+    gradients_on = parameters_on if zero.offload_optimizer.device == "nvme" and layout.total else ""
+    if parameters_on:
+        sizes["params_disk"], sizes["params_shared"] = sizes["params_shared"], 0
+        sizes["node_total"] -= sizes["params_disk"]
+    if gradients_on:
+        sizes["grads_disk"], sizes["grads_private"] = sizes["grads_private"], 0
+        sizes["rank_total"] -= sizes["grads_disk"]
+        sizes["node_total"] -= sizes["grads_disk"] * mesh.ranks_per_node
     return Plan(
         stage=stage,
         mesh=mesh,
@@ -176,6 +187,8 @@ def derive(
         segments=tuple(segments),
         slices=tuple(slices),
         bytes=Sizes(sizes),
+        parameters_on=parameters_on,
+        gradients_on=gradients_on,
         nodes=nodes,
         part=part,
         node_layout=_cut_for_node(layout, mesh.ranks_per_node) if nodes > 1 else None,
@@ -226,6 +239,25 @@ def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) 
             f"zero_optimization.{asked[0]} over {uneven if machine.uneven else 'several GPUs'} does not exist; "
             f"{'start equally many ranks on each node' if machine.uneven else 'use CPU nodes'}, or remove the key"
         )
+    if zero.offload_param.device == "nvme" and (
+        transport not in ("local", "node") or not machine.device.startswith("cpu")
+    ):
+        where = "on a GPU" if not machine.device.startswith("cpu") else "over several nodes"
+        raise UnsupportedError(
+            f'zero_optimization.offload_param.device = "nvme" {where} does not exist yet: one CPU node has it; set it'
+            ' to "none"'
+        )
+    if zero.offload_param.device == zero.offload_optimizer.device == "nvme":
+        if config.data_types.grad_accum_dtype != "fp32":
+            raise UnsupportedError(
+                f'data_types.grad_accum_dtype = "{config.data_types.grad_accum_dtype}" with parameters and optimizer'
+                " states on NVMe does not exist: gradients on disk are fp32; remove the key"
+            )
+        if config.deepc.deterministic:
+            raise UnsupportedError(
+                'deepc.deterministic = "layout" with parameters and optimizer states on NVMe does not exist: the tree'
+                ' of gradients lies in memory; set offload_param.device or offload_optimizer.device to "none"'
+            )
     size, ranks = zero.zero_hpz_partition_size, mesh.ranks_per_node
     if size > 1 and zero.stage == 3 and ranks % size:
         raise ConfigError(

@@ -115,6 +115,8 @@ class Plan:
         0  # with "deterministic": "layout": fp32 buffers of the tree of micro-batches, see determinism.py; 0: it is off
     )
 
+    parameters_on: str = ""  # the folder of the disk where stage 3's parameters lie, or "" for memory
+    gradients_on: str = ""  # the same of the gradients that a rank accumulates
     notes: tuple[str, ...] = ()  # what was asked for and has no effect here, in sentences
 
     @property
@@ -140,6 +142,11 @@ class Plan:
     def sharded(self) -> bool:
         """True if a rank holds only its shard of the parameters: streamed mode where ranks share no memory."""
         return self.mode == "streamed" and self.transport == "c10d"
+
+    @property
+    def updates_on_disk(self) -> bool:
+        """True if an update reads or writes the disk, so that it may fail in the middle."""
+        return self.disk is not None or bool(self.parameters_on)
 
     @property
     def core_reduces(self) -> bool:
@@ -222,6 +229,12 @@ class Plan:
         for name, private, shared in rows:
             if private or shared:
                 lines.append(f"  {name:<26}{private / mib:>12.1f}{shared / mib:>22.1f}")
+        for name, nbytes, folder in (
+            ("parameters on disk", b["params_disk"], self.parameters_on),
+            ("gradients on disk", b["grads_disk"] * self.ranks_per_node, self.gradients_on),
+        ):
+            if folder:
+                lines.append(f"  {name:<26}{nbytes / mib:>12.1f}  (of this node, in {folder})")
         lines.append(
             f"  {'model states of this node':<26}{b['node_total'] / mib:>12.1f}  ({self.ranks_per_node} ranks;"
             " activations not included)"

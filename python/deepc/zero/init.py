@@ -86,15 +86,16 @@ class _Arena:
 class Home:
     """Where the parameters of one zero.Init (with the ones nested in it) lie, and the ranks that share them; closed
     when the last of them has gone to an engine or away. arena: of ranks that share memory; shards: of others (nodes
-    with different numbers of ranks).
+    with different numbers of ranks), or on disk, in `folder`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         init_distributed()
         self.group = open_group(torch.device("cpu"), datetime.timedelta(minutes=10), "init")
-        shared = isinstance(self.group, (NodeGroup, MultiNodeGroup))
+        shared = isinstance(self.group, (NodeGroup, MultiNodeGroup)) and not folder
+        apart = folder or (self.group.world > 1 and not shared)
         self.arena = _Arena(cast("MemoryGroup", self.group)) if shared else None
-        self.shards = Shards() if self.group.world > 1 and not shared else None
+        self.shards = Shards(self.group.world, folder) if apart else None
         self.taken: list[weakref.ref[torch.nn.Parameter]] = []
         self.versions = WeakIdKeyDictionary()
 
@@ -316,9 +317,11 @@ class Init:
     HfDeepSpeedConfig lives.
 
     config_dict_or_path (or config): a DeepSpeed JSON (its fp16/bf16 section sets the dtype); dtype overrides it;
-    without either, parameters keep theirs. `enabled=False`: does nothing. `module`: converts an existing module at
-    once. data_parallel_group, sequence_data_parallel_group, mpu: must span all ranks. remote_device: None, "none" or
-    "cpu". The other arguments of deepspeed.zero.Init are accepted and have no meaning here."""
+    without either, parameters keep theirs. With its zero_optimization.offload_param.device "nvme" parameters go to the
+    disk (nvme_path) as they are built: whole ones take at most 64 MiB of memory, or one does. `enabled=False`: does
+    nothing. `module`: converts an existing module at once. data_parallel_group, sequence_data_parallel_group, mpu: must
+    span all ranks. remote_device: "nvme" asks for the disk as well, "none" and "cpu" for memory whatever the
+    configuration says. The other arguments of deepspeed.zero.Init are accepted and have no meaning here."""
 
     def __init__(
         self,
@@ -344,15 +347,14 @@ class Init:
             return
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ArgumentError(f"zero.Init(dtype={dtype!r}): it is a floating-point torch.dtype")
-        if remote_device not in (None, "none", "cpu"):
-            raise UnsupportedError(
-                f"zero.Init(remote_device={remote_device!r}): parameters lie in the node's memory; NVMe does not exist "
-                "yet. Leave it out"
-            )
+        if remote_device not in (None, "none", "cpu", "nvme"):
+            raise ArgumentError(f'zero.Init(remote_device={remote_device!r}): it is "none", "cpu" or "nvme"')
         if param_swapper is not None:
-            raise UnsupportedError("zero.Init(param_swapper=...): parameters are not swapped to NVMe yet; leave it out")
+            raise UnsupportedError("zero.Init(param_swapper=...): deepc has its own way to the disk; leave it out")
         raw = config_dict_or_path if config_dict_or_path is not None else config
-        self.dtype = dtype if dtype is not None or raw is None else _dtype_of(raw)
+        read = None if raw is None else _read(raw)
+        self.dtype = dtype if dtype is not None or read is None else _dtype_of(read)
+        self._folder = _folder_of(read, remote_device)
         _check_groups(
             {
                 "data_parallel_group": data_parallel_group,
@@ -372,7 +374,7 @@ class Init:
             return self
         self._outermost = not _active
         if self._outermost:
-            self.home = Home()
+            self.home = Home(self._folder)
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(patches.applied_inside("parameter-hook"))
             self._stack.callback(register_module_parameter_registration_hook(_registered).remove)
@@ -425,11 +427,25 @@ def _check_groups(groups: dict[str, Any]) -> None:
             )
 
 
-def _dtype_of(source: ConfigSource) -> torch.dtype | None:
-    """The dtype that a configuration asks for by fp16 or bf16, or None. Read as deepc.initialize reads it, but batch
-    sizes may be missing and values may be "auto"."""
+def _read(source: ConfigSource) -> Config:
+    """As deepc.initialize reads it, but batch sizes may be missing and values may be "auto"."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    config = Config.load(
-        source, world_size=world, device_type=default_device().type, allow_auto=True, needs_batch=False
-    )
+    return Config.load(source, world_size=world, device_type=default_device().type, allow_auto=True, needs_batch=False)
+
+
+def _folder_of(config: Config | None, remote_device: str | None) -> str:
+    """The folder on the disk that parameters go to, or ""."""
+    asked = config.zero.offload_param if config is not None else None
+    if remote_device in ("none", "cpu") or (remote_device is None and (asked is None or asked.device != "nvme")):
+        return ""
+    if asked is None or not asked.nvme_path:
+        raise ArgumentError(
+            'zero.Init(remote_device="nvme") needs a folder: pass config_dict_or_path with'
+            " zero_optimization.offload_param.nvme_path"
+        )
+    return asked.nvme_path
+
+
+def _dtype_of(config: Config) -> torch.dtype | None:
+    """The dtype that a configuration asks for by fp16 or bf16, or None."""
     return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None

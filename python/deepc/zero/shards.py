@@ -1,5 +1,5 @@
-"""zero.Init where ranks share no memory: each keeps its part of the parameters that are built, so that no rank ever
-holds the model.
+"""zero.Init where ranks share no memory, or where parameters go to the disk as they are built: each rank keeps its part
+of them, in memory or there, so that no rank ever holds the model.
 
 A parameter is whole and this rank's own from its registration until others take its room (`KEEP` bytes, the last one in
 any case); then every rank keeps 1/ranks of rank 0's values, and the parameter is released (param.py). A touch inside
@@ -19,9 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.foreign import patches
 from ..errors import MismatchError, ReleasedParameterError
+from ..offload.array import DiskPlace, DiskPlaces
 from .parameters.gathered import Params, Whole
 from .parameters.param import NodeParameter, Released, Unit, UnitState, set_data, unshare
-from .sources import Exchange
+from .sources import Alone, Exchange
 
 KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built
 _PART, _WHOLE, _END = 1, 2, 3  # what ranks are about to do
@@ -36,7 +37,7 @@ class _Part(Unit):
     def __init__(self, index: int, p: torch.nn.Parameter) -> None:
         super().__init__(index, f"parameter {index}", [p], UnitState.UNSHARDED)
         self._of = weakref.ref(p)  # it lives as long as its module wants
-        self.mine: torch.Tensor | None = None
+        self.mine: torch.Tensor | DiskPlace | None = None
         self.use()
 
     @property
@@ -76,10 +77,11 @@ class _Part(Unit):
 
 class Shards:
     """The parameters of one zero.Init, and their owner (param.Owner) while they are released. Made collectively.
-    Private memory: KEEP bytes or one parameter, and 1/ranks of all."""
+    Private memory: KEEP bytes or one parameter, and 1/ranks of all, which lie in `folder` if there is one."""
 
-    def __init__(self) -> None:
-        self._exchange = Exchange("zero.Init", torch.device("cpu"))
+    def __init__(self, world: int, folder: str = "") -> None:
+        self._exchange: Exchange | Alone = Exchange("zero.Init", torch.device("cpu")) if world > 1 else Alone()
+        self._disk = DiskPlaces(folder, "parameters of zero.Init") if folder else None
         self._world, self._rank = self._exchange.world, self._exchange.rank
         self._parts = WeakIdKeyDictionary()  # parameter -> _Part
         self._whole: dict[int, torch.nn.Parameter] = {}  # by id, the longest whole first
@@ -102,7 +104,7 @@ class Shards:
     def settle(self) -> None:
         """Parameters that have been whole for longest are cut until the others fit. Collective."""
         idle = [p for i, p in self._whole.items() if i not in self._held] if self._building else []
-        room = KEEP - sum(p.nbytes for p in idle)
+        room = (KEEP if self._disk is None else KEEP // 4) - sum(p.nbytes for p in idle)
         for p in idle[:-1]:
             if room >= 0:
                 return
@@ -147,12 +149,18 @@ class Shards:
             value = p.detach().contiguous().view(-1)
             if root != self._rank:  # not in place: p may be a view of a mapped file, whose pages a write would copy
                 value = torch.empty_like(value)
-            if value.numel():
+            if value.numel() and self._world > 1:
                 self._exchange.broadcast(value.view(torch.uint8), root)
             n = -(-value.numel() // self._world)
-            part.mine = torch.zeros(n, dtype=value.dtype)
             mine = value[self._rank * n : (self._rank + 1) * n]
-            part.mine[: mine.numel()].copy_(mine)
+            if mine.numel() < n or self._disk is None:
+                padded = torch.zeros(n, dtype=value.dtype)
+                padded[: mine.numel()].copy_(mine)
+                mine = padded
+            if self._disk is not None:
+                part.mine = self._disk.put(mine, part.mine if isinstance(part.mine, DiskPlace) else None)
+            else:
+                part.mine = mine
         part.cut()
         del self._whole[id(p)]
 
@@ -166,10 +174,15 @@ class Shards:
         """The values of the released `p`, in memory of their own. Collective."""
         part: _Part = self._parts[p]
         self._agree(_WHOLE, part.index)
-        assert part.mine is not None
-        out = torch.empty(self._world * part.mine.numel(), dtype=part.mine.dtype)
+        mine = part.mine
+        if isinstance(mine, DiskPlace) and self._disk is not None:
+            mine = self._disk.get(mine, p.dtype)
+        assert isinstance(mine, torch.Tensor)
+        if self._world == 1:
+            return (mine if self._disk is not None else mine.clone())[: p.numel()].view(p.shape)
+        out = torch.empty(self._world * mine.numel(), dtype=mine.dtype)
         if out.numel():
-            work = self._exchange.gather(out.view(torch.uint8), part.mine.view(torch.uint8))
+            work = self._exchange.gather(out.view(torch.uint8), mine.view(torch.uint8))
             with self._exchange.errors():
                 work.wait()
         return out[: p.numel()].view(p.shape)
@@ -191,7 +204,8 @@ class Shards:
         if not self._building:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between"
-                " zero.Init and deepc.initialize, on ranks that share no memory: each holds a part of its values. Read"
+                " zero.Init and deepc.initialize, and its values are not in this rank's memory: ranks that share none"
+                " hold parts of them, or they lie on disk. Read"
                 " it under deepc.zero.GatheredParameters(params); write it with modifier_rank=0 there"
             )
         self._make_whole(p)
@@ -238,6 +252,8 @@ class Shards:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the process, what it needs may be gone
             self._exchange.close()
+            if self._disk is not None:
+                self._disk.close()
 
 
 class _Held(Whole):

@@ -167,6 +167,27 @@ class Exchange:
                 dist.destroy_process_group(group)
 
 
+class Alone:
+    """An Exchange of one rank."""
+
+    world, rank = 1, 0
+
+    def table(self, row: Sequence[int]) -> list[list[int]]:
+        return [list(row)]
+
+    def gather(self, out: torch.Tensor, mine: torch.Tensor) -> Any:
+        raise NotImplementedError("one rank has it all")
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        pass
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
 class _Started(NamedTuple):
     """The gather of a unit under way: what it fills, elements of a rank's part, what this rank gives."""
 

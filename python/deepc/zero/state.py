@@ -3,15 +3,17 @@ model's parameters stay views of them (resident.py), or come and go (streamed/).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..comm.internode.crossing import requantized
 from ..core import memory
-from ..core.ops import torch_dtype
+from ..core.lib import call
+from ..core.ops import code, torch_dtype
 from ..errors import ConfigError, UnsupportedError
 from ..plan.layout import BLOCK, Segment
 from ..plan.plan import Plan
@@ -24,6 +26,28 @@ from .tiers.windows import Array, Window
 if TYPE_CHECKING:
     from ..comm.groups import Group
     from ..comm.shared import Segment as SharedSegment
+
+
+class Cell(NamedTuple):
+    """Elements [begin, end) of a shard, and where they lie in the flat space: (begin, end) of each stretch."""
+
+    begin: int
+    end: int
+    flat: tuple[tuple[int, int], ...]
+
+
+class Walk(Protocol):
+    """See streamed/cells.py."""
+
+    cells: Sequence[Cell]
+    at: int
+
+    def begin(self, reads: bool) -> None: ...
+    def ready(self) -> Cell: ...
+    def done(self) -> None: ...
+    def end(self) -> None: ...
+    def pause(self) -> None: ...
+    def forget(self) -> None: ...
 
 
 class Flats(Protocol):
@@ -87,6 +111,7 @@ class ModelState:
         ]
         owned = plan.owned_elems
         self.segment: SharedSegment | None = None
+        self.acc: torch.Tensor
         self.flat: torch.Tensor
         self.frozen_flat: torch.Tensor | None = None
         self.flat_host: torch.Tensor | None = None
@@ -96,7 +121,10 @@ class ModelState:
             if leases_gradients(plan, accumulates) and owned
             else None
         )
-        self.acc = self.zeros(owned, torch_dtype(plan.accumulator), "acc") if self.lease is None else self.lease.tensor
+        if self.lease is not None:
+            self.acc = self.lease.tensor
+        elif not plan.gradients_on:  # else the state's class says what stands for them
+            self.acc = self.zeros(owned, torch_dtype(plan.accumulator), "acc")
         self.partial = torch.zeros(owned // BLOCK, dtype=torch.float64, device=self.state_device)
         self.master: Array | None = self.states(owned, "master") if plan.has_master else None
         self.flats = self._choose_flats()
@@ -263,7 +291,7 @@ class ModelState:
             for part in self.window(s).parts() if s.param in chosen else ():
                 at, n = part.begin - s.shard_begin, part.length
                 master = part.read()
-                now = self.flat[s.flat_begin + at : s.flat_begin + at + n].to(master.device)
+                now = Window(self.flat, s.flat_begin + at, n).read().to(master.device)
                 was = master.to(now.dtype) if rounded is None else rounded[part.begin : part.begin + n]
                 part.write(torch.where(was == now, master, now.float()))
 
@@ -322,6 +350,37 @@ class ModelState:
         """The same as a view. UnsupportedError if it lies on disk."""
         return self.window(s).view
 
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    def remake_norm(self) -> None:
+        """`partial`, of the accumulators as they are."""
+        self.partial.copy_(torch.ops.deepc.norm_squared(self.acc))
+
+    def first_bad_gradient(self) -> int:
+        """The first owned element whose accumulated gradient is not finite, or -1."""
+        if self.acc.device.type == "cpu":
+            index = ctypes.c_int64()
+            address, kind = self.acc.data_ptr(), code(self.acc.dtype)
+            call("dc_find_nonfinite", address, kind, self.acc.numel(), ctypes.byref(index))
+            return index.value
+        where = torch.nonzero(~torch.isfinite(self.acc))
+        return int(where[0]) if where.numel() else -1
+
+    # ---- where the update finds what it walks over -------------------------------------------------------------------
+    @property
+    def acc_address(self) -> int:
+        """Element 0 of the accumulators."""
+        return self.acc.data_ptr()
+
+    @property
+    def lowp_address(self) -> int:
+        """Where the update of the host writes parameters: element 0 of the flat space."""
+        return (self.flat if self.flat_host is None else self.flat_host).data_ptr()
+
+    def walk(self) -> Walk | None:
+        """How the update brings the parameters to `lowp_address` and the gradients to `acc_address`, cell after cell;
+        None: they are there."""
+        return None
+
     def full_param(self, index: int) -> torch.Tensor:
         """[numel] in the plan's dtype: the whole value that the model computes with, to be read before the next call.
         Collective."""
@@ -350,4 +409,4 @@ def leases_gradients(plan: Plan, accumulates: bool) -> bool:
     fills them. Not where they stay through the next micro-batch's forward: among its activations they would cut the
     heap into smaller holes (8 % more memory).
     """
-    return not accumulates and plan.core_reduces and memory.heap_kept()
+    return not accumulates and plan.core_reduces and not plan.gradients_on and memory.heap_kept()

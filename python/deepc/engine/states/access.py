@@ -283,6 +283,8 @@ class _Access:
 
     # ---- gradient ----------------------------------------------------------------------------------------------------
     def _grad_piece(self, s: Segment) -> Window:
+        if self.engine.plan.gradients_on:
+            return Window(self.engine.state.acc, s.shard_begin, s.length)
         return Window(self.engine.reducer.sums(s.shard_begin, s.length))
 
     def _have_grad(self) -> bool:

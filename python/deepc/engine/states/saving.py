@@ -178,9 +178,7 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
     if mine or not plan.own_all:
         for s in plan.segments:
             source = (
-                _source(st.window(s))
-                if st.master is not None
-                else _host(st.flat[s.flat_begin : s.flat_begin + s.length])
+                _source(st.window(s)) if st.master is not None else _source(Window(st.flat, s.flat_begin, s.length))
             )
             writer.add(f"fp32/{st.names[s.param]}", source, shape=st.trained[s.param].shape, begin=s.param_begin)
         for name, s, window in engine.optimizer.owned_states():
@@ -298,6 +296,9 @@ def load(
 
 def _begin_anew(engine: EngineBase, everything: bool) -> None:
     """Where a step was broken off, or states on disk are damaged, loading puts all of them in their place."""
+    walk = engine.state.walk()
+    if everything and walk is not None:
+        walk.forget()
     if not engine.broken_step:
         return
     if not everything:
@@ -394,14 +395,16 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         source = f"fp32/{name}" if f"fp32/{name}" in reader.tensors else f"frozen/{name}"
         if source not in reader.tensors:
             continue
-        flat = st.flat[s.flat_begin : s.flat_begin + s.length]
+        flat = Window(st.flat, s.flat_begin, s.length)
         if st.master is None:
-            _read(reader, source, flat, s.param_begin)
+            _fill(reader, source, flat, s.param_begin)
         else:
             _fill(reader, source, st.window(s), s.param_begin)
-            st.window(s).copy_to(flat)
+            for part in st.window(s).parts():
+                at = part.begin - s.shard_begin
+                Window(st.flat, s.flat_begin + at, part.length).write(part.read())
         if st.flat_host is not None:
-            st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat)
+            st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat.view)
     for name, p in st.frozen:
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
         if source in reader.tensors:

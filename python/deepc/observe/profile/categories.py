@@ -67,7 +67,7 @@ def gradients(engine: Any) -> int:
     on_the_way = list(hooks._held.values()) + list(hooks._late.values())
     left = [p.grad for p in engine.state.trained] if hooks._kept else []
     lease = engine.state.lease
-    sums = [engine.state.acc] if lease is None else []
+    sums = [engine.state.acc] if lease is None and not engine.plan.gradients_on else []
     return _nbytes(_on(engine.device, [*sums, *on_the_way, *left])) + (lease.nbytes() if lease is not None else 0)
 
 

@@ -202,7 +202,9 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
             rows.append(Row(name, host=nbytes if host else 0, device=0 if host else nbytes))
 
     in_host = not gpu
-    if plan.stage == 3 and plan.transport in ("node", "nodes"):
+    if plan.parameters_on:
+        pass  # on disk; what is gathered at a time is the run's matter
+    elif plan.stage == 3 and plan.transport in ("node", "nodes"):
         rows.append(Row("parameters", shared=_round((plan.layout.total + plan.frozen_elems) * item, HUGE_PAGE)))
     else:
         put(

@@ -85,7 +85,8 @@ class SharedGuard(Guard):
     def __init__(self, state: ModelState, group: Group, reducer: Reducer, debug: bool = False) -> None:
         super().__init__(state, group, reducer)
         self._sums: list[int] | None = None
-        self._checks = debug and torch.device(state.plan.device).type == "cpu" and not state.plan.sharded
+        plan = state.plan
+        self._checks = debug and plan.device_type == "cpu" and not plan.sharded and not plan.parameters_on
 
     def take_in_writes(self) -> None:
         """There are none: they are refused."""

@@ -390,7 +390,7 @@ class FlatUnit(Unit):
         """`params` become views of the unit's storage, of the `shapes`; it is STALE. like: its dtype and device."""
         super().__init__(index, name, params, UnitState.STALE)
         self._params = list(params)
-        numels = [math.prod(shape) for shape in shapes]
+        self.numels = numels = [math.prod(shape) for shape in shapes]
         starts = itertools.accumulate((padded(n) for n in numels), initial=0)
         *self.offsets, total = starts
         self.elems, self.persistent, self.trained = sum(numels), persistent, trained

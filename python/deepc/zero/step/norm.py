@@ -10,16 +10,15 @@ ranks (Skips)."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...core.lib import C, call
-from ...core.ops import code
+from ...core.lib import C
 from ...errors import NonFiniteError
+from ..tiers.windows import Window
 from .reducer import norm_order
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def judge(
     if not hooks.norm_ready:
         complete()
         reducer.settle()
-        state.partial.copy_(torch.ops.deepc.norm_squared(state.acc))
+        state.remake_norm()
     partial = state.partial
     whole = plan.own_all or plan.world == 1
     rows = [rider.row() for rider in riders]
@@ -104,14 +103,7 @@ def judge(
 def first_not_finite(state: ModelState, guard: Guard) -> str:
     """Name of the first parameter, in flat order, whose gradient is not finite. Collective at stages 1 to 3."""
     plan = state.plan
-    found = -1
-    if state.acc.device.type == "cpu":
-        index = ctypes.c_int64()
-        call("dc_find_nonfinite", state.acc.data_ptr(), code(state.acc.dtype), state.acc.numel(), ctypes.byref(index))
-        at = index.value
-    else:
-        where = torch.nonzero(~torch.isfinite(state.acc))
-        at = int(where[0]) if where.numel() else -1
+    found, at = -1, state.first_bad_gradient()
     if at >= 0:
         found = next((s.param for s in plan.segments if s.shard_begin <= at < s.shard_begin + s.length), -1)
     if not plan.own_all and plan.world > 1:
@@ -161,7 +153,11 @@ def first_weight_not_finite(state: ModelState, guard: Guard) -> str:
     """Name of a parameter, trained or frozen, that is not finite; "" if there is none. Every rank looks at its part.
     Collective."""
     plan, group = state.plan, guard.group
-    own = (s.param for s in plan.segments if not _finite(state.flat[s.flat_begin : s.flat_begin + s.length]))
+    own = (
+        s.param
+        for s in plan.segments
+        if not all(_finite(part.read()) for part in Window(state.flat, s.flat_begin, s.length).parts())
+    )
     found = next(own, -1)
     # Streamed parameters are read by all ranks together, others lie on every node.
     mine = range(len(state.frozen)) if plan.mode == "streamed" else range(group.rank, len(state.frozen), group.world)

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from ...core.lib import C, StepArgs, check
-from ...core.ops import code
+from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...optim.factory import check_optimizer, moments_of, twin_over
 from ...optim.rules import ADAMW, DECOUPLED, NESTEROV, CoreRule, Scalars, core_rule
 from ...plan.layout import Segment
-from ..state import ModelState
+from ..state import ModelState, Walk
 from ..tiers.windows import Array, Window
 from .tree import LayoutOrder
-
-if TYPE_CHECKING:
-    from ...offload import Cell
-    from ..tiers.disk import DiskTier
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
 
@@ -142,8 +138,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         st = self._state
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
-        if st.state_device.type != "cpu" or st.tier is not None:  # a cell's arguments are made when it is there
-            return
+        self._walk = st.walk() if st.state_device.type == "cpu" else None
+        if st.state_device.type != "cpu" or st.tier is not None or self._walk is not None:
+            return  # a cell's arguments are made when it is there
         arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
         self._args = StepArgs.array(max(1, len(self._runs)))
         for a, run in zip(self._args, self._runs):
@@ -152,22 +149,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _aim(self, a: Any, run: Run, at: Address) -> None:
         """The arguments of a run that do not change from step to step."""
         st, rule = self._state, self._core
-        target = st.flat_host if st.flat_host is not None else st.flat
-        lowp = st.master is not None
+        lowp, acc_dtype = st.master is not None, torch_dtype(st.plan.accumulator)
         direct = not st.plan.parameters_as  # else the engine makes the parameters from the masters when it publishes
-        a.param = at("master", run.own) if lowp else target.data_ptr() + 4 * run.flat
-        a.grad = st.acc.data_ptr() + st.acc.element_size() * run.own
+        a.param = at("master", run.own) if lowp else st.lowp_address + 4 * run.flat
+        a.grad = st.acc_address + acc_dtype.itemsize * run.own
         for k, name in enumerate(rule.names[: rule.keeps(self.param_groups[run.group])]):
             a.state[k] = at(name, run.own)
         if lowp and direct:
-            a.lowp, a.lowp_dtype = target.data_ptr() + target.element_size() * run.flat, code(target.dtype)
+            a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * run.flat, code(st.dtype)
         a.n, a.rule = run.n, rule.kind
         a.param_dtype = a.state_dtype = code(torch.float32)
-        a.grad_dtype = code(st.acc.dtype)
+        a.grad_dtype = code(acc_dtype)
 
     def _attach_torch(self) -> None:
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""
         st = self._state
+        if st.plan.parameters_on and st.plan.segments:
+            raise UnsupportedError(
+                f"zero_optimization.offload_param.device = nvme with {type(self.base).__name__}: torch's optimizers"
+                " update parameters in memory; use Adam or AdamW, or device none"
+            )
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
         for s in st.plan.segments:
@@ -227,13 +228,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def forget_unfinished(self) -> None:
         """All states are written anew: there is no rest."""
         self._unfinished = None
+        if self.core and self._walk is not None:
+            self._walk.forget()
 
     def _update_host(self, grad_scale: float) -> None:
         groups = [
             (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups
         ]
-        if self._state.tier is not None:
+        if self._state.tier is not None or self._walk is not None:
             self._update_cells(grad_scale, groups)
         else:
             self._step_runs(self._args, self._runs, groups)
@@ -249,20 +252,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check(C.dc_step(args, len(runs)))
 
     def _update_cells(self, grad_scale: float, groups: Sequence[tuple[Scalars, float]]) -> None:
-        """The same where masters and moments lie on disk: the update of an element depends on that element alone, so
-        it may be cut anywhere."""
+        """The same where something lies on disk: masters and moments (the tier), parameters and gradients (the walk).
+        The update of an element depends on that element alone, so it may be cut anywhere."""
+        tier, walk = self._state.tier, self._walk
 
-        def work(cell: Cell) -> None:
-            runs = within(self._runs, cell.begin, cell.end)
+        def run(begin: int, end: int, at: Address) -> None:
+            if walk is not None:
+                walk.ready()
+            runs = within(self._runs, begin, end)
             args = StepArgs.array(max(1, len(runs)))
-            for a, run in zip(args, runs):
-                self._aim(a, run, lambda name, own: cell.data[name] + 4 * (own - cell.begin))
+            for a, r in zip(args, runs):
+                self._aim(a, r, at)
             self._step_runs(args, runs, groups)
+            if walk is not None:
+                walk.done()
 
         try:
-            cast("DiskTier", self._state.tier).update(work)
-        except DiskError:
-            self._unfinished = grad_scale
+            if walk is not None:
+                walk.begin(self._state.master is None or bool(self._left_out))
+            if tier is not None:
+                tier.update(lambda c: run(c.begin, c.end, lambda name, own: c.data[name] + 4 * (own - c.begin)))
+            else:
+                arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": self._state.master})
+                for cell in cast("Walk", walk).cells[cast("Walk", walk).at :]:
+                    run(cell.begin, cell.end, lambda name, own: arrays[name].data_ptr() + 4 * own)
+            if walk is not None:
+                walk.end()
+        except BaseException as exc:
+            if walk is not None:
+                walk.pause()
+                if tier is not None:
+                    tier.at = walk.at
+            if isinstance(exc, DiskError):
+                self._unfinished = grad_scale
             raise
         self._unfinished = None
 

@@ -18,11 +18,16 @@ from ..shards import give
 from ..sources import CollectiveSource, NodeSource, Piece, Source
 from ..state import Flats, ModelState
 from ..step.collective import RoundsReducer, TorchReducer
+from .cells import CELL_ELEMS, CellWalk, cells_of
+from .disk import DiskFlats
+from .gradients import DiskNodeReducer, DiskReducer, GradientStore
 from .units import HONOURED, StreamedUnits
 
 if TYPE_CHECKING:
     from ...comm.groups import TorchGroup
+    from ...comm.shared import Comm
     from ...config.tree import ZeroConfig
+    from ..step.reducer import Reducer
 
 
 class NodeFlats(WholeFlats):
@@ -153,11 +158,23 @@ class StreamedState(ModelState):
     """The model states of a rank in streamed mode. streamed: its units, from `stream` on."""
 
     streamed: StreamedUnits | None = None
+    store: GradientStore | None = None  # of gradients on disk
+    _walk: CellWalk | None = None
     reducer: RoundsReducer
-    flats: NodeFlats | ShardFlats
+    flats: NodeFlats | ShardFlats | DiskFlats
 
     def _choose_flats(self) -> Flats:
+        if self.plan.gradients_on:
+            self.store = GradientStore(self.plan.gradients_on, self.plan.owned_elems, self.partial)
+            self.acc = cast(Any, self.store.values)
+        if self.plan.parameters_on:
+            return DiskFlats(self.plan.parameters_on)
         return ShardFlats() if self.plan.sharded else NodeFlats()
+
+    @property
+    def disk(self) -> DiskFlats | None:
+        """The parameters on disk, or None."""
+        return self.flats if isinstance(self.flats, DiskFlats) else None
 
     @property
     def units(self) -> StreamedUnits:
@@ -172,9 +189,27 @@ class StreamedState(ModelState):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         source = self.flats.source(self)
         self.streamed = StreamedUnits(
-            model, self.plan, trained, self.frozen, source, lambda p: self.flats.pieces(self, p), like, config
+            model,
+            self.plan,
+            trained,
+            self.frozen,
+            source,
+            lambda p: self.flats.pieces(self, p),
+            like,
+            config,
+            self._most_live(config),
         )
         self._note_versions()
+
+    def _most_live(self, config: ZeroConfig) -> int:
+        """Elements that may be gathered at a time. With parameters on disk the limit is also max_in_cpu, and a third
+        of the memory that is left: activations and gradients want some."""
+        most = config.stage3_max_live_parameters
+        if self.disk is None:
+            return most
+        room = memory.available() // (3 * self.plan.ranks_per_node * self.dtype.itemsize)
+        least = torch.tensor([float(min(most, config.offload_param.max_in_cpu, room))], dtype=torch.float64)
+        return int(self.group.gather_all(least).min())
 
     def watches(self, p: torch.nn.Parameter) -> bool:
         return self.streamed is not None and self.streamed.holds(p)
@@ -196,6 +231,37 @@ class StreamedState(ModelState):
     def _tell(self, error: BaseException) -> None:
         if self.streamed is not None:
             self.streamed.fail(error)
+
+    # ---- parameters on disk ------------------------------------------------------------------------------------------
+    @property
+    def lowp_address(self) -> int:
+        return super().lowp_address if self.disk is None else self.disk.window.base
+
+    @property
+    def acc_address(self) -> int:
+        return super().acc_address if self.store is None else self.store.window.base
+
+    def walk(self) -> CellWalk | None:
+        if self.disk is None:
+            return None
+        if self._walk is None:
+            elems = self.plan.disk.cell_elems if self.plan.disk is not None else CELL_ELEMS
+            cells = cells_of(self.plan.slices, elems)
+            self._walk = CellWalk(cells, self.disk.window, None if self.store is None else self.store.window)
+        return self._walk
+
+    def remake_norm(self) -> None:
+        super().remake_norm() if self.store is None else self.store.remake_norm()
+
+    def first_bad_gradient(self) -> int:
+        return super().first_bad_gradient() if self.store is None else self.store.first_not_finite()
+
+    def disk_reducer(self, comm: Comm | None, wire: torch.dtype, pre_scale: float) -> Reducer:
+        """The reducer whose sums lie on disk. comm: of the node's ranks; None: this one is alone. Collective."""
+        assert self.store is not None
+        if comm is None:
+            return DiskReducer(self.plan, self.store, pre_scale)
+        return DiskNodeReducer(self.plan, comm, self.store, wire, pre_scale)
 
     # ---- the interface of ModelState ---------------------------------------------------------------------------------
     def bump_versions(self) -> None:
@@ -227,7 +293,7 @@ class StreamedState(ModelState):
     def set_frozen(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
         if not self.units.holds(p):
             super().set_frozen(p, value)
-        elif self.segment is None or self.group.leader:
+        elif self.group.leader or (self.segment is None and self.disk is None):
             self.units.write(p, value)
 
     def whole(self, params: Params, writer: int | None) -> Whole:
@@ -242,6 +308,10 @@ class StreamedState(ModelState):
         if self.plan.sharded and self.reducer.broken:
             self._tell(CommError(f"rank {self.plan.rank} left in the middle of a backward (engine.destroy())"))
         self.streamed.close()
+        if self.disk is not None:
+            self.disk.close()
+        if self.store is not None:
+            self.store.close()
 
 
 class _Gathered(Whole):

@@ -63,7 +63,8 @@ class StreamedUnits:
     """The streamed parameters of one engine. stats: see `stats()`.
 
     trained, frozen: name and parameter, which are released from here on (but the persistent ones). pieces_of: where the
-    values of a parameter lie. like: a tensor of the parameters' dtype and device."""
+    values of a parameter lie. like: a tensor of the parameters' dtype and device. max_live: elements that may be
+    gathered at a time."""
 
     def __init__(
         self,
@@ -75,10 +76,11 @@ class StreamedUnits:
         pieces_of: Callable[[torch.nn.Parameter], Sequence[Piece]],
         like: torch.Tensor,
         config: ZeroConfig,
+        max_live: int,
     ) -> None:
         self._model, self._source = model, source
         self._prefetch, self._max_reuse = config.stage3_prefetch_bucket_size, config.stage3_max_reuse_distance
-        self._max_live = config.stage3_max_live_parameters
+        self._max_live = max_live
         # Per running module: units in use, whether it pushed saved-tensor hooks.
         self._frames: list[tuple[list[FlatUnit], bool]] = []
         self._holds = 0  # keep-gathered contexts
@@ -138,6 +140,8 @@ class StreamedUnits:
                 p._deepc_owner = self  # type: ignore[attr-defined]
                 self._unit_of[id(p)] = unit
             self._units.append(unit)
+            if not persistent:
+                unit.reshard()  # before the next one has storage
         self._needs = {modules[m]: [self._units[i] for i in used] for m, used in made.needs.items()}
         self.blocks = [modules[m] for m in made.blocks]
         self.persistent_elems = self.live_elems = sum(u.elems for u in self._units if u.persistent)
@@ -145,8 +149,6 @@ class StreamedUnits:
         for unit in self._units:
             if unit.persistent:
                 self._ensure(unit)
-            else:
-                unit.reshard()
 
     def _persistent(self, elems: dict[int, int], config: ZeroConfig) -> set[int]:
         """Small parameters stay: those up to stage3_param_persistence_threshold elements, until they are
@@ -333,8 +335,13 @@ class StreamedUnits:
     def enter(self, units: Sequence[FlatUnit]) -> None:
         """A module that uses `units` begins."""
         self._begin_pass_if_new()
-        for unit in units:
-            self._use(unit)
+        for at, unit in enumerate(units):
+            try:
+                self._use(unit)
+            except BaseException:  # a disk that fails; the module will not end
+                for used in units[:at]:
+                    self._unuse(used)
+                raise
             self._note(unit)
         self._frames.append((list(units), self._saved.push()))
 
@@ -382,8 +389,8 @@ class StreamedUnits:
         if self._closed:
             return (
                 f"parameter '{self._name[id(p)]}' was touched ({what}) after engine.destroy(), and its values were not"
-                " on this rank: ranks share no memory here. Take engine.module_state_dict() before, or save a"
-                " checkpoint"
+                " in this rank's memory: ranks share none here, or they lay on disk. Take engine.module_state_dict()"
+                " before, or save a checkpoint"
             )
         return (
             f"parameter '{self._name[id(p)]}' {tuple(p.shape)} was touched ({what}) while it is released: at ZeRO stage"

@@ -1,0 +1,243 @@
+"""Streamed parameters on the disk of their node (offload_param.device = "nvme"): the flat space is an array on disk,
+one of the node, in a file without a name that all its ranks have open. A unit is read from it straight into the unit's
+storage, ahead of its use as the recorded order says; owners write their slices of it in the step. So, as where the
+node's memory has the parameters, gathers are one-sided: ranks need not agree on what they gather, nor when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
+
+import torch
+
+from ...errors import DiskError, UnsupportedError
+from ...offload.array import BLOCK, DiskArray, DiskRead, Window
+from ...plan.layout import ALIGN, Segment, padded
+from ...plan.plan import Plan
+from ..parameters.gathered import Params
+from ..parameters.param import FlatUnit
+from ..resident import broadcast
+from ..shards import give
+from ..sources import Piece, Source
+from ..state import ModelState
+from ..tiers.windows import OnDisk
+from ..tiers.windows import Window as Part
+
+if TYPE_CHECKING:
+    from ...comm.groups import NodeGroup
+
+
+class Streams(Protocol):
+    """What is asked of a StreamedState."""
+
+    plan: Plan
+
+    @property
+    def units(self) -> Units: ...
+
+
+class Units(Protocol):
+    """What is asked of its StreamedUnits."""
+
+    def write(self, p: torch.nn.Parameter, value: torch.Tensor) -> None: ...
+
+
+class ArrayOnDisk(OnDisk):
+    """A DiskArray where there is a tensor elsewhere: read and written by windows (zero/tiers/windows.py), and nothing
+    else."""
+
+    def __init__(self, array: DiskArray) -> None:
+        self._array, self.dtype = array, array.dtype
+
+    def read(self, begin: int, out: torch.Tensor) -> torch.Tensor:
+        return self._array.read(begin, out)
+
+    def write(self, begin: int, value: torch.Tensor) -> None:
+        self._array.put(begin, value)
+
+    def __len__(self) -> int:
+        return self._array.numel
+
+    def __repr__(self) -> str:
+        return f"ArrayOnDisk({self._array.what}, {self._array.numel:,} elements in {self._array.folder})"
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of {self._array.what}, which lie on disk (zero_optimization.offload_param.device nvme): it is no"
+            " tensor; read and write it under deepc.zero.GatheredParameters or by deepc.view(p)"
+        )
+
+
+class DiskFlats:
+    """The whole flat space, and the frozen parameters behind it, in an array on the node's disk."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def make(self, state: ModelState) -> None:
+        plan = state.plan
+        self._frozen_at: dict[int, int] = {}
+        self._frozen_end = plan.layout.total
+        self._place = {id(p): i for i, p in enumerate(state.trained)}
+        self._layout = plan.layout
+        self.array = self._open(state, plan.layout.total + plan.frozen_elems)
+        self.window = Window(self.array)
+        state.flat = cast(Any, ArrayOnDisk(self.array))
+        state.frozen_flat = state.flat_host = None
+
+    def _open(self, state: ModelState, numel: int) -> DiskArray:
+        """The node's first rank makes it, the others open it by its /proc name. Collective; fails on all ranks."""
+        group, what = state.group, "the parameters"
+        if group.world == 1:
+            return DiskArray(self._folder, numel, state.dtype, what)
+        blocks = max(1, -(-numel // BLOCK))
+        self._segment = cast("NodeGroup", group).segment(max(4096, 4 * blocks))
+        sums = self._segment.tensor(torch.int32, 0, blocks)
+        array: DiskArray | None = None
+        failure: DiskError | None = None
+        place = torch.zeros(2, dtype=torch.int64)  # process, descriptor
+        try:
+            if group.leader:
+                array = DiskArray(self._folder, numel, state.dtype, what, sums=sums)
+                _, _, process, _, descriptor = array.path.split("/")
+                place = torch.tensor([int(process), int(descriptor)])
+        except DiskError as exc:
+            failure = exc
+        group.broadcast(place, 0)
+        process, descriptor = place.tolist()
+        try:
+            if not group.leader and process:
+                path = f"/proc/{process}/fd/{descriptor}"
+                array = DiskArray(self._folder, numel, state.dtype, what, path=path, sums=sums)
+        except DiskError as exc:
+            failure = exc
+        lacks = group.gather_all(torch.tensor([float(array is None)], dtype=torch.float64)).view(-1).tolist()
+        if array is None or any(lacks):
+            raise failure or DiskError(
+                f"rank {lacks.index(1.0)} could not open the file of the parameters in {self._folder}; its own message"
+                " says why"
+            )
+        return array
+
+    # ---- values come -------------------------------------------------------------------------------------------------
+    def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
+        known = give(p)  # the same on all ranks
+        value = p.data.reshape(-1)
+        if state.master is not None and state.plan.world > 1 and not known:  # rank 0's, unrounded
+            value = value.to(dtype=torch.float32, copy=True)
+            state.group.broadcast(value, 0)
+        return value
+
+    def put(self, state: ModelState, index: int, value: torch.Tensor, pieces: Sequence[Segment]) -> None:
+        if state.group.leader:
+            self.array.put(state.plan.layout.offsets[index], value)
+
+    def home(self, state: ModelState, index: int, p: torch.nn.Parameter) -> torch.Tensor:
+        return torch.empty(0, dtype=state.dtype)  # a view of its unit soon
+
+    def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
+        give(p)
+        if not p.is_floating_point():
+            broadcast(state.group, p.data)
+            return
+        self._frozen_at[id(p)] = self._frozen_end
+        if state.group.leader:
+            self.array.put(self._frozen_end, p.data.reshape(-1))
+        self._frozen_end += padded(p.numel())
+        p.data = torch.empty(0, dtype=state.dtype)
+
+    def spread(self, state: ModelState) -> None:
+        state.group.barrier()
+
+    def follow(self, state: ModelState, index: int) -> None:
+        for s in state.plan.segments if state.master is not None else ():
+            if s.param == index:
+                Part(state.flat, s.flat_begin, s.length).write(state.window(s).read())
+        state.group.barrier()
+
+    # ---- units -------------------------------------------------------------------------------------------------------
+    def source(self, state: Streams) -> Source:
+        return DiskSource(self.array, self.begin_of)
+
+    def begin_of(self, p: torch.nn.Parameter) -> int:
+        """Where the values of `p` begin in the array."""
+        layout = self._layout
+        return layout.offsets[self._place[id(p)]] if id(p) in self._place else self._frozen_at[id(p)]
+
+    def pieces(self, state: Streams, p: torch.nn.Parameter) -> list[Piece]:
+        return []  # the source knows
+
+    def take(self, state: Streams, params: Params, writer: int) -> None:
+        for p in params if state.plan.rank == writer else ():
+            state.units.write(p, p.detach())
+
+    def spread_written(self, state: Streams, params: Params, writer: int) -> None:
+        pass  # all ranks read the same file
+
+    def close(self) -> None:
+        self.array.close()
+
+
+class _Run(NamedTuple):
+    """`n` elements from `begin` of the array, which lie from `offset` on in a unit's storage."""
+
+    offset: int
+    begin: int
+    n: int
+
+
+class DiskSource:
+    """Gathers by reading from the array on the node's disk, in the background from `begin` to `complete`. One-sided, as
+    NodeSource. A read that fails raises where the unit is needed; the unit can be asked for again."""
+
+    def __init__(self, array: DiskArray, begin_of: Callable[[torch.nn.Parameter], int]) -> None:
+        self._array, self._begin_of = array, begin_of
+        self._runs: dict[int, list[_Run]] = {}
+        self._reads: dict[int, list[DiskRead]] = {}
+
+    def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
+        runs: list[_Run] = []
+        for offset, p, n in zip(unit.offsets, unit.params, unit.numels):
+            begin = self._begin_of(p)
+            last = runs[-1] if runs else _Run(0, 0, 0)
+            gap = offset - (last.offset + last.n)
+            if runs and 0 <= gap < ALIGN and begin - (last.begin + last.n) == gap:
+                runs[-1] = last._replace(n=last.n + gap + n)  # the padding between them comes along
+            elif n:
+                runs.append(_Run(offset, begin, n))
+        self._runs[unit.index] = runs
+
+    def begin(self, units: Sequence[FlatUnit]) -> None:
+        for unit in units:
+            self._reads[unit.index] = [
+                self._array.read_async(r.begin, unit.flat[r.offset : r.offset + r.n]) for r in self._runs[unit.index]
+            ]
+
+    def complete(self, unit: FlatUnit) -> None:
+        if unit.index not in self._reads:  # the last try failed
+            self.begin([unit])
+        reads = self._reads.pop(unit.index)
+        try:
+            while reads:
+                reads.pop().wait()
+        except BaseException:
+            for read in reads:
+                read.abandon()
+            raise
+
+    def read(self, unit: FlatUnit, i: int) -> torch.Tensor | None:
+        return self._array.get(self._begin_of(unit.params[i]), unit.numels[i])
+
+    def write(self, unit: FlatUnit, i: int, value: torch.Tensor) -> None:
+        """One rank writes parameter i for all."""
+        self._array.put(self._begin_of(unit.params[i]), value)
+
+    def fail(self, error: BaseException) -> None:
+        pass  # nobody waits here
+
+    def close(self) -> bool:
+        for reads in self._reads.values():
+            for read in reads:
+                read.abandon()
+        self._reads.clear()
+        return False

@@ -1,0 +1,390 @@
+"""offload_param.device = "nvme": stage 3's parameters on disk. The same bits as in memory, whatever is done with them;
+the model is never whole in memory; and what happens when the disk fails."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import tiny
+import torch
+from ranks import run_ranks as _run_ranks
+from test_engine import same_bits
+from test_streamed import LIMITS, NO_LIMITS, ODD, TINY, _odd_training, _tiny_training, same
+
+
+def run_ranks(fn, world, *args, **kw):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **kw)
+
+
+def on_disk(cfg: dict, folder, *, states: bool = False, **zero) -> dict:
+    """The configuration with parameters on disk; states: and optimizer states, and so gradients."""
+    cfg = copy.deepcopy(cfg)
+    place = {"device": "nvme", "nvme_path": str(folder)}
+    cfg["zero_optimization"].update({**zero, "offload_param": place})
+    if states:
+        cfg["zero_optimization"].update({"offload_optimizer": place, "sub_group_size": 4096})
+    return cfg
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+def _against_memory(rank, world, train, cases, base, folder, zero):
+    """In memory; parameters on disk; all on disk."""
+    out = {}
+    configs = (base, on_disk(base, folder, **zero), on_disk(base, folder, states=True, **zero))
+    for name, case in cases.items():
+        out[name] = [train(rank, world, cfg, case) for cfg in configs]
+    return out
+
+
+def check(ranks, folder, persistent=False):
+    for by_name in ranks:
+        for name, (memory, *disk) in by_name.items():
+            for what, run in zip(("parameters", "all"), disk, strict=True):
+                try:
+                    same(memory, run)
+                except AssertionError as exc:
+                    raise AssertionError(f"{name}, {what} on disk: {exc}") from exc
+                stats = run[3]
+                assert stats["gathers"] > 0 and stats["live_elems"] == stats["persistent_elems"], (name, stats)
+                assert (stats["persistent_elems"] > 0) == persistent
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize(
+    "world, zero, kinds",
+    [(1, NO_LIMITS, list(TINY)), (2, LIMITS, ["plain", "unused", "all-reentrant"])],
+    ids=["1", "2-limits"],
+)
+def test_the_same_bits_as_in_memory(world, zero, kinds, tmp_path):
+    base = tiny.config(3, micro=2, deepc={"bucket_elems": 8192})
+    ranks = run_ranks(_against_memory, world, _tiny_training, {n: TINY[n] for n in kinds}, base, str(tmp_path), zero)
+    check(ranks, tmp_path, persistent=zero is LIMITS)
+    if zero is LIMITS:
+        for _, (_, _, _, stats), _ in ranks[0].values():
+            assert stats["live_elems_max"] <= zero["stage3_max_live_parameters"] and stats["prefetched"] > 0
+
+
+@pytest.mark.parametrize("world, precision, gas", [(1, "bf16", 1), (2, "bf16", 2), (1, "fp16", 2)])
+def test_16_bit_and_accumulation(world, precision, gas, tmp_path):
+    base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
+    cases = {n: TINY[n] for n in ("plain", "all")}
+    check(run_ranks(_against_memory, world, _tiny_training, cases, base, str(tmp_path), LIMITS), tmp_path, True)
+
+
+def test_parameters_in_odd_places(tmp_path):
+    base = tiny.config(3, micro=4, deepc={"bucket_elems": 8192})
+    ranks = run_ranks(_against_memory, 2, _odd_training, {k: k for k in ODD}, base, str(tmp_path), NO_LIMITS)
+    check(ranks, tmp_path)
+
+
+# ---- what is done with parameters between steps ----------------------------------------------------------------------
+def _steps(engine, steps, rank, world, start=0):
+    losses = []
+    for step in range(start, start + steps):
+        x, y = tiny.make_batch(step, 2 * world)
+        loss = engine(x[2 * rank :][:2], y[2 * rank :][:2])
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+    return losses
+
+
+def _everything(rank, world, cfg, out):
+    """Access, writes, freezing, evaluation, checkpoints: what came of it."""
+    import deepc
+    from deepc.zero import GatheredParameters
+
+    torch.manual_seed(0)
+    engine = deepc.initialize(model=tiny.make_model(frozen=True, layers=3), config=cfg)[0]
+    found: dict = {"losses": _steps(engine, 2, rank, world)}
+    p = engine.module.blocks[1].up.weight
+    found["fp32"], found["moment"] = deepc.view(p).fp32, deepc.view(p).state["exp_avg"]
+    with GatheredParameters([p], modifier_rank=0):
+        if rank == 0:
+            with torch.no_grad():
+                p.mul_(1.5)
+    deepc.view(engine.module.ln.weight).fp32 = torch.full((32,), 0.75)
+    frozen = engine.module.pos.weight
+    with GatheredParameters([frozen], modifier_rank=0):
+        if rank == 0:
+            with torch.no_grad():
+                frozen.add_(0.25)
+    with torch.no_grad():
+        x, y = tiny.make_batch(99, 2 * world)
+        found["evaluation"] = engine(x[:2], y[:2]).item()
+        with engine.keep_gathered():
+            found["kept"] = [engine(x[:2], y[:2]).item() for _ in range(3)]
+    engine.module.blocks[0].down.weight.requires_grad_(False)
+    found["losses"] += _steps(engine, 2, rank, world, 2)
+    engine.module.blocks[0].down.weight.requires_grad_(True)
+    engine.save_checkpoint(out, "a")
+    found["state"] = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    found["after"] = _steps(engine, 1, rank, world, 4)
+    engine.load_checkpoint(out, "a")
+    found["again"] = _steps(engine, 1, rank, world, 4)
+    state = {n: t + 0.125 for n, t in found["state"].items()}
+    engine.load_module_state_dict(state)
+    found["loaded"] = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    found["last"] = _steps(engine, 1, rank, world, 5)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "bf16")])
+def test_access_writes_freezing_and_checkpoints(world, precision, tmp_path):
+    base = tiny.config(3, micro=2, precision=precision, deepc={"bucket_elems": 8192})
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    runs = [
+        run_ranks(_everything, world, cfg, str(tmp_path / str(i)))
+        for i, cfg in enumerate((base, on_disk(base, folder, **LIMITS), on_disk(base, folder, states=True, **LIMITS)))
+    ]
+    for memory, disk in [*zip(runs[0], runs[1]), *zip(runs[0], runs[2])]:
+        for key in memory:
+            if isinstance(memory[key], dict):
+                same_bits(memory[key], disk[key])
+            elif isinstance(memory[key], torch.Tensor):
+                assert torch.equal(memory[key], disk[key]), key
+            else:
+                assert memory[key] == disk[key], key
+        assert disk["after"] == disk["again"], "the checkpoint has all of it"
+        same_bits({n: t + 0.125 for n, t in disk["state"].items()}, disk["loaded"])
+    assert os.listdir(folder) == []
+
+
+# ---- zero.Init -------------------------------------------------------------------------------------------------------
+def _built(rank, world, cfg, init):
+    import deepc
+    from deepc.zero import shards
+
+    most, cut = [], shards.Shards.settle
+
+    def settle(self):
+        cut(self)
+        most.append(sum(p.nbytes for p in self._whole.values()))
+
+    shards.Shards.settle, shards.KEEP = settle, 1 << 14
+    try:
+        torch.manual_seed(3 + rank * (init is not None))  # values are rank 0's
+        with deepc.zero.Init(enabled=init is not None, config_dict_or_path=cfg, **(init or {})):
+            model = tiny.TinyGPT(frozen=True)
+            for block in model.blocks:  # a parent's own weight init
+                torch.nn.init.normal_(block.up.weight, std=0.02)
+        engine = deepc.initialize(model=model, config=cfg)[0]
+        out = _steps(engine, 2, rank, world), {n: t.clone() for n, t in engine.module.state_dict().items()}
+        engine.destroy()
+    finally:
+        shards.Shards.settle, shards.KEEP = cut, 64 << 20
+    return (*out, max(most, default=0))
+
+
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "fp32"), (1, "bf16")])
+def test_init_builds_the_model_on_disk(world, precision, tmp_path):
+    base = tiny.config(3, micro=2, precision=precision)
+    cfg = on_disk(base, tmp_path, **NO_LIMITS)
+    plain, built = (run_ranks(_built, world, cfg, init) for init in (None, {}))
+    if precision == "fp32":  # in bf16 masters begin with the rounded values
+        assert plain[0][0] == built[0][0]
+        same_bits(plain[0][1], built[0][1])
+    elements = sum(p.numel() for p in tiny.TinyGPT().parameters())
+    for _, _, most in built:
+        assert 0 < most <= (1 << 14) + 4 * 61 * 32 < 4 * elements / 2, "at most KEEP and one parameter"
+    assert os.listdir(tmp_path) == []
+
+
+def test_remote_device(tmp_path):
+    import deepc
+    from deepc.errors import ArgumentError
+
+    with pytest.raises(ArgumentError, match="nvme_path"):
+        deepc.zero.Init(remote_device="nvme")
+    with pytest.raises(ArgumentError, match="'disk'"):
+        deepc.zero.Init(remote_device="disk")
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"stage": 2}, "stage 3"),
+        ({"offload_param": {"device": "nvme"}}, "nvme_path"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/x", "max_in_cpu": -1}}, "max_in_cpu"),
+    ],
+)
+def test_what_does_not_go(change, says, tmp_path):
+    from deepc.config.tree import Config
+    from deepc.errors import ConfigError
+
+    cfg = on_disk(tiny.config(3, micro=2), tmp_path)
+    cfg["zero_optimization"].update(change)
+    with pytest.raises(ConfigError, match=says):
+        Config.load(cfg, world_size=1, device_type="cpu")
+    with pytest.raises(ConfigError, match="exists on CPUs"):
+        Config.load(on_disk(tiny.config(3, micro=2), tmp_path), world_size=1, device_type="cuda")
+
+
+def _plan(rank, world, cfg):
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    plan, live = engine.plan, engine.state.streamed._max_live
+    engine.destroy()
+    return plan.describe(), dict(plan.bytes), live
+
+
+def test_the_plan_says_what_lies_where(tmp_path):
+    cfg = on_disk(tiny.config(3, micro=2), tmp_path)
+    cfg["zero_optimization"]["offload_param"]["max_in_cpu"] = 12345
+    text, sizes, live = run_ranks(_plan, 1, cfg)[0]
+    assert "parameters on disk" in text and str(tmp_path) in text
+    assert sizes["params_disk"] > 0 and sizes["params_shared"] == sizes["params_private"] == 0
+    assert live == 12345, "max_in_cpu is honoured"
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+def _damaged(rank, world, cfg):
+    """A byte of a block's values is changed on disk: the forward names it; written again, all goes on."""
+    import deepc
+    from deepc.errors import DamagedError
+
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    losses = _steps(engine, 1, rank, world)
+    array, p = engine.state.disk.array, engine.module.blocks[1].up.weight
+    at = engine.state.disk.begin_of(p) * 4
+    with open(array.path, "r+b", buffering=0) as f:
+        f.seek(at)
+        kept = f.read(1)
+        f.seek(at)
+        f.write(bytes([kept[0] ^ 1]))
+    x, y = tiny.make_batch(1, 2)
+    said = ""
+    try:
+        engine(x, y)
+    except DamagedError as exc:
+        said = str(exc)
+    with open(array.path, "r+b", buffering=0) as f:
+        f.seek(at)
+        f.write(kept)
+    losses += _steps(engine, 2, rank, world, 1)
+    engine.destroy()
+    return said, losses
+
+
+def test_damage_is_an_error_and_nothing_is_lost_by_it(tmp_path):
+    cfg = tiny.config(3, micro=2)
+    said, losses = run_ranks(_damaged, 1, on_disk(cfg, tmp_path, **NO_LIMITS))[0]
+    assert "the parameters on disk" in said and "elements [" in said
+    (memory,) = run_ranks(_in_memory, 1, cfg)
+    assert losses == memory
+
+
+def _failing(rank, world, cfg, steps):
+    """The disk of the last rank fails once in the forward, in the backward and in the step, each time at another
+    transfer; what was refused is asked for again."""
+    import deepc
+    from deepc.errors import DiskError, DiskFullError
+    from deepc.offload import array
+
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    assert engine.plan.gradients_on and engine.plan.disk is not None
+    count, at, whole, losses, said = 0, -1, array.DiskArray._finish, [], []
+
+    def finish(self, handle):
+        nonlocal count
+        whole(self, handle)
+        count += 1
+        if count == at and rank == world - 1:
+            raise DiskFullError("[made by the test]")
+
+    def run(n, what):
+        """`what`, whose n-th transfer fails; it may have fewer."""
+        nonlocal count, at
+        count, at = 0, n
+        try:
+            return what()
+        finally:
+            at = -1
+
+    array.DiskArray._finish = finish
+    try:
+        for step in range(steps):
+            x, y = tiny.make_batch(step, 2 * world)
+            x, y = x[2 * rank :][:2], y[2 * rank :][:2]
+            try:
+                loss = run(step + 1, lambda x=x, y=y: engine(x, y))
+            except DiskError:
+                said.append("forward")
+                loss = engine(x, y)
+            if world == 1:  # a backward that ends on one rank alone is for all to give up
+                try:
+                    run(step + 1, lambda loss=loss: engine.backward(loss))
+                except DiskError:
+                    said.append("backward")
+                    engine.zero_grad()
+                    loss = engine(x, y)
+                    engine.backward(loss)
+            else:
+                engine.backward(loss)
+            losses.append(loss.item())
+            try:
+                run(step + 1, engine.step)
+            except DiskError as exc:
+                assert "[made by the test]" in str(exc)
+                said.append("step")
+                engine.step()
+    finally:
+        array.DiskArray._finish = whole
+    state = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    engine.destroy()
+    return losses, state, said
+
+
+def _unfailing(rank, world, cfg, steps):
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    losses = _steps(engine, steps, rank, world)
+    state = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    engine.destroy()
+    return losses, state
+
+
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "bf16")])
+def test_a_transfer_that_fails_loses_nothing(world, precision, tmp_path):
+    base = tiny.config(3, micro=2, precision=precision, deepc={"bucket_elems": 8192})
+    cfg = on_disk(base, tmp_path, states=True, **LIMITS)
+    steps = 12
+    failing, memory = run_ranks(_failing, world, cfg, steps), run_ranks(_unfailing, world, base, steps)
+    for (losses, state, said), (wanted, wanted_state) in zip(failing, memory):
+        assert losses == wanted
+        same_bits(state, wanted_state)
+        assert said.count("step") >= 4, "on all ranks alike"
+        if world == 1:
+            assert {"forward", "backward"} <= set(said)
+
+
+def _in_memory(rank, world, cfg):
+    import deepc
+
+    engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
+    losses = _steps(engine, 3, rank, world)
+    engine.destroy()
+    return losses
+
+
+def _no_folder(rank, world, cfg):
+    import deepc
+    from deepc.errors import DeepcError
+
+    try:
+        deepc.initialize(model=tiny.make_model(), config=cfg)
+    except DeepcError as exc:
+        return type(exc).__name__, str(exc)
+    return None
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    for name, said in run_ranks(_no_folder, 2, on_disk(tiny.config(3, micro=2), tmp_path / "missing")):
+        assert name == "DiskError" and "missing" in said
