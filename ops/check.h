@@ -274,9 +274,40 @@ static inline int check_step_scalars(const dc_step_args *t, int64_t k) {
   return DC_OK;
 }
 
+static inline int check_format(int format, int64_t first) {
+  if (format < 0 || format >= DC_STATE_FORMATS)
+    return CHECK_FAIL(DC_E_INVALID, "format = %d; there are 0 to %d", format, DC_STATE_FORMATS - 1);
+  if (format != DC_STATE_NEAREST && (first < 0 || first % 64 || first > INT64_MAX / 16))
+    return CHECK_FAIL(DC_E_INVALID, "first = %lld; it must be a multiple of 64, and not negative", (long long)first);
+  return DC_OK;
+}
+
+/* The states of tensor k, which has `most` of them at most and `least` at least. */
+static inline int check_step_states(const dc_step_args *t, int64_t k, int least, int most) {
+  static const char *const names[] = {"state[0]", "state[1]", "state[2]"};
+  static const char *const scales[] = {"scale[0]", "scale[1]"};
+  const int packed = t->format == DC_STATE_8BIT || t->format == DC_STATE_4BIT;
+  DC_TRY(check_format(t->format, t->first));
+  if (t->format != DC_STATE_NEAREST && (t->rule > DC_RULE_LION || t->state[2]))
+    return CHECK_FAIL(DC_E_UNSUPPORTED, "tensor %lld: format %d is for Adam without amsgrad and for Lion", (long long)k,
+                      t->format);
+  if (t->format == DC_STATE_STOCHASTIC && t->state_dtype != DC_BF16)
+    return CHECK_FAIL(DC_E_DTYPE, "tensor %lld: stochastic rounding is to bf16, not to dtype %d", (long long)k,
+                      t->state_dtype);
+  for (int s = 0; s < 3; s++) {
+    const int64_t need = s < least ? t->n : 0;
+    if (s >= most && t->state[s])
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s is given, and rule %d has %d", (long long)k, names[s], t->rule,
+                        most);
+    if (packed) DC_TRY(check_array(t->state[s], 1, need, names[s]));
+    else DC_TRY(check_floats(t->state[s], t->state_dtype, need, names[s]));
+    if (packed && s < 2) DC_TRY(check_array(t->scale[s], sizeof(float), need, scales[s]));
+  }
+  return DC_OK;
+}
+
 /* Tensor k of a call. */
 static inline int check_step(const dc_step_args *t, int64_t k) {
-  static const char *const names[] = {"state[0]", "state[1]", "state[2]"};
   const long long i = k;
   if (t->rule < 0 || t->rule >= DC_RULE_COUNT)
     return CHECK_FAIL(DC_E_INVALID, "tensor %lld: rule = %d; there are 0 to %d", i, t->rule, DC_RULE_COUNT - 1);
@@ -286,11 +317,7 @@ static inline int check_step(const dc_step_args *t, int64_t k) {
   DC_TRY(check_count(t->n));
   DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
   DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
-  for (int s = 0; s < 3; s++) {
-    if (s >= rule.most && t->state[s])
-      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s is given, and rule %d has %d", i, names[s], t->rule, rule.most);
-    DC_TRY(check_floats(t->state[s], t->state_dtype, s < rule.least ? t->n : 0, names[s]));
-  }
+  DC_TRY(check_step_states(t, k, rule.least, rule.most));
   if (t->rule == DC_RULE_SGD && !t->state[0] && t->beta1 != 0 && t->n > 0)
     return CHECK_FAIL(DC_E_INVALID, "tensor %lld: momentum %g without a buffer", i, t->beta1);
   return t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;

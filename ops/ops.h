@@ -168,7 +168,38 @@ typedef struct dc_step_args {
   double grad_scale;  /* factor on the gradient: unscaling, averaging and clipping in one; negative maximises */
   int32_t rule, param_dtype, grad_dtype, state_dtype, lowp_dtype; /* dtypes: fp32, bf16, fp16 each */
   int32_t flags;      /* DC_STEP_* of the rule */
+  int32_t format;     /* dc_state_format */
+  int64_t first;      /* of formats but DC_STATE_NEAREST: the number of element 0, a multiple of 64: see there */
+  float *scale[2];    /* of DC_STATE_8BIT and 4BIT: fp32 [dc_state_sizes], one array a state */
 } dc_step_args;
+/* How states are stored between steps; for DC_RULE_ADAMW without amsgrad and DC_RULE_LION.
+ * NEAREST     in state_dtype, rounded to nearest even.
+ * STOCHASTIC  in bf16 (state_dtype), rounded up or down with the probability that makes the mean exact.
+ * 8BIT, 4BIT  uint8 codes, for each block of 256 (8BIT) or 128 (4BIT) elements one fp32 scale, the block's largest
+ *   magnitude (blocks: Dettmers et al., arXiv:2110.02861; 4 bits without a zero for squares: Li et al.,
+ *   arXiv:2309.01507). A code is a small floating-point number relative to the scale: 8BIT has 3 bits of mantissa, 4BIT
+ *   one; signed states have codes -127..127 (-7..7) down to 1.25 * 2^-16 (2^-3) and zero, squares 0..255 (0..15) down
+ *   to 2^-32 * 1.125 (1.5 * 2^-8) and no zero, so that no denominator vanishes. Rounded stochastically as well: with
+ *   beta2 = 0.999 a step changes a square by less than half a code, which rounding to nearest would never do. A block
+ *   that holds a NaN or an infinity gets the scale NaN, one of less than 2^-100 the scale 0. Two codes of 4 bits a
+ *   byte, the even element in the lower half.
+ * Randomness is a hash of the step and of the element's number first + i alone, and blocks begin at multiples of their
+ * length of that number, so that equal bits come of any partition at such multiples, and of every instruction set. */
+enum dc_state_format {
+  DC_STATE_NEAREST = 0,
+  DC_STATE_STOCHASTIC = 1,
+  DC_STATE_8BIT = 2,
+  DC_STATE_4BIT = 3,
+  DC_STATE_FORMATS
+};
+/* Bytes of a state of n elements from number `first` on, and fp32 scales beside it. */
+DC_API int dc_state_sizes(int format, int64_t first, int64_t n, int64_t *bytes, int64_t *scales);
+/* Codes to numbers, exactly; squares: whether the state is one (exp_avg_sq). Formats 8BIT and 4BIT. */
+DC_API int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int squares, int64_t first,
+                           int64_t n);
+/* Numbers to codes, to nearest: what dc_state_unpack has given comes back as it was. */
+DC_API int dc_state_pack(void *codes, float *scale, const float *in, int format, int squares, int64_t first, int64_t n);
+
 /* Steps `count` tensors as one job, of one rule or of several. All are validated before the first write. DC_E_INVALID:
  * as dc_adamw, and a rule that does not exist, a flag or a state that the rule has not, momentum or dampening not
  * finite. */
@@ -207,6 +238,12 @@ typedef struct dc__adamw_coef {
 typedef struct dc__step_coef {
   float grad_scale, decay, l2, rate, b1, one_minus_b1, b2, one_minus_b2, eps;
 } dc__step_coef;
+
+/* Both, for the rules whose states have a format. */
+typedef struct dc__packed_coef {
+  dc__adamw_coef adamw;
+  dc__step_coef other;
+} dc__packed_coef;
 
 typedef struct dc__ops {
 #define DC_OP(name, params) void(*name) params;

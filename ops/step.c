@@ -2,6 +2,7 @@
  * threads as one line of elements; Adam's rule runs dc_adamw's bodies, the others those of step. */
 #include "adamw_coef.h"
 #include "call.h"
+#include "ref/packed.h"
 #include "step_coef.h"
 
 #include <stdlib.h>
@@ -49,14 +50,17 @@ static dc_adamw_args step_as_adamw(const dc_step_args *t) {
                          .flags = t->flags & DC_STEP_DECOUPLED ? DC_ADAMW_DECOUPLED : 0};
 }
 
-/* The scalars of one tensor's step, for either kind of body. */
-typedef struct step_scalars {
-  dc__adamw_coef adamw;
-  dc__step_coef other;
-} step_scalars;
+/* A cut at element x moves up to the next edge of a block, so that each block is one thread's. */
+static int64_t step_cut(const dc_step_args *t, int64_t x) {
+  const int64_t block = dc__state_block(t->format), edge = (t->first + x + block - 1) / block * block - t->first;
+  return x == 0 || edge > t->n ? (x == 0 ? 0 : t->n) : edge;
+}
 
-static void step_piece(const dc__ops *ops, const dc_step_args *t, const step_scalars *c, int64_t lo, int64_t hi) {
-  if (t->rule == DC_RULE_ADAMW) {
+static void step_piece(const dc__ops *ops, const dc_step_args *t, const dc__packed_coef *c, int64_t lo, int64_t hi) {
+  if (t->format != DC_STATE_NEAREST) {
+    lo = step_cut(t, lo), hi = step_cut(t, hi);
+    if (lo < hi) ops->step_packed(t, c, lo, hi);
+  } else if (t->rule == DC_RULE_ADAMW) {
     const dc_adamw_args a = step_as_adamw(t);
     ops->adamw(&a, &c->adamw, lo, hi);
   } else {
@@ -64,7 +68,7 @@ static void step_piece(const dc__ops *ops, const dc_step_args *t, const step_sca
   }
 }
 
-static void step_scalars_of(const dc_step_args *t, step_scalars *c) {
+static void step_scalars_of(const dc_step_args *t, dc__packed_coef *c) {
   if (t->rule == DC_RULE_ADAMW) {
     const dc_adamw_args a = step_as_adamw(t);
     c->adamw = dc__adamw_coef_of(&a);
@@ -76,7 +80,7 @@ static void step_scalars_of(const dc_step_args *t, step_scalars *c) {
 static void step_range(int64_t begin, int64_t end, void *ctx) {
   const step_job *j = ctx;
   const dc_step_args *last = NULL;
-  step_scalars c;
+  dc__packed_coef c;
   int64_t start = 0; /* of tensor t on the line */
   const unsigned fp = fp_enter();
   for (const dc_step_args *t = j->tensor; start < end && t < j->tensor + j->count; start += step_padded(t->n), t++) {
@@ -125,4 +129,47 @@ const char *dc_step_state_name(int rule, int index) {
       [DC_RULE_SGD] = {"momentum_buffer"},
   };
   return rule >= 0 && rule < DC_RULE_COUNT && index >= 0 && index < 3 ? names[rule][index] : NULL;
+}
+
+/* ---- states as codes --------------------------------------------------------------------------------------------- */
+int dc_state_sizes(int format, int64_t first, int64_t n, int64_t *bytes, int64_t *scales) {
+  if (!bytes || !scales) return DC_FAIL(DC_E_INVALID, "bytes or scales is NULL");
+  DC_TRY(check_count(n));
+  DC_TRY(check_format(format, first));
+  if (format == DC_STATE_NEAREST) return DC_FAIL(DC_E_INVALID, "format 0 has the size of its dtype");
+  *bytes = format == DC_STATE_STOCHASTIC ? 2 * n : format == DC_STATE_8BIT ? n : (n + 1) / 2;
+  *scales = n == 0 || format == DC_STATE_STOCHASTIC ? 0 : dc__state_blocks(format, first, n);
+  return DC_OK;
+}
+
+static int step_check_codes(const void *numbers, const void *codes, const float *scale, int format, int64_t first,
+                            int64_t n) {
+  DC_TRY(check_count(n));
+  DC_TRY(check_format(format, first));
+  if (format != DC_STATE_8BIT && format != DC_STATE_4BIT)
+    return DC_FAIL(DC_E_INVALID, "format = %d has no codes; %d and %d have", format, DC_STATE_8BIT, DC_STATE_4BIT);
+  DC_TRY(check_array(numbers, sizeof(float), n, "the array of numbers"));
+  DC_TRY(check_array(codes, 1, n, "codes"));
+  return check_array(scale, sizeof *scale, n, "scale");
+}
+
+int dc_state_unpack(float *out, const void *codes, const float *scale, int format, int squares, int64_t first,
+                    int64_t n) {
+  DC_TRY(step_check_codes(out, codes, scale, format, first, n));
+  const dc__code_map map = dc__code_map_of(format, squares);
+  for (int64_t i = 0; i < n; i++)
+    out[i] = dc__canonical_f32(dc__code_get(&map, codes, i) * scale[dc__state_block_at(format, first, i)]);
+  return DC_OK;
+}
+
+int dc_state_pack(void *codes, float *scale, const float *in, int format, int squares, int64_t first, int64_t n) {
+  DC_TRY(step_check_codes(in, codes, scale, format, first, n));
+  const dc__code_map map = dc__code_map_of(format, squares);
+  const unsigned fp = fp_enter();
+  for (int64_t begin = 0, end; begin < n; begin = end) {
+    end = dc__state_block_end(format, first, begin, n);
+    dc__codes_put(&map, codes, &scale[dc__state_block_at(format, first, begin)], in + begin, begin, end, NULL);
+  }
+  fp_leave(fp);
+  return DC_OK;
 }

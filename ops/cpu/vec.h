@@ -168,6 +168,27 @@ DC_INLINE unsigned v_signs(vf a) { return _mm512_movepi32_mask(_mm512_castps_si5
 /* a with the signs of the elements turned where the bit is set. */
 DC_INLINE vf v_flip(vf a, unsigned bits) { return _mm512_mask_xor_ps(a, (__mmask16)bits, a, _mm512_set1_ps(-0.0f)); }
 
+DC_INLINE vi vi_lanes(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+DC_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+DC_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+DC_INLINE vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); } /* the lower 32 bits */
+DC_INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+DC_INLINE vi vi_left(vi a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+DC_INLINE vi vi_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); } /* of unsigned numbers */
+DC_INLINE vi vi_signs(vi a) { return _mm512_srai_epi32(a, 31); } /* -1 where it is set, else 0 */
+DC_INLINE vi v_bits(vf a) { return _mm512_castps_si512(a); }
+DC_INLINE vf v_of_bits(vi a) { return _mm512_castsi512_ps(a); }
+DC_INLINE vi v_truncate(vf a) { return _mm512_cvttps_epi32(a); }
+/* below where x < limit, else other. */
+DC_INLINE vi vi_if_below(vf x, vf limit, vi below, vi other) {
+  return _mm512_mask_mov_epi32(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
+}
+/* same where x == y, else other. */
+DC_INLINE vf v_by_equal(vf x, vf y, vf same, vf other) {
+  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), same);
+}
+DC_INLINE __m256i vi_narrow16(vi a) { return _mm512_cvtepi32_epi16(a); } /* of numbers below 2^16 */
+
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
 DC_INLINE __m512d vd_sq8(__m512d acc, __m256 x) {
   const __m512d d = _mm512_cvtps_pd(x);
@@ -366,6 +387,45 @@ DC_INLINE __m256 v_flip8(__m256 x, unsigned bits) {
 }
 /* x with the signs of the elements turned where the bit is set. */
 DC_INLINE vf v_flip(vf x, unsigned bits) { return (vf){v_flip8(x.a, bits), v_flip8(x.b, bits >> 8)}; }
+
+DC_INLINE vi vi_lanes(void) {
+  return (vi){_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+DC_INLINE vi vi_add(vi x, vi y) { return (vi){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+DC_INLINE vi vi_sub(vi x, vi y) { return (vi){_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+/* The lower 32 bits. */
+DC_INLINE vi vi_mul(vi x, vi y) { return (vi){_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+DC_INLINE vi vi_xor(vi x, vi y) { return (vi){_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+DC_INLINE vi vi_left(vi x, int n) {
+  const __m128i by = _mm_cvtsi32_si128(n);
+  return (vi){_mm256_sll_epi32(x.a, by), _mm256_sll_epi32(x.b, by)};
+}
+DC_INLINE vi vi_right(vi x, int n) { /* of unsigned numbers */
+  const __m128i by = _mm_cvtsi32_si128(n);
+  return (vi){_mm256_srl_epi32(x.a, by), _mm256_srl_epi32(x.b, by)};
+}
+/* -1 where it is set, else 0. */
+DC_INLINE vi vi_signs(vi x) { return (vi){_mm256_srai_epi32(x.a, 31), _mm256_srai_epi32(x.b, 31)}; }
+DC_INLINE vi v_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+DC_INLINE vf v_of_bits(vi x) { return (vf){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+DC_INLINE vi v_truncate(vf x) { return (vi){_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+DC_INLINE __m256 v_by_equal8(__m256 x, __m256 y, __m256 same, __m256 other) {
+  return _mm256_blendv_ps(other, same, _mm256_cmp_ps(x, y, _CMP_EQ_OQ));
+}
+/* same where x == y, else other. */
+DC_INLINE vf v_by_equal(vf x, vf y, vf same, vf other) {
+  return (vf){v_by_equal8(x.a, y.a, same.a, other.a), v_by_equal8(x.b, y.b, same.b, other.b)};
+}
+DC_INLINE __m256i vi_if_below8(__m256 x, __m256 limit, __m256i below, __m256i other) {
+  return _mm256_blendv_epi8(other, below, _mm256_castps_si256(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)));
+}
+/* below where x < limit, else other. */
+DC_INLINE vi vi_if_below(vf x, vf limit, vi below, vi other) {
+  return (vi){vi_if_below8(x.a, limit.a, below.a, other.a), vi_if_below8(x.b, limit.b, below.b, other.b)};
+}
+DC_INLINE __m256i vi_narrow16(vi x) { /* of numbers below 2^16; quarters as in v_narrow_bf16 */
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
+}
 
 DC_INLINE vd vd_zero(void) {
   return (vd){{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}};

@@ -9,6 +9,9 @@ __global__ void __launch_bounds__(THREADS) step_kernel(const __grid_constant__ d
 static int step_check(const dc_step_args *tensors, int64_t count, const void **any, int64_t *adamw) {
   for (int64_t k = 0; k < count; k++) {
     DC_TRY(check_step(&tensors[k], k));
+    if (tensors[k].format != DC_STATE_NEAREST)
+      return CUDA_FAIL(DC_E_UNSUPPORTED, "tensor %lld: states of format %d exist on CPU only", (long long)k,
+                       tensors[k].format);
     if (dc_gpu::chunks_of(tensors[k].n) > INT32_MAX)
       return CUDA_FAIL(DC_E_INVALID, "tensor %lld: n = %lld is more than a device can hold", (long long)k,
                        (long long)tensors[k].n);

@@ -354,9 +354,109 @@ def test_deepspeeds_classes():
     assert (lion["lr"], lion["betas"], lion["weight_decay"]) == (0.1, (0.8, 0.9), 0.3)
     assert FusedLion(p).param_groups[0]["betas"] == (0.9, 0.99)
     assert isinstance(DeepSpeedCPUAdagrad(p), deepc.optim.Adagrad)
+    assert DeepSpeedCPULion(p, fp32_optimizer_states=False).state_dtype == "bf16"
     with pytest.raises(UnsupportedError, match="fp32_optimizer_states"):
-        DeepSpeedCPULion(p, fp32_optimizer_states=False)
+        DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False)
     # Accelerate swaps an optimizer for DeepSpeed's CPU Adam by its param groups, so betas and eps must be kept.
     given = torch.optim.AdamW(p, lr=0.5, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.2).param_groups
     adam = DeepSpeedCPUAdam(given, lr=0.5, weight_decay=0.2).param_groups[0]
     assert (adam["betas"], adam["eps"], adam["weight_decay"]) == ((0.7, 0.8), 1e-3, 0.2)
+
+
+# ---- formats of states -----------------------------------------------------------------------------------------------
+KINDS = {"AdamW": {"lr": 0.01, "weight_decay": 0.1}, "Lion": {"lr": 0.002, "weight_decay": 0.1}}
+CODED = ["int8", "int4"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_a_state_dtype_stays_near_fp32(kind, form):
+    """A problem whose gradients have all sizes: the weights end where fp32's states bring them, in sum."""
+    target = make(5000, seed=5) * torch.logspace(-2, 1, 5000)
+
+    def train(state_dtype):
+        p = torch.nn.Parameter(torch.zeros(5000))
+        opt = getattr(deepc.optim, kind)([p], state_dtype=state_dtype, **{**KINDS[kind], "weight_decay": 0.0})
+        for step in range(200):
+            p.grad = (p.detach() - target) + make(5000, seed=step)
+            opt.step()
+        return float((p.detach() - target).square().mean())
+
+    start, exact, rounded = float(target.square().mean()), train(None), train(form)
+    assert exact < start and abs(rounded - exact) < 0.05 * (start - exact), (start, exact, rounded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_state_dtypes_take_their_memory_and_come_back_from_state_dict(kind, form):
+    from deepc.optim.states.formats import BYTES_OF_256
+
+    mine = [torch.nn.Parameter(make(n, seed=n)) for n in (256 * 9, 77)]
+    opt = getattr(deepc.optim, kind)(mine, state_dtype=form, **KINDS[kind])
+    twin = [torch.nn.Parameter(p.detach().clone()) for p in mine]
+    other = getattr(deepc.optim, kind)(twin, state_dtype=form, **KINDS[kind])
+
+    def step(optimizer, params, seed):
+        for p in params:
+            p.grad = make(p.numel(), seed=seed)
+        optimizer.step()
+
+    for seed in range(3):
+        step(opt, mine, seed)
+    states = [t for n, t in opt.state[mine[0]].items() if n != "step"]
+    count = 2 if kind == "AdamW" else 1
+    assert sum(t.numel() * t.element_size() for t in states) == count * 9 * BYTES_OF_256[form]
+    with torch.no_grad():
+        for a, b in zip(twin, mine):
+            a.copy_(b)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for seed in range(3, 6):
+        step(opt, mine, seed)
+        step(other, twin, seed)
+    for a, b in zip(mine, twin):
+        assert torch.equal(a, b)
+        assert all(torch.equal(opt.state[a][n], other.state[b][n]) for n in opt.state[a])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", CODED)
+def test_states_load_into_another_format(kind, form):
+    """Codes become numbers exactly, and the same codes again; numbers become codes to nearest."""
+    p, q, r = (torch.nn.Parameter(make(700, seed=1)) for _ in range(3))
+    coded = getattr(deepc.optim, kind)([p], state_dtype=form, **KINDS[kind])
+    plain, again = getattr(deepc.optim, kind)([q]), getattr(deepc.optim, kind)([r], state_dtype=form)
+    for seed in range(3):
+        p.grad = make(700, seed=seed)
+        coded.step()
+    plain.load_state_dict(copy.deepcopy(coded.state_dict()))
+    assert plain.state[q]["exp_avg"].dtype == torch.float32 and plain.state[q]["exp_avg"].shape == q.shape
+    assert "exp_avg_scale" not in plain.state[q]
+    again.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert all(torch.equal(again.state[r][n], coded.state[p][n]) for n in coded.state[p])
+    q.grad = make(700, seed=9)
+    plain.step()
+
+
+def test_fp32_states_of_16_bit_parameters():
+    p = torch.nn.Parameter(make(100, torch.bfloat16))
+    for kind in KINDS:
+        opt = getattr(deepc.optim, kind)([p], state_dtype="fp32")
+        p.grad = make(100, torch.bfloat16, 1)
+        opt.step()
+        saved = copy.deepcopy(opt.state_dict())
+        opt.load_state_dict(saved)
+        assert opt.state[p]["exp_avg"].dtype == torch.float32
+        assert torch.equal(opt.state[p]["exp_avg"], saved["state"][0]["exp_avg"])
+
+
+def test_state_dtypes_that_are_refused():
+    p = torch.nn.Parameter(torch.zeros(4, 6))
+    with pytest.raises(ArgumentError, match="state_dtype is 'int3'; there are 'fp32', 'bf16', 'int8', 'int4'"):
+        deepc.optim.AdamW([p], state_dtype="int3")
+    with pytest.raises(UnsupportedError, match="state_dtype='int8' with amsgrad"):
+        deepc.optim.AdamW([p], state_dtype="int8", amsgrad=True)
+    q = torch.nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    q.grad = torch.zeros_like(q)
+    with pytest.raises(UnsupportedError, match="state_dtype='int4' needs parameters in the standard memory format"):
+        deepc.optim.Lion([q], state_dtype="int4").step()
+    deepc.optim.Lion([q], state_dtype="bf16").step()

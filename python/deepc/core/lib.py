@@ -212,6 +212,9 @@ class StepArgs(Sized):
         ("state_dtype", c_int32),
         ("lowp_dtype", c_int32),
         ("flags", c_int32),
+        ("format", c_int32),
+        ("first", c_int64),
+        ("scale", c_void_p * 2),
     ]
 
 
@@ -354,6 +357,9 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_reduce_acc": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int64, c_int, c_void_p),
     "dc_adamw": (c_int, _P(AdamWArgs), c_int64),
     "dc_step": (c_int, _P(StepArgs), c_int64),
+    "dc_state_sizes": (c_int, c_int, c_int64, c_int64, _P(c_int64), _P(c_int64)),
+    "dc_state_unpack": (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, c_int64),
+    "dc_state_pack": (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, c_int64),
     "dc_step_state_name": (c_char_p, c_int, c_int),
     "dc_quantize_bytes": (c_int, c_int, c_int64, c_int64, _P(c_int64)),
     "dc_comm_open": (c_int, _P(CommConfig), _P(c_void_p)),

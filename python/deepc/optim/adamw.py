@@ -7,9 +7,18 @@ from typing import Any, cast
 
 import torch
 
-from ..core import ops  # noqa: F401
 from ..errors import ArgumentError, UnsupportedError
-from .dense import check_tensor, in_order, state_in_order, zeros_for
+from .states.dense import check_tensor, in_order, state_in_order, zeros_for
+from .states.formats import (
+    SCALE,
+    check_place,
+    check_state_dtype,
+    is_coded,
+    make_state,
+    number_of,
+    step_packed,
+    take_states,
+)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -20,6 +29,10 @@ class AdamW(torch.optim.Optimizer):
     (channels_last); gradients of any of these dtypes; moments have the parameter's dtype and order, as in torch. The
     kernel has no fp64 form: float64 parameters are stepped by torch's own function. `foreach`, `fused` and
     `capturable` are accepted and change nothing: there is one path. Raises ArgumentError for what it can't step.
+
+    state_dtype: how moments are stored (docs/optimizers.md): "fp32"; "bf16" with stochastic rounding; "int8" or "int4",
+    codes with a scale for each block, beside which state has `exp_avg_scale` and `exp_avg_sq_scale`; None: the
+    parameter's dtype.
     """
 
     _decoupled = True
@@ -39,12 +52,16 @@ class AdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: str | None = None,
     ) -> None:
         if differentiable:
             raise UnsupportedError(
                 "differentiable=True: deepc's AdamW can't be differentiated through; use torch.optim.AdamW for that"
             )
         _check(lr, betas, eps, weight_decay)
+        self.state_dtype = check_state_dtype(type(self).__name__, state_dtype, amsgrad)
+        if state_dtype == "fp32":
+            self._fp32_moments = True
         super().__init__(
             params,
             dict(
@@ -75,20 +92,35 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
             dtype = torch.float32 if self._fp32_moments and p.dtype != torch.float64 else p.dtype
+            form = self._packed(p)
             for color, name in enumerate(names, start=2):
+                if is_coded(form):
+                    state[name], state[name + SCALE] = make_state(p.numel(), form)
+                    continue
+                dtype = torch.bfloat16 if form else dtype
                 state[name] = zeros_for(p, dtype, color)
         return state
 
+    def _packed(self, p: torch.Tensor) -> str:
+        """The format of p's moments if the packed kernel steps them, else ""."""
+        return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's. It casts moments to the parameter's dtype; those that are fp32 here come unrounded."""
+        """torch's. It casts moments to the parameter's dtype; here they come unrounded where they are fp32, and from
+        any state_dtype into this one's."""
         super().load_state_dict(state_dict)
-        if not self._fp32_moments:
-            return
-        indices = [i for g in state_dict["param_groups"] for i in g["params"]]
-        for i, p in zip(indices, (p for g in self.param_groups for p in g["params"])):
-            for name, value in state_dict["state"].get(i, {}).items():
-                if name != "step" and torch.is_tensor(value) and p.dtype != torch.float64:
-                    self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        coded = any(torch.is_tensor(s.get("exp_avg" + SCALE)) for s in state_dict["state"].values())
+        if self._fp32_moments or self.state_dtype is not None or coded:
+            take_states(self, state_dict, names, "fp32" if self._fp32_moments else self.state_dtype)
+
+    def _item(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+        """For step_packed."""
+        names = ("exp_avg", "exp_avg_sq")
+        coded = "exp_avg" + SCALE in state
+        states = [state[n] if coded else state_in_order(state, n, p) for n in names]
+        scales = [state[n + SCALE] for n in names] if coded else []
+        return in_order(p, p), in_order(grad, p), states, scales, number_of(self, p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -100,6 +132,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             # Tensors of one call share device and step number; most often there is one call per group.
             calls: dict[tuple[Any, ...], list[Any]] = {}
+            packed: dict[int, list[Any]] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -109,7 +142,17 @@ class AdamW(torch.optim.Optimizer):
                     _step_float64(p, state, group)
                     continue
                 state["step"] += 1
+                if form := self._packed(p):
+                    check_place(p, form)
+                    packed.setdefault(int(state["step"]), []).append(self._item(p, p.grad, state))
+                    continue
                 calls.setdefault((p.device, int(state["step"])), []).append((p, p.grad, state))
+            for step, packed_items in packed.items():
+                beta1, beta2 = (float(b) for b in group["betas"])
+                scalars = (float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+                scale, flags = -1.0 if group["maximize"] else 1.0, int(group["decoupled_weight_decay"])
+                step_packed(packed_items, 0, self.state_dtype or "", scalars, scale, step, flags)
+                torch.autograd.graph.increment_version([p for p, *_ in packed_items])
             for (_, step), items in calls.items():
                 params = [p for p, _, _ in items]
                 torch.ops.deepc.step_adamw(

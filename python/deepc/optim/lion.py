@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from .dense import OneStateOptimizer, check_range, zeros_for
+from .states.dense import OneStateOptimizer, check_range
+from .states.formats import check_state_dtype
 
 
 class Lion(OneStateOptimizer):
     """The sign of an interpolated momentum, with decoupled weight decay: u = beta1 m + (1 - beta1) g; p = p (1 - lr
     weight_decay) - lr sign(u); m = beta2 m + (1 - beta2) g. State: `exp_avg`. Its lr is 3 to 10 times smaller than
-    AdamW's, and its weight_decay as many times larger (section 5 of the paper)."""
+    AdamW's, and its weight_decay as many times larger (section 5 of the paper). state_dtype: as AdamW's."""
 
     rule, state_name, instead = 1, "exp_avg", "AdamW with dense gradients"
 
@@ -25,7 +26,9 @@ class Lion(OneStateOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        state_dtype: str | None = None,
     ) -> None:
+        self.state_dtype = check_state_dtype("Lion", state_dtype)
         check_range("lr", lr)
         check_range("weight_decay", weight_decay)
         for i, beta in enumerate(betas):
@@ -38,7 +41,7 @@ class Lion(OneStateOptimizer):
 
     def _begin(self, p: torch.Tensor, group: dict[str, Any]) -> int:
         if not self.state[p]:
-            self.state[p]["exp_avg"] = zeros_for(p, p.dtype, 2)
+            self._new_state(p)
         return 1
 
     def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:

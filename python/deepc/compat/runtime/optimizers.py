@@ -96,7 +96,8 @@ class DeepSpeedCPUAdagrad(Adagrad):
 
 
 class DeepSpeedCPULion(Lion):
-    """deepspeed.ops.lion.DeepSpeedCPULion, with its defaults."""
+    """deepspeed.ops.lion.DeepSpeedCPULion, with its defaults. fp32_optimizer_states=False: bf16, rounded
+    stochastically."""
 
     def __init__(
         self,
@@ -106,8 +107,7 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _plain("DeepSpeedCPULion", True, **{"fp32_optimizer_states=False": not fp32_optimizer_states})
-        super().__init__(model_params, lr, betas, weight_decay)
+        super().__init__(model_params, lr, betas, weight_decay, state_dtype="fp32" if fp32_optimizer_states else "bf16")
 
 
 class FusedLion(Lion):

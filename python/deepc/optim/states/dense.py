@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ..core import memory
-from ..core.ops import FLOATS
-from ..errors import ArgumentError, UnsupportedError
+from ...core import memory
+from ...core.ops import FLOATS
+from ...errors import ArgumentError, UnsupportedError
+from .formats import SCALE, check_place, is_coded, make_state, number_of, step_packed, take_states
 
 
 def zeros_for(p: torch.Tensor, dtype: torch.dtype, color: int) -> torch.Tensor:
@@ -39,6 +40,7 @@ class OneStateOptimizer(torch.optim.Optimizer):
     rule: int  # dc_step_rule
     state_name: str
     instead: str  # torch's class that takes sparse gradients
+    state_dtype: str | None = None
 
     def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:
         """(lr, beta1, beta2, eps, weight_decay, nesterov) of dc_step_args."""
@@ -55,6 +57,42 @@ class OneStateOptimizer(torch.optim.Optimizer):
     def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def _packed(self, p: torch.Tensor) -> str:
+        """The format of p's state if the packed kernel steps it, else ""."""
+        return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
+
+    def _new_state(self, p: torch.Tensor) -> None:
+        """Makes p's zeroed state."""
+        state, form = self.state[p], self._packed(p)
+        if is_coded(form):
+            state[self.state_name], state[self.state_name + SCALE] = make_state(p.numel(), form)
+            return
+        wide = torch.float32 if self.state_dtype == "fp32" and p.dtype != torch.float64 else p.dtype
+        state[self.state_name] = zeros_for(p, torch.bfloat16 if form else wide, 2)
+
+    def _item(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[Any, ...]:
+        state = self.state[p]
+        scale = state.get(self.state_name + SCALE)
+        kept = state_in_order(state, self.state_name, p) if scale is None else state[self.state_name]
+        return in_order(p, p), in_order(grad, p), [kept], [] if scale is None else [scale], number_of(self, p)
+
+    def _step_packed(self, items: list[Any], group: dict[str, Any]) -> None:
+        """The random bits of a state are those of its group's count of steps, which state_dict keeps."""
+        if not items:
+            return
+        group["state_steps"] = step = group.get("state_steps", 0) + 1
+        lr, beta1, beta2, eps, decay, _ = self._scalars(group, step)
+        scalars = (lr, beta1, beta2, eps, decay)
+        step_packed(items, self.rule, self.state_dtype or "", scalars, -1.0 if group["maximize"] else 1.0, step, 0)
+        torch.autograd.graph.increment_version([p for p, *_ in items])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's; states come from any state_dtype into this one's."""
+        super().load_state_dict(state_dict)
+        coded = any(torch.is_tensor(s.get(self.state_name + SCALE)) for s in state_dict["state"].values())
+        if self.state_dtype is not None or coded:
+            take_states(self, state_dict, [self.state_name], self.state_dtype)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
@@ -64,6 +102,7 @@ class OneStateOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             calls: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+            packed: list[Any] = []
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -71,7 +110,13 @@ class OneStateOptimizer(torch.optim.Optimizer):
                 if p.dtype == torch.float64:
                     self._step_float64(p, group)
                     continue
+                if form := self._packed(p):
+                    check_place(p, form)
+                    self._begin(p, group)
+                    packed.append(self._item(p, p.grad))
+                    continue
                 calls.setdefault((p.device, self._begin(p, group)), []).append(p)
+            self._step_packed(packed, group)
             for (_, step), params in calls.items():
                 lr, beta1, beta2, eps, decay, nesterov = self._scalars(group, step)
                 torch.ops.deepc.step_rule(

@@ -1,0 +1,68 @@
+/* packed.c: scalar reference of dc_step where states have a format, elements [begin, end) of one tensor: whole blocks,
+ * but for the tensor's first and last. */
+#include "ref/packed.h"
+
+typedef struct packed_states {
+  float x[2][DC__BLOCK_MOST];
+  uint32_t random[2][DC__BLOCK_MOST];
+} packed_states;
+
+static void packed_get(const dc_step_args *t, int state, int64_t begin, int64_t end, float *x) {
+  if (t->format == DC_STATE_STOCHASTIC) {
+    for (int64_t i = begin; i < end; i++) x[i - begin] = dc__get(t->state[state], DC_BF16, i);
+    return;
+  }
+  const dc__code_map map = dc__code_map_of(t->format, state);
+  const float scale = t->scale[state][dc__state_block_at(t->format, t->first, begin)];
+  for (int64_t i = begin; i < end; i++) x[i - begin] = dc__code_get(&map, t->state[state], i) * scale;
+}
+
+static void packed_put(const dc_step_args *t, int state, int64_t begin, int64_t end, const packed_states *s) {
+  if (t->format == DC_STATE_STOCHASTIC) {
+    for (int64_t i = begin; i < end; i++)
+      ((uint16_t *)t->state[state])[i] = dc__bf16_stochastic(s->x[state][i - begin], s->random[state][i - begin]);
+    return;
+  }
+  const dc__code_map map = dc__code_map_of(t->format, state);
+  float *scale = &t->scale[state][dc__state_block_at(t->format, t->first, begin)];
+  dc__codes_put(&map, t->state[state], scale, s->x[state], begin, end, s->random[state]);
+}
+
+static float packed_adamw(const dc__adamw_coef *c, float p, float g, float *m, float *v) {
+  if (c->l2 != 0.0f) g = fmaf(c->l2, p, g);
+  p = p * c->decay;
+  *m = fmaf(c->one_minus_b1, g - *m, *m);
+  *v = fmaf(c->one_minus_b2, g * g, c->b2 * *v);
+  return fmaf(c->step_size_neg, *m / fmaf(sqrtf(*v), c->inv_sqrt_bc2, c->eps), p);
+}
+
+static float packed_lion(const dc__step_coef *c, float p, float g, float *m) {
+  const float u = fmaf(c->b1, *m, c->one_minus_b1 * g);
+  *m = fmaf(c->b2, *m, c->one_minus_b2 * g);
+  if (u != u) return u;
+  return p * c->decay + (u == 0.0f ? 0.0f : u < 0.0f ? c->rate : -c->rate);
+}
+
+static void packed_block(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
+  const int adamw = t->rule == DC_RULE_ADAMW, states = adamw ? 2 : 1;
+  packed_states s;
+  for (int k = 0; k < states; k++) packed_get(t, k, begin, end, s.x[k]);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t at = i - begin;
+    const float g = (adamw ? c->adamw.grad_scale : c->other.grad_scale) * dc__get(t->grad, t->grad_dtype, i);
+    float p = dc__get(t->param, t->param_dtype, i);
+    p = adamw ? packed_adamw(&c->adamw, p, g, &s.x[0][at], &s.x[1][at]) : packed_lion(&c->other, p, g, &s.x[0][at]);
+    dc__put(t->param, t->param_dtype, i, p);
+    if (t->lowp) dc__put(t->lowp, t->lowp_dtype, i, p);
+    s.random[0][at] = dc__random(dc__keys_of(t->step, t->first + begin), (uint32_t)(t->first + i));
+    s.random[1][at] = dc__random_again(s.random[0][at]);
+  }
+  for (int k = 0; k < states; k++) packed_put(t, k, begin, end, &s);
+}
+
+void dc__step_packed_scalar(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
+  for (int64_t i = begin, stop; i < end; i = stop) {
+    stop = dc__state_block_end(t->format, t->first, i, end);
+    packed_block(t, c, i, stop);
+  }
+}

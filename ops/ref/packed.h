@@ -1,0 +1,136 @@
+/* packed.h: states as codes of 8 and 4 bits, and stochastic rounding (dc_state_format), element by element in portable
+ * C. The meaning of every code is here; the vector bodies repeat it. */
+#ifndef DEEPC_OPS_PACKED_H
+#define DEEPC_OPS_PACKED_H
+
+#include "ref/scalar.h"
+
+/* ---- blocks ------------------------------------------------------------------------------------------------------ */
+enum { DC__BLOCK_MOST = 256 };
+/* Elements that share a scale; DC_STATE_STOCHASTIC has none, and is walked in as many. */
+static inline int64_t dc__state_block(int format) { return format == DC_STATE_4BIT ? 128 : DC__BLOCK_MOST; }
+/* The block of element i, counted from that of element 0. */
+static inline int64_t dc__state_block_at(int format, int64_t first, int64_t i) {
+  const int64_t block = dc__state_block(format);
+  return (first + i) / block - first / block;
+}
+static inline int64_t dc__state_blocks(int format, int64_t first, int64_t n) {
+  return dc__state_block_at(format, first, n - 1) + 1;
+}
+/* Where the block of element i ends in a tensor of n. */
+static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, int64_t n) {
+  const int64_t block = dc__state_block(format), end = ((first + i) / block + 1) * block - first;
+  return end < n ? end : n;
+}
+
+/* ---- randomness: 32 bits for each element of a step -------------------------------------------------------------- */
+typedef struct dc__keys {
+  uint32_t a, b;
+} dc__keys;
+
+/* For the elements whose number has these upper 32 bits (splitmix64's finaliser: Steele et al., OOPSLA 2014). */
+static inline dc__keys dc__keys_of(int64_t step, int64_t number) {
+  uint64_t x = (uint64_t)step * 0x9e3779b97f4a7c15u + ((uint64_t)number >> 32) * 0xd1b54a32d192ed03u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return (dc__keys){(uint32_t)x, (uint32_t)(x >> 32)};
+}
+
+static inline uint32_t dc__random(dc__keys k, uint32_t number) {
+  uint32_t x = number ^ k.a;
+  x = (x ^ (x >> 16)) * 0x7feb352du + k.b;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+/* The same for the second state of an element. */
+static inline uint32_t dc__random_again(uint32_t x) { return x * 0x9e3779b1u; }
+
+/* round_to(bf16, f), up with the probability of what is cut off; random: 32 bits. */
+static inline uint16_t dc__bf16_stochastic(float f, uint32_t random) {
+  return (uint16_t)((dc__bits_of_f32(dc__canonical_f32(f)) + (random >> 16)) >> 16); /* inf, NaN: nothing is cut off */
+}
+
+/* ---- codes ------------------------------------------------------------------------------------------------------- */
+/* Code c stands for the fp32 number with the bits base + (c << shift), times the scale; the largest, `top`, for 1. Of a
+ * signed state that is the magnitude, and 0 is zero; between it and `least`, the number of code 1, codes are linear. */
+typedef struct dc__code_map {
+  int bits, squares, top, shift, offset; /* offset: of what is stored, so that it is a signed number of `bits` */
+  uint32_t base;
+  float least, per_least; /* per_least: 2^shift / least */
+} dc__code_map;
+
+static inline dc__code_map dc__code_map_of(int format, int squares) {
+  dc__code_map m = {.bits = format == DC_STATE_8BIT ? 8 : 4, .squares = squares};
+  m.shift = m.bits == 8 ? 20 : 22;
+  m.top = squares ? (1 << m.bits) - 1 : (1 << (m.bits - 1)) - 1;
+  m.offset = squares ? 1 << (m.bits - 1) : 0;
+  m.base = 0x3f800000u - ((uint32_t)m.top << m.shift);
+  m.least = dc__f32_of_bits(m.base + (1u << m.shift));
+  m.per_least = (float)(1 << m.shift) / m.least;
+  return m;
+}
+
+static inline float dc__code_value(const dc__code_map *m, int stored) {
+  const int code = stored + m->offset, size = code < 0 ? -code : code;
+  if (!m->squares && size == 0) return 0.0f;
+  const float f = dc__f32_of_bits(m->base + ((uint32_t)size << m->shift));
+  return code < 0 ? -f : f;
+}
+
+/* What is stored for y, |y| <= 1; noise: in [0, 2^shift). */
+static inline int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
+  const uint32_t size = dc__bits_of_f32(y) & 0x7fffffffu;
+  const float f = dc__f32_of_bits(size);
+  const uint32_t u = m->squares       ? (size > m->base ? size : m->base) - m->base
+                     : f < m->least   ? (uint32_t)(int32_t)(f * m->per_least)
+                                      : size - m->base;
+  const int code = (int)((u + noise) >> m->shift);
+  return (y < 0 && !m->squares ? -code : code) - m->offset;
+}
+
+static inline float dc__code_get(const dc__code_map *m, const void *codes, int64_t i) {
+  const uint8_t *at = codes;
+  if (m->bits == 8) return dc__code_value(m, (int8_t)at[i]);
+  const int half = (at[i / 2] >> (i % 2 * 4)) & 15;
+  return dc__code_value(m, half - (half & 8) * 2);
+}
+
+/* What a block's numbers are divided by. A number becomes y = x * inverse, the largest exactly 1; inverse 0: of
+ * a block of next to nothing (as in dc_quantize) or with a NaN or an infinity all become zero. */
+typedef struct dc__scaling {
+  uint32_t top; /* the bits of the largest magnitude */
+  float scale, inverse;
+} dc__scaling;
+
+static inline dc__scaling dc__scaling_of(uint32_t top) {
+  const float largest = dc__f32_of_bits(top);
+  if (top >= DC__INF_F32) return (dc__scaling){DC__INF_F32, dc__f32_of_bits(DC__NAN_F32), 0.0f};
+  if (largest < DC__TINY_F32) return (dc__scaling){DC__INF_F32, 0.0f, 0.0f};
+  return (dc__scaling){top, largest, 1.0f / largest};
+}
+
+/* The scale and codes of one block, elements [begin, end) of which x[0] is the first; random: 32 bits for each, or NULL
+ * to round to nearest. */
+static inline void dc__codes_put(const dc__code_map *m, void *codes, float *scale, const float *x, int64_t begin,
+                                 int64_t end, const uint32_t *random) {
+  uint8_t *at = codes;
+  uint32_t top = 0;
+  for (int64_t i = begin; i < end; i++) {
+    const uint32_t size = dc__bits_of_f32(x[i - begin]) & 0x7fffffffu;
+    if (size > top) top = size;
+  }
+  const dc__scaling of = dc__scaling_of(top);
+  *scale = of.scale;
+  for (int64_t i = begin; i < end; i++) {
+    const float v = x[i - begin], largest = dc__f32_of_bits(of.top);
+    const float y = fabsf(v) == largest ? (signbit(v) ? -1.0f : 1.0f) : v * of.inverse;
+    const uint32_t noise = random ? random[i - begin] >> (32 - m->shift) : 1u << (m->shift - 1);
+    const int code = dc__code_of(m, of.inverse != 0.0f ? y : 0.0f, of.inverse != 0.0f ? noise : 0);
+    if (m->bits == 8) at[i] = (uint8_t)(code & 255);
+    else if (i % 2) at[i / 2] = (uint8_t)((at[i / 2] & 15) | (code & 15) << 4);
+    else at[i / 2] = (uint8_t)((code & 15) | (-m->offset & 15) << 4); /* the half without an element holds code 0 */
+  }
+}
+
+#endif

@@ -1,0 +1,136 @@
+"""How optimizer states are stored (dc_state_format, ops/ops.h): fp32 or the parameter's dtype, bf16 with stochastic
+rounding, codes of 8 or 4 bits with a scale for each block."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...core.lib import C, StepArgs, call, check
+from ...core.ops import code
+from ...errors import ArgumentError, UnsupportedError
+
+FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+BYTES_OF_256 = {"fp32": 1024, "bf16": 512, "int8": 256 + 4, "int4": 128 + 8}
+"""Of 256 elements of one state, with their scales."""
+SQUARES = "exp_avg_sq"  # the state that is never negative
+SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
+APART = 1 << 40  # between the numbers of two tensors' elements, so that each has random bits of its own
+
+
+def check_state_dtype(name: str, value: str | None, amsgrad: bool = False) -> str | None:
+    """`value`, or ArgumentError, UnsupportedError; name: the optimizer's."""
+    if value is not None and value not in FORMATS:
+        raise ArgumentError(f"{name}: state_dtype is {value!r}; there are {', '.join(map(repr, FORMATS))} and None")
+    if amsgrad and value not in (None, "fp32"):
+        raise UnsupportedError(
+            f"{name}: state_dtype={value!r} with amsgrad: a maximum of rounded squares would only grow. Leave one out"
+        )
+    return value
+
+
+def is_coded(state_dtype: str | None) -> bool:
+    """Whether a state is codes and scales."""
+    return state_dtype in ("int8", "int4")
+
+
+def number_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:
+    """The number of p's first element: its place among the optimizer's parameters, times APART."""
+    places: dict[int, int] = optimizer.__dict__.setdefault("_places", {})
+    if id(p) not in places:
+        places.clear()
+        places.update({id(q): i for i, q in enumerate(q for g in optimizer.param_groups for q in g["params"])})
+    return places[id(p)] * APART
+
+
+def make_state(numel: int, state_dtype: str, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of `numel` zeros, whose first has the number `first`."""
+    size, scales = ctypes.c_int64(), ctypes.c_int64()
+    call("dc_state_sizes", FORMATS[state_dtype], first, numel, ctypes.byref(size), ctypes.byref(scales))
+    return torch.zeros(size.value, dtype=torch.uint8), torch.zeros(scales.value)
+
+
+def unpack(codes: torch.Tensor, scale: torch.Tensor, numel: int, state_dtype: str, name: str, first: int) -> Any:
+    """The numbers of state `name`, exactly, in fp32 [numel]."""
+    out = torch.empty(numel)
+    squares, form = int(name == SQUARES), FORMATS[state_dtype]
+    call("dc_state_unpack", out.data_ptr(), codes.data_ptr(), scale.data_ptr(), form, squares, first, numel)
+    return out
+
+
+def pack(
+    codes: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, state_dtype: str, name: str, first: int
+) -> None:
+    """Puts fp32 numbers into a state, to nearest; what `unpack` gave comes back as it was."""
+    values = values.reshape(-1).to(device="cpu", dtype=torch.float32).contiguous()
+    squares, form = int(name == SQUARES), FORMATS[state_dtype]
+    call("dc_state_pack", codes.data_ptr(), scale.data_ptr(), values.data_ptr(), form, squares, first, values.numel())
+
+
+def check_place(p: torch.Tensor, state_dtype: str) -> None:
+    """UnsupportedError where a parameter can't have such states."""
+    if p.device.type != "cpu":
+        raise UnsupportedError(
+            f"state_dtype={state_dtype!r} exists on the CPU only, and a parameter is on {p.device}; leave it out there"
+        )
+    if is_coded(state_dtype) and not p.is_contiguous():
+        raise UnsupportedError(
+            f"state_dtype={state_dtype!r} needs parameters in the standard memory format; one of shape"
+            f" {tuple(p.shape)} has strides {p.stride()}. Use p.data = p.data.contiguous(), or state_dtype='bf16'"
+        )
+
+
+def step_packed(
+    items: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]],
+    rule: int,
+    state_dtype: str,
+    scalars: tuple[float, float, float, float, float],
+    grad_scale: float,
+    step: int,
+    flags: int,
+) -> None:
+    """One dc_step over items of (parameter, gradient, states, scales, number of its first element), all dense and in
+    one order; scalars: lr, beta1, beta2, eps, weight_decay."""
+    args = StepArgs.array(max(1, len(items)))
+    for a, (p, g, states, scales, first) in zip(args, items):
+        a.param, a.grad, a.n = p.data_ptr(), g.data_ptr(), p.numel()
+        for k, state in enumerate(states):
+            a.state[k] = state.data_ptr()
+        for k, scale in enumerate(scales):
+            a.scale[k] = scale.data_ptr()
+        a.lr, a.beta1, a.beta2, a.eps, a.weight_decay = scalars
+        a.grad_scale, a.step, a.flags, a.rule = grad_scale, step, flags, rule
+        a.param_dtype, a.grad_dtype, a.state_dtype = code(p.dtype), code(g.dtype), code(torch.bfloat16)
+        a.format, a.first = FORMATS[state_dtype], first
+    check(C.dc_step(args, len(items)))
+
+
+def take_states(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: Iterable[str], state_dtype: str | None
+) -> None:
+    """After torch's load_state_dict, which casts states to the parameter's dtype: the states of `saved` in this
+    optimizer's format, whatever theirs was."""
+    indices = [i for g in saved["param_groups"] for i in g["params"]]
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    for index, p in zip(indices, parameters):
+        theirs = saved["state"].get(index, {})
+        for name in names:
+            value = theirs.get(name)
+            if not torch.is_tensor(value) or p.dtype == torch.float64:
+                continue
+            scale = theirs.get(name + SCALE)
+            if scale is not None:
+                form = "int8" if value.numel() == p.numel() else "int4"
+                value = unpack(value.cpu(), scale.cpu(), p.numel(), form, name, 0).view(p.shape)
+            mine = optimizer.state[p]
+            mine.pop(name + SCALE, None)
+            if state_dtype is not None and is_coded(state_dtype):
+                check_place(p, state_dtype)
+                mine[name], mine[name + SCALE] = make_state(p.numel(), state_dtype)
+                pack(mine[name], mine[name + SCALE], value, state_dtype, name, 0)
+            else:
+                dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(state_dtype or "", p.dtype)
+                mine[name] = value.to(device=p.device, dtype=dtype, copy=True)
