@@ -234,7 +234,8 @@ DC_API int dc_stream_flush(dc_stream *s);
  * written anew, in windows that do not cover it at once. DC_E_STATE inside of a walk. */
 DC_API int dc_stream_drop(dc_stream *s, int array, int64_t cell);
 
-/* ---- checksums of blocks ------------------------------------------------------------------------------------------ */
+/* ---- checksums of blocks ------------------------------------------------------------------------------------------
+ */
 /* sums[k]: CRC-32C of block k of data[bytes]; the last block may be short. On the calling thread. */
 DC_API int dc_blocks_sum(const void *data, int64_t bytes, int64_t block_bytes, uint32_t *sums);
 /* *bad: the first block whose sum is another one, or -1. */

@@ -370,8 +370,8 @@ class Loader:
             self.fail(
                 path,
                 "nvme",
-                f"puts the parameters of ZeRO stage 3 on disk (NVMe), and zero_optimization.stage is {stage}. Set the stage to 3,"
-                ' or this to "none".',
+                f"puts the parameters of ZeRO stage 3 on disk (NVMe), and zero_optimization.stage is {stage}. Set the"
+                ' stage to 3, or this to "none".',
             )
         elif self.device != "cpu":
             self.fail(path, "nvme", f'exists on CPUs, and this run is on {self.device}. Set it to "none".')
