@@ -109,7 +109,7 @@ class Engine(EngineBase):
         self.events.begin("step")
         try:
             if self.broken_step:
-                result = self._conclude(self._apply(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
+                result = self._conclude(self._finish_step(self._grad_norm, self.optimizer.finish), lr_kwargs or {})
                 return result
             self.hooks.check()
             self.step_policy.before_step()
@@ -171,9 +171,9 @@ class Engine(EngineBase):
         self.guard.take_in_writes()
         self.optimizer.leave_out(frozenset(i for i, p in enumerate(self.state.trained) if not p.requires_grad))
         scale = clip(unit, norm.value, self.gradient_clipping())
-        return self._apply(norm.value, lambda: self.optimizer.update(scale))
+        return self._finish_step(norm.value, lambda: self.optimizer.update(scale))
 
-    def _apply(self, norm: float | None, update: Callable[[], None]) -> StepResult:
+    def _finish_step(self, norm: float | None, update: Callable[[], None]) -> StepResult:
         with self.events.span("update"):
             if not self.plan.updates_on_disk:
                 update()

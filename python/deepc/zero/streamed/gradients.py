@@ -24,7 +24,7 @@ from ...offload.place import empty
 from ...plan.buckets import BucketStates
 from ...plan.layout import BLOCK
 from ...plan.plan import RING
-from ..step.reducer import CoreReducer
+from ..step.reducer import CoreReducer, Tree
 from .disk import ArrayOnDisk
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class DiskReducer:
     """The reducer of one rank (reducer.Reducer). A bucket opens with its first gradient and is written with its
     last."""
 
-    tree = None
+    tree: Tree | None = None
 
     def __init__(self, plan: Plan, store: GradientStore, pre_scale: float) -> None:
         self._layout, self._store, self._pre_scale = plan.layout, store, pre_scale
