@@ -167,7 +167,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if st.plan.parameters_on and st.plan.segments:
             raise UnsupportedError(
                 f"zero_optimization.offload_param.device = nvme with {type(self.base).__name__}: torch's optimizers"
-                " update parameters in memory; use Adam or AdamW, or device none"
+                " update parameters in memory; use an optimizer that deepc's core steps (docs/optimizers.md), or device"
+                " none"
             )
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
         self._shards: list[tuple[Segment, torch.nn.Parameter]] = []
