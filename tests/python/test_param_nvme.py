@@ -116,6 +116,12 @@ def _everything(rank, world, cfg, out):
         found["evaluation"] = engine(x[:2], y[:2]).item()
         with engine.keep_gathered():
             found["kept"] = [engine(x[:2], y[:2]).item() for _ in range(3)]
+    average = deepc.EMA(engine, 0.5)
+    found["losses"] += _steps(engine, 1, rank, world, 7)
+    with average.applied(), torch.no_grad():
+        found["averaged"] = engine(x[:2], y[:2]).item()
+    found["average"] = average.value(p)
+    average.close() if hasattr(average, "close") else None
     engine.module.blocks[0].down.weight.requires_grad_(False)
     found["losses"] += _steps(engine, 2, rank, world, 2)
     engine.module.blocks[0].down.weight.requires_grad_(True)
@@ -383,6 +389,23 @@ def _no_folder(rank, world, cfg):
     except DeepcError as exc:
         return type(exc).__name__, str(exc)
     return None
+
+
+def test_what_does_not_fit_on_the_disk_is_said_before_it_is_made(tmp_path):
+    from deepc import offload
+    from deepc.errors import DiskFullError
+    from deepc.zero.tiers import disk
+
+    class Plan:
+        ranks_per_node, disk = 4, None
+        parameters_on = gradients_on = str(tmp_path)
+
+    free = offload.check(tmp_path).free_bytes
+    Plan.bytes = {"params_disk": free // 8, "grads_disk": free // 8}
+    assert len(disk.preflight(Plan)) == 1
+    Plan.bytes = {"params_disk": free // 2, "grads_disk": free // 4}
+    with pytest.raises(DiskFullError, match="ranks \\(4\\) need"):
+        disk.preflight(Plan)
 
 
 def test_a_folder_that_is_not_there(tmp_path):

@@ -378,12 +378,12 @@ def predict_memory(
 
 
 def check_disk(engine: EngineBase) -> None:
-    """Optimizer states on disk: whether there is room, and an optimizer that can be stepped there. The same on all
+    """Whether there is room for what the plan puts on disk, and an optimizer that can be stepped there. The same on all
     ranks of a node, and nothing is allocated yet."""
-    disk = engine.plan.disk
-    if disk is None:
+    plan = engine.plan
+    if not plan.updates_on_disk:
         return
-    if not engine.optimizer.core:
+    if plan.disk is not None and not engine.optimizer.core:
         raise UnsupportedError(
             f"zero_optimization.offload_optimizer.device nvme with {type(engine.optimizer.base).__name__}: torch steps"
             " whole tensors in memory; use an optimizer that deepc's core steps (docs/optimizers.md), such as AdamW, or"
@@ -391,10 +391,10 @@ def check_disk(engine: EngineBase) -> None:
         )
     failure: Exception | None = None
     try:
-        place = preflight(disk, engine.plan.ranks_per_node)
-        for what in (place.why_not_direct, place.why_not_io_uring):
-            if what:
-                say(engine, f"optimizer states on disk will be slower than they could be: {what}", logging.WARNING)
+        for place in preflight(plan):
+            for what in (place.why_not_direct, place.why_not_io_uring):
+                if what:
+                    say(engine, f"what lies on disk will come slower than it could: {what}", logging.WARNING)
     except DiskError as exc:
         failure = exc
     together(engine.group, failure)

@@ -35,7 +35,7 @@ class Nameless:
     lives or another has it open."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder, self._fd = os.fspath(folder), -1
+        self.folder, self._fd = os.path.expanduser(folder), -1
         try:
             self._fd = os.open(self.folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except (IsADirectoryError, OSError) as exc:  # a file system without such files, or no such folder

@@ -200,7 +200,7 @@ class EMA:
                 b.copy_(kept)
         for flat, shard, n in engine.plan.slices:
             if state.master is not None:
-                Window(state.master, shard, n).copy_to(state.flat[flat : flat + n])
+                Window(state.master, shard, n).copy_into(Window(state.flat, flat, n))
                 if state.flat_host is not None:
                     Window(state.master, shard, n).copy_to(state.flat_host[flat : flat + n])
             elif state.flat_host is not None:

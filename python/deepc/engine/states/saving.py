@@ -400,9 +400,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
             _fill(reader, source, flat, s.param_begin)
         else:
             _fill(reader, source, st.window(s), s.param_begin)
-            for part in st.window(s).parts():
-                at = part.begin - s.shard_begin
-                Window(st.flat, s.flat_begin + at, part.length).write(part.read())
+            st.window(s).copy_into(flat)
         if st.flat_host is not None:
             st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat.view)
     for name, p in st.frozen:

@@ -152,7 +152,7 @@ class DiskFlats:
     def follow(self, state: ModelState, index: int) -> None:
         for s in state.plan.segments if state.master is not None else ():
             if s.param == index:
-                Part(state.flat, s.flat_begin, s.length).write(state.window(s).read())
+                state.window(s).copy_into(Part(state.flat, s.flat_begin, s.length))
         state.group.barrier()
 
     # ---- units -------------------------------------------------------------------------------------------------------

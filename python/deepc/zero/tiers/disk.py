@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,20 +15,33 @@ from ...offload import Cell, Disk, Stream, check
 from .windows import OnDisk
 
 if TYPE_CHECKING:
-    from ...plan.plan import DiskStates
+    from ...plan.plan import DiskStates, Plan
 
 
-def preflight(disk: DiskStates, ranks: int) -> Disk:
-    """What the folder gives; raises a DiskError if the states of this node's `ranks` don't fit there, or nothing can be
-    written. Before anything is allocated."""
-    found = check(os.path.expanduser(disk.folder), need_bytes=disk.disk_bytes)
-    if (need := disk.disk_bytes * ranks) > found.free_bytes:
-        raise DiskFullError(
-            f"{disk.folder} ({found.file_system}) has {found.free_bytes / 1e9:.3f} GB free, the optimizer states of"
-            f" {ranks} ranks need {need / 1e9:.3f} GB: free {(need - found.free_bytes) / 1e9:.3f} GB there, or choose"
-            " another folder (zero_optimization.offload_optimizer.nvme_path)"
-        )
-    return found
+def preflight(plan: Plan) -> list[Disk]:
+    """What the folders give that the plan names; raises a DiskError if what this node puts there does not fit, or
+    nothing can be written. Before anything is allocated."""
+    ranks, b = plan.ranks_per_node, plan.bytes
+    files = [(plan.parameters_on, b["params_disk"], 1), (plan.gradients_on, b["grads_disk"], ranks)]
+    if plan.disk is not None:
+        files.append((plan.disk.folder, plan.disk.disk_bytes, ranks))
+    need = collections.Counter[str]()
+    largest: dict[str, int] = {}
+    for folder, nbytes, count in files:
+        if folder:
+            folder = os.path.expanduser(folder)
+            need[folder] += nbytes * count
+            largest[folder] = max(nbytes, largest.get(folder, 0))
+    out = []
+    for folder, nbytes in need.items():
+        out.append(found := check(folder, need_bytes=largest[folder]))
+        if nbytes > found.free_bytes:
+            raise DiskFullError(
+                f"{folder} ({found.file_system}) has {found.free_bytes / 1e9:.3f} GB free, and the node's ranks"
+                f" ({ranks}) need {nbytes / 1e9:.3f} GB there: free {(nbytes - found.free_bytes) / 1e9:.3f} GB, or"
+                " choose another folder (nvme_path of zero_optimization.offload_optimizer and offload_param)"
+            )
+    return out
 
 
 class DiskTier:

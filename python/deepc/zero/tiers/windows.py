@@ -122,6 +122,11 @@ class Window:
             else:
                 part.view.fill_(value)
 
+    def copy_into(self, to: Window) -> None:
+        """The values go to `to`, of equally many elements, wherever both lie."""
+        for at, part in self._offsets():
+            Window(to.array, to.begin + at, part.length).write(part.read())
+
     def parts(self, most: int = PART) -> Iterator[Window]:
         """The window in pieces that memory has room for: itself where it lies there already."""
         for _, part in self._offsets(most):
