@@ -17,7 +17,7 @@ import time
 from common import emit, paired, require_deepc
 
 
-def engine_for(elems: int, precision: str, folder: str | None):
+def engine_for(elems: int, precision: str, folder: str | None, buffers: int, cell: int):
     import deepc
     import torch
 
@@ -32,7 +32,12 @@ def engine_for(elems: int, precision: str, folder: str | None):
     if precision != "fp32":
         config[precision] = {"enabled": True}
     if folder is not None:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
+        config["zero_optimization"]["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": folder,
+            "buffer_count": buffers,
+        }
+        config["zero_optimization"]["sub_group_size"] = cell
     engine = deepc.initialize(model=model, config=config)[0]
     engine.state.acc.normal_(generator=torch.Generator().manual_seed(1))
     return engine
@@ -71,11 +76,13 @@ def main() -> int:
     p.add_argument("--melems", type=int, default=48, help="millions of parameters")
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    p.add_argument("--buffers", type=int, default=0, help="offload_optimizer.buffer_count: at least so many cells")
+    p.add_argument("--cell", type=int, default=1 << 17, help="sub_group_size")
     args = p.parse_args()
     deepc = require_deepc()
     elems = args.melems * 1_000_000 // 1024 * 1024
     with tempfile.TemporaryDirectory(prefix=".deepc-bench-", dir=args.folder) as inside:
-        memory, tiered = (engine_for(elems, args.precision, f) for f in (None, inside))
+        memory, tiered = (engine_for(elems, args.precision, f, args.buffers, args.cell) for f in (None, inside))
         stream = tiered.state.tier.stream
         raw = Raw(inside, stream.disk_bytes)
         runs = {
@@ -98,6 +105,8 @@ def main() -> int:
         more = {
             "elems": elems,
             "precision": args.precision,
+            "slots": tiered.plan.disk.slots,
+            "cell_elems": stream.cell_elems,
             "bytes_each_way": stream.disk_bytes,
             "ring": info["ring"],
             "direct": info["direct"],

@@ -408,7 +408,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         1_000_000_000,
         "With optimizer states on disk: the most elements of a cell, which is read, updated and written at once (at"
-        " most 262144). Elsewhere the step streams over memory once and needs no sub-groups.",
+        " most 131072). Elsewhere the step streams over memory once and needs no sub-groups.",
         ge=0,
         auto=True,
     ),
@@ -558,7 +558,8 @@ KEYS: tuple[Key, ...] = (
         "zero_optimization.offload_optimizer.buffer_count",
         "int",
         4,
-        "With device nvme: cells of the states that are in memory at a time, read ahead, worked on or being written.",
+        "With device nvme: at least so many cells of the states are in memory at a time, read ahead, worked on or being"
+        " written (16 by default, of up to 32 MiB together).",
         ge=0,
     ),
     _inert(

@@ -19,7 +19,9 @@ from .layout import Layout, Slice, padded
 from .mesh import Mesh
 from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Sizes, payload_bytes
 
-CELL_ELEMS = 1 << 18  # of states on disk, at most: 1 MiB of each array; larger ones cost memory and win nothing
+# Of states on disk. A cell: 512 KiB of each array; with fewer than 16 of them in memory, or smaller ones, the disk idles
+# (tests/bench/nvme.py: 4, 8 and 16 cells give 0.60, 0.73 and 0.83 of its rate, beside other work).
+CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 16, 32 << 20  # the bytes bound what the slots take together
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
@@ -208,7 +210,7 @@ def _disk_states(config: Config, arrays: int, elems: int) -> DiskStates | None:
     if asked.device != "nvme" or not arrays or not elems:
         return None
     cell = min(config.zero.sub_group_size or CELL_ELEMS, CELL_ELEMS)
-    slots = max(2, asked.buffer_count)
+    slots = max(4, min(CELL_SLOTS, CELL_BYTES // (arrays * cell * FLOAT32.itemsize)), asked.buffer_count)
     rows = (_lib.StreamArray * arrays)(*(_lib.StreamArray(b"", FLOAT32.itemsize) for _ in range(arrays)))
     shape = _lib.StreamConfig(arrays=rows, narrays=arrays, elems=elems, cell_elems=cell, slots=slots)
     on_disk, buffers = ctypes.c_int64(), ctypes.c_int64()
