@@ -471,25 +471,29 @@ def _bytes(rank, world, folder):
 
     found = []
     for disk in (False, True):
-        engine = make_engine(config(3, folder, world=world, precision="bf16", disk=disk))
+        zero = {"sub_group_size": 300} if disk else {}
+        cfg = config(3, folder, world=world, precision="bf16", disk=disk)
+        cfg["zero_optimization"].update(zero)
+        engine = make_engine(cfg)
         train(engine, 1, rank, world)
         before = counters()
         train(engine, 1, rank, world, first=1)
         after = counters()
         moved = tuple(after[f"disk_bytes_{w}"] - before[f"disk_bytes_{w}"] for w in ("read", "written"))
-        found.append((engine.plan.bytes, moved, engine.state.tier.stream.disk_bytes if disk else 0))
+        found.append((engine.plan.bytes, engine.plan.disk, moved, cells(engine) if disk else 0))
         engine.destroy()
     return found
 
 
 def test_bytes_follow_the_plan(tmp_path):
-    for (memory, none, _), (disk, moved, size) in run_quietly(_bytes, 2, str(tmp_path)):
-        assert none == (0, 0) and disk["disk"] == size
+    for (memory, _, none, _), (disk, place, moved, count) in run_quietly(_bytes, 2, str(tmp_path)):
+        size = place.disk_bytes
+        assert none == (0, 0) and disk["disk"] == size and count > 2 * place.slots
         assert memory["master_private"] > 0 and memory["states_private"] > 0
         assert disk["master_private"] == disk["states_private"] == 0 and disk["disk_buffers"] > 0
         assert disk["rank_total"] == memory["rank_total"] - 12 * (memory["master_private"] // 4) + disk["disk_buffers"]
         # once a step, but for cells that are still in memory
-        assert moved[1] == size and size * 0.5 <= moved[0] <= size
+        assert moved[1] == size and size * (1 - place.slots / count) <= moved[0] < size
 
 
 KILLED = """

@@ -381,7 +381,11 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
         ".",
         refused,
     ),
-    "zero_optimization.offload_optimizer.buffer_count": (_merge(ON_DISK, {"zero_optimization": {"sub_group_size": 100}}), 40, planned),
+    "zero_optimization.offload_optimizer.buffer_count": (
+        _merge(ON_DISK, {"zero_optimization": {"sub_group_size": 100}}),
+        40,
+        planned,
+    ),
     "zero_optimization.sub_group_size": (ON_DISK, 100, planned),
     "aio.block_size": (ON_DISK, 8192, planned),
     "aio.queue_depth": (ON_DISK, 2, planned),
