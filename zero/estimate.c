@@ -34,6 +34,7 @@ static int estimate_check_counts(const dc_zero_bytes_in *in) {
       {"exchange", in->exchange, 0},
       {"grad_buffers", in->grad_buffers, 0},
       {"acc_size", in->acc_size, 0},
+      {"state_block", in->state_block, 0},
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
     if (rows[i].value < rows[i].least)
@@ -73,7 +74,8 @@ int dc_zero_estimate(const dc_zero_bytes_in *in, dc_zero_bytes *out) {
   if (in->master) estimate_add_product(&master, optimized, fp32);
   sum per_element = {0};
   estimate_add_product(&per_element, in->nstates, in->state_size);
-  estimate_add_product(&states, optimized, per_element.value);
+  if (in->state_block) estimate_add_product(&states, optimized / 256 + (optimized % 256 != 0), in->state_block);
+  else estimate_add_product(&states, optimized, per_element.value);
   if (in->world > 1) {
     sum slots = {0}, slot = {0};
     estimate_add_product(&slots, in->ranks_per_node, in->slots);

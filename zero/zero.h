@@ -84,7 +84,7 @@ DC_API int dc_zero_gather(void *dst, const void *src, int64_t bytes);
  *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
  *   grads:  n * acc_size (the accumulator; 0: fp32), times grad_buffers if > 1 (the tree of micro-batches);
  *   master: n * 4 if set;
- * states: n * nstates * state_size staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
+ * states: n * nstates * state_size, or ceil(n / 256) * state_block; staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
  *   exchange: as given, private: what a rank keeps for gradients on their way between nodes
  *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
 typedef struct dc_zero_bytes_in {
@@ -94,6 +94,7 @@ typedef struct dc_zero_bytes_in {
   int32_t stage, param_size, grad_wire_size, master, state_size, nstates, resident;
   int16_t grad_buffers, acc_size; /* acc_size: bytes of an accumulated gradient; 0: 4 */
   int64_t exchange; /* bytes */
+  int64_t state_block; /* bytes of 256 elements of all states, where they are no whole bytes each; 0: as above */
 } dc_zero_bytes_in;
 typedef struct dc_zero_bytes {
   int64_t params_private, params_shared, grads_private, master_private, states_private, staging_shared;

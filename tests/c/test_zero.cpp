@@ -640,6 +640,7 @@ TEST(ZeroEstimate, WrongArgumentsAndOverflow) {
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.world = 0; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.ranks_per_node = 5; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.param_size = 0; }));
+  EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.state_block = -1; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.nstates = -1; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.exchange = -1; }));
   EXPECT_EQ(DC_E_INVALID, status([](auto &in) { in.acc_size = -1; }));

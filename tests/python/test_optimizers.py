@@ -460,3 +460,147 @@ def test_state_dtypes_that_are_refused():
     with pytest.raises(UnsupportedError, match="state_dtype='int4' needs parameters in the standard memory format"):
         deepc.optim.Lion([q], state_dtype="int4").step()
     deepc.optim.Lion([q], state_dtype="bf16").step()
+
+
+# ---- formats in an engine --------------------------------------------------------------------------------------------
+def _formed(kind, form, stage, world, precision="fp32", **extra):
+    params = {**KINDS[kind], "lr": 3e-3 if kind == "AdamW" else 1e-3, "state_dtype": form}
+    return tiny.config(
+        stage, micro=8 // world, precision=precision, optimizer={"type": kind, "params": params}, **extra
+    )
+
+
+def _train_formed(rank, world, precision, stages):
+    out = {}
+    for kind in KINDS:
+        for form in ("bf16", "int8", "int4"):
+            for stage in stages:
+                cfg = _formed(kind, form, stage, world, precision, deepc={"bucket_elems": 8192})
+                losses, _, weights, engine = tiny.engine_training(cfg, 5, rank, world, batches=1)
+                first = next(engine.module.parameters())
+                state = engine.full_optimizer_state(first, "exp_avg").clone()
+                out[kind, form, stage] = losses, {n: w.clone() for n, w in weights.items()}, state
+                engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "bf16")])
+def test_formats_have_equal_bits_at_every_stage(world, precision):
+    ranks = run_ranks(_train_formed, world, args=(precision, range(4)))
+    for kind in KINDS:
+        for form in ("bf16", "int8", "int4"):
+            losses, weights, state = ranks[0][kind, form, 0]
+            assert losses[-1] < losses[0] and float(state.abs().sum()) > 0
+            for found in ranks:
+                for stage in range(4):
+                    other = found[kind, form, stage]
+                    assert other[0] == losses and torch.equal(other[2], state), (kind, form, stage)
+                    assert all(torch.equal(w, weights[n]) for n, w in other[1].items()), (kind, form, stage)
+
+
+def _digests(rank, world, case):
+    """As deterministic layout promises: one micro-batch at a time, whatever the ranks."""
+    kind, form = case
+    out = []
+    for stage in (0, 3):
+        cfg = _formed(kind, form, stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"})
+        cfg["gradient_accumulation_steps"] = 8 // world
+        _, _, weights, engine = tiny.engine_training(cfg, 3, rank, world, grads=False)
+        out.append({n: w.clone() for n, w in weights.items()})
+        engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("case", [("AdamW", "int8"), ("Lion", "int4")])
+def test_formats_have_equal_bits_on_any_number_of_ranks(case):
+    one, four = run_ranks(_digests, 1, args=(case,))[0], run_ranks(_digests, 4, args=(case,))[0]
+    for found in (one[1], *four):
+        assert all(torch.equal(w, one[0][n]) for n, w in found.items())
+
+
+def _resume_formed(rank, world, folder):
+    import torch.distributed as dist
+
+    for kind, form in (("AdamW", "int8"), ("AdamW", "bf16"), ("Lion", "int4")):
+        here, wanted = f"{folder}/{kind}{form}", None
+        for stage in (2, 3, 0):
+            engine, *_ = deepc.initialize(model=tiny.make_model(), config=_formed(kind, form, stage, world))
+            if wanted is not None:
+                engine.load_checkpoint(here)
+            for step in range(0 if wanted is None else 2, 4):
+                if step == 2 and wanted is None:
+                    engine.save_checkpoint(here)
+                x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
+                engine.backward(engine(x, y))
+                engine.step()
+            found = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+            engine.destroy()
+            dist.barrier()
+            assert wanted is None or all(torch.equal(wanted[n], w) for n, w in found.items()), (kind, form, stage)
+            wanted = wanted or found
+        # The same checkpoint goes into fp32 states.
+        engine, *_ = deepc.initialize(model=tiny.make_model(), config=_formed(kind, "fp32", 1, world))
+        engine.load_checkpoint(here)
+        assert float(engine.full_optimizer_state(next(engine.module.parameters()), "exp_avg").abs().sum()) > 0
+        engine.destroy()
+    return True
+
+
+def test_a_checkpoint_of_formats_goes_on_with_equal_bits(tmp_path):
+    assert all(run_ranks(_resume_formed, 2, args=(str(tmp_path),)))
+
+
+def _access_formed(rank, world):
+    engine, *_ = deepc.initialize(model=tiny.make_model(), config=_formed("AdamW", "int8", 2, world))
+    x, y = tiny.make_batch(0, 8)
+    engine.backward(engine(x, y))
+    engine.step()
+    p = engine.module.ln.weight
+    view = deepc.view(p)
+    assert float(view.state["exp_avg_sq"].min()) > 0
+    value = torch.full_like(p, 0.5)
+    view.state["exp_avg"] = value
+    assert torch.equal(view.state["exp_avg"], value)
+    saved = engine.optimizer.state_dict()
+    view.state["exp_avg"] = torch.zeros_like(p)
+    engine.optimizer.load_state_dict(saved)
+    assert torch.equal(view.state["exp_avg"], value)
+    with pytest.raises(UnsupportedError, match="kept as int8 codes"):
+        engine.optimizer.states["exp_avg"][0]
+    engine.destroy()
+    return True
+
+
+def test_states_of_codes_are_read_and_written():
+    assert all(run_ranks(_access_formed, 1))
+
+
+def test_the_plan_counts_bytes_of_formats():
+    def states(form):
+        rows = deepc.estimate(tiny.make_model, _formed("AdamW", form, 2, 1)).rows
+        return sum(r.host for r in rows if r.name == "optimizer states")
+
+    whole = states("fp32")
+    for form, part in (("bf16", 1 / 2), ("int8", 260 / 1024), ("int4", 136 / 1024)):
+        assert abs(states(form) - part * whole) < 0.02 * whole, form
+
+
+def test_formats_in_a_configuration():
+    def load(**params):
+        raw = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, **params}}}
+        return Config.load(raw, world_size=1).optimizer
+
+    assert load(state_dtype="int8").params["state_dtype"] == "int8"
+    assert load(fp32_optimizer_states=False).params["state_dtype"] == "bf16"
+    assert "state_dtype" not in load(fp32_optimizer_states=True).params
+    for params, text in (
+        ({"state_dtype": "int7"}, "state_dtype"),
+        ({"state_dtype": "int8", "fp32_optimizer_states": False}, "different things"),
+        ({"state_dtype": "int8", "torch_adam": True}, "Remove torch_adam"),
+        ({"state_dtype": "int8", "amsgrad": True}, "amsgrad"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load(**params)
+    with pytest.raises(UnsupportedError, match='state_dtype "int8" with offload to nvme'):
+        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "."}, "stage": 2}
+        deepc.initialize(model=tiny.make_model(), config=_formed("AdamW", "int8", 2, 1, zero_optimization=offload))

@@ -977,7 +977,15 @@ OPTIMIZER_PARAMS: dict[str, Key] = {
         _active("adam_w_mode", "bool", True, "Type Adam: decoupled decay (DeepSpeed's default) or L2."),
         _active("torch_adam", "bool", False, "Use torch.optim's class instead of deepc's."),
         _later("bias_correction", "bool", True, "Adam without bias correction"),
-        _later("fp32_optimizer_states", "bool", True, "optimizer states below fp32"),
+        _active("fp32_optimizer_states", "bool", True, "false: as state_dtype bf16."),
+        _active(
+            "state_dtype",
+            "str",
+            None,
+            "How moments are stored: fp32, bf16 with stochastic rounding, int8 or int4 codes with a scale for each block"
+            " (docs/optimizers.md). CPU ranks.",
+            choices=("fp32", "bf16", "int8", "int4"),
+        ),
         _inert("set_grad_none", "bool", True, "Free gradients.", "gradients are always freed after their reduction"),
         _inert("foreach", "bool", None, "torch's multi-tensor loop.", "deepc's step is one call for all tensors"),
         _inert("fused", "bool", None, "torch's fused kernel.", "deepc's step is always fused"),

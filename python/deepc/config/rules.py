@@ -514,14 +514,31 @@ class Loader:
                 self.inert.append(InertKey(path, value, row.why))
         decoupled = lower == "adamw" or checked.pop("adam_w_mode", True)
         checked.pop("adam_w_mode", None)
-        for key in ("bias_correction", "fp32_optimizer_states", "set_grad_none"):
+        for key in ("bias_correction", "set_grad_none"):
             checked.pop(key, None)
+        self._state_dtype(checked)
         if checked.pop("torch_adam", False):
             return OptimizerConfig("AdamW" if decoupled else "Adam", checked, "torch", decoupled)
         checked.pop("foreach", None), checked.pop("fused", None)
         return OptimizerConfig(
             "AdamW" if decoupled else "Adam", {**default_optimizer().params, **checked}, "deepc", decoupled
         )
+
+    def _state_dtype(self, checked: dict[str, Any]) -> None:
+        """Puts state_dtype in the place of DeepSpeed's fp32_optimizer_states, and refuses what does not go with it."""
+        path, form = "optimizer.params.state_dtype", checked.pop("state_dtype", None)
+        if checked.pop("fp32_optimizer_states", True) is False:
+            if form not in (None, "bf16"):
+                self.fail(path, form, "and fp32_optimizer_states false say different things. Remove one.")
+            form = "bf16"
+        if form in (None, "fp32"):
+            return
+        if checked.get("torch_adam"):
+            self.fail(path, form, "is of deepc's Adam and AdamW. Remove torch_adam.")
+        elif checked.get("amsgrad"):
+            self.fail(path, form, "does not go with amsgrad. Remove one.")
+        else:
+            checked["state_dtype"] = form
 
     def _by_signature(self, kind: str, cls: type, params: dict[str, Any], backend: str) -> OptimizerConfig:
         """An optimizer whose arguments are those of its class; ZeRO may cut it if it is known to be elementwise."""

@@ -126,7 +126,7 @@ class BytesIn(ctypes.Structure):
                 "resident",
             )
         ]
-        + [("grad_buffers", c_int16), ("acc_size", c_int16), ("exchange", c_int64)]
+        + [("grad_buffers", c_int16), ("acc_size", c_int16), ("exchange", c_int64), ("state_block", c_int64)]
     )
 
 

@@ -142,6 +142,8 @@ def assemble(
         named = own_parameters(engine, group_of)
         engine.step_policy.check_optimizer()
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
+        offloads = (config.zero.offload_optimizer.device, config.zero.offload_param.device)
+        engine.optimizer.check_format(engine.device.type, "nvme" in offloads)
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
         check_disk(engine)
@@ -342,6 +344,7 @@ def make_plans(engine: EngineBase, named: Named, group_of: dict[int, int]) -> di
             rank=rank,
             part=group.part_of(rank),
             moments=engine.optimizer.moments,
+            state_bytes=engine.optimizer.state_bytes,
             dtype=dtype_of(dtype),
         )
         for dtype in engine.step_policy.dtypes()

@@ -14,6 +14,7 @@ from .adamw import Adam, AdamW
 from .lion import Lion
 from .rules import core_rule
 from .sgd import SGD
+from .states.formats import BYTES_OF_256
 
 # deepc's own, by the name that a configuration gives them (in any case).
 OURS: dict[str, type[torch.optim.Optimizer]] = {
@@ -72,6 +73,12 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
     """fp32 state tensors per element (for the plan; torch's optimizers other than Adam: their own, counted as 2)."""
     rule = core_rule(optimizer)
     return 2 if rule is None else len(rule.names)
+
+
+def state_bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of 256 elements of one of these states, with its scales."""
+    rule = core_rule(optimizer)
+    return BYTES_OF_256[rule.form or "fp32"] if rule is not None else BYTES_OF_256["fp32"]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:

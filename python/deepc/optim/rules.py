@@ -31,13 +31,20 @@ class Scalars(NamedTuple):
 @dataclass(frozen=True)
 class CoreRule:
     """An optimizer as dc_step knows it. names: all states, in the order of dc_step_args.state; keeps(group): how many
-    of them its parameters use; scalars(group, step); start(group): what the states begin as."""
+    of them its parameters use; scalars(group, step); start(group): what the states begin as; form: how they are stored,
+    where that is not fp32 (optim/states/formats.py)."""
 
     kind: int
     names: tuple[str, ...]
     keeps: Callable[[Mapping[str, Any]], int]
     scalars: Callable[[Mapping[str, Any], int], Scalars]
     start: Callable[[Mapping[str, Any]], float] = lambda group: 0.0
+    form: str = ""
+
+
+def _form(base: torch.optim.Optimizer) -> str:
+    form = getattr(base, "state_dtype", None) or ""
+    return "" if form == "fp32" else form
 
 
 def _adamw(base: torch.optim.Optimizer) -> CoreRule:
@@ -50,7 +57,7 @@ def _adamw(base: torch.optim.Optimizer) -> CoreRule:
 
     amsgrad = any(g.get("amsgrad") for g in base.param_groups)
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
-    return CoreRule(ADAMW, names, lambda g: 3 if g.get("amsgrad") else 2, scalars)
+    return CoreRule(ADAMW, names, lambda g: 3 if g.get("amsgrad") else 2, scalars, form=_form(base))
 
 
 def _lion(base: torch.optim.Optimizer) -> CoreRule:
@@ -58,7 +65,7 @@ def _lion(base: torch.optim.Optimizer) -> CoreRule:
         beta1, beta2 = (float(b) for b in g["betas"])
         return Scalars(float(g["lr"]), beta1, beta2, 0.0, float(g["weight_decay"]), 0)
 
-    return CoreRule(LION, ("exp_avg",), lambda g: 1, scalars)
+    return CoreRule(LION, ("exp_avg",), lambda g: 1, scalars, form=_form(base))
 
 
 def _adagrad(base: torch.optim.Optimizer) -> CoreRule:

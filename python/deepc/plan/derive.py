@@ -102,11 +102,13 @@ def derive(
     rank: int = 0,
     part: int | None = None,
     moments: int = 2,
+    state_bytes: int = 1024,
     dtype: str | DType = "",
 ) -> Plan:
     """The plan of one rank. meta: all parameters of the model in the order of registration. part: the rank's place in
-    the layout (default: the rank itself; see comm/groups.py). moments: fp32 state arrays of the optimizer per element.
-    dtype: what the model computes in, if it is not what the configuration says (precision "auto").
+    the layout (default: the rank itself; see comm/groups.py). moments: state arrays of the optimizer per element.
+    state_bytes: of 256 elements of one of them. dtype: what the model computes in, if it is not what the configuration
+    says (precision "auto").
 
     Raises UnsupportedError or ConfigError for what these ranks and this machine rule out."""
     mesh.require_data_parallel()
@@ -154,6 +156,7 @@ def derive(
         master=int(has_master and disk is None),
         state_size=4,
         nstates=moments if disk is None else 0,
+        state_block=moments * state_bytes if disk is None and state_bytes != 1024 else 0,
         resident=int(stage == 3 and not sharded),
         exchange=_exchange_bytes(layout, nodes, FLOAT32 if tree else wire, gradients_as),
         grad_buffers=tree,

@@ -90,8 +90,8 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _source(window: Window) -> torch.Tensor | Source:
-    """What a checkpoint writes of it: from disk a part at a time."""
-    if not window.on_disk:
+    """What a checkpoint writes of it: from disk, and of codes, a part at a time."""
+    if window.in_memory:
         return _host(window.read())
     return Source(window.length, torch.float32, lambda: (part.read() for part in window.parts()))
 
@@ -378,7 +378,7 @@ def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0
 
 def _fill(reader: CheckpointReader, name: str, window: Window, begin: int) -> None:
     """Fills a window of states from elements of logical tensor `name`."""
-    if not window.on_disk:
+    if window.in_memory:
         _read(reader, name, window.view, begin)
         return
     for part in window.parts():

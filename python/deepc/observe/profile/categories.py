@@ -75,8 +75,9 @@ def optimizer_states(engine: Any) -> int:
     """Bytes of masters and moments; of what lies on disk, the cells that are in memory."""
     state, tier = engine.state, engine.state.tier
     master = state.master if tier is None else None
-    windows = [w.view for _, _, w in engine.optimizer.owned_states() if not w.on_disk]
-    return _nbytes(_on(engine.device, [master, *windows])) + (tier.stream.memory_bytes if tier is not None else 0)
+    windows = [w.view for _, _, w in engine.optimizer.owned_states() if w.in_memory]
+    rest = engine.optimizer.coded_bytes() + (tier.stream.memory_bytes if tier is not None else 0)
+    return _nbytes(_on(engine.device, [master, *windows])) + rest
 
 
 def sample(engines: Iterable[Any], states: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from ...core import memory
 from ...core.lib import call
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
-from ...optim.factory import check_optimizer, make_optimizer, moments_of, takes_core_path, twin_over
+from ...optim.factory import check_optimizer, make_optimizer, moments_of, state_bytes_of, takes_core_path, twin_over
 from ..derive import Machine, derive, meta_of
 from ..mesh import Mesh
 from ..plan import CONTROL_SLOT_BYTES, SLOTS
@@ -189,7 +189,9 @@ def _comm_bytes(ranks: int, slot_bytes: int, slots: int) -> int:
     return found.value
 
 
-def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False) -> tuple[list[Row], int]:
+def state_rows(
+    plan: Plan, moments: int, host_states: bool, leased: bool = False, state_bytes: int = 1024
+) -> tuple[list[Row], int]:
     """(rows of what initialize allocates for `plan`, bytes of them that are there before the moments). moments: of our
     own optimizer's arrays; 0 for a torch optimizer, whose states the dry run finds. leased: the accumulators' memory is
     the heap's (state.leases_gradients), whose peak has it.
@@ -228,7 +230,7 @@ def state_rows(plan: Plan, moments: int, host_states: bool, leased: bool = False
         put("parameters on their way to the device", _block(plan.layout.total * item, "lowp"), host=True)
     early = sum(r.host for r in rows)
     for _, color in zip(range(moments), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")):
-        put("optimizer states", _block(plan.owned_elems * 4, color), host=states_in_host)
+        put("optimizer states", _block(plan.owned_elems * state_bytes // 256, color), host=states_in_host)
     put("on the way between nodes", b["exchange_private"], host=in_host)
     if plan.transport in ("node", "nodes"):
         n = plan.ranks_per_node
@@ -251,10 +253,17 @@ def _merge(rows: Sequence[Row]) -> list[Row]:
 
 
 def _assemble(
-    plan: Plan, moments: int, torch_states: bool, host_states: bool, run: dict[str, Any] | None, loaded: int, steps: int
+    plan: Plan,
+    moments: int,
+    torch_states: bool,
+    host_states: bool,
+    run: dict[str, Any] | None,
+    loaded: int,
+    steps: int,
+    state_bytes: int = 1024,
 ) -> MemoryEstimate:
     leased = run is not None and run["leased"]
-    rows, early = state_rows(plan, moments, host_states, leased)
+    rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
     gpu, notes = plan.device != "cpu", []
     trained = sum(p.numel for p in plan.params if p.index is not None)
     largest = max((p.numel for p in plan.params if p.index is not None), default=0)
@@ -495,7 +504,14 @@ class _Case:
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
         mesh = Mesh(dp=self.ranks_per_node * self.nodes, ranks_per_node=self.ranks_per_node)
         machine = Machine.here(self.device)
-        return derive(self.config, meta_of(named, group_of), mesh, machine, moments=moments_of(base))
+        return derive(
+            self.config,
+            meta_of(named, group_of),
+            mesh,
+            machine,
+            moments=moments_of(base),
+            state_bytes=state_bytes_of(base),
+        )
 
 
 def predict(
@@ -543,7 +559,8 @@ def predict(
             keeps_frozen=plan.stage < 3,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
         )
-    return _assemble(plan, moments_of(base) if core else 0, not core, host_states, run, loaded, steps)
+    moments = moments_of(base) if core else 0
+    return _assemble(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base))
 
 
 def _torch_update(

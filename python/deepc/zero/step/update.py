@@ -16,10 +16,12 @@ import torch
 from ...core.lib import C, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
-from ...optim.factory import check_optimizer, moments_of, twin_over
+from ...optim.factory import check_optimizer, moments_of, state_bytes_of, twin_over
 from ...optim.rules import ADAMW, DECOUPLED, NESTEROV, CoreRule, Scalars, core_rule
+from ...optim.states.formats import FORMATS, is_coded
 from ...plan.layout import Segment
 from ..state import ModelState, Walk
+from ..tiers.coded import Coded
 from ..tiers.windows import Array, Window
 from .tree import LayoutOrder
 
@@ -81,6 +83,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 " Adagrad or SGD of deepc.optim, or remove the key"
             )
 
+    def check_format(self, device: str, on_disk: bool) -> None:
+        """Raises if states in this format can't be where they are asked to be."""
+        form = "" if self.rule is None else self.rule.form
+        if form and (device != "cpu" or on_disk):
+            where = "offload to nvme" if on_disk else f"ranks on {device}"
+            raise UnsupportedError(
+                f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are in CPU ranks\' '
+                "memory only. Remove one of the two"
+            )
+
     def _hook_tables(self: torch.optim.Optimizer) -> None:
         from collections import OrderedDict
 
@@ -105,6 +117,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """fp32 state tensors per element (for the plan; torch optimizers other than Adam: their own, counted as 2)."""
         return moments_of(self.base)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of 256 elements of one of these tensors, with its scales."""
+        return state_bytes_of(self.base)
+
     def state_names(self) -> tuple[str, ...]:
         """Of the fp32 states that the C step keeps per element."""
         return self._core.names
@@ -126,12 +143,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _attach_core(self) -> None:
         st, rule = self._state, self._core
         owned = st.plan.owned_elems
-        self.states: dict[str, Array] = {n: st.states(owned, n) for n in rule.names}
+        self.states: dict[str, Array] = {n: self._new_state(n, owned) for n in rule.names}
         for s in st.plan.segments if any(rule.start(g) for g in self.param_groups) else ():
             begin = rule.start(self.param_groups[self._group_of[s.param]])
             for state in self.states.values():
                 Window(state, s.shard_begin, s.length).fill(begin)
         self._make_args()
+
+    def _new_state(self, name: str, owned: int) -> Array:
+        st, form = self._state, self._core.form
+        if is_coded(form):
+            stretches = [(s.shard_begin, s.length, self._number(s)) for s in st.plan.segments]
+            return Coded(name, form, owned, stretches, lambda numel: st.zeros(numel, torch.uint8, name))
+        return st.zeros(owned, torch.bfloat16, name) if form else st.states(owned, name)
+
+    def _number(self, s: Segment) -> int:
+        """Of the segment's first element in the flat space of all ranks."""
+        return self._state.plan.layout.offsets[s.param] + s.param_begin
+
+    def coded_bytes(self) -> int:
+        """Of states that are kept as codes, and have no views."""
+        return sum(a.nbytes() for a in self.states.values() if isinstance(a, Coded)) if self.core else 0
 
     def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
@@ -141,6 +173,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._walk = st.walk() if st.state_device.type == "cpu" else None
         if st.state_device.type != "cpu" or st.tier is not None or self._walk is not None:
             return  # a cell's arguments are made when it is there
+        if self._core.form:  # a scale is of one parameter's elements
+            self._aim_formed([(s, groups[s.param]) for s in st.plan.segments if groups[s.param] >= 0])
+            return
         arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
         self._args = StepArgs.array(max(1, len(self._runs)))
         for a, run in zip(self._args, self._runs):
@@ -160,6 +195,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         a.n, a.rule = run.n, rule.kind
         a.param_dtype = a.state_dtype = code(torch.float32)
         a.grad_dtype = code(acc_dtype)
+
+    def _aim_formed(self, segments: Sequence[tuple[Segment, int]]) -> None:
+        """The arguments where states have a format: one run for each segment (with its param group)."""
+        rule, names = self._core, self._core.names
+        self._runs = [Run(g, s.flat_begin, s.shard_begin, s.length) for s, g in segments]
+        self._args = StepArgs.array(max(1, len(self._runs)))
+        master = cast("torch.Tensor | None", self._state.master)
+
+        def at(name: str, own: int) -> int:
+            array = self.states[name] if name != "master" else cast("torch.Tensor", master)
+            if isinstance(array, Coded):
+                return array.pieces[own].codes.data_ptr()
+            array = cast("torch.Tensor", array)
+            return array.data_ptr() + array.element_size() * own
+
+        for a, run, (s, _) in zip(self._args, self._runs, segments):
+            self._aim(a, run, at)
+            a.format, a.first, a.state_dtype = FORMATS[rule.form], self._number(s), code(torch.bfloat16)
+            for k, name in enumerate(names if is_coded(rule.form) else ()):
+                a.scale[k] = cast(Coded, self.states[name]).pieces[run.own].scale.data_ptr()
 
     def _attach_torch(self) -> None:
         """Gives `base` one fp32 parameter per segment of the shard, with the accumulator as its gradient."""

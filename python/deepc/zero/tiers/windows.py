@@ -9,6 +9,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ...offload import Stream
+from .coded import Coded
 
 PART = 1 << 20  # elements of what is on disk that are in memory at a time
 
@@ -67,7 +68,7 @@ class OnDisk:
         found._refuse(f"torch's {getattr(function, '__name__', function)}")
 
 
-Array = torch.Tensor | OnDisk
+Array = torch.Tensor | OnDisk | Coded
 
 
 class Window:
@@ -82,22 +83,27 @@ class Window:
 
     @property
     def view(self) -> torch.Tensor:
-        """The elements where they lie, to be read and written. UnsupportedError on disk."""
+        """The elements where they lie, to be read and written. UnsupportedError on disk, and of codes."""
         return self.array[self.begin : self.begin + self.length]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether there is a view: the numbers lie in memory as such."""
+        return isinstance(self.array, torch.Tensor)
 
     @property
     def on_disk(self) -> bool:
         return isinstance(self.array, OnDisk)
 
     def read(self) -> torch.Tensor:
-        """The values; not to be written: a view of them in memory, a copy from disk."""
-        if isinstance(self.array, OnDisk):
+        """The values; not to be written: a view of them in memory, a copy from disk and of codes."""
+        if not isinstance(self.array, torch.Tensor):
             return self.array.read(self.begin, torch.empty(self.length, dtype=self.array.dtype))
         return self.view
 
     def copy_to(self, out: torch.Tensor) -> None:
         """The values go to `out`."""
-        if not isinstance(self.array, OnDisk):
+        if isinstance(self.array, torch.Tensor):
             out.copy_(self.view)
         elif out.dtype == self.array.dtype and out.device.type == "cpu" and out.is_contiguous():
             self.array.read(self.begin, out)
@@ -107,7 +113,7 @@ class Window:
 
     def write(self, value: torch.Tensor, factor: float = 1.0) -> None:
         """The values are `value * factor` from now on."""
-        if not isinstance(self.array, OnDisk):
+        if isinstance(self.array, torch.Tensor):
             self.view.copy_(value if factor == 1.0 else value.float() * factor)
             return
         for at, part in self._offsets():
@@ -117,7 +123,7 @@ class Window:
     def fill(self, value: float) -> None:
         """All elements are `value`."""
         for part in self.parts():
-            if part.on_disk:
+            if not part.in_memory:
                 part.write(torch.full((part.length,), value))
             else:
                 part.view.fill_(value)
