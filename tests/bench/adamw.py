@@ -156,7 +156,7 @@ def run(case: str, threads: int, count: int, foreach: bool) -> None:
         if name.endswith("huge"):
             on_flat(o, on_huge, flat)
             contenders[name] = o.step
-    contenders["deepc engine"] = flat.core_step()
+    contenders["deepc kernel, the engine's memory"] = flat.core_step()
     from deepc.core.lib import C
 
     try:
@@ -178,7 +178,7 @@ def run(case: str, threads: int, count: int, foreach: bool) -> None:
         "ms",
         times,
         {
-            "deepc engine": [as_comes, on_same],
+            "deepc kernel, the engine's memory": [as_comes, on_same],
             "deepc drop-in, as it comes": [as_comes, ["torch foreach, as it comes"]],
             "deepc drop-in, huge": [on_same],
         },
