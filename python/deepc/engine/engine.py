@@ -83,8 +83,7 @@ class Engine(EngineBase):
             whole, out = self.step_policy.losses(loss, scale_wrt_gas)
             scaled = whole.float() * self.scaler.loss_scale if self.scaler is not None else whole
             if self.hooks.synchronising:
-                boundary = self.is_gradient_accumulation_boundary()
-                self.hooks.run(lambda: scaled.backward(retain_graph=retain_graph), boundary, self.loss_scale)
+                self._backward_pass(lambda: scaled.backward(retain_graph=retain_graph))
             else:
                 scaled.backward(retain_graph=retain_graph)
             told = out.detach()
@@ -92,6 +91,28 @@ class Engine(EngineBase):
         finally:
             self.events.end("backward", told)
         return told
+
+    def _backward_pass(self, backward: Callable[[], None]) -> None:
+        """A pass of the hooks around it. Where parameters lie on disk: if the disk of some rank breaks it off, the pass
+        comes to its end, and the error is the same on all ranks."""
+        boundary = self.is_gradient_accumulation_boundary()
+        if not self.plan.parameters_on:
+            self.hooks.run(backward, boundary, self.loss_scale)
+            return
+        mine: DiskError | None = None
+        try:
+            self.hooks.run(backward, boundary, self.loss_scale)
+        except DiskError as exc:
+            mine = exc
+            with contextlib.suppress(DiskError):
+                self.hooks.give_up()
+        if told := failures(self.group, mine):
+            self.hooks.give_up()
+            raise _kind_of(told)(
+                "backward broke off, because what lies on disk could not be moved: "
+                f"{'; '.join(map(str, told))}. Nothing but this micro-batch's gradients is lost: call"
+                " engine.zero_grad() on every rank and go on with a new forward, or load a checkpoint if it is damage"
+            ) from mine
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale of fp16 training, for scripts that call backward themselves:
@@ -197,7 +218,7 @@ class Engine(EngineBase):
         told = failures(self.group, mine)
         if not told:
             return
-        kind = next((k for k in (DamagedError, DiskFullError) if any(isinstance(t, k) for t in told)), DiskError)
+        kind = _kind_of(told)
         what = "; ".join(str(t) for t in told)
         if kind is DamagedError:
             advice = "What is damaged does not come back: load the last checkpoint (engine.load_checkpoint)."
@@ -350,3 +371,8 @@ class Engine(EngineBase):
         with self.events.span("save_16bit_model", save_dir):
             save_model(self, save_dir, exclude_frozen_parameters)
         return True
+
+
+def _kind_of(told: Sequence[DeepcError]) -> type[DiskError]:
+    """The class that stands for the failures of several ranks."""
+    return next((k for k in (DamagedError, DiskFullError) if any(isinstance(t, k) for t in told)), DiskError)

@@ -222,6 +222,13 @@ class GradientHooks:
         self.flush()
         return True
 
+    def give_up(self) -> None:
+        """The gradients since the last step are incomplete: the pass that is open ends (collective, with the ranks that
+        come to its end), and everything but `discard` refuses."""
+        self._failed = True
+        if self.open:
+            self.end_pass()
+
     def check(self) -> None:
         """Raises if a backward since the last step did not come to its end."""
         if self.blocked:

@@ -17,7 +17,7 @@ from ...core import lib as _lib
 from ...core import memory
 from ...core.lib import C, call, check
 from ...core.ops import code
-from ...errors import UnsupportedError
+from ...errors import DiskError, UnsupportedError
 from ...offload.array import DiskArray, DiskRead, Window
 from ...offload.file import Handle
 from ...offload.place import empty
@@ -42,6 +42,7 @@ class GradientStore:
         self.values = ArrayOnDisk(self.array)
         self.window = Window(self.array)
         self._owned, self._partial = owned, partial
+        self._failure: DiskError | None = None
 
     def fold(self, begin: int, values: torch.Tensor, old: torch.Tensor | None, given: Ranges | None) -> None:
         """values: the sums of a pass for the elements from `begin` on; old: what was there, which they are added to in
@@ -57,6 +58,44 @@ class GradientStore:
                     at = hi
         block = begin // BLOCK
         self._partial[block : block + values.numel() // BLOCK].copy_(torch.ops.deepc.norm_squared(values))
+
+    # ---- transfers of a pass: a failure is told at its end, so that the pass comes to it on all ranks ---------------
+    def write(self, begin: int, values: torch.Tensor) -> Handle | None:
+        """Starts to write; None if that failed."""
+        try:
+            return self.array.write_async(begin, values)
+        except DiskError as exc:
+            self._failure = self._failure or exc
+            return None
+
+    def wait(self, transfer: Handle | DiskRead | None) -> bool:
+        """For a write or a read; whether it went well."""
+        try:
+            if isinstance(transfer, DiskRead):
+                transfer.wait()
+            elif transfer is not None:
+                self.array.finish(transfer)
+            return transfer is not None
+        except DiskError as exc:
+            self._failure = self._failure or exc
+            return False
+
+    def ask(self, begin: int, n: int, room: torch.Tensor) -> DiskRead | None:
+        """Starts to read into `room`; None if that failed."""
+        try:
+            return self.array.read_async(begin, room[:n])
+        except DiskError as exc:
+            self._failure = self._failure or exc
+            return None
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._failure = None
+
+    def end(self) -> None:
+        """A pass ends. DiskError: what it has accumulated is lost."""
+        if self._failure is not None:
+            raise self._failure
 
     def sums(self, begin: int, length: int) -> torch.Tensor:
         """[length], a copy."""
@@ -93,7 +132,7 @@ class _Bucket(NamedTuple):
     """A bucket that is being filled. old: on its way from the disk, into the tensor beside it."""
 
     values: torch.Tensor
-    old: tuple[DiskRead, torch.Tensor] | None
+    old: tuple[DiskRead | None, torch.Tensor] | None
 
 
 class DiskReducer:
@@ -111,7 +150,7 @@ class DiskReducer:
             self._buckets_of.append(range(at // layout.bucket_elems, last + 1) if n else range(0))
         self._params_of = BucketStates(layout.offsets, layout.numels, layout.bucket_elems, layout.nbuckets).params_of
         self._open: dict[int, _Bucket] = {}
-        self._writes: collections.deque[tuple[Handle, torch.Tensor]] = collections.deque()
+        self._writes: collections.deque[tuple[Handle | None, torch.Tensor]] = collections.deque()
         self._room: list[torch.Tensor] = []
         self._released: list[int] = []
         self._given: set[int] = set()
@@ -132,14 +171,13 @@ class DiskReducer:
     def _reap(self) -> None:
         """Waits for the oldest write."""
         handle, room = self._writes.popleft()
-        try:
-            self._store.array.finish(handle)
-        finally:
-            self._room.append(room)
+        self._store.wait(handle)
+        self._room.append(room)
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
     def begin(self, assign: bool, norm: bool) -> None:
         self._abandon()
+        self._store.begin()
         self._assign, self._in_pass = assign, True
         self._given.clear()
         self._missing = [len(p) for p in self._params_of]
@@ -151,8 +189,8 @@ class DiskReducer:
             values, old = self._take()[: end - begin], None
             values.zero_()
             if not self._assign:
-                before = self._take()[: end - begin]
-                old = self._store.array.read_async(begin, before), before
+                before = self._take()
+                old = self._store.ask(begin, end - begin, before), before[: end - begin]
             self._open[b] = _Bucket(values, old)
         return self._open[b]
 
@@ -177,12 +215,10 @@ class DiskReducer:
         before: torch.Tensor | None = None
         if old is not None:
             read, before = old
-            try:
-                read.wait()
-            finally:
-                self._room.append(_whole(before, self._layout.bucket_elems))
+            self._store.wait(read)
+            self._room.append(_whole(before, self._layout.bucket_elems))
         self._store.fold(begin, values, before, self._ranges(b, begin, end) if before is not None else None)
-        self._writes.append((self._store.array.write_async(begin, values), _whole(values, self._layout.bucket_elems)))
+        self._writes.append((self._store.write(begin, values), _whole(values, self._layout.bucket_elems)))
         self._written.add(b)
 
     def _ranges(self, b: int, begin: int, end: int) -> Ranges:
@@ -209,15 +245,16 @@ class DiskReducer:
             self._reap()
         del self._room[2 * RING :]
         self._in_pass = False
+        self._store.end()
 
     def _abandon(self) -> None:
         """What a pass that failed has left."""
         for bucket in self._open.values():
-            if bucket.old is not None:
+            if bucket.old is not None and bucket.old[0] is not None:
                 bucket.old[0].abandon()
         self._open.clear()
         while self._writes:
-            self._writes.popleft()[0]._free()
+            self._store.wait(self._writes.popleft()[0])
 
     # ---- the rest of the interface -----------------------------------------------------------------------------------
     def borrow(self, lease: memory.Lease | None) -> None:
@@ -255,8 +292,8 @@ class DiskNodeReducer(CoreReducer):
         self._per_slice = plan.layout.bucket_elems // plan.world
         self._slots = memory.zeros(RING * self._per_slice, torch.float32, memory.COLORS["slots"]).view(RING, -1)
         self._keep = (plan.layout, comm, self._slots)  # borrowed by the C side
-        self._old: dict[int, tuple[DiskRead, torch.Tensor]] = {}
-        self._under_way: collections.deque[Handle] = collections.deque()
+        self._old: dict[int, tuple[DiskRead | None, torch.Tensor]] = {}
+        self._under_way: collections.deque[Handle | None] = collections.deque()
         self._launched = self._taken = 0
         self._assign = True
         self._make(
@@ -276,6 +313,7 @@ class DiskNodeReducer(CoreReducer):
 
     def begin(self, assign: bool, norm: bool) -> None:
         self._abandon()
+        self._store.begin()
         self._assign = assign
         self._launched = self._taken = 0
         super().begin(True, False)
@@ -287,7 +325,7 @@ class DiskNodeReducer(CoreReducer):
         if not self._assign and b < self._plan.layout.nbuckets:
             own = self._plan.slices[b]
             before = empty(own.length)
-            self._old[b] = self._store.array.read_async(own.shard_begin, before), before
+            self._old[b] = self._store.ask(own.shard_begin, own.length, before), before
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         super().add(index, grad)
@@ -303,6 +341,7 @@ class DiskNodeReducer(CoreReducer):
                 break
         while self._under_way:
             self._take_oldest()
+        self._store.end()
 
     def _advance(self) -> None:
         """Writes the slices that are reduced. Waits for the disk only where the ring is full."""
@@ -311,27 +350,28 @@ class DiskNodeReducer(CoreReducer):
             b, own = self._launched, self._plan.slices[self._launched]
             values, before = self._slots[b % RING, : own.length], None
             if (old := self._old.pop(b, None)) is not None:
-                old[0].wait()
+                self._store.wait(old[0])
                 before = old[1]
             self._store.fold(own.shard_begin, values, before, None)
-            self._under_way.append(self._store.array.write_async(own.shard_begin, values))
+            self._under_way.append(self._store.write(own.shard_begin, values))
             self._launched += 1
             self._ask(b + RING)
             if self._launched - self._taken == RING:
                 self._take_oldest()
 
     def _take_oldest(self) -> None:
-        self._store.array.finish(self._under_way.popleft())
+        self._store.wait(self._under_way.popleft())
         self._taken += 1
         if C.dc_reducer_in_pass(self.handle):
             check(C.dc_reducer_give_back(self.handle, self._taken))
 
     def _abandon(self) -> None:
         for read, _ in self._old.values():
-            read.abandon()
+            if read is not None:
+                read.abandon()
         self._old.clear()
         while self._under_way:
-            self._under_way.popleft()._free()
+            self._store.wait(self._under_way.popleft())
 
     def borrow(self, lease: memory.Lease | None) -> None:
         if lease is not None:

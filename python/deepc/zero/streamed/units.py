@@ -242,6 +242,8 @@ class StreamedUnits:
         key = torch.is_grad_enabled()
         if self._frames or private.graph_task_id() != -1 or self._holds:
             return
+        for task in list(self._tasks):  # of a backward that raised: autograd has not told its end
+            self._end_task(task)
         if self._trace and not self._backward_seen and key and self._trace_key and len(self._trace) < MAX_TRACE:
             return  # a further forward before the backward
         self._end_pass()
