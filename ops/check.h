@@ -323,6 +323,44 @@ static inline int check_step(const dc_step_args *t, int64_t k) {
   return t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;
 }
 
+/* ---- LAMB -------------------------------------------------------------------------------------------------------- */
+static inline int check_lamb_scalars(const dc_lamb_args *t, int64_t k, int apply) {
+  const struct {
+    const char *name;
+    double value;
+  } finite[] = {{"lr", t->lr}, {"weight_decay", t->weight_decay}, {"eps", t->eps},
+                {apply ? "trust" : "grad_scale", apply ? t->trust : t->grad_scale}};
+  const struct {
+    const char *name;
+    double value;
+  } betas[] = {{"beta1", t->beta1}, {"beta2", t->beta2}};
+  const long long i = k;
+  if (t->step < 1)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
+  for (size_t f = 0; f < sizeof finite / sizeof *finite; f++)
+    if (!isfinite(finite[f].value))
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g is not finite", i, finite[f].name, finite[f].value);
+  if (t->eps < 0) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
+  for (size_t f = 0; f < 2; f++)
+    if (!(betas[f].value >= 0 && betas[f].value < 1))
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g, not in [0, 1)", i, betas[f].name, betas[f].value);
+  return DC_OK;
+}
+
+/* Tensor k of a call. */
+static inline int check_lamb(const dc_lamb_args *t, int64_t k, int apply) {
+  DC_TRY(check_lamb_scalars(t, k, apply));
+  DC_TRY(check_count(t->n));
+  DC_TRY(check_format(DC_STATE_STOCHASTIC, t->first)); /* the same rule */
+  DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
+  if (!apply) DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
+  DC_TRY(check_array(t->exp_avg, sizeof(float), t->n, "exp_avg"));
+  DC_TRY(check_array(t->exp_avg_sq, sizeof(float), t->n, "exp_avg_sq"));
+  if (!apply) DC_TRY(check_array(t->param_sums, sizeof(double), t->n, "param_sums"));
+  if (!apply) DC_TRY(check_array(t->update_sums, sizeof(double), t->n, "update_sums"));
+  return apply && t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;
+}
+
 /* ---- cross-entropy: all but the labels, which may lie where the host can't read them ----------------------------- */
 static inline int check_xent(const dc_xent_args *given, dc_xent_args *a) {
   DC_TRY(CHECK_TAKE(dc_xent_args, gradient, given, a));

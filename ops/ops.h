@@ -207,6 +207,31 @@ DC_API int dc_step(const dc_step_args *tensors, int64_t count);
 /* The states of a rule, in their order: "exp_avg", ... NULL past the last. */
 DC_API const char *dc_step_state_name(int rule, int index);
 
+/* LAMB (You et al., arXiv:1904.00962) in two passes, because a parameter's step length needs the norms of the whole:
+ *   dc_lamb_moments: g = grad_scale * float(grad); m = fma(1-b1, g - m, m); v = fma(1-b2, g*g, b2*v);
+ *     u = fma(wd, p, (m * inv_bc1) / fma(sqrt(v), inv_sqrt_bc2, eps)), inv_bc1 = 1/(1 - b1^step); and the sums of p^2
+ *     and u^2, in fp64, of each block: DC_BLOCK elements of the number first + i, as far as they are the tensor's.
+ *     16 accumulators, the block's element j goes to j % 16; combined by dc_sqnorm's tree.
+ *   dc_lamb_apply: u again, of the same arguments; p = fma(-(lr * trust), u, p), which the caller makes of the norms.
+ * Sums of a tensor's blocks in index order do not depend on how it is cut at edges of blocks. States are fp32. */
+typedef struct dc_lamb_args {
+  size_t struct_size; /* sizeof(dc_lamb_args): see base.h */
+  void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
+  const void *grad;   /* [n] grad_dtype; dc_lamb_apply does not read it */
+  float *exp_avg, *exp_avg_sq; /* [n] */
+  void *lowp;         /* [n] lowp_dtype, or NULL; written by dc_lamb_apply */
+  double *param_sums, *update_sums; /* [dc_lamb_blocks(first, n)]; written by dc_lamb_moments */
+  int64_t n, step, first; /* first: the number of element 0, a multiple of 64 */
+  double lr, beta1, beta2, eps, weight_decay, grad_scale;
+  double trust;       /* factor on lr; dc_lamb_moments does not look at it */
+  int32_t param_dtype, grad_dtype, lowp_dtype, reserved; /* fp32, bf16, fp16 each */
+} dc_lamb_args;
+static inline int64_t dc_lamb_blocks(int64_t first, int64_t n) {
+  return n > 0 ? (first + n - 1) / DC_BLOCK - first / DC_BLOCK + 1 : 0;
+}
+DC_API int dc_lamb_moments(const dc_lamb_args *tensors, int64_t count);
+DC_API int dc_lamb_apply(const dc_lamb_args *tensors, int64_t count);
+
 /* Softmax cross-entropy of rows and its gradient, written over the logits, so that rows x classes exist once. Of row r,
  * x = logits + r * stride, y = labels[r], e = label_smoothing: lse = log(sum_j e^x_j);  loss[r] = lse - (1 - e) x_y - e
  * / classes * sum_j x_j if gradient: x_j = round_to(dtype, g * (e^(x_j - lse) - (j == y ? 1 - e : 0) - e / classes)), g
@@ -238,6 +263,10 @@ typedef struct dc__adamw_coef {
 typedef struct dc__step_coef {
   float grad_scale, decay, l2, rate, b1, one_minus_b1, b2, one_minus_b2, eps;
 } dc__step_coef;
+
+typedef struct dc__lamb_coef {
+  float grad_scale, one_minus_b1, b2, one_minus_b2, inv_bc1, inv_sqrt_bc2, eps, weight_decay, rate; /* rate: -lr*trust */
+} dc__lamb_coef;
 
 /* Both, for the rules whose states have a format. */
 typedef struct dc__packed_coef {

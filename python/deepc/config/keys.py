@@ -177,7 +177,7 @@ KEYS: tuple[Key, ...] = (
         "optimizer.type",
         "str",
         None,
-        "Adam, AdamW, Lion, Adagrad or SGD (deepc's), or the name of a torch.optim class.",
+        "Adam, AdamW, Lion, Lamb, Adagrad or SGD (deepc's), or the name of a torch.optim class.",
     ),
     _active(
         "optimizer.params", "object", None, 'Arguments of the optimizer; lr, betas, eps, weight_decay may be "auto".'
@@ -982,8 +982,8 @@ OPTIMIZER_PARAMS: dict[str, Key] = {
             "state_dtype",
             "str",
             None,
-            "How moments are stored: fp32, bf16 with stochastic rounding, int8 or int4 codes with a scale for each block"
-            " (docs/optimizers.md). CPU ranks.",
+            "How moments are stored: fp32, bf16 with stochastic rounding, int8 or int4 codes with a scale for each"
+            " block (docs/optimizers.md). CPU ranks.",
             choices=("fp32", "bf16", "int8", "int4"),
         ),
         _inert("set_grad_none", "bool", True, "Free gradients.", "gradients are always freed after their reduction"),
@@ -994,7 +994,6 @@ OPTIMIZER_PARAMS: dict[str, Key] = {
 """Arguments of Adam and AdamW (path = argument name)."""
 
 LATER_OPTIMIZERS = {
-    "lamb": "LAMB",
     "muon": "Muon",
     "muadam": "muP's MuAdam",
     "muadamw": "muP's MuAdamW",
@@ -1034,7 +1033,7 @@ DIFFERS: dict[str, str] = {
     "data_types.grad_accum_dtype": "null is fp32 here, and the model's dtype in DeepSpeed.",
     "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
     "optimizer.type": (
-        "Adam, AdamW, Lion, Adagrad and SGD are deepc's fused kernels; any class of torch.optim works, the elementwise"
+        "Adam, AdamW, Lion, Lamb, Adagrad and SGD are deepc's kernels; any class of torch.optim works, the elementwise"
         " ones under every ZeRO stage."
     ),
 }

@@ -542,11 +542,11 @@ class Loader:
 
     def _by_signature(self, kind: str, cls: type, params: dict[str, Any], backend: str) -> OptimizerConfig:
         """An optimizer whose arguments are those of its class; ZeRO may cut it if it is known to be elementwise."""
-        from ..optim.factory import ELEMENTWISE
+        from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE
 
         path = "optimizer.type"
         stage = self.get("zero_optimization.stage")
-        if kind not in ELEMENTWISE and stage > 0 and not self.get("zero_allow_untested_optimizer"):
+        if kind not in ELEMENTWISE | ACROSS_SHARDS and stage > 0 and not self.get("zero_allow_untested_optimizer"):
             self.fail(
                 path,
                 kind,

@@ -218,6 +218,33 @@ class StepArgs(Sized):
     ]
 
 
+class LambArgs(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("param", c_void_p),
+        ("grad", c_void_p),
+        ("exp_avg", c_void_p),
+        ("exp_avg_sq", c_void_p),
+        ("lowp", c_void_p),
+        ("param_sums", c_void_p),
+        ("update_sums", c_void_p),
+        ("n", c_int64),
+        ("step", c_int64),
+        ("first", c_int64),
+        ("lr", c_double),
+        ("beta1", c_double),
+        ("beta2", c_double),
+        ("eps", c_double),
+        ("weight_decay", c_double),
+        ("grad_scale", c_double),
+        ("trust", c_double),
+        ("param_dtype", c_int32),
+        ("grad_dtype", c_int32),
+        ("lowp_dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class FileConfig(Sized):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -357,6 +384,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_reduce_acc": (c_int, c_void_p, _P(c_void_p), c_int, c_int, c_int64, c_int, c_void_p),
     "dc_adamw": (c_int, _P(AdamWArgs), c_int64),
     "dc_step": (c_int, _P(StepArgs), c_int64),
+    "dc_lamb_moments": (c_int, _P(LambArgs), c_int64),
+    "dc_lamb_apply": (c_int, _P(LambArgs), c_int64),
     "dc_state_sizes": (c_int, c_int, c_int64, c_int64, _P(c_int64), _P(c_int64)),
     "dc_state_unpack": (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, c_int64),
     "dc_state_pack": (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, c_int64),

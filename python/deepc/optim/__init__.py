@@ -1,8 +1,9 @@
-"""Optimizers over the C core: drop-ins for torch's `AdamW`, `Adam`, `Adagrad` and `SGD`, and `Lion`."""
+"""Optimizers over the C core: drop-ins for torch's `AdamW`, `Adam`, `Adagrad` and `SGD`, `Lion` and `Lamb`."""
 
-from .adagrad import Adagrad
 from .adamw import Adam, AdamW
-from .lion import Lion
-from .sgd import SGD
+from .kinds.adagrad import Adagrad
+from .kinds.lamb import Lamb
+from .kinds.lion import Lion
+from .kinds.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lamb", "Lion"]

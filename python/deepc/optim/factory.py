@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, ConfigError, UnsupportedError
-from .adagrad import Adagrad
 from .adamw import Adam, AdamW
-from .lion import Lion
+from .kinds.adagrad import Adagrad
+from .kinds.lamb import Lamb
+from .kinds.lion import Lion
+from .kinds.sgd import SGD
 from .rules import core_rule
-from .sgd import SGD
 from .states.formats import BYTES_OF_256
 
 # deepc's own, by the name that a configuration gives them (in any case).
@@ -21,6 +22,7 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": Adam,
     "AdamW": AdamW,
     "Lion": Lion,
+    "Lamb": Lamb,
     "Adagrad": Adagrad,
     "SGD": SGD,
 }
@@ -42,6 +44,9 @@ ELEMENTWISE = frozenset(
         "SGD",
     }
 )
+
+# Not so, but with norms of whole parameters that are summed over shards.
+ACROSS_SHARDS = frozenset({"Lamb"})
 
 
 def torch_classes() -> dict[str, type[torch.optim.Optimizer]]:

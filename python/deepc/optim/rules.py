@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .adagrad import Adagrad
 from .adamw import AdamW
-from .lion import Lion
-from .sgd import SGD
+from .kinds.adagrad import Adagrad
+from .kinds.lamb import Lamb
+from .kinds.lion import Lion
+from .kinds.sgd import SGD
 
 ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
+LAMB = -1  # dc_lamb_moments and dc_lamb_apply
 DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
 
 
@@ -87,13 +89,21 @@ def _sgd(base: torch.optim.Optimizer) -> CoreRule:
     return CoreRule(SGD_RULE, names, lambda g: int(bool(g["momentum"])), scalars)
 
 
+def _lamb(base: torch.optim.Optimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        beta1, beta2 = (float(b) for b in g["betas"])
+        return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), 0)
+
+    return CoreRule(LAMB, ("exp_avg", "exp_avg_sq"), lambda g: 2, scalars)
+
+
 def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
     """The rule that steps `base` in C: deepc's optimizers, and torch's Adam and AdamW. None: torch steps it."""
     if any(g.get("differentiable") for g in base.param_groups):
         return None
     if isinstance(base, AdamW) or type(base) in (torch.optim.Adam, torch.optim.AdamW):
         return _adamw(base)
-    for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd)):
+    for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd), (Lamb, _lamb)):
         if isinstance(base, kind):
             return make(base)
     return None

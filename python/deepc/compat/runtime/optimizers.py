@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UnsupportedError
-from ...optim import Adagrad, AdamW, Lion
+from ...optim import Adagrad, AdamW, Lamb, Lion
 from ...zero.step.update import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -122,6 +122,37 @@ class FusedLion(Lion):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr, betas, weight_decay)
+
+
+class FusedLamb(Lamb):
+    """deepspeed.ops.lamb.FusedLamb, on the CPU. Moments are divided by their bias corrections before the norm is taken,
+    as in the paper; DeepSpeed corrects the step length."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        _plain("FusedLamb", bias_correction)
+        for name, asked in (
+            ("eps_inside_sqrt", eps_inside_sqrt),
+            ("max_grad_norm", max_grad_norm),
+            ("amsgrad", amsgrad),
+        ):
+            if asked:
+                raise UnsupportedError(
+                    f"FusedLamb({name}={asked!r}) does not exist in deepc; clip with gradient_clipping"
+                )
+        super().__init__(params, lr, betas, eps, weight_decay, max_coeff=max_coeff, min_coeff=min_coeff)
 
 
 # ---- the engine's ----------------------------------------------------------------------------------------------------

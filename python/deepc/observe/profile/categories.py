@@ -76,7 +76,7 @@ def optimizer_states(engine: Any) -> int:
     state, tier = engine.state, engine.state.tier
     master = state.master if tier is None else None
     windows = [w.view for _, _, w in engine.optimizer.owned_states() if w.in_memory]
-    rest = engine.optimizer.coded_bytes() + (tier.stream.memory_bytes if tier is not None else 0)
+    rest: int = engine.optimizer.coded_bytes() + (tier.stream.memory_bytes if tier is not None else 0)
     return _nbytes(_on(engine.device, [master, *windows])) + rest
 
 

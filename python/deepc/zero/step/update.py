@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from ...core.lib import C, StepArgs, check
+from ...core.lib import C, LambArgs, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...optim.factory import check_optimizer, moments_of, state_bytes_of, twin_over
-from ...optim.rules import ADAMW, DECOUPLED, NESTEROV, CoreRule, Scalars, core_rule
+from ...optim.kinds.lamb import Norms, Stretch, set_scalars, trust_ratio
+from ...optim.rules import ADAMW, DECOUPLED, LAMB, NESTEROV, CoreRule, Scalars, core_rule
 from ...optim.states.formats import FORMATS, is_coded
 from ...plan.layout import Segment
 from ..state import ModelState, Walk
@@ -86,8 +87,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check_format(self, device: str, on_disk: bool) -> None:
         """Raises if states in this format can't be where they are asked to be."""
         form = "" if self.rule is None else self.rule.form
+        where = "offload to nvme" if on_disk else f"ranks on {device}"
+        if self.rule is not None and self.rule.kind == LAMB and (device != "cpu" or on_disk):
+            raise UnsupportedError(
+                f"LAMB with {where} does not exist: use CPU ranks without nvme, or another optimizer"
+            )
         if form and (device != "cpu" or on_disk):
-            where = "offload to nvme" if on_disk else f"ranks on {device}"
             raise UnsupportedError(
                 f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are in CPU ranks\' '
                 "memory only. Remove one of the two"
@@ -173,6 +178,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._walk = st.walk() if st.state_device.type == "cpu" else None
         if st.state_device.type != "cpu" or st.tier is not None or self._walk is not None:
             return  # a cell's arguments are made when it is there
+        if self._core.kind == LAMB:
+            self._aim_lamb(groups)
+            return
         if self._core.form:  # a scale is of one parameter's elements
             self._aim_formed([(s, groups[s.param]) for s in st.plan.segments if groups[s.param] >= 0])
             return
@@ -195,6 +203,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         a.n, a.rule = run.n, rule.kind
         a.param_dtype = a.state_dtype = code(torch.float32)
         a.grad_dtype = code(acc_dtype)
+
+    def _aim_lamb(self, groups: Sequence[int]) -> None:
+        """LAMB's arguments, one for each segment, and where the sums of all ranks' blocks lie."""
+        st, plan = self._state, self._state.plan
+        lowp, acc_dtype, master = st.master is not None, torch_dtype(plan.accumulator), cast("torch.Tensor", st.master)
+        alone = plan.own_all or plan.world == 1
+        ranks = [plan.segments] if alone else [plan.layout.segments(st.group.part_of(r)) for r in range(plan.world)]
+        stretches = [[Stretch(s.param, self._number(s), s.length) for s in one] for one in ranks]
+        self._norms = Norms(stretches, 0 if alone else plan.rank, None if alone else st.group.gather_all)
+        segments = [s for s in plan.segments if groups[s.param] >= 0]
+        self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
+        self._lamb = [s.param for s in segments]
+        self._args = LambArgs.array(max(1, len(segments)))
+        m, v = (cast("torch.Tensor", self.states[n]).data_ptr() for n in self._core.names)
+        for a, run, s in zip(self._args, self._runs, segments):
+            a.param = master.data_ptr() + 4 * run.own if lowp else st.lowp_address + 4 * run.flat
+            a.grad = st.acc_address + acc_dtype.itemsize * run.own
+            a.exp_avg, a.exp_avg_sq = m + 4 * run.own, v + 4 * run.own
+            if lowp and not plan.parameters_as:
+                a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * run.flat, code(st.dtype)
+            a.n, a.first, a.grad_dtype = run.n, self._number(s), code(acc_dtype)
+            place = Stretch(s.param, a.first, s.length)
+            a.param_sums, a.update_sums = self._norms.address(0, place), self._norms.address(1, place)
+
+    def _update_lamb(self, grad_scale: float) -> None:
+        """Collective, unless every rank has everything."""
+        for a, run in zip(self._args, self._runs):
+            set_scalars(a, self.param_groups[run.group], self._steps, grad_scale)
+        check(C.dc_lamb_moments(self._args, len(self._runs)))
+        squares = self._norms.squares()
+        for a, run, param in zip(self._args, self._runs, self._lamb):
+            a.trust = trust_ratio(*squares[param], self.param_groups[run.group])
+        check(C.dc_lamb_apply(self._args, len(self._runs)))
 
     def _aim_formed(self, segments: Sequence[tuple[Segment, int]]) -> None:
         """The arguments where states have a format: one run for each segment (with its param group)."""
@@ -288,6 +329,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._walk.forget()
 
     def _update_host(self, grad_scale: float) -> None:
+        if self._core.kind == LAMB:
+            self._update_lamb(grad_scale)
+            return
         groups = [
             (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .states.dense import OneStateOptimizer, check_range
-from .states.formats import check_state_dtype
+from ..states.dense import OneStateOptimizer, check_range
+from ..states.formats import check_state_dtype
 
 
 class Lion(OneStateOptimizer):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
+from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
 
 
 class Adagrad(OneStateOptimizer):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
-from .states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
+from ...errors import ArgumentError
+from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
 
 
 class SGD(OneStateOptimizer):

@@ -1,0 +1,1 @@
+"""Drop-in optimizers other than Adam and AdamW."""

@@ -1,0 +1,207 @@
+"""LAMB (You et al., "Large batch optimization for deep learning", arXiv:1904.00962): Adam's step, scaled for each
+parameter by the ratio of the parameter's norm to the step's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.lib import C, LambArgs, check
+from ...core.ops import BLOCK, code
+from ...errors import ArgumentError, UnsupportedError
+from ..states.dense import check_range, check_tensor, in_order, state_in_order, zeros_for
+
+
+def trust_ratio(param_square: float, update_square: float, group: dict[str, Any]) -> float:
+    """The factor on lr: |p| / |u| within [min_coeff, max_coeff]; 1 where a norm is zero or not finite."""
+    if not (0 < param_square < math.inf and 0 < update_square < math.inf):
+        return 1.0
+    ratio = math.sqrt(param_square) / math.sqrt(update_square)
+    return min(max(ratio, float(group["min_coeff"])), float(group["max_coeff"]))
+
+
+def blocks_of(first: int, length: int) -> int:
+    """dc_lamb_blocks."""
+    return (first + length - 1) // BLOCK - first // BLOCK + 1 if length else 0
+
+
+def set_scalars(a: Any, group: dict[str, Any], step: int, grad_scale: float) -> None:
+    """What a group says of one tensor's step."""
+    a.lr, (a.beta1, a.beta2) = float(group["lr"]), (float(b) for b in group["betas"])
+    a.eps, a.weight_decay = float(group["eps"]), float(group["weight_decay"])
+    a.grad_scale, a.step = -grad_scale if group["maximize"] else grad_scale, step
+
+
+def _sum(values: torch.Tensor) -> float:
+    """In index order, in fp64."""
+    total: float = C.dc_sum_partials(values.data_ptr(), values.numel())
+    return total
+
+
+class Lamb(torch.optim.Optimizer):
+    """param_groups as AdamW's with `max_coeff` and `min_coeff`, the bounds of the ratio (DeepSpeed's FusedLamb); state
+    `step`, `exp_avg`, `exp_avg_sq`, which are fp32 (float64 of float64 parameters). Weight decay is part of the step
+    whose norm is taken, as in the paper. CPU; one pass makes moments and norms, a second one the step."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        maximize: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("max_coeff", max_coeff)):
+            check_range(name, value)
+        if not 0.0 <= float(min_coeff) <= float(max_coeff):
+            raise ArgumentError(f"min_coeff must be in [0, max_coeff], got {min_coeff} with max_coeff {max_coeff}")
+        for i, beta in enumerate(betas):
+            check_range(f"betas[{i}]", beta, 1.0)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=tuple(betas),
+                eps=eps,
+                weight_decay=weight_decay,
+                max_coeff=max_coeff,
+                min_coeff=min_coeff,
+                maximize=maximize,
+            ),
+        )
+        self._coefficients: list[float] = []
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The last step's ratios, in the order of the parameters that had a gradient."""
+        return list(self._coefficients)
+
+    def _state_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for color, name in enumerate(("exp_avg", "exp_avg_sq"), start=2):
+                state[name] = zeros_for(p, torch.float64 if p.dtype == torch.float64 else torch.float32, color)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's, which casts states to the parameter's dtype; they come unrounded here."""
+        from ..states.formats import take_states
+
+        super().load_state_dict(state_dict)
+        take_states(self, state_dict, ("exp_avg", "exp_avg_sq"), "fp32")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._coefficients = []
+        for group in self.param_groups:
+            items: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                check_tensor(p, "Lamb", "torch.optim.SparseAdam")
+                if p.device.type != "cpu":
+                    raise UnsupportedError(f"Lamb runs on the CPU only, and a parameter is on {p.device}")
+                state = self._state_of(p)
+                state["step"] += 1
+                if p.dtype == torch.float64:
+                    self._step_float64(p, state, group)
+                elif p.numel():
+                    items.append((p, in_order(p.grad, p), state))
+            self._step_core(items, group)
+        return loss
+
+    def _step_core(self, items: Sequence[tuple[Any, Any, dict[str, torch.Tensor]]], group: dict[str, Any]) -> None:
+        args, sums = LambArgs.array(max(1, len(items))), []
+        for a, (p, g, state) in zip(args, items):
+            m, v = state_in_order(state, "exp_avg", p), state_in_order(state, "exp_avg_sq", p)
+            sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
+            a.param, a.grad, a.exp_avg, a.exp_avg_sq = (
+                in_order(p, p).data_ptr(),
+                g.data_ptr(),
+                m.data_ptr(),
+                v.data_ptr(),
+            )
+            a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
+            a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
+            set_scalars(a, group, int(state["step"]), 1.0)
+        check(C.dc_lamb_moments(args, len(items)))
+        for a, found in zip(args, sums):
+            a.trust = trust_ratio(_sum(found[0]), _sum(found[1]), group)
+            self._coefficients.append(a.trust)
+        check(C.dc_lamb_apply(args, len(items)))
+        torch.autograd.graph.increment_version([p for p, _, _ in items])
+
+    def _step_float64(self, p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+        """Algorithm 2 of the paper in torch's operators."""
+        (beta1, beta2), step, m, v = group["betas"], int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+        assert p.grad is not None  # the caller has looked
+        g = -p.grad if group["maximize"] else p.grad
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        u = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * p
+        trust = trust_ratio(float(p.square().sum()), float(u.square().sum()), group)
+        self._coefficients.append(trust)
+        p.add_(u, alpha=-float(group["lr"]) * trust)
+
+
+# ---- over shards -----------------------------------------------------------------------------------------------------
+class Stretch(NamedTuple):
+    """A rank's part of a parameter: `length` elements of it from `first` of the flat space of all ranks on."""
+
+    param: int
+    first: int
+    length: int
+
+
+class Norms:
+    """Sums of squares for whole parameters, of those of blocks that the ranks have: in the order of the flat space, so
+    that they do not depend on who has them."""
+
+    def __init__(
+        self, ranks: Sequence[Sequence[Stretch]], mine: int, gather: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> None:
+        """ranks: the stretches of each. gather: all ranks' rows of one rank's [n]; None: this rank has everything."""
+        self._gather = gather
+        self._at: dict[tuple[int, Stretch], int] = {}
+        sizes = []
+        for rank, stretches in enumerate(ranks):
+            at = 0
+            for s in stretches:
+                self._at[rank, s] = at
+                at += blocks_of(s.first, s.length)
+            sizes.append(at)
+        self._size = max(sizes, default=0)
+        self.sums = torch.zeros(2, self._size, dtype=torch.float64)
+        self._mine = mine
+        needed = {s.param for s in ranks[mine]}
+        self._places: dict[int, list[tuple[int, int, int]]] = {p: [] for p in needed}
+        for (rank, s), at in sorted(self._at.items(), key=lambda item: item[0][1].first):
+            if s.param in needed:
+                self._places[s.param].append((rank, at, blocks_of(s.first, s.length)))
+
+    def address(self, kind: int, s: Stretch) -> int:
+        """Where the core writes the sums of blocks of one of this rank's stretches; kind: 0 parameter, 1 update."""
+        return int(self.sums[kind].data_ptr() + 8 * self._at[self._mine, s])
+
+    def squares(self) -> dict[int, tuple[float, float]]:
+        """parameter -> (its square, the update's). Collective."""
+        gathered = self.sums.view(1, -1) if self._gather is None else self._gather(self.sums.view(-1))
+        rows = gathered.view(-1, 2, self._size)
+        found = {}
+        for param, places in self._places.items():
+            rank_of = (lambda rank: rank) if self._gather is not None else (lambda rank: 0)
+            parts = [torch.cat([rows[rank_of(r), kind, at : at + n] for r, at, n in places]) for kind in (0, 1)]
+            found[param] = (_sum(parts[0].contiguous()), _sum(parts[1].contiguous()))
+        return found

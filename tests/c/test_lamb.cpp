@@ -1,0 +1,141 @@
+// dc_lamb_moments and dc_lamb_apply: every instruction set against the scalar reference, the paper's formula in double
+// precision, partitions that must not change a bit, and what is refused.
+#include <cmath>
+
+#include "op_cases.h"
+
+namespace {
+
+struct Case {
+  int64_t n, first;
+  int param = DC_F32, grad = DC_F32, lowp = -1;
+};
+
+dc_lamb_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
+  dc_lamb_args t = {};
+  t.struct_size = sizeof t;
+  t.param = p[0], t.grad = p[1], t.exp_avg = (float *)p[2], t.exp_avg_sq = (float *)p[3];
+  t.lowp = c.lowp >= 0 ? p[4] : nullptr;
+  t.param_sums = (double *)p[5], t.update_sums = (double *)p[6];
+  t.n = c.n, t.first = c.first, t.step = 7;
+  t.lr = 0.02, t.beta1 = 0.9, t.beta2 = 0.99, t.eps = 1e-6, t.weight_decay = 0.01, t.grad_scale = 0.125, t.trust = 0.7;
+  t.param_dtype = c.param, t.grad_dtype = c.grad, t.lowp_dtype = c.lowp >= 0 ? c.lowp : 0;
+  return t;
+}
+
+std::vector<Array> arrays_of(const Case &c, Fill fill) {
+  std::vector<Array> a = {make(c.param, c.n, fill, 60), make(c.grad, c.n, fill, 61), make(DC_F32, c.n, fill, 62),
+                          make(DC_F32, c.n, fill, 63),
+                          make(c.lowp >= 0 ? c.lowp : 0, c.lowp >= 0 ? c.n : 0, kAnyBits, 64),
+                          doubles(dc_lamb_blocks(c.first, c.n)), doubles(dc_lamb_blocks(c.first, c.n))};
+  if (fill == kOrdinary)
+    for (size_t i = 3; i < a[3].bytes.size(); i += 4) a[3].bytes[i] &= 0x7f;
+  return a;
+}
+
+int both(const dc_lamb_args *t, int64_t count) {
+  const int rc = dc_lamb_moments(t, count);
+  return rc ? rc : dc_lamb_apply(t, count);
+}
+
+void everywhere(const Case &c, Fill fill) {
+  same_everywhere(
+      arrays_of(c, fill),
+      [=](auto &p) {
+        const dc_lamb_args t = args_of(c, p);
+        return both(&t, 1);
+      },
+      "lamb n=" + std::to_string(c.n) + " first=" + std::to_string(c.first) + " fill=" + std::to_string(fill));
+}
+
+TEST_F(Ops, LambEqualsReference) {
+  for (int64_t first : {(int64_t)0, (int64_t)64, (int64_t)4032})
+    for (int64_t n : kSizes)
+      for (Fill fill : {kOrdinary, kAnyBits, kSpecial}) {
+        if (n > 5000 && (fill != kOrdinary || first)) continue;
+        everywhere({n, first}, fill);
+      }
+  for (int param : kLow)
+    for (int grad : kLow)
+      for (int lowp : {-1, (int)DC_BF16, (int)DC_F16}) everywhere({403, 64, param, grad, lowp}, kOrdinary);
+}
+
+TEST_F(Ops, LambDoesNotDependOnThePartition) {
+  const int64_t n = 200000, cut = 20 * 4096 - 64;
+  for (int isa : isas()) {
+    ASSERT_EQ(dc_isa_force(isa), DC_OK);
+    const Case whole = {n, 64};
+    const auto in = arrays_of(whole, kOrdinary);
+    auto run = [&](bool split) {
+      return run_once(in, kAtStart, [&](auto &p) {
+        dc_lamb_args t[2] = {args_of(whole, p), args_of(whole, p)};
+        if (!split) return both(t, 1);
+        const int64_t blocks = dc_lamb_blocks(64, cut);
+        t[0].n = cut, t[1].n = n - cut, t[1].first += cut;
+        t[1].param = (float *)t[0].param + cut, t[1].grad = (const float *)t[0].grad + cut;
+        t[1].exp_avg += cut, t[1].exp_avg_sq += cut, t[1].param_sums += blocks, t[1].update_sums += blocks;
+        return both(t, 2);
+      });
+    };
+    const auto want = run(false);
+    ASSERT_TRUE(same(in, run(true), want)) << "cut";
+    dc_set_num_threads(4);
+    ASSERT_TRUE(same(in, run(true), want)) << "cut, threads";
+    dc_set_num_threads(1);
+  }
+}
+
+TEST_F(Ops, LambAgreesWithDouble) {
+  ASSERT_EQ(dc_isa_force(DC_ISA_SCALAR), DC_OK);
+  const Case c = {5000, 64};
+  const auto in = arrays_of(c, kOrdinary);
+  dc_lamb_args t = {};
+  const auto out = run_once(in, kAtEnd, [&](auto &p) {
+    t = args_of(c, p);
+    return both(&t, 1);
+  });
+  const auto p0 = as<float>(in[0].bytes), g0 = as<float>(in[1].bytes), m0 = as<float>(in[2].bytes),
+             v0 = as<float>(in[3].bytes), p1 = as<float>(out[0]), m1 = as<float>(out[2]), v1 = as<float>(out[3]);
+  const auto ps = as<double>(out[5]), us = as<double>(out[6]);
+  double pp = 0, uu = 0;
+  for (size_t i = 0; i < 5000; i++) {
+    const double g = t.grad_scale * g0[i], m = 0.9 * m0[i] + 0.1 * g, v = 0.99 * v0[i] + 0.01 * g * g;
+    const double denom = std::sqrt(v / (1 - std::pow(0.99, 7))) + 1e-6;
+    const double u = m / (1 - std::pow(0.9, 7)) / denom + 0.01 * p0[i];
+    ASSERT_NEAR(m1[i], m, 1e-6 * (std::fabs(m0[i]) + std::fabs(g)));
+    ASSERT_NEAR(v1[i], v, 1e-6 * v);
+    ASSERT_NEAR(p1[i], p0[i] - 0.02 * 0.7 * u, 1e-6 * (std::fabs(p0[i]) + std::fabs(u) + 1 / denom));
+    pp += (double)p0[i] * p0[i], uu += u * u;
+  }
+  ASSERT_EQ(ps.size(), 2u); // 64 + 5000 elements: two blocks
+  EXPECT_NEAR(ps[0] + ps[1], pp, 1e-9 * pp);
+  EXPECT_NEAR(us[0] + us[1], uu, 1e-4 * uu);
+}
+
+TEST_F(Ops, LambRefuses) {
+  float p[64] = {}, g[64] = {}, m[64] = {}, v[64] = {};
+  double ps[1], us[1];
+  auto refused = [&](auto change, const char *text, int status = DC_E_INVALID) {
+    dc_lamb_args t = {};
+    t.struct_size = sizeof t;
+    t.param = p, t.grad = g, t.exp_avg = m, t.exp_avg_sq = v, t.param_sums = ps, t.update_sums = us;
+    t.n = 64, t.step = 1, t.lr = 0.1, t.beta1 = 0.9, t.beta2 = 0.9, t.eps = 1e-6, t.grad_scale = 1;
+    ASSERT_EQ(both(&t, 1), DC_OK) << dc_last_error();
+    change(t);
+    EXPECT_EQ(both(&t, 1), status) << text;
+    EXPECT_NE(strstr(dc_last_error(), text), nullptr) << dc_last_error();
+  };
+  refused([](dc_lamb_args &t) { t.step = 0; }, "step = 0");
+  refused([](dc_lamb_args &t) { t.beta1 = 1; }, "beta1 = 1");
+  refused([](dc_lamb_args &t) { t.lr = INFINITY; }, "lr = inf");
+  refused([](dc_lamb_args &t) { t.trust = NAN; }, "trust = nan");
+  refused([](dc_lamb_args &t) { t.eps = -1; }, "eps = -1");
+  refused([](dc_lamb_args &t) { t.first = 1; }, "first = 1");
+  refused([](dc_lamb_args &t) { t.param_sums = nullptr; }, "param_sums is NULL");
+  refused([](dc_lamb_args &t) { t.exp_avg = nullptr; }, "exp_avg is NULL");
+  refused([](dc_lamb_args &t) { t.grad_dtype = DC_I8; }, "grad is dtype", DC_E_DTYPE);
+  refused([](dc_lamb_args &t) { t.lowp = t.param, t.lowp_dtype = DC_F64; }, "lowp is dtype", DC_E_DTYPE);
+  EXPECT_EQ(dc_lamb_moments(nullptr, 1), DC_E_INVALID);
+}
+
+} // namespace

@@ -1,0 +1,210 @@
+"""Lamb: the paper's algorithm for 1,000 steps, in an engine at every stage with equal bits, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import deepc
+import pytest
+import tiny
+import torch
+from deepc.config import Config
+from deepc.errors import ArgumentError, ConfigError, UnsupportedError
+from ranks import run_ranks
+
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+
+
+class PaperLamb(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv:1904.00962, line by line, with the bounds on the ratio."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_coeff=10.0, min_coeff=0.01):
+        super().__init__(
+            params,
+            dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff),
+        )
+        self.t, self.ratios = 0, []
+
+    @torch.no_grad()
+    def step(self):
+        self.t, self.ratios = self.t + 1, []
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                s = self.state[p]
+                s["exp_avg"] = b1 * s.get("exp_avg", torch.zeros_like(p)) + (1 - b1) * p.grad
+                s["exp_avg_sq"] = b2 * s.get("exp_avg_sq", torch.zeros_like(p)) + (1 - b2) * p.grad**2
+                m, v = s["exp_avg"] / (1 - b1**self.t), s["exp_avg_sq"] / (1 - b2**self.t)
+                u = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
+                a, b = p.norm().item(), u.norm().item()
+                ratio = min(max(a / b, group["min_coeff"]), group["max_coeff"]) if a > 0 and b > 0 else 1.0
+                self.ratios.append(ratio)
+                p -= group["lr"] * ratio * u
+
+
+def make(n, seed=0, dtype=torch.float32):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameters(dtype=torch.float32):
+    found = [torch.nn.Parameter(make(n, n).to(dtype)) for n in (33, 5000, 1)]
+    return [*found, torch.nn.Parameter(torch.zeros(17, dtype=dtype))]  # whose norm is zero: ratio 1
+
+
+def both(mine, opt, theirs, ref, steps):
+    for step in range(steps):
+        for i, (a, b) in enumerate(zip(mine, theirs)):
+            g = make(a.numel(), 10 * step + i)
+            a.grad, b.grad = g.to(a.dtype), g.to(b.dtype)
+        opt.step()
+        ref.step()
+
+
+@pytest.mark.parametrize("options", [OPTIONS, {**OPTIONS, "max_coeff": 0.5, "min_coeff": 0.4}])
+def test_a_thousand_steps_follow_the_paper_in_double(options):
+    mine = parameters()
+    theirs = [torch.nn.Parameter(p.detach().double()) for p in mine]
+    opt, ref = deepc.optim.Lamb(mine, **options), PaperLamb(theirs, **options)
+    both(mine, opt, theirs, ref, 1000)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * float(b.detach().abs().max()))
+    torch.testing.assert_close(torch.tensor(opt.get_lamb_coeffs()), torch.tensor(ref.ratios), rtol=1e-4, atol=0)
+
+
+def test_float64_and_16_bit_parameters():
+    mine, theirs = parameters(torch.float64), parameters(torch.float64)
+    both(mine, deepc.optim.Lamb(mine, **OPTIONS), theirs, PaperLamb(theirs, **OPTIONS), 5)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    low, wide = parameters(torch.bfloat16), [torch.nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)]
+    opt = deepc.optim.Lamb(low, **OPTIONS)
+    both(low, opt, wide, PaperLamb(wide, **OPTIONS), 2)
+    for a, b in zip(low, wide):
+        torch.testing.assert_close(a.float(), b.detach(), rtol=2e-2, atol=2e-2)
+        assert opt.state[a]["exp_avg"].dtype == torch.float32
+
+
+def test_state_dict_goes_on():
+    mine, twin = parameters(), parameters()
+    opt, other = deepc.optim.Lamb(mine, **OPTIONS), deepc.optim.Lamb(twin, **OPTIONS)
+    both(mine, opt, mine, opt, 2)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    with torch.no_grad():
+        for a, b in zip(twin, mine):
+            a.copy_(b)
+    both(mine, opt, twin, other, 2)
+    assert all(torch.equal(a, b) for a, b in zip(mine, twin))
+
+
+def test_what_is_refused():
+    p = [torch.nn.Parameter(torch.zeros(2))]
+    for options, text in (
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]"),
+        ({"lr": -1.0}, "lr must"),
+        ({"min_coeff": 3.0, "max_coeff": 2.0}, "min_coeff must"),
+        ({"eps": float("nan")}, "eps must"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            deepc.optim.Lamb(p, **options)
+    raw = {"train_batch_size": 1, "optimizer": {"type": "Lamb", "params": {"max_coef": 2}}}
+    with pytest.raises(ConfigError, match="Lamb has no such argument. Did you mean .*max_coeff"):
+        Config.load(raw, world_size=1)
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "."}, "stage": 2}
+    with pytest.raises(UnsupportedError, match="LAMB with offload to nvme"):
+        deepc.initialize(model=tiny.make_model(), config=_config(2, 1, zero_optimization=offload))
+
+
+def test_deepspeeds_class():
+    from deepc.compat.runtime.optimizers import FusedLamb
+
+    group = FusedLamb([torch.nn.Parameter(torch.zeros(2))], lr=0.1, max_coeff=2.0, min_coeff=0.5).param_groups[0]
+    assert (group["lr"], group["max_coeff"], group["min_coeff"]) == (0.1, 2.0, 0.5)
+    with pytest.raises(UnsupportedError, match="eps_inside_sqrt"):
+        FusedLamb([torch.nn.Parameter(torch.zeros(2))], eps_inside_sqrt=True)
+
+
+# ---- in an engine ----------------------------------------------------------------------------------------------------
+def _config(stage, world, precision="fp32", **extra):
+    params = {k: list(v) if isinstance(v, tuple) else v for k, v in OPTIONS.items()}
+    extra = {"deepc": {"bucket_elems": 8192}, **extra}
+    return tiny.config(
+        stage, micro=8 // world, precision=precision, optimizer={"type": "lamb", "params": params}, **extra
+    )
+
+
+def _train(rank, world, precision):
+    out = []
+    for stage in range(4):
+        losses, _, weights, engine = tiny.engine_training(_config(stage, world, precision), 5, rank, world, batches=1)
+        out.append((losses, {n: w.clone() for n, w in weights.items()}))
+        engine.destroy()
+    return out
+
+
+def plain(steps):
+    model = tiny.make_model()
+    opt, losses = PaperLamb(model.parameters(), **OPTIONS), []
+    for _ in range(steps):
+        loss = model(*tiny.make_batch(0, 8))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_all_stages_have_equal_bits_and_follow_the_paper(world, precision):
+    ranks = run_ranks(_train, world, args=(precision,))
+    losses, weights = ranks[0][0]
+    assert losses[-1] < losses[0]
+    if precision == "fp32":
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain(5)), rtol=1e-4, atol=0)
+    for found in ranks:
+        for stage in range(4):
+            assert found[stage][0] == losses, stage
+            assert all(torch.equal(w, weights[n]) for n, w in found[stage][1].items()), stage
+
+
+def _layouts(rank, world):
+    out = []
+    for stage in (0, 3):
+        cfg = _config(stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"})
+        cfg["gradient_accumulation_steps"] = 8 // world
+        _, _, weights, engine = tiny.engine_training(cfg, 3, rank, world, grads=False)
+        out.append({n: w.clone() for n, w in weights.items()})
+        engine.destroy()
+    return out
+
+
+def test_any_number_of_ranks_gives_equal_bits():
+    one, four = run_ranks(_layouts, 1)[0], run_ranks(_layouts, 4)[0]
+    for found in (one[1], *four):
+        assert all(torch.equal(w, one[0][n]) for n, w in found.items())
+
+
+def _resume(rank, world, folder):
+    import torch.distributed as dist
+
+    wanted = None
+    for stage in (2, 3, 0):
+        engine, *_ = deepc.initialize(model=tiny.make_model(), config=_config(stage, world))
+        if wanted is not None:
+            engine.load_checkpoint(folder)
+        for step in range(0 if wanted is None else 2, 4):
+            if step == 2 and wanted is None:
+                engine.save_checkpoint(folder)
+            x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
+            engine.backward(engine(x, y))
+            engine.step()
+        found = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+        engine.destroy()
+        dist.barrier()
+        assert wanted is None or all(torch.equal(wanted[n], w) for n, w in found.items()), stage
+        wanted = wanted or found
+    return True
+
+
+def test_a_checkpoint_goes_on_with_equal_bits(tmp_path):
+    assert all(run_ranks(_resume, 2, args=(str(tmp_path),)))
