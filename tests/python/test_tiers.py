@@ -241,6 +241,53 @@ def _no_tensor(rank, world, folder):
     engine.destroy()
 
 
+# ---- to disk and back ------------------------------------------------------------------------------------------------
+def _moved(rank, world, folder, stage, precision):
+    import deepc
+
+    memory, moved = (make_engine(config(stage, folder, world=world, precision=precision, disk=False)) for _ in range(2))
+    average = deepc.EMA(moved, 0.9)
+    before = moved.plan
+    for turn in range(2):
+        for e in (memory, moved):
+            train(e, 1, rank, world, first=3 * turn)
+        moved.offload_states(folder)
+        moved.offload_states(folder)  # it is there
+        assert moved.plan.disk is not None and moved.plan.bytes["states_private"] == 0 and not os.listdir(folder)
+        assert moved.plan.bytes["disk"] == moved.state.tier.stream.disk_bytes
+        expect_equal(values(moved), values(memory))
+        for e in (memory, moved):
+            train(e, 1, rank, world, first=3 * turn + 1)
+        average.update()
+        moved.reload_states()
+        moved.reload_states()
+        assert moved.plan == before and moved.state.tier is None
+        for e in (memory, moved):
+            train(e, 1, rank, world, first=3 * turn + 2)
+        expect_equal(values(moved), values(memory))
+    with pytest.raises(errors.ArgumentError, match="nvme_path"):
+        moved.offload_states()
+    with pytest.raises(errors.DiskError, match="nowhere"):
+        moved.offload_states(os.path.join(folder, "nowhere"))
+    assert moved.plan == before
+    for e in (memory, moved):
+        train(e, 1, rank, world, first=9)
+    expect_equal(values(moved), values(memory))
+    moved.offload_states(folder)
+    for e in (memory, moved):
+        e.destroy()
+    assert not any(
+        "(deleted)" in os.readlink(f"/proc/self/fd/{fd}") and folder in os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{fd}")
+    )
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_states_move_to_disk_and_back_between_steps(tmp_path, stage, precision):
+    run_quietly(_moved, 2, str(tmp_path), stage, precision)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 def _checkpoints(rank, world, folder, saves, stage, precision):
     """From disk into memory, or the reverse, and on with the same bits."""

@@ -141,6 +141,7 @@ class EngineBase(ModelWrapper):
     monitor: Any  # the meter, if somebody listens (observe/monitor)
     profile: Any  # what observe/profile has on this engine, or None
 
+    _undo: contextlib.ExitStack  # what destroy() undoes
     resumes_data = True  # load_checkpoint takes training_dataloader to where it was
 
     # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows.

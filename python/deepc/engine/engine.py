@@ -305,6 +305,23 @@ class Engine(EngineBase):
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
+    # ---- memory ------------------------------------------------------------------------------------------------------
+    def offload_states(self, nvme_path: str | None = None) -> None:
+        """Masters and moments go to disk, into `nvme_path` or the configuration's, and their memory is free. Training
+        goes on there, with the same bits (docs/tiers.md). Without effect where they are. Collective; after a DiskError
+        they are where they were."""
+        from .states.moving import offload
+
+        with self.events.span("offload_states"):
+            offload(self, nvme_path)
+
+    def reload_states(self) -> None:
+        """Masters and moments come back into memory. Collective."""
+        from .states.moving import reload
+
+        with self.events.span("reload_states"):
+            reload(self)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def save_checkpoint(
         self,

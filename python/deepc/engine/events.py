@@ -14,6 +14,7 @@ costs a loop over an empty tuple.
 | gradient norm, update, publish | None | None; parts of such a step |
 | discard | (told at once, as an end) | None: gradients were dropped by zero_grad |
 | save_checkpoint, load_checkpoint, save_16bit_model | the folder | the folder |
+| offload_states, reload_states | None | None |
 | write shard, publish checkpoint | None | None; parts of save_checkpoint |
 
 What is ended by an exception ends with None. Communication and data waits are told by core/telemetry/waits.py, below all rooms.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -141,7 +141,10 @@ def derive(
         slices = [s._replace(flat_begin=s.shard_begin) for s in slices]
     has_master = kind != FLOAT32 or bool(parameters_as)
     owned = layout.total if stage == 0 else layout.shard_elems
-    disk = _disk_states(config, moments + has_master, owned)
+    offload = config.zero.offload_optimizer
+    disk = (
+        disk_states(config, moments + has_master, owned, offload.nvme_path or "") if offload.device == "nvme" else None
+    )
     raw = _lib.BytesIn(
         total=layout.total,
         shard=layout.shard_elems,
@@ -207,10 +210,23 @@ def derive(
     )
 
 
-def _disk_states(config: Config, arrays: int, elems: int) -> DiskStates | None:
-    """Where masters and moments lie, if the configuration asks for disk and there are any."""
+def with_states(plan: Plan, moments: int, disk: DiskStates | None) -> Plan:
+    """The same plan with masters and moments on this disk, or (None) in memory."""
+    sizes, elems = dict(plan.bytes), plan.owned_elems * FLOAT32.itemsize
+    kinds = ("master_private", "states_private", "disk_buffers")
+    before = sum(sizes[k] for k in kinds)
+    here = (plan.has_master * elems, moments * elems, 0) if disk is None else (0, 0, disk.buffer_bytes)
+    sizes.update(zip(kinds, here))
+    sizes["disk"] = 0 if disk is None else disk.disk_bytes
+    sizes["rank_total"] += sum(here) - before
+    sizes["node_total"] += (sum(here) - before) * plan.ranks_per_node
+    return replace(plan, disk=disk, bytes=Sizes(sizes))
+
+
+def disk_states(config: Config, arrays: int, elems: int, folder: str) -> DiskStates | None:
+    """How masters and moments lie in a folder; None if there are none."""
     asked = config.zero.offload_optimizer
-    if asked.device != "nvme" or not arrays or not elems:
+    if not arrays or not elems:
         return None
     cell = min(config.zero.sub_group_size or CELL_ELEMS, CELL_ELEMS)
     slots = max(4, min(CELL_SLOTS, CELL_BYTES // (arrays * cell * FLOAT32.itemsize)), asked.buffer_count)
@@ -219,7 +235,7 @@ def _disk_states(config: Config, arrays: int, elems: int) -> DiskStates | None:
     on_disk, buffers = ctypes.c_int64(), ctypes.c_int64()
     _lib.call("dc_stream_bytes", ctypes.byref(shape), ctypes.byref(on_disk), ctypes.byref(buffers))
     return DiskStates(
-        folder=asked.nvme_path or "",
+        folder=folder,
         arrays=arrays,
         cell_elems=cell,
         slots=slots,

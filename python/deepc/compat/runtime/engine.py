@@ -349,10 +349,14 @@ class DeepSpeedEngine(Engine):
         )
 
     # ---- moving states: they are in host memory already on a CPU -----------------------------------------------------
-    def offload_states(
+    def offload_states(  # type: ignore[override]  # DeepSpeed's arguments
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Without effect on a CPU, where all states are in host memory."""
+        """device nvme: masters and moments go to disk (Engine.offload_states). To "cpu" without effect on a CPU, where all
+        states are in host memory."""
+        if device == "nvme":
+            super().offload_states()
+            return
         if self.device.type != "cpu":
             raise UnsupportedError(
                 "offload_states on a GPU does not exist in deepc yet; set zero_optimization.offload_optimizer {device:"
@@ -360,7 +364,9 @@ class DeepSpeedEngine(Engine):
             )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """The counterpart of offload_states."""
+        """The counterpart of offload_states. What the configuration puts on disk stays there."""
+        if self._config.zero.offload_optimizer.device != "nvme":
+            super().reload_states()
 
     def empty_partition_cache(self) -> None:
         """Nothing is cached between steps."""

@@ -8,7 +8,7 @@ elementwise torch optimizers run on views of the shard.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -283,6 +283,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # A twin of base over the shards: the user's object keeps the model's parameters, so that schedulers and code
         # see them.
         self._twin = twin_over(self.base, groups)
+
+    def take_states(self, arrays: Mapping[str, Array]) -> None:
+        """Masters ("master") and moments are these arrays from now on, which hold what they hold."""
+        self.states = {name: arrays[name] for name in self.states}
+        if self._state.master is not None:
+            self._state.master = arrays["master"]
+        self._make_args()
 
     def follow_state(self) -> None:
         """The state's parameters or masters lie elsewhere now (ModelState.recast); accumulators and moments have
