@@ -30,7 +30,8 @@ def offload(engine: EngineBase, folder: str | None) -> None:
         raise ArgumentError(
             "offload_states: no folder; pass nvme_path=, or set zero_optimization.offload_optimizer.nvme_path"
         )
-    arrays: dict[str, Array] = {**({"master": engine.state.master} if plan.has_master else {}), **optimizer.states}
+    master = engine.state.master
+    arrays: dict[str, Array] = {**({} if master is None else {"master": master}), **optimizer.states}
     disk = disk_states(engine._config, len(arrays), plan.owned_elems, folder)
     if disk is None:
         return
