@@ -117,6 +117,8 @@ def run(
         out.weights = torch.cat([engine.full_fp32_param(p).flatten() for p in model.parameters()])
         out.sent = engine.comm_bytes
         out.seen = model.seen
+        streamed = engine.state.streamed if engine.plan.mode == "streamed" else None
+        out.gathers = streamed.stats()["gathers"] if streamed is not None else 0
         engine.destroy()
     return out
 
@@ -326,6 +328,13 @@ PLAIN = {"deepc": {"log": {"format": "plain"}}}
 FLOPS = {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "profile.txt"}}
 TIMELINE = {"deepc": {"timeline": {"steps": [1, 2], "folder": "trace", "memory_ms": 0}}}
 ON_DISK = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "."}}}
+PARAMETERS_ON_DISK = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "nvme", "nvme_path": "."},
+    }
+}
 AUTO = {"precision": "auto", "deepc": {"precision": {"fp32_steps": 10}}}
 COMMS = {"comms_logger": {"enabled": True}}
 CSV = {"csv_monitor": {"enabled": True}}
@@ -390,6 +399,12 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "aio.block_size": (ON_DISK, 8192, planned),
     "aio.queue_depth": (ON_DISK, 2, planned),
     "zero_optimization.offload_param.device": ({"zero_optimization": {"stage": 3}}, "nvme", refused),
+    "zero_optimization.offload_param.nvme_path": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        ".",
+        refused,
+    ),
+    "zero_optimization.offload_param.max_in_cpu": (PARAMETERS_ON_DISK, 0, of("gathers")),
     "zero_optimization.cpu_offload": ({}, True, estimated),
     "zero_optimization.cpu_offload_param": ({}, True, of("inert")),
     "zero_optimization.zero_hpz_partition_size": ({"zero_optimization": {"stage": 3}}, 2, refused),

@@ -339,6 +339,13 @@ class Loader:
                 if self.values.get(key) is not None:
                     self.inert.append(InertKey(key, self.values[key], reason))
 
+        section = "zero_optimization.offload_param"
+        if self.get(f"{section}.device") != "nvme":
+            for key in (f"{section}.nvme_path", f"{section}.max_in_cpu"):
+                if self.values.get(key) is not None:
+                    reason = 'it is about parameters on disk (offload_param.device "nvme")'
+                    self.inert.append(InertKey(key, self.values[key], reason))
+
     def _nvme_rules(self, path: str) -> None:
         """Optimizer states on disk."""
         section = path.rpartition(".")[0]
