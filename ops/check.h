@@ -328,7 +328,9 @@ static inline int check_lamb_scalars(const dc_lamb_args *t, int64_t k, int apply
   const struct {
     const char *name;
     double value;
-  } finite[] = {{"lr", t->lr}, {"weight_decay", t->weight_decay}, {"eps", t->eps},
+  } finite[] = {{"lr", t->lr},
+                {"weight_decay", t->weight_decay},
+                {"eps", t->eps},
                 {apply ? "trust" : "grad_scale", apply ? t->trust : t->grad_scale}};
   const struct {
     const char *name;

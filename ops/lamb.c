@@ -1,5 +1,5 @@
-/* lamb.c: dc_lamb_moments and dc_lamb_apply: they validate, count, and split all tensors over the threads as one line of
- * elements, cut at edges of blocks. */
+/* lamb.c: dc_lamb_moments and dc_lamb_apply: they validate, count, and split all tensors over the threads as one line
+ * of elements, cut at edges of blocks. */
 #include "call.h"
 
 #include <math.h>
@@ -47,7 +47,8 @@ static void lamb_range(int64_t begin, int64_t end, void *ctx) {
   int64_t start = 0; /* of tensor t on the line; a multiple of DC_BLOCK, as cuts are */
   const unsigned fp = fp_enter();
   for (const dc_lamb_args *t = j->tensor; start < end && t < j->tensor + j->count; start += lamb_line(t), t++) {
-    const int64_t lo = begin > start ? begin - start : 0, line = lamb_line(t), hi = end - start < line ? end - start : line;
+    const int64_t lo = begin > start ? begin - start : 0, line = lamb_line(t),
+                  hi = end - start < line ? end - start : line;
     if (lo < hi) lamb_blocks(j, t, lo / DC_BLOCK, (hi + DC_BLOCK - 1) / DC_BLOCK);
   }
   fp_leave(fp);

@@ -265,7 +265,8 @@ typedef struct dc__step_coef {
 } dc__step_coef;
 
 typedef struct dc__lamb_coef {
-  float grad_scale, one_minus_b1, b2, one_minus_b2, inv_bc1, inv_sqrt_bc2, eps, weight_decay, rate; /* rate: -lr*trust */
+  float grad_scale, one_minus_b1, b2, one_minus_b2, inv_bc1, inv_sqrt_bc2, eps, weight_decay,
+      rate; /* rate: -lr*trust */
 } dc__lamb_coef;
 
 /* Both, for the rules whose states have a format. */

@@ -84,9 +84,9 @@ DC_API int dc_zero_gather(void *dst, const void *src, int64_t bytes);
  *           private (shard + ceil(frozen / world)) * param_size (what is gathered for a moment is not a state)
  *   grads:  n * acc_size (the accumulator; 0: fp32), times grad_buffers if > 1 (the tree of micro-batches);
  *   master: n * 4 if set;
- * states: n * nstates * state_size, or ceil(n / 256) * state_block; staging: ranks_per_node * slots * bucket_elems * grad_wire_size, none with world 1
- *   exchange: as given, private: what a rank keeps for gradients on their way between nodes
- *   rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
+ * states: n * nstates * state_size, or ceil(n / 256) * state_block; staging: ranks_per_node * slots * bucket_elems *
+ * grad_wire_size, none with world 1 exchange: as given, private: what a rank keeps for gradients on their way between
+ * nodes rank_total: what is private; node_total: ranks_per_node * rank_total + what is shared */
 typedef struct dc_zero_bytes_in {
   int64_t total, shard, frozen; /* elements: flat space, one shard, parameters without gradient (padded) */
   int64_t world, ranks_per_node, slots, bucket_elems;

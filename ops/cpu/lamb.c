@@ -19,7 +19,8 @@ typedef struct sums {
   vd p, u;
 } sums;
 
-DC_INLINE sums lamb_moments_some(const dc_lamb_args *t, int param, int grad, const consts *c, sums s, int64_t i, int r) {
+DC_INLINE sums lamb_moments_some(const dc_lamb_args *t, int param, int grad, const consts *c, sums s, int64_t i,
+                                 int r) {
   const vf p = v_get(t->param, param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, grad, i, r));
   vf m = v_load32(t->exp_avg + i, r), v = v_load32(t->exp_avg_sq + i, r);
   m = v_fma(c->one_minus_b1, v_sub(g, m), m);

@@ -1,8 +1,8 @@
 /* packed.c: bodies of dc_step where states have a format: bf16 with stochastic rounding, codes of 8 and of 4 bits. A
  * block of states is unpacked, stepped and kept in the first-level cache until its scale is known; parameter and
  * gradient go through once. tests/bench/bench_ops.c --only packed. */
-#include "cpu/vec.h"
 #include "ref/packed.h"
+#include "cpu/vec.h"
 
 /* What a loop may know at compile time. */
 typedef struct layout {
@@ -195,14 +195,13 @@ DC_INLINE void packed_loop(const dc_step_args *args, layout l, const dc__packed_
 }
 
 /* fp32 parameters and gradients without a copy are constants of their loop. */
-#define PACKED_LOOP(name, rule, format)                                                              \
-  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {    \
-    const int has_l2 = rule == DC_RULE_ADAMW && c->adamw.l2 != 0.0f;                                 \
-    const layout plain = {rule, format, DC_F32, DC_F32, 0, 0, has_l2};                               \
-    const layout any = {rule,          format,          t->param_dtype, t->grad_dtype,               \
-                        t->lowp_dtype, t->lowp != NULL, has_l2};                                     \
+#define PACKED_LOOP(name, rule, format)                                                                        \
+  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {              \
+    const int has_l2 = rule == DC_RULE_ADAMW && c->adamw.l2 != 0.0f;                                           \
+    const layout plain = {rule, format, DC_F32, DC_F32, 0, 0, has_l2};                                         \
+    const layout any = {rule, format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, has_l2};  \
     if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp) packed_loop(t, plain, c, begin, end); \
-    else packed_loop(t, any, c, begin, end);                                                         \
+    else packed_loop(t, any, c, begin, end);                                                                   \
   }
 PACKED_LOOP(packed_adamw_bf16, DC_RULE_ADAMW, DC_STATE_STOCHASTIC)
 PACKED_LOOP(packed_adamw_8bit, DC_RULE_ADAMW, DC_STATE_8BIT)

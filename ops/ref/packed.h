@@ -82,9 +82,9 @@ static inline float dc__code_value(const dc__code_map *m, int stored) {
 static inline int dc__code_of(const dc__code_map *m, float y, uint32_t noise) {
   const uint32_t size = dc__bits_of_f32(y) & 0x7fffffffu;
   const float f = dc__f32_of_bits(size);
-  const uint32_t u = m->squares       ? (size > m->base ? size : m->base) - m->base
-                     : f < m->least   ? (uint32_t)(int32_t)(f * m->per_least)
-                                      : size - m->base;
+  const uint32_t u = m->squares     ? (size > m->base ? size : m->base) - m->base
+                     : f < m->least ? (uint32_t)(int32_t)(f * m->per_least)
+                                    : size - m->base;
   const int code = (int)((u + noise) >> m->shift);
   return (y < 0 && !m->squares ? -code : code) - m->offset;
 }

@@ -24,10 +24,13 @@ dc_lamb_args args_of(const Case &c, const std::vector<uint8_t *> &p) {
 }
 
 std::vector<Array> arrays_of(const Case &c, Fill fill) {
-  std::vector<Array> a = {make(c.param, c.n, fill, 60), make(c.grad, c.n, fill, 61), make(DC_F32, c.n, fill, 62),
+  std::vector<Array> a = {make(c.param, c.n, fill, 60),
+                          make(c.grad, c.n, fill, 61),
+                          make(DC_F32, c.n, fill, 62),
                           make(DC_F32, c.n, fill, 63),
                           make(c.lowp >= 0 ? c.lowp : 0, c.lowp >= 0 ? c.n : 0, kAnyBits, 64),
-                          doubles(dc_lamb_blocks(c.first, c.n)), doubles(dc_lamb_blocks(c.first, c.n))};
+                          doubles(dc_lamb_blocks(c.first, c.n)),
+                          doubles(dc_lamb_blocks(c.first, c.n))};
   if (fill == kOrdinary)
     for (size_t i = 3; i < a[3].bytes.size(); i += 4) a[3].bytes[i] &= 0x7f;
   return a;

@@ -89,7 +89,8 @@ TEST_F(Ops, PackedEqualsReferenceInEveryLayout) {
     for (int format : kFormats)
       for (int param : kLow)
         for (int grad : kLow)
-          for (int lowp : {-1, (int)DC_BF16, (int)DC_F16}) everywhere({rule, format, 403, 64, param, grad, lowp}, kOrdinary);
+          for (int lowp : {-1, (int)DC_BF16, (int)DC_F16})
+            everywhere({rule, format, 403, 64, param, grad, lowp}, kOrdinary);
 }
 
 // A cut at multiples of a block, threads, and several tensors in a call change nothing.
@@ -135,25 +136,30 @@ TEST_F(Ops, UnpackedStatesPackAsTheyWere) {
         const int64_t n = 1003;
         std::vector<float> x((size_t)n), back((size_t)n);
         std::mt19937 rng(3);
-        for (auto &f : x) f = std::ldexp((float)(rng() % 1000) / 1000.0f, -(int)(rng() % 20)) * (squares || rng() % 2 ? 1.0f : -1.0f);
+        for (auto &f : x)
+          f = std::ldexp((float)(rng() % 1000) / 1000.0f, -(int)(rng() % 20)) * (squares || rng() % 2 ? 1.0f : -1.0f);
         std::fill(x.begin() + 300, x.begin() + 600, 0.0f);
         x[900] = 3e38f, x[1002] = 1e-30f;
         int64_t bytes = 0, scales = 0;
         ASSERT_EQ(dc_state_sizes(format, first, n, &bytes, &scales), DC_OK);
         std::vector<uint8_t> codes((size_t)bytes), again((size_t)bytes);
         std::vector<float> scale((size_t)scales), scale2((size_t)scales);
-        ASSERT_EQ(dc_state_pack(codes.data(), scale.data(), x.data(), format, squares, first, n), DC_OK) << dc_last_error();
+        ASSERT_EQ(dc_state_pack(codes.data(), scale.data(), x.data(), format, squares, first, n), DC_OK)
+            << dc_last_error();
         ASSERT_EQ(dc_state_unpack(back.data(), codes.data(), scale.data(), format, squares, first, n), DC_OK);
         ASSERT_EQ(dc_state_pack(again.data(), scale2.data(), back.data(), format, squares, first, n), DC_OK);
         EXPECT_EQ(codes, again) << format << squares << first;
         EXPECT_EQ(scale, scale2) << format << squares << first;
         // Half a gap between neighbouring codes, of which 8 bits have 8 an octave and 4 bits 2.
         const double half = format == DC_STATE_8BIT ? 1.0 / 16 : 0.25;
-        const double least = squares ? (format == DC_STATE_8BIT ? 0x1p-31 : 0x1p-7) : format == DC_STATE_8BIT ? 0x1p-15 : 0.125;
+        const double least = squares                   ? (format == DC_STATE_8BIT ? 0x1p-31 : 0x1p-7)
+                             : format == DC_STATE_8BIT ? 0x1p-15
+                                                       : 0.125;
         const int64_t block = format == DC_STATE_8BIT ? 256 : 128;
         for (int64_t i = 0; i < n; i++) {
           const double s = scale[(size_t)((first + i) / block - first / block)];
-          ASSERT_NEAR(back[(size_t)i], x[(size_t)i], std::max(half * std::fabs(x[(size_t)i]), least * s) * (1 + 1e-6)) << i;
+          ASSERT_NEAR(back[(size_t)i], x[(size_t)i], std::max(half * std::fabs(x[(size_t)i]), least * s) * (1 + 1e-6))
+              << i;
         }
       }
 }
@@ -169,7 +175,8 @@ TEST_F(Ops, StochasticRoundingKeepsTheMean) {
       std::vector<float> start((size_t)n);
       std::mt19937 rng(11);
       // Squares between the scale (one element a block keeps it) and a quarter of it.
-      for (int64_t i = 0; i < n; i++) start[(size_t)i] = i % 128 == 0 ? 1.0f : 0.3f + 0.6f * (float)(rng() % 1024) / 1024.0f;
+      for (int64_t i = 0; i < n; i++)
+        start[(size_t)i] = i % 128 == 0 ? 1.0f : 0.3f + 0.6f * (float)(rng() % 1024) / 1024.0f;
       std::vector<float> zero((size_t)n, 0.0f), param((size_t)n, 0.0f), grad((size_t)n, 0.0f);
       std::vector<float> got((size_t)n);
       for (int64_t i = 0; i < n; i += 128) grad[(size_t)i] = 8.0f; // times 0.125: a gradient of 1 keeps the square at 1
@@ -180,7 +187,8 @@ TEST_F(Ops, StochasticRoundingKeepsTheMean) {
       } else {
         ASSERT_EQ(dc_state_pack(in[2].bytes.data(), (float *)in[4].bytes.data(), zero.data(), format, 0, 0, n), DC_OK);
         ASSERT_EQ(dc_state_pack(in[3].bytes.data(), (float *)in[5].bytes.data(), start.data(), format, 1, 0, n), DC_OK);
-        ASSERT_EQ(dc_state_unpack(start.data(), in[3].bytes.data(), (float *)in[5].bytes.data(), format, 1, 0, n), DC_OK);
+        ASSERT_EQ(dc_state_unpack(start.data(), in[3].bytes.data(), (float *)in[5].bytes.data(), format, 1, 0, n),
+                  DC_OK);
       }
       memcpy(in[0].bytes.data(), param.data(), (size_t)n * 4);
       memcpy(in[1].bytes.data(), grad.data(), (size_t)n * 4);

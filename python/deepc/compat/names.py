@@ -32,7 +32,7 @@ MODULES: dict[str, str] = {
         deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer
         deepc.compat.runtime.settings.config: DeepSpeedConfig DeepSpeedConfigError
         deepc.compat.helpers.utils: OnDevice log_dist logger
-        deepc.compat.helpers.accelerator: get_accelerator
+        deepc.compat.helpers.devices.accelerator: get_accelerator
         deepc.compat.helpers.values: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_hash git_branch
             HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable ADAM_OPTIMIZER LAMB_OPTIMIZER
         deepspeed.runtime.dataloader: DeepSpeedDataLoader
@@ -42,15 +42,15 @@ MODULES: dict[str, str] = {
         """
     ),
     "accelerator": (
-        "deepc.compat.helpers.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
+        "deepc.compat.helpers.devices.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
         " DeepSpeedAccelerator"
     ),
     "accelerator.real_accelerator": (
-        "deepc.compat.helpers.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
+        "deepc.compat.helpers.devices.accelerator: get_accelerator set_accelerator is_current_accelerator_supported"
     ),
-    "accelerator.abstract_accelerator": "deepc.compat.helpers.accelerator: DeepSpeedAccelerator",
-    "accelerator.cpu_accelerator": "deepc.compat.helpers.accelerator: CPU_Accelerator",
-    "accelerator.cuda_accelerator": "deepc.compat.helpers.accelerator: CUDA_Accelerator",
+    "accelerator.abstract_accelerator": "deepc.compat.helpers.devices.accelerator: DeepSpeedAccelerator",
+    "accelerator.cpu_accelerator": "deepc.compat.helpers.devices.accelerator: CPU_Accelerator",
+    "accelerator.cuda_accelerator": "deepc.compat.helpers.devices.accelerator: CUDA_Accelerator",
     "checkpoint": "",
     "checkpoint.utils": "deepc.compat.helpers.utils: clone_tensors_for_torch_save",
     "comm.config": "deepc.compat.runtime.settings.config: CommsConfig CommsLoggerConfig",
@@ -86,7 +86,8 @@ MODULES: dict[str, str] = {
     "monitor.wandb": "deepc.observe.monitor.experiments: WandbMonitor",
     "monitor.comet": "deepc.observe.monitor.experiments: CometMonitor",
     "monitor.csv_monitor": "deepc.observe.monitor.experiments: csvMonitor",
-    "ops": "",
+    "ops": "deepc.compat.helpers.values: __compatible_ops__=compatible_ops",
+    "ops.aio": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.adagrad": "deepc.compat.runtime.optimizers: DeepSpeedCPUAdagrad",
     "ops.adagrad.cpu_adagrad": "deepc.compat.runtime.optimizers: DeepSpeedCPUAdagrad",
     "ops.adam": _OPTIMIZERS,
@@ -97,7 +98,8 @@ MODULES: dict[str, str] = {
     "ops.lion": "deepc.compat.runtime.optimizers: DeepSpeedCPULion FusedLion",
     "ops.lion.cpu_lion": "deepc.compat.runtime.optimizers: DeepSpeedCPULion",
     "ops.lion.fused_lion": "deepc.compat.runtime.optimizers: FusedLion",
-    "ops.op_builder": "",
+    "ops.op_builder": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
+    "ops.op_builder.async_io": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.transformer": "",
     "pipe": "",
     "profiling": "",
@@ -184,7 +186,7 @@ MODULES: dict[str, str] = {
         deepc.compat.runtime.parameters: ZeroParamStatus
         deepc.compat.runtime.zero: ZeroParamType DeepSpeedTensorOverride zero_wrapper_for_fp_tensor_constructor shutdown_init_context restore_init_context
             _orig_torch_tensor _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full _orig_torch_arange _orig_torch_eye _orig_torch_randn
-        deepc.compat.helpers.accelerator: get_accelerator
+        deepc.compat.helpers.devices.accelerator: get_accelerator
         deepc.compat.helpers.utils: see_memory_usage
         """
     ),
@@ -315,7 +317,6 @@ LACKING: dict[str, str] = {
     "model_implementations": _KERNEL,
     "nvme": _NVME,
     "io": _NVME,
-    "ops.aio": _NVME,
     "ops.gds": _NVME,
     "ops.adam.ZenFlowCPUAdam": "ZenFlow is not built",
     "ops.adam.ZenFlowSelectiveAdamW": "ZenFlow is not built",

@@ -90,7 +90,14 @@ class _Ops(dict):  # type: ignore[type-arg]
     """deepspeed.ops.__compatible_ops__: what DeepSpeed would have compiled for a CPU and deepc has."""
 
     def __getitem__(self, name: str) -> bool:
-        return name in ("CPUAdamBuilder", "FusedAdamBuilder", "CPUAdagradBuilder")
+        return name in (
+            "CPUAdamBuilder",
+            "FusedAdamBuilder",
+            "CPUAdagradBuilder",
+            "CPULionBuilder",
+            "FusedLionBuilder",
+            "async_io",
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name]

@@ -16,7 +16,7 @@ STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 
 
 def _wait_for_device() -> None:
-    from .accelerator import get_accelerator
+    from .devices.accelerator import get_accelerator
 
     get_accelerator().synchronize()
 
@@ -84,7 +84,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        from .accelerator import get_accelerator
+        from .devices.accelerator import get_accelerator
 
         device = get_accelerator()
         return (

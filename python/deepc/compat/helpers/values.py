@@ -18,8 +18,8 @@ __version__ = version = VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in VERSION.split("."))
 __git_hash__ = git_hash = "deepc"
 __git_branch__ = git_branch = "deepc"
-installed_ops: dict[str, bool] = {}
-compatible_ops: dict[str, bool] = {}
+installed_ops: dict[str, bool] = {"async_io": True}
+compatible_ops: dict[str, bool] = {"async_io": True}
 torch_info = {
     "version": torch.__version__,
     "bf16_support": True,

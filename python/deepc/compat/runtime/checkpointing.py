@@ -101,7 +101,7 @@ class RNGStatesTracker:
             raise ValueError(f"seed {seed} already exists")
         if name in self.states_:
             raise ValueError(f"random state {name} already exists")
-        from ..helpers.accelerator import get_accelerator
+        from ..helpers.devices.accelerator import get_accelerator
 
         device = get_accelerator()
         before = device.get_rng_state()
@@ -112,7 +112,7 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        from ..helpers.accelerator import get_accelerator
+        from ..helpers.devices.accelerator import get_accelerator
 
         if name not in self.states_:
             raise ValueError(f"random state {name} is not added")
@@ -137,7 +137,7 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds the default generator with `seed` and the tracker's model-parallel state with another one (model
     parallelism is of size 1)."""
-    from ..helpers.accelerator import get_accelerator
+    from ..helpers.devices.accelerator import get_accelerator
 
     _tracker.reset()
     get_accelerator().manual_seed(seed)

@@ -177,7 +177,9 @@ NAMES = (
         "1.2",
         "the timeline has no data lane for plain DataLoaders",
     ),
-    Private("torch.cuda._lazy_call", "compat/helpers/accelerator: get_accelerator().lazy_call", "1.0", "that method"),
+    Private(
+        "torch.cuda._lazy_call", "compat/helpers/devices/accelerator: get_accelerator().lazy_call", "1.0", "that method"
+    ),
 )
 
 ATTRIBUTES = {

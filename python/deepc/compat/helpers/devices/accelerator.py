@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...comm.start import default_device
-from ...core import memory
-from ...core.foreign import private
-from ...errors import UnsupportedError
-from ..names import VERSION  # noqa: F401
+from ....comm.start import default_device
+from ....core import memory
+from ....core.foreign import private
+from ....errors import UnsupportedError
+from ...names import VERSION  # noqa: F401
+from .aio import AsyncIOBuilder
 
 
 class DeepSpeedAccelerator:
@@ -91,6 +92,8 @@ class DeepSpeedAccelerator:
 
     # ---- what deepc has no counterpart of ----------------------------------------------------------------------------
     def create_op_builder(self, class_name: str) -> Any:
+        if class_name == AsyncIOBuilder.NAME or class_name == AsyncIOBuilder.__name__:
+            return AsyncIOBuilder()
         raise UnsupportedError(
             f"op builder {class_name}: deepc compiles nothing on your machine; `deepc doctor` shows which kernels run"
         )

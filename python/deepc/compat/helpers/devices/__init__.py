@@ -1,0 +1,1 @@
+"""What stands under a training: the accelerator, and files on disk."""
