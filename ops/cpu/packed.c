@@ -44,42 +44,35 @@ DC_INLINE scalars packed_scalars_of(int rule, const dc__packed_coef *c) {
 DC_INLINE vf packed_unpack(dc__code_map map, const uint8_t *codes, vf scale, int64_t i, int r) {
   const vi stored = vi_widen8(map.bits == 8 ? v_load8(codes + i, r) : v_load4(codes + i / 2, r));
   if (map.squares) {
-    const vi code = vi_add(stored, vi_set1(map.offset));
-    return v_keep(v_mul(v_of_bits(vi_add(vi_set1((int)map.base), vi_left(code, map.shift))), scale), r);
+    const uint32_t base = map.base + ((uint32_t)map.offset << map.shift);
+    return v_keep(v_mul(v_of_bits(vi_add(vi_set1((int)base), vi_left(stored, map.shift))), scale), r);
   }
-  const vi sign = vi_signs(stored), size = vi_sub(vi_xor(stored, sign), sign);
-  vf f = v_of_bits(vi_add(vi_set1((int)map.base), vi_left(size, map.shift)));
+  vf f = v_of_bits(vi_add(vi_set1((int)map.base), vi_left(vi_abs(stored), map.shift)));
   f = v_zero_below(f, f, v_set1(map.least)); /* code 0 */
-  return v_keep(v_mul(v_by_sign(v_of_bits(stored), v_sub(v_set1(0.0f), f), f), scale), r);
+  return v_keep(v_mul(v_with_sign(f, stored), scale), r);
 }
 
-DC_INLINE void packed_pack(dc__code_map map, uint8_t *codes, int64_t i, int r, vf y, vi noise) {
-  const vi size = v_magnitude(y), base = vi_set1((int)map.base);
-  vi code;
-  if (map.squares) {
-    code = vi_right(vi_add(vi_sub(vi_max(size, base), base), noise), map.shift);
-  } else {
-    const vf f = v_of_bits(size);
-    const vi near_zero = v_truncate(v_mul(f, v_set1(map.per_least)));
-    const vi u = vi_if_below(f, v_set1(map.least), near_zero, vi_sub(size, base));
-    const vi sign = vi_signs(v_bits(y));
-    code = vi_sub(vi_xor(vi_right(vi_add(u, noise), map.shift), sign), sign);
-  }
-  code = vi_sub(code, vi_set1(map.offset));
+DC_INLINE void packed_store(dc__code_map map, uint8_t *codes, int64_t i, int r, vi code) {
   if (map.bits == 8) v_store8(codes + i, r, vi_narrow8(code));
   else v_store4(codes + i / 2, r, vi_narrow8(code));
 }
 
-/* dc__random of the LANES numbers from `number` on. */
-DC_INLINE vi packed_random(dc__keys k, uint32_t number) {
-  vi x = vi_xor(vi_add(vi_set1((int)number), vi_lanes()), vi_set1((int)k.a));
-  x = vi_add(vi_mul(vi_xor(x, vi_right(x, 16)), vi_set1(0x7feb352d)), vi_set1((int)k.b));
-  x = vi_mul(vi_xor(x, vi_right(x, 15)), vi_set1((int)0x846ca68bu));
-  return vi_xor(x, vi_right(x, 16));
+DC_INLINE void packed_pack(dc__code_map map, uint8_t *codes, int64_t i, int r, vf y, vi noise) {
+  const vi size = v_magnitude(y), base = vi_set1((int)map.base);
+  if (map.squares) {
+    const vi code = vi_right(vi_add(vi_sub(vi_max(size, base), base), noise), map.shift);
+    packed_store(map, codes, i, r, vi_sub(code, vi_set1(map.offset)));
+  } else {
+    const vf f = v_of_bits(size);
+    const vi near_zero = v_truncate(v_mul(f, v_set1(map.per_least)));
+    const vi u = vi_if_below(f, v_set1(map.least), near_zero, vi_sub(size, base));
+    packed_store(map, codes, i, r, vi_signed_as(vi_right(vi_add(u, noise), map.shift), y));
+  }
 }
-DC_INLINE vi packed_random_of(dc__keys k, uint32_t number, int state) {
-  const vi x = packed_random(k, number);
-  return state ? vi_mul(x, vi_set1((int)0x9e3779b1u)) : x;
+
+/* dc__random of the LANES numbers from `number` on. */
+DC_INLINE vi packed_random(dc__keys k, int state, uint32_t number) {
+  return vi_mul(vi_add(vi_set1((int)(number + k.of[state])), vi_lanes()), vi_set1((int)dc__weyl[state]));
 }
 
 /* ---- one vector, one block --------------------------------------------------------------------------------------- */
@@ -108,7 +101,7 @@ DC_INLINE void packed_vector_bf16(const dc_step_args *t, layout l, const scalars
   if (l.rule == DC_RULE_ADAMW) x[1] = v_get(t->state[1], DC_BF16, i, r);
   packed_step(t, l, c, i, r, &x[0], &x[1]);
   for (int s = 0; s < (l.rule == DC_RULE_ADAMW ? 2 : 1); s++) {
-    const vi random = vi_right(packed_random_of(k, (uint32_t)(t->first + i), s), 16);
+    const vi random = vi_right(packed_random(k, s, (uint32_t)(t->first + i)), 16);
     v_store16((uint16_t *)t->state[s] + i, r, vi_narrow16(vi_right(vi_add(v_bits(v_canonical(x[s])), random), 16)));
   }
 }
@@ -131,23 +124,27 @@ DC_INLINE void packed_block_bf16(const dc_step_args *t, layout l, const scalars 
 }
 
 /* Codes of r elements of a state, of which x are the numbers. */
-DC_INLINE void packed_close(const dc_step_args *t, dc__code_map map, int state, dc__keys k, const dc__scaling *of,
-                            const float *x, int64_t i, int r) {
-  const vf v = v_load32(x, LANES), top = v_of_bits(vi_set1((int)of->top));
-  const vf y = v_by_equal(v_abs(v), top, v_by_sign(v, v_set1(-1.0f), v_set1(1.0f)), v_mul(v, v_set1(of->inverse)));
-  const vi noise = vi_right(packed_random_of(k, (uint32_t)(t->first + i), state), 32 - map.shift);
-  if (of->inverse != 0.0f) packed_pack(map, t->state[state], i, r, y, noise);
-  else packed_pack(map, t->state[state], i, r, v_set1(0.0f), vi_set1(0));
+DC_INLINE void packed_close(const dc_step_args *t, dc__code_map map, int state, dc__keys k, vf inverse, const float *x,
+                            int64_t i, int r) {
+  const vi random = packed_random(k, state, (uint32_t)(t->first + i));
+  const vi noise = vi_or(vi_right(random, 32 - map.shift), vi_set1(1));
+  packed_pack(map, t->state[state], i, r, v_mul(v_load32(x, LANES), inverse), noise);
 }
 
 DC_INLINE void packed_close_block(const dc_step_args *t, layout l, int state, dc__keys k, const float *x, vi top,
                                   int64_t begin, int64_t end) {
   const dc__code_map map = dc__code_map_of(l.format, state);
   const dc__scaling of = dc__scaling_of(vi_top(top));
+  const vf inverse = v_set1(of.inverse);
   int64_t i = begin;
   t->scale[state][dc__state_block_at(l.format, t->first, begin)] = of.scale;
-  for (; i + LANES <= end; i += LANES) packed_close(t, map, state, k, &of, x + (i - begin), i, LANES);
-  if (i < end) packed_close(t, map, state, k, &of, x + (i - begin), i, (int)(end - i));
+  if (DC_UNLIKELY(of.inverse == 0.0f)) { /* nothing, or not finite: all codes are that of zero */
+    for (; i < end; i += LANES)
+      packed_store(map, t->state[state], i, end - i < LANES ? (int)(end - i) : LANES, vi_set1(-map.offset));
+    return;
+  }
+  for (; i + LANES <= end; i += LANES) packed_close(t, map, state, k, inverse, x + (i - begin), i, LANES);
+  if (i < end) packed_close(t, map, state, k, inverse, x + (i - begin), i, (int)(end - i));
 }
 
 /* Steps r elements; their states go to b, and their largest magnitudes into top. */

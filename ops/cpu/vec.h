@@ -172,20 +172,24 @@ DC_INLINE vi vi_lanes(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8
 DC_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 DC_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 DC_INLINE vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); } /* the lower 32 bits */
-DC_INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+DC_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 DC_INLINE vi vi_left(vi a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
 DC_INLINE vi vi_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); } /* of unsigned numbers */
-DC_INLINE vi vi_signs(vi a) { return _mm512_srai_epi32(a, 31); } /* -1 where it is set, else 0 */
 DC_INLINE vi v_bits(vf a) { return _mm512_castps_si512(a); }
 DC_INLINE vf v_of_bits(vi a) { return _mm512_castsi512_ps(a); }
 DC_INLINE vi v_truncate(vf a) { return _mm512_cvttps_epi32(a); }
+DC_INLINE vi vi_abs(vi a) { return _mm512_abs_epi32(a); }
+/* a, which is not negative, with the sign of i. */
+DC_INLINE vf v_with_sign(vf a, vi i) {
+  return _mm512_or_ps(a, _mm512_castsi512_ps(_mm512_and_si512(i, _mm512_set1_epi32(INT32_MIN))));
+}
+/* a, or -a where x has its sign set. */
+DC_INLINE vi vi_signed_as(vi a, vf x) {
+  return _mm512_mask_sub_epi32(a, _mm512_movepi32_mask(_mm512_castps_si512(x)), _mm512_setzero_si512(), a);
+}
 /* below where x < limit, else other. */
 DC_INLINE vi vi_if_below(vf x, vf limit, vi below, vi other) {
   return _mm512_mask_mov_epi32(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
-}
-/* same where x == y, else other. */
-DC_INLINE vf v_by_equal(vf x, vf y, vf same, vf other) {
-  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), same);
 }
 DC_INLINE __m256i vi_narrow16(vi a) { return _mm512_cvtepi32_epi16(a); } /* of numbers below 2^16 */
 
@@ -395,7 +399,7 @@ DC_INLINE vi vi_add(vi x, vi y) { return (vi){_mm256_add_epi32(x.a, y.a), _mm256
 DC_INLINE vi vi_sub(vi x, vi y) { return (vi){_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 /* The lower 32 bits. */
 DC_INLINE vi vi_mul(vi x, vi y) { return (vi){_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
-DC_INLINE vi vi_xor(vi x, vi y) { return (vi){_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+DC_INLINE vi vi_or(vi x, vi y) { return (vi){_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 DC_INLINE vi vi_left(vi x, int n) {
   const __m128i by = _mm_cvtsi32_si128(n);
   return (vi){_mm256_sll_epi32(x.a, by), _mm256_sll_epi32(x.b, by)};
@@ -404,18 +408,21 @@ DC_INLINE vi vi_right(vi x, int n) { /* of unsigned numbers */
   const __m128i by = _mm_cvtsi32_si128(n);
   return (vi){_mm256_srl_epi32(x.a, by), _mm256_srl_epi32(x.b, by)};
 }
-/* -1 where it is set, else 0. */
-DC_INLINE vi vi_signs(vi x) { return (vi){_mm256_srai_epi32(x.a, 31), _mm256_srai_epi32(x.b, 31)}; }
 DC_INLINE vi v_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 DC_INLINE vf v_of_bits(vi x) { return (vf){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+DC_INLINE vi vi_abs(vi x) { return (vi){_mm256_abs_epi32(x.a), _mm256_abs_epi32(x.b)}; }
+DC_INLINE __m256 v_with_sign8(__m256 x, __m256i i) {
+  return _mm256_or_ps(x, _mm256_castsi256_ps(_mm256_and_si256(i, _mm256_set1_epi32(INT32_MIN))));
+}
+/* x, which is not negative, with the sign of i. */
+DC_INLINE vf v_with_sign(vf x, vi i) { return (vf){v_with_sign8(x.a, i.a), v_with_sign8(x.b, i.b)}; }
+DC_INLINE __m256i vi_signed_as8(__m256i i, __m256 x) {
+  const __m256i sign = _mm256_srai_epi32(_mm256_castps_si256(x), 31);
+  return _mm256_sub_epi32(_mm256_xor_si256(i, sign), sign);
+}
+/* i, or -i where x has its sign set. */
+DC_INLINE vi vi_signed_as(vi i, vf x) { return (vi){vi_signed_as8(i.a, x.a), vi_signed_as8(i.b, x.b)}; }
 DC_INLINE vi v_truncate(vf x) { return (vi){_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
-DC_INLINE __m256 v_by_equal8(__m256 x, __m256 y, __m256 same, __m256 other) {
-  return _mm256_blendv_ps(other, same, _mm256_cmp_ps(x, y, _CMP_EQ_OQ));
-}
-/* same where x == y, else other. */
-DC_INLINE vf v_by_equal(vf x, vf y, vf same, vf other) {
-  return (vf){v_by_equal8(x.a, y.a, same.a, other.a), v_by_equal8(x.b, y.b, same.b, other.b)};
-}
 DC_INLINE __m256i vi_if_below8(__m256 x, __m256 limit, __m256i below, __m256i other) {
   return _mm256_blendv_epi8(other, below, _mm256_castps_si256(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)));
 }

@@ -54,8 +54,8 @@ static void packed_block(const dc_step_args *t, const dc__packed_coef *c, int64_
     p = adamw ? packed_adamw(&c->adamw, p, g, &s.x[0][at], &s.x[1][at]) : packed_lion(&c->other, p, g, &s.x[0][at]);
     dc__put(t->param, t->param_dtype, i, p);
     if (t->lowp) dc__put(t->lowp, t->lowp_dtype, i, p);
-    s.random[0][at] = dc__random(dc__keys_of(t->step, t->first + begin), (uint32_t)(t->first + i));
-    s.random[1][at] = dc__random_again(s.random[0][at]);
+    for (int k = 0; k < states; k++)
+      s.random[k][at] = dc__random(dc__keys_of(t->step, t->first + begin), k, (uint32_t)(t->first + i));
   }
   for (int k = 0; k < states; k++) packed_put(t, k, begin, end, &s);
 }

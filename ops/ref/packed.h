@@ -23,28 +23,28 @@ static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, 
   return end < n ? end : n;
 }
 
-/* ---- randomness: 32 bits for each element of a step -------------------------------------------------------------- */
+/* ---- randomness -------------------------------------------------------------------------------------------------- */
+/* For each state of an element 32 bits: its number, shifted by a random one of the step, times an odd constant. So each
+ * element meets all values equally often in its steps, and neighbours in a step meet different ones (a Weyl sequence),
+ * at the price of one multiplication. */
 typedef struct dc__keys {
-  uint32_t a, b;
+  uint32_t of[2];
 } dc__keys;
+static const uint32_t dc__weyl[2] = {0x9e3779b1u, 0x85ebca77u};
 
-/* For the elements whose number has these upper 32 bits (splitmix64's finaliser: Steele et al., OOPSLA 2014). */
+/* The shifts of a step, for the elements whose number has these upper 32 bits (splitmix64's finaliser: Steele et al.,
+ * OOPSLA 2014). */
 static inline dc__keys dc__keys_of(int64_t step, int64_t number) {
   uint64_t x = (uint64_t)step * 0x9e3779b97f4a7c15u + ((uint64_t)number >> 32) * 0xd1b54a32d192ed03u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   x ^= x >> 31;
-  return (dc__keys){(uint32_t)x, (uint32_t)(x >> 32)};
+  return (dc__keys){{(uint32_t)x, (uint32_t)(x >> 32)}};
 }
 
-static inline uint32_t dc__random(dc__keys k, uint32_t number) {
-  uint32_t x = number ^ k.a;
-  x = (x ^ (x >> 16)) * 0x7feb352du + k.b;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
+static inline uint32_t dc__random(dc__keys k, int state, uint32_t number) {
+  return (number + k.of[state]) * dc__weyl[state];
 }
-/* The same for the second state of an element. */
-static inline uint32_t dc__random_again(uint32_t x) { return x * 0x9e3779b1u; }
 
 /* round_to(bf16, f), up with the probability of what is cut off; random: 32 bits. */
 static inline uint16_t dc__bf16_stochastic(float f, uint32_t random) {
@@ -96,18 +96,18 @@ static inline float dc__code_get(const dc__code_map *m, const void *codes, int64
   return dc__code_value(m, half - (half & 8) * 2);
 }
 
-/* What a block's numbers are divided by. A number becomes y = x * inverse, the largest exactly 1; inverse 0: of
- * a block of next to nothing (as in dc_quantize) or with a NaN or an infinity all become zero. */
+/* What a block's numbers are divided by. A number becomes y = x * inverse, the largest 1 or the number before it,
+ * which noise of at least 1 takes to the largest code; inverse 0: of a block of next to nothing (as in dc_quantize) or
+ * with a NaN or an infinity all become zero. */
 typedef struct dc__scaling {
-  uint32_t top; /* the bits of the largest magnitude */
   float scale, inverse;
 } dc__scaling;
 
+/* top: the bits of the largest magnitude. */
 static inline dc__scaling dc__scaling_of(uint32_t top) {
   const float largest = dc__f32_of_bits(top);
-  if (top >= DC__INF_F32) return (dc__scaling){DC__INF_F32, dc__f32_of_bits(DC__NAN_F32), 0.0f};
-  if (largest < DC__TINY_F32) return (dc__scaling){DC__INF_F32, 0.0f, 0.0f};
-  return (dc__scaling){top, largest, 1.0f / largest};
+  if (top >= DC__INF_F32) return (dc__scaling){dc__f32_of_bits(DC__NAN_F32), 0.0f};
+  return largest < DC__TINY_F32 ? (dc__scaling){0.0f, 0.0f} : (dc__scaling){largest, 1.0f / largest};
 }
 
 /* The scale and codes of one block, elements [begin, end) of which x[0] is the first; random: 32 bits for each, or NULL
@@ -123,10 +123,8 @@ static inline void dc__codes_put(const dc__code_map *m, void *codes, float *scal
   const dc__scaling of = dc__scaling_of(top);
   *scale = of.scale;
   for (int64_t i = begin; i < end; i++) {
-    const float v = x[i - begin], largest = dc__f32_of_bits(of.top);
-    const float y = fabsf(v) == largest ? (signbit(v) ? -1.0f : 1.0f) : v * of.inverse;
-    const uint32_t noise = random ? random[i - begin] >> (32 - m->shift) : 1u << (m->shift - 1);
-    const int code = dc__code_of(m, of.inverse != 0.0f ? y : 0.0f, of.inverse != 0.0f ? noise : 0);
+    const uint32_t noise = random ? random[i - begin] >> (32 - m->shift) | 1u : 1u << (m->shift - 1);
+    const int code = of.inverse != 0.0f ? dc__code_of(m, x[i - begin] * of.inverse, noise) : -m->offset;
     if (m->bits == 8) at[i] = (uint8_t)(code & 255);
     else if (i % 2) at[i / 2] = (uint8_t)((at[i / 2] & 15) | (code & 15) << 4);
     else at[i / 2] = (uint8_t)((code & 15) | (-m->offset & 15) << 4); /* the half without an element holds code 0 */
