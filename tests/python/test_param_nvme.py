@@ -79,6 +79,35 @@ def test_parameters_in_odd_places(tmp_path):
     check(ranks, tmp_path)
 
 
+def _bounced(rank, world, cfg):
+    import deepc
+    from deepc.core import memory
+
+    engine = deepc.initialize(model=tiny.make_model(width=256, layers=3), config=cfg)[0]
+    _steps(engine, 1, rank, world)
+    before = deepc.counters()
+    _steps(engine, 1, rank, world, 1)
+    after = deepc.counters()
+    engine.destroy()
+    return memory.heap_kept(), {k: after[k] - before[k] for k in ("disk_bytes_read", "disk_bytes_bounced")}
+
+
+def test_values_come_to_their_place_without_a_copy(tmp_path):
+    cfg = on_disk(tiny.config(3, micro=2, deepc={"bucket_elems": 1 << 18}), tmp_path, **NO_LIMITS)
+    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 5000
+    kept, moved = run_ranks(_bounced, 1, cfg)[0]
+    assert moved["disk_bytes_read"] > 1 << 23
+    assert not kept or moved["disk_bytes_bounced"] <= 1 << 16, "but for the odd bytes of small ones"
+
+
+def test_units_begin_in_memory_as_on_the_disk():
+    from deepc.zero.parameters.param import _offsets
+
+    assert _offsets([10, 5000, 3000], None, 1024) == ([0, 64, 5120], 5120 + 3008)
+    assert _offsets([10, 5000, 3000], [7, 1000, 6056], 1024) == ([0, 1000, 6056], 6056 + 3008)
+    assert _offsets([5000, 5000], [100, 9000], 1024) == ([100, 5928], 5928 + 5056)
+
+
 # ---- what is done with parameters between steps ----------------------------------------------------------------------
 def _steps(engine, steps, rank, world, start=0):
     losses = []

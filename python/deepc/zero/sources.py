@@ -49,6 +49,9 @@ class Source(Protocol):
     def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
         """pieces: per parameter of the unit, where its values lie. Units come in the order of their index."""
 
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[int] | None:
+        """Elements: where the values of each begin in what is read a page at a time; None: nowhere."""
+
     def begin(self, units: Sequence[FlatUnit]) -> None:
         """Starts to fill the storages of units."""
 
@@ -90,6 +93,9 @@ class NodeSource:
             elif n:
                 runs.append((at, src, n))
         self._runs[unit.index] = runs
+
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[int] | None:
+        return None
 
     def begin(self, units: Sequence[FlatUnit]) -> None:
         for unit in units:
@@ -220,6 +226,9 @@ class CollectiveSource:
                 rows[piece.rank].append((offset + piece.begin, piece.mine, piece.length))
         self._units.append(unit)
         self._pieces.append(rows)
+
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[int] | None:
+        return None
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
     def begin(self, units: Sequence[FlatUnit]) -> None:

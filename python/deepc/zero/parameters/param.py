@@ -4,7 +4,6 @@ values are not on this rank now (`Released`), and the state machine of parameter
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -369,6 +368,22 @@ class Unit:
         )
 
 
+_PAGE = 4096
+
+
+def _offsets(numels: Sequence[int], places: Sequence[int] | None, page: int) -> tuple[list[int], int]:
+    """Where parameters of `numels` begin in a storage, and its elements. With places: congruent to them modulo `page`,
+    but for those that are smaller than two pages."""
+    offsets: list[int] = []
+    at = 0
+    for i, n in enumerate(numels):
+        if places is not None and n >= 2 * page:
+            at += (places[i] - at) % page
+        offsets.append(at)
+        at += padded(n)
+    return offsets, at
+
+
 class FlatUnit(Unit):
     """A unit with one storage, which is resized to nothing and back: its parameters stay the same views of it.
 
@@ -386,13 +401,14 @@ class FlatUnit(Unit):
         like: torch.Tensor,
         trained: frozenset[int],
         persistent: bool,
+        places: Sequence[int] | None = None,
     ) -> None:
-        """`params` become views of the unit's storage, of the `shapes`; it is STALE. like: its dtype and device."""
+        """`params` become views of the unit's storage, of the `shapes`; it is STALE. like: its dtype and device.
+        places: elements, where the values of each begin on a disk: they begin as far from a page in the storage."""
         super().__init__(index, name, params, UnitState.STALE)
         self._params = list(params)
         self.numels = numels = [math.prod(shape) for shape in shapes]
-        starts = itertools.accumulate((padded(n) for n in numels), initial=0)
-        *self.offsets, total = starts
+        self.offsets, total = _offsets(numels, places, _PAGE // like.element_size())
         self.elems, self.persistent, self.trained = sum(numels), persistent, trained
         self.flat = like.new_zeros(total)
         for p, shape, offset, n in zip(params, shapes, self.offsets, numels):

@@ -207,6 +207,9 @@ class DiskSource:
                 runs.append(_Run(offset, begin, n))
         self._runs[unit.index] = runs
 
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[int] | None:
+        return [self._begin_of(p) for p in params]
+
     def begin(self, units: Sequence[FlatUnit]) -> None:
         for unit in units:
             self._reads[unit.index] = [

@@ -134,7 +134,8 @@ class StreamedUnits:
             pieces = [pieces_of(p) for p in order]  # before they are views of the unit
             shapes = [self._shapes[id(p)] for p in order]
             mine = frozenset(id(p) for p in order if id(p) in place)
-            unit = FlatUnit(len(self._units), name, order, shapes, like, mine, persistent)
+            places = self._source.places(order)
+            unit = FlatUnit(len(self._units), name, order, shapes, like, mine, persistent, places)
             self._source.add(unit, pieces)
             for p in order:
                 p._deepc_owner = self  # type: ignore[attr-defined]
