@@ -24,7 +24,7 @@ def on_disk(cfg: dict, folder, *, states: bool = False, **zero) -> dict:
     place = {"device": "nvme", "nvme_path": str(folder)}
     cfg["zero_optimization"].update({**zero, "offload_param": place})
     if states:
-        cfg["zero_optimization"].update({"offload_optimizer": place, "sub_group_size": 4096})
+        cfg["zero_optimization"].update({"offload_optimizer": place, "sub_group_size": 5000})
     return cfg
 
 

@@ -15,7 +15,7 @@ from ..core import lib as _lib
 from ..core.dtypes import FLOAT32, DType
 from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError, UnsupportedError
-from .layout import Layout, Slice, padded
+from .layout import BLOCK, Layout, Slice, padded
 from .mesh import Mesh
 from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Sizes, payload_bytes
 
@@ -229,6 +229,8 @@ def disk_states(config: Config, arrays: int, elems: int, folder: str) -> DiskSta
     if not arrays or not elems:
         return None
     cell = min(config.zero.sub_group_size or CELL_ELEMS, CELL_ELEMS)
+    if config.zero.offload_param.device == "nvme":  # whole blocks of what lies beside them on disk
+        cell = max(BLOCK, cell // BLOCK * BLOCK)
     slots = max(4, min(CELL_SLOTS, CELL_BYTES // (arrays * cell * FLOAT32.itemsize)), asked.buffer_count)
     rows = (_lib.StreamArray * arrays)(*(_lib.StreamArray(b"", FLOAT32.itemsize) for _ in range(arrays)))
     shape = _lib.StreamConfig(arrays=rows, narrays=arrays, elems=elems, cell_elems=cell, slots=slots)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
+from ...core import memory
 from ...errors import DiskError, UnsupportedError
 from ...offload.array import BLOCK, DiskArray, DiskRead, Window
 from ...plan.layout import ALIGN, Segment, padded
@@ -178,6 +179,9 @@ class DiskFlats:
         self.array.close()
 
 
+_SPARE = 64 << 20  # bytes of memory below which a gather gives the heap's free pages back first
+
+
 class _Run(NamedTuple):
     """`n` elements from `begin` of the array, which lie from `offset` on in a unit's storage."""
 
@@ -211,6 +215,9 @@ class DiskSource:
         return [self._begin_of(p) for p in params]
 
     def begin(self, units: Sequence[FlatUnit]) -> None:
+        need = sum(unit.nbytes for unit in units)
+        if memory.available() < need + _SPARE:  # what the heap keeps free would be missing: the limit kills
+            memory.trim_heap()
         for unit in units:
             self._reads[unit.index] = [
                 self._array.read_async(r.begin, unit.flat[r.offset : r.offset + r.n]) for r in self._runs[unit.index]
