@@ -177,7 +177,7 @@ KEYS: tuple[Key, ...] = (
         "optimizer.type",
         "str",
         None,
-        "Adam, AdamW, Lion, Lamb, Adagrad or SGD (deepc's), or the name of a torch.optim class.",
+        "Adam, AdamW, Lion, Lamb, Adagrad, SGD or Muon (deepc's), or the name of a torch.optim class.",
     ),
     _active(
         "optimizer.params", "object", None, 'Arguments of the optimizer; lr, betas, eps, weight_decay may be "auto".'
@@ -535,7 +535,7 @@ KEYS: tuple[Key, ...] = (
         "bool",
         False,
         "Muon and NVMe.",
-        "there is no Muon yet",
+        "Muon runs at stage 0",
     ),
     _inert("zero_optimization.leaf_module.classes", "strings", None, "Modules treated as one unit.", _RESIDENT),
     _inert("zero_optimization.leaf_module.names", "strings", None, "Modules treated as one unit.", _RESIDENT),
@@ -994,7 +994,6 @@ OPTIMIZER_PARAMS: dict[str, Key] = {
 """Arguments of Adam and AdamW (path = argument name)."""
 
 LATER_OPTIMIZERS = {
-    "muon": "Muon",
     "muadam": "muP's MuAdam",
     "muadamw": "muP's MuAdamW",
     "musgd": "muP's MuSGD",

@@ -13,6 +13,7 @@ from .adamw import Adam, AdamW
 from .kinds.adagrad import Adagrad
 from .kinds.lamb import Lamb
 from .kinds.lion import Lion
+from .kinds.muon import Muon
 from .kinds.sgd import SGD
 from .rules import core_rule
 from .states.formats import BYTES_OF_256
@@ -23,6 +24,7 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": AdamW,
     "Lion": Lion,
     "Lamb": Lamb,
+    "Muon": Muon,
     "Adagrad": Adagrad,
     "SGD": SGD,
 }
