@@ -96,6 +96,25 @@ def test_uninstall_forgets():
     assert out.stdout == "gone\n"
 
 
+def test_accelerates_swap_to_cpu_adam_keeps_betas_and_eps(deepspeed):
+    """With offload to the CPU Accelerate puts DeepSpeedCPUAdam in the place of the script's optimizer, of whose
+    arguments it passes two."""
+    swap = pytest.importorskip("accelerate.utils.deepspeed").map_pytorch_optim_to_deepspeed
+    torch.manual_seed(0)
+    start, grads = torch.randn(1000), [torch.randn(1000) for _ in range(3)]
+    for kind in (torch.optim.AdamW, torch.optim.Adam):
+        options = {"lr": 1e-2, "betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.2}
+        a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+        ours, theirs = swap(kind([a], **options)), kind([b], **options)
+        assert type(ours) is deepspeed.ops.adam.DeepSpeedCPUAdam
+        assert {k: ours.param_groups[0][k] for k in options} == options
+        for g in grads:
+            a.grad, b.grad = g.clone(), g.clone()
+            ours.step()
+            theirs.step()
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
 def test_optimizers_step_as_torchs(deepspeed):
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
