@@ -437,6 +437,20 @@ def test_states_load_into_another_format(kind, form):
     plain.step()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_keeps_the_format(kind):
+    p = torch.nn.Parameter(make(300))
+    opt = getattr(deepc.optim, kind)([p], state_dtype="int8", **KINDS[kind])
+    twin = copy.deepcopy(opt)  # before a step and after one
+    for seed in range(3):
+        q = twin.param_groups[0]["params"][0]
+        p.grad, q.grad = make(300, seed=seed), make(300, seed=seed)
+        opt.step()
+        twin.step()
+        assert torch.equal(p, q) and twin.state[q]["exp_avg"].dtype == torch.uint8
+        twin = copy.deepcopy(twin)
+
+
 def test_fp32_states_of_16_bit_parameters():
     p = torch.nn.Parameter(make(100, torch.bfloat16))
     for kind in KINDS:

@@ -37,6 +37,7 @@ class AdamW(torch.optim.Optimizer):
 
     _decoupled = True
     _fp32_moments = False  # whatever the parameter's dtype
+    state_dtype: str | None = None
 
     def __init__(
         self,
@@ -78,6 +79,9 @@ class AdamW(torch.optim.Optimizer):
                 decoupled_weight_decay=self._decoupled,
             ),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state_dtype": self.state_dtype, "_fp32_moments": self._fp32_moments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

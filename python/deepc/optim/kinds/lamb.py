@@ -46,6 +46,8 @@ class Lamb(torch.optim.Optimizer):
     `step`, `exp_avg`, `exp_avg_sq`, which are fp32 (float64 of float64 parameters). Weight decay is part of the step
     whose norm is taken, as in the paper. CPU; one pass makes moments and norms, a second one the step."""
 
+    _coefficients: list[float]  # from the first step on
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -76,11 +78,10 @@ class Lamb(torch.optim.Optimizer):
                 maximize=maximize,
             ),
         )
-        self._coefficients: list[float] = []
 
     def get_lamb_coeffs(self) -> list[float]:
         """The last step's ratios, in the order of the parameters that had a gradient."""
-        return list(self._coefficients)
+        return list(getattr(self, "_coefficients", []))
 
     def _state_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]

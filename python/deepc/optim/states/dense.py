@@ -42,6 +42,9 @@ class OneStateOptimizer(torch.optim.Optimizer):
     instead: str  # torch's class that takes sparse gradients
     state_dtype: str | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+
     def _scalars(self, group: dict[str, Any], step: int) -> tuple[float, float, float, float, float, bool]:
         """(lr, beta1, beta2, eps, weight_decay, nesterov) of dc_step_args."""
         raise NotImplementedError
