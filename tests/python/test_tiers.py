@@ -5,6 +5,7 @@ step goes on or a checkpoint brings everything back."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -541,6 +542,27 @@ def test_bytes_follow_the_plan(tmp_path):
         assert disk["rank_total"] == memory["rank_total"] - 12 * (memory["master_private"] // 4) + disk["disk_buffers"]
         # once a step, but for cells that are still in memory
         assert moved[1] == size and size * (1 - place.slots / count) <= moved[0] <= size
+
+
+def _metrics(rank, world, folder):
+    cfg = config(2, folder, precision="bf16")
+    cfg["deepc"]["run_dir"] = os.path.join(folder, "run")
+    cfg["deepc"]["timeline"] = {"steps": [1, 2], "folder": os.path.join(folder, "run")}
+    engine = make_engine(cfg)
+    train(engine, 3, rank, world)
+    size = engine.plan.disk.disk_bytes
+    engine.destroy()
+    return size
+
+
+def test_the_metrics_and_the_timeline_show_the_disk(tmp_path):
+    (size,) = run_quietly(_metrics, 1, str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    disk = [row["disk"] for row in rows if "step" in row]
+    assert len(disk) == 3 and all(0.9 * size < d["written_bytes"] <= size for d in disk[1:])
+    assert all(d["wait_s"] >= 0 for d in disk) and sum(d["read_bytes"] for d in disk) > 0
+    traces = "".join(p.read_text() for p in (tmp_path / "run").rglob("*.json") if "metrics" not in p.name)
+    assert "states on disk" in traces
 
 
 KILLED = """

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ...core import env
+from ...core.lib import counters
 from ...core.telemetry import waits
 from ...engine.events import Listener
 from ...errors import ArgumentError
@@ -76,6 +77,7 @@ class Meter(Listener):
         self._loader_seen = waits.seconds["data"]
         self._communication_seen, self._disk_seen = waits.communication(), waits.seconds["disk"]
         self._sent_seen = 0
+        self._moved_seen: dict[str, float] = self._moved() if engine.plan.updates_on_disk else {}
         self._sample_at, self._memory_row, self._shared = 0.0, (0.0, 0.0), 0
         self._memory: dict[str, Any] = {}
         self._row = [0.0] * self.ROW
@@ -355,7 +357,20 @@ class Meter(Listener):
         if engine.plan.nodes > 1:
             sent = engine.comm_bytes["total"]
             out["sent_bytes"], self._sent_seen = sent - self._sent_seen, sent
+        if engine.plan.updates_on_disk:
+            moved = self._moved()
+            out["disk"] = {name: value - self._moved_seen.get(name, 0) for name, value in moved.items()}
+            self._moved_seen = moved
         return out
+
+    def _moved(self) -> dict[str, float]:
+        """What this process has read and written of files of tensors so far, and how long its updates waited for it."""
+        count, tier = counters(), self._engine.state.tier
+        return {
+            "read_bytes": count["disk_bytes_read"],
+            "written_bytes": count["disk_bytes_written"],
+            "wait_s": tier.stream.wait_ns * 1e-9 if tier is not None else 0.0,
+        }
 
     def _begin_next(self) -> None:
         self._losses.clear()

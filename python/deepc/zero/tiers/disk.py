@@ -66,7 +66,6 @@ class DiskTier:
         """Calls `work` on every cell, in order; what it changes is written behind it. After a DiskError another call
         goes on where this one has failed."""
         stream, walk = self.stream, self.stream.walk(self.at)
-        waited = stream.wait_ns
         try:
             with walk as cells:
                 while True:
@@ -78,8 +77,6 @@ class DiskTier:
         except DiskError:
             self.at = walk.at
             raise
-        finally:
-            waits.add("disk", (stream.wait_ns - waited) * 1e-9)
         self.at = 0
 
     def begin_anew(self) -> None:
