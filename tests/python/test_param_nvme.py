@@ -73,6 +73,27 @@ def test_16_bit_and_accumulation(world, precision, gas, tmp_path):
     check(run_ranks(_against_memory, world, _tiny_training, cases, base, str(tmp_path), LIMITS), tmp_path, True)
 
 
+def _other_gradients(rank, world, cfgs, folder):
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    out = {}
+    for name, cfg in cfgs.items():
+        disk = on_disk(cfg, folder, **LIMITS)
+        out[name] = [_tiny_training(rank, world, c, TINY["plain"]) for c in (cfg, disk)]
+        with pytest.raises(UnsupportedError, match="on NVMe does not exist"):
+            deepc.initialize(model=tiny.make_model(), config=on_disk(cfg, folder, states=True))
+    return out
+
+
+def test_gradients_of_other_kinds_stay_in_memory(tmp_path):
+    tree = tiny.config(3, micro=2, gas=2, deepc={"bucket_elems": 8192, "deterministic": "layout"})
+    short = tiny.config(3, micro=2, gas=2, data_types={"grad_accum_dtype": "bf16"})
+    for by_name in run_ranks(_other_gradients, 1, {"tree": tree, "bf16": short}, str(tmp_path)):
+        for memory, disk in by_name.values():
+            same(memory, disk)
+
+
 def test_parameters_in_odd_places(tmp_path):
     base = tiny.config(3, micro=4, deepc={"bucket_elems": 8192})
     ranks = run_ranks(_against_memory, 2, _odd_training, {k: k for k in ODD}, base, str(tmp_path), NO_LIMITS)
