@@ -52,11 +52,11 @@ class Nameless:
                 ) from exc
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:  # an argument: at the end `os` may be gone
         """This process's hold on it ends. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     __del__ = close
 

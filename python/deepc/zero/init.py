@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.groups import MultiNodeGroup, NodeGroup, open_group
 from ..comm.start import default_device, init_distributed
 from ..config.tree import Config
+from ..core import memory
 from ..core.foreign import patches
 from ..errors import ArgumentError, StrayWriteError, UnsupportedError
 from .parameters import around
@@ -93,6 +94,8 @@ class Home:
         init_distributed()
         self.group = open_group(torch.device("cpu"), datetime.timedelta(minutes=10), "init")
         shared = isinstance(self.group, (NodeGroup, MultiNodeGroup)) and not folder
+        if folder:
+            memory.keep_heap()  # as initialize will: values that come and go leave no holes in malloc's memory
         apart = folder or (self.group.world > 1 and not shared)
         self.arena = _Arena(cast("MemoryGroup", self.group)) if shared else None
         self.shards = Shards(self.group.world, folder) if apart else None
@@ -124,6 +127,8 @@ class Home:
             self._finish_arena(self.arena)
         if self.shards is not None:
             self.shards.finish()
+        if self.shards is not None and self.shards.on_disk:
+            memory.trim_heap()
         for p in (p for r in self.taken if (p := r()) is not None and built.get(p) is self):
             share(p)
             self.versions[p] = p._version
@@ -318,7 +323,7 @@ class Init:
 
     config_dict_or_path (or config): a DeepSpeed JSON (its fp16/bf16 section sets the dtype); dtype overrides it;
     without either, parameters keep theirs. With its zero_optimization.offload_param.device "nvme" parameters go to the
-    disk (nvme_path) as they are built: whole ones take at most 64 MiB of memory, or one does. `enabled=False`: does
+    disk (nvme_path) as they are built: whole ones take at most 16 MiB of memory, or one does. `enabled=False`: does
     nothing. `module`: converts an existing module at once. data_parallel_group, sequence_data_parallel_group, mpu: must
     span all ranks. remote_device: "nvme" asks for the disk as well, "none" and "cpu" for memory whatever the
     configuration says. The other arguments of deepspeed.zero.Init are accepted and have no meaning here."""

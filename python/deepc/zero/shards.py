@@ -24,7 +24,7 @@ from .parameters.gathered import Params, Whole
 from .parameters.param import NodeParameter, Released, Unit, UnitState, set_data, unshare
 from .sources import Alone, Exchange
 
-KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built
+KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built; a quarter of it where they go to disk
 _PART, _WHOLE, _END = 1, 2, 3  # what ranks are about to do
 _DOING = {_PART: "gives up", _WHOLE: "touches", _END: "is at the end of the context, after"}
 _data_of_tensor: Any = torch.Tensor.data  # the C getset descriptor
@@ -88,6 +88,11 @@ class Shards:
         self._held: set[int] = set()  # ids of those that a GatheredParameters keeps whole
         self._number = 0
         self._building = True
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the parts lie there."""
+        return self._disk is not None
 
     # ---- while a model is built --------------------------------------------------------------------------------------
     @torch.no_grad()
