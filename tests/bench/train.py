@@ -33,7 +33,7 @@ READY_S, BURST_S = 200.0, 300.0
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
 class Rank:
-    """A rank's loop: a command per line on stdin ("steps N"), a JSON line per answer on the descriptor BENCH_RESULT."""
+    """A rank's loop: a command per line on stdin ("steps N", "profile N"), a JSON line per answer on the descriptor BENCH_RESULT."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
@@ -76,6 +76,19 @@ class Rank:
             counters={k: after[k] - before[k] for k in after},
         )
 
+    def profile(self, count: int) -> None:
+        """`count` steps under torch's profiler: milliseconds a step of each operator itself."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self._one()
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            started = time.perf_counter()
+            for _ in range(count):
+                loss = self._one()
+            elapsed = time.perf_counter() - started
+        ops = {e.key: e.self_cpu_time_total / 1e3 / count for e in found.key_averages()}
+        self.say(seconds=elapsed, loss=float(loss), ops=ops)
+
     def _one(self):
         loss = self.step(self.batches[self.done % len(self.batches)])
         self.done += 1
@@ -84,9 +97,9 @@ class Rank:
     def loop(self) -> None:
         for line in sys.stdin:
             command, _, count = line.partition(" ")
-            if command != "steps":
+            if command not in ("steps", "profile"):
                 return
-            self.steps(int(count))
+            getattr(self, command)(int(count))
 
 
 def _counters() -> dict[str, int]:
@@ -161,17 +174,17 @@ class Pair:
         self.log.seek(0)
         return self.log.read().decode(errors="replace")[-3000:]
 
-    def send_steps(self, count: int) -> None:
+    def send(self, command: str, count: int) -> None:
         for p in self.ranks:
             try:
-                p.stdin.write(f"steps {count}\n".encode())
+                p.stdin.write(f"{command} {count}\n".encode())
                 p.stdin.flush()
             except BrokenPipeError:
                 raise RuntimeError(f"{self.name} failed:\n{self.tail()}") from None
 
     def burst(self, count: int) -> dict:
         """`count` timed steps: seconds of the slowest rank, mean loss, faults and counters of rank 0."""
-        self.send_steps(count)
+        self.send("steps", count)
         ranks = self.answers(BURST_S)
         return {
             **ranks[0],
