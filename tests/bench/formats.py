@@ -1,6 +1,6 @@
 """Validation loss of a small GPT with optimizer states in each format, relative to fp32 states.
 
-    python tests/bench/formats.py [--steps 600]
+    python tests/bench/formats.py [--steps 600] [--seed 0]
 
 Byte tokens of this repository's documentation; one run a format, the same batches and start for all.
 """
@@ -31,10 +31,10 @@ def batch(data: torch.Tensor, seed: int, samples: int) -> tuple[torch.Tensor, to
     return torch.stack([data[i : i + CONTEXT] for i in at]), torch.stack([data[i + 1 : i + CONTEXT + 1] for i in at])
 
 
-def train(kind: str, form: str | None, steps: int, data: torch.Tensor) -> float:
+def train(kind: str, form: str | None, steps: int, data: torch.Tensor, seed: int = 0) -> float:
     """The validation loss."""
     lr, options = CASES[kind]
-    model = make_model(0, width=96, layers=2, vocab=128, context=CONTEXT)
+    model = make_model(seed, width=96, layers=2, vocab=128, context=CONTEXT)
     opt, cut = getattr(deepc.optim, kind)(model.parameters(), lr=lr, state_dtype=form, **options), len(data) * 9 // 10
     for step in range(steps):
         opt.param_groups[0]["lr"] = lr * min(1, (step + 1) / 50) * (1 - 0.9 * step / steps)
@@ -49,11 +49,13 @@ def train(kind: str, form: str | None, steps: int, data: torch.Tensor) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
-    steps, data = parser.parse_args().steps, tokens()
+    parser.add_argument("--seed", type=int, default=0, help="of the model's first weights")
+    args, data = parser.parse_args(), tokens()
+    steps, seed = args.steps, args.seed
     for kind in CASES:
-        whole = train(kind, None, steps, data)
+        whole = train(kind, None, steps, data, seed)
         for form in ("bf16", "int8", "int4"):
-            print(f"{kind} {form}: {train(kind, form, steps, data) / whole:.4f} of {whole:.4f}", flush=True)
+            print(f"{kind} {form}: {train(kind, form, steps, data, seed) / whole:.4f} of {whole:.4f}", flush=True)
     return 0
 
 
