@@ -98,6 +98,18 @@ def test_two_that_share_a_file(make):
     assert one.get(0, 11).tolist() == [2.0] * 10 + [0.0]
 
 
+def test_another_process_opens_that_file_and_no_other(make):
+    from deepc.errors import DiskError
+
+    one = make()
+    place = one.place()
+    assert place.path() == one.path
+    with pytest.raises(DiskError, match="PID namespaces"):
+        place._replace(inode=place.inode + 1).path()
+    with pytest.raises(DiskError, match="can't be reached"):
+        place._replace(descriptor=10**6).path()
+
+
 def test_a_window_has_memory_for_what_is_under_way(make):
     from deepc.offload.array import Window
 

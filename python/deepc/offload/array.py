@@ -52,6 +52,11 @@ class Nameless:
                 ) from exc
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
+    def place(self) -> Place:
+        """For another process."""
+        found = os.fstat(self._fd)
+        return Place(os.getpid(), self._fd, found.st_dev, found.st_ino)
+
     def close(self, close: Callable[[int], None] = os.close) -> None:  # an argument: at the end `os` may be gone
         """This process's hold on it ends. A second call does nothing."""
         fd, self._fd = self._fd, -1
@@ -59,6 +64,33 @@ class Nameless:
             close(fd)
 
     __del__ = close
+
+
+class Place(NamedTuple):
+    """Of a Nameless, for another process: where it is open, and which file that is."""
+
+    process: int
+    descriptor: int
+    device: int
+    inode: int
+
+    def path(self) -> str:
+        """By which this process opens it. DiskError: it can't, or another file is there (the process is in another PID
+        namespace)."""
+        path = f"/proc/{self.process}/fd/{self.descriptor}"
+        try:
+            found = os.stat(path)
+        except OSError as exc:
+            raise DiskError(
+                f"the file without a name that process {self.process} has made can't be reached ({path}:"
+                f" {exc.strerror}, errno {exc.errno}); ranks of a node must see each other's /proc, as one user"
+            ) from exc
+        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+            raise DiskError(
+                f"{path} is another file than the one that a rank of this node has made there: the ranks are in"
+                " different PID namespaces; start them in one"
+            )
+        return path
 
 
 class DiskPlace(NamedTuple):
@@ -199,6 +231,12 @@ class DiskArray:
         self._file.close()
         if self._own is not None:
             self._own.close()
+
+    def place(self) -> Place:
+        """For another process that opens it, where this one has made it."""
+        if self._own is None:
+            raise ArgumentError(f"{self!r} was made by another process")
+        return self._own.place()
 
     def info(self) -> dict[str, Any]:
         """See File.info."""

@@ -12,7 +12,7 @@ import torch
 
 from ...core import memory
 from ...errors import DiskError, UnsupportedError
-from ...offload.array import BLOCK, DiskArray, DiskRead, Window
+from ...offload.array import BLOCK, DiskArray, DiskRead, Place, Window
 from ...plan.layout import ALIGN, Segment, padded
 from ...plan.plan import Plan
 from ..parameters.gathered import Params
@@ -96,20 +96,18 @@ class DiskFlats:
         sums = self._segment.tensor(torch.int32, 0, blocks)
         array: DiskArray | None = None
         failure: DiskError | None = None
-        place = torch.zeros(2, dtype=torch.int64)  # process, descriptor
+        place = torch.zeros(len(Place._fields), dtype=torch.int64)
         try:
             if group.leader:
                 array = DiskArray(self._folder, numel, state.dtype, what, sums=sums)
-                _, _, process, _, descriptor = array.path.split("/")
-                place = torch.tensor([int(process), int(descriptor)])
+                place = torch.tensor(array.place())
         except DiskError as exc:
             failure = exc
         group.broadcast(place, 0)
-        process, descriptor = place.tolist()
+        made = Place(*place.tolist())
         try:
-            if not group.leader and process:
-                path = f"/proc/{process}/fd/{descriptor}"
-                array = DiskArray(self._folder, numel, state.dtype, what, path=path, sums=sums)
+            if not group.leader and made.process:
+                array = DiskArray(self._folder, numel, state.dtype, what, path=made.path(), sums=sums)
         except DiskError as exc:
             failure = exc
         lacks = group.gather_all(torch.tensor([float(array is None)], dtype=torch.float64)).view(-1).tolist()
