@@ -210,6 +210,27 @@ def test_access_writes_freezing_and_checkpoints(world, precision, tmp_path):
     assert os.listdir(folder) == []
 
 
+def _evaluated(rank, world, cfg):
+    import deepc.compat.deepspeed as deepspeed
+
+    x, y = tiny.make_batch(0, 2)
+    with torch.no_grad():
+        wanted = tiny.make_model().bfloat16()(x, y).item()
+        engine = deepspeed.initialize(model=tiny.make_model(), config=cfg)[0]
+        found = [engine(x, y).item() for _ in range(2)]
+    on, total = engine.plan.parameters_on, engine.plan.layout.total
+    engine.destroy()
+    return wanted, found, on, total
+
+
+def test_an_engine_for_evaluation(tmp_path):
+    """Without an optimizer all parameters are frozen, and on disk."""
+    cfg = on_disk(tiny.config(3, micro=2, precision="bf16"), tmp_path, **NO_LIMITS)
+    del cfg["optimizer"]
+    for wanted, found, on, total in run_ranks(_evaluated, 2, cfg):
+        assert found == [wanted] * 2 and on == str(tmp_path) and total == 0
+
+
 # ---- zero.Init -------------------------------------------------------------------------------------------------------
 def _built(rank, world, cfg, init):
     import deepc
