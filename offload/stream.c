@@ -266,18 +266,6 @@ static int stream_finish_write(dc_stream *s, struct slot *slot) {
   return rc;
 }
 
-/* Writes that are complete. The first failure. */
-static int stream_reap(dc_stream *s) {
-  int rc = DC_OK;
-  for (int i = 0; i < s->nslots && !rc; i++) {
-    int done = 1;
-    if (s->slots[i].state != SLOT_WRITING) continue;
-    if (s->slots[i].io) rc = dc_io_test(s->slots[i].io, &done);
-    if (!rc && done) rc = stream_finish_write(s, &s->slots[i]);
-  }
-  return rc;
-}
-
 /* The slot in `state` that was used longest ago, or NULL. */
 static struct slot *stream_oldest(dc_stream *s, enum state state, bool clean) {
   struct slot *found = NULL;
@@ -286,6 +274,18 @@ static struct slot *stream_oldest(dc_stream *s, enum state state, bool clean) {
     if (slot->state == state && !(clean && slot->dirty) && (!found || slot->turn < found->turn)) found = slot;
   }
   return found;
+}
+
+/* Writes that are complete, in the order in which they were begun: a look costs a system call, and those before are
+ * most often complete first. The first failure. */
+static int stream_reap(dc_stream *s) {
+  int done = 1;
+  for (struct slot *slot; (slot = stream_oldest(s, SLOT_WRITING, false));) {
+    if (slot->io) DC_TRY(dc_io_test(slot->io, &done));
+    if (!done) return DC_OK;
+    DC_TRY(stream_finish_write(s, slot));
+  }
+  return DC_OK;
 }
 
 /* One that holds nothing that is not on disk, emptied; NULL if there is none without waiting. */

@@ -519,7 +519,7 @@ def _bytes(rank, world, folder):
 
     found = []
     for disk in (False, True):
-        zero = {"sub_group_size": 300} if disk else {}
+        zero = {"sub_group_size": 100} if disk else {}
         cfg = config(3, folder, world=world, precision="bf16", disk=disk)
         cfg["zero_optimization"].update(zero)
         engine = make_engine(cfg)
@@ -546,6 +546,7 @@ def test_bytes_follow_the_plan(tmp_path):
 
 def _metrics(rank, world, folder):
     cfg = config(2, folder, precision="bf16")
+    cfg["zero_optimization"]["sub_group_size"] = 100  # more cells than are in memory
     cfg["deepc"]["run_dir"] = os.path.join(folder, "run")
     cfg["deepc"]["timeline"] = {"steps": [1, 2], "folder": os.path.join(folder, "run")}
     engine = make_engine(cfg)

@@ -559,7 +559,7 @@ KEYS: tuple[Key, ...] = (
         "int",
         4,
         "With device nvme: at least so many cells of the states are in memory at a time, read ahead, worked on or being"
-        " written (16 by default, of up to 32 MiB together).",
+        " written (default: 24 MiB of them, 4 to 32).",
         ge=0,
     ),
     _inert(

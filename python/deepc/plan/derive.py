@@ -19,9 +19,9 @@ from .layout import BLOCK, Layout, Slice, padded
 from .mesh import Mesh
 from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Sizes, payload_bytes
 
-# Of states on disk. A cell: 512 KiB of each array; with fewer than 16 of them in memory the disk idles (4, 8 and 16
-# cells of 1 MiB give 0.60, 0.73 and 0.87 of its rate beside other work: tests/bench/nvme.py).
-CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 16, 32 << 20  # the bytes bound what the slots take together
+# Of states on disk. A cell: 512 KiB of each array; with less than about 24 MiB of them in memory the disk idles (12, 24
+# and 48 MiB give 0.60, 0.73 and 0.87 of its rate beside other work: tests/bench/nvme.py).
+CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 32, 24 << 20  # the bytes bound what the slots take together
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
