@@ -590,6 +590,17 @@ void expect_bytes(const dc_zero_bytes_in &in, const dc_zero_bytes &want) {
   EXPECT_EQ(in.exchange, got.exchange_private);
 }
 
+TEST(ZeroEstimate, StatesThatAreNoWholeBytesAnElement) {
+  dc_zero_bytes_in in = sizes(2);
+  dc_zero_bytes out;
+  in.state_block = 2 * (128 + 8); // two states of 4 bits with a scale for each 128 elements
+  ASSERT_EQ(dc_zero_estimate(&in, &out), DC_OK) << dc_last_error();
+  EXPECT_EQ(out.states_private, in.shard / 256 * 272);
+  in.shard += 1;
+  ASSERT_EQ(dc_zero_estimate(&in, &out), DC_OK) << dc_last_error();
+  EXPECT_EQ(out.states_private, ((in.shard - 1) / 256 + 1) * 272);
+}
+
 TEST(ZeroEstimate, ByHand) {
   // 16,384,000 elements, a quarter each 4,096,000; 40,961 frozen; bf16 parameters, fp32 masters and two fp32 states.
   // staging: 4 ranks * 3 slots * 65,536 * 2 bytes = 1,572,864
