@@ -352,8 +352,8 @@ class DeepSpeedEngine(Engine):
     def offload_states(  # type: ignore[override]  # DeepSpeed's arguments
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """device nvme: masters and moments go to disk (Engine.offload_states). To "cpu" without effect on a CPU, where all
-        states are in host memory."""
+        """device nvme: masters and moments go to disk (Engine.offload_states). To "cpu" without effect on a CPU, where
+        all states are in host memory."""
         if device == "nvme":
             super().offload_states()
             return

@@ -65,7 +65,7 @@ class DiskTier:
     def update(self, work: Callable[[Cell], None]) -> None:
         """Calls `work` on every cell, in order; what it changes is written behind it. After a DiskError another call
         goes on where this one has failed."""
-        stream, walk = self.stream, self.stream.walk(self.at)
+        walk = self.stream.walk(self.at)
         try:
             with walk as cells:
                 while True:
