@@ -33,7 +33,8 @@ READY_S, BURST_S = 200.0, 300.0
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
 class Rank:
-    """A rank's loop: a command per line on stdin ("steps N", "profile N"), a JSON line per answer on the descriptor BENCH_RESULT."""
+    """A rank's loop: a command per line on stdin ("steps N", "profile N"), a JSON line per answer on the descriptor
+    BENCH_RESULT."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch

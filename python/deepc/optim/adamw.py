@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import ArgumentError, UnsupportedError
-from .states.dense import check_tensor, in_order, state_in_order, zeros_for
+from .states.dense import check_tensor, in_order, loss_of, state_in_order, zeros_for
 from .states.formats import (
     SCALE,
     check_place,
@@ -129,10 +129,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             # Tensors of one call share device and step number; most often there is one call per group.
             calls: dict[tuple[Any, ...], list[Any]] = {}

@@ -12,7 +12,7 @@ import torch
 from ...core.lib import C, LambArgs, check
 from ...core.ops import BLOCK, code
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import check_range, check_tensor, in_order, state_in_order, zeros_for
+from ..states.dense import check_range, check_tensor, in_order, loss_of, state_in_order, zeros_for
 
 
 def trust_ratio(param_square: float, update_square: float, group: dict[str, Any]) -> float:
@@ -101,10 +101,7 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._coefficients = []
         for group in self.param_groups:
             items: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..states.dense import check_range
+from ..states.dense import check_range, loss_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -113,10 +113,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse or p.is_complex() for p in params):

@@ -22,6 +22,14 @@ def zeros_for(p: torch.Tensor, dtype: torch.dtype, color: int) -> torch.Tensor:
     return torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a step's `closure` returns, evaluated with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def check_range(name: str, value: Any, below: float = float("inf")) -> None:
     """ArgumentError unless 0 <= value < below."""
     if not 0.0 <= float(value) < below:
@@ -99,10 +107,7 @@ class OneStateOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. `closure` re-evaluates the model and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             calls: dict[tuple[Any, ...], list[torch.Tensor]] = {}
             packed: list[Any] = []

@@ -91,8 +91,10 @@ class aio_handle:  # the name that scripts use
         if target is None:
             raise ArgumentError("async_pwrite: name a file (filename=), or an open one (fd=)")
         held = buffer.detach().to("cpu").contiguous()
-        by_number = isinstance(target, int)
-        file = self._open(f"/proc/self/fd/{target}" if by_number else target, "r+" if by_number else "c")
+        if isinstance(target, int):
+            file = self._open(f"/proc/self/fd/{target}", "r+")
+        else:
+            file = self._open(target, "c")
         self._start(file, lambda: file.write_async(held, file_offset), lambda: None)
         return 0
 
