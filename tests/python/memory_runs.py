@@ -153,7 +153,7 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
 def run(case: dict) -> dict:
     """Bytes of the node: "predicted", "measured" and what they are made of."""
     world = case.get("world", 1)
-    ranks = run_ranks(rank, world, args=(case,), fresh=True, limit_s=600)
+    ranks = run_ranks(rank, world, args=(case,), executes=True, limit_s=600)
     shared = max(r["after"]["RssShmem"] - r["before"]["RssShmem"] for r in ranks)
     private = [
         (r["after"]["VmHWM"] - r["after"]["RssShmem"]) - (r["before"]["VmRSS"] - r["before"]["RssShmem"]) for r in ranks

@@ -201,7 +201,7 @@ def everything(engine):
         for n, p in engine.module.named_parameters()
     }
     out.update({f"buffer {n}": b.detach().float().clone() for n, b in engine.module.named_buffers()})
-    for name in ("exp_avg", "exp_avg_sq") if engine.optimizer.core else ("momentum_buffer",):
+    for name in list(engine.optimizer.states) if engine.optimizer.core else ("momentum_buffer",):
         out.update(
             {
                 f"{name} {n}": engine.full_optimizer_state(p, name).clone()

@@ -477,7 +477,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
         TIMELINE,
         1,
         # moments, of which each has as many counters as there are kinds of memory in this process
-        trace(lambda events: len({e["ts"] for e in events if e["ph"] == "C"}) > 30, pause=0.3),
+        trace(lambda events: len({e["ts"] for e in events if e["ph"] == "C"}) > 120, pause=0.3),
     ),
     "deepc.timeline.folder": (TIMELINE, "elsewhere", files),
     "deepc.precision.overflow_steps": (AUTO, 1, series),

@@ -200,7 +200,7 @@ def _arguments(rank, world):
         zero.Init(config_dict_or_path="nowhere.json")
     with pytest.raises(ArgumentError, match="dtype"):
         zero.Init(dtype="half")
-    with pytest.raises(UnsupportedError, match="nvme"):
+    with pytest.raises(ArgumentError, match="nvme_path"):
         zero.Init(remote_device="nvme")
     alone = [dist.new_group([r]) for r in range(world)][rank]
     with pytest.raises(UnsupportedError, match="group of 1 of the 2 ranks"):
