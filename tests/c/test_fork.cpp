@@ -2,7 +2,10 @@
 // (ops/base/fork.c). Before each of the locks had a row there, children hung in dc_segment_free and dc_comm_close.
 #include <gtest/gtest.h>
 
+#include <dlfcn.h>
+#include <signal.h>
 #include <sys/wait.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -121,6 +124,34 @@ int use_everything(dc_comm *inherited, dc_segment *segment, const std::string &a
   return 0;
 }
 
+enum { SANITIZERS_LOCK = 99 }; // exit status
+
+#if defined(__SANITIZE_ADDRESS__) && defined(__x86_64__)
+// Up to GCC 13 libasan's allocator leaves its locks at a fork in the hands of threads that the child has not: a child
+// that waits inside of libasan is none of ours to mend.
+void where_it_hangs(int, siginfo_t *, void *context) {
+  static int times;
+  Dl_info found;
+  void *at = (void *)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
+  if (dladdr(at, &found) && found.dli_fname && strstr(found.dli_fname, "libasan")) _exit(SANITIZERS_LOCK);
+  if (++times == 3) signal(SIGALRM, SIG_DFL);
+  alarm(times == 3 ? 1 : 20);
+}
+#endif
+
+// SIGALRM ends a child that hangs for a minute.
+void end_if_it_hangs() {
+#if defined(__SANITIZE_ADDRESS__) && defined(__x86_64__)
+  struct sigaction action = {};
+  action.sa_sigaction = where_it_hangs;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGALRM, &action, nullptr);
+  alarm(20);
+#else
+  alarm(60);
+#endif
+}
+
 TEST(Fork, NoChildHangsWhateverOtherThreadsDo) {
   int threads_before = dc_num_threads();
   ASSERT_EQ(dc_set_num_threads(2), DC_OK);
@@ -144,18 +175,22 @@ TEST(Fork, NoChildHangsWhateverOtherThreadsDo) {
         if (dc_all_reduce(c[r], base[r], base[r], kElements, DC_F32, DC_RED_SUM, 0) != DC_OK) ranks::nap_ms(1);
       });
     std::mt19937 random(11);
-    int n = forks();
+    int n = forks(), in_sanitizer = 0;
     for (int i = 0; i < n; i++) {
       usleep(random() % 300);
       const std::string own = fresh_address();
       pid_t child = fork();
       ASSERT_GE(child, 0) << strerror(errno);
       if (!child) {
-        alarm(60); // SIGALRM ends a child that hangs
+        end_if_it_hangs();
         _exit(use_everything(c[i % 2], s[i % 2], own + "c"));
       }
       int status = -1;
       ASSERT_EQ(waitpid(child, &status, 0), child);
+      if (WIFEXITED(status) && WEXITSTATUS(status) == SANITIZERS_LOCK) {
+        in_sanitizer++;
+        continue;
+      }
       if (status) {
         ADD_FAILURE() << "child " << i << " of " << n << ": "
                       << (WIFSIGNALED(status) ? "hung or crashed, signal " : "failed at step ")
@@ -163,6 +198,7 @@ TEST(Fork, NoChildHangsWhateverOtherThreadsDo) {
         break;
       }
     }
+    EXPECT_LE(in_sanitizer, n / 10);
     EXPECT_EQ(dc_comm_abort(c[0], "the test is over"), DC_OK);
   }
   for (int r = 0; r < 2; r++) {
@@ -183,13 +219,13 @@ TEST(Fork, ThreadsMayForkTogether) {
         pid_t child = fork();
         ASSERT_GE(child, 0) << strerror(errno);
         if (!child) {
-          alarm(60);
+          end_if_it_hangs();
           void *p = nullptr;
           _exit(dc_mem_alloc(100, 0, &p) == DC_OK && dc_mem_free(p) == DC_OK && dc_flight_log(0) == DC_OK ? 0 : 1);
         }
         int status = -1;
         EXPECT_EQ(waitpid(child, &status, 0), child);
-        EXPECT_EQ(status, 0);
+        EXPECT_TRUE(status == 0 || (WIFEXITED(status) && WEXITSTATUS(status) == SANITIZERS_LOCK)) << status;
       }
     });
   for (auto &t : forkers) t.join();
