@@ -251,27 +251,37 @@ static inline check_rule check_rule_of(int rule) {
   return rule == DC_RULE_ADAMW ? adamw : rule == DC_RULE_SGD ? sgd : one;
 }
 
-static inline int check_step_scalars(const dc_step_args *t, int64_t k) {
-  const struct {
-    const char *name;
-    double value;
-  } finite[] = {{"lr", t->lr},
-                {"beta1", t->beta1},
-                {"beta2", t->beta2},
-                {"eps", t->eps},
-                {"weight_decay", t->weight_decay},
-                {"grad_scale", t->grad_scale}};
+typedef struct check_scalar {
+  const char *name;
+  double value;
+} check_scalar;
+/* The scalars of tensor k: `finite` are, step is from 1 on, eps not negative. */
+static inline int check_finite(const check_scalar *finite, size_t n, int64_t step, double eps, int64_t k) {
   const long long i = k;
-  if (t->step < 1)
-    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
-  for (size_t f = 0; f < sizeof finite / sizeof *finite; f++)
+  if (step < 1) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)step);
+  for (size_t f = 0; f < n; f++)
     if (!isfinite(finite[f].value))
       return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g is not finite", i, finite[f].name, finite[f].value);
-  if (t->eps < 0) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
-  for (int f = 1; f < 3 && (t->rule == DC_RULE_ADAMW || t->rule == DC_RULE_LION); f++)
-    if (!(finite[f].value >= 0 && finite[f].value < 1))
-      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g, not in [0, 1)", i, finite[f].name, finite[f].value);
+  return eps < 0 ? CHECK_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, eps) : (int)DC_OK;
+}
+static inline int check_betas(double beta1, double beta2, int64_t k) {
+  const check_scalar betas[] = {{"beta1", beta1}, {"beta2", beta2}};
+  for (size_t f = 0; f < 2; f++)
+    if (!(betas[f].value >= 0 && betas[f].value < 1))
+      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g, not in [0, 1)", (long long)k, betas[f].name,
+                        betas[f].value);
   return DC_OK;
+}
+
+static inline int check_step_scalars(const dc_step_args *t, int64_t k) {
+  const check_scalar finite[] = {{"lr", t->lr},
+                                 {"beta1", t->beta1},
+                                 {"beta2", t->beta2},
+                                 {"eps", t->eps},
+                                 {"weight_decay", t->weight_decay},
+                                 {"grad_scale", t->grad_scale}};
+  DC_TRY(check_finite(finite, sizeof finite / sizeof *finite, t->step, t->eps, k));
+  return t->rule == DC_RULE_ADAMW || t->rule == DC_RULE_LION ? check_betas(t->beta1, t->beta2, k) : (int)DC_OK;
 }
 
 static inline int check_format(int format, int64_t first) {
@@ -325,28 +335,12 @@ static inline int check_step(const dc_step_args *t, int64_t k) {
 
 /* ---- LAMB -------------------------------------------------------------------------------------------------------- */
 static inline int check_lamb_scalars(const dc_lamb_args *t, int64_t k, int apply) {
-  const struct {
-    const char *name;
-    double value;
-  } finite[] = {{"lr", t->lr},
-                {"weight_decay", t->weight_decay},
-                {"eps", t->eps},
-                {apply ? "trust" : "grad_scale", apply ? t->trust : t->grad_scale}};
-  const struct {
-    const char *name;
-    double value;
-  } betas[] = {{"beta1", t->beta1}, {"beta2", t->beta2}};
-  const long long i = k;
-  if (t->step < 1)
-    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: step = %lld; the first step is 1", i, (long long)t->step);
-  for (size_t f = 0; f < sizeof finite / sizeof *finite; f++)
-    if (!isfinite(finite[f].value))
-      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g is not finite", i, finite[f].name, finite[f].value);
-  if (t->eps < 0) return CHECK_FAIL(DC_E_INVALID, "tensor %lld: eps = %g is not >= 0", i, t->eps);
-  for (size_t f = 0; f < 2; f++)
-    if (!(betas[f].value >= 0 && betas[f].value < 1))
-      return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %s = %g, not in [0, 1)", i, betas[f].name, betas[f].value);
-  return DC_OK;
+  const check_scalar finite[] = {{"lr", t->lr},
+                                 {"weight_decay", t->weight_decay},
+                                 {"eps", t->eps},
+                                 {apply ? "trust" : "grad_scale", apply ? t->trust : t->grad_scale}};
+  DC_TRY(check_finite(finite, sizeof finite / sizeof *finite, t->step, t->eps, k));
+  return check_betas(t->beta1, t->beta2, k);
 }
 
 /* Tensor k of a call. */

@@ -154,7 +154,7 @@ class Shards:
             value = p.detach().contiguous().view(-1)
             if root != self._rank:  # not in place: p may be a view of a mapped file, whose pages a write would copy
                 value = torch.empty_like(value)
-            if value.numel() and self._world > 1:
+            if value.numel():
                 self._exchange.broadcast(value.view(torch.uint8), root)
             n = -(-value.numel() // self._world)
             mine = value[self._rank * n : (self._rank + 1) * n]
@@ -183,14 +183,10 @@ class Shards:
         if isinstance(mine, DiskPlace) and self._disk is not None:
             mine = self._disk.get(mine, p.dtype)
         assert isinstance(mine, torch.Tensor)
-        if self._world == 1:
-            return (mine if self._disk is not None else mine.clone())[: p.numel()].view(p.shape)
-        out = torch.empty(self._world * mine.numel(), dtype=mine.dtype)
-        if out.numel():
-            work = self._exchange.gather(out.view(torch.uint8), mine.view(torch.uint8))
-            with self._exchange.errors():
-                work.wait()
-        return out[: p.numel()].view(p.shape)
+        whole = self._exchange.whole(mine)
+        if whole is part.mine:
+            whole = whole.clone()
+        return whole[: p.numel()].view(p.shape)
 
     def _agree(self, doing: int, number: int) -> None:
         """Raises on all ranks if they are about to do different things. Collective."""

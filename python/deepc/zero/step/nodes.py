@@ -12,6 +12,7 @@ What is sent is written by the codecs of comm/internode/crossing.py (ZeRO++)."""
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,14 +24,14 @@ from ...core.lib import C, check
 from ...core.ops import code
 from ...errors import UnsupportedError
 from ...plan.plan import RING, SLOTS, Plan
-from .reducer import CoreReducer, Tree
+from .reducer import RingReducer, Tree
 
 if TYPE_CHECKING:
     from ...comm.groups import MultiNodeGroup, Sent
     from ...plan.layout import Layout
 
 
-class NodesReducer(CoreReducer):
+class NodesReducer(RingReducer):
     """The reducer of several nodes. The interface of reducer.py, and `publish`."""
 
     def __init__(
@@ -42,6 +43,7 @@ class NodesReducer(CoreReducer):
         wire: torch.dtype,
         pre_scale: float,
     ) -> None:
+        super().__init__()
         self._plan, self._group, self._acc, self._partial = plan, group, acc, partial
         self._nodes, self._here = plan.nodes, plan.part % plan.nodes
         # With a tree a node's slice is the sum of its ranks' micro-batches, a node of the tree: it crosses unrounded
@@ -58,9 +60,7 @@ class NodesReducer(CoreReducer):
             if self._crossing.straight
             else memory.zeros(RING * room, torch.uint8, memory.COLORS["sent"]).view(RING, -1)
         )
-        self._under_way: collections.deque[Any] = collections.deque()
-        self._launched = self._taken = 0
-        self._assign = self._norm = self._unsettled = False
+        self._unsettled = False
         comm = group.open_comm("buckets", plan.layout.bucket_elems * max(wire.itemsize, plan.dtype.itemsize), SLOTS)
         self._keep = (plan.node_layout, comm, self._slots)  # borrowed by the C side
         self._make(
@@ -83,28 +83,15 @@ class NodesReducer(CoreReducer):
     def begin(self, assign: bool, norm: bool) -> None:
         if self.tree is not None:
             self.tree.check(assign)
-        self._assign, self._norm = assign, norm
-        self._launched = self._taken = 0
-        super().begin(True, False)
+        super().begin(assign, norm)
         if self.tree is not None:
             self.tree.begin(assign)
 
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        with self._group.errors():
-            super().add(index, grad)
-        self._advance()
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return self._group.errors()
 
     def finish(self) -> None:
-        while True:
-            if self._launched - self._taken == RING:
-                self._take_oldest()
-            with self._group.errors():
-                super().finish()
-            self._advance()
-            if not C.dc_reducer_in_pass(self.handle):
-                break
-        while self._under_way:
-            self._take_oldest()
+        super().finish()
         self._unsettled = self._plan.own_all
         if self.tree is not None:
             self.tree.end(self._plan.world, self._norm)

@@ -5,8 +5,10 @@ several CPU nodes (nodes.py), and torch.distributed's (collective.py: GPUs, node
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,7 +18,7 @@ from ...core.lib import C, call, check
 from ...core.ops import code
 from ...errors import DeepcError
 from ...plan.layout import BLOCK
-from ...plan.plan import Plan
+from ...plan.plan import RING, Plan
 
 if TYPE_CHECKING:
     from ...comm.shared import Comm
@@ -147,6 +149,50 @@ class CoreReducer:
             self.handle = None
 
     __del__ = close
+
+
+class RingReducer(CoreReducer):
+    """The C core's reducer with a ring (comm/bucket.h): the slices of up to RING buckets wait there, reduced, until the
+    class has moved them on. Its `_under_way` has those that are being moved, the oldest first."""
+
+    def __init__(self) -> None:
+        self._under_way: collections.deque[Any] = collections.deque()
+        self._launched = self._taken = 0  # buckets of the pass that have begun to move, and that are through
+        self._assign = self._norm = False
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        self._assign, self._norm = assign, norm
+        self._launched = self._taken = 0
+        super().begin(True, False)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        with self._errors():
+            super().add(index, grad)
+        self._advance()
+
+    def finish(self) -> None:
+        while True:
+            if self._launched - self._taken == RING:
+                self._take_oldest()
+            with self._errors():
+                super().finish()
+            self._advance()
+            if not C.dc_reducer_in_pass(self.handle):
+                break
+        while self._under_way:
+            self._take_oldest()
+
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        """Around calls of the core that wait for other ranks."""
+        return contextlib.nullcontext()
+
+    def _advance(self) -> None:
+        """Begins to move the slices that are reduced."""
+        raise NotImplementedError
+
+    def _take_oldest(self) -> None:
+        """Waits for the oldest bucket under way, and gives its place back."""
+        raise NotImplementedError
 
 
 class Tree:

@@ -24,7 +24,7 @@ from ...offload.place import empty
 from ...plan.buckets import BucketStates
 from ...plan.layout import BLOCK
 from ...plan.plan import RING
-from ..step.reducer import CoreReducer, Tree
+from ..step.reducer import RingReducer, Tree
 from .disk import ArrayOnDisk
 
 if TYPE_CHECKING:
@@ -283,19 +283,17 @@ def _whole(part: torch.Tensor, n: int) -> torch.Tensor:
     return torch.as_strided(part, (n,), (1,), part.storage_offset())
 
 
-class DiskNodeReducer(CoreReducer):
+class DiskNodeReducer(RingReducer):
     """The reducer of the ranks of a node: the C core's, with a ring (comm/bucket.h): this rank's slice of a bucket
     waits there until it is on disk."""
 
     def __init__(self, plan: Plan, comm: Comm, store: GradientStore, wire: torch.dtype, pre_scale: float) -> None:
+        super().__init__()
         self._plan, self._store = plan, store
         self._per_slice = plan.layout.bucket_elems // plan.world
         self._slots = memory.zeros(RING * self._per_slice, torch.float32, memory.COLORS["slots"]).view(RING, -1)
         self._keep = (plan.layout, comm, self._slots)  # borrowed by the C side
         self._old: dict[int, tuple[DiskRead | None, torch.Tensor]] = {}
-        self._under_way: collections.deque[Handle | None] = collections.deque()
-        self._launched = self._taken = 0
-        self._assign = True
         self._make(
             _lib.ReducerConfig(
                 comm=comm.handle,
@@ -314,9 +312,7 @@ class DiskNodeReducer(CoreReducer):
     def begin(self, assign: bool, norm: bool) -> None:
         self._abandon()
         self._store.begin()
-        self._assign = assign
-        self._launched = self._taken = 0
-        super().begin(True, False)
+        super().begin(assign, norm)
         for b in range(min(RING, self._plan.layout.nbuckets)):
             self._ask(b)
 
@@ -327,20 +323,8 @@ class DiskNodeReducer(CoreReducer):
             before = empty(own.length)
             self._old[b] = self._store.ask(own.shard_begin, own.length, before), before
 
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        super().add(index, grad)
-        self._advance()
-
     def finish(self) -> None:
-        while True:
-            if self._launched - self._taken == RING:
-                self._take_oldest()
-            super().finish()
-            self._advance()
-            if not C.dc_reducer_in_pass(self.handle):
-                break
-        while self._under_way:
-            self._take_oldest()
+        super().finish()
         self._store.end()
 
     def _advance(self) -> None:
