@@ -344,10 +344,12 @@ class _HostWorker(ranks._Worker):
     """A ranks._Worker inside a host."""
 
     def __init__(self, space: _Namespace) -> None:
-        super().__init__({}, command=space.enter(*_ends_with_us(), sys.executable, __file__))
+        program = space.enter(*_ends_with_us(), sys.executable, __file__) if ranks.EXECUTES else ()
+        super().__init__({}, command=program, host=space.pid)
 
 
-def _run_job(rank: int, folder: str) -> None:
+def run_job(rank: int, folder: str) -> None:
+    """ranks._run_job for a rank inside a host."""
     import datetime
     import importlib
 
@@ -385,5 +387,4 @@ def _await_others(folder: str, others: set[int], limit_s: float = 20.0) -> None:
 
 
 if __name__ == "__main__":
-    ranks._run_job = _run_job
-    ranks._serve(int(sys.argv[1]))
+    ranks._serve(int(sys.argv[1]), run_job)

@@ -5,15 +5,17 @@
 
 Importing torch takes seconds, so the processes of passed tests are used again (each job gets a fresh default group);
 fresh=True starts new ones, for tests that change the process. New ones are forked from a process that has imported
-torch and nothing of deepc (multiprocessing's forkserver). executes=True starts a program instead: for what counts
-memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class), and a variable that is
-not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends at the limit with
-every rank's stack. Jobs and results travel as pickles between our own processes only."""
+torch and nothing of deepc (multiprocessing's forkserver; preloaded.py). executes=True starts a program instead: for
+what counts memory, or depends on how a process begins; so does RANKS_EXECUTE=1 for all (the full class), and a
+variable that is not deepc's. A rank's failure raises RankFailure with every rank's output and traceback; a hang ends
+at the limit with every rank's stack. Jobs and results travel as pickles between our own processes only."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import gc
 import importlib
 import multiprocessing.reduction
 import os
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 300.0  # of a hang; a busy machine must not look like one
+EXECUTES = bool(os.environ.get("RANKS_EXECUTE"))
 
 
 class RankFailure(AssertionError):
@@ -69,7 +72,7 @@ class _Program:
         return self._process.wait()
 
 
-class _Descriptors:
+class Descriptors:
     """Descriptors that a process gets while it starts."""
 
     def __init__(self, *fds: int) -> None:
@@ -83,21 +86,46 @@ class _Descriptors:
 
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["torch", "torch.distributed", "torch._subclasses.fake_tensor", "pytest"])
+_forks.set_forkserver_preload(["preloaded"])
+
+
+def start_fork(function: Callable, args: tuple) -> multiprocessing.process.BaseProcess:
+    """function(*args) in a process that is forked from one that has imported torch."""
+    process = _forks.Process(target=function, args=args)
+    before = dict(os.environ)
+    os.environ.update(_of_ranks())  # for the process that forks, where this is the first
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return process
+
+
+def _of_ranks() -> dict[str, str]:
+    path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
+    one = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**one, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def become(fds: Sequence[int], env: dict[str, str]) -> None:
+    """A forked process gets its standard streams and its environment."""
+    gc.enable()  # see preloaded.py
+    for theirs, ours in zip(fds, (0, 1, 2)):
+        os.dup2(theirs, ours)
+    for fd in {*fds} - {0, 1, 2}:
+        os.close(fd)
+    sys.stdin = open(0, closefd=False)  # multiprocessing has closed the one that was
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
 
 
 class _Fork:
-    """The same, forked from a process that has imported torch."""
+    """The same, forked from a process that has imported torch. host: see _Worker."""
 
-    def __init__(self, stdin: int, log: int, result: int, env: dict[str, str]) -> None:
-        self._process = _forks.Process(target=_forked, args=(_Descriptors(stdin, log, result), env))
-        before = dict(os.environ)
-        os.environ.update(env)  # for the process that forks, where this is the first
-        try:
-            self._process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+    def __init__(self, stdin: int, log: int, result: int, env: dict[str, str], host: int) -> None:
+        self._process = start_fork(_forked, (Descriptors(stdin, log, result), env, host))
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -110,41 +138,39 @@ class _Fork:
         return self._process.exitcode
 
 
-def _forked(descriptors: _Descriptors, env: dict[str, str]) -> None:
+def _forked(descriptors: Descriptors, env: dict[str, str], host: int) -> None:
     stdin, log, result = descriptors.fds
-    for theirs, ours in ((stdin, 0), (log, 1), (log, 2)):
-        os.dup2(theirs, ours)
-    os.close(stdin)
-    os.close(log)
-    sys.stdin = open(0, closefd=False)  # multiprocessing has closed the one that was
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:0] = [p for p in env["PYTHONPATH"].split(os.pathsep) if p not in sys.path]
-    _serve(result)
+    become((stdin, log, log), env)
+    if host:
+        _enter(host)
+        _serve(result, importlib.import_module("nethosts").run_job)
+    else:
+        _serve(result)
     atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 
-class _Worker:
-    """One process that runs jobs, one after the other. executes: a program of its own; command: that one."""
+def _enter(host: int) -> None:
+    """This process moves into the network of process `host`."""
+    with open(f"/proc/{host}/ns/net") as network:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network.fileno(), 0):  # os.setns comes with Python 3.12
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
-    def __init__(self, env: dict[str, str], executes: bool = False, command: Sequence[str] = ()) -> None:
+
+class _Worker:
+    """One process that runs jobs, one after the other. executes: a program of its own; command: that one. host: a
+    process in whose network a forked one runs the jobs of nethosts.py."""
+
+    def __init__(self, env: dict[str, str], executes: bool = False, command: Sequence[str] = (), host: int = 0) -> None:
         self._log = tempfile.TemporaryFile("w+b")
         self.result, theirs = os.pipe()
         stdin, self._jobs = os.pipe()
-        path = [str(Path(__file__).parent), *(p for p in sys.path if p)]
-        full = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path),
-            **env,
-        }
-        executes = executes or bool(os.environ.get("RANKS_EXECUTE")) or any(not k.startswith("DEEPC_") for k in env)
+        full = {**os.environ, **_of_ranks(), **env}
+        executes = executes or EXECUTES or any(not k.startswith("DEEPC_") for k in env)
         if executes or command:
             self.process = _Program(stdin, self._log.fileno(), theirs, full, command)
         else:
-            self.process = _Fork(stdin, self._log.fileno(), theirs, full)
+            self.process = _Fork(stdin, self._log.fileno(), theirs, full, host)
         os.close(stdin)
         os.close(theirs)
         self._mark = 0
@@ -170,26 +196,31 @@ class _Worker:
         return code
 
 
-_pool: list[_Worker] = []
-_pool_env: dict[str, str] = {}
+# The workers that are kept, by the variables that they were started with, those that were used last at the end. Forked
+# ones share torch's memory; each program holds a torch of its own.
+_pools: dict[tuple, list[_Worker]] = {}
+_POOLS = 1 if EXECUTES else 3
 
 
-def _end_pool() -> None:
-    while _pool:
-        _pool.pop().end()
+def _end_pools() -> None:
+    while _pools:
+        _end_pool(_pools.popitem()[1])
+
+
+def _end_pool(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()
 
 
 def _pool_for(env: dict[str, str]) -> list[_Worker]:
-    """The workers that are kept. There is one pool, of the environment that was asked for last: each worker holds a
-    torch in memory."""
-    global _pool_env
-    if env != _pool_env:
-        _end_pool()
-        _pool_env = dict(env)
-    return _pool
+    key = tuple(sorted(env.items()))
+    _pools[key] = _pools.pop(key, [])
+    while len(_pools) > _POOLS:
+        _end_pool(_pools.pop(next(iter(_pools))))
+    return _pools[key]
 
 
-atexit.register(_end_pool)
+atexit.register(_end_pools)
 
 
 def run_ranks(
@@ -230,12 +261,8 @@ def run_ranks(
             codes = _await(workers[:world], limit_s, may_die)
             text = [w.text() for w in workers[:world]]
         finally:
-            if fresh or any(codes):
-                for w in workers:
-                    w.end()
-                workers.clear()
-            elif None in codes:
-                _end_pool()
+            if fresh or any(c != 0 for c in codes):
+                _end_pool(workers)
         if any(c != 0 for r, c in enumerate(codes) if r not in may_die):
             raise RankFailure(codes, text)
         return [pickle.loads(f.read_bytes()) if (f := Path(folder, f"out{r}")).exists() else None for r in range(world)]
@@ -303,7 +330,7 @@ def _run_job(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def _serve(result_fd: int) -> None:
+def _serve(result_fd: int, run: Callable[[int, str], None] = _run_job) -> None:
     import faulthandler
     import traceback
 
@@ -317,7 +344,7 @@ def _serve(result_fd: int) -> None:
         rank, folder = line.rstrip("\n").split(" ", 1)
         code = 0
         try:
-            _run_job(int(rank), folder)
+            run(int(rank), folder)
         except BaseException:
             traceback.print_exc()
             code = 1

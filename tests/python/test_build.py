@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 import tiny
 import torch
+from programs import run_python
 from ranks import run_ranks
 
 
@@ -174,9 +173,7 @@ logging.getLogger("deepc").debug("whispered")
 
 @pytest.mark.parametrize("configured", ["before", "after", "never"])
 def test_an_application_that_configures_logging_has_the_say(configured):
-    out = subprocess.run(
-        [sys.executable, "-c", SAYS, configured], capture_output=True, text=True, timeout=300, env={**os.environ}
-    )
+    out = run_python("-c", SAYS, configured)
     assert out.returncode == 0, out.stderr
     if configured == "never":
         assert "deepc: hello\n" in out.stderr and out.stdout == ""

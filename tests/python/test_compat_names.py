@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepc.compat import names
 from deepc.errors import ArgumentError, UnsupportedError
+from programs import run_python
 
 
 def test_every_name_of_the_table_resolves(deepspeed):
@@ -82,7 +83,7 @@ def test_a_real_deepspeed_is_not_shadowed_silently():
         "import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
         "try:\n import deepc.compat.deepspeed\nexcept ImportError as e:\n print('refused:', e)"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    out = run_python("-c", script)
     assert "refused: deepspeed was imported before deepc.compat.deepspeed" in out.stdout
 
 
@@ -92,7 +93,7 @@ def test_uninstall_forgets():
         " deepspeed.initialize\nours.uninstall()\nassert not any(n.split('.')[0] == 'deepspeed' for n in"
         " sys.modules)\nprint('gone')"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    out = run_python("-c", script)
     assert out.stdout == "gone\n"
 
 

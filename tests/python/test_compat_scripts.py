@@ -14,6 +14,7 @@ from pathlib import Path  # noqa: F401
 import pytest
 import tiny
 import torch
+from programs import run_python
 from ranks import run_ranks
 
 WORLD, MICRO = 2, 2
@@ -303,13 +304,12 @@ print(Accelerator(deepspeed_plugin=plugin, **({"cpu": True} if sys.argv[1] == "c
 """
 
 
-@pytest.mark.parametrize("how", ["cpu", "plain"])
+@pytest.mark.parametrize("how", ["cpu", pytest.param("plain", marks=pytest.mark.full)])
 def test_accelerate_that_drops_the_plugin_is_told(how, tmp_path):
     pytest.importorskip("accelerate")
     (tmp_path / "script.py").write_text(_CPU)
-    command = [sys.executable, "-m", "deepc", "run", "--num_gpus", "2", "script.py", how]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = run_python("-m", "deepc", "run", "--num_gpus", "2", "script.py", how, cwd=tmp_path, env=env)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert text.count("leaves out its deepspeed_plugin") == (how == "cpu"), text

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run_python
 from ranks import run_ranks
 
 HERE = r"python/test_diagnosis\.py"
@@ -192,14 +192,7 @@ _VICTIM = """
 def test_a_death_under_the_launcher_is_told_by_all_survivors(tmp_path, how):
     (tmp_path / "script.py").write_text(textwrap.dedent(_VICTIM.format(how=how)))
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "deepc", "run", "--num_ranks", "3", "--cpu", "script.py"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-m", "deepc", "run", "--num_ranks", "3", "--cpu", "script.py", cwd=tmp_path, env=env)
     assert done.returncode != 0
     for rank in (0, 2):
         said = (tmp_path / f"said{rank}").read_text()

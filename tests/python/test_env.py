@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from deepc.core import env
 from deepc.errors import ArgumentError, ConfigError
+from programs import run_python
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python/deepc"
 # Who may ask the environment itself for a DEEPC_* variable: the parser, who needs one before there is a table, and what
@@ -118,7 +117,5 @@ def test_a_run_has_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.mark.parametrize(("name", "value"), [("DEEPC_HUGEPAGES", "no"), ("DEEPC_LOG_LEVEL", "LOUD")])
 def test_a_wrong_value_at_import_is_told(name: str, value: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import deepc"], env={**os.environ, name: value}, capture_output=True, text=True
-    )
+    done = run_python("-c", "import deepc", env={**os.environ, name: value})
     assert done.returncode == 1 and f"ConfigError: {name}='{value}'" in done.stderr, done.stderr

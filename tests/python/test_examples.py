@@ -9,12 +9,12 @@ import importlib
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 from ranks import run_quietly
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -237,7 +237,6 @@ def test_a_frozen_teacher_costs_its_weights_once_per_node():
 # ---- what they show --------------------------------------------------------------------------------------------------
 def _run(name: str, *args: str, ranks: int = 1) -> str:
     command = [
-        sys.executable,
         "-m",
         "deepc",
         "run",
@@ -249,7 +248,7 @@ def _run(name: str, *args: str, ranks: int = 1) -> str:
     ]
     package = str(Path(importlib.import_module("deepc").__file__).parents[1])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPC_LOG_LEVEL": "WARNING", "PYTHONPATH": package}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = run_python(*command, env=env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

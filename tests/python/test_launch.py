@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.launch import options, runner
+from programs import Program, run_python
 
 TIMEOUT = 240  # of a whole run on a busy machine; nothing here takes more than seconds on an idle one
 
@@ -192,8 +194,10 @@ def no_run_outlives_its_test():
     yield
     while _runs:
         run = _runs.pop()
+        run.process.kill()
         for pid in run.alive():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended with its launcher
+                os.kill(pid, signal.SIGKILL)
         run.process.wait()
 
 
@@ -216,8 +220,12 @@ class Run:
         env = {**os.environ, name: value, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
         env.pop("OMP_NUM_THREADS", None)
         _runs.append(self)
+        command = ["-m", "deepc", "run", *launcher, str(script), *arguments]
+        if not prefix:
+            self.process: Program | subprocess.Popen = Program(command, cwd=tmp_path, env=env)
+            return
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "deepc", "run", *launcher, str(script), *arguments],
+            [*prefix, sys.executable, *command],
             cwd=tmp_path,
             env=env,
             stdout=subprocess.PIPE,
@@ -231,7 +239,7 @@ class Run:
         return self.process.returncode, out, err
 
     def alive(self) -> set[int]:
-        """Processes (zombies have no environment and don't count) that carry the marker, the launcher's among them."""
+        """Processes (zombies have no environment and don't count) that carry the marker: what the launcher started."""
         found = set()
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
@@ -305,24 +313,11 @@ def test_module_executable_and_local_rank(tmp_path):
     code = "import sys; print('module got', sys.argv[1:])"
     (tmp_path / "some_module.py").write_text(code)
     env = {**os.environ}
-    run = [sys.executable, "-m", "deepc", "run", "--num_ranks", "1"]
-    done = subprocess.run(
-        [*run, "--pass_local_rank", "-m", "some_module", "x"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    run = ["-m", "deepc", "run", "--num_ranks", "1"]
+    done = run_python(*run, "--pass_local_rank", "-m", "some_module", "x", cwd=tmp_path, env=env, timeout=TIMEOUT)
     assert done.returncode == 0 and "module got ['--local_rank=0', 'x']" in done.stdout, done.stderr
-    done = subprocess.run(
-        [*run, "--no_python", "sh", "-c", "echo shell $RANK; exit 7"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    shell = "sh", "-c", "echo shell $RANK; exit 7"
+    done = run_python(*run, "--no_python", *shell, cwd=tmp_path, env=env, timeout=TIMEOUT)
     assert done.returncode == 7 and "shell 0" in done.stdout
     assert "rank 0" in done.stderr and "ended with exit code 7" in done.stderr
 
@@ -383,7 +378,7 @@ def test_a_killed_rank_with_data_loaders_leaves_no_process(tmp_path):
 def test_stopping_the_launcher_stops_everything(tmp_path, sig):
     run = Run(tmp_path, LOADERS + "\n    time.sleep(1000)\n")
     wait_for([tmp_path / "ready0", tmp_path / "ready1"], run)
-    assert len(run.alive()) >= 7  # launcher, two ranks, two workers each
+    assert len(run.alive()) >= 6  # two ranks, two workers each
     run.process.send_signal(sig)
     exit_code, _, err = run.finish()
     assert exit_code == 128 + sig and f"stopped by {sig.name}" in err
@@ -398,8 +393,6 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
     run.process.wait()
     left = run.wait_gone(60)  # ranks at once, by the kernel; torch's workers look for their parent every 5 s
     assert left == set()
-    run.process.stdout.close()
-    run.process.stderr.close()
 
 
 def test_a_process_that_left_its_session_is_killed_too(tmp_path):
@@ -428,13 +421,7 @@ def test_the_script_may_spawn_processes_that_import_it(tmp_path):
 
 
 def test_command_line_errors_are_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "deepc", "run", "--num_nodes", "3", "x.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    done = run_python("-m", "deepc", "run", "--num_nodes", "3", "x.py", cwd=tmp_path, timeout=TIMEOUT)
     assert done.returncode == 2 and done.stderr.startswith("deepc run: error:") and "Traceback" not in done.stderr
 
 

@@ -4,12 +4,11 @@ and those for type checkers included, and no chain of imports comes back to wher
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python/deepc"
 
@@ -172,5 +171,5 @@ def test_import_deepc_is_enough_for_its_public_modules() -> None:
     ]
     assert {"memory", "fsdp", "precision"} <= set(names)
     code = f"import deepc\nlost = [n for n in {names!r} if not hasattr(deepc, n)]\nassert not lost, lost"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
