@@ -389,7 +389,6 @@ def test_bad_values_name_key_value_file_and_fix(path, value, text, tmp_path):
 
 LATER = [
     ("torch_autocast.enabled", True, "torch.autocast"),
-    ("zero_optimization.offload_optimizer.ratio", 0.5, "a part of the optimizer states"),
     ("elasticity.enabled", True, "elastic"),
     ("autotuning.enabled", True, "autotuning"),
     ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
@@ -620,6 +619,9 @@ def test_offload():
     cpu = load(raw)
     assert {i.key.rsplit(".", 1)[-1] for i in cpu.inert} == {"device", "pin_memory"}
     assert cpu.zero.offload_optimizer.device == "cpu"
+    part = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}
+    assert "ratio = 0.3: on a CPU run the part" in load(part).describe_inert()
+    assert "ratio = 0.3 asks for a part" in refused(part, device_type="cuda")
     assert [i.key.rsplit(".", 1)[-1] for i in load(raw, device_type="cuda").inert] == ["pin_memory"]
     assert (
         "needs ZeRO stage 1"

@@ -13,7 +13,7 @@ import contextlib
 import datetime
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
@@ -323,6 +323,22 @@ MemoryGroup = Union[NodeGroup, MultiNodeGroup]  # its ranks map the same pages  
 
 
 _open_groups: weakref.WeakSet[NodeGroup] = weakref.WeakSet()
+
+
+def swap(group: Group, row: torch.Tensor, counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """All ranks send to all: counts[a][b] elements of rank a's 1-D `row`, which has them in the order of b, go to rank
+    b. Returns what came from each rank. Collective: all pass the same counts."""
+    rank = group.rank
+    incoming = [mine[rank] for mine in counts]
+    if isinstance(group, NodeGroup):
+        out = torch.empty(sum(incoming), dtype=row.dtype)
+        group.comm.all_to_allv(out, incoming, row, list(counts[rank]))
+        return list(out.split(incoming))
+    padded = torch.zeros(max(map(sum, counts)), dtype=row.dtype, device=row.device)
+    padded[: row.numel()].copy_(row)
+    rows = group.gather_all(padded.view(torch.uint8)).view(row.dtype)
+    starts = [sum(mine[:rank]) for mine in counts]
+    return [rows[a, at : at + n] for a, (at, n) in enumerate(zip(starts, incoming))]
 
 
 class _Watch:

@@ -535,7 +535,7 @@ KEYS: tuple[Key, ...] = (
         "bool",
         False,
         "Muon and NVMe.",
-        "Muon runs at stage 0",
+        "Muon's states always lie in memory",
     ),
     _inert("zero_optimization.leaf_module.classes", "strings", None, "Modules treated as one unit.", _RESIDENT),
     _inert("zero_optimization.leaf_module.names", "strings", None, "Modules treated as one unit.", _RESIDENT),
@@ -590,11 +590,12 @@ KEYS: tuple[Key, ...] = (
         "Start without writing the states.",
         "states begin as zeros, which nobody writes",
     ),
-    _later(
+    _active(
         "zero_optimization.offload_optimizer.ratio",
         "number",
         1.0,
-        "offload of a part of the optimizer states",
+        "The part of the optimizer states that is offloaded. Below 1 an error on GPUs; without effect on CPUs, where"
+        " all of them lie in host memory.",
         ge=0,
         le=1,
     ),

@@ -331,6 +331,21 @@ class Loader:
                     'to "none".',
                 )
 
+        path = "zero_optimization.offload_optimizer.ratio"
+        if (ratio := self.get(path)) < 1:
+            if self.device == "cpu":
+                why = "on a CPU run the part for the device and the part for the host lie in the same memory"
+                self.inert.append(InertKey(path, ratio, why))
+            elif self.get("zero_optimization.offload_optimizer.device") == "none":
+                self.inert.append(InertKey(path, ratio, "nothing is offloaded (offload_optimizer.device)"))
+            else:
+                self.fail(
+                    path,
+                    ratio,
+                    "asks for a part of the optimizer states of a GPU run on the device and the rest in host memory,"
+                    ' which deepc does not have yet. Set it to 1.0: all in host memory, or the device to "none".',
+                )
+
         section = "zero_optimization.offload_optimizer"
         if self.get(f"{section}.device") != "nvme":
             reason = 'it is about states on disk (offload_optimizer.device "nvme")'
@@ -474,6 +489,9 @@ class Loader:
         from ..optim.factory import OURS, torch_classes  # torch, for its classes' signatures
 
         ours = {name.lower(): name for name in OURS}
+        if lower == "muon":  # as DeepSpeed reads the section: "betas" are of what is no matrix
+            params = {"adam_betas" if k == "betas" else k: v for k, v in params.items()}
+            params.setdefault("weight_decay", 0.0)
         if lower in ours:
             return self._by_signature(ours[lower], OURS[ours[lower]], params, "deepc")
         if lower in LATER_OPTIMIZERS:

@@ -70,6 +70,7 @@ class OffloadOptimizerConfig:
     pin_memory: bool
     nvme_path: str | None
     buffer_count: int
+    ratio: float
 
 
 @dataclass(frozen=True)

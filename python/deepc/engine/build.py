@@ -22,6 +22,7 @@ from ..core import env, memory
 from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import make_optimizer
+from ..optim.kinds.muon import choose_by_name
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
 from ..plan.plan import Plan
@@ -246,6 +247,8 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
             "no optimizer in the config and none passed: AdamW with DeepSpeed's defaults, "
             + ", ".join(f"{k} {v}" for k, v in cfg.params.items()),
         )
+    if cfg.backend == "deepc" and cfg.type == "Muon":
+        choose_by_name(engine.module.named_parameters())
     return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
 
 

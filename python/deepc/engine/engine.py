@@ -17,8 +17,7 @@ from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import private
 from ..errors import ArgumentError, DamagedError, DeepcError, DiskError, DiskFullError, UnsupportedError
-from ..zero.step.clip import clip
-from ..zero.step.norm import judge
+from ..zero.step.norm import clip, judge
 from ..zero.tiers.agree import failures
 from . import build
 from .base import EngineBase, StepResult, say

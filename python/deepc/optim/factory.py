@@ -15,7 +15,7 @@ from .kinds.lamb import Lamb
 from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
-from .rules import core_rule
+from .rules import MUON, core_rule
 from .states.formats import BYTES_OF_256
 
 # deepc's own, by the name that a configuration gives them (in any case).
@@ -47,8 +47,8 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# Not so, but with norms of whole parameters that are summed over shards.
-ACROSS_SHARDS = frozenset({"Lamb"})
+# Not so, but with norms of whole parameters that are summed over shards, or with matrices that are made whole.
+ACROSS_SHARDS = frozenset({"Lamb", "Muon"})
 
 
 def torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -79,12 +79,19 @@ def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
     """fp32 state tensors per element (for the plan; torch's optimizers other than Adam: their own, counted as 2)."""
     rule = core_rule(optimizer)
+    if rule is not None and rule.kind == MUON:
+        return 1  # of matrices; what the rest has more is in state_bytes_of
     return 2 if rule is None else len(rule.names)
 
 
 def state_bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of 256 elements of one of these states, with its scales."""
+    """Bytes of 256 elements of one of these states, with its scales. Of Muon the mean: matrices have one state, and
+    the rest two."""
     rule = core_rule(optimizer)
+    if rule is not None and rule.kind == MUON:
+        sizes = [(bool(g["use_muon"]), sum(p.numel() for p in g["params"])) for g in optimizer.param_groups]
+        rest, total = sum(n for matrix, n in sizes if not matrix), sum(n for _, n in sizes)
+        return BYTES_OF_256["fp32"] + -(-BYTES_OF_256["fp32"] * rest // max(1, total))
     return BYTES_OF_256[rule.form or "fp32"] if rule is not None else BYTES_OF_256["fp32"]
 
 

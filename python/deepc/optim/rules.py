@@ -12,10 +12,12 @@ from .adamw import AdamW
 from .kinds.adagrad import Adagrad
 from .kinds.lamb import Lamb
 from .kinds.lion import Lion
+from .kinds.muon import Muon
 from .kinds.sgd import SGD
 
 ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
 LAMB = -1  # dc_lamb_moments and dc_lamb_apply
+MUON = -2  # zero/step/matrices.py
 DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
 
 
@@ -97,13 +99,21 @@ def _lamb(base: torch.optim.Optimizer) -> CoreRule:
     return CoreRule(LAMB, ("exp_avg", "exp_avg_sq"), lambda g: 2, scalars)
 
 
+def _muon(base: torch.optim.Optimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        beta1, beta2 = (float(b) for b in g["adam_betas"])
+        return Scalars(float(g["lr"]), beta1, beta2, float(g["adam_eps"]), float(g["weight_decay"]), DECOUPLED)
+
+    return CoreRule(MUON, ("momentum_buffer", "exp_avg", "exp_avg_sq"), lambda g: 1 if g["use_muon"] else 2, scalars)
+
+
 def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
     """The rule that steps `base` in C: deepc's optimizers, and torch's Adam and AdamW. None: torch steps it."""
     if any(g.get("differentiable") for g in base.param_groups):
         return None
     if isinstance(base, AdamW) or type(base) in (torch.optim.Adam, torch.optim.AdamW):
         return _adamw(base)
-    for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd), (Lamb, _lamb)):
+    for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd), (Lamb, _lamb), (Muon, _muon)):
         if isinstance(base, kind):
             return make(base)
     return None

@@ -342,8 +342,7 @@ class _Access:
 
     # ---- optimizer states --------------------------------------------------------------------------------------------
     def state_names(self) -> list[str]:
-        optimizer = self.engine.optimizer
-        return list(optimizer.states) if optimizer.core else optimizer.torch_state_names()
+        return self.engine.optimizer.states_of(self.index)
 
     def _state_views(self, name: str) -> dict[Segment, Window]:
         return {s: w for n, s, w in self.engine.optimizer.owned_states() if n == name and s.param == self.index}
@@ -364,7 +363,7 @@ class _Access:
         if not optimizer.core and engine.world_size > 1:
             missing = bool(engine.group.gather_all(torch.tensor([int(missing)], dtype=torch.int64)).any())
         elif optimizer.core:
-            missing = name not in optimizer.states
+            missing = name not in self.state_names()
         if missing:
             self._raise_without(name)
         return views
@@ -379,9 +378,7 @@ class _Access:
 
     def _local_views(self, name: str) -> dict[Segment, Window]:
         views = self._state_views(name)
-        if any(s not in views for s in self.mine) or (
-            self.engine.optimizer.core and name not in self.engine.optimizer.states
-        ):
+        if any(s not in views for s in self.mine) or (self.engine.optimizer.core and name not in self.state_names()):
             self._raise_without(name)
         return views
 

@@ -4,7 +4,7 @@ Newton-Schulz iterations, with AdamW for what is no matrix."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from ...errors import ArgumentError
 from ..states.dense import check_range, loss_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+METHODS = ("standard", "gram")
+RESTART = 3  # iterations of "gram" on one Gram matrix, whose rounding grows with them
+NOT_FOR_MUON = ("embed", "lm_head")  # parts of names of matrices that AdamW is meant for
 
 
 def orthogonalize(
@@ -21,28 +24,78 @@ def orthogonalize(
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    method: str = "standard",
 ) -> torch.Tensor:
     """About U V^T of the singular value decomposition U S V^T of a 2-D matrix: a quintic iteration after which all
-    singular values are near 1 (0.5 to 1.5), by matrix products in `dtype`."""
+    singular values are near 1 (0.5 to 1.5), by matrix products in `dtype`. method: one of METHODS."""
     a, b, c = coefficients
     x = matrix.to(dtype)
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
     x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if method == "gram" and x.size(0) < x.size(1):
+        x = _by_gram(x, coefficients, steps)
+    else:
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def _by_gram(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
+    """The same iterations on the small side's Gram matrix G = x x^T: an iteration multiplies x by the polynomial
+    q = a + b G + c G^2 of G from the left, and so G by q from both sides. The products of the q meet x every RESTART
+    iterations alone."""
+    a, b, c = coefficients
+    for first in range(0, steps, RESTART):
+        gram = x @ x.T
+        product: torch.Tensor | None = None
+        for i in range(first, min(first + RESTART, steps)):
+            q = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            q.diagonal().add_(a)
+            product = q if product is None else q @ product
+            if i + 1 < min(first + RESTART, steps):
+                gram = q @ gram @ q
+        assert product is not None  # first < steps
+        x = product @ x
+    return x
+
+
+def orthogonalize_as(group: Mapping[str, Any], matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """orthogonalize, with a param group's options."""
+    return orthogonalize(
+        matrix, group["ns_coefficients"], group["ns_steps"], group["eps"], dtype, group.get("ns_method", "standard")
+    )
+
+
+def scale_of(group: Mapping[str, Any], rows: int, columns: int) -> float:
+    """The factor on lr for a matrix of this shape."""
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns)) if columns else 1.0
+
+
+def choose_by_name(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Matrices that are no embeddings and output layers by their names become Muon's, all other parameters AdamW's,
+    where nobody has said it (`use_muon`)."""
+    for name, p in named:
+        if not hasattr(p, "use_muon"):
+            p.use_muon = p.dim() == 2 and not any(  # type: ignore[attr-defined]  # DeepSpeed's name
+                part in name.lower() for part in NOT_FOR_MUON
+            )
 
 
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon's arguments and state (`momentum_buffer`), and parameters of any number of dimensions: matrices
-    are stepped by Muon, all others by AdamW with adam_lr (None: lr), adam_betas, adam_eps and the same weight_decay.
-    A parameter with an attribute `use_muon` decides for itself (DeepSpeed's way): embeddings and output layers are
-    matrices that Muon is not meant for. Each param group is divided in two by that, with `use_muon` in each.
+    are stepped by Muon with muon_lr (None: lr), all others by AdamW with adam_lr (None: lr), adam_betas, adam_eps and
+    the same weight_decay. A parameter with an attribute `use_muon` decides for itself (DeepSpeed's way): embeddings and
+    output layers are matrices that Muon is not meant for. Each param group is divided in two by that, with `use_muon`
+    and its own `lr` in each.
 
-    ns_dtype: of the iterations' products: bfloat16, as in torch, or float32, which is faster on processors without
-    instructions for the former. An engine runs it at ZeRO stage 0, where matrices are whole.
+    ns_method: "standard", or "gram": the same iterations on the Gram matrix of the smaller side, which takes fewer
+    products where the sides differ (https://tridao.me/blog/2026/gram-newton-schulz). ns_dtype: of the products:
+    bfloat16, as in torch, or float32, which is faster on processors without instructions for the former; None: bfloat16
+    of the standard method, float32 of the other one, whose rounding grows more.
     """
 
     def __init__(
@@ -57,12 +110,15 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        muon_lr: float | None = None,
         adam_lr: float | None = None,
         adam_betas: tuple[float, float] = (0.9, 0.999),
         adam_eps: float = 1e-8,
-        ns_dtype: str = "bfloat16",
+        ns_method: str = "standard",
+        ns_dtype: str | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps), ("adam_eps", adam_eps)):
+        rates = {k: v for k, v in (("muon_lr", muon_lr), ("adam_lr", adam_lr)) if v is not None}
+        for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps, "adam_eps": adam_eps, **rates}.items():
             check_range(name, value)
         for name, value in (("momentum", momentum), ("adam_betas[0]", adam_betas[0]), ("adam_betas[1]", adam_betas[1])):
             check_range(name, value, 1.0)
@@ -72,6 +128,9 @@ class Muon(torch.optim.Optimizer):
             raise ArgumentError(
                 f"ns_steps must be from 1 to 99 with three ns_coefficients, got {ns_steps!r} and {ns_coefficients!r}"
             )
+        if ns_method not in METHODS:
+            raise ArgumentError(f"ns_method must be 'standard' or 'gram', got {ns_method!r}")
+        ns_dtype = ns_dtype or ("bfloat16" if ns_method == "standard" else "float32")
         if ns_dtype not in ("bfloat16", "float32"):
             raise ArgumentError(f"ns_dtype must be 'bfloat16' or 'float32', got {ns_dtype!r}")
         super().__init__(
@@ -85,9 +144,11 @@ class Muon(torch.optim.Optimizer):
                 eps=eps,
                 ns_steps=ns_steps,
                 adjust_lr_fn=adjust_lr_fn,
+                muon_lr=muon_lr,
                 adam_lr=adam_lr,
                 adam_betas=tuple(adam_betas),
                 adam_eps=adam_eps,
+                ns_method=ns_method,
                 ns_dtype=ns_dtype,
             ),
         )
@@ -108,7 +169,11 @@ class Muon(torch.optim.Optimizer):
             )
             if use and any(isinstance(p, torch.Tensor) and p.dim() != 2 for p in part):
                 raise ArgumentError("Muon steps matrices: a parameter of a group with use_muon has not 2 dimensions")
-            super().add_param_group({**param_group, "params": part, "use_muon": bool(use)})
+            whose = "muon_lr" if use else "adam_lr"
+            divided = "use_muon" in param_group and "lr" in param_group  # before, with their rates: a copy of groups
+            rate = param_group.get(whose, None if "lr" in param_group else self.defaults[whose])
+            own = {} if rate is None or divided else {"lr": rate}
+            super().add_param_group({**param_group, "params": part, "use_muon": bool(use), **own})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -134,14 +199,9 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(g, 1 - momentum)
         update = g.lerp(buffer, momentum) if group["nesterov"] else buffer
         dtype = torch.float64 if p.dtype == torch.float64 else getattr(torch, group["ns_dtype"])
-        update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"], dtype)
-        rows, cols = p.shape
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            ratio = 0.2 * math.sqrt(max(rows, cols))
-        else:
-            ratio = math.sqrt(max(1, rows / cols)) if cols else 1.0
+        update = orthogonalize_as(group, update, dtype)
         p.mul_(1 - lr * group["weight_decay"])
-        p.add_(update.to(p.dtype), alpha=-lr * ratio)
+        p.add_(update.to(p.dtype), alpha=-lr * scale_of(group, *p.shape))
 
     def _step_adamw(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
         from torch.optim.adamw import adamw
@@ -151,7 +211,6 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["step"] = torch.tensor(0.0)
                 for name in ("exp_avg", "exp_avg_sq"):
                     self.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        lr = group["lr"] if group["adam_lr"] is None else group["adam_lr"]
         adamw(
             params,
             [p.grad for p in params if p.grad is not None],
@@ -162,7 +221,7 @@ class Muon(torch.optim.Optimizer):
             amsgrad=False,
             beta1=float(group["adam_betas"][0]),
             beta2=float(group["adam_betas"][1]),
-            lr=float(lr),
+            lr=float(group["lr"]),
             weight_decay=float(group["weight_decay"]),
             eps=float(group["adam_eps"]),
             maximize=False,

@@ -1,4 +1,4 @@
-"""The judgement of a step: the global norm of the gradients (clip.py makes a factor of it), and if they are finite.
+"""The judgement of a step: the global norm of the gradients, the factor that clips them, and if they are finite.
 
 One message to all ranks carries the partial sums of the norm, what the ranks know of stray writes and of gradients that
 no pass has taken, and what riders want to tell all ranks. It is also the fence after which nobody reads the old
@@ -49,6 +49,17 @@ class Norm(NamedTuple):
     value: float
     reason: str = ""
     bad: str | None = None
+
+
+def clip(unit: float, norm: float, limit: float) -> float:
+    """The factor on every accumulated gradient: `unit`, smaller where the norm exceeds `limit` (0: no clipping), by
+    torch.nn.utils.clip_grad_norm_'s rule. Clipping is no pass of its own over the gradients: the update multiplies each
+    of them by one factor anyway (the mean over ranks, the loss scale)."""
+    if limit > 0:
+        excess = (norm + 1e-6) / limit
+        if excess > 1.0:
+            return unit / excess
+    return unit
 
 
 def judge(

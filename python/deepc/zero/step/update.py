@@ -18,12 +18,13 @@ from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...optim.factory import check_optimizer, moments_of, state_bytes_of, twin_over
 from ...optim.kinds.lamb import Norms, Stretch, set_scalars, trust_ratio
-from ...optim.rules import ADAMW, DECOUPLED, LAMB, NESTEROV, CoreRule, Scalars, core_rule
+from ...optim.rules import ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
 from ...optim.states.formats import FORMATS, is_coded
 from ...plan.layout import Segment
 from ..state import ModelState, Walk
 from ..tiers.coded import Coded
 from ..tiers.windows import Array, Window
+from .matrices import MatrixUpdate
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
@@ -64,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.core = self.rule is not None
         self._state: ModelState  # from attach on
         self._steps = 0
+        self._walk: Walk | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self.overflow = False
@@ -91,6 +93,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.rule is not None and self.rule.kind == LAMB and (device != "cpu" or on_disk):
             raise UnsupportedError(
                 f"LAMB with {where} does not exist: use CPU ranks without nvme, or another optimizer"
+            )
+        if self.rule is not None and self.rule.kind == MUON and on_disk:
+            raise UnsupportedError(
+                "Muon with offload to nvme does not exist: its matrices are made whole of momentum in memory. Use cpu,"
+                " or another optimizer"
             )
         if form and (device != "cpu" or on_disk):
             raise UnsupportedError(
@@ -147,8 +154,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _attach_core(self) -> None:
         st, rule = self._state, self._core
+        if rule.kind == MUON:
+            self.states: dict[str, Array] = {}
+            self._matrices = MatrixUpdate(st, self.param_groups, self._group_of)
+            return
         owned = st.plan.owned_elems
-        self.states: dict[str, Array] = {n: self._new_state(n, owned) for n in rule.names}
+        self.states = {n: self._new_state(n, owned) for n in rule.names}
         for s in st.plan.segments if any(rule.start(g) for g in self.param_groups) else ():
             begin = rule.start(self.param_groups[self._group_of[s.param]])
             for state in self.states.values():
@@ -173,6 +184,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
         st = self._state
+        if self._core.kind == MUON:
+            self._matrices.leave_out(self._left_out)
+            return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
         self._walk = st.walk() if st.state_device.type == "cpu" else None
@@ -318,6 +332,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unfinished = None
         if not self.core:
             self._update_torch(grad_scale)
+        elif self._core.kind == MUON:
+            self._matrices.update(grad_scale, self._steps)
+            self._to_device()
         elif self._state.state_device.type == "cpu":
             self._update_host(grad_scale)
         else:
@@ -347,10 +364,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_cells(grad_scale, groups)
         else:
             self._step_runs(self._args, self._runs, groups)
-        if self._state.flat_host is not None:  # offloaded: the new parameters go back to the device
-            for s in self._state.plan.slices:
-                part = slice(s.flat_begin, s.flat_begin + s.length)
-                self._state.flat[part].copy_(self._state.flat_host[part])
+        self._to_device()
+
+    def _to_device(self) -> None:
+        """Where states are offloaded: the new parameters go back to the device."""
+        for s in self._state.plan.slices if self._state.flat_host is not None else ():
+            part = slice(s.flat_begin, s.flat_begin + s.length)
+            self._state.flat[part].copy_(self._state.flat_host[part])
 
     def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:
         for a, run in zip(args, runs):
@@ -463,6 +483,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
     def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
         """Yields (state name, segment, this rank's part of it) for every optimizer state tensor."""
+        if self.core and self._core.kind == MUON:
+            yield from self._matrices.owned_states()
+            return
         if self.core:
             for name, owned in self.states.items():
                 for s, window in self._state.owned_windows(owned):
@@ -472,6 +495,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for name, value in self._twin.state.get(shard, {}).items():
                 if torch.is_tensor(value) and value.numel() == s.length and value.dim() > 0:
                     yield name, s, Window(value.view(-1))
+
+    def states_of(self, index: int) -> list[str]:
+        """Names of the states of trained parameter `index`, the same on all ranks (of a torch optimizer: those that it
+        has made so far for this rank)."""
+        if not self.core:
+            return self.torch_state_names()
+        return list(self._matrices.names_of(index) if self._core.kind == MUON else self.states)
 
     def torch_state_names(self) -> list[str]:
         """Names of the per-element states of a torch optimizer (empty for the C path)."""

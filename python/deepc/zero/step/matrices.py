@@ -1,0 +1,250 @@
+"""Muon over shards. An element's step depends on its whole matrix, so each matrix is made whole on one rank: the owners
+of its elements step the momentum where it lies, send their parts to the rank that has the matrix this round, and get
+their parts of the orthogonal matrix back. What is no matrix is stepped by AdamW where it lies.
+
+The arithmetic per element is the core's, whose bits do not depend on where a shard ends, and a matrix is multiplied
+whole, so that all stages and numbers of ranks give equal bits (with equally many threads of torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ...comm.groups import swap
+from ...optim.kinds.muon import orthogonalize_as, scale_of
+from ...optim.rules import SGD_RULE
+from ...plan.layout import Segment, padded
+from ..state import ModelState
+from ..tiers.windows import Window
+
+ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
+
+
+class Round(NamedTuple):
+    """Matrices that are multiplied at the same time. owner: parameter -> the rank that has it whole."""
+
+    dtype: torch.dtype
+    owner: dict[int, int]
+
+    def of(self, rank: int) -> list[int]:
+        return [p for p, r in self.owner.items() if r == rank]
+
+
+def rounds_of(matrices: Sequence[tuple[int, int, int, torch.dtype]], world: int) -> list[Round]:
+    """(parameter, rows, columns, dtype of products) of each matrix, dealt to the ranks of a world: the dearest first,
+    each to the rank that has least to do in its round."""
+    out: list[Round] = []
+    loads: list[float] = []
+    nbytes = 0
+    for param, rows, columns, dtype in sorted(
+        matrices, key=lambda m: (str(m[3]), -(float(min(m[1:3])) ** 2) * max(m[1:3]), m[0])
+    ):
+        size = rows * columns * dtype.itemsize
+        if not out or out[-1].dtype != dtype or (nbytes + size > ROUND_BYTES and len(out[-1].owner) >= world):
+            out.append(Round(dtype, {}))
+            loads, nbytes = [0.0] * world, 0
+        rank = loads.index(min(loads))
+        out[-1].owner[param] = rank
+        loads[rank] += float(min(rows, columns)) ** 2 * max(rows, columns)
+        nbytes += size
+    return out
+
+
+class MatrixUpdate:
+    """The update of an optimizer of class Muon on one rank's share. States: momentum for matrices, AdamW's two for the
+    rest, in arrays without room for what a parameter has not."""
+
+    def __init__(self, state: ModelState, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
+        self._state, self._groups, self._group_of = state, groups, group_of
+        segments = sorted(state.plan.segments, key=lambda s: (s.param, s.param_begin))
+        self._mine: dict[int, list[Segment]] = {}
+        self._at: dict[Segment, int] = {}  # where a segment's states begin in their arrays
+        ends = {True: 0, False: 0}
+        for s in segments:
+            self._mine.setdefault(s.param, []).append(s)
+            kind = self.is_matrix(s.param)
+            self._at[s], ends[kind] = ends[kind], ends[kind] + padded(s.length)
+        self._arrays = {"momentum_buffer": state.zeros(ends[True], torch.float32, "exp_avg")}
+        for name in ("exp_avg", "exp_avg_sq"):
+            self._arrays[name] = state.zeros(ends[False], torch.float32, name)
+        self.leave_out(frozenset())
+
+    def is_matrix(self, param: int) -> bool:
+        return bool(self._groups[self._group_of[param]]["use_muon"])
+
+    def names_of(self, param: int) -> tuple[str, ...]:
+        """Of the states of a parameter."""
+        return ("momentum_buffer",) if self.is_matrix(param) else ("exp_avg", "exp_avg_sq")
+
+    def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
+        """(name, segment, this rank's part of it) of every state."""
+        for s, at in self._at.items():
+            for name in self.names_of(s.param):
+                yield name, s, Window(self._arrays[name], at, s.length)
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        """These parameters are not updated until the next call; the same on all ranks."""
+        trained = self._state.trained
+        found = [
+            (i, *trained[i].shape, self._products(i))
+            for i, n in enumerate(self._state.plan.layout.numels)
+            if n and i not in indices and self.is_matrix(i)
+        ]
+        plan = self._state.plan
+        self._rounds = []
+        for r in rounds_of(found, plan.world):
+            alone = plan.own_all or plan.world == 1
+            self._rounds.append((r, [] if alone else [self._pieces(r, rank) for rank in range(plan.world)]))
+        self._rest: list[list[Segment]] = [[] for _ in self._groups]
+        for s in self._at:
+            if s.param not in indices and not self.is_matrix(s.param):
+                self._rest[self._group_of[s.param]].append(s)
+
+    def _products(self, param: int) -> torch.dtype:
+        return cast(torch.dtype, getattr(torch, self._groups[self._group_of[param]]["ns_dtype"]))
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+    def update(self, grad_scale: float, step: int) -> None:
+        """Collective, where there are several ranks."""
+        for r, pieces in self._rounds:
+            directions = self._directions(r, grad_scale)
+            self._apply(self._orthogonal(r, pieces, directions) if pieces else self._orthogonal_of_all(r, directions))
+        for group, segments in zip(self._groups, self._rest):
+            if segments:
+                self._step_rest(group, segments, grad_scale, step)
+
+    def _directions(self, r: Round, grad_scale: float) -> dict[Segment, torch.Tensor]:
+        """Steps the momentum of this rank's parts of the round's matrices. What is to be made orthogonal of each."""
+        out: dict[Segment, torch.Tensor] = {}
+        by_group: dict[int, list[Segment]] = {}
+        for p in r.owner:
+            by_group.setdefault(self._group_of[p], []).extend(self._mine.get(p, ()))
+        for g, segments in by_group.items():
+            group = self._groups[g]
+            lows = [torch.empty(s.length, dtype=r.dtype, device=self._state.state_device) for s in segments]
+            momentum = [self._window("momentum_buffer", s) for s in segments]
+            grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
+            if not segments:
+                continue
+            if group["nesterov"]:
+                ahead = [torch.empty_like(m) for m in momentum]
+                self._lerp(momentum, grads, ahead, group, grad_scale)
+                self._lerp(ahead, grads, lows, group, grad_scale)
+            else:
+                self._lerp(momentum, grads, lows, group, grad_scale)
+            out.update(zip(segments, lows))
+        return out
+
+    @staticmethod
+    def _lerp(
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        copies: list[torch.Tensor],
+        group: Mapping[str, Any],
+        grad_scale: float,
+    ) -> None:
+        """values += (1 - momentum) * (grad_scale * grads - values), and rounded into `copies`: it is a step of SGD
+        without momentum, with the rate momentum - 1 and the decay -1."""
+        rate = float(group["momentum"]) - 1.0
+        torch.ops.deepc.step_rule(values, grads, [], copies, SGD_RULE, rate, 0.0, 0.0, 0.0, -1.0, grad_scale, 2, False)
+
+    def _orthogonal(
+        self, r: Round, pieces: list[list[list[Segment]]], mine: dict[Segment, torch.Tensor]
+    ) -> dict[Segment, torch.Tensor]:
+        """The same of the orthogonal matrices. pieces: of each rank, by who has the matrix. Collective."""
+        state, plan = self._state, self._state.plan
+        counts = [[sum(s.length for s in of) for of in by_owner] for by_owner in pieces]
+        rank = plan.rank
+        came = swap(
+            state.group, _row([mine[s] for of in pieces[rank] for s in of], r.dtype, state.state_device), counts
+        )
+        whole: dict[int, torch.Tensor] = {}
+        for p in r.of(rank):
+            whole[p] = torch.empty(plan.layout.numels[p], dtype=r.dtype, device=state.state_device)
+        for source, block in enumerate(came):
+            for s, part in _parts(pieces[source][rank], block):
+                whole[s.param][s.param_begin : s.param_begin + s.length].copy_(part)
+        for p in whole:
+            whole[p] = self._multiply(p, whole[p])
+        back = [whole[s.param][s.param_begin : s.param_begin + s.length] for of in pieces for s in of[rank]]
+        row = _row(back, r.dtype, state.state_device)
+        blocks = swap(state.group, row, [list(column) for column in zip(*counts)])
+        return {s: part for of, block in zip(pieces[rank], blocks) for s, part in _parts(of, block)}
+
+    def _orthogonal_of_all(self, r: Round, mine: dict[Segment, torch.Tensor]) -> dict[Segment, torch.Tensor]:
+        """The same where every rank has every gradient: each rank makes its matrices, and all get them."""
+        state, plan = self._state, self._state.plan
+        segments = {s.param: s for s in mine}
+        made = {p: self._multiply(p, mine[segments[p]]) for p in r.of(plan.rank)}
+        if plan.world == 1:
+            return {segments[p]: value for p, value in made.items()}
+        sizes = [[plan.layout.numels[p] for p in r.of(rank)] for rank in range(plan.world)]
+        most = max(map(sum, sizes))
+        row = torch.zeros(most, dtype=r.dtype, device=state.state_device)
+        row[: sum(sizes[plan.rank])].copy_(_row(list(made.values()), r.dtype, state.state_device))
+        rows = state.group.gather_all(row.view(torch.uint8)).view(r.dtype)
+        out: dict[Segment, torch.Tensor] = {}
+        for rank in range(plan.world):
+            out.update(_parts([segments[p] for p in r.of(rank)], rows[rank]))
+        return out
+
+    def _pieces(self, r: Round, rank: int) -> list[list[Segment]]:
+        """The segments that `rank` owns of the round's matrices, by who has the matrix."""
+        out: list[list[Segment]] = [[] for _ in range(self._state.plan.world)]
+        for p, owner in r.owner.items():
+            found = [s for q, s in self._state.owners(p) if q == rank]
+            out[owner].extend(sorted(found, key=lambda s: s.param_begin))
+        return out
+
+    def _multiply(self, param: int, flat: torch.Tensor) -> torch.Tensor:
+        """[numel] the orthogonal matrix of one."""
+        group, state = self._groups[self._group_of[param]], self._state
+        matrix = flat.to(state.device).view(state.trained[param].shape)
+        return orthogonalize_as(group, matrix, matrix.dtype).contiguous().view(-1).to(state.state_device)
+
+    def _apply(self, updates: dict[Segment, torch.Tensor]) -> None:
+        """p = p - lr * (scale * update + decay * p), on this rank's parts."""
+        for s, update in updates.items():
+            group = self._groups[self._group_of[s.param]]
+            lr, scale = float(group["lr"]), scale_of(group, *self._state.trained[s.param].shape)
+            params, lowps = self._targets([s])
+            decay = float(group["weight_decay"]) / scale
+            torch.ops.deepc.step_rule(
+                params, [update], [], lowps, SGD_RULE, lr * scale, 0.0, 0.0, 0.0, decay, 1.0, 2, False
+            )
+
+    def _step_rest(self, group: Mapping[str, Any], segments: list[Segment], grad_scale: float, step: int) -> None:
+        params, lowps = self._targets(segments)
+        grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
+        m, v = ([self._window(name, s) for s in segments] for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = (float(b) for b in group["adam_betas"])
+        scalars = (float(group["lr"]), beta1, beta2, float(group["adam_eps"]), float(group["weight_decay"]))
+        torch.ops.deepc.step_adamw(params, grads, m, v, [], lowps, *scalars, grad_scale, step, True)
+
+    def _window(self, name: str, s: Segment) -> torch.Tensor:
+        return self._arrays[name][self._at[s] : self._at[s] + s.length]
+
+    def _targets(self, segments: Sequence[Segment]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(what is updated of each, what gets it in 16 bits: none if there are no masters, or the engine makes the
+        parameters of them when it publishes)."""
+        st = self._state
+        flat = st.flat if st.flat_host is None else st.flat_host
+        flats = [flat[s.flat_begin : s.flat_begin + s.length] for s in segments]
+        if st.master is None:
+            return flats, []
+        masters = [cast(torch.Tensor, st.master)[s.shard_begin : s.shard_begin + s.length] for s in segments]
+        return masters, [] if st.plan.parameters_as else flats
+
+
+def _row(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype, device=device)
+
+
+def _parts(segments: Sequence[Segment], block: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
+    """Each segment with its stretch of `block`, where they lie one after another."""
+    at = 0
+    for s in segments:
+        yield s, block[at : at + s.length]
+        at += s.length
