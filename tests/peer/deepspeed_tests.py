@@ -63,6 +63,7 @@ KNOWN = [
     ),
     Known("test_no_grad_input_error", "Expected RuntimeError", "limitation", "a leaf module takes inputs without grad"),
     Known("test_elastic_checkpoint_change_dp", _NO_ERROR, "limitation", "checkpoints load into any number of ranks"),
+    Known("TestMuonRejectsReduceScatter", _NO_ERROR, "limitation", "Muon works with reduce_scatter and offload"),
     Known("test_direct_backward_raises_without_functorch", _NO_ERROR, "limitation", "loss.backward() may be bare"),
     # different on purpose
     Known(
@@ -77,6 +78,13 @@ KNOWN = [
         "", r"_configure_train_batch_size|_flush_coalesced_reduction|ds_tensor|step_ratio", "private", "an attribute"
     ),
     Known("", "_is_gradient_accumulation_boundary|_change_recovery_script", "private", "an attribute of the engine"),
+    Known("test_muon", "bit16_groups", "private", "an attribute of the optimizer"),
+    Known(
+        "test_offload_states",
+        r"averaged_gradients|single_partition_of_fp32_groups|grad_partitions_flat_buffer",
+        "private",
+        "an attribute of the optimizer",
+    ),
     Known("test_throughput_calculation", "initialized", "private", "an attribute of the timer"),
     Known("test_pipeline_parallelism_rejected", "pipeline_parallelism", "private", "an attribute that the test sets"),
     Known("test_cpu_adam", "step_subgroup|rollback_subgroup", "private", "of SuperOffload"),
@@ -93,7 +101,10 @@ KNOWN = [
     Known("", "eigenvalue|compression_training|MiCS_Init", "gone", "removed from DeepSpeed 0.19.8"),
     # the machine
     Known(
-        "test_cpu_adam_gpu_error", _NO_ERROR, "machine", "the GPU of the test is the CPU: DeepSpeed's raises nothing"
+        "test_cpu_(adam|adagrad|lion)_gpu_error",
+        _NO_ERROR,
+        "machine",
+        "the GPU of the test is the CPU: DeepSpeed's raises nothing",
     ),
     Known("", "No module named 'comet_ml'", "machine", "comet_ml is not installed"),
     Known("", "Cannot access accelerator device when none is available", "machine", "torch on a machine without a GPU"),
@@ -253,6 +264,7 @@ def main() -> int:
     parser.add_argument("--test-limit", type=int, default=60, help="seconds for a test of several ranks (default 60)")
     parser.add_argument("--json", type=Path, help="write every test's result there")
     parser.add_argument("-k", default=None, help="as pytest's -k")
+    parser.add_argument("-m", default=None, help="as pytest's -m; the suite leaves out those marked sequential")
     parser.add_argument("files", nargs="*", help="files below tests/, or below tests/unit/ without .py")
     args = parser.parse_args()
     if args.again:
@@ -272,7 +284,7 @@ def main() -> int:
                 parser.error(f"{file}: no such file below {args.deepspeed}/tests")
             results = Path(folder) / f"results-{number}.jsonl"
             env = environment(results, [str(tests)], args.test_limit)
-            extra = ["-k", args.k] if args.k else []
+            extra = [*(["-k", args.k] if args.k else []), *(["-m", args.m] if args.m else [])]
             seconds = run_file(args.python, tests, file, env, args.limit, extra)
             row, found = read(file, results, seconds, args.limit)
             if row.note == "nothing was collected":

@@ -379,7 +379,7 @@ def test_dist_init_required_false_makes_no_group():
 
 
 def test_the_optimizer_that_initialize_returns(deepspeed):
-    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
     model = net()
     client = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -393,6 +393,11 @@ def test_the_optimizer_that_initialize_returns(deepspeed):
     schedule.step()
     assert client.param_groups[0]["lr"] == 5e-3
     assert isinstance(engine_of().optimizer, FusedAdam)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    adam = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
+    plain, offloaded = engine_of(optimizer=adam).optimizer, engine_of(optimizer=adam, zero_optimization=zero).optimizer
+    assert type(plain.optimizer) is FusedAdam and not plain.optimizer.adam_w_mode
+    assert type(offloaded.optimizer) is DeepSpeedCPUAdam and not offloaded.optimizer.adam_w_mode
     other = net()
     client = torch.optim.AdamW(other.parameters(), lr=1e-2)
     sharded = deepspeed.initialize(model=other, optimizer=client, config=config(1))[1]

@@ -81,6 +81,8 @@ class DeepSpeedEngine(Engine):
         self.client_optimizer = optimizer
         self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size())
         zero_grad.follow(self)
+        if optimizer is None:
+            optimizers.name_adam(self)
         optimizers.show_as_client(self)
         if self.zero_optimization_stage() == 3:
             self.optimizer.parameter_offload = NoHooks()  # type: ignore[attr-defined]  # DeepSpeed's name
@@ -252,6 +254,11 @@ class DeepSpeedEngine(Engine):
     def _section(self, name: str) -> dict[str, Any]:
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over the model's parameters, of which `optimizer` has the param groups."""
+        return self.optimizer.base
 
     def optimizer_name(self) -> str | None:
         if self.client_optimizer is not None:

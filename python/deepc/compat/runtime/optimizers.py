@@ -3,12 +3,12 @@ machine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...errors import UnsupportedError
-from ...optim import Adagrad, AdamW, Lamb, Lion
+from ...optim import Adagrad, Adam, AdamW, Lamb, Lion
 from ...zero.step.update import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ def _plain(name: str, bias_correction: bool, **lacking: bool) -> None:
 class _Adam(AdamW):
     """AdamW, or Adam with L2 decay, by an argument."""
 
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether weight decay is decoupled."""
+        return self._decoupled
+
     def _set_mode(self, decoupled: bool) -> None:
         self._decoupled = decoupled
         self.defaults["decoupled_weight_decay"] = decoupled
@@ -40,6 +45,8 @@ class DeepSpeedCPUAdam(_Adam):
     """deepspeed.ops.adam.DeepSpeedCPUAdam. Betas and eps of param groups are kept (Accelerate passes groups).
     fp32_optimizer_states: the moments of 16-bit parameters are fp32; False: they have the parameter's dtype, rounded to
     nearest at every step. An engine's masters are fp32, and so are their moments, whatever this says."""
+
+    fp32_optimizer_states = True
 
     def __init__(
         self,
@@ -170,6 +177,16 @@ class ClientOptimizer(ShardedOptimizer):
 
     def __hash__(self) -> int:
         return hash(self.base)
+
+
+def name_adam(engine: EngineBase) -> None:
+    """The Adam that a configuration asks for is of DeepSpeed's class: by whether its states are offloaded."""
+    base = engine.optimizer.base
+    if type(base) in (Adam, AdamW):
+        decoupled = bool(base.defaults["decoupled_weight_decay"])
+        offloads = engine._config.zero.offload_optimizer.device != "none"
+        base.__class__ = DeepSpeedCPUAdam if offloads else FusedAdam
+        cast(_Adam, base)._set_mode(decoupled)
 
 
 def show_as_client(engine: EngineBase) -> None:

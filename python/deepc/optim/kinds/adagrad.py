@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from ...errors import ArgumentError
 from ..states.dense import OneStateOptimizer, check_range, refuse_differentiable, zeros_for
 
 
 class Adagrad(OneStateOptimizer):
     """torch.optim.Adagrad with the same arguments, param_groups, state (`step`, `sum`) and state_dict (Duchi et al.,
-    JMLR 2011). The sums are made at the first step or state_dict(), not with the optimizer."""
+    JMLR 2011). The sums are made at the first step or state_dict(), not with the optimizer. Sparse gradients are
+    stepped by torch's own operators, which touch their elements alone."""
 
     rule, state_name, instead = 2, "sum", "torch.optim.Adagrad"
 
@@ -88,6 +90,18 @@ class Adagrad(OneStateOptimizer):
         return int(self.state[p]["step"])
 
     def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        self._step_torch(p, group)
+
+    def _step_sparse(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        if group["weight_decay"]:
+            raise ArgumentError(
+                f"Adagrad: weight_decay {group['weight_decay']} with a sparse gradient, whose elements alone are"
+                " stepped; set it to 0, or use nn.Embedding(sparse=False)"
+            )
+        self._step_torch(p, group)
+        return True
+
+    def _step_torch(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         from torch.optim.adagrad import adagrad
 
         self._make_state(p, group)
@@ -102,6 +116,6 @@ class Adagrad(OneStateOptimizer):
             weight_decay=group["weight_decay"],
             lr_decay=group["lr_decay"],
             eps=group["eps"],
-            has_sparse_grad=False,
+            has_sparse_grad=p.grad.is_sparse,
             maximize=group["maximize"],
         )

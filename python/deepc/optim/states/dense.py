@@ -68,6 +68,10 @@ class OneStateOptimizer(torch.optim.Optimizer):
     def _step_float64(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def _step_sparse(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Steps `p` with its sparse gradient; False: the rule takes none."""
+        return False
+
     def _packed(self, p: torch.Tensor) -> str:
         """The format of p's state if the packed kernel steps it, else ""."""
         return self.state_dtype or "" if self.state_dtype != "fp32" and p.dtype != torch.float64 else ""
@@ -113,6 +117,8 @@ class OneStateOptimizer(torch.optim.Optimizer):
             packed: list[Any] = []
             for p in group["params"]:
                 if p.grad is None:
+                    continue
+                if p.grad.is_sparse and self._step_sparse(p, group):
                     continue
                 check_tensor(p, type(self).__name__, self.instead)
                 if p.dtype == torch.float64:
