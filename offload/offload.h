@@ -181,6 +181,9 @@ typedef struct dc_stream_config {
   int64_t cell_elems; /* of a cell, from 1 on; the last cell may have less */
   int32_t slots; /* cells in memory at a time, from 2 on; 4 let reads, arithmetic and writes overlap */
   int32_t reserved; /* 0 */
+  /* [narrays], or NULL: how many elements of each array share one item of elem_bytes, as those of a code's byte or of a
+   * block's scale; 1 elsewhere. Cells, if there are several, are of multiples of it. Windows count an array's items. */
+  const int64_t *per;
 } dc_stream_config;
 /* What a stream takes: *disk and *memory bytes. Opens nothing. Errors as dc_stream_open. */
 DC_API int dc_stream_bytes(const dc_stream_config *config, int64_t *disk, int64_t *memory);

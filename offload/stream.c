@@ -40,7 +40,7 @@ struct slot {
 
 struct array {
   char *name;
-  int64_t elem_bytes, in_file, in_slot; /* offsets of its part within a cell and a slot */
+  int64_t elem_bytes, per, in_file, in_slot; /* offsets of its part within a cell and a slot */
 };
 
 struct dc_stream {
@@ -59,6 +59,8 @@ struct dc_stream {
 };
 
 /* ---- layout ------------------------------------------------------------------------------------------------------ */
+static int64_t stream_items(const struct array *a, int64_t elems) { return (elems - 1) / a->per + 1; }
+
 /* Fills all but pointers. */
 static int stream_lay_out(const dc_stream_config *k, dc_stream *s, int64_t *disk) {
   if (!k->arrays || k->narrays < 1 || k->narrays > DC_STREAM_ARRAYS)
@@ -79,11 +81,16 @@ static int stream_lay_out(const dc_stream_config *k, dc_stream *s, int64_t *disk
     int64_t bytes, rounded;
     if (k->arrays[i].elem_bytes < 1)
       return DC_FAIL(DC_E_INVALID, "array %d has elements of %lld bytes", i, (long long)k->arrays[i].elem_bytes);
-    fits = fits && !__builtin_mul_overflow(s->cell_elems, k->arrays[i].elem_bytes, &bytes) &&
+    const int64_t per = k->per ? k->per[i] : 1;
+    if (per < 1 || (s->cells > 1 && s->cell_elems % per))
+      return DC_FAIL(DC_E_INVALID, "array %d has an item for %lld elements, and cells are of %lld", i, (long long)per,
+                     (long long)s->cell_elems);
+    s->array[i] = (struct array){
+        .elem_bytes = k->arrays[i].elem_bytes, .per = per, .in_file = s->cell_bytes, .in_slot = s->slot_bytes};
+    fits = fits &&
+           !__builtin_mul_overflow(stream_items(&s->array[i], s->cell_elems), k->arrays[i].elem_bytes, &bytes) &&
            !__builtin_add_overflow(bytes, 2 * DC_DISK_ALIGN, &rounded);
     if (!fits) break;
-    s->array[i] = (struct array){
-        .elem_bytes = k->arrays[i].elem_bytes, .in_file = s->cell_bytes, .in_slot = s->slot_bytes};
     rounded = dc__round_up(bytes, DC_DISK_ALIGN);
     fits = !__builtin_add_overflow(s->cell_bytes, rounded, &s->cell_bytes) &&
            !__builtin_add_overflow(s->slot_bytes, rounded + DC_DISK_ALIGN, &s->slot_bytes); /* staggered by a page */
@@ -112,7 +119,7 @@ static int64_t stream_elems_of(const dc_stream *s, int64_t cell) {
 }
 
 static size_t stream_bytes_of(const dc_stream *s, int64_t cell, int array) {
-  return (size_t)(stream_elems_of(s, cell) * s->array[array].elem_bytes);
+  return (size_t)(stream_items(&s->array[array], stream_elems_of(s, cell)) * s->array[array].elem_bytes);
 }
 
 static struct part *stream_part(const dc_stream *s, int64_t cell, int array) {
@@ -536,20 +543,23 @@ static void stream_read_ahead(dc_stream *s, int64_t cell, uint32_t arrays) {
   (void)stream_start_read(s, slot, cell + 1, arrays); /* its failure is told to who wants it */
 }
 
+/* begin, elems: items of the array. */
 static int stream_window(dc_stream *s, int array, int64_t begin, int64_t elems, char *to, const char *from) {
   DC_TRY(stream_not_walking(s));
-  if (array < 0 || array >= s->narrays || begin < 0 || elems < 0 || begin > s->elems || elems > s->elems - begin)
+  const int64_t there = array < 0 || array >= s->narrays ? 0 : stream_items(&s->array[array], s->elems);
+  if (!there || begin < 0 || elems < 0 || begin > there || elems > there - begin)
     return DC_FAIL(DC_E_INVALID, "%s: elements [%lld, %lld + %lld) of array %d; there are %lld of %d arrays",
                    dc__file_path(s->file), (long long)begin, (long long)begin, (long long)elems, array,
-                   (long long)s->elems, s->narrays);
+                   (long long)there, s->narrays);
   if (elems && !to && !from) return DC_FAIL(DC_E_INVALID, "%s: data is NULL", dc__file_path(s->file));
-  const int64_t size = s->array[array].elem_bytes;
+  const int64_t size = s->array[array].elem_bytes, of_cell = stream_items(&s->array[array], s->cell_elems);
   const uint32_t bit = 1u << array;
   while (elems) {
-    const int64_t cell = begin / s->cell_elems, at = begin - cell * s->cell_elems, room = stream_elems_of(s, cell) - at;
+    const int64_t cell = begin / of_cell, at = begin - cell * of_cell;
+    const int64_t whole = stream_items(&s->array[array], stream_elems_of(s, cell)), room = whole - at;
     const int64_t n = elems < room ? elems : room;
     struct slot *slot;
-    DC_TRY(stream_open_cell(s, cell, bit, from && n == stream_elems_of(s, cell), &slot));
+    DC_TRY(stream_open_cell(s, cell, bit, from && n == whole, &slot));
     char *data = slot->memory + s->array[array].in_slot + at * size;
     if (to) {
       if (s->window != cell) stream_read_ahead(s, cell, bit);

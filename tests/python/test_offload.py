@@ -330,15 +330,18 @@ def test_io_uring_that_is_not_there_is_an_error(tmp_path):
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 def test_a_walk_over_a_stream_is_the_same_work_in_memory(tmp_path, ring):
-    arrays = {"weight": torch.float32, "momentum": torch.bfloat16}
+    arrays = {"weight": torch.float32, "momentum": torch.bfloat16, "scale": torch.float32}
     n, weight, momentum = 10_000, some(10_000, torch.float32, 1), torch.zeros(10_000, dtype=torch.bfloat16)
-    with offload.Stream(tmp_path, arrays, n, cell_elems=1024, slots=3, ring=ring) as stream:
+    per = {"scale": 64}
+    with offload.Stream(tmp_path, arrays, n, cell_elems=1024, slots=3, ring=ring, per=per) as stream:
+        stream.write("scale", 0, torch.arange(157.0))
         assert stream.cells == 10 and stream.info()["ring"] == ring and not os.listdir(tmp_path)
         stream.write("weight", 0, weight)
         for _ in range(3):
             with stream.walk() as cells:
                 for cell in cells:
                     w, m = cell.tensor("weight"), cell.tensor("momentum")
+                    assert torch.equal(cell.tensor("scale"), torch.arange(cell.begin // 64, -(-cell.end // 64)).float())
                     assert len(w) == cell.end - cell.begin
                     m.mul_(0.5).add_(w)
                     w.sub_(m, alpha=0.1)
@@ -389,5 +392,7 @@ def test_wrong_windows_are_errors(tmp_path):
         stream.flush()
     with pytest.raises(ArgumentError, match="arrays"):
         offload.Stream(tmp_path, {}, 10)
+    with pytest.raises(ArgumentError, match="an item for 64 elements, and cells are of 100"):
+        offload.Stream(tmp_path, {"x": torch.float32}, 1000, cell_elems=100, per={"x": 64})
     with pytest.raises(DiskError, match="nowhere"):
         offload.Stream(tmp_path / "nowhere", {"x": torch.float32}, 10)

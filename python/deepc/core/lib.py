@@ -302,6 +302,7 @@ class StreamConfig(Sized):
         ("cell_elems", c_int64),
         ("slots", c_int32),
         ("reserved", c_int32),
+        ("per", POINTER(c_int64)),
     ]
 
 

@@ -144,7 +144,7 @@ def assemble(
         engine.step_policy.check_optimizer()
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
         offloads = (config.zero.offload_optimizer.device, config.zero.offload_param.device)
-        engine.optimizer.check_format(engine.device.type, "nvme" in offloads)
+        engine.optimizer.check_format(engine.device.type, *(device == "nvme" for device in offloads))
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
         check_disk(engine)

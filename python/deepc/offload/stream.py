@@ -29,8 +29,9 @@ class Cell:
     data: Mapping[str, int]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """[end - begin] the part of array `name`, over the stream's memory: to be used before the next cell."""
-        return tensor_at(self.data[name], self.end - self.begin, self.stream.arrays[name], self.stream)
+        """[items of begin..end] the part of array `name`, over the stream's memory: to be used before the next cell."""
+        items = -(-(self.end - self.begin) // self.stream.per[name])
+        return tensor_at(self.data[name], items, self.stream.arrays[name], self.stream)
 
 
 class Walk:
@@ -81,9 +82,11 @@ class Stream(Opened):
     however that ends. They begin as zeros. walk(): all of them in order, cell by cell, with the disk at work before and
     behind; read() and write(): any stretch of one.
 
-    arrays: name -> dtype, at most 16. cell_elems: elements of a cell; slots: cells in memory at a time. The rest: as in
-    File. All space, on disk and in memory, is taken here. Checksums and generations are in memory, and what is read is
-    what was written last, or a DamagedError that names array, elements and generation. A cell that could not be written
+    arrays: name -> dtype, at most 16. per: name -> elements that share one item of the array (a byte of two codes: 2),
+    where that is not 1; its windows count items, and cells are of multiples of it. cell_elems: elements of
+    a cell; slots: cells in memory at a time. The rest: as in File. All space, on disk and in memory, is taken here.
+    Checksums and generations are in memory, and what is read is what was written last, or a DamagedError that names
+    array, elements and generation. A cell that could not be written
     (DiskError, DiskFullError) stays in memory, is what later calls see, and is written again before the next walk. One
     thread at a time."""
 
@@ -102,12 +105,14 @@ class Stream(Opened):
         depth: int = 0,
         threads: int = 0,
         block_bytes: int = 0,
+        per: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.folder, self.arrays, self.elems = os.fspath(folder), dict(arrays), elems
+        self.per = {name: (per or {}).get(name, 1) for name in self.arrays}
         out = ctypes.c_void_p()
         wanted = config(folder, "nameless", ring, direct, depth, threads, block_bytes, 0)
-        shape = _shape(self.arrays, elems, cell_elems, slots)
+        shape = _shape(self.arrays, elems, cell_elems, slots, self.per)
         call("dc_stream_open", ctypes.byref(wanted), ctypes.byref(shape), ctypes.byref(out))
         self._address = out.value
         self._places = {name: i for i, name in enumerate(self.arrays)}
@@ -179,7 +184,7 @@ class Stream(Opened):
         for cell in range(self.cells):
             for place, (name, dtype) in enumerate(self.arrays.items()):
                 try:
-                    self.read(name, cell * self.cell_elems, torch.empty(1, dtype=dtype))
+                    self.read(name, cell * self.cell_elems // self.per[name], torch.empty(1, dtype=dtype))
                 except DiskError:
                     call("dc_stream_drop", self._opened(), place, cell)
                     found += 1
@@ -193,7 +198,9 @@ class Stream(Opened):
         call(function, self._opened(), place, begin, tensor.numel(), data)
 
 
-def _shape(arrays: Mapping[str, torch.dtype], elems: int, cell_elems: int, slots: int) -> StreamConfig:
+def _shape(
+    arrays: Mapping[str, torch.dtype], elems: int, cell_elems: int, slots: int, per: Mapping[str, int] | None = None
+) -> StreamConfig:
     """The core's dc_stream_config. It holds its rows."""
     for name, value in (("elems", elems), ("cell_elems", cell_elems), ("slots", slots)):
         if not 0 <= value < 1 << (31 if name == "slots" else 63):
@@ -201,7 +208,10 @@ def _shape(arrays: Mapping[str, torch.dtype], elems: int, cell_elems: int, slots
     rows = (StreamArray * max(1, len(arrays)))()
     for row, (name, dtype) in zip(rows, arrays.items()):
         row.name, row.elem_bytes = name.encode(), dtype.itemsize
-    return StreamConfig(arrays=rows, narrays=len(arrays), elems=elems, cell_elems=cell_elems, slots=slots)
+    config = StreamConfig(arrays=rows, narrays=len(arrays), elems=elems, cell_elems=cell_elems, slots=slots)
+    if any(n != 1 for n in (per or {}).values()):
+        config.per = (ctypes.c_int64 * len(arrays))(*((per or {}).get(name, 1) for name in arrays))
+    return config
 
 
 def stream_bytes(arrays: Mapping[str, torch.dtype], elems: int, *, cell_elems: int, slots: int) -> tuple[int, int]:

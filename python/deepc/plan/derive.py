@@ -21,6 +21,13 @@ from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Si
 
 # Of states on disk. A cell: 512 KiB of each array; with less than about 24 MiB of them in memory the disk idles (12, 24
 # and 48 MiB give 0.60, 0.73 and 0.87 of its rate beside other work: tests/bench/nvme.py).
+# Bytes of 256 elements of a state -> its format, and (bytes of an item, elements that share it) of its arrays on disk.
+ON_DISK: Mapping[int, tuple[str, tuple[tuple[int, int], ...]]] = {
+    1024: ("", ((4, 1),)),
+    512: ("bf16", ((2, 1),)),
+    260: ("int8", ((1, 1), (4, 64))),
+    136: ("int4", ((1, 2), (4, 64))),
+}
 CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 32, 24 << 20  # the bytes bound what the slots take together
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
@@ -143,7 +150,9 @@ def derive(
     owned = layout.total if stage == 0 else layout.shard_elems
     offload = config.zero.offload_optimizer
     disk = (
-        disk_states(config, moments + has_master, owned, offload.nvme_path or "") if offload.device == "nvme" else None
+        disk_states(config, moments, has_master, owned, offload.nvme_path or "", state_bytes)
+        if offload.device == "nvme"
+        else None
     )
     raw = _lib.BytesIn(
         total=layout.total,
@@ -223,17 +232,23 @@ def with_states(plan: Plan, moments: int, disk: DiskStates | None) -> Plan:
     return replace(plan, disk=disk, bytes=Sizes(sizes))
 
 
-def disk_states(config: Config, arrays: int, elems: int, folder: str) -> DiskStates | None:
-    """How masters and moments lie in a folder; None if there are none."""
-    asked = config.zero.offload_optimizer
+def disk_states(
+    config: Config, moments: int, has_master: bool, elems: int, folder: str, state_bytes: int = 1024
+) -> DiskStates | None:
+    """How masters and moments lie in a folder; None if there are none. state_bytes: as of derive."""
+    asked, arrays = config.zero.offload_optimizer, moments + has_master
+    form, items = ON_DISK[state_bytes]
     if not arrays or not elems:
         return None
     cell = min(config.zero.sub_group_size or CELL_ELEMS, CELL_ELEMS)
-    if config.zero.offload_param.device == "nvme":  # whole blocks of what lies beside them on disk
+    if config.zero.offload_param.device == "nvme" or form:  # whole blocks of what lies beside them on disk, of scales
         cell = max(BLOCK, cell // BLOCK * BLOCK)
-    slots = max(4, min(CELL_SLOTS, CELL_BYTES // (arrays * cell * FLOAT32.itemsize)), asked.buffer_count)
-    rows = (_lib.StreamArray * arrays)(*(_lib.StreamArray(b"", FLOAT32.itemsize) for _ in range(arrays)))
-    shape = _lib.StreamConfig(arrays=rows, narrays=arrays, elems=elems, cell_elems=cell, slots=slots)
+    kinds = [(FLOAT32.itemsize, 1)] * has_master + list(items) * moments
+    slots = max(4, min(CELL_SLOTS, CELL_BYTES // sum(cell * size // per for size, per in kinds)), asked.buffer_count)
+    rows = (_lib.StreamArray * len(kinds))(*(_lib.StreamArray(b"", size) for size, _ in kinds))
+    shape = _lib.StreamConfig(arrays=rows, narrays=len(kinds), elems=elems, cell_elems=cell, slots=slots)
+    if form:
+        shape.per = (ctypes.c_int64 * len(kinds))(*(per for _, per in kinds))
     on_disk, buffers = ctypes.c_int64(), ctypes.c_int64()
     _lib.call("dc_stream_bytes", ctypes.byref(shape), ctypes.byref(on_disk), ctypes.byref(buffers))
     return DiskStates(
@@ -245,6 +260,7 @@ def disk_states(config: Config, arrays: int, elems: int, folder: str) -> DiskSta
         depth=config.aio.queue_depth if "aio.queue_depth" in config.given else 0,
         disk_bytes=on_disk.value,
         buffer_bytes=buffers.value,
+        form=form,
     )
 
 

@@ -64,9 +64,10 @@ def payload_bytes(kind: str, dtype: DType, n: int) -> int:
 
 @dataclass(frozen=True)
 class DiskStates:
-    """Masters and moments of a rank on disk: `arrays` of them, fp32, in a scratch file of `folder`, moved in cells of
-    `cell_elems` elements of each, of which `slots` are in memory at a time. block_bytes and depth: of a transfer, and
-    of those on their way (0: offload's own). disk_bytes, buffer_bytes: of one rank."""
+    """Masters and moments of a rank on disk: `arrays` of them, in fp32 (moments in `form`, if it is not ""), in a
+    scratch file of `folder`, moved in cells of `cell_elems` elements of each, of which `slots` are in memory at a time.
+    block_bytes and depth: of a transfer, and of those on their way (0: offload's own). disk_bytes, buffer_bytes: of one
+    rank."""
 
     folder: str
     arrays: int
@@ -76,6 +77,7 @@ class DiskStates:
     depth: int
     disk_bytes: int
     buffer_bytes: int
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -249,12 +251,18 @@ class Plan:
         if self.disk is not None:
             lines.append(
                 f"  on disk, {self.disk.folder}: {self.disk.disk_bytes / mib:.1f} MiB each rank"
-                f" ({self.disk.arrays} fp32 arrays: {'masters and ' * self.has_master}optimizer states), read and"
+                f" ({self.disk.arrays} {self._disk_arrays()}), read and"
                 f" written once a step in cells of {self.disk.cell_elems:,} elements"
             )
         if self.nodes > 1:
             lines.extend(self._describe_crossing())
         return "\n".join(lines)
+
+    def _disk_arrays(self) -> str:
+        form = self.disk.form if self.disk is not None else ""
+        if not form:
+            return f"fp32 arrays: {'masters and ' * self.has_master}optimizer states"
+        return f"arrays: {'fp32 masters and ' * self.has_master}{form} optimizer states"
 
     def _describe_crossing(self) -> list[str]:
         sent, mib = self.crossing(), 2.0**20

@@ -32,7 +32,7 @@ def offload(engine: EngineBase, folder: str | None) -> None:
         )
     master = engine.state.master
     arrays: dict[str, Array] = {**({} if master is None else {"master": master}), **optimizer.states}
-    disk = disk_states(engine._config, len(arrays), plan.owned_elems, folder)
+    disk = disk_states(engine._config, optimizer.moments, plan.has_master, plan.owned_elems, folder)
     if disk is None:
         return
     moved = with_states(plan, optimizer.moments, disk)
@@ -78,11 +78,14 @@ def _check(engine: EngineBase) -> None:
     if engine.broken_step:
         raise DeepcError(engine.broken_step)
     engine.optimizer.check_format(engine.device.type, True)
+    form = engine.optimizer.rule.form if engine.optimizer.rule is not None else ""
     why = (
         "on a GPU"
         if engine.device.type != "cpu"
         else f"of {type(engine.optimizer.base).__name__}, which torch steps in memory"
         if not engine.optimizer.core
+        else f"of state_dtype {form}"
+        if form
         else 'with "precision": "auto"'
         if engine.auto_precision is not None
         else "with zero_quantized_weights"

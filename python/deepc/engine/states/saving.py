@@ -93,7 +93,7 @@ def _source(window: Window) -> torch.Tensor | Source:
     """What a checkpoint writes of it: from disk, and of codes, a part at a time."""
     if window.in_memory:
         return _host(window.read())
-    return Source(window.length, torch.float32, lambda: (part.read() for part in window.parts()))
+    return Source(window.length, window.array.dtype, lambda: (part.read() for part in window.parts()))
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

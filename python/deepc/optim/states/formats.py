@@ -18,6 +18,7 @@ BYTES_OF_256 = {"fp32": 1024, "bf16": 512, "int8": 256 + 4, "int4": 128 + 8}
 """Of 256 elements of one state, with their scales."""
 SQUARES = "exp_avg_sq"  # the state that is never negative
 SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
+UNIT = 64  # elements: parameters begin at multiples of it, so that two blocks' scales never fall into one unit
 APART = 1 << 40  # between the numbers of two tensors' elements, so that each has random bits of its own
 
 
@@ -35,6 +36,22 @@ def check_state_dtype(name: str, value: str | None, amsgrad: bool = False) -> st
 def is_coded(state_dtype: str | None) -> bool:
     """Whether a state is codes and scales."""
     return state_dtype in ("int8", "int4")
+
+
+def arrays_of(name: str, form: str) -> dict[str, tuple[torch.dtype, int]]:
+    """The arrays of state `name` where it lies on disk: dtype of an item, elements that share it. A scale is that of a
+    block which begins in its unit, or goes on there from another parameter's elements."""
+    if is_coded(form):
+        return {name: (torch.uint8, 1 if form == "int8" else 2), name + SCALE: (torch.float32, UNIT)}
+    return {name: (torch.bfloat16 if form == "bf16" else torch.float32, 1)}
+
+
+def scale_units(first: int, numel: int, form: str) -> torch.Tensor:
+    """For each block of `numel` elements, whose first has the number `first`, the unit that it begins in."""
+    units, most = -(-numel // UNIT), (256 if form == "int8" else 128) // UNIT
+    begin = most - first // UNIT % most
+    rest = torch.arange(begin, max(begin, units), most)
+    return torch.cat([torch.zeros(1, dtype=rest.dtype), rest])
 
 
 def number_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> int:

@@ -16,13 +16,14 @@ import torch
 from ...core.lib import C, LambArgs, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
+from ...offload import Cell as DiskCell
 from ...optim.factory import check_optimizer, moments_of, state_bytes_of, twin_over
 from ...optim.kinds.lamb import Norms, Stretch, set_scalars, trust_ratio
 from ...optim.rules import ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
-from ...optim.states.formats import FORMATS, is_coded
+from ...optim.states.formats import FORMATS, SCALE, UNIT, is_coded, scale_units
 from ...plan.layout import Segment
 from ..state import ModelState, Walk
-from ..tiers.coded import Coded
+from ..tiers.coded import Coded, CodedOnDisk
 from ..tiers.windows import Array, Window
 from .matrices import MatrixUpdate
 from .tree import LayoutOrder
@@ -86,9 +87,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 " Adagrad or SGD of deepc.optim, or remove the key"
             )
 
-    def check_format(self, device: str, on_disk: bool) -> None:
+    def check_format(self, device: str, states_on_disk: bool, parameters_on_disk: bool = False) -> None:
         """Raises if states in this format can't be where they are asked to be."""
         form = "" if self.rule is None else self.rule.form
+        on_disk = states_on_disk or parameters_on_disk
         where = "offload to nvme" if on_disk else f"ranks on {device}"
         if self.rule is not None and self.rule.kind == LAMB and (device != "cpu" or on_disk):
             raise UnsupportedError(
@@ -99,10 +101,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "Muon with offload to nvme does not exist: its matrices are made whole of momentum in memory. Use cpu,"
                 " or another optimizer"
             )
-        if form and (device != "cpu" or on_disk):
+        if form and device != "cpu":
             raise UnsupportedError(
-                f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are in CPU ranks\' '
-                "memory only. Remove one of the two"
+                f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
+                " Remove one of the two"
+            )
+        if form and parameters_on_disk and not states_on_disk:
+            raise UnsupportedError(
+                f'optimizer.params.state_dtype "{form}" in memory with offload_param nvme does not exist: set'
+                " zero_optimization.offload_optimizer.device to nvme as well"
             )
 
     def _hook_tables(self: torch.optim.Optimizer) -> None:
@@ -168,8 +175,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _new_state(self, name: str, owned: int) -> Array:
         st, form = self._state, self._core.form
+        if form and not is_coded(form) and st.tier is not None:
+            return st.tier.arrays[name]
         if is_coded(form):
             stretches = [(s.shard_begin, s.length, self._number(s)) for s in st.plan.segments]
+            if st.tier is not None:
+                return CodedOnDisk(st.tier.stream, name, form, stretches)
             return Coded(name, form, owned, stretches, lambda numel: st.zeros(numel, torch.uint8, name))
         return st.zeros(owned, torch.bfloat16, name) if form else st.states(owned, name)
 
@@ -190,13 +201,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
         self._walk = st.walk() if st.state_device.type == "cpu" else None
+        if self._core.form:  # a scale, and a parameter's random bits, are of one parameter's elements
+            segments = [s for s in st.plan.segments if groups[s.param] >= 0]
+            self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
+            self._numbers = [(s.shard_begin, self._number(s)) for s in segments]
         if st.state_device.type != "cpu" or st.tier is not None or self._walk is not None:
             return  # a cell's arguments are made when it is there
         if self._core.kind == LAMB:
             self._aim_lamb(groups)
             return
-        if self._core.form:  # a scale is of one parameter's elements
-            self._aim_formed([(s, groups[s.param]) for s in st.plan.segments if groups[s.param] >= 0])
+        if self._core.form:
+            self._aim_formed()
             return
         arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
         self._args = StepArgs.array(max(1, len(self._runs)))
@@ -251,10 +266,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             a.trust = trust_ratio(*squares[param], self.param_groups[run.group])
         check(C.dc_lamb_apply(self._args, len(self._runs)))
 
-    def _aim_formed(self, segments: Sequence[tuple[Segment, int]]) -> None:
-        """The arguments where states have a format: one run for each segment (with its param group)."""
+    def _aim_formed(self) -> None:
+        """The arguments where states have a format: one run for each segment."""
         rule, names = self._core, self._core.names
-        self._runs = [Run(g, s.flat_begin, s.shard_begin, s.length) for s, g in segments]
         self._args = StepArgs.array(max(1, len(self._runs)))
         master = cast("torch.Tensor | None", self._state.master)
 
@@ -265,9 +279,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             array = cast("torch.Tensor", array)
             return array.data_ptr() + array.element_size() * own
 
-        for a, run, (s, _) in zip(self._args, self._runs, segments):
+        for a, run, (_, number) in zip(self._args, self._runs, self._numbers):
             self._aim(a, run, at)
-            a.format, a.first, a.state_dtype = FORMATS[rule.form], self._number(s), code(torch.bfloat16)
+            a.format, a.first, a.state_dtype = FORMATS[rule.form], number, code(torch.bfloat16)
             for k, name in enumerate(names if is_coded(rule.form) else ()):
                 a.scale[k] = cast(Coded, self.states[name]).pieces[run.own].scale.data_ptr()
 
@@ -383,14 +397,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The update of an element depends on that element alone, so it may be cut anywhere."""
         tier, walk = self._state.tier, self._walk
 
-        def run(begin: int, end: int, at: Address) -> None:
+        def run(begin: int, end: int, at: Address, cell: DiskCell | None = None) -> None:
             if walk is not None:
                 walk.ready()
             runs = within(self._runs, begin, end)
             args = StepArgs.array(max(1, len(runs)))
             for a, r in zip(args, runs):
                 self._aim(a, r, at)
+            scales = self._aim_in_cell(args, runs, cell) if self._core.form and cell is not None else []
             self._step_runs(args, runs, groups)
+            for units, places, scale in scales:
+                units[places] = scale
             if walk is not None:
                 walk.done()
 
@@ -398,7 +415,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if walk is not None:
                 walk.begin(self._state.master is None or bool(self._left_out))
             if tier is not None:
-                tier.update(lambda c: run(c.begin, c.end, lambda name, own: c.data[name] + 4 * (own - c.begin)))
+                tier.update(lambda c: run(c.begin, c.end, lambda name, own: tier.address(c, name, own), c))
             else:
                 arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": self._state.master})
                 for cell in cast("Walk", walk).cells[cast("Walk", walk).at :]:
@@ -414,6 +431,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._unfinished = grad_scale
             raise
         self._unfinished = None
+
+    def _aim_in_cell(
+        self, args: Any, runs: Sequence[Run], cell: DiskCell
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The arguments of states in a format that lie in `cell`, which begins at an edge of blocks. Returns (the units
+        of scales there, which of them are used, those that the step reads and writes) of each."""
+        rule, out = self._core, []
+        for a, r in zip(args, runs):
+            begin, number = self._numbers[bisect.bisect_right(self._numbers, r.own, key=lambda n: n[0]) - 1]
+            a.format, a.first, a.state_dtype = FORMATS[rule.form], number + r.own - begin, code(torch.bfloat16)
+            for k, name in enumerate(rule.names if is_coded(rule.form) else ()):
+                at = (r.own - cell.begin) // UNIT
+                units = cell.tensor(name + SCALE)[at : at - (-r.n // UNIT)]
+                places = scale_units(a.first, r.n, rule.form)
+                out.append((units, places, units[places]))
+                a.scale[k] = out[-1][2].data_ptr()
+        return out
 
     def _update_device(self, grad_scale: float) -> None:
         st, rule = self._state, self._core

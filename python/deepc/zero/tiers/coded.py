@@ -1,4 +1,4 @@
-"""Optimizer states that are kept as codes of 8 or 4 bits (optim/states/formats.py), in memory."""
+"""Optimizer states that are kept as codes of 8 or 4 bits (optim/states/formats.py), in memory or on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from ...errors import UnsupportedError
-from ...optim.states.formats import make_state, pack, unpack
+from ...offload import Stream
+from ...optim.states.formats import SCALE, UNIT, make_state, pack, scale_units, unpack
 
 
 class CodedPiece(NamedTuple):
@@ -72,6 +73,57 @@ class Coded:
         raise UnsupportedError(
             f"{what} of '{self._name}', which is kept as {self._form} codes: it is no tensor; read and write it by"
             " deepc.view(p), or by its windows (zero/tiers/windows.py)"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse("[...]")
+
+
+class CodedOnDisk:
+    """The same where codes and scales are arrays of a stream: one scale for each unit, of which those are used that a
+    block begins in."""
+
+    dtype = torch.float32
+
+    def __init__(self, stream: Stream, name: str, form: str, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """stretches: (begin, length, first) of each piece."""
+        self._stream, self._name, self._form = stream, name, form
+        self._pieces = {begin: (length, first) for begin, length, first in stretches}
+
+    def __len__(self) -> int:
+        return self._stream.elems
+
+    def _first(self, begin: int, length: int) -> int:
+        piece = self._pieces.get(begin)
+        if piece is None or piece[0] != length:
+            self._refuse(f"[{begin}:{begin + length}]")
+        return piece[1]
+
+    def read(self, begin: int, out: torch.Tensor) -> torch.Tensor:
+        """Fills the fp32 CPU tensor `out` with the piece that begins at `begin`; returns it."""
+        n = out.numel()
+        first = self._first(begin, n)
+        codes, _ = make_state(n, self._form, first)
+        self._stream.read(self._name, begin // self._stream.per[self._name], codes)
+        units = self._stream.read(self._name + SCALE, begin // UNIT, torch.empty(-(-n // UNIT)))
+        scale = units[scale_units(first, n, self._form)]
+        return out.copy_(unpack(codes, scale, n, self._form, self._name, first))
+
+    def write(self, begin: int, value: torch.Tensor) -> None:
+        """The piece that begins at `begin` is `value` from now on, to nearest."""
+        n = value.numel()
+        first = self._first(begin, n)
+        codes, scale = make_state(n, self._form, first)
+        pack(codes, scale, value, self._form, self._name, first)
+        self._stream.write(self._name, begin // self._stream.per[self._name], codes)
+        units = torch.zeros(-(-n // UNIT))
+        units[scale_units(first, n, self._form)] = scale
+        self._stream.write(self._name + SCALE, begin // UNIT, units)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of '{self._name}', which is kept as {self._form} codes on disk: it is no tensor; read and write it"
+            " by deepc.view(p), or by its windows (zero/tiers/windows.py)"
         )
 
     def __getitem__(self, index: object) -> NoReturn:

@@ -12,6 +12,7 @@ import torch
 from ...core.telemetry import waits
 from ...errors import DiskError, DiskFullError
 from ...offload import Cell, Disk, Stream, check
+from ...optim.states.formats import arrays_of
 from .windows import OnDisk
 
 if TYPE_CHECKING:
@@ -45,22 +46,31 @@ def preflight(plan: Plan) -> list[Disk]:
 
 
 class DiskTier:
-    """The states `names` of a rank, [elems] fp32 each, in a scratch file without a name. They begin as zeros.
+    """The states `names` of a rank, [elems] each, masters in fp32 and moments in the plan's format, in a scratch file
+    without a name. They begin as zeros.
 
     at: the first cell of the update under way that is not done; 0 outside of one that has failed."""
 
     def __init__(self, place: DiskStates, names: Sequence[str], elems: int) -> None:
         self.at = 0
+        kinds: dict[str, tuple[torch.dtype, int]] = {}
+        for name in names:
+            kinds.update(arrays_of(name, "" if name == "master" else place.form))
         self.stream = Stream(
             os.path.expanduser(place.folder),
-            dict.fromkeys(names, torch.float32),
+            {name: dtype for name, (dtype, _) in kinds.items()},
             elems,
+            per={name: per for name, (_, per) in kinds.items()},
             cell_elems=place.cell_elems,
             slots=place.slots,
             block_bytes=place.block_bytes,
             depth=place.depth,
         )
         self.arrays = {name: OnDisk(self.stream, name) for name in names}
+
+    def address(self, cell: Cell, name: str, element: int) -> int:
+        """Where an element of the share lies in `cell`."""
+        return cell.data[name] + self.stream.arrays[name].itemsize * ((element - cell.begin) // self.stream.per[name])
 
     def update(self, work: Callable[[Cell], None]) -> None:
         """Calls `work` on every cell, in order; what it changes is written behind it. After a DiskError another call

@@ -9,26 +9,24 @@ import torch
 
 from ...errors import UnsupportedError
 from ...offload import Stream
-from .coded import Coded
+from .coded import Coded, CodedOnDisk
 
 PART = 1 << 20  # elements of what is on disk that are in memory at a time
 
 
 class OnDisk:
-    """[numel] fp32: an array of a rank's states that lies on disk. No tensor: what is taken for one by mistake is an
-    UnsupportedError, and not a tensor of zeros. See Window."""
-
-    dtype = torch.float32
+    """[numel] of `dtype`: an array of a rank's states that lies on disk. No tensor: what is taken for one by mistake is
+    an UnsupportedError, and not a tensor of zeros. See Window."""
 
     def __init__(self, stream: Stream, name: str) -> None:
-        self._stream, self._name = stream, name
+        self._stream, self._name, self.dtype = stream, name, stream.arrays[name]
 
     def read(self, begin: int, out: torch.Tensor) -> torch.Tensor:
-        """Fills the contiguous fp32 CPU tensor `out` from element `begin` on; returns it."""
+        """Fills the contiguous CPU tensor `out`, of the array's dtype, from element `begin` on; returns it."""
         return self._stream.read(self._name, begin, out)
 
     def write(self, begin: int, value: torch.Tensor) -> None:
-        """The elements from `begin` on are those of the contiguous fp32 CPU tensor `value`."""
+        """The elements from `begin` on are those of the contiguous CPU tensor `value`, of the array's dtype."""
         self._stream.write(self._name, begin, value)
 
     def __len__(self) -> int:
@@ -68,7 +66,7 @@ class OnDisk:
         found._refuse(f"torch's {getattr(function, '__name__', function)}")
 
 
-Array = torch.Tensor | OnDisk | Coded
+Array = torch.Tensor | OnDisk | Coded | CodedOnDisk
 
 
 class Window:
