@@ -5,7 +5,8 @@ choice of a backend knows accelerators only. While the compatibility layer is in
 instead of nothing, and its plug-in leaves the word "auto" alone where it is a value.
 
 transformers builds and loads models under zero.Init one parameter at a time if two things are switched off meanwhile
-(`loads_one_by_one`), with or without the compatibility layer."""
+(`loads_one_by_one`), with or without the compatibility layer. Under an HfDeepSpeedConfig it loads them outside of
+zero.Init, and asks for a state_dict for its names (`teach_loading`)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from ..core.foreign import patches
+from ..zero.parameters.around import names_alone
 from . import lightning
 
 
@@ -101,7 +103,25 @@ def teach_plugin(module: types.ModuleType) -> None:
     patches.applied("accelerate")
 
 
+def teach_loading(module: types.ModuleType) -> None:
+    """What PreTrainedModel.from_pretrained reads of the state_dict of a model that zero.Init has built is its names."""
+    model = module.PreTrainedModel
+    load = model._load_pretrained_model
+    if getattr(load, "_deepc", False):
+        return
+
+    @functools.wraps(load)
+    def load_pretrained(*args: Any, **kwargs: Any) -> Any:
+        with names_alone() if _is_installed() else contextlib.nullcontext():
+            return load(*args, **kwargs)
+
+    load_pretrained._deepc = True  # type: ignore[attr-defined]
+    model._load_pretrained_model = staticmethod(load_pretrained)
+    patches.applied("transformers-loading")
+
+
 _TEACH: dict[str, Callable[[types.ModuleType], None]] = {
+    "transformers.modeling_utils": teach_loading,
     "accelerate.state": teach_accelerate,
     "accelerate.utils.dataclasses": teach_plugin,
     **lightning.TEACH,

@@ -409,12 +409,16 @@ def check_disk(engine: EngineBase) -> None:
 # ---- the model and its states ----------------------------------------------------------------------------------------
 @torch.no_grad()
 def place_buffers(engine: EngineBase) -> None:
-    """The model's buffers go to the device, in the dtype of training, with rank 0's values. Collective."""
+    """The model's buffers go to the device, in the dtype of training, with rank 0's values. Those of a model that came
+    in the dtype of evaluation stay in theirs: it was made so (rotary frequencies in fp32). Collective."""
     dtype = engine.step_policy.buffer_dtype
+    floats = {p.dtype for p in engine.module.parameters() if p.is_floating_point()}
+    casts = engine.plan.layout.total > 0 or floats != {engine.dtype}
     for module in engine.module.modules():
         for b in module._buffers.values():
             if b is not None:
-                b.data = b.data.to(device=engine.device, dtype=dtype if b.is_floating_point() else b.dtype)
+                wanted = dtype if casts and b.is_floating_point() else b.dtype
+                b.data = b.data.to(device=engine.device, dtype=wanted)
     if engine.world_size > 1:
         for _, b in engine.module.named_buffers():
             if b.numel() and (b.is_floating_point() or b.dtype in (torch.int32, torch.int64)):

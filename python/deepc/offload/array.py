@@ -214,6 +214,22 @@ class DiskArray:
         if not 0 <= begin <= self.numel - n:
             raise ArgumentError(f"{self.what}: elements [{begin}, {begin + n}) are outside of its {self.numel}")
         at, step = begin, _PUT // BLOCK * BLOCK
+        writes: collections.deque[tuple[Handle, torch.Tensor]] = collections.deque()
+        try:
+            self._put_all(begin, values, at, step, writes)
+        finally:
+            while writes:
+                writes.popleft()[0]._free()  # waits
+
+    def _put_all(
+        self,
+        begin: int,
+        values: torch.Tensor,
+        at: int,
+        step: int,
+        writes: collections.deque[tuple[Handle, torch.Tensor]],
+    ) -> None:
+        n = values.numel()
         while at < begin + n:
             lo = at // BLOCK * BLOCK
             hi = min(lo + step, -(-(begin + n) // BLOCK) * BLOCK)
@@ -221,9 +237,13 @@ class DiskArray:
             end = min(hi, begin + n)
             for edge in {b for b, cut in ((lo, at > lo), (hi - BLOCK, end < hi)) if cut}:
                 self._read_block(edge, room[edge - lo : edge - lo + BLOCK])
-            room[at - lo : end - lo].copy_(values[at - begin : end - begin])
-            self.finish(self.write_async(lo, room))
+            _copy(room[at - lo : end - lo], values[at - begin : end - begin])
+            writes.append((self.write_async(lo, room), room))
             at = end
+            if len(writes) > _PUT_AHEAD:
+                self.finish(writes.popleft()[0])
+        while writes:
+            self.finish(writes.popleft()[0])
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -337,7 +357,17 @@ class DiskPlaces:
             raise type(exc)(f"{self.what} on disk (a file without a name in {self.folder}): {exc}") from exc
 
 
-_PUT = 1 << 20  # elements that `put` has in memory at a time
+def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
+    """On this thread alone where nothing is converted: torch's threads wait for each other, which beside other work
+    takes longer than the copy."""
+    if to.dtype == of.dtype and of.device.type == "cpu" and of.is_contiguous():
+        ctypes.memmove(to.data_ptr(), of.data_ptr(), to.nbytes)
+    else:
+        to.copy_(of)
+
+
+_PUT = 1 << 20  # elements that `put` copies at a time
+_PUT_AHEAD = 3  # such pieces that may be on their way beside it
 
 
 class Window:

@@ -14,17 +14,27 @@ from ..core.lib import C, check
 @dataclass(frozen=True)
 class Order:
     """The recorded uses of a pass, and what the C core made of them (zero/prefetch.c): per use, what goes before it,
-    and what is gathered ahead while it runs; keep: whether its unit stays after it."""
+    and what is gathered ahead while it runs; keep: whether its unit stays after it. repeats: the same pass follows, and
+    its first units are among those that are gathered ahead."""
 
     uses: tuple[int, ...]
     drop: tuple[tuple[int, ...], ...]
     ahead: tuple[tuple[int, ...], ...]
     keep: tuple[bool, ...]
+    repeats: bool = False
 
 
-def order_of(uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live: int, max_reuse: int) -> Order:
+def order_of(
+    uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live: int, max_reuse: int, repeats: bool = False
+) -> Order:
     """The prefetch order of recorded `uses` of units with `elems` elements, under the limits of zero/zero.h
-    (dc_zero_prefetch)."""
+    (dc_zero_prefetch). repeats: pass after pass is the same. Where they don't all fit then, units are kept only as
+    long as there is room beside them for what is gathered ahead: those that fill the room would let nothing come."""
+    once = len(uses)
+    if repeats:
+        if sum(elems[u] for u in set(uses)) > max_live:
+            max_reuse = min(max_reuse, max(0, max_live - prefetch - max(elems[u] for u in uses)))
+        uses = [*uses, *uses]
     n, units = len(uses), len(elems)
     count = ctypes.c_int64()
     actions = (_lib.Action * max(1, 3 * n))()
@@ -48,4 +58,4 @@ def order_of(uses: Sequence[int], elems: Sequence[int], prefetch: int, max_live:
             ahead.append(tuple(u for u in gathered if u != a.unit))
             keep.append(True)
             dropped, gathered = [], []
-    return Order(tuple(uses), tuple(drop), tuple(ahead), tuple(keep))
+    return Order(tuple(uses[:once]), tuple(drop[:once]), tuple(ahead[:once]), tuple(keep[:once]), repeats)

@@ -20,8 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.foreign import patches
 from ..errors import MismatchError, ReleasedParameterError
 from ..offload.array import DiskPlace, DiskPlaces
+from .parameters.around import wants_names_alone
 from .parameters.gathered import Params, Whole
-from .parameters.param import NodeParameter, Released, Unit, UnitState, set_data, unshare
+from .parameters.param import NodeParameter, Released, Unit, UnitState, released_class, set_data, unshare
 from .sources import Alone, Exchange
 
 KEEP = 64 << 20  # bytes of parameters that stay whole while a model is built; a quarter of it where they go to disk
@@ -70,9 +71,7 @@ class _Part(Unit):
 
     def _free(self) -> None:
         for p in self.params:
-            empty = torch.empty(p.shape, dtype=p.dtype)
-            empty.untyped_storage().resize_(0)
-            set_data(p, empty)
+            set_data(p, without_memory(p))
 
 
 class Shards:
@@ -200,8 +199,10 @@ class Shards:
             )
 
     # ---- as the owner of released parameters -------------------------------------------------------------------------
-    def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> None:
+    def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> torch.Tensor | None:
         """See param.Owner. In the context `p` becomes whole."""
+        if not self._building and wants_names_alone() and func is torch.Tensor.detach:
+            return torch.empty(p.shape, dtype=p.dtype, device="meta")
         if not self._building:
             raise ReleasedParameterError(
                 f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) between"
@@ -212,6 +213,7 @@ class Shards:
         self._make_whole(p)
         if func in (_data_of_tensor.__get__, _data_of_tensor.__set__):
             self.settle()  # of an operator's other arguments nothing is known before it is through
+        return None
 
     def copy_of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """The values of `p`, in memory of their own. Collective."""
@@ -270,9 +272,60 @@ class _Held(Whole):
         self._shards.let_go(self._params, self._mine, self._writer)
 
 
-def give(p: torch.nn.Parameter) -> bool:
-    """Makes a parameter whole that a zero.Init has released; False if it is not such a one. Collective."""
-    if not isinstance(p, Released) or not isinstance(p._deepc_owner, Shards):
+class Late:
+    """The owner of parameters whose values come from elsewhere (a file) when an engine takes them, one at a time."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def take(self, p: torch.nn.Parameter, read: Callable[[], torch.Tensor]) -> None:
+        """`p` is released, its memory gone; its values will be what `read` returns, of its shape. Collective if a
+        zero.Init has released it."""
+        give(p)
+        with torch.no_grad():
+            set_data(p, without_memory(p))
+        p.__class__ = released_class(type(p))
+        p._deepc_owner = self  # type: ignore[attr-defined]
+        self._read[id(p)] = read
+
+    def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> None:
+        """See param.Owner."""
+        raise ReleasedParameterError(
+            f"a parameter of shape {tuple(p.shape)} was touched ({getattr(func, '__name__', func)}) before its values"
+            " were read"
+        )
+
+    def settle(self) -> None:
+        """See param.Owner."""
+
+    def copy_of(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """The values of `p`."""
+        return self._read[id(p)]()
+
+    def give(self, p: torch.nn.Parameter, read: bool) -> None:
+        """`p` is an ordinary parameter from now on, with its values, or unless `read` with any."""
+        value = self._read.pop(id(p))
+        p.__class__ = torch.nn.Parameter
+        del p._deepc_owner  # type: ignore[attr-defined]
+        with torch.no_grad():
+            p.data = value() if read else torch.empty(p.shape, dtype=p.dtype)
+
+
+def without_memory(p: torch.Tensor) -> torch.Tensor:
+    """Of the shape and dtype of `p`, with storage of no bytes: it must not be read."""
+    empty = torch.empty(p.shape, dtype=p.dtype, device="cpu")
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+def give(p: torch.nn.Parameter, read: bool = True) -> bool:
+    """Makes a parameter whole that a zero.Init, or a Late, has released; False if it is not such a one. Collective.
+    read: this rank wants the values of a Late."""
+    if not isinstance(p, Released):
         return False
-    p._deepc_owner.give(p)
-    return True
+    owner = p._deepc_owner
+    if isinstance(owner, Late):
+        owner.give(p, read)
+    elif isinstance(owner, Shards):
+        owner.give(p)
+    return not isinstance(p, Released)

@@ -1,5 +1,5 @@
-"""deepspeed.init_inference over plain PyTorch: the model in its dtype, on its device, ready for forward and
-generate."""
+"""deepspeed.init_inference over plain PyTorch: the model in its dtype, on its device, ready for forward and generate;
+or, with a `zero` section that asks for it, its weights on disk (ZeRO-Inference)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...comm.start import default_device
 from ...core import dtypes
 from ...core.ops import torch_dtype
 from ...engine.base import ModelWrapper
+from ...engine.serve.inference import inference
 from ...errors import ArgumentError, UnsupportedError
 
 
@@ -54,6 +55,7 @@ class DeepSpeedInferenceConfig:
     tensor_parallel: Any
     mp_size: int
     quant: Any
+    zero: Any
     keep_module_on_host: bool
     replace_with_kernel_inject: bool
 
@@ -104,6 +106,12 @@ class DeepSpeedInferenceConfig:
             )
         return torch_dtype(found)
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether the weights are to lie on disk."""
+        asked = self.zero.get("offload_param") if isinstance(self.zero, dict) else None
+        return isinstance(asked, dict) and asked.get("device") == "nvme"
+
     def dict(self) -> dict[str, Any]:
         return {k: getattr(self, k) for k in self._DEFAULTS}
 
@@ -115,15 +123,21 @@ class InferenceEngine(ModelWrapper):
         super().__init__()
         self._config = config
         dtype = config.torch_dtype()
-        if dtype is not None:
+        if dtype is not None and not config.on_disk:
             model.to(dtype)
-        if not config.keep_module_on_host:
+        if not config.keep_module_on_host and not config.on_disk:
             model.to(default_device())
         if config.replace_with_kernel_inject:
             from ...nn.fuse import fuse
 
             fuse(model)
         self.module = model.eval()
+        self._served = inference(model, dtype=dtype, zero=config.zero) if config.on_disk else None
+
+    def destroy(self) -> None:
+        """The end: what lies on disk goes."""
+        if self._served is not None:
+            self._served.destroy()
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -138,7 +152,9 @@ def init_inference(
     model: torch.nn.Module, config: dict[str, Any] | str | None = None, **kwargs: Any
 ) -> InferenceEngine:
     """A model ready for inference, in config["dtype"] and on this rank's device. replace_with_kernel_inject=True fuses
-    operators (deepc.fuse). Tensor parallelism, quantisation and checkpoint loading raise UnsupportedError."""
+    operators (deepc.fuse). zero: a zero_optimization section; with offload_param.device "nvme" the weights lie on disk
+    and are read layer by layer (deepc.inference). Tensor parallelism, quantisation and checkpoint loading raise
+    UnsupportedError."""
     given = json.loads(Path(config).read_text()) if isinstance(config, str) else dict(config or {})
     for key, value in kwargs.items():
         if key in given and given[key] != value:

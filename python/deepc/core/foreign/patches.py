@@ -93,6 +93,12 @@ PATCHES = (
         "ends with the zero.Init block",
     ),
     Patch(
+        "transformers-loading",
+        "PreTrainedModel._load_pretrained_model of transformers, while deepc.compat.deepspeed is installed",
+        "at ZeRO-3 it asks for a state_dict whose names alone it wants; of parameters on disk it gets no values",
+        "deepc.compat.deepspeed.uninstall()",
+    ),
+    Patch(
         "parameter-class",
         "torch.nn.Parameter.__new__, inside zero.Init where ranks share no memory",
         "a parameter is sharded as it is made, before the whole model lies on one rank",

@@ -3,6 +3,7 @@
     served = deepc.inference(model, checkpoint="checkpoints", dtype="bf16")     # plain: this process has the weights
     teacher = deepc.inference(model, checkpoint="teacher", stage=3)             # once per node, in memory that its
     ranks share
+    larger = deepc.inference(model, checkpoint="large", zero=section)           # on disk, read layer by layer
     small = deepc.inference(model, checkpoint="exported", dtype="int8")         # weight-only int8 (int8.py)
     with_what_trains = deepc.inference(engine)                                  # an engine's weights as they are at
     each call
@@ -12,22 +13,29 @@ No gradients, optimizer states or masters: a weight costs what its dtype takes."
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...comm import start as comm
+from ...config.tree import Config
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
 from ...zero.init import Home, Init
+from ...zero.shards import Late, without_memory
 from .. import precision
 from ..base import EngineBase, Served
 from .export import Weights, dtype_of, open_weights
 
+if TYPE_CHECKING:
+    from ..engine import Engine
+
 logger = logging.getLogger("deepc")
+_ON_DISK = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def inference(
@@ -38,6 +46,7 @@ def inference(
     average: str | None = None,
     dtype: str | torch.dtype | None = None,
     stage: int = 0,
+    zero: Mapping[str, Any] | None = None,
     keep: Sequence[str] = (),
     strict: bool = True,
     device: torch.device | str | None = None,
@@ -51,17 +60,20 @@ def inference(
     model.safetensors, or such a file. dtype: "fp32", "bf16", "fp16", "int8" or the torch dtype; default: the model's
     own (int8 if the checkpoint is). keep: names that int8 leaves alone. stage: 0, every rank has the weights; 3, they
     lie once per node in shared memory (CPU; collective; read-only from then on; with a checkpoint, a node's first rank
-    reads it). strict: names that are missing in the checkpoint, or that the model lacks, are an error.
+    reads it). zero: a zero_optimization section; with its offload_param.device "nvme" they lie once per node on disk
+    (nvme_path), at stage 3, and are read ahead of their use: the model may be larger than the memory, and is never
+    whole in it (one CPU node; collective to make, each rank runs and generates by itself; not int8). strict: names that
+    are missing in the checkpoint, or that the model lacks, are an error.
 
     Raises ArgumentError, CheckpointError, UnsupportedError."""
 
     if isinstance(model, InferenceEngine):
         raise ArgumentError("inference: this is an InferenceEngine already")
     if isinstance(model, EngineBase):
-        if checkpoint is not None or dtype is not None or stage or keep or device is not None:
+        if checkpoint is not None or dtype is not None or stage or zero or keep or device is not None:
             raise ArgumentError(
-                "inference(engine) runs the engine's own weights where they are: checkpoint, dtype, stage, keep and "
-                "device can't be given with it; for another "
+                "inference(engine) runs the engine's own weights where they are: checkpoint, dtype, stage, zero, keep "
+                "and device can't be given with it; for another "
                 "dtype deepc.export(engine, folder, dtype=...) and load that"
             )
         return InferenceEngine(model.module, model.dtype, trainer=model)
@@ -73,10 +85,25 @@ def inference(
             " and gradients 1 and 2 are 0"
         )
     where = torch.device(device) if device is not None else comm.default_device()
+    on_disk = False
+    if zero is not None:
+        config = _config(zero, None, where)
+        on_disk = config.zero.offload_param.device == "nvme"
+        stage = 3 if config.zero.stage == 3 else stage
     _check_stage(stage, where)
     weights = open_weights(checkpoint, tag, average) if checkpoint is not None else None
     with weights if weights is not None else contextlib.nullcontext():
-        return _Builder(model, weights, dtype, stage, keep, strict, where).build()
+        return _Builder(
+            model, weights, dtype, stage, keep, strict, where, dict(zero or {}) if on_disk else None
+        ).build()
+
+
+def _config(zero: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> Config:
+    """The configuration of an engine for evaluation, with the section `zero`, in `dtype`. ConfigError."""
+    source: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    if dtype in (torch.bfloat16, torch.float16):
+        source["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    return Config.load(source, world_size=int(os.environ.get("WORLD_SIZE", "1")), device_type=device.type)
 
 
 def _check_stage(stage: int, device: torch.device) -> None:
@@ -100,9 +127,10 @@ class _Builder:
         keep: Sequence[str],
         strict: bool,
         device: torch.device,
+        zero: dict[str, Any] | None,
     ) -> None:
         self.model, self.stage, self.keep, self.strict, self.device = model, stage, keep, strict, device
-        self.weights = weights
+        self.weights, self.zero = weights, zero
         asked = dtype_of(dtype) if dtype is not None else None
         self.stored_int8 = weights.int8 if weights is not None else set()
         if weights is not None and self.stored_int8 and asked not in (None, torch.int8):
@@ -113,12 +141,16 @@ class _Builder:
         self.int8 = asked == torch.int8 or bool(self.stored_int8)
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = own if asked is None or asked == torch.int8 else asked
+        # Buffers of a model that comes in the dtype stay in theirs: it was made so (rotary frequencies in fp32).
+        self._cast_buffers = any(p.is_floating_point() and p.dtype != self.dtype for p in model.parameters())
 
     def build(self) -> InferenceEngine:
         model = self.model.requires_grad_(False).eval()
         if self.weights is None:
             empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
             self._refuse_meta(empty, "there is no checkpoint to take its values from")
+        if self.zero is not None:
+            return self._stream(self.zero)
         if self.stored_int8:
             int8.convert(model, self.dtype, self._chosen_by_file(), values=False)
         self._leave_meta()
@@ -133,6 +165,35 @@ class _Builder:
             self._load_on_leaders(home) if home is not None else self._load()
         _choose_matmul(self.dtype, self.device)
         return InferenceEngine(model, self.dtype, home=home)
+
+    def _stream(self, zero: dict[str, Any]) -> InferenceEngine:
+        """The weights on disk: what ZeRO-3 does in training with parameters there, without training."""
+        from ..build import initialize
+        from ..engine import Engine
+
+        if self.int8:
+            raise UnsupportedError(
+                "int8 weights on disk (zero's offload_param.device nvme) do not exist: ask for bf16, fp16 or fp32, or"
+                " leave zero out, and int8 weights stay in memory"
+            )
+        if self.dtype not in _ON_DISK:
+            raise UnsupportedError(f"weights in {self.dtype} on disk do not exist: ask for dtype fp32, bf16 or fp16")
+        if self.weights is not None:
+            self._leave_meta()
+            late = Late()
+            for _, t, stored in self._found():
+                if isinstance(t, torch.nn.Parameter):
+                    late.take(t, functools.partial(self.weights.tensor, stored))
+                else:
+                    t.data.copy_(self.weights.tensor(stored))
+        with torch.no_grad():
+            for b in self.model.buffers() if self._cast_buffers else ():  # as in memory (_cast)
+                b.data = b.data.to(self.dtype) if b.is_floating_point() else b.data
+        config = _config(zero, self.dtype, self.device)
+        engine = initialize(
+            Engine, watchers=(), model=self.model, config=config.raw, device=self.device, evaluates=True
+        )[0]
+        return InferenceEngine(self.model, self.dtype, trainer=engine, ours=True)
 
     def _chosen_by_file(self) -> dict[int, int]:
         """The weights that the file has as int8."""
@@ -176,6 +237,8 @@ class _Builder:
         made = self.__dict__.setdefault("_made", {})
         if id(t) not in made:
             values = torch.empty(t.shape, dtype=self.dtype if self._casts(t) else t.dtype, device="cpu")
+            if self.zero is not None and isinstance(t, torch.nn.Parameter):
+                values = without_memory(values)
             made[id(t)] = (
                 (torch.nn.Parameter(values, requires_grad=False) if isinstance(t, torch.nn.Parameter) else values),
                 t,
@@ -195,10 +258,12 @@ class _Builder:
     @torch.no_grad()
     def _cast(self) -> None:
         """Floating-point parameters and buffers in the dtype; scales of int8 stay fp32."""
-        scales = self._scales()
+        kept = self._scales()
+        if not self._cast_buffers:
+            kept |= {id(b) for b in self.model.buffers()}
         for t in (*self.model.parameters(), *self.model.buffers()):
             t.data = t.data.to(
-                device=self.device, dtype=self.dtype if t.is_floating_point() and id(t) not in scales else t.dtype
+                device=self.device, dtype=self.dtype if t.is_floating_point() and id(t) not in kept else t.dtype
             )
 
     def _share(self) -> Home:
@@ -227,6 +292,14 @@ class _Builder:
     @torch.no_grad()
     def _load(self, buffers_only: bool = False) -> None:
         weights = cast(Weights, self.weights)
+        for _, t, stored in self._found():
+            if not buffers_only or not isinstance(t, torch.nn.Parameter):
+                t.data.copy_(weights.tensor(stored))
+
+    def _found(self) -> list[tuple[str, torch.Tensor, str]]:
+        """(name, parameter or buffer, name that it is stored under) of what is stored, each tensor once."""
+        weights = cast(Weights, self.weights)
+        out: list[tuple[str, torch.Tensor, str]] = []
         used: set[str] = set()
         wanted = [*self.model.named_parameters(remove_duplicate=False), *_persistent(self.model)]
         by_tensor: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -239,8 +312,8 @@ class _Builder:
             if not found:
                 missing.append(names[0][0])
                 continue
-            if not buffers_only or not isinstance(names[0][1], torch.nn.Parameter):
-                self._fill(names[0][0], names[0][1], found[0])
+            self._check_shape(names[0][0], names[0][1], found[0])
+            out.append((names[0][0], names[0][1], found[0]))
         extra = [n for n in weights.names if n not in used]
         if self.strict and (missing or extra):
             raise CheckpointError(
@@ -248,8 +321,9 @@ class _Builder:
                 f"{extra[:5]}"
                 f"{'...' * (len(extra) > 5)} ({len(missing)} and {len(extra)}); strict=False loads what fits"
             )
+        return out
 
-    def _fill(self, name: str, t: torch.Tensor, stored: str) -> None:
+    def _check_shape(self, name: str, t: torch.Tensor, stored: str) -> None:
         weights = cast(Weights, self.weights)
         shape = weights.names[stored][1]
         if tuple(shape) != tuple(t.shape):
@@ -257,7 +331,6 @@ class _Builder:
                 f"{weights.path}: '{stored}' has shape {tuple(shape)} there and {tuple(t.shape)} in the model "
                 f"('{name}')"
             )
-        t.data.copy_(weights.tensor(stored))
 
 
 def _persistent(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -281,7 +354,7 @@ def _choose_matmul(dtype: torch.dtype, device: torch.device) -> None:
 class InferenceEngine(Served):
     """See deepc.inference. `engine(...)` runs the model without gradients, floating-point inputs cast to its dtype;
     `generate(...)` its generation. `module`: the model; gradients with respect to inputs come from calling that.
-    trainer: the training engine whose weights these are, or None."""
+    trainer: the engine whose weights these are, or None; ours: it was made for this and ends with it."""
 
     def __init__(
         self,
@@ -290,9 +363,11 @@ class InferenceEngine(Served):
         *,
         trainer: EngineBase | None = None,
         home: Home | None = None,
+        ours: bool = False,
     ) -> None:
         super().__init__()
         self.__dict__["trainer"] = trainer  # not a submodule: its parameters are not ours
+        self._ours = ours
         self.module, self._dtype, self._home = module, dtype, home
 
     @property
@@ -321,17 +396,24 @@ class InferenceEngine(Served):
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own generate. Where ZeRO-3 streams the weights they stay gathered meanwhile, and it is
-        collective."""
+        collective; weights on disk are read again for every token, as far as there is no room for them, and each rank
+        generates by itself."""
         if not hasattr(self.module, "generate"):
             raise UnsupportedError(
                 f"{type(self.module).__name__} has no generate(); call the engine in your own loop, inside "
                 "engine.gathered()"
             )
-        with self._running(), self.gathered():
+        on_disk = self.trainer is not None and self.trainer.plan.parameters_on
+        with self._running(), contextlib.nullcontext() if on_disk else self.gathered():
             return cast(Any, self.module).generate(*inputs, **kwargs)
 
+    def destroy(self) -> None:
+        """The end: what lies on disk goes. Nothing to do for weights in memory, or of an engine that trains."""
+        if self.trainer is not None and self._ours:
+            cast("Engine", self.trainer).destroy()
+
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Context for many calls in a row: weights that ZeRO-3 streams stay. No effect elsewhere."""
+        """Context for many calls in a row: weights that ZeRO-3 streams stay, all of them. No effect elsewhere."""
         return self.trainer.keep_gathered() if self.trainer is not None else contextlib.nullcontext()
 
     def weight_bytes(self) -> int:

@@ -5,6 +5,7 @@ node's memory has the parameters, gathers are one-sided: ranks need not agree on
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -135,7 +136,7 @@ class DiskFlats:
         return torch.empty(0, dtype=state.dtype)  # a view of its unit soon
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
-        give(p)
+        give(p, read=state.group.leader)
         if not p.is_floating_point():
             broadcast(state.group, p.data)
             return
@@ -196,6 +197,7 @@ class DiskSource:
         self._array, self._begin_of = array, begin_of
         self._runs: dict[int, list[_Run]] = {}
         self._reads: dict[int, list[DiskRead]] = {}
+        weakref.finalize(self, _abandon, self._reads)  # also at the end of a process that closes nothing
 
     def add(self, unit: FlatUnit, pieces: Sequence[Sequence[Piece]]) -> None:
         runs: list[_Run] = []
@@ -244,8 +246,13 @@ class DiskSource:
         pass  # nobody waits here
 
     def close(self) -> bool:
-        for reads in self._reads.values():
-            for read in reads:
-                read.abandon()
-        self._reads.clear()
+        _abandon(self._reads)
         return False
+
+
+def _abandon(under_way: dict[int, list[DiskRead]]) -> None:
+    """Waits for reads that nobody wants any more."""
+    for reads in under_way.values():
+        for read in reads:
+            read.abandon()
+    under_way.clear()

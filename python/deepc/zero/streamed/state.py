@@ -198,16 +198,18 @@ class StreamedState(ModelState):
             like,
             config,
             self._most_live(config),
+            on_disk=self.disk is not None,
         )
         self._note_versions()
 
     def _most_live(self, config: ZeroConfig) -> int:
         """Elements that may be gathered at a time. With parameters on disk the limit is also max_in_cpu, and a third
-        of the memory that is left: activations and gradients want some."""
+        of the memory that is left: activations and gradients want some; half of it where nothing is trained."""
         most = config.stage3_max_live_parameters
         if self.disk is None:
             return most
-        room = memory.available() // (3 * self.plan.ranks_per_node * self.dtype.itemsize)
+        parts = 3 if self.trained else 2
+        room = memory.available() // (parts * self.plan.ranks_per_node * self.dtype.itemsize)
         least = torch.tensor([float(min(most, config.offload_param.max_in_cpu, room))], dtype=torch.float64)
         return int(self.group.gather_all(least).min())
 

@@ -64,7 +64,9 @@ class StreamedUnits:
 
     trained, frozen: name and parameter, which are released from here on (but the persistent ones). pieces_of: where the
     values of a parameter lie. like: a tensor of the parameters' dtype and device. max_live: elements that may be
-    gathered at a time."""
+    gathered at a time. on_disk: gathers are this rank's own reads of a disk. Then what the next pass begins with is
+    read at the end of one that repeats (generation); and where nothing is trained, so that values stay what they are,
+    as many units as there is room for are persistent, and two are read ahead in any case."""
 
     def __init__(
         self,
@@ -77,8 +79,10 @@ class StreamedUnits:
         like: torch.Tensor,
         config: ZeroConfig,
         max_live: int,
+        on_disk: bool = False,
     ) -> None:
         self._model, self._source = model, source
+        self._on_disk, self._pins = on_disk, on_disk and not trained
         self._prefetch, self._max_reuse = config.stage3_prefetch_bucket_size, config.stage3_max_reuse_distance
         self._max_live = max_live
         # Per running module: units in use, whether it pushed saved-tensor hooks.
@@ -90,10 +94,10 @@ class StreamedUnits:
         self._copied: FlatUnit | None = None
         self._blocked: set[FlatUnit] = set()  # to be released as soon as nothing else refers to them
         self._trace: list[int] = []
-        self._trace_key = True
+        self._trace_key: int | None = None
         self._backward_seen = False
         self._last_backward: FlatUnit | None = None
-        self._orders: dict[bool, Order] = {}
+        self._orders: dict[int | None, Order] = {}  # None: with gradients; else the identity of the outermost module
         self._order: Order | None = None
         self._at = 0
         self._closed = False
@@ -125,7 +129,8 @@ class StreamedUnits:
         kept = self._persistent(elems, config)
         tree, modules = tree_of(self._model)
         made = cut(tree, {i: n for i, n in elems.items() if i not in kept})
-        groups = [(u.name, u.params, False) for u in made.units]
+        stay = self._pinned([sum(elems[i] for i in u.params) for u in made.units], sum(elems[i] for i in kept))
+        groups = [(u.name, u.params, at in stay) for at, u in enumerate(made.units)]
         known = {id(p): p for p in self._model.parameters()}
         if kept:
             groups.append(("(persistent)", [i for i in known if i in kept], True))
@@ -162,6 +167,24 @@ class StreamedUnits:
                 break
             room -= n
             out.add(id(p))
+        return out
+
+    def _pinned(self, sizes: Sequence[int], kept: int) -> set[int]:
+        """Which units of `sizes` elements stay for good, beside `kept` elements that do: all, or as many as leave room
+        for one in use and two on their way, spread over the model, so that there is time to read those between them."""
+        if not self._pins or not sizes:
+            return set()
+        room, total = self._max_live - kept, sum(sizes)
+        if total <= room:
+            return set(range(len(sizes)))
+        self._prefetch = max(self._prefetch, 2 * max(sizes)) if self._prefetch else 0
+        share = max(0, room - 3 * max(sizes)) / total
+        out, due = set(), 0.0
+        for at, n in enumerate(sizes):
+            due += n * share
+            if n <= due:
+                due -= n
+                out.add(at)
         return out
 
     # ---- gather and release ------------------------------------------------------------------------------------------
@@ -237,27 +260,34 @@ class StreamedUnits:
             self._release(unit)
 
     # ---- the order of use --------------------------------------------------------------------------------------------
-    def _begin_pass_if_new(self) -> None:
+    def _begin_pass_if_new(self, outermost: int) -> None:
         """A pass is what runs from the first use after a backward (or without gradients: from each outermost call) to
-        the next such."""
-        key = torch.is_grad_enabled()
+        the next such. outermost: identity of the module whose call begins."""
         if self._frames or private.graph_task_id() != -1 or self._holds:
             return
+        key = None if torch.is_grad_enabled() else outermost
         for task in list(self._tasks):  # of a backward that raised: autograd has not told its end
             self._end_task(task)
-        if self._trace and not self._backward_seen and key and self._trace_key and len(self._trace) < MAX_TRACE:
+        same = key == self._trace_key
+        if self._trace and not self._backward_seen and same and key is None and len(self._trace) < MAX_TRACE:
             return  # a further forward before the backward
-        self._end_pass()
+        repeats = self._on_disk and same and key is not None
+        expected = repeats and self._order is not None and self._order.repeats and self._at == len(self._order.uses)
+        self._end_pass(repeats)
         self._trace_key, self._order = key, self._orders.get(key)
-        self.release_idle()
+        if not expected:  # else what is there was gathered for this pass
+            self.release_idle()
 
-    def _end_pass(self) -> None:
-        """Makes the order of the pass that ended, if it was another one than last time."""
+    def _end_pass(self, repeats: bool) -> None:
+        """Makes the order of the pass that ended, if it was another one than last time. repeats: such a pass
+        follows."""
         known = self._orders.get(self._trace_key)
-        if self._trace and len(self._trace) < MAX_TRACE and (known is None or known.uses != tuple(self._trace)):
+        new = known is None or known.uses != tuple(self._trace) or (repeats and not known.repeats)
+        if self._trace and len(self._trace) < MAX_TRACE and new:
             room = max(0, self._max_live - self.persistent_elems)
             elems = [u.elems for u in self._units]
-            self._orders[self._trace_key] = order_of(self._trace, elems, self._prefetch, room, self._max_reuse)
+            made = order_of(self._trace, elems, self._prefetch, room, self._max_reuse, repeats)
+            self._orders[self._trace_key] = made
         self._trace, self._at, self._backward_seen, self._last_backward = [], 0, False, None
 
     def _note(self, unit: FlatUnit) -> None:
@@ -314,7 +344,7 @@ class StreamedUnits:
     def _make_enter(self, of: int, units: list[FlatUnit]) -> Callable[..., None]:
         def enter(module: torch.nn.Module, args: Any) -> None:
             if id(module) == of:
-                self.enter(units)
+                self.enter(units, of)
 
         return _outside_of_graphs(enter)
 
@@ -335,9 +365,9 @@ class StreamedUnits:
 
         return before, after
 
-    def enter(self, units: Sequence[FlatUnit]) -> None:
-        """A module that uses `units` begins."""
-        self._begin_pass_if_new()
+    def enter(self, units: Sequence[FlatUnit], of: int) -> None:
+        """The module with the identity `of`, which uses `units`, begins."""
+        self._begin_pass_if_new(of)
         for at, unit in enumerate(units):
             try:
                 self._use(unit)
