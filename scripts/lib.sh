@@ -86,6 +86,7 @@ tool() { # name: the program in .venv, else the system's
 use_ccache() { # for the cmake that follows, where there is one; checkouts in other folders share what they compiled
   has ccache || return 0
   export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
+  export CCACHE_SLOPPINESS=pch_defines,time_macros # the precompiled header of tests/c
 }
 
 cmake_configure() { # build folder, arguments...
