@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -86,9 +87,12 @@ if not _HAS_HYPOTHESIS:
 
 
 def pytest_collection_finish() -> None:
-    """While tests run nobody may think that hypothesis is there (torch looks)."""
+    """While tests run nobody may think that hypothesis is there (torch looks). What has been imported and collected
+    stays: collections of garbage need not walk it, nor copy its pages in forks."""
     if not _HAS_HYPOTHESIS:
         sys.modules.pop("hypothesis", None)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -152,13 +152,13 @@ def check_values(ranks, owns_all):
 @pytest.mark.parametrize(
     "world, stage, precision",
     [
-        (1, 3, "bf16"),
+        pytest.param(1, 3, "bf16", marks=pytest.mark.full),
         (2, 0, "bf16"),
         (2, 1, "fp32"),
         (2, 2, "fp16"),
-        (2, 2, "bf16"),
+        pytest.param(2, 2, "bf16", marks=pytest.mark.full),
         (2, 3, "fp32"),
-        (2, 3, "fp16"),
+        pytest.param(2, 3, "fp16", marks=pytest.mark.full),
         (3, 3, "bf16"),
     ],
 )
@@ -168,7 +168,12 @@ def test_values_are_whole_and_can_be_set(world, stage, precision):
 
 @pytest.mark.parametrize(
     "stage, precision, zero",
-    [(0, "fp32", {}), (2, "bf16", {}), (3, "fp32", {}), (3, "bf16", {}), (3, "bf16", QUANTIZED)],
+    [
+        (0, "fp32", {}),
+        (2, "bf16", {}),
+        *(pytest.param(3, p, {}, marks=pytest.mark.full) for p in ("fp32", "bf16")),
+        (3, "bf16", QUANTIZED),
+    ],
 )
 def test_values_over_nodes(stage, precision, zero):
     check_values(run_ranks(_values, 4, 2, stage, precision, zero), stage == 0)

@@ -20,7 +20,7 @@ def rows_of(*command: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("bench", ["adamw", "update"])
+@pytest.mark.parametrize("bench", [pytest.param("adamw", marks=pytest.mark.full), "update"])  # adamw: also below
 def test_optimizer_benches_run(bench: str) -> None:
     rows = rows_of(f"{bench}.py", "--case", "smoke", "--threads", "1", "--rounds", "2")
     ours = {r["what"] for r in rows if "skipped" not in r and r["what"].startswith("deepc")}

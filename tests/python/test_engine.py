@@ -66,7 +66,7 @@ def train_all_stages(rank, world, micro, gas, precision, steps, options):
     return out
 
 
-@pytest.mark.parametrize("world, gas", [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("world, gas", [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (4, 1), (2, 2)])
 def test_stages_equal_plain_pytorch_and_each_other(world, gas):
     want = tiny.plain_training(STEPS)
     ranks = run_ranks(train_all_stages, world, 8 // world // gas, gas, "fp32", STEPS, {})
@@ -706,7 +706,7 @@ def _lost(rank, world, stage, precision, where):
         (0, "fp32", "blocks.0.up.weight", {}),
         (2, "bf16", "blocks.1.down.bias", {}),
         (3, "fp32", "pos.weight", {}),  # frozen
-        (3, "fp32", "pos.weight", {"DEEPC_STREAMED": "1"}),
+        pytest.param(3, "fp32", "pos.weight", {"DEEPC_STREAMED": "1"}, marks=pytest.mark.full),
         (3, "bf16", "tok.weight", {"DEEPC_STREAMED": "1"}),
     ],
 )
@@ -780,11 +780,16 @@ def _compiled(rank, world, cfg, how):
 @pytest.mark.parametrize(
     "name, extra, env",
     [
-        ("stage 0", {}, {}),
+        pytest.param("stage 0", {}, {}, marks=pytest.mark.full),
         ("stage 3", {"zero_optimization": {"stage": 3}}, {}),
         ("streamed", {"zero_optimization": {"stage": 3}}, {"DEEPC_STREAMED": "1"}),
         ("layout", {"deepc": {"deterministic": "layout"}}, {}),
-        ("watched", {"wall_clock_breakdown": True, "deepc": {"timeline": {"steps": [1, 2]}}}, {}),
+        pytest.param(
+            "watched",
+            {"wall_clock_breakdown": True, "deepc": {"timeline": {"steps": [1, 2]}}},
+            {},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_torch_compile_of_the_engine_compiles_the_model_alone(name, extra, env, tmp_path, monkeypatch):

@@ -180,7 +180,7 @@ def test_streamed_after_zero_init():
     check({"stage": 3, "init": True, "streamed": True}, *TINY)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_compiled(streamed):
     check({"stage": 3, "compile": True, "streamed": streamed}, *TINY)
 

@@ -93,7 +93,10 @@ def median(values: list[int]) -> int:
 RETURNED = {"DEEPC_KEEP_HEAP": "0"}
 
 
-@pytest.mark.parametrize("stage, bf16, world", [(3, False, 2), (3, True, 2), (0, False, 1)])
+@pytest.mark.parametrize(
+    "stage, bf16, world",
+    [pytest.param(3, False, 2, marks=pytest.mark.full), (3, True, 2), (0, False, 1)],
+)
 def test_a_step_takes_no_fresh_memory(stage: int, bf16: bool, world: int) -> None:
     for faults, held in run_ranks(steps, world, args=(stage, bf16), executes=True):
         extents, from_malloc = zip(*held)
@@ -110,7 +113,10 @@ def test_a_step_faults_a_tenth_of_what_returned_memory_costs() -> None:
     assert median(kept) * 10 < median(returned), (kept, returned)
 
 
-@pytest.mark.parametrize("env", [RETURNED, {"MALLOC_MMAP_THRESHOLD_": "131072"}])
+@pytest.mark.parametrize(
+    "env",
+    [pytest.param(RETURNED, marks=pytest.mark.full), {"MALLOC_MMAP_THRESHOLD_": "131072"}],  # the first: above as well
+)
 def test_who_wants_it_returned_gets_it_returned(env: dict[str, str]) -> None:
     ((faults, _),) = run_ranks(steps, 1, args=(0, False), executes=True, env=env)
     assert median(faults) > 100, faults
@@ -327,7 +333,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("switch", ["1", pytest.param("0", marks=pytest.mark.full)])
 def test_the_page_for_plain_programs_says_what_happens(switch: str) -> None:
     """Its programs as they stand: the first steps make the heap, further ones take nothing; off is off."""
     text = (Path(__file__).parents[2] / "docs/keep-heap.md").read_text()

@@ -54,6 +54,8 @@ PLACEMENTS = {
     "3 hosts": [0, 1, 2],
     "3 hosts, uneven": [2, 0, 1, 2],
 }
+QUICK = ("2+2", "uneven and interleaved", "1+1", "3 hosts, uneven")
+SOME_PLACEMENTS = [p if p in QUICK else pytest.param(p, marks=pytest.mark.full) for p in PLACEMENTS]
 _opened: dict[str, int] = {}  # job -> hierarchies opened in it
 
 
@@ -284,7 +286,7 @@ def on_hosts(hosts_of):
     return run
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", SOME_PLACEMENTS)
 def test_reductions(on_hosts, name: str) -> None:
     placement = PLACEMENTS[name]
     results = on_hosts(
@@ -301,7 +303,7 @@ def test_every_dtype_and_reduction(on_hosts) -> None:
     on_hosts([0, 1, 0, 1], reduce_everything, [3, 20011], list(REDUCED), list(node.REDUCE_OPS))
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", SOME_PLACEMENTS)
 def test_moves(on_hosts, name: str) -> None:
     on_hosts(PLACEMENTS[name], move_everything, [0, 5, 1003, 40001], list(MOVED))
 
@@ -572,8 +574,14 @@ def mismatched(rank: int, world: int, odd: list[int], kind: str) -> tuple[str, s
     return "", ""
 
 
-@pytest.mark.parametrize("odd", [[2, 3], [3]])
-@pytest.mark.parametrize("kind", ["count", "small", "op", "dtype", "counts"])
+@pytest.mark.parametrize(
+    "kind, odd",
+    [
+        *(("count", [2, 3]), ("small", [3]), ("op", [2, 3]), ("dtype", [3]), ("counts", [2, 3])),
+        *(pytest.param(k, [3], marks=pytest.mark.full) for k in ("count", "op", "counts")),
+        *(pytest.param(k, [2, 3], marks=pytest.mark.full) for k in ("small", "dtype")),
+    ],
+)
 def test_a_mismatch_raises_everywhere(two: Hosts, kind: str, odd: list[int]) -> None:
     out = two.run(mismatched, [0, 0, 1, 1], args=(odd, kind), backend="gloo")
     assert [o[0] for o in out] == ["MismatchError"] * 4, out

@@ -156,7 +156,7 @@ def test_bf16_wire_fp16_and_skipped_steps():
     assert len(found[2]) >= 3 and "not finite" in found[2][0]
 
 
-@pytest.mark.parametrize("total, worlds", [(6, (1, 2, 3)), (12, (4, 3))])
+@pytest.mark.parametrize("total, worlds", [(6, (1, 2, 3)), pytest.param(12, (4, 3), marks=pytest.mark.full)])
 def test_numbers_of_micro_batches_that_are_no_power_of_two(total, worlds):
     assert_same({"micro": 2}, worlds, stages=(0, 3), steps=5, total=total)
 
@@ -240,7 +240,9 @@ def _ways(rank, world, way):
     return out
 
 
-@pytest.mark.parametrize("way", ["one", "no_sync, then the other", "all in no_sync", "bare"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("one", marks=pytest.mark.full), "no_sync, then the other", "all in no_sync", "bare"]
+)
 def test_ways_to_train(way):
     found = {d for world in (1, 2, 4) for d in run_ranks(_ways, world, way)}
     assert len(found) == 1

@@ -53,7 +53,7 @@ def train(
     return rows, losses
 
 
-@pytest.mark.parametrize("stage, world", [(3, 2), (0, 1)])
+@pytest.mark.parametrize("stage, world", [(3, 2), pytest.param(0, 1, marks=pytest.mark.full)])
 def test_accumulators_take_memory_in_backward_and_give_it_back(stage: int, world: int) -> None:
     for rows, _ in run_ranks(train, world, args=(stage, 4), executes=True):
         for r in rows:

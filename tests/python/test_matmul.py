@@ -41,7 +41,7 @@ print(json.dumps(dict(native=native, used=used, worst=worst, f32=f32, f32_calls=
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_products_without_16_bit_arithmetic(dtype):
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "DEEPC_LOG_LEVEL": "WARNING"}
     run = subprocess.run(

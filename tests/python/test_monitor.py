@@ -437,7 +437,7 @@ for i in range(40):
 """
 
 
-@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("rich", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_terminal_gets_one_live_line(tmp_path, rich):
     if rich:
         pytest.importorskip("rich", reason="rich is not installed: its live line is not tested")

@@ -94,7 +94,12 @@ def crossed_as_planned(run: Run, steps: int, gas: int, per_node: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "world, nodes, how, gas", [(4, 2, "blocks", 1), (4, 2, "dealt", 2), (2, 2, "blocks", 2), (3, 3, "blocks", 1)]
+    "world, nodes, how, gas",
+    [
+        (4, 2, "dealt", 2),
+        (3, 3, "blocks", 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, 2, "blocks", 1), (2, 2, "blocks", 2))),
+    ],
 )
 def test_stages_over_nodes_equal_plain_pytorch_and_each_other(world, nodes, how, gas):
     samples = 8 if world != 3 else 6
@@ -161,7 +166,9 @@ def test_16_bit_over_nodes_is_bit_equal_and_learns_as_on_one_node(precision):
 # ---- ZeRO++ ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision, world, gas", [("fp32", 4, 1), ("bf16", 4, 2), ("fp32", 2, 1)])
+@pytest.mark.parametrize(
+    "precision, world, gas", [("fp32", 4, 1), ("bf16", 4, 2), pytest.param("fp32", 2, 1, marks=pytest.mark.full)]
+)
 def test_quantized_stages_agree_and_cross_less(precision, world, gas):
     steps, micro = 12, 8 // world // gas
     zero = {**QUANTIZED, "zero_hpz_partition_size": world // 2}

@@ -254,7 +254,15 @@ def _train(rank, world, kinds, precision):
     return out
 
 
-@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16")])
+@pytest.mark.parametrize(
+    "world, precision",
+    [
+        pytest.param(1, "fp32", marks=pytest.mark.full),
+        (2, "fp32"),
+        pytest.param(2, "bf16", marks=pytest.mark.full),
+        (2, "fp16"),
+    ],
+)
 def test_all_stages_have_equal_bits_and_follow_torch(world, precision):
     ranks = run_ranks(_train, world, args=(tuple(IN_ENGINE), precision))
     for kind in IN_ENGINE:

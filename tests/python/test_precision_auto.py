@@ -309,7 +309,10 @@ def _there_and_back(rank, world, stage, optimizer, folder):
         return end[0]
 
 
-CASES = [(2, 0, None), (2, 1, None), (2, 2, None), (2, 3, None), (1, 0, None), (1, 3, None), (2, 2, SGD), (2, 3, SGD)]
+CASES = [
+    *((2, 0, None), (2, 3, None), (1, 3, None), (2, 2, SGD)),
+    *(pytest.param(*c, marks=pytest.mark.full) for c in ((2, 1, None), (2, 2, None), (1, 0, None), (2, 3, SGD))),
+]
 
 
 @pytest.mark.parametrize(("world", "stage", "optimizer"), CASES)

@@ -302,7 +302,7 @@ def compare(seeds, world: int, optimizer: str | None = None) -> None:
     assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_some_random_models_match_plain_pytorch(world):
     compare(QUICK, world)
 

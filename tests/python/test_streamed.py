@@ -310,7 +310,7 @@ def _memory(rank, world, zero, recompute):
     return stats, rows
 
 
-@pytest.mark.parametrize("recompute", [None, "plain", "reentrant"])
+@pytest.mark.parametrize("recompute", [None, pytest.param("plain", marks=pytest.mark.full), "reentrant"])
 def test_a_fraction_of_the_model_is_gathered_at_a_time(recompute):
     for stats, rows in run_ranks(_memory, 2, NO_LIMITS, recompute):
         assert stats["units"] == 9 and stats["live_elems_max"] < 0.3 * stats["total_elems"]
@@ -637,7 +637,7 @@ def _against_stage_2(rank, world, train, cases, zero, precision):
     return out
 
 
-@pytest.mark.parametrize("precision, zero", [("fp32", NO_LIMITS), ("bf16", LIMITS)])
+@pytest.mark.parametrize("precision, zero", [pytest.param("fp32", NO_LIMITS, marks=pytest.mark.full), ("bf16", LIMITS)])
 def test_uneven_nodes_give_the_same_bits_as_stage_2(precision, zero):
     ranks = run_ranks(
         _against_stage_2,

@@ -88,7 +88,7 @@ def two_losses():
     return Wrapped, gpt_batch, loss
 
 
-@pytest.mark.parametrize("gas", [1, 2])
+@pytest.mark.parametrize("gas", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_several_losses_of_one_forward(gas):
     match("two_losses", ["engine", "bare"] + ["no_sync"] * (gas == 1), 2, gas=gas)
 
@@ -132,7 +132,7 @@ def recurrent_saved():
     return recurrent(False)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_checkpointed_block_is_used_again_and_ranks_differ(world):
     match("recurrent", ["engine", "bare"], world)
     if world == 2:
@@ -764,7 +764,7 @@ def _writes_below_stage_3(rank, world, precision):
     return out
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_writes_below_stage_3_act_as_under_ddp(precision):
     want = {}
     for kind, write in WRITES.items():

@@ -86,7 +86,7 @@ def _memory(rank, world, nodes):
     return top, count * width * width * 4, values, float(scratch)
 
 
-@pytest.mark.parametrize("world, nodes", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("world, nodes", [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_init_holds_one_parameter_at_a_time(world, nodes):
     torch.manual_seed(0)
     want = [w.detach()[0, 0].item() for w in Experts(20, 1024).experts]
@@ -161,7 +161,7 @@ def _odd(rank, world, nodes):
         return {n: t.detach().clone() for n, t in model.state_dict().items()}, drawn
 
 
-@pytest.mark.parametrize("world, nodes", [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("world, nodes", [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (4, 2)])
 def test_init_follows_whatever_constructors_do(world, nodes):
     torch.manual_seed(5)
     model = Odd()
@@ -338,7 +338,7 @@ def _then_streamed(rank, world, nodes):
     return start
 
 
-@pytest.mark.parametrize("world, nodes", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("world, nodes", [pytest.param(2, 1, marks=pytest.mark.full), (4, 2)])
 def test_init_then_streamed_mode(world, nodes):
     want = tiny.make_model(0, frozen=True).state_dict()
     for start in run_ranks(_then_streamed, world, nodes):

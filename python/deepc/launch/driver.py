@@ -331,8 +331,12 @@ class Driver:
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Tells all hosts to end their ranks."""
         for c in self.connections:
-            if not c.over:
+            if c.over:
+                continue
+            if c.hello:
                 c.sender.send("stop", grace_s=grace_s)
+            else:  # nothing was started there, and nobody may hear it
+                c.process.kill()
         at = time.monotonic() + grace_s + 5.0
         self._stopping = at if self._stopping is None else min(self._stopping, at)
 

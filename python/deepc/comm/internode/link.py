@@ -86,6 +86,8 @@ class Link:
             slice_store = dist.PrefixStore(f"slice{self._slice}/", store)
             try:
                 self._wire = Wire(slice_store, self._node, self._topology.count, timeout)
+                # Who is through may close at once (a configuration that all refuse): nobody still connects then.
+                self._wire.barrier().wait()
             except RuntimeError as exc:
                 said = f"{self.who[rank]} can't reach the other nodes: {shortened(str(exc))}"
                 for comm in inside():
