@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import resource
 
 import deepc
 import pytest
 import tiny
 import torch
 from deepc.config import Config
-from deepc.errors import ArgumentError, ConfigError, UnsupportedError
+from deepc.errors import ArgumentError, ConfigError, DiskFullError, UnsupportedError
 from ranks import run_ranks
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -109,9 +111,9 @@ def test_what_is_refused():
     raw = {"train_batch_size": 1, "optimizer": {"type": "Lamb", "params": {"max_coef": 2}}}
     with pytest.raises(ConfigError, match="Lamb has no such argument. Did you mean .*max_coeff"):
         Config.load(raw, world_size=1)
-    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "."}, "stage": 2}
-    with pytest.raises(UnsupportedError, match="LAMB with offload to nvme"):
-        deepc.initialize(model=tiny.make_model(), config=_config(2, 1, zero_optimization=offload))
+    offload = {"offload_param": {"device": "nvme", "nvme_path": "."}, "stage": 3}
+    with pytest.raises(UnsupportedError, match="LAMB with offload_param nvme"):
+        deepc.initialize(model=tiny.make_model(), config=_config(3, 1, zero_optimization=offload))
 
 
 def test_deepspeeds_class():
@@ -208,3 +210,73 @@ def _resume(rank, world, folder):
 
 def test_a_checkpoint_goes_on_with_equal_bits(tmp_path):
     assert all(run_ranks(_resume, 2, args=(str(tmp_path),)))
+
+
+# ---- states on disk --------------------------------------------------------------------------------------------------
+def _step(engine, step, rank, world):
+    x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
+    engine.backward(engine(x, y))
+
+
+def _values(engine):
+    out = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+    for name in ("exp_avg", "exp_avg_sq"):
+        out |= {f"{n} {name}": deepc.view(p).state[name].clone() for n, p in engine.module.named_parameters()}
+    return out
+
+
+@contextlib.contextmanager
+def _full_disk():
+    """No file of this process grows or is written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _on_disk(rank, world, folder, stage, precision):
+    """The bits of states in memory, also where the disk of one rank breaks a step off in its first or second pass."""
+    disk = {"stage": stage, "sub_group_size": 100, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    engines = [
+        deepc.initialize(model=tiny.make_model(), config=_config(stage, world, precision, **more))[0]
+        for more in ({}, {"zero_optimization": disk})
+    ]
+    memory, disk = engines
+    assert disk.state.tier.stream.cells > 1
+    for step in range(4):
+        for e in engines:
+            _step(e, step, rank, world)
+        memory.step()
+        if step == 1:  # the moments
+            with _full_disk() if rank == world - 1 else contextlib.nullcontext():
+                for _ in range(2):
+                    with pytest.raises(DiskFullError, match=rf"done in part.*rank {world - 1}: "):
+                        disk.step()
+        elif step == 2 and disk.plan.has_master:  # the masters
+            squares, limit = disk.optimizer._norms.squares, _full_disk()
+
+            def after_the_norms(squares=squares, limit=limit):
+                found = squares()
+                if rank == world - 1:
+                    limit.__enter__()
+                return found
+
+            disk.optimizer._norms.squares = after_the_norms
+            with pytest.raises(DiskFullError, match="done in part"):
+                disk.step()
+            if rank == world - 1:
+                limit.__exit__(None, None, None)
+            disk.optimizer._norms.squares = squares
+        assert disk.step().applied
+        found, wanted = _values(disk), _values(memory)
+        assert all(torch.equal(v, wanted[n]) for n, v in found.items()), step
+    for e in engines:
+        e.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage, precision", [(1, "bf16"), (3, "fp32")])
+def test_states_on_disk_have_the_bits_of_memory(tmp_path, stage, precision):
+    assert all(run_ranks(_on_disk, 2, args=(str(tmp_path), stage, precision)))

@@ -480,5 +480,5 @@ def test_what_does_not_fit_on_the_disk_is_said_before_it_is_made(tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    for name, said in run_ranks(_no_folder, 2, on_disk(tiny.config(3, micro=2), tmp_path / "missing")):
+    for name, said in run_ranks(_no_folder, 2, on_disk(tiny.config(3, micro=2), tmp_path / "missing" / "below")):
         assert name == "DiskError" and "missing" in said

@@ -49,6 +49,16 @@ def test_equal_questions_give_equal_plans(stage, ranks_per_node):
     assert a != other and a.diff(other).startswith("rank: 0 -> 1")
 
 
+def test_cells_on_disk_are_not_too_many():
+    """A step takes time for each, and DeepSpeed's sub_group_size may be a few elements."""
+    zero = {"stage": 3, "sub_group_size": 100, "offload_optimizer": {"device": "nvme", "nvme_path": "."}}
+    small, large = (
+        plan(dp=1, meta=(ParamMeta("p", (rows, 1024), "float32", 0),), zero_optimization=zero).disk
+        for rows in (128, 8192)
+    )
+    assert (small.cell_elems, large.cell_elems) == (100, 2048)
+
+
 def test_a_plan_can_not_be_changed():
     p = plan()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -150,7 +150,7 @@ def test_whatever_the_step_does(tmp_path, stage, precision, case):
 
 @pytest.mark.parametrize("world, stage", [(1, 0), (1, 3), (4, 2), (4, 3)])
 def test_other_numbers_of_ranks(tmp_path, world, stage):
-    run_quietly(_same_bits, world, str(tmp_path), stage, "bf16", "plain", 2)
+    run_quietly(_same_bits, world, str(tmp_path / "made for it"), stage, "bf16", "plain", 2)
 
 
 def _streamed(rank, world, folder):
@@ -269,7 +269,7 @@ def _moved(rank, world, folder, stage, precision):
     with pytest.raises(errors.ArgumentError, match="nvme_path"):
         moved.offload_states()
     with pytest.raises(errors.DiskError, match="nowhere"):
-        moved.offload_states(os.path.join(folder, "nowhere"))
+        moved.offload_states(os.path.join(folder, "nowhere", "below"))
     assert moved.plan == before
     for e in (memory, moved):
         train(e, 1, rank, world, first=9)
@@ -459,7 +459,7 @@ def _refused(rank, world, folder, what):
     cfg, options = config(1, folder, world=world), {}
     offload = cfg["zero_optimization"]["offload_optimizer"]
     if what == "no folder":
-        offload["nvme_path"] = os.path.join(folder, "nowhere")
+        offload["nvme_path"] = os.path.join(folder, "nowhere", "below")
         error, text = errors.DiskError, "nowhere"
     elif what == "no room":
         # enough for shared memory, not for the states of a larger model

@@ -395,6 +395,11 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
         40,
         planned,
     ),
+    "zero_optimization.offload_optimizer.ratio": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        0.5,
+        of("inert"),
+    ),
     "zero_optimization.sub_group_size": (ON_DISK, 100, planned),
     "aio.block_size": (ON_DISK, 8192, planned),
     "aio.queue_depth": (ON_DISK, 2, planned),

@@ -348,6 +348,7 @@ def make_plans(engine: EngineBase, named: Named, group_of: dict[int, int]) -> di
             part=group.part_of(rank),
             moments=engine.optimizer.moments,
             state_bytes=engine.optimizer.state_bytes,
+            whole_blocks=engine.optimizer.whole_blocks,
             dtype=dtype_of(dtype),
         )
         for dtype in engine.step_policy.dtypes()

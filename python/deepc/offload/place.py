@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
     skip = -raw.data_ptr() % ALIGN
     return raw[skip : skip + nbytes].view(dtype).view(shape)
+
+
+def make_folder(path: str) -> str:
+    """`path` with the user's home in place of ~. It is made if its parent is there; else whoever opens it says what is
+    wrong: a place where no disk is mounted is not filled by accident."""
+    path = os.path.expanduser(path)
+    with contextlib.suppress(OSError):
+        os.mkdir(path)
+    return path
 
 
 def addresses(tensors: list[torch.Tensor], what: str) -> list[tuple[int, int]]:

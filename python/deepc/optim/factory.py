@@ -15,7 +15,7 @@ from .kinds.lamb import Lamb
 from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
-from .rules import MUON, core_rule
+from .rules import LAMB, MUON, core_rule
 from .states.formats import BYTES_OF_256
 
 # deepc's own, by the name that a configuration gives them (in any case).
@@ -93,6 +93,12 @@ def state_bytes_of(optimizer: torch.optim.Optimizer) -> int:
         rest, total = sum(n for matrix, n in sizes if not matrix), sum(n for _, n in sizes)
         return BYTES_OF_256["fp32"] + -(-BYTES_OF_256["fp32"] * rest // max(1, total))
     return BYTES_OF_256[rule.form or "fp32"] if rule is not None else BYTES_OF_256["fp32"]
+
+
+def steps_whole_blocks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its states on disk must be cut at edges of blocks: it sums over them."""
+    rule = core_rule(optimizer)
+    return rule is not None and rule.kind == LAMB
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:

@@ -28,6 +28,7 @@ ON_DISK: Mapping[int, tuple[str, tuple[tuple[int, int], ...]]] = {
     260: ("int8", ((1, 1), (4, 64))),
     136: ("int4", ((1, 2), (4, 64))),
 }
+MOST_CELLS = 4096  # a step takes time for each; sub_group_size is DeepSpeed's, which never cuts a parameter
 CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 32, 24 << 20  # the bytes bound what the slots take together
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
@@ -110,12 +111,13 @@ def derive(
     part: int | None = None,
     moments: int = 2,
     state_bytes: int = 1024,
+    whole_blocks: bool = False,
     dtype: str | DType = "",
 ) -> Plan:
     """The plan of one rank. meta: all parameters of the model in the order of registration. part: the rank's place in
     the layout (default: the rank itself; see comm/groups.py). moments: state arrays of the optimizer per element.
-    state_bytes: of 256 elements of one of them. dtype: what the model computes in, if it is not what the configuration
-    says (precision "auto").
+    state_bytes: of 256 elements of one of them. whole_blocks: on disk it steps whole blocks alone. dtype: what the
+    model computes in, if it is not what the configuration says (precision "auto").
 
     Raises UnsupportedError or ConfigError for what these ranks and this machine rule out."""
     mesh.require_data_parallel()
@@ -150,7 +152,7 @@ def derive(
     owned = layout.total if stage == 0 else layout.shard_elems
     offload = config.zero.offload_optimizer
     disk = (
-        disk_states(config, moments, has_master, owned, offload.nvme_path or "", state_bytes)
+        disk_states(config, moments, has_master, owned, offload.nvme_path or "", state_bytes, whole_blocks)
         if offload.device == "nvme"
         else None
     )
@@ -233,15 +235,21 @@ def with_states(plan: Plan, moments: int, disk: DiskStates | None) -> Plan:
 
 
 def disk_states(
-    config: Config, moments: int, has_master: bool, elems: int, folder: str, state_bytes: int = 1024
+    config: Config,
+    moments: int,
+    has_master: bool,
+    elems: int,
+    folder: str,
+    state_bytes: int = 1024,
+    whole_blocks: bool = False,
 ) -> DiskStates | None:
-    """How masters and moments lie in a folder; None if there are none. state_bytes: as of derive."""
+    """How masters and moments lie in a folder; None if there are none. state_bytes, whole_blocks: as of derive."""
     asked, arrays = config.zero.offload_optimizer, moments + has_master
     form, items = ON_DISK[state_bytes]
     if not arrays or not elems:
         return None
-    cell = min(config.zero.sub_group_size or CELL_ELEMS, CELL_ELEMS)
-    if config.zero.offload_param.device == "nvme" or form:  # whole blocks of what lies beside them on disk, of scales
+    cell = min(max(config.zero.sub_group_size or CELL_ELEMS, -(-elems // MOST_CELLS)), CELL_ELEMS)
+    if config.zero.offload_param.device == "nvme" or form or whole_blocks:  # as of what lies beside them, and of scales
         cell = max(BLOCK, cell // BLOCK * BLOCK)
     kinds = [(FLOAT32.itemsize, 1)] * has_master + list(items) * moments
     slots = max(4, min(CELL_SLOTS, CELL_BYTES // sum(cell * size // per for size, per in kinds)), asked.buffer_count)

@@ -27,6 +27,7 @@ from ..config.tree import Config
 from ..core import memory
 from ..core.foreign import patches
 from ..errors import ArgumentError, StrayWriteError, UnsupportedError
+from ..offload.place import make_folder
 from .parameters import around
 from .parameters.gathered import Params, SharedMemory, Whole, built, holder_of, number
 from .parameters.param import Released, share, unshare
@@ -448,7 +449,7 @@ def _folder_of(config: Config | None, remote_device: str | None) -> str:
             'zero.Init(remote_device="nvme") needs a folder: pass config_dict_or_path with'
             " zero_optimization.offload_param.nvme_path"
         )
-    return asked.nvme_path
+    return make_folder(asked.nvme_path)
 
 
 def _dtype_of(config: Config) -> torch.dtype | None:

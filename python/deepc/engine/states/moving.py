@@ -32,7 +32,14 @@ def offload(engine: EngineBase, folder: str | None) -> None:
         )
     master = engine.state.master
     arrays: dict[str, Array] = {**({} if master is None else {"master": master}), **optimizer.states}
-    disk = disk_states(engine._config, optimizer.moments, plan.has_master, plan.owned_elems, folder)
+    disk = disk_states(
+        engine._config,
+        optimizer.moments,
+        plan.has_master,
+        plan.owned_elems,
+        folder,
+        whole_blocks=optimizer.whole_blocks,
+    )
     if disk is None:
         return
     moved = with_states(plan, optimizer.moments, disk)

@@ -26,7 +26,15 @@ from ...core import memory
 from ...core.lib import call
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
-from ...optim.factory import check_optimizer, make_optimizer, moments_of, state_bytes_of, takes_core_path, twin_over
+from ...optim.factory import (
+    check_optimizer,
+    make_optimizer,
+    moments_of,
+    state_bytes_of,
+    steps_whole_blocks,
+    takes_core_path,
+    twin_over,
+)
 from ..derive import Machine, derive, meta_of
 from ..mesh import Mesh
 from ..plan import CONTROL_SLOT_BYTES, SLOTS
@@ -511,6 +519,7 @@ class _Case:
             machine,
             moments=moments_of(base),
             state_bytes=state_bytes_of(base),
+            whole_blocks=steps_whole_blocks(base),
         )
 
 

@@ -17,13 +17,15 @@ from ...core.lib import C, LambArgs, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
-from ...optim.factory import check_optimizer, moments_of, state_bytes_of, twin_over
+from ...optim.factory import check_optimizer, moments_of, state_bytes_of, steps_whole_blocks, twin_over
 from ...optim.kinds.lamb import Norms, Stretch, set_scalars, trust_ratio
 from ...optim.rules import ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
 from ...optim.states.formats import FORMATS, SCALE, UNIT, is_coded, scale_units
-from ...plan.layout import Segment
+from ...plan.layout import BLOCK, Segment
 from ..state import ModelState, Walk
+from ..tiers.agree import together
 from ..tiers.coded import Coded, CodedOnDisk
+from ..tiers.disk import DiskTier
 from ..tiers.windows import Array, Window
 from .matrices import MatrixUpdate
 from .tree import LayoutOrder
@@ -69,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._walk: Walk | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
+        self._forget_passes()
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
@@ -92,9 +95,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         form = "" if self.rule is None else self.rule.form
         on_disk = states_on_disk or parameters_on_disk
         where = "offload to nvme" if on_disk else f"ranks on {device}"
-        if self.rule is not None and self.rule.kind == LAMB and (device != "cpu" or on_disk):
+        if self.rule is not None and self.rule.kind == LAMB and (device != "cpu" or parameters_on_disk):
+            where = "offload_param nvme" if device == "cpu" else where
             raise UnsupportedError(
-                f"LAMB with {where} does not exist: use CPU ranks without nvme, or another optimizer"
+                f"LAMB with {where} does not exist: use CPU ranks with parameters in memory, or another optimizer"
             )
         if self.rule is not None and self.rule.kind == MUON and on_disk:
             raise UnsupportedError(
@@ -140,6 +144,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_bytes(self) -> int:
         """Bytes of 256 elements of one of these tensors, with its scales."""
         return state_bytes_of(self.base)
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether states on disk are stepped in whole blocks alone (for the plan)."""
+        return steps_whole_blocks(self.base)
 
     def state_names(self) -> tuple[str, ...]:
         """Of the fp32 states that the C step keeps per element."""
@@ -205,10 +214,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             segments = [s for s in st.plan.segments if groups[s.param] >= 0]
             self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
             self._numbers = [(s.shard_begin, self._number(s)) for s in segments]
+        if self._core.kind == LAMB:
+            self._make_norms(groups)
         if st.state_device.type != "cpu" or st.tier is not None or self._walk is not None:
             return  # a cell's arguments are made when it is there
         if self._core.kind == LAMB:
-            self._aim_lamb(groups)
+            memory = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
+            self._args = LambArgs.array(max(1, len(self._runs)))
+            self._aim_lamb(self._args, self._runs, lambda name, own: memory[name].data_ptr() + 4 * own)
             return
         if self._core.form:
             self._aim_formed()
@@ -233,38 +246,93 @@ class ShardedOptimizer(torch.optim.Optimizer):
         a.param_dtype = a.state_dtype = code(torch.float32)
         a.grad_dtype = code(acc_dtype)
 
-    def _aim_lamb(self, groups: Sequence[int]) -> None:
-        """LAMB's arguments, one for each segment, and where the sums of all ranks' blocks lie."""
+    def _make_norms(self, groups: Sequence[int]) -> None:
+        """LAMB's runs, one for each segment, and where the sums of all ranks' blocks lie."""
         st, plan = self._state, self._state.plan
-        lowp, acc_dtype, master = st.master is not None, torch_dtype(plan.accumulator), cast("torch.Tensor", st.master)
         alone = plan.own_all or plan.world == 1
         ranks = [plan.segments] if alone else [plan.layout.segments(st.group.part_of(r)) for r in range(plan.world)]
         stretches = [[Stretch(s.param, self._number(s), s.length) for s in one] for one in ranks]
         self._norms = Norms(stretches, 0 if alone else plan.rank, None if alone else st.group.gather_all)
         segments = [s for s in plan.segments if groups[s.param] >= 0]
         self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
-        self._lamb = [s.param for s in segments]
-        self._args = LambArgs.array(max(1, len(segments)))
-        m, v = (cast("torch.Tensor", self.states[n]).data_ptr() for n in self._core.names)
-        for a, run, s in zip(self._args, self._runs, segments):
-            a.param = master.data_ptr() + 4 * run.own if lowp else st.lowp_address + 4 * run.flat
+        self._lamb = [(s.shard_begin, Stretch(s.param, self._number(s), s.length)) for s in segments]
+
+    def _stretch_of(self, run: Run) -> tuple[int, Stretch]:
+        """Where in the share the segment begins that `run` is of, and LAMB's name of it."""
+        return self._lamb[bisect.bisect_right(self._lamb, run.own, key=lambda row: row[0]) - 1]
+
+    def _aim_lamb(self, args: Any, runs: Sequence[Run], at: Address) -> None:
+        """What of LAMB's arguments does not change from step to step. runs: parts of segments, cut at edges of
+        blocks."""
+        st, plan = self._state, self._state.plan
+        lowp, acc_dtype = st.master is not None, torch_dtype(plan.accumulator)
+        m, v = self._core.names
+        for a, run in zip(args, runs):
+            begin, place = self._stretch_of(run)
+            a.param = at("master", run.own) if lowp else st.lowp_address + 4 * run.flat
             a.grad = st.acc_address + acc_dtype.itemsize * run.own
-            a.exp_avg, a.exp_avg_sq = m + 4 * run.own, v + 4 * run.own
+            a.exp_avg, a.exp_avg_sq = at(m, run.own), at(v, run.own)
             if lowp and not plan.parameters_as:
                 a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * run.flat, code(st.dtype)
-            a.n, a.first, a.grad_dtype = run.n, self._number(s), code(acc_dtype)
-            place = Stretch(s.param, a.first, s.length)
-            a.param_sums, a.update_sums = self._norms.address(0, place), self._norms.address(1, place)
+            a.n, a.first, a.grad_dtype = run.n, place.first + run.own - begin, code(acc_dtype)
+            skipped = 8 * (a.first // BLOCK - place.first // BLOCK)
+            a.param_sums, a.update_sums = (self._norms.address(kind, place) + skipped for kind in (0, 1))
+
+    def _scale_lamb(self, args: Any, runs: Sequence[Run], grad_scale: float) -> None:
+        """The rest of them, with the ratios if the norms are known."""
+        for a, run in zip(args, runs):
+            group = self.param_groups[run.group]
+            set_scalars(a, group, self._steps, grad_scale)
+            if self._squares is not None:
+                a.trust = trust_ratio(*self._squares[self._stretch_of(run)[1].param], group)
 
     def _update_lamb(self, grad_scale: float) -> None:
         """Collective, unless every rank has everything."""
-        for a, run in zip(self._args, self._runs):
-            set_scalars(a, self.param_groups[run.group], self._steps, grad_scale)
+        if self._state.tier is not None:
+            self._update_lamb_cells(self._state.tier, grad_scale)
+            return
+        self._squares = None
+        self._scale_lamb(self._args, self._runs, grad_scale)
         check(C.dc_lamb_moments(self._args, len(self._runs)))
-        squares = self._norms.squares()
-        for a, run, param in zip(self._args, self._runs, self._lamb):
-            a.trust = trust_ratio(*squares[param], self.param_groups[run.group])
+        self._squares = self._norms.squares()
+        self._scale_lamb(self._args, self._runs, grad_scale)
         check(C.dc_lamb_apply(self._args, len(self._runs)))
+
+    def _update_lamb_cells(self, tier: DiskTier, grad_scale: float) -> None:
+        """The same with states on disk, which are gone through twice. Between the passes the ranks agree whether all
+        of them have come so far; one that the disk broke off takes the others back to there."""
+        plan, names = self._state.plan, self._core.names
+
+        def run(cell: DiskCell) -> None:
+            runs = within(self._runs, cell.begin, cell.end)
+            args = LambArgs.array(max(1, len(runs)))
+            self._aim_lamb(args, runs, lambda name, own: tier.address(cell, name, own))
+            self._scale_lamb(args, runs, grad_scale)
+            check((C.dc_lamb_moments if self._squares is None else C.dc_lamb_apply)(args, len(runs)))
+
+        try:
+            if self._squares is None:
+                failure: DiskError | None = None
+                try:
+                    if not self._has_moments:
+                        tier.update(run, names)
+                        self._has_moments = True
+                except DiskError as exc:
+                    failure = exc
+                if failure is not None and (plan.own_all or plan.world == 1):
+                    raise failure
+                if not plan.own_all:
+                    together(self._state.group, failure)
+                self._squares = self._norms.squares()
+            tier.update(run, ["master"] if self._state.master is not None else [])
+        except DiskError:
+            self._unfinished = grad_scale
+            raise
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        self._squares: dict[int, tuple[float, float]] | None = None  # of whole parameters, once the norms are known
+        self._has_moments, self._unfinished = False, None
 
     def _aim_formed(self) -> None:
         """The arguments where states have a format: one run for each segment."""
@@ -343,7 +411,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One step on this rank's share; `grad_scale` multiplies every accumulated gradient. After a DiskError a part
         of the share is updated: `finish` does the rest."""
         self._steps += 1
-        self._unfinished = None
+        self._forget_passes()
         if not self.core:
             self._update_torch(grad_scale)
         elif self._core.kind == MUON:
@@ -362,7 +430,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def forget_unfinished(self) -> None:
         """All states are written anew: there is no rest."""
-        self._unfinished = None
+        self._forget_passes()
         if self.core and self._walk is not None:
             self._walk.forget()
 

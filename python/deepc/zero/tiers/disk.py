@@ -12,6 +12,7 @@ import torch
 from ...core.telemetry import waits
 from ...errors import DiskError, DiskFullError
 from ...offload import Cell, Disk, Stream, check
+from ...offload.place import make_folder
 from ...optim.states.formats import arrays_of
 from .windows import OnDisk
 
@@ -30,7 +31,7 @@ def preflight(plan: Plan) -> list[Disk]:
     largest: dict[str, int] = {}
     for folder, nbytes, count in files:
         if folder:
-            folder = os.path.expanduser(folder)
+            folder = make_folder(folder)
             need[folder] += nbytes * count
             largest[folder] = max(nbytes, largest.get(folder, 0))
     out = []
@@ -72,10 +73,10 @@ class DiskTier:
         """Where an element of the share lies in `cell`."""
         return cell.data[name] + self.stream.arrays[name].itemsize * ((element - cell.begin) // self.stream.per[name])
 
-    def update(self, work: Callable[[Cell], None]) -> None:
-        """Calls `work` on every cell, in order; what it changes is written behind it. After a DiskError another call
-        goes on where this one has failed."""
-        walk = self.stream.walk(self.at)
+    def update(self, work: Callable[[Cell], None], writes: Sequence[str] | None = None) -> None:
+        """Calls `work` on every cell, in order; what it changes is written behind it (writes: the arrays, None: all).
+        After a DiskError another call goes on where this one has failed."""
+        walk = self.stream.walk(self.at, writes=None if writes is None else tuple(writes))
         try:
             with walk as cells:
                 while True:
