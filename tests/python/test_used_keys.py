@@ -119,6 +119,7 @@ def run(
         out.seen = model.seen
         streamed = engine.state.streamed if engine.plan.mode == "streamed" else None
         out.gathers = streamed.stats()["gathers"] if streamed is not None else 0
+        out.spilled = engine.activations.stats()["bytes_written"]
         engine.destroy()
     return out
 
@@ -335,6 +336,10 @@ PARAMETERS_ON_DISK = {
         "offload_param": {"device": "nvme", "nvme_path": "."},
     }
 }
+ACTIVATIONS = {
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "deepc": {"activations": {"nvme_path": ".", "all": True, "min_bytes": 1}},
+}
 AUTO = {"precision": "auto", "deepc": {"precision": {"fp32_steps": 10}}}
 COMMS = {"comms_logger": {"enabled": True}}
 CSV = {"csv_monitor": {"enabled": True}}
@@ -463,6 +468,10 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
         ["all_reduce"],
         collectives,
     ),
+    "activation_checkpointing.cpu_checkpointing": (ACTIVATIONS, False, of("spilled")),
+    "deepc.activations.nvme_path": (ACTIVATIONS, None, of("spilled")),
+    "deepc.activations.all": (ACTIVATIONS, False, of("spilled")),
+    "deepc.activations.min_bytes": (ACTIVATIONS, 1 << 16, of("spilled")),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),
     "deepc.deterministic": ({}, "layout", of("policy")),
     "deepc.fuse": ({}, "auto", replaced),

@@ -718,7 +718,13 @@ KEYS: tuple[Key, ...] = (
     _later("datastates_ckpt", "gated", None, "DataStates checkpoints"),
     # ---- later capabilities ------------------------------------------------------------------------------------------
     _later("activation_checkpointing.partition_activations", "bool", False, _ACT),
-    _later("activation_checkpointing.cpu_checkpointing", "bool", False, _ACT),
+    _active(
+        "activation_checkpointing.cpu_checkpointing",
+        "bool",
+        False,
+        "Inputs of torch.utils.checkpoint's blocks lie in host memory until backward (a GPU run), or on disk"
+        " (deepc.activations.nvme_path).",
+    ),
     _later("activation_checkpointing.contiguous_memory_optimization", "bool", False, _ACT),
     _later("activation_checkpointing.number_checkpoints", "any", None, _ACT, ok=ANY),
     _later("activation_checkpointing.synchronize_checkpoint_boundary", "bool", False, _ACT),
@@ -851,6 +857,19 @@ KEYS: tuple[Key, ...] = (
     _removed("sparse_gradients", "bool", "gradients of an embedding with sparse=True need no flag", ok=(None, False)),
     _removed("graph_harvesting", "bool", "use torch.compile", ok=(None, False)),
     # ---- our own -----------------------------------------------------------------------------------------------------
+    _active(
+        "deepc.activations.nvme_path",
+        "str",
+        None,
+        "With activation_checkpointing.cpu_checkpointing, the folder on a local disk that activations go to (CPUs).",
+    ),
+    _active(
+        "deepc.activations.all",
+        "bool",
+        False,
+        "Everything that autograd saves goes there, not only the inputs of checkpointed blocks.",
+    ),
+    _active("deepc.activations.min_bytes", "int", 1 << 16, "Smaller saved tensors stay where they are.", ge=1),
     _active(
         "deepc.bucket_elems",
         "int",

@@ -111,6 +111,7 @@ class Loader:
         self._reduction_rules()
         self._precision_rules()
         self._offload_rules()
+        self._activation_rules()
         self._zeropp_rules()
         self._timeline_rules()
         self._triangle()
@@ -360,6 +361,20 @@ class Loader:
                 if self.values.get(key) is not None:
                     reason = 'it is about parameters on disk (offload_param.device "nvme")'
                     self.inert.append(InertKey(key, self.values[key], reason))
+
+    def _activation_rules(self) -> None:
+        path, section = "activation_checkpointing.cpu_checkpointing", "deepc.activations"
+        on, folder = self.get(path), self.get(f"{section}.nvme_path")
+        if on and folder and self.device != "cpu":
+            self.fail(f"{section}.nvme_path", folder, f"exists on CPUs, and this run is on {self.device}. Remove it.")
+        elif on and not folder and self.device == "cpu":
+            reason = f"a CPU run keeps everything in host memory anyway; {section}.nvme_path puts activations on disk"
+            self.inert.append(InertKey(path, on, reason))
+        if not on or (self.device == "cpu" and not folder):
+            needs = f"it needs {path}" + (f" and {section}.nvme_path" if self.device == "cpu" else "")
+            for key in (f"{section}.nvme_path", f"{section}.all", f"{section}.min_bytes"):
+                if self.values.get(key):
+                    self.inert.append(InertKey(key, self.values[key], needs))
 
     def _nvme_rules(self, path: str) -> None:
         """Optimizer states on disk."""

@@ -229,6 +229,22 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointingConfig:
+    """Section activation_checkpointing."""
+
+    cpu_checkpointing: bool
+
+
+@dataclass(frozen=True)
+class ActivationsConfig:
+    """Section deepc.activations: see engine/states/activations.py."""
+
+    nvme_path: str | None
+    all: bool
+    min_bytes: int
+
+
+@dataclass(frozen=True)
 class DeepcConfig:
     """Section deepc: our own keys."""
 
@@ -237,6 +253,7 @@ class DeepcConfig:
     fuse: bool | str | tuple[str, ...]
     max_lost_steps: int
     run_dir: str | None
+    activations: ActivationsConfig
     log: LogConfig
     precision: PrecisionConfig
     timeline: TimelineConfig
@@ -268,6 +285,7 @@ class Config:
     bf16: Bf16Config
     zero: ZeroConfig
     aio: AioConfig
+    activation_checkpointing: ActivationCheckpointingConfig
     data_types: DataTypesConfig
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
@@ -397,6 +415,7 @@ def _build(asked: Loader) -> Config:
             offload_param=_fill(asked, OffloadParamConfig, f"{zero}.offload_param"),
         ),
         aio=_fill(asked, AioConfig, "aio"),
+        activation_checkpointing=_fill(asked, ActivationCheckpointingConfig, "activation_checkpointing"),
         data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
         checkpoint=_fill(asked, CheckpointConfig, "checkpoint"),
         comms_logger=_fill(asked, CommsLoggerConfig, "comms_logger"),
@@ -409,6 +428,7 @@ def _build(asked: Loader) -> Config:
             asked,
             DeepcConfig,
             "deepc",
+            activations=_fill(asked, ActivationsConfig, "deepc.activations"),
             precision=_fill(asked, PrecisionConfig, "deepc.precision"),
             log=_fill(asked, LogConfig, "deepc.log"),
             timeline=_fill(asked, TimelineConfig, "deepc.timeline"),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .data import TimedLoader
     from .events import Events
     from .precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
+    from .states.activations import Activations
 
 logger = logging.getLogger("deepc")
 
@@ -131,6 +132,7 @@ class EngineBase(ModelWrapper):
     reducer: Reducer
     guard: Guard
     hooks: GradientHooks
+    activations: Activations  # where what autograd saves goes
     scaler: StaticLossScaler | DynamicLossScaler | None
     lr_scheduler: Scheduler | None
     skips: Skips  # the steps that were skipped since the last applied one

@@ -42,6 +42,7 @@ from .base import EngineBase, say
 from .data import make_loader
 from .events import Events, Watcher
 from .policy import choose_policy
+from .states.activations import Activations
 
 if TYPE_CHECKING:
     from ..nn.fuse import FuseSummary
@@ -153,6 +154,7 @@ def assemble(
         place_buffers(engine)
         choose_matmul(engine)
         make_states(engine, named, group_of, undo)
+        make_activations(engine, undo)
         engine.scaler, engine.skips = precision.make_scaler(config), Skips(config.deepc.max_lost_steps)
         engine.lr_scheduler = make_scheduler(engine, given.lr_scheduler)
         engine.training_dataloader = make_loader(
@@ -492,6 +494,18 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         cast("StreamedState", engine.state).stream(engine.module, config.zero)
     if plan.parameters_as:
         engine.guard.publish()  # from the start on the parameters are what other nodes get of the masters
+
+
+def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
+    """Where what autograd saves goes. Fails on all ranks."""
+    failure: Exception | None = None
+    try:
+        engine.activations = Activations(engine.module, engine._config, engine.device)
+        undo.callback(engine.activations.close)
+    except DeepcError as exc:
+        failure = exc
+    if engine._config.deepc.activations.nvme_path:
+        together(engine.group, failure)
 
 
 def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:

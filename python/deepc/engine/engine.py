@@ -54,7 +54,8 @@ class Engine(EngineBase):
         out = None
         self.events.begin("forward", (inputs, kwargs))
         try:
-            out = self.step_policy.forward(inputs, kwargs)
+            with self.activations.around():
+                out = self.step_policy.forward(inputs, kwargs)
             if torch.is_grad_enabled():
                 self.hooks.watch(out)
         finally:
@@ -92,10 +93,10 @@ class Engine(EngineBase):
         return told
 
     def _backward_pass(self, backward: Callable[[], None]) -> None:
-        """A pass of the hooks around it. Where parameters lie on disk: if the disk of some rank breaks it off, the pass
-        comes to its end, and the error is the same on all ranks."""
+        """A pass of the hooks around it. Where parameters or activations lie on disk: if the disk of some rank breaks
+        it off, the pass comes to its end, and the error is the same on all ranks."""
         boundary = self.is_gradient_accumulation_boundary()
-        if not self.plan.parameters_on:
+        if not self.plan.parameters_on and not self.activations.on_disk:
             self.hooks.run(backward, boundary, self.loss_scale)
             return
         mine: DiskError | None = None

@@ -1,7 +1,8 @@
 """deepspeed.checkpointing: activation checkpointing with torch.utils.checkpoint.
 
-checkpoint() recomputes as DeepSpeed's does and keeps random states. Partitioned, contiguous and CPU activations do not
-exist: configure() raises for them."""
+checkpoint() recomputes as DeepSpeed's does and keeps random states. Partitioned and contiguous activations do not
+exist: configure() raises for them; activations on host or disk are the engine's
+(activation_checkpointing.cpu_checkpointing of its configuration)."""
 
 from __future__ import annotations
 
@@ -44,6 +45,11 @@ def configure(
         "contiguous_checkpointing": contiguous_checkpointing,
         "checkpoint_in_cpu": checkpoint_in_cpu,
     }
+    if asked.pop("checkpoint_in_cpu"):
+        raise UnsupportedError(
+            "checkpointing.configure(checkpoint_in_cpu=True) does not exist in deepc: set"
+            " activation_checkpointing.cpu_checkpointing in the configuration of the engine, whose forward moves them"
+        )
     for name, value in asked.items():
         if value:
             raise UnsupportedError(
