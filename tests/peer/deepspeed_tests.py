@@ -78,6 +78,7 @@ KNOWN = [
         "", r"_configure_train_batch_size|_flush_coalesced_reduction|ds_tensor|step_ratio", "private", "an attribute"
     ),
     Known("", "_is_gradient_accumulation_boundary|_change_recovery_script", "private", "an attribute of the engine"),
+    Known("", "accumulated_grads_in_cpu", "private", "an attribute of the optimizer"),
     Known("test_muon", "bit16_groups", "private", "an attribute of the optimizer"),
     Known(
         "test_offload_states",
