@@ -277,6 +277,6 @@ def _on_disk(rank, world, folder, stage, precision):
     return True
 
 
-@pytest.mark.parametrize("stage, precision", [(1, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize("stage, precision", [(1, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.full)])
 def test_states_on_disk_have_the_bits_of_memory(tmp_path, stage, precision):
     assert all(run_ranks(_on_disk, 2, args=(str(tmp_path), stage, precision)))

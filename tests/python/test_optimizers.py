@@ -584,7 +584,7 @@ def _resume_formed(rank, world, folder):
     return True
 
 
-def _disk_formed(rank, world, folder):
+def _disk_formed(rank, world, folder, kind, form, precision):
     """States in memory, on disk, on disk beside parameters; with a checkpoint of the first in the others."""
     tiers = {
         "memory": {"stage": 2},
@@ -596,41 +596,48 @@ def _disk_formed(rank, world, folder):
             "sub_group_size": 5000,
         },
     }
-    for kind, form, precision in (("AdamW", "int8", "bf16"), ("AdamW", "bf16", "fp32"), ("Lion", "int4", "fp32")):
-        found = {}
-        for tier, zero in tiers.items():
-            cfg = _formed(kind, form, zero["stage"], world, precision, zero_optimization=zero)
-            engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
-            here = f"{folder}/{kind}{form}"
-            for step in range(4):
-                if step == 2 and tier == "memory":
-                    engine.save_checkpoint(here)
-                elif step == 2:
-                    found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-                    engine.load_checkpoint(here)
-                x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
-                engine.backward(engine(x, y))
-                engine.step()
-                if step == 1 and tier == "memory":
-                    found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-            found[tier, 4] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
-            state = {n: deepc.view(p).state["exp_avg"].clone() for n, p in engine.module.named_parameters()}
-            found[tier, 4] |= {f"{n} state": s for n, s in state.items()}
-            if tier == "disk":
-                item = {"int8": 272, "bf16": 512, "int4": 144}[form]
-                moments, elems = engine.optimizer.moments, engine.plan.owned_elems
-                whole = elems // 256 * (moments * item + engine.plan.has_master * 1024)
-                assert engine.plan.bytes["disk"] < 1.3 * whole + 1e6, "the disk has codes, not fp32"
-                assert f"{form} optimizer states" in engine.plan.describe()
-            engine.destroy()
-        for (tier, step), values in found.items():
-            for n, v in values.items():
-                assert torch.equal(v, found["memory", step][n]), (kind, form, tier, step, n)
+    found = {}
+    for tier, zero in tiers.items():
+        cfg = _formed(kind, form, zero["stage"], world, precision, zero_optimization=zero)
+        engine, *_ = deepc.initialize(model=tiny.make_model(), config=cfg)
+        here = f"{folder}/{kind}{form}"
+        for step in range(4):
+            if step == 2 and tier == "memory":
+                engine.save_checkpoint(here)
+            elif step == 2:
+                found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+                engine.load_checkpoint(here)
+            x, y = (t.chunk(world)[rank] for t in tiny.make_batch(step, 8))
+            engine.backward(engine(x, y))
+            engine.step()
+            if step == 1 and tier == "memory":
+                found[tier, 2] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+        found[tier, 4] = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+        state = {n: deepc.view(p).state["exp_avg"].clone() for n, p in engine.module.named_parameters()}
+        found[tier, 4] |= {f"{n} state": s for n, s in state.items()}
+        if tier == "disk":
+            item = {"int8": 272, "bf16": 512, "int4": 144}[form]
+            moments, elems = engine.optimizer.moments, engine.plan.owned_elems
+            whole = elems // 256 * (moments * item + engine.plan.has_master * 1024)
+            assert engine.plan.bytes["disk"] < 1.3 * whole + 1e6, "the disk has codes, not fp32"
+            assert f"{form} optimizer states" in engine.plan.describe()
+        engine.destroy()
+    for (tier, step), values in found.items():
+        for n, v in values.items():
+            assert torch.equal(v, found["memory", step][n]), (kind, form, tier, step, n)
     return True
 
 
-def test_formats_on_disk_have_the_bits_of_memory(tmp_path):
-    assert all(run_ranks(_disk_formed, 2, args=(str(tmp_path),)))
+@pytest.mark.parametrize(
+    "kind, form, precision",
+    [
+        ("AdamW", "int8", "bf16"),
+        pytest.param("AdamW", "bf16", "fp32", marks=pytest.mark.full),
+        pytest.param("Lion", "int4", "fp32", marks=pytest.mark.full),
+    ],
+)
+def test_formats_on_disk_have_the_bits_of_memory(tmp_path, kind, form, precision):
+    assert all(run_ranks(_disk_formed, 2, args=(str(tmp_path), kind, form, precision)))
 
 
 def test_a_checkpoint_of_formats_goes_on_with_equal_bits(tmp_path):
