@@ -268,7 +268,7 @@ def _no_folder(rank, world, cfg):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    run_ranks(_no_folder, 2, spilled(tiny.config(2, micro=2), tmp_path / "missing"))
+    run_ranks(_no_folder, 2, spilled(tiny.config(2, micro=2), tmp_path / "missing" / "below"))
 
 
 # ---- more than the memory --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
+from ...offload.place import make_folder
 from ...offload.spill import Spill, Spilled
 from ...zero.parameters.param import Released
 
@@ -28,7 +29,7 @@ class Activations:
         asked = config.deepc.activations
         on = config.activation_checkpointing.cpu_checkpointing
         self._module, self._all, self._least = module, asked.all, asked.min_bytes
-        self._spill = Spill(asked.nvme_path, "activations") if on and asked.nvme_path else None
+        self._spill = Spill(make_folder(asked.nvme_path), "activations") if on and asked.nvme_path else None
         self._host = on and self._spill is None and device.type != "cpu"
         self._kept: set[int] = set()
 
