@@ -616,10 +616,8 @@ def _disk_formed(rank, world, folder, kind, form, precision):
         state = {n: deepc.view(p).state["exp_avg"].clone() for n, p in engine.module.named_parameters()}
         found[tier, 4] |= {f"{n} state": s for n, s in state.items()}
         if tier == "disk":
-            item = {"int8": 272, "bf16": 512, "int4": 144}[form]
-            moments, elems = engine.optimizer.moments, engine.plan.owned_elems
-            whole = elems // 256 * (moments * item + engine.plan.has_master * 1024)
-            assert engine.plan.bytes["disk"] < 1.3 * whole + 1e6, "the disk has codes, not fp32"
+            fp32 = 4 * engine.plan.owned_elems * engine.plan.disk.arrays
+            assert engine.plan.bytes["disk"] < 0.8 * fp32, "the disk has codes: blocks of 4 KiB of each cell's"
             assert f"{form} optimizer states" in engine.plan.describe()
         engine.destroy()
     for (tier, step), values in found.items():
