@@ -486,6 +486,73 @@ static inline int check_gelu_grad(const dc_gelu_grad_args *given, dc_gelu_grad_a
   return check_array(a->partial, sizeof *a->partial, a->dbias ? a->rows * a->cols : 0, "partial");
 }
 
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+enum { DC__ATTENTION_DIM = 256 }; /* more than models have; ref/attention.h says the same */
+
+/* The numbers that both calls have. */
+static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t rows, int64_t keys,
+                                        int64_t dim, float scale, int causal, int64_t diagonal) {
+  const struct {
+    const char *name;
+    int64_t value, most;
+  } sizes[] = {{"batch", batch, INT32_MAX},       {"heads", heads, INT32_MAX}, {"kv_heads", kv_heads, INT32_MAX},
+               {"rows", rows, 1 << 24}, {"keys", keys, 1 << 24}, {"dim", dim, DC__ATTENTION_DIM}};
+  for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++)
+    if (sizes[k].value < 0 || sizes[k].value > sizes[k].most)
+      return CHECK_FAIL(DC_E_INVALID, "%s = %lld; it must be from 0 to %lld", sizes[k].name, (long long)sizes[k].value,
+                        (long long)sizes[k].most);
+  if (heads > 0 && (kv_heads < 1 || heads % kv_heads))
+    return CHECK_FAIL(DC_E_INVALID, "heads = %lld is no multiple of kv_heads = %lld", (long long)heads,
+                      (long long)kv_heads);
+  if (!(scale > 0 && isfinite(scale)))
+    return CHECK_FAIL(DC_E_INVALID, "scale = %g; it must be finite and above 0", (double)scale);
+  if (causal && (diagonal < -((int64_t)1 << 24) || diagonal > (int64_t)1 << 24))
+    return CHECK_FAIL(DC_E_INVALID, "diagonal = %lld is outside -2^24 to 2^24", (long long)diagonal);
+  int64_t n;
+  if (__builtin_mul_overflow(batch, heads, &n) || __builtin_mul_overflow(n, rows > keys ? rows : keys, &n) ||
+      __builtin_mul_overflow(n, dim, &n))
+    n = INT64_MAX;
+  return check_count(n);
+}
+
+static inline int check_attention_array(const void *p, int dt, int64_t count, const int64_t *stride, const char *what) {
+  for (int k = 0; k < 3; k++)
+    if (stride[k] < 0 || stride[k] > INT32_MAX)
+      return CHECK_FAIL(DC_E_INVALID, "%s: stride[%d] = %lld; it must be from 0 to 2^31 - 1", what, k,
+                        (long long)stride[k]);
+  return check_array(p, check_size(dt), count, what);
+}
+
+static inline int check_attention(const dc_attention_args *given, dc_attention_args *a) {
+  DC_TRY(CHECK_TAKE(dc_attention_args, causal, given, a));
+  DC_TRY(check_low(a->dtype, "q"));
+  DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale, a->causal,
+                               a->diagonal));
+  const int64_t queries = a->batch * a->heads * a->rows, pairs = a->batch * a->kv_heads * a->keys;
+  DC_TRY(check_attention_array(a->q, a->dtype, queries * a->dim, a->q_stride, "q"));
+  DC_TRY(check_attention_array(a->k, a->dtype, pairs * a->dim, a->k_stride, "k"));
+  DC_TRY(check_attention_array(a->v, a->dtype, pairs * a->dim, a->v_stride, "v"));
+  DC_TRY(check_attention_array(a->out, a->dtype, queries * a->dim, a->out_stride, "out"));
+  return check_array(a->lse, sizeof *a->lse, queries, "lse");
+}
+
+static inline int check_attention_grad(const dc_attention_grad_args *given, dc_attention_grad_args *a) {
+  DC_TRY(CHECK_TAKE(dc_attention_grad_args, causal, given, a));
+  DC_TRY(check_low(a->dtype, "q"));
+  DC_TRY(check_attention_sizes(a->batch, a->heads, a->kv_heads, a->rows, a->keys, a->dim, a->scale, a->causal,
+                               a->diagonal));
+  const int64_t queries = a->batch * a->heads * a->rows, pairs = a->batch * a->kv_heads * a->keys;
+  DC_TRY(check_attention_array(a->dout, a->dtype, queries * a->dim, a->dout_stride, "dout"));
+  DC_TRY(check_attention_array(a->q, a->dtype, queries * a->dim, a->q_stride, "q"));
+  DC_TRY(check_attention_array(a->k, a->dtype, pairs * a->dim, a->k_stride, "k"));
+  DC_TRY(check_attention_array(a->v, a->dtype, pairs * a->dim, a->v_stride, "v"));
+  DC_TRY(check_attention_array(a->out, a->dtype, queries * a->dim, a->out_stride, "out"));
+  DC_TRY(check_attention_array(a->dq, a->dtype, queries * a->dim, a->dq_stride, "dq"));
+  DC_TRY(check_attention_array(a->dk, a->dtype, pairs * a->dim, a->dk_stride, "dk"));
+  DC_TRY(check_attention_array(a->dv, a->dtype, pairs * a->dim, a->dv_stride, "dv"));
+  return check_array(a->lse, sizeof *a->lse, queries, "lse");
+}
+
 /* *rows: the product of the three sizes. */
 static inline int check_rotary(const dc_rotary_args *given, dc_rotary_args *a, int64_t *rows) {
   DC_TRY(CHECK_TAKE(dc_rotary_args, inverse, given, a));

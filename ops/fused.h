@@ -121,6 +121,44 @@ typedef struct dc_rotary_args {
 } dc_rotary_args;
 DC_API int dc_rotary(const dc_rotary_args *args);
 
+/* Scaled dot-product attention (Vaswani et al., arXiv:1706.03762) by blocks, so that the scores of all pairs never
+ * exist (Dao et al., arXiv:2205.14135). For batch b, head h and query i, with kv = h * kv_heads / heads:
+ *   s[j] = scale * sum(q[b,h,i] * k[b,kv,j]);  j is visible unless causal and j > i + diagonal
+ *   lse = log(sum over visible j of e^s[j]);  out = sum over visible j of e^(s[j] - lse) * v[b,kv,j]
+ * A query that sees no key gets out = 0 and lse = +inf. Element [b,h,i,c] of an array lies at b * stride[0] + h *
+ * stride[1] + i * stride[2] + c. Sums are fp32. Where the processor multiplies pairs of bf16 (AVX512-BF16), bf16 is not
+ * widened: probabilities are rounded to bf16 before they meet v; there, and only there, bits differ between instruction
+ * sets. They never depend on the number of threads. */
+typedef struct dc_attention_args {
+  size_t struct_size; /* sizeof(dc_attention_args): see base.h */
+  const void *q, *k, *v; /* [batch, heads, rows, dim]; [batch, kv_heads, keys, dim] both */
+  void *out;             /* [batch, heads, rows, dim]; of dtype, as q, k and v are */
+  float *lse;            /* [batch, heads, rows] without stride */
+  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];
+  int64_t batch, heads, kv_heads, rows, keys, dim; /* heads a multiple of kv_heads; dim <= 256 */
+  int64_t diagonal;                                /* used if causal */
+  float scale;                                     /* finite, > 0 */
+  int32_t dtype, causal;
+} dc_attention_args;
+DC_API int dc_attention(const dc_attention_args *args);
+
+/* Its gradient, by the same blocks: p[j] = e^(s[j] - lse) is computed again; with delta = sum(dout * out),
+ *   dv[j] = sum over queries of p[j] * dout;  ds[j] = p[j] * (dout . v[j] - delta) * scale
+ *   dq = sum over j of ds[j] * k[j];  dk[j] = sum over queries of ds[j] * q
+ * dk and dv sum over the query heads that share a head of k and v. A float of +inf in lse takes its query out. */
+typedef struct dc_attention_grad_args {
+  size_t struct_size; /* sizeof(dc_attention_grad_args): see base.h */
+  const void *dout, *q, *k, *v, *out; /* as in dc_attention */
+  const float *lse;                   /* of dc_attention */
+  void *dq, *dk, *dv;                 /* shapes of q, k, v */
+  int64_t dout_stride[3], q_stride[3], k_stride[3], v_stride[3], out_stride[3], dq_stride[3], dk_stride[3],
+      dv_stride[3];
+  int64_t batch, heads, kv_heads, rows, keys, dim, diagonal;
+  float scale;
+  int32_t dtype, causal;
+} dc_attention_grad_args;
+DC_API int dc_attention_grad(const dc_attention_grad_args *args);
+
 #ifdef __cplusplus
 }
 #endif

@@ -353,6 +353,82 @@ static void fused_rotary(dct_value *stack, uint64_t num_args, uint64_t num_outpu
   fused_leave(&c, stack, 3, &o, __LINE__);
 }
 
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+/* [batch, heads, rows, dim] with the last dimension side by side; a CPU tensor. */
+static bool fused_look_heads(dct_call *c, dct_tensor t, const char *name, const rows *like, rows *r, int64_t *stride) {
+  if (!fused_look_shape(c, t, name, r) || !fused_low(c, &r->v, name)) return false;
+  if (c->cuda) return dct__fail(c, "attention takes CPU tensors; on a GPU use torch's scaled_dot_product_attention");
+  if (r->dim != 4)
+    return dct__fail(c, "'%s' has %" PRId64 " dimensions; it must have 4: [batch, heads, rows, dim]", name, r->dim);
+  if (like && (r->size[0] != like->size[0] || r->size[3] != like->size[3] || r->v.dtype != like->v.dtype))
+    return dct__fail(c, "'%s' and 'q' differ in their first or last dimension, or in dtype; they must agree", name);
+  if (r->cols > 1 && r->v.n && r->step[3] != 1)
+    return dct__fail(c, "the last dimension of '%s' has gaps; pass %s.contiguous()", name, name);
+  for (int k = 0; k < 3; k++) stride[k] = r->step[k];
+  return true;
+}
+
+static bool fused_result_heads(dct_call *c, outputs *o, const rows *like, int64_t *stride, void **ptr) {
+  int64_t step[MAX_DIM];
+  fused_packed_like(like, step);
+  for (int k = 0; k < 3; k++) stride[k] = step[k];
+  return fused_result(c, o, 4, like->size, step, like->v.dtype, ptr);
+}
+
+/* q, k, v, causal, scale */
+static void fused_attention(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "attention");
+  outputs o = {.n = 0};
+  rows q, k, v;
+  void *lse = NULL;
+  dc_attention_args a = {
+      .struct_size = sizeof a, .causal = value_bool(stack[3]), .scale = (float)value_double(stack[4])};
+  bool ok = fused_look_heads(&c, value_tensor(stack[0]), "q", NULL, &q, a.q_stride) &&
+            fused_look_heads(&c, value_tensor(stack[1]), "k", &q, &k, a.k_stride) &&
+            fused_look_heads(&c, value_tensor(stack[2]), "v", &q, &v, a.v_stride) &&
+            fused_same_shape(&c, &v, "v", &k, "k") && fused_result_heads(&c, &o, &q, a.out_stride, &a.out) &&
+            fused_result_like(&c, &o, &q, DC_F32, 3, &lse);
+  if (ok) {
+    a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.lse = lse, a.dtype = q.v.dtype;
+    a.batch = q.size[0], a.heads = q.size[1], a.kv_heads = k.size[1], a.rows = q.size[2], a.keys = k.size[2],
+    a.dim = q.size[3];
+    dct__status(&c, dc_attention(&a));
+  }
+  fused_leave(&c, stack, 3, &o, __LINE__);
+}
+
+/* dout, q, k, v, out, lse, causal, scale */
+static void fused_attention_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "attention_grad");
+  outputs o = {.n = 0};
+  rows dout, q, k, v, out;
+  dct_view lse;
+  dc_attention_grad_args a = {
+      .struct_size = sizeof a, .causal = value_bool(stack[6]), .scale = (float)value_double(stack[7])};
+  bool ok = fused_look_heads(&c, value_tensor(stack[1]), "q", NULL, &q, a.q_stride) &&
+            fused_look_heads(&c, value_tensor(stack[0]), "dout", &q, &dout, a.dout_stride) &&
+            fused_same_shape(&c, &dout, "dout", &q, "q") &&
+            fused_look_heads(&c, value_tensor(stack[2]), "k", &q, &k, a.k_stride) &&
+            fused_look_heads(&c, value_tensor(stack[3]), "v", &q, &v, a.v_stride) &&
+            fused_same_shape(&c, &v, "v", &k, "k") &&
+            fused_look_heads(&c, value_tensor(stack[4]), "out", &q, &out, a.out_stride) &&
+            fused_same_shape(&c, &out, "out", &q, "q") && dct__look(&c, value_tensor(stack[5]), "lse", &lse) &&
+            dct__must_be_f32(&c, &lse, "lse");
+  if (ok && lse.n != q.size[0] * q.size[1] * q.size[2])
+    ok = dct__fail(&c, "'lse' has %" PRId64 " elements; it must have one of each row of 'q'", lse.n);
+  ok = ok && fused_result_heads(&c, &o, &q, a.dq_stride, &a.dq) && fused_result_heads(&c, &o, &k, a.dk_stride, &a.dk) &&
+       fused_result_heads(&c, &o, &v, a.dv_stride, &a.dv);
+  if (ok) {
+    a.dout = dout.v.ptr, a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.out = out.v.ptr, a.lse = lse.ptr;
+    a.dtype = q.v.dtype, a.batch = q.size[0], a.heads = q.size[1], a.kv_heads = k.size[1], a.rows = q.size[2],
+    a.keys = k.size[2], a.dim = q.size[3];
+    dct__status(&c, dc_attention_grad(&a));
+  }
+  fused_leave(&c, stack, 6, &o, __LINE__);
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 static const dct_operator fused_operators[] = {
     {"rms_norm", "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)", fused_rms_norm},
@@ -376,6 +452,12 @@ static const dct_operator fused_operators[] = {
     {"gelu_grad", "gelu_grad(Tensor dout, Tensor x, Tensor bias, bool tanh, bool dbias) -> (Tensor, Tensor)",
      fused_gelu_grad},
     {"rotary", "rotary(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor", fused_rotary},
+    {"attention", "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)",
+     fused_attention},
+    {"attention_grad",
+     "attention_grad(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float scale) -> "
+     "(Tensor, Tensor, Tensor)",
+     fused_attention_grad},
 };
 
 const dct_operator *dct__fused(size_t *count) {

@@ -111,6 +111,11 @@ DC_INLINE vf v_zero_below(vf a, vf x, vf limit) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
 }
 
+/* The lanes of below where x < limit, else of other. */
+DC_INLINE vf v_if_below(vf x, vf limit, vf below, vf other) {
+  return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
+}
+
 DC_INLINE vf v_widen_bf16(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
 
 DC_INLINE __m256i v_narrow_bf16_int(vf a) {
@@ -192,6 +197,18 @@ DC_INLINE vi vi_if_below(vf x, vf limit, vi below, vi other) {
   return _mm512_mask_mov_epi32(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
 }
 DC_INLINE __m256i vi_narrow16(vi a) { return _mm512_cvtepi32_epi16(a); } /* of numbers below 2^16 */
+
+#if defined(__AVX512BF16__)
+/* acc[j] += the two products of the bf16 pairs in a[j] and b[j], the upper one first; denormals count as zero. */
+DC_INLINE vf v_dot_pairs(vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+/* bf16 pairs: even in the lower halves, odd in the upper ones; NaN stays one, denormals become zero. */
+DC_INLINE vi v_pair_bf16(vf even, vf odd) {
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
+}
+/* 32 bf16 side by side. */
+DC_INLINE vi v_join_bf16(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
+#endif
 
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
 DC_INLINE __m512d vd_sq8(__m512d acc, __m256 x) {
@@ -278,6 +295,12 @@ DC_INLINE vf v_ldexp(vf x, vf n) { return DC__PAIR(v_ldexp8, x, n); }
 DC_INLINE vf v_zero_below(vf a, vf x, vf limit) {
   return (vf){_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), a.a),
               _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), a.b)};
+}
+
+/* The lanes of below where x < limit, else of other. */
+DC_INLINE vf v_if_below(vf x, vf limit, vf below, vf other) {
+  return (vf){_mm256_blendv_ps(other.a, below.a, _mm256_cmp_ps(x.a, limit.a, _CMP_LT_OQ)),
+              _mm256_blendv_ps(other.b, below.b, _mm256_cmp_ps(x.b, limit.b, _CMP_LT_OQ))};
 }
 
 DC_INLINE __m256 v_widen_bf16_8(__m128i h) {

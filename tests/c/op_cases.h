@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "ops/ops.h"
+#include "ref/scalar.h"
 
 namespace {
 
@@ -111,6 +112,12 @@ Array make(int dt, int64_t n, Fill fill, uint64_t seed) {
     }
   }
   return a;
+}
+
+std::vector<double> doubles_of(const Array &a) {
+  std::vector<double> out(a.bytes.size() / a.element());
+  for (size_t i = 0; i < out.size(); i++) out[i] = dc__get(a.bytes.data(), a.dt, (int64_t)i);
+  return out;
 }
 
 Array raw(int64_t bytes, uint64_t seed) { return make(DC_U8, bytes, kAnyBits, seed); }

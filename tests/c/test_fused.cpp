@@ -21,12 +21,6 @@ std::string about(const char *op, int dt, int64_t rows, int64_t cols) {
   return std::string(op) + " " + dc_dtype_name(dt) + " " + std::to_string(rows) + "x" + std::to_string(cols);
 }
 
-std::vector<double> doubles_of(const Array &a) {
-  std::vector<double> out(a.bytes.size() / a.element());
-  for (size_t i = 0; i < out.size(); i++) out[i] = dc__get(a.bytes.data(), a.dt, (int64_t)i);
-  return out;
-}
-
 // Half a unit in the last place of a result of dtype dt, relative, and what fp32 arithmetic may add to it.
 double half_ulp(int dt) { return dt == DC_F32 ? 0x1p-24 : dt == DC_BF16 ? 0x1p-9 : 0x1p-11; }
 

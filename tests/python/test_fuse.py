@@ -115,20 +115,20 @@ def _decoder(name, **more):
 
 
 FAMILIES = {  # name -> (makes model and inputs, kinds that must be replaced at least so often)
-    "gpt2": (_gpt2, dict(norm=5, mlp=2, loss=1)),
-    "llama": (functools.partial(_decoder, "Llama"), dict(norm=5, mlp=2, rotary=2, loss=1)),
+    "gpt2": (_gpt2, dict(norm=5, mlp=2, attention=2, loss=1)),
+    "llama": (functools.partial(_decoder, "Llama"), dict(norm=5, mlp=2, rotary=2, attention=2, loss=1)),
     "mistral": (
         functools.partial(_decoder, "Mistral", tie_word_embeddings=True),
-        dict(norm=5, mlp=2, rotary=2, loss=1),
+        dict(norm=5, mlp=2, rotary=2, attention=2, loss=1),
     ),
-    "qwen2": (functools.partial(_decoder, "Qwen2"), dict(norm=5, mlp=2, rotary=2, loss=1)),
+    "qwen2": (functools.partial(_decoder, "Qwen2"), dict(norm=5, mlp=2, rotary=2, attention=2, loss=1)),
     "mixtral": (
         functools.partial(_decoder, "Mixtral", num_local_experts=3, num_experts_per_tok=2, output_router_logits=True),
-        dict(norm=5, mlp=2, rotary=2, loss=1),
+        dict(norm=5, mlp=2, rotary=2, attention=2, loss=1),
     ),
-    "t5": (_t5, dict(norm=12, mlp=4, loss=1)),
-    "bert": (_bert, dict(norm=6, mlp=3, loss=1)),
-    "vit": (_vit, dict(norm=5, mlp=2)),
+    "t5": (_t5, dict(norm=12, mlp=4, attention=6, loss=1)),
+    "bert": (_bert, dict(norm=6, mlp=3, attention=2, loss=1)),
+    "vit": (_vit, dict(norm=5, mlp=2, attention=2)),
 }
 
 
@@ -181,7 +181,7 @@ def test_equals_the_unfused_model(family):
         torch.testing.assert_close(got.loss, want.loss, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["norm", "mlp", "rotary", "loss"])
+@pytest.mark.parametrize("kind", ["norm", "mlp", "rotary", "attention", "loss"])
 def test_one_kind_only(kind):
     model, inputs = make("llama")
     plain = copy.deepcopy(model)
@@ -207,7 +207,29 @@ def test_the_operators_ran_and_the_logits_did_not():
     after = deepc.counters()
     assert after["xent_calls"] == before["xent_calls"] + 1
     assert sum(after[k] != before[k] for k in after) >= 4  # norms, SwiGLU and rotary count theirs
+    assert after["attention_calls"] == before["attention_calls"] + 4  # two layers, there and back
     assert calls == [torch.Size([2, 12, 32]), torch.Size([])]  # handed through, then the loss
+
+
+def test_masks_and_dropout_are_the_models_own_attention():
+    model, inputs = make("llama")
+    plain = copy.deepcopy(model)
+    deepc.fuse(model, only=("attention",))
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, :3] = 0
+    before = deepc.counters()["attention_calls"]
+    want, want_grads = loss_and_grads(plain, inputs)
+    got, got_grads = loss_and_grads(model, inputs)
+    assert torch.equal(got.loss, want.loss) and all(torch.equal(got_grads[n], g) for n, g in want_grads.items())
+    del inputs["attention_mask"]
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    loss_and_grads(model, inputs)
+    assert deepc.counters()["attention_calls"] == before
+    model.eval()  # no dropout now
+    with torch.no_grad():
+        model(**inputs)
+    assert deepc.counters()["attention_calls"] == before + 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
@@ -356,7 +378,7 @@ def test_modules_of_torch():
         nn.LayerNorm(16, elementwise_affine=False),
     )
     plain, x = copy.deepcopy(model), torch.randn(5, 16)
-    assert deepc.fuse(model).replaced == {"norm": ["0", "4", "5"], "mlp": ["2", "3"], "rotary": [], "loss": []}
+    assert deepc.fuse(model).replaced == {"norm": ["0", "4", "5"], "mlp": ["2", "3"], "rotary": [], "attention": [], "loss": []}
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         model.double()(x.double()), plain.double()(x.double()), rtol=1e-14, atol=1e-14
@@ -378,8 +400,8 @@ def test_refuses_what_it_does_not_know():
         deepc.fuse(nn.LayerNorm((3, 4)))
     with pytest.raises(UnsupportedError, match="only=.'rotary',."):
         deepc.fuse(_gpt2()[0], only=("rotary",))
-    with pytest.raises(ArgumentError, match="'attention' is not a kind"):
-        deepc.fuse(_gpt2()[0], only=("norm", "attention"))
+    with pytest.raises(ArgumentError, match="'embedding' is not a kind"):
+        deepc.fuse(_gpt2()[0], only=("norm", "embedding"))
     with pytest.raises(ArgumentError, match="takes a torch.nn.Module"):
         deepc.fuse({})
 

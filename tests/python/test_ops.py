@@ -251,7 +251,13 @@ OPCHECKS = {
         make(30, torch.float32, 1).view(5, 6),
         False,
     ),
+    "attention": lambda: (*(_heads(k) for k in range(3)), True, 0.3),
+    "attention_grad": lambda: (*(_heads(k) for k in range(5)), make(30, torch.float32, 5).view(2, 3, 5), True, 0.3),
 }
+
+
+def _heads(seed: int) -> torch.Tensor:
+    return make(240, torch.float32, seed).view(2, 5, 3, 8).transpose(1, 2)
 
 
 @pytest.mark.parametrize("name", OPCHECKS)

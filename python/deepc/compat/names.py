@@ -271,7 +271,7 @@ _TP = "tensor parallelism is not built yet; ZeRO stage 3 splits every parameter 
 _SP = "sequence parallelism is not built yet; use activation checkpointing for long sequences"
 _MOE = "expert parallelism is not built yet; any mixture of experts that is plain PyTorch trains under every ZeRO stage"
 _KERNEL = (
-    "kernel injection is not built; deepc.fuse(model) fuses norms, activations, rotary embeddings and the loss of a"
+    "kernel injection is not built; deepc.fuse(model) fuses norms, activations, rotary embeddings, attention and the loss of a"
     " model"
 )
 _GONE = "it was removed from DeepSpeed as well"

@@ -891,7 +891,7 @@ KEYS: tuple[Key, ...] = (
         False,
         '"auto": the model runs on deepc\'s fused operators where it can (deepc.fuse); true: the same, and an error if'
         " nothing can; a list: these kinds, each an error if the model has none (docs/fused.md).",
-        choices=("norm", "mlp", "rotary", "loss"),
+        choices=("norm", "mlp", "rotary", "attention", "loss"),
     ),
     _active(
         "deepc.max_lost_steps",

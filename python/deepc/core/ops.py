@@ -302,6 +302,25 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> t
     return torch.empty_like(x)
 
 
+@fake("attention")
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), _stats(q)
+
+
+@fake("attention_grad")
+def _(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 def _no_second(name: str) -> None:
     """No formula is registered for the gradients' own gradients; torch would return wrong numbers with a warning, this
     raises."""
@@ -315,7 +334,7 @@ def _no_second(name: str) -> None:
     torch.library.register_autograd(f"deepc::{name}", backward)
 
 
-for _name in ("norm_grad", "swiglu_grad", "gelu_grad"):
+for _name in ("norm_grad", "swiglu_grad", "gelu_grad", "attention_grad"):
     _no_second(_name)
 
 
@@ -406,6 +425,23 @@ def _rotary_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, 
 
 
 torch.library.register_autograd("deepc::rotary", _rotary_backward, setup_context=_rotary_setup)
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _attention_backward(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, None, None
+    grads = torch.ops.deepc.attention_grad(_inner_dense(dout), *ctx.saved_tensors, ctx.causal, ctx.scale)
+    return *grads, None, None
+
+
+torch.library.register_autograd("deepc::attention", _attention_backward, setup_context=_attention_setup)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -512,3 +548,19 @@ def apply_rotary(
     positions, rotated]."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return rotary(q, cos, sin), rotary(k, cos, sin)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, scale: float | None = None
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v by blocks (arXiv:1706.03762, arXiv:2205.14135), as
+    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True) has it.
+
+    q: [batch, heads, rows, dim]; k, v: [batch, kv_heads, keys, dim], heads a multiple of kv_heads, dim at most 256; CPU
+    tensors of one dtype (float32, bfloat16, float16), any strides but for the last dimension. is_causal: query i sees
+    keys up to i. scale: above 0; None: dim ** -0.5. The result has q's shape, dtype and order in memory. Sums are fp32.
+    Differentiable once. RuntimeError for other shapes and dtypes.
+    """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[0]
+    return out

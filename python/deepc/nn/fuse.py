@@ -28,12 +28,13 @@ from ..core import ops
 from ..errors import ArgumentError, UnsupportedError
 from .loss import linear_cross_entropy
 
-KINDS = ("norm", "mlp", "rotary", "loss")
+KINDS = ("norm", "mlp", "rotary", "attention", "loss")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SUPPORTED = """deepc.fuse replaces
   norm    nn.LayerNorm over the last dimension, nn.RMSNorm, and the RMSNorm of Llama, Mistral, Mixtral, Qwen2, Qwen3 and T5
   mlp     nn.GELU and transformers' GELU modules (GPT-2, BERT, ViT, T5 v1.1); SwiGLU of Llama, Mistral, Qwen2 and Qwen3 MLPs and of Mixtral's experts
   rotary  apply_rotary_pos_emb in the attention of Llama, Mistral, Mixtral, Qwen2 and Qwen3
+  attention  scaled dot-product attention of transformers' models ("sdpa"), on the CPU
   loss    head and cross-entropy of the causal language models GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3, of T5ForConditionalGeneration and BertForMaskedLM"""  # noqa: E501
 
 
@@ -78,7 +79,7 @@ def fuse_as_asked(model: nn.Module, asked: bool | str | Sequence[str]) -> FuseSu
             return FuseSummary(skipped={"": f"nothing in {type(model).__name__} can be fused"})
         raise UnsupportedError(f'deepc.fuse = {json.dumps(asked)}: {exc}\nSet it to "auto" or false.') from None
     present = {k for k, names in summary.replaced.items() if names}
-    present |= {m._deepc_kind for m in model.modules() if isinstance(m, _Fused)}
+    present |= {k for m in model.modules() if isinstance(m, _Fused) for k in m._deepc_kinds}
     if not isinstance(asked, (bool, str)) and (missing := [k for k in kinds if k not in present]):
         summary.undo()
         reasons = "".join(f"\n{name or type(model).__name__}: {why}" for name, why in summary.skipped.items())
@@ -93,7 +94,7 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
     """Puts the modules of `model` that deepc has fused operators for onto them, in place; call it before
     deepc.initialize and torch.compile.
 
-    only: kinds to replace, of "norm", "mlp", "rotary", "loss" (default all). Calling it again changes nothing. Results
+    only: kinds to replace, of "norm", "mlp", "rotary", "attention", "loss" (default all). Calling it again changes nothing. Results
     equal the model's up to rounding (norms and activations of 16-bit inputs are rounded once); float64 inputs, meta
     tensors, and norms whose weight has another dtype than their input take the model's own code. Returns what was
     replaced. Raises UnsupportedError, with the list of what is supported, if nothing in the model can be fused, and
@@ -116,18 +117,27 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
 
 
 def _fuse_module(name: str, module: nn.Module, kinds: tuple[str, ...], summary: FuseSummary) -> None:
+    fused = module._deepc_kinds if isinstance(module, _Fused) else ()
     if isinstance(module, _Fused):
-        summary.already += module._deepc_kind in kinds
-        return
+        summary.already += any(k in kinds for k in fused)
+        if not isinstance(module, _Rebuilt):
+            return
+    found: list[tuple[str, type[_Fused]]] = []
     for kind, matches, mixin in _table():
-        if kind not in kinds or not matches(module):
+        if kind not in kinds or kind in fused or any(kind == k for k, _ in found) or not matches(module):
             continue
         if why := _obstacle(module) or mixin._deepc_obstacle(module):
             summary.skipped[name] = why
         else:
-            summary._modules += mixin._deepc_apply(module)
-            summary.replaced[kind].append(name)
+            found.append((kind, mixin))
+    if not found:
         return
+    if isinstance(module, _Fused):
+        cast(Any, module).__class__ = module._deepc_made_of[0]
+    both = len(found) + len(fused) > 1  # of the two kinds that one module can have
+    summary._modules += (_RotaryAttention if both else found[0][1])._deepc_apply(module)
+    for kind, _ in found:
+        summary.replaced[kind].append(name)
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -146,7 +156,7 @@ class _Fused(_Mixed):
     save_pretrained writes it to disk. What it adds is called _deepc_...: another name could hide one of the module's
     own (nn.Module.apply)."""
 
-    _deepc_kind = ""
+    _deepc_kinds: tuple[str, ...] = ()
     _deepc_made_of: tuple[type[nn.Module], type[_Fused]]
 
     @classmethod
@@ -207,7 +217,7 @@ def _takes(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
 
 
 class _RMSNorm(_Fused):
-    _deepc_kind = "norm"
+    _deepc_kinds = ("norm",)
 
     @classmethod
     def _deepc_obstacle(cls, module: Any) -> str | None:
@@ -231,7 +241,7 @@ class _RMSNorm(_Fused):
 
 
 class _LayerNorm(_Fused):
-    _deepc_kind = "norm"
+    _deepc_kinds = ("norm",)
 
     @classmethod
     def _deepc_obstacle(cls, module: Any) -> str | None:
@@ -252,7 +262,7 @@ class _LayerNorm(_Fused):
 
 
 class _GELU(_Fused):
-    _deepc_kind = "mlp"
+    _deepc_kinds = ("mlp",)
     approximate = "none"
 
     def forward(self, input: torch.Tensor) -> Any:
@@ -266,7 +276,7 @@ class _GELUTanh(_GELU):
 class _SwiGLU(_Fused):
     """Gated MLPs with gate_proj, up_proj, down_proj and act_fn."""
 
-    _deepc_kind = "mlp"
+    _deepc_kinds = ("mlp",)
 
     @classmethod
     def _deepc_obstacle(cls, module: Any) -> str | None:
@@ -329,32 +339,25 @@ def _is_silu(act: Any) -> bool:
     return type(act) is nn.SiLU or _full_name(act) == "transformers.activations.SiLUActivation" or act is F.silu
 
 
-class _Rotary(_Fused):
-    """Attention whose forward calls the global apply_rotary_pos_emb: the same code, where that name means the fused
-    one. Its other globals are those of the moment; without __name__, so that torch.compile reads them here and not in
-    the module of that name."""
+class _Rebuilt(_Fused):
+    """Attention whose forward runs with other globals: the same code, where names mean the fused ones. The rest of its
+    globals are those of the moment; without __name__, so that torch.compile reads them here and not in the module of
+    that name."""
 
-    _deepc_kind = "rotary"
+    _deepc_names: dict[str, Callable[[Any], Any]] = {}  # name -> what takes the place of its value
 
     @classmethod
     def _deepc_obstacle(cls, module: Any) -> str | None:
-        function = type(module).forward
-        if not isinstance(function, types.FunctionType) or "apply_rotary_pos_emb" not in function.__code__.co_names:
-            return "its forward does not call apply_rotary_pos_emb itself"
+        for name in cls._deepc_names:
+            if not _calls(module, name):
+                return f"its forward does not call {name} itself"
         return None
 
     @classmethod
     def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
         function: Any = original.forward
         names = {k: v for k, v in function.__globals__.items() if k != "__name__"}
-        plain = names["apply_rotary_pos_emb"]
-
-        def apply_rotary_pos_emb(
-            q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
-        ) -> Any:
-            return (ops.apply_rotary if _takes(q) and _takes(k) else plain)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-        names["apply_rotary_pos_emb"] = apply_rotary_pos_emb
+        names |= {k: fused(names[k]) for k, fused in cls._deepc_names.items()}
         made = types.FunctionType(
             function.__code__, names, function.__name__, function.__defaults__, function.__closure__
         )
@@ -362,11 +365,99 @@ class _Rotary(_Fused):
         return {"forward": functools.update_wrapper(made, function)}
 
 
+def _calls(module: nn.Module, name: str) -> bool:
+    function = type(module).forward
+    return isinstance(function, types.FunctionType) and name in function.__code__.co_names
+
+
+def _fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_rotary_pos_emb(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        return (ops.apply_rotary if _takes(q) and _takes(k) else plain)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return apply_rotary_pos_emb
+
+
+class _Rotary(_Rebuilt):
+    _deepc_kinds = ("rotary",)
+    _deepc_names = {"apply_rotary_pos_emb": _fused_rotary}
+
+
+class _Interfaces:
+    """transformers' table of attentions, where "sdpa" is the fused one."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = self._plain.get_interface(name, default)
+        return functools.partial(_attend, found) if name == "sdpa" else found
+
+    def __getitem__(self, name: str) -> Any:
+        return functools.partial(_attend, self._plain[name]) if name == "sdpa" else self._plain[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+def _attend(
+    plain: Callable[..., Any],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """transformers' sdpa_attention_forward. Masks, dropout, biases and what else it may be given are the plain one's."""
+    plainly = attention_mask is None and not dropout and all(kwargs.get(k) is None for k in _MATTER)
+    if plainly and _takes_heads(query, key, value, scaling):
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        out = ops.attention(query, key, value, bool(is_causal) and query.shape[2] > 1, scaling)
+        return out.transpose(1, 2).contiguous(), None
+    found: tuple[torch.Tensor, Any] = plain(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return found
+
+
+# Of sdpa_attention_forward's further arguments those that it heeds.
+_MATTER = ("position_bias", "cache", "softcap")
+
+
+def _takes_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> bool:
+    return (
+        _takes(q)
+        and q.device.type == "cpu"
+        and q.dtype == k.dtype == v.dtype
+        and q.dim() == 4
+        and k.shape == v.shape
+        and q.shape[-1] == k.shape[-1] <= 256
+        and q.shape[1] % k.shape[1] == 0
+        and (scaling is None or scaling > 0)
+    )
+
+
+class _Attention(_Rebuilt):
+    _deepc_kinds = ("attention",)
+    _deepc_names = {"ALL_ATTENTION_FUNCTIONS": _Interfaces}
+
+
+class _RotaryAttention(_Rebuilt):
+    _deepc_kinds = ("rotary", "attention")
+    _deepc_names = {**_Rotary._deepc_names, **_Attention._deepc_names}
+
+
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 class _Head(_Fused):
     """A Linear that hands its input through while `_deepc_hold`, and is called with labels for the loss."""
 
-    _deepc_kind = ""  # belongs to its model's "loss"
+    _deepc_kinds = ()  # belongs to its model's "loss"
     _deepc_hold = False
 
     weight: torch.Tensor
@@ -381,7 +472,7 @@ class _Head(_Fused):
 class _LanguageModel(_Fused):
     """Base: a model with `_deepc_head`, the path of its output Linear."""
 
-    _deepc_kind = "loss"
+    _deepc_kinds = ("loss",)
     _deepc_head = "lm_head"
 
     @classmethod
@@ -506,6 +597,10 @@ def _family(suffix: str, *families: str) -> Callable[[nn.Module], bool]:
     return _named(*(f"transformers.models.{f.lower()}.modeling_{f.lower()}.{f}{suffix}" for f in families))
 
 
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.") and _calls(module, "ALL_ATTENTION_FUNCTIONS")
+
+
 def _is_gelu(approximate: str, *names: str) -> Callable[[nn.Module], bool]:
     of_transformers = _named(*(f"transformers.activations.{n}" for n in names))
     return lambda m: (type(m) is nn.GELU and m.approximate == approximate) or of_transformers(m)
@@ -526,6 +621,7 @@ def _table() -> tuple[tuple[str, Callable[[nn.Module], bool], type[_Fused]], ...
         ("mlp", _family("MLP", *dense), _SwiGLU),
         ("mlp", _family("Experts", "Mixtral"), _Experts),
         ("rotary", _family("Attention", *llamas), _Rotary),
+        ("attention", _is_attention, _Attention),
         ("loss", _named("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"), _Causal),
         ("loss", _family("ForCausalLM", *dense), _Causal),
         ("loss", _family("ForCausalLM", "Mixtral"), _CausalOfExperts),

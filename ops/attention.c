@@ -1,0 +1,62 @@
+/* attention.c: the public wrappers of dc_attention and its gradient: checks, then a head of k and v at a time over
+ * dc_parallel_for. */
+#include <stdlib.h>
+
+#include "call.h"
+#include "ref/attention.h"
+
+_Static_assert((int)ATT_DIM == (int)DC__ATTENTION_DIM, "the bodies keep a row of ATT_DIM numbers on the stack");
+
+typedef struct att_job {
+  const dc__ops *ops;
+  const dc_attention_args *args;
+  const dc_attention_grad_args *grad; /* NULL: forward */
+  int64_t kv_heads, words;
+  int no_memory; /* accessed atomically */
+} att_job;
+
+/* Ranges are of heads of k and v, batch by batch. */
+static void att_range(int64_t begin, int64_t end, void *ctx) {
+  att_job *j = ctx;
+  float *scratch = aligned_alloc(64, (size_t)att_round(j->words * (int64_t)sizeof(float), 64));
+  if (!scratch) {
+    __atomic_store_n(&j->no_memory, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  const unsigned fp = fp_enter();
+  for (int64_t k = begin; k < end; k++) {
+    if (j->grad) j->ops->attention_grad(j->grad, k / j->kv_heads, k % j->kv_heads, scratch);
+    else j->ops->attention(j->args, k / j->kv_heads, k % j->kv_heads, scratch);
+  }
+  fp_leave(fp);
+  free(scratch);
+}
+
+static int att_run(att_job *j, int64_t batch, int64_t kv_heads) {
+  DC_TRY(dc__ops_table(&j->ops));
+  dc__count(DC_COUNTER_attention_calls, 1);
+  j->kv_heads = kv_heads;
+  dc_parallel_for(batch * kv_heads, 1, att_range, j);
+  if (__atomic_load_n(&j->no_memory, __ATOMIC_RELAXED))
+    return DC_FAIL(DC_E_NOMEM, "no %lld bytes for the blocks of a head; take shorter sequences or fewer threads",
+                   (long long)(j->words * (int64_t)sizeof(float)));
+  return DC_OK;
+}
+
+int dc_attention(const dc_attention_args *args) {
+  dc_attention_args a;
+  att_job j = {.args = &a};
+  DC_TRY(check_attention(args, &a));
+  if (a.batch == 0 || a.heads == 0 || a.rows == 0) return DC_OK;
+  j.words = dc__attention_words(a.rows, a.keys, a.dim, 0);
+  return att_run(&j, a.batch, a.kv_heads);
+}
+
+int dc_attention_grad(const dc_attention_grad_args *args) {
+  dc_attention_grad_args a;
+  att_job j = {.grad = &a};
+  DC_TRY(check_attention_grad(args, &a));
+  if (a.batch == 0 || a.heads == 0 || (a.rows == 0 && a.keys == 0)) return DC_OK;
+  j.words = dc__attention_words(a.rows, a.keys, a.dim, 1);
+  return att_run(&j, a.batch, a.kv_heads);
+}

@@ -1,0 +1,242 @@
+// Attention and its gradient: on every instruction set bit for bit against the scalar reference (bf16 where it is
+// multiplied in pairs: within its rounding), the reference against its definition in double; masks, shared heads, odd
+// sizes, strides, arguments, threads.
+#include <cmath>
+
+#include "op_cases.h"
+
+namespace {
+
+class Attention : public Ops {};
+
+struct Case {
+  int dt;
+  int64_t batch, heads, kv_heads, rows, keys, dim;
+  bool causal;
+  int64_t diagonal;
+  bool turned; // [batch, rows, heads, dim] in memory
+};
+
+int64_t count_of(const Case &c, int64_t heads, int64_t rows) { return c.batch * heads * rows * c.dim; }
+
+void strides(const Case &c, int64_t heads, int64_t rows, int64_t *to) {
+  to[0] = heads * rows * c.dim;
+  to[1] = c.turned ? c.dim : rows * c.dim;
+  to[2] = c.turned ? heads * c.dim : c.dim;
+}
+
+float scale_of(const Case &c) { return 1.0f / std::sqrt((float)c.dim); }
+
+template <class Args> void fill_sizes(Args &a, const Case &c) {
+  a.struct_size = sizeof a;
+  a.batch = c.batch, a.heads = c.heads, a.kv_heads = c.kv_heads, a.rows = c.rows, a.keys = c.keys, a.dim = c.dim;
+  a.diagonal = c.diagonal, a.scale = scale_of(c), a.dtype = c.dt, a.causal = c.causal;
+  strides(c, c.heads, c.rows, a.q_stride), strides(c, c.heads, c.rows, a.out_stride);
+  strides(c, c.kv_heads, c.keys, a.k_stride), strides(c, c.kv_heads, c.keys, a.v_stride);
+}
+
+// q, k, v, out, lse
+std::vector<Array> arrays_of(const Case &c) {
+  const int64_t n = count_of(c, c.heads, c.rows), m = count_of(c, c.kv_heads, c.keys);
+  return {make(c.dt, n, kOrdinary, 1), make(c.dt, m, kOrdinary, 2), make(c.dt, m, kOrdinary, 3),
+          make(c.dt, n, kAnyBits, 4), make(DC_F32, c.batch * c.heads * c.rows, kAnyBits, 5)};
+}
+
+int forward(const Case &c, const std::vector<uint8_t *> &p) {
+  dc_attention_args a = {};
+  fill_sizes(a, c);
+  a.q = p[0], a.k = p[1], a.v = p[2], a.out = p[3], a.lse = (float *)p[4];
+  return dc_attention(&a);
+}
+
+// The same and dout, dq, dk, dv behind; out and lse are what they are.
+std::vector<Array> grad_arrays_of(const Case &c, const std::vector<std::vector<uint8_t>> &after) {
+  auto arrays = arrays_of(c);
+  arrays[3].bytes = after[3], arrays[4].bytes = after[4];
+  const int64_t n = count_of(c, c.heads, c.rows), m = count_of(c, c.kv_heads, c.keys);
+  for (int64_t k : {n, n, m, m}) arrays.push_back(make(c.dt, k, arrays.size() == 5 ? kOrdinary : kAnyBits, 6));
+  return arrays;
+}
+
+int backward(const Case &c, const std::vector<uint8_t *> &p) {
+  dc_attention_grad_args a = {};
+  fill_sizes(a, c);
+  a.q = p[0], a.k = p[1], a.v = p[2], a.out = p[3], a.lse = (const float *)p[4];
+  a.dout = p[5], a.dq = p[6], a.dk = p[7], a.dv = p[8];
+  strides(c, c.heads, c.rows, a.dout_stride), strides(c, c.heads, c.rows, a.dq_stride);
+  strides(c, c.kv_heads, c.keys, a.dk_stride), strides(c, c.kv_heads, c.keys, a.dv_stride);
+  return dc_attention_grad(&a);
+}
+
+std::string about(const Case &c) {
+  return "dtype " + std::to_string(c.dt) + ", rows " + std::to_string(c.rows) + ", keys " + std::to_string(c.keys) +
+         ", dim " + std::to_string(c.dim) + (c.causal ? ", causal" : "");
+}
+
+std::vector<Case> cases(int dt) {
+  return {{dt, 2, 4, 2, 37, 37, 24, true, 0, true},    {dt, 1, 2, 2, 64, 64, 64, false, 0, false},
+          {dt, 1, 2, 1, 65, 257, 40, true, 192, true}, {dt, 1, 1, 1, 130, 300, 33, false, 0, false},
+          {dt, 1, 3, 1, 1, 100, 128, false, 0, true},  {dt, 1, 1, 1, 100, 70, 16, true, -20, false},
+          {dt, 1, 1, 1, 5, 1, 1, true, 0, false}};
+}
+
+bool in_pairs(int dt, int isa) { return dt == DC_BF16 && isa == DC_ISA_AVX512_BF16; }
+
+TEST_F(Attention, EqualsReference) {
+  for (int dt : kLow)
+    for (const Case &c : cases(dt)) {
+      const auto arrays = arrays_of(c);
+      const auto run = [&](const std::vector<uint8_t *> &p) { return forward(c, p); };
+      const auto back = [&](const std::vector<uint8_t *> &p) { return backward(c, p); };
+      ASSERT_EQ(dc_isa_force(DC_ISA_SCALAR), DC_OK);
+      const auto want = run_once(arrays, kAtStart, run);
+      const auto more = grad_arrays_of(c, want);
+      const auto grads = run_once(more, kAtStart, back);
+      for (int isa : isas()) {
+        if (in_pairs(dt, isa)) continue;
+        ASSERT_EQ(dc_isa_force(isa), DC_OK);
+        for (Place place : {kAtEnd, kOffStart}) {
+          ASSERT_TRUE(same(arrays, run_once(arrays, place, run), want)) << about(c) << " on " << dc_isa_name(isa);
+          ASSERT_TRUE(same(more, run_once(more, place, back), grads)) << about(c) << " on " << dc_isa_name(isa);
+        }
+      }
+    }
+}
+
+// ---- the definition, in double -----------------------------------------------------------------------------------
+std::vector<double> values(int dt, const std::vector<uint8_t> &bytes) { return doubles_of(Array{dt, bytes}); }
+
+struct Exact {
+  std::vector<double> out, lse, dq, dk, dv;
+};
+
+Exact exact(const Case &c, const std::vector<std::vector<uint8_t>> &b) {
+  const auto q = values(c.dt, b[0]), k = values(c.dt, b[1]), v = values(c.dt, b[2]), g = values(c.dt, b[5]);
+  int64_t qs[3], ks[3];
+  strides(c, c.heads, c.rows, qs), strides(c, c.kv_heads, c.keys, ks);
+  Exact e = {std::vector<double>(q.size()), {}, std::vector<double>(q.size()), std::vector<double>(k.size()),
+             std::vector<double>(k.size())};
+  for (int64_t x = 0; x < c.batch; x++)
+    for (int64_t h = 0; h < c.heads; h++)
+      for (int64_t i = 0; i < c.rows; i++) {
+        const size_t row = (size_t)(x * qs[0] + h * qs[1] + i * qs[2]);
+        const auto key = [&](int64_t j) { return (size_t)(x * ks[0] + h * c.kv_heads / c.heads * ks[1] + j * ks[2]); };
+        std::vector<double> p((size_t)c.keys), dp((size_t)c.keys);
+        double sum = 0, delta = 0;
+        for (int64_t j = 0; j < c.keys; j++) {
+          double s = 0;
+          for (int64_t d = 0; d < c.dim; d++) s += q[row + (size_t)d] * k[key(j) + (size_t)d];
+          p[(size_t)j] = c.causal && j > i + c.diagonal ? 0 : std::exp(s * (double)scale_of(c));
+          sum += p[(size_t)j];
+        }
+        e.lse.push_back(sum > 0 ? std::log(sum) : HUGE_VAL);
+        for (int64_t j = 0; j < c.keys; j++) {
+          p[(size_t)j] = sum > 0 ? p[(size_t)j] / sum : 0;
+          for (int64_t d = 0; d < c.dim; d++) {
+            e.out[row + (size_t)d] += p[(size_t)j] * v[key(j) + (size_t)d];
+            dp[(size_t)j] += g[row + (size_t)d] * v[key(j) + (size_t)d];
+            e.dv[key(j) + (size_t)d] += p[(size_t)j] * g[row + (size_t)d];
+          }
+          delta += p[(size_t)j] * dp[(size_t)j];
+        }
+        for (int64_t j = 0; j < c.keys; j++) {
+          const double ds = p[(size_t)j] * (dp[(size_t)j] - delta) * (double)scale_of(c);
+          for (int64_t d = 0; d < c.dim; d++) {
+            e.dq[row + (size_t)d] += ds * k[key(j) + (size_t)d];
+            e.dk[key(j) + (size_t)d] += ds * q[row + (size_t)d];
+          }
+        }
+      }
+  return e;
+}
+
+// The largest difference, relative to the largest value.
+double off(const std::vector<double> &got, const std::vector<double> &want) {
+  double most = 0, worst = 0;
+  for (size_t i = 0; i < want.size(); i++) {
+    if (got[i] == want[i]) continue; // infinities
+    if (!(std::fabs(got[i] - want[i]) <= 1e30)) return HUGE_VAL;
+    worst = std::max(worst, std::fabs(got[i] - want[i]));
+    most = std::max(most, std::fabs(want[i]));
+  }
+  return most > 0 ? worst / most : worst;
+}
+
+TEST_F(Attention, IsItsDefinition) {
+  for (int dt : kLow)
+    for (const Case &c : cases(dt)) {
+      Exact want;
+      for (int isa : isas()) {
+        ASSERT_EQ(dc_isa_force(isa), DC_OK);
+        const auto after = run_once(arrays_of(c), kAtStart, [&](auto &p) { return forward(c, p); });
+        const auto got = run_once(grad_arrays_of(c, after), kAtStart, [&](auto &p) { return backward(c, p); });
+        if (want.lse.empty()) want = exact(c, got); // of q, k, v and dout alone
+        const double bound = dt == DC_F32 ? 4e-6 : dt == DC_F16 ? 2e-3 : 1.2e-2;
+        EXPECT_LT(off(values(DC_F32, got[4]), want.lse), 1e-5) << about(c) << " on " << dc_isa_name(isa);
+        EXPECT_LT(off(values(dt, got[3]), want.out), bound) << about(c) << " on " << dc_isa_name(isa);
+        EXPECT_LT(off(values(dt, got[6]), want.dq), bound) << about(c) << " on " << dc_isa_name(isa);
+        EXPECT_LT(off(values(dt, got[7]), want.dk), bound) << about(c) << " on " << dc_isa_name(isa);
+        EXPECT_LT(off(values(dt, got[8]), want.dv), bound) << about(c) << " on " << dc_isa_name(isa);
+      }
+    }
+}
+
+// Scores of some hundreds: the maximum must be taken out before e^x, chunk by chunk.
+TEST_F(Attention, LargeScores) {
+  const Case c = {DC_F32, 1, 1, 1, 3, 600, 2, false, 0, false};
+  for (int isa : isas()) {
+    ASSERT_EQ(dc_isa_force(isa), DC_OK);
+    auto arrays = arrays_of(c);
+    std::vector<float> q(6, 300.0f), k(1200, -1.0f);
+    k[2 * 299] = k[2 * 299 + 1] = 1.0f; // in the second chunk: all others are e^-800 of it
+    memcpy(arrays[0].bytes.data(), q.data(), 24), memcpy(arrays[1].bytes.data(), k.data(), 4800);
+    const auto got = run_once(arrays, kAtStart, [&](auto &p) { return forward(c, p); });
+    const auto v = as<float>(arrays[2].bytes), out = as<float>(got[3]);
+    EXPECT_EQ(out[0], v[2 * 299]) << dc_isa_name(isa);
+    EXPECT_EQ(out[5], v[2 * 299 + 1]) << dc_isa_name(isa);
+  }
+}
+
+TEST_F(Attention, ThreadsDoNotChangeBits) {
+  const Case c = {DC_BF16, 3, 4, 2, 90, 90, 32, true, 0, true};
+  const auto arrays = arrays_of(c);
+  const auto run = [&](const std::vector<uint8_t *> &p) { return forward(c, p); };
+  const auto back = [&](const std::vector<uint8_t *> &p) { return backward(c, p); };
+  const auto one = run_once(arrays, kAtStart, run);
+  const auto more = grad_arrays_of(c, one);
+  const auto grads = run_once(more, kAtStart, back);
+  dc_set_num_threads(3);
+  EXPECT_TRUE(same(arrays, run_once(arrays, kAtStart, run), one));
+  EXPECT_TRUE(same(more, run_once(more, kAtStart, back), grads));
+}
+
+TEST_F(Attention, RefusesWhatItCannotDo) {
+  const Case good = {DC_F32, 1, 2, 1, 3, 3, 4, false, 0, false};
+  auto arrays = arrays_of(good);
+  std::vector<uint8_t *> p;
+  for (auto &a : arrays) p.push_back(a.bytes.data());
+  const auto says = [&](const char *what, auto change) {
+    dc_attention_args a = {};
+    fill_sizes(a, good);
+    a.q = p[0], a.k = p[1], a.v = p[2], a.out = p[3], a.lse = (float *)p[4];
+    change(a);
+    EXPECT_NE(dc_attention(&a), DC_OK) << what;
+    EXPECT_NE(std::string(dc_last_error()).find(what), std::string::npos) << dc_last_error();
+  };
+  says("heads = 2 is no multiple of kv_heads = 3", [](auto &a) { a.kv_heads = 3; });
+  says("dim = 257", [](auto &a) { a.dim = 257; });
+  says("scale = 0", [](auto &a) { a.scale = 0; });
+  says("scale = nan", [](auto &a) { a.scale = NAN; });
+  says("rows = -1", [](auto &a) { a.rows = -1; });
+  says("k is NULL", [](auto &a) { a.k = nullptr; });
+  says("stride[1] = -4", [](auto &a) { a.v_stride[1] = -4; });
+  says("dtype", [](auto &a) { a.dtype = DC_I64; });
+  says("struct_size", [](auto &a) { a.struct_size = 8; });
+  Case none = good;
+  none.rows = 0;
+  EXPECT_EQ(forward(none, p), DC_OK);
+  none = good, none.batch = 0;
+  EXPECT_EQ(backward(none, {p[0], p[1], p[2], p[3], p[4], p[0], p[0], p[1], p[2]}), DC_OK);
+}
+
+} // namespace
