@@ -5,7 +5,7 @@
 #include "call.h"
 #include "ref/attention.h"
 
-_Static_assert((int)ATT_DIM == (int)DC__ATTENTION_DIM, "the bodies keep a row of ATT_DIM numbers on the stack");
+_Static_assert((int)TILE_DIM == (int)DC__ATTENTION_DIM, "the bodies keep a row of TILE_DIM numbers on the stack");
 
 typedef struct att_job {
   const dc__ops *ops;
@@ -18,7 +18,7 @@ typedef struct att_job {
 /* Ranges are of heads of k and v, batch by batch. */
 static void att_range(int64_t begin, int64_t end, void *ctx) {
   att_job *j = ctx;
-  float *scratch = aligned_alloc(64, (size_t)att_round(j->words * (int64_t)sizeof(float), 64));
+  float *scratch = aligned_alloc(64, (size_t)tile_round(j->words * (int64_t)sizeof(float), 64));
   if (!scratch) {
     __atomic_store_n(&j->no_memory, 1, __ATOMIC_RELAXED);
     return;

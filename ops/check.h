@@ -487,7 +487,7 @@ static inline int check_gelu_grad(const dc_gelu_grad_args *given, dc_gelu_grad_a
 }
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
-enum { DC__ATTENTION_DIM = 256 }; /* more than models have; ref/attention.h says the same */
+enum { DC__ATTENTION_DIM = 256 }; /* more than models have; ref/tile.h says the same */
 
 /* The numbers that both calls have. */
 static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv_heads, int64_t rows, int64_t keys,
@@ -495,8 +495,8 @@ static inline int check_attention_sizes(int64_t batch, int64_t heads, int64_t kv
   const struct {
     const char *name;
     int64_t value, most;
-  } sizes[] = {{"batch", batch, INT32_MAX},       {"heads", heads, INT32_MAX}, {"kv_heads", kv_heads, INT32_MAX},
-               {"rows", rows, 1 << 24}, {"keys", keys, 1 << 24}, {"dim", dim, DC__ATTENTION_DIM}};
+  } sizes[] = {{"batch", batch, INT32_MAX}, {"heads", heads, INT32_MAX}, {"kv_heads", kv_heads, INT32_MAX},
+               {"rows", rows, 1 << 24},     {"keys", keys, 1 << 24},     {"dim", dim, DC__ATTENTION_DIM}};
   for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++)
     if (sizes[k].value < 0 || sizes[k].value > sizes[k].most)
       return CHECK_FAIL(DC_E_INVALID, "%s = %lld; it must be from 0 to %lld", sizes[k].name, (long long)sizes[k].value,

@@ -5,7 +5,8 @@ one run.
     [--only rms_norm ...]
 
 Shapes are those of one micro-batch of `rows` tokens: norms and GELU of GPT-2 small and medium (768, 1024; 4 times that
-in the MLP), norms and SwiGLU of a Llama of 2048 by 5632, rotary embedding of 12 heads of 64 and 16 heads of 128. Peers:
+in the MLP), norms and SwiGLU of a Llama of 2048 by 5632, rotary embedding and causal attention of 12 heads of 64 and 16
+heads of 128. Peers:
 torch.nn.functional in eager mode (composed where there is no such function, as transformers composes it) and the same
 function under torch.compile; ours also under torch.compile. A ratio above 1 means that ours is faster. Forward and
 backward runs through autograd, so what Python and autograd cost is in it.
@@ -18,7 +19,8 @@ import os
 
 from common import emit, paired, require_deepc, rounds, skip
 
-FUNCTIONS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "gelu", "gelu_tanh", "rotary")
+FUNCTIONS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "gelu", "gelu_tanh")
+FUNCTIONS += ("rotary", "attention")
 
 
 def rotate_half(x):
@@ -65,6 +67,14 @@ def functions(name: str):
             {"torch.nn.functional.gelu tanh": lambda x: F.gelu(x, approximate="tanh")},
         ),
         "rotary": (ops.rotary, {"transformers' composition": lambda x, c, s: x * c + rotate_half(x) * s}),
+        "attention": (
+            lambda q, k, v: ops.attention(q, k, v, is_causal=True),
+            {
+                "torch.nn.functional.scaled_dot_product_attention": lambda q, k, v: F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True
+                )
+            },
+        ),
     }[name]
 
 
@@ -80,6 +90,10 @@ def operands(name: str, rows: int, cols: int, dtype, heads: int = 0):
         angle = torch.outer(torch.arange(rows).float(), 10000.0 ** (-torch.arange(0, cols, 2).float() / cols))
         angle = torch.cat((angle, angle), -1)[None, None]
         return x, angle.cos().to(dtype), angle.sin().to(dtype)
+    if name == "attention":
+        return tuple(
+            torch.randn(1, rows, heads, cols).to(dtype).transpose(1, 2).detach().requires_grad_() for _ in range(3)
+        )
     count = {"swiglu": 2, "gelu": 1, "gelu_tanh": 1}.get(name, 2 if name.startswith("add") else 1)
     return (
         *(random(rows, cols) for _ in range(count)),
@@ -89,7 +103,7 @@ def operands(name: str, rows: int, cols: int, dtype, heads: int = 0):
 
 def shapes(name: str) -> list[tuple[int, int]]:
     """(columns, heads)"""
-    if name == "rotary":
+    if name in ("rotary", "attention"):
         return [(64, 12), (128, 16)]
     if name == "swiglu":
         return [(2048, 0), (5632, 0)]

@@ -114,7 +114,10 @@ Exact exact(const Case &c, const std::vector<std::vector<uint8_t>> &b) {
   const auto q = values(c.dt, b[0]), k = values(c.dt, b[1]), v = values(c.dt, b[2]), g = values(c.dt, b[5]);
   int64_t qs[3], ks[3];
   strides(c, c.heads, c.rows, qs), strides(c, c.kv_heads, c.keys, ks);
-  Exact e = {std::vector<double>(q.size()), {}, std::vector<double>(q.size()), std::vector<double>(k.size()),
+  Exact e = {std::vector<double>(q.size()),
+             {},
+             std::vector<double>(q.size()),
+             std::vector<double>(k.size()),
              std::vector<double>(k.size())};
   for (int64_t x = 0; x < c.batch; x++)
     for (int64_t h = 0; h < c.heads; h++)

@@ -378,7 +378,13 @@ def test_modules_of_torch():
         nn.LayerNorm(16, elementwise_affine=False),
     )
     plain, x = copy.deepcopy(model), torch.randn(5, 16)
-    assert deepc.fuse(model).replaced == {"norm": ["0", "4", "5"], "mlp": ["2", "3"], "rotary": [], "attention": [], "loss": []}
+    assert deepc.fuse(model).replaced == {
+        "norm": ["0", "4", "5"],
+        "mlp": ["2", "3"],
+        "rotary": [],
+        "attention": [],
+        "loss": [],
+    }
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         model.double()(x.double()), plain.double()(x.double()), rtol=1e-14, atol=1e-14

@@ -168,7 +168,10 @@ def check(case: dict, fused: str, changed: int) -> None:
 
 
 TINY = ("norm 5", 5)
-FAMILIES = {"gpt2": ("norm 5, mlp 2, attention 2, loss 1", 11), "llama": ("norm 5, mlp 2, rotary 2, attention 2, loss 1", 11)}
+FAMILIES = {
+    "gpt2": ("norm 5, mlp 2, attention 2, loss 1", 11),
+    "llama": ("norm 5, mlp 2, rotary 2, attention 2, loss 1", 11),
+}
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

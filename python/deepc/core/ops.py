@@ -303,7 +303,9 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> t
 
 
 @fake("attention")
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), _stats(q)
 
 
@@ -562,5 +564,7 @@ def attention(
     Differentiable once. RuntimeError for other shapes and dtypes.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[0]
+    out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[
+        0
+    ]
     return out

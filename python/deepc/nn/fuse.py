@@ -94,7 +94,8 @@ def fuse(model: nn.Module, only: Iterable[str] = KINDS) -> FuseSummary:
     """Puts the modules of `model` that deepc has fused operators for onto them, in place; call it before
     deepc.initialize and torch.compile.
 
-    only: kinds to replace, of "norm", "mlp", "rotary", "attention", "loss" (default all). Calling it again changes nothing. Results
+    only: kinds to replace, of "norm", "mlp", "rotary", "attention", "loss" (default all). Calling it again changes
+    nothing. Results
     equal the model's up to rounding (norms and activations of 16-bit inputs are rounded once); float64 inputs, meta
     tensors, and norms whose weight has another dtype than their input take the model's own code. Returns what was
     replaced. Raises UnsupportedError, with the list of what is supported, if nothing in the model can be fused, and
@@ -413,7 +414,7 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """transformers' sdpa_attention_forward. Masks, dropout, biases and what else it may be given are the plain one's."""
+    """transformers' sdpa_attention_forward; masks, dropout, biases and what else it may get are the plain one's."""
     plainly = attention_mask is None and not dropout and all(kwargs.get(k) is None for k in _MATTER)
     if plainly and _takes_heads(query, key, value, scaling):
         if is_causal is None:
