@@ -37,17 +37,16 @@ DC_INLINE vf tile_madd(vf sum, const float *a, vf b, int pairs) {
 /* c[MR][NR] (+)= a[MR][k] b[k][NR]; k in words. */
 DC_INLINE void tile_product(float *c, const float *a, int64_t lda, const float *b, int64_t k, int pairs, int add) {
   vf sum[MR][NV];
-  TILE_UNROLL for (int r = 0; r < MR; r++)
-    TILE_UNROLL for (int j = 0; j < NV; j++)
+  TILE_UNROLL for (int r = 0; r < MR; r++) TILE_UNROLL for (int j = 0; j < NV; j++)
       sum[r][j] = add ? v_load32(c + r * NR + j * LANES, LANES) : v_set1(0.0f);
   for (int64_t i = 0; i < k; i++) {
     vf right[NV];
     TILE_UNROLL for (int j = 0; j < NV; j++) right[j] = v_load32(b + i * NR + j * LANES, LANES);
-    TILE_UNROLL for (int r = 0; r < MR; r++)
-      TILE_UNROLL for (int j = 0; j < NV; j++) sum[r][j] = tile_madd(sum[r][j], a + r * lda + i, right[j], pairs);
+    TILE_UNROLL for (int r = 0; r < MR; r++) TILE_UNROLL for (int j = 0; j < NV; j++)
+        sum[r][j] = tile_madd(sum[r][j], a + r * lda + i, right[j], pairs);
   }
-  TILE_UNROLL for (int r = 0; r < MR; r++)
-    TILE_UNROLL for (int j = 0; j < NV; j++) v_store32(c + r * NR + j * LANES, LANES, sum[r][j]);
+  TILE_UNROLL for (int r = 0; r < MR; r++) TILE_UNROLL for (int j = 0; j < NV; j++)
+      v_store32(c + r * NR + j * LANES, LANES, sum[r][j]);
 }
 
 typedef struct tile_panels { /* [panels][rows][NR], and the words from one panel to the next */
@@ -57,7 +56,7 @@ typedef struct tile_panels { /* [panels][rows][NR], and the words from one panel
 
 /* c[panels][rows][NR] (+)= a[rows][k] b[panels][k][NR]; rows a multiple of MR. */
 DC_INLINE void tile_multiply(tile_panels c, const float *a, int64_t lda, tile_panels b, int64_t rows, int64_t panels,
-                            int64_t k, int pairs, int add) {
+                             int64_t k, int pairs, int add) {
   for (int64_t p = 0; p < panels; p++)
     for (int64_t r = 0; r < rows; r += MR)
       tile_product(c.at + p * c.step + r * NR, a + r * lda, lda, b.at + p * b.step, k, pairs, add);

@@ -2,7 +2,7 @@
 #include "ref/attention.h"
 #include "ref/exp.h"
 
-static const char *tile_row(const void *p, int dt, const int64_t *stride, int64_t b, int64_t h, int64_t i) {
+static const char *att_row(const void *p, int dt, const int64_t *stride, int64_t b, int64_t h, int64_t i) {
   return (const char *)p + (int64_t)dc_dtype_size(dt) * (b * stride[0] + h * stride[1] + i * stride[2]);
 }
 
@@ -23,12 +23,12 @@ typedef struct att_state {
 /* n keys from c on; their scores become probabilities in s. */
 static void att_add_chunk(const dc_attention_args *a, int64_t b, int64_t kv, int64_t h, int64_t i, int64_t c, int64_t n,
                           float *s, att_state *o) {
-  const char *q = tile_row(a->q, a->dtype, a->q_stride, b, h, i);
+  const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i);
   float max = -HUGE_VALF, sum = 0.0f;
   for (int64_t j = 0; j < n; j++) {
     s[j] = -HUGE_VALF;
     if (att_visible(a->keys, a->causal, a->diagonal, i, c + j))
-      s[j] = att_dot(tile_row(a->k, a->dtype, a->k_stride, b, kv, c + j), q, a->dtype, a->dim);
+      s[j] = att_dot(att_row(a->k, a->dtype, a->k_stride, b, kv, c + j), q, a->dtype, a->dim);
     max = dc__max_f32(max, s[j]);
   }
   max = dc__max_f32(dc__max_f32(o->max, max * a->scale), -3e38f);
@@ -41,7 +41,7 @@ static void att_add_chunk(const dc_attention_args *a, int64_t b, int64_t kv, int
   for (int64_t d = 0; d < a->dim; d++) {
     o->out[d] *= keep;
     for (int64_t j = 0; j < n; j++)
-      o->out[d] = fmaf(c + j < a->keys ? dc__get(tile_row(a->v, a->dtype, a->v_stride, b, kv, c + j), a->dtype, d)
+      o->out[d] = fmaf(c + j < a->keys ? dc__get(att_row(a->v, a->dtype, a->v_stride, b, kv, c + j), a->dtype, d)
                                        : 0.0f,
                        s[j], o->out[d]);
   }
@@ -54,7 +54,7 @@ static void att_one_query(const dc_attention_args *a, int64_t b, int64_t kv, int
   for (int64_t d = 0; d < a->dim; d++) o.out[d] = 0.0f;
   for (int64_t c = 0; c < limit; c += ATT_CHUNK)
     att_add_chunk(a, b, kv, h, i, c, att_chunk(limit, c), scratch + TILE_DIM, &o);
-  char *out = (char *)(uintptr_t)tile_row(a->out, a->dtype, a->out_stride, b, h, i);
+  char *out = (char *)(uintptr_t)att_row(a->out, a->dtype, a->out_stride, b, h, i);
   for (int64_t d = 0; d < a->dim; d++) dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] / o.sum);
   a->lse[(b * a->heads + h) * a->rows + i] = o.sum == 0.0f ? HUGE_VALF : dc__canonical_f32(o.max + logf(o.sum));
 }
@@ -82,11 +82,11 @@ static float att_delta(const void *dout, const void *out, int dt, int64_t dim) {
 /* One pair; p and ds come back. */
 static void att_pair(const dc_attention_grad_args *a, int64_t b, int64_t kv, int64_t h, int64_t i, int64_t j, float *p,
                      float *ds) {
-  const char *q = tile_row(a->q, a->dtype, a->q_stride, b, h, i), *k = tile_row(a->k, a->dtype, a->k_stride, b, kv, j);
-  const char *dout = tile_row(a->dout, a->dtype, a->dout_stride, b, h, i);
+  const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i), *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
+  const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
   const float s = att_dot(k, q, a->dtype, a->dim);
-  const float dp = att_dot(tile_row(a->v, a->dtype, a->v_stride, b, kv, j), dout, a->dtype, a->dim);
-  const float delta = att_delta(dout, tile_row(a->out, a->dtype, a->out_stride, b, h, i), a->dtype, a->dim);
+  const float dp = att_dot(att_row(a->v, a->dtype, a->v_stride, b, kv, j), dout, a->dtype, a->dim);
+  const float delta = att_delta(dout, att_row(a->out, a->dtype, a->out_stride, b, h, i), a->dtype, a->dim);
   const float lse = a->lse[(b * a->heads + h) * a->rows + i];
   *p = att_visible(a->keys, a->causal, a->diagonal, i, j) ? dc__exp_nonpos(dc__min_f32(fmaf(s, a->scale, -lse), 0.0f))
                                                           : 0.0f;
@@ -100,9 +100,9 @@ static void att_block(const dc_attention_grad_args *a, int64_t b, int64_t kv, in
     for (int64_t i = i0; i < i0 + rows; i++) {
       float p, ds;
       att_pair(a, b, kv, h, i, j, &p, &ds);
-      const char *q = tile_row(a->q, a->dtype, a->q_stride, b, h, i),
-                 *k = tile_row(a->k, a->dtype, a->k_stride, b, kv, j);
-      const char *dout = tile_row(a->dout, a->dtype, a->dout_stride, b, h, i);
+      const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i),
+                 *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
+      const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
       for (int64_t c = 0; c < dim; c++) {
         o->dv[j * dim + c] = fmaf(p, dc__get(dout, a->dtype, c), o->dv[j * dim + c]);
         o->dk[j * dim + c] = fmaf(ds, dc__get(q, a->dtype, c), o->dk[j * dim + c]);
@@ -115,7 +115,7 @@ static void att_give(void *to, int dt, const int64_t *stride, int64_t b, int64_t
                      const float *from) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t c = 0; c < dim; c++)
-      dc__put((char *)(uintptr_t)tile_row(to, dt, stride, b, h, i), dt, c, from[i * dim + c]);
+      dc__put((char *)(uintptr_t)att_row(to, dt, stride, b, h, i), dt, c, from[i * dim + c]);
 }
 
 void dc__attention_grad_scalar(const dc_attention_grad_args *a, int64_t b, int64_t kv, float *scratch) {
