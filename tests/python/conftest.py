@@ -88,11 +88,14 @@ if not _HAS_HYPOTHESIS:
 
 def pytest_collection_finish() -> None:
     """While tests run nobody may think that hypothesis is there (torch looks). What has been imported and collected
-    stays: collections of garbage need not walk it, nor copy its pages in forks."""
+    stays: collections of garbage need not walk it, nor copy its pages in forks. One thread: on small tensors the others
+    only wait, turning (half of a test's CPU time, most of it beside other processes); who means threads asks."""
     if not _HAS_HYPOTHESIS:
         sys.modules.pop("hypothesis", None)
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture
