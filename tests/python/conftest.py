@@ -23,6 +23,7 @@ for _name in (
     "TORCHELASTIC_ERROR_FILE",
 ):
     os.environ.pop(_name, None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs; see pytest_collection_finish
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
