@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
+from ...core.foreign import private
 from ...offload.place import make_folder
 from ...offload.spill import Spill, Spilled
 from ...zero.parameters.param import Released
@@ -44,6 +45,7 @@ class Activations:
         names = ("bytes_written", "bytes_read", "most_bytes")
         return {n: 0 if s is None else getattr(s, n) for n in names}
 
+    @private.uncompiled
     def around(self) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward."""
         if not (self.on_disk or self._host) or not torch.is_grad_enabled():
