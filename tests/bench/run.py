@@ -64,9 +64,8 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
     adamw = [
         ("64M", 2, True),
         ("64M", 1, False),
-        ("256M", 2, not quick),
         ("GPT-2", 2, True),
-        *([] if quick else [("256M", 1, False), ("GPT-2", 1, False)]),
+        *([] if quick else [("256M", 2, True), ("256M", 1, False), ("GPT-2", 1, False)]),
     ]
     # Full: bursts of about 2 s; bf16 steps are shorter. Quick: a step each, since more rounds say more than longer
     # ones.
@@ -80,7 +79,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
             for c, t, f in adamw
         ],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
-        "collectives": [(1, ["--ranks", "2", "--quick"])] if quick else [(1, ["--ranks", str(n)]) for n in (2, 4)],
+        "collectives": [(1, ["--ranks", "2", "--quick", "--budget", "80"])] if quick else [(1, ["--ranks", str(n)]) for n in (2, 4)],
         "train": [(1, a + ["--contenders", *c]) for a in train for c in (_few(a[1]) if quick else _batches(True))],
     }
 
