@@ -79,7 +79,9 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
             for c, t, f in adamw
         ],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
-        "collectives": [(1, ["--ranks", "2", "--quick", "--budget", "80"])] if quick else [(1, ["--ranks", str(n)]) for n in (2, 4)],
+        "collectives": [(1, ["--ranks", "2", "--quick", "--budget", "80"])]
+        if quick
+        else [(1, ["--ranks", str(n)]) for n in (2, 4)],
         "train": [(1, a + ["--contenders", *c]) for a in train for c in (_few(a[1]) if quick else _batches(True))],
     }
 
