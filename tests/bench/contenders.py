@@ -41,15 +41,17 @@ BASES = {
     "fsdp2-kept": "FSDP2 without resharding",
     **{f"deepspeed-{s}": f"DeepSpeed ZeRO-{s}" for s in (1, 2, 3)},
     "deepspeed-3-small": "DeepSpeed ZeRO-3, buckets of 5e6",
+    **{f"deepspeed-{s}-cpu": f"DeepSpeed ZeRO-{s}, buckets of 5e6, optimizer offloaded to the CPU" for s in (2, 3)},
     "deepspeed-3-nvme": "DeepSpeed ZeRO-3, buckets of 5e6, optimizer states on disk",
     **{f"deepc-{s}": f"deepc ZeRO-{s}" for s in (0, 1, 2, 3)},
     "deepc-3-fused": "deepc ZeRO-3, deepc.fuse",
     "deepc-3-returned": "deepc ZeRO-3, freed memory returned",
     "deepc-3-fp32": "deepc ZeRO-3 in fp32",
+    **{f"deepc-{s}-cpu": f"deepc ZeRO-{s}, optimizer offloaded to the CPU" for s in (2, 3)},
     "deepc-3-nvme": "deepc ZeRO-3, optimizer states on disk",
 }
 ONLY_BF16 = ("single-autocast", "independent-autocast", "ddp-bf16-weights", "deepc-3-fp32")
-MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-3-nvme")  # compared with each peer
+MINE = ("deepc-2", "deepc-3", "deepc-3-fused", "deepc-2-cpu", "deepc-3-cpu", "deepc-3-nvme")  # compared with each peer
 TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 ALLOCATORS = {
     "huge": "huge pages",
@@ -243,8 +245,10 @@ def make_fsdp(model, precision: str, reshard: bool):
     return plain(model, list(model.parameters()), precision, cast=False)
 
 
-def on_disk() -> dict:
+def offload(how: str) -> dict:
     """The same keys for both. The folder is DEEPC_BENCH_NVME, or here."""
+    if how != "nvme":
+        return {"offload_optimizer": {"device": "cpu"}} if how == "cpu" else {}
     folder = os.environ.get("DEEPC_BENCH_NVME") or os.getcwd()
     return {"offload_optimizer": {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}}
 
@@ -256,8 +260,8 @@ def make_deepspeed(model, precision: str, stage: int, how: str):
     config = engine_config(precision, stage)
     if how:
         config["zero_optimization"] |= {"reduce_bucket_size": SMALL_BUCKET, "stage3_prefetch_bucket_size": SMALL_BUCKET}
+    config["zero_optimization"] |= offload(how)
     if how == "nvme":
-        config["zero_optimization"] |= on_disk()
         config["aio"] = {"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
     return engine_step(deepspeed.initialize(model=model, config=config)[0])
 
@@ -267,8 +271,7 @@ def make_deepc(model, precision: str, stage: int, how: str = ""):
     config = engine_config(precision, stage)
     if how == "fused":
         deepc.fuse(model)
-    elif how == "nvme":
-        config["zero_optimization"] |= on_disk()
+    config["zero_optimization"] |= offload(how)
     return engine_step(deepc.initialize(model=model, config=config)[0])
 
 
