@@ -11,6 +11,7 @@ them; "resident" is the sum of the ranks' highest resident sets (VmHWM), where s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -212,13 +213,17 @@ class Pair:
             thread.join()
         return peak[0]
 
-    def end(self) -> None:
+    def dismiss(self) -> None:
+        """The ranks end by themselves; `end` waits for that."""
         for p in self.ranks:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 p.stdin.close()
+
+    def end(self) -> None:
+        self.dismiss()
+        for p in self.ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 p.wait(timeout=10)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                pass
             try:  # the rank and what it started; it leads its own session
                 os.killpg(p.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -280,6 +285,8 @@ def measure(args: argparse.Namespace) -> None:
             for p in pairs:
                 bursts[p.contender].append(p.burst(args.steps))
     finally:
+        for p in pairs:
+            p.dismiss()
         for p in pairs:
             p.end()
     Told(args, bursts, memory).all()
