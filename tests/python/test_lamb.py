@@ -135,25 +135,11 @@ def _config(stage, world, precision="fp32", **extra):
 
 
 def _train(rank, world, precision):
-    out = []
-    for stage in range(4):
-        losses, _, weights, engine = tiny.engine_training(_config(stage, world, precision), 5, rank, world, batches=1)
-        out.append((losses, {n: w.clone() for n, w in weights.items()}))
-        engine.destroy()
-    return out
+    return tiny.at_all_stages(lambda stage: _config(stage, world, precision), 5, rank, world)
 
 
 def plain(steps):
-    model = tiny.make_model()
-    opt, losses = PaperLamb(model.parameters(), **OPTIONS), []
-    for _ in range(steps):
-        loss = model(*tiny.make_batch(0, 8))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return tiny.stepped_by(lambda p: PaperLamb(p, **OPTIONS), steps)
 
 
 @pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "fp32"), (2, "bf16")])

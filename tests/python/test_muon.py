@@ -102,6 +102,8 @@ def test_what_is_refused():
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "."}, "stage": 2}
     with pytest.raises(UnsupportedError, match="Muon with offload to nvme"):
         deepc.initialize(model=tiny.make_model(), config=_config(2, 1, zero_optimization=offload))
+    with pytest.raises(UnsupportedError, match="Muon with offload to nvme"):
+        deepc.estimate(tiny.make_model(), _config(2, 1, zero_optimization=offload))
 
 
 def test_rates_of_both_parts():
@@ -132,25 +134,11 @@ def _config(stage, world, precision="fp32", **extra):
 
 
 def _train(rank, world, precision):
-    out = []
-    for stage in range(4):
-        losses, _, weights, engine = tiny.engine_training(_config(stage, world, precision), 5, rank, world, batches=1)
-        out.append((losses, {n: w.clone() for n, w in weights.items()}))
-        engine.destroy()
-    return out
+    return tiny.at_all_stages(lambda stage: _config(stage, world, precision), 5, rank, world)
 
 
 def plain(steps):
-    model, losses = tiny.make_model(), []
-    opt = deepc.optim.Muon(model.parameters(), weight_decay=0.0, **PARAMS)
-    for _ in range(steps):
-        loss = model(*tiny.make_batch(0, 8))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return tiny.stepped_by(lambda p: deepc.optim.Muon(p, weight_decay=0.0, **PARAMS), steps)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -139,3 +139,27 @@ def engine_training(
         for n, p in engine.module.named_parameters()
     }
     return losses, first, weights, engine
+
+
+def stepped_by(opt_of, steps: int) -> list[float]:
+    """Losses of plain PyTorch with the optimizer opt_of(parameters), clipped at 1, on one batch."""
+    model, losses = make_model(), []
+    opt = opt_of(model.parameters())
+    for _ in range(steps):
+        loss = model(*make_batch(0, 8))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def at_all_stages(config_of, steps: int, rank: int, world: int):
+    """(losses, weights) of `steps` on one batch at each ZeRO stage; config_of: stage -> configuration."""
+    out = []
+    for stage in range(4):
+        losses, _, weights, engine = engine_training(config_of(stage), steps, rank, world, batches=1)
+        out.append((losses, {n: w.clone() for n, w in weights.items()}))
+        engine.destroy()
+    return out

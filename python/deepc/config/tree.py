@@ -116,6 +116,11 @@ class ZeroConfig:
     offload_optimizer: OffloadOptimizerConfig
     offload_param: OffloadParamConfig
 
+    @property
+    def on_disk(self) -> tuple[bool, bool]:
+        """Whether optimizer states, and parameters, are asked to lie on disk."""
+        return self.offload_optimizer.device == "nvme", self.offload_param.device == "nvme"
+
 
 @dataclass(frozen=True)
 class DataTypesConfig:

@@ -5,6 +5,7 @@ Imports none of the frameworks; `core.ops` has torch's side (`torch_dtype`, `dty
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import ArgumentError
 
@@ -48,6 +49,25 @@ FLOAT32, BFLOAT16, FLOAT16 = TABLE[:3]
 # What a model is trained in; a configuration asks for one of these.
 TRAINED = (FLOAT32, BFLOAT16, FLOAT16)
 TRAINED_NAMES = tuple(d.short for d in TRAINED)
+
+
+class StateFormat(NamedTuple):
+    """How an optimizer state is stored (dc_state_format of ops/ops.h). bytes_of_256: of 256 elements, with their
+    scales. arrays: on disk, the state itself and, if it is codes, its scales: type of an item, elements that share
+    it."""
+
+    bytes_of_256: int
+    arrays: tuple[tuple[DType, int], ...]
+
+
+_UINT8 = TABLE[5]
+UNIT = 64  # elements: parameters begin at multiples of it, so that two blocks' scales never fall into one unit
+STATE_FORMATS = {
+    "fp32": StateFormat(1024, ((FLOAT32, 1),)),
+    "bf16": StateFormat(512, ((BFLOAT16, 1),)),
+    "int8": StateFormat(256 + 4, ((_UINT8, 1), (FLOAT32, UNIT))),
+    "int4": StateFormat(128 + 8, ((_UINT8, 2), (FLOAT32, UNIT))),
+}
 
 _BY_NAME = {name: d for d in TABLE for name in (d.name, d.short) if name} | {
     "float": FLOAT32,

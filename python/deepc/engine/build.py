@@ -21,7 +21,7 @@ from ..config.tree import Config
 from ..core import env, memory
 from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
-from ..optim.factory import make_optimizer
+from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
@@ -144,8 +144,7 @@ def assemble(
         named = own_parameters(engine, group_of)
         engine.step_policy.check_optimizer()
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
-        offloads = (config.zero.offload_optimizer.device, config.zero.offload_param.device)
-        engine.optimizer.check_format(engine.device.type, *(device == "nvme" for device in offloads))
+        check_format(engine.optimizer.base, engine.device.type, *config.zero.on_disk)
         plans = make_plans(engine, named, group_of)
         predict_memory(engine, plans, named, group_of, given)
         check_disk(engine)

@@ -118,6 +118,36 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested
         )
 
 
+def check_format(
+    optimizer: torch.optim.Optimizer, device: str, states_on_disk: bool, parameters_on_disk: bool = False
+) -> None:
+    """UnsupportedError if the states of `optimizer` can't be where they are asked to be."""
+    rule = core_rule(optimizer)
+    form = "" if rule is None else rule.form
+    on_disk = states_on_disk or parameters_on_disk
+    where = "offload to nvme" if on_disk else f"ranks on {device}"
+    if rule is not None and rule.kind == LAMB and (device != "cpu" or parameters_on_disk):
+        where = "offload_param nvme" if device == "cpu" else where
+        raise UnsupportedError(
+            f"LAMB with {where} does not exist: use CPU ranks with parameters in memory, or another optimizer"
+        )
+    if rule is not None and rule.kind == MUON and on_disk:
+        raise UnsupportedError(
+            "Muon with offload to nvme does not exist: its matrices are made whole of momentum in memory. Use cpu,"
+            " or another optimizer"
+        )
+    if form and device != "cpu":
+        raise UnsupportedError(
+            f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
+            " Remove one of the two"
+        )
+    if form and parameters_on_disk and not states_on_disk:
+        raise UnsupportedError(
+            f'optimizer.params.state_dtype "{form}" in memory with offload_param nvme does not exist: set'
+            " zero_optimization.offload_optimizer.device to nvme as well"
+        )
+
+
 def twin_over(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from ..config.tree import Config
 from ..core import env
 from ..core import lib as _lib
-from ..core.dtypes import FLOAT32, DType
+from ..core.dtypes import FLOAT32, STATE_FORMATS, DType
 from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError, UnsupportedError
 from .layout import BLOCK, Layout, Slice, padded
@@ -21,15 +21,8 @@ from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Si
 
 # Of states on disk. A cell: 512 KiB of each array; with less than about 24 MiB of them in memory the disk idles (12, 24
 # and 48 MiB give 0.60, 0.73 and 0.87 of its rate beside other work: tests/bench/nvme.py).
-# Bytes of 256 elements of a state -> its format, and (bytes of an item, elements that share it) of its arrays on disk.
-ON_DISK: Mapping[int, tuple[str, tuple[tuple[int, int], ...]]] = {
-    1024: ("", ((4, 1),)),
-    512: ("bf16", ((2, 1),)),
-    260: ("int8", ((1, 1), (4, 64))),
-    136: ("int4", ((1, 2), (4, 64))),
-}
-MOST_CELLS = 4096  # a step takes time for each; sub_group_size is DeepSpeed's, which never cuts a parameter
 CELL_ELEMS, CELL_SLOTS, CELL_BYTES = 1 << 17, 32, 24 << 20  # the bytes bound what the slots take together
+MOST_CELLS = 4096  # a step takes time for each; sub_group_size is DeepSpeed's, which never cuts a parameter
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
@@ -245,15 +238,17 @@ def disk_states(
 ) -> DiskStates | None:
     """How masters and moments lie in a folder; None if there are none. state_bytes, whole_blocks: as of derive."""
     asked, arrays = config.zero.offload_optimizer, moments + has_master
-    form, items = ON_DISK[state_bytes]
+    form, states = next((n, f.arrays) for n, f in STATE_FORMATS.items() if f.bytes_of_256 == state_bytes)
+    form = "" if form == "fp32" else form
     if not arrays or not elems:
         return None
     cell = min(max(config.zero.sub_group_size or CELL_ELEMS, -(-elems // MOST_CELLS)), CELL_ELEMS)
     if config.zero.offload_param.device == "nvme" or form or whole_blocks:  # as of what lies beside them, and of scales
         cell = max(BLOCK, cell // BLOCK * BLOCK)
-    kinds = [(FLOAT32.itemsize, 1)] * has_master + list(items) * moments
-    slots = max(4, min(CELL_SLOTS, CELL_BYTES // sum(cell * size // per for size, per in kinds)), asked.buffer_count)
-    rows = (_lib.StreamArray * len(kinds))(*(_lib.StreamArray(b"", size) for size, _ in kinds))
+    kinds = [(FLOAT32, 1)] * has_master + list(states) * moments
+    cell_bytes = sum(cell * dtype.itemsize // per for dtype, per in kinds)
+    slots = max(4, min(CELL_SLOTS, CELL_BYTES // cell_bytes), asked.buffer_count)
+    rows = (_lib.StreamArray * len(kinds))(*(_lib.StreamArray(b"", dtype.itemsize) for dtype, _ in kinds))
     shape = _lib.StreamConfig(arrays=rows, narrays=len(kinds), elems=elems, cell_elems=cell, slots=slots)
     if form:
         shape.per = (ctypes.c_int64 * len(kinds))(*(per for _, per in kinds))

@@ -9,6 +9,7 @@ import torch
 
 from ...core import memory
 from ...errors import ArgumentError, DeepcError, UnsupportedError
+from ...optim.factory import check_format
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
 from ...zero.tiers.disk import DiskTier, preflight
@@ -84,7 +85,7 @@ def _check(engine: EngineBase) -> None:
     """What states can't be moved."""
     if engine.broken_step:
         raise DeepcError(engine.broken_step)
-    engine.optimizer.check_format(engine.device.type, True)
+    check_format(engine.optimizer.base, engine.device.type, True)
     form = engine.optimizer.rule.form if engine.optimizer.rule is not None else ""
     why = (
         "on a GPU"

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
+from ...core.dtypes import STATE_FORMATS, UNIT
 from ...core.lib import C, StepArgs, call, check
-from ...core.ops import code
+from ...core.ops import code, torch_dtype
 from ...errors import ArgumentError, UnsupportedError
 
-FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
-BYTES_OF_256 = {"fp32": 1024, "bf16": 512, "int8": 256 + 4, "int4": 128 + 8}
-"""Of 256 elements of one state, with their scales."""
+FORMATS = {name: number for number, name in enumerate(STATE_FORMATS)}
+BYTES_OF_256 = {name: form.bytes_of_256 for name, form in STATE_FORMATS.items()}
 SQUARES = "exp_avg_sq"  # the state that is never negative
 SCALE = "_scale"  # what a state's scales are called: exp_avg_scale
-UNIT = 64  # elements: parameters begin at multiples of it, so that two blocks' scales never fall into one unit
 APART = 1 << 40  # between the numbers of two tensors' elements, so that each has random bits of its own
 
 
@@ -41,9 +40,8 @@ def is_coded(state_dtype: str | None) -> bool:
 def arrays_of(name: str, form: str) -> dict[str, tuple[torch.dtype, int]]:
     """The arrays of state `name` where it lies on disk: dtype of an item, elements that share it. A scale is that of a
     block which begins in its unit, or goes on there from another parameter's elements."""
-    if is_coded(form):
-        return {name: (torch.uint8, 1 if form == "int8" else 2), name + SCALE: (torch.float32, UNIT)}
-    return {name: (torch.bfloat16 if form == "bf16" else torch.float32, 1)}
+    arrays = STATE_FORMATS[form or "fp32"].arrays
+    return {n: (torch_dtype(dtype), per) for n, (dtype, per) in zip((name, name + SCALE), arrays)}
 
 
 def scale_units(first: int, numel: int, form: str) -> torch.Tensor:

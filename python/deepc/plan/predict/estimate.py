@@ -27,6 +27,7 @@ from ...core.lib import call
 from ...core.ops import torch_dtype
 from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedError
 from ...optim.factory import (
+    check_format,
     check_optimizer,
     make_optimizer,
     moments_of,
@@ -506,6 +507,7 @@ class _Case:
         elif not isinstance(base, torch.optim.Optimizer):
             base = base(params)
         check_optimizer(base, self.config.zero.stage, allow_untested=True)
+        check_format(base, self.device, *self.config.zero.on_disk)
         group_of = {id(p): g for g, group in enumerate(base.param_groups) for p in group["params"] if p.requires_grad}
         return base, named, group_of
 

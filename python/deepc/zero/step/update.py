@@ -90,32 +90,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 " Adagrad or SGD of deepc.optim, or remove the key"
             )
 
-    def check_format(self, device: str, states_on_disk: bool, parameters_on_disk: bool = False) -> None:
-        """Raises if states in this format can't be where they are asked to be."""
-        form = "" if self.rule is None else self.rule.form
-        on_disk = states_on_disk or parameters_on_disk
-        where = "offload to nvme" if on_disk else f"ranks on {device}"
-        if self.rule is not None and self.rule.kind == LAMB and (device != "cpu" or parameters_on_disk):
-            where = "offload_param nvme" if device == "cpu" else where
-            raise UnsupportedError(
-                f"LAMB with {where} does not exist: use CPU ranks with parameters in memory, or another optimizer"
-            )
-        if self.rule is not None and self.rule.kind == MUON and on_disk:
-            raise UnsupportedError(
-                "Muon with offload to nvme does not exist: its matrices are made whole of momentum in memory. Use cpu,"
-                " or another optimizer"
-            )
-        if form and device != "cpu":
-            raise UnsupportedError(
-                f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
-                " Remove one of the two"
-            )
-        if form and parameters_on_disk and not states_on_disk:
-            raise UnsupportedError(
-                f'optimizer.params.state_dtype "{form}" in memory with offload_param nvme does not exist: set'
-                " zero_optimization.offload_optimizer.device to nvme as well"
-            )
-
     def _hook_tables(self: torch.optim.Optimizer) -> None:
         from collections import OrderedDict
 
