@@ -23,8 +23,7 @@ DC_INLINE void att_pack_columns(float *to, const tile_rows *x, int dt, int64_t b
   float words[TILE_DIM];
   const int64_t lda = tile_words(n, pairs);
   for (int64_t i = 0; i < lda; i++) {
-    if (pairs) tile_row_pair((uint32_t *)words, x, begin + 2 * i);
-    else tile_floats(words, x, dt, begin + i);
+    tile_down(words, x, dt, begin, i, pairs);
     for (int64_t c = 0; c < x->width; c++) to[c * lda + i] = words[c];
   }
 }
@@ -34,8 +33,7 @@ DC_INLINE void att_pack_down(float *to, const tile_rows *x, int dt, int64_t begi
   float words[TILE_DIM];
   const int64_t k = tile_words(n, pairs);
   for (int64_t i = 0; i < k; i++) {
-    if (pairs) tile_row_pair((uint32_t *)words, x, begin + 2 * i);
-    else tile_floats(words, x, dt, begin + i);
+    tile_down(words, x, dt, begin, i, pairs);
     for (int64_t c = 0; c < x->width; c += NR) memcpy(to + (c / NR * k + i) * NR, words + c, NR * sizeof *to);
   }
 }

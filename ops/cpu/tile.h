@@ -95,6 +95,12 @@ DC_INLINE void tile_row_pair(uint32_t *to, const tile_rows *x, int64_t i) {
   for (int64_t c = 0; c < x->width; c++) to[c] = (uint32_t)row[0][c] | (uint32_t)row[1][c] << 16;
 }
 
+/* Words number i down the rows from `begin` on: row begin + i, or a pair of rows. */
+DC_INLINE void tile_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t i, int pairs) {
+  if (pairs) tile_row_pair((uint32_t *)to, x, begin + 2 * i);
+  else tile_floats(to, x, dt, begin + i);
+}
+
 /* Left operand, inner dimension across the rows: [n][words of width]. */
 DC_INLINE void tile_pack_rows(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int pairs) {
   const int64_t w = tile_words(x->width, pairs);
