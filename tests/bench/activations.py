@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import beyond_memory
+from limited import run_limited
 
 
 def make_model(a):
@@ -83,17 +79,13 @@ def child(a) -> None:
 
 
 def run(a, work: str, limit: int) -> dict:
-    group = beyond_memory.Cgroup(limit)
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
-        command = [sys.executable, __file__, *sys.argv[1:], "--work", work, "--result", str(result)]
-        code = subprocess.Popen(command, env={**os.environ, "DEEPC_LOG_LEVEL": "WARNING"}, preexec_fn=group.join).wait()
-        ended = "fine" if not code else "killed" if code == -signal.SIGKILL else f"failed {code}"
-        row = {"work": work, "limit": limit, "ended": ended, "peak": group.peak(), "inputs": inputs(a)}
+        ended, peak = run_limited(limit, ["--work", work, "--result", str(result)])
+        row = {"work": work, "limit": limit, "ended": ended, "peak": peak, "inputs": inputs(a)}
         if result.exists():
             row |= json.loads(result.read_text())
             row["s per step"] = round(statistics.median(row["seconds"][1:] or row["seconds"]), 2)
-    group.close()
     return row
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from limited import run_limited
 
 
 # ---- the work of one process -----------------------------------------------------------------------------------------
@@ -151,69 +149,23 @@ def child(a) -> None:
         Path(a.result).write_text(json.dumps(out))
 
 
-# ---- the cgroup ------------------------------------------------------------------------------------------------------
-class Cgroup:
-    """A memory cgroup with a limit; limit 0: that only counts."""
-
-    def __init__(self, limit: int) -> None:
-        self._v1 = (CGROUP / "memory").is_dir()
-        self.path = (CGROUP / "memory" if self._v1 else CGROUP) / f"deepc-bench-{os.getpid()}"
-        self.path.mkdir()
-        if not self._v1:
-            (self.path / "memory.swap.max").write_text("0")
-        if limit:
-            (self.path / ("memory.limit_in_bytes" if self._v1 else "memory.max")).write_text(str(limit))
-
-    def join(self) -> None:
-        (self.path / "cgroup.procs").write_text(str(os.getpid()))
-
-    def peak(self) -> int:
-        """The most bytes that were charged: with cached pages of files, which the kernel drops when it needs room."""
-        name = "memory.max_usage_in_bytes" if self._v1 else "memory.peak"
-        return int((self.path / name).read_text())
-
-    def close(self) -> None:
-        for _ in range(50):
-            try:
-                return self.path.rmdir()
-            except OSError:
-                time.sleep(0.1)
-
-
+# ---- a run -----------------------------------------------------------------------------------------------------------
 def run(a, work: str, limit: int) -> dict:
-    """All ranks of one training; {"ended": "fine", "killed" or the code, "peak": bytes, ...}."""
-    group = Cgroup(limit)
+    """All ranks of one training; {"ended": "fine", "killed" or the codes, "peak": bytes, ...}."""
+    private = [0]
+
+    def watch(pids: list[int]) -> None:
+        private[0] = max(private[0], sum(map(_anonymous, pids)))
+
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
-        own = ["--work", work, "--result", str(result)]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(a.ranks), "LOCAL_WORLD_SIZE": str(a.ranks)}
-        env |= {"MASTER_PORT": str(a.port), "DEEPC_LOG_LEVEL": os.environ.get("DEEPC_LOG_LEVEL", "WARNING")}
         begin = time.monotonic()
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, *sys.argv[1:], *own],
-                env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                preexec_fn=group.join,
-            )
-            for r in range(a.ranks)
-        ]
-        peak_anon = 0
-        while any(p.poll() is None for p in ranks):
-            peak_anon = max(peak_anon, sum(_anonymous(p.pid) for p in ranks))
-            if any(p.poll() not in (None, 0) for p in ranks):
-                time.sleep(5)
-                for p in ranks:
-                    p.kill()
-            time.sleep(0.05)
-        codes = [p.wait() for p in ranks]
-        killed = -signal.SIGKILL in codes
-        ended = "fine" if not any(codes) else "killed" if killed else f"failed {codes}"
-        row = {"work": work, "limit": limit, "ended": ended, "peak": group.peak(), "private": peak_anon}
+        ended, peak = run_limited(limit, ["--work", work, "--result", str(result)], a.ranks, a.port, watch)
+        row = {"work": work, "limit": limit, "ended": ended, "peak": peak, "private": private[0]}
         row["wall s"] = round(time.monotonic() - begin, 1)
         if result.exists():
             row |= json.loads(result.read_text())
             row["s per step"] = round(statistics.median(row["seconds"][1:] or row["seconds"]), 2)
-    group.close()
     return row
 
 

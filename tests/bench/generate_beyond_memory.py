@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from beyond_memory import Cgroup
+from limited import run_limited
 
 
 def llama(a):
@@ -139,29 +138,11 @@ def run(a, work: str, limit: int) -> dict:
         with file.open("rb") as f:
             os.fsync(f.fileno())
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    group = Cgroup(limit)
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result"
         own = ["--work", work, "--result", str(result), "--source", a.source]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(a.ranks), "LOCAL_WORLD_SIZE": str(a.ranks)}
-        env |= {"MASTER_PORT": str(a.port), "DEEPC_LOG_LEVEL": os.environ.get("DEEPC_LOG_LEVEL", "WARNING")}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, *sys.argv[1:], *own],
-                env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                preexec_fn=group.join,
-            )
-            for r in range(a.ranks)
-        ]
-        while any(p.poll() is None for p in ranks):
-            if any(p.poll() not in (None, 0) for p in ranks):
-                time.sleep(5)
-                for p in ranks:
-                    p.kill()
-            time.sleep(0.05)
-        codes = [p.wait() for p in ranks]
-        ended = "fine" if not any(codes) else "killed" if -signal.SIGKILL in codes else f"failed {codes}"
-        row = {"work": work, "limit": limit, "weights": weights(a), "ended": ended, "peak": group.peak()}
+        ended, peak = run_limited(limit, own, a.ranks, a.port)
+        row = {"work": work, "limit": limit, "weights": weights(a), "ended": ended, "peak": peak}
         files = [Path(f"{result}.{r}") for r in range(a.ranks)]
         if ended == "fine":
             told = [json.loads(f.read_text()) for f in files]
@@ -169,7 +150,6 @@ def run(a, work: str, limit: int) -> dict:
             row["texts"] = [t["text"] for t in told]
             if "GB per token" in row and row["s per token"]:
                 row["GB/s"] = round(sum(t["GB per token"] for t in told) / row["s per token"], 2)
-    group.close()
     return row
 
 

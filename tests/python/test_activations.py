@@ -4,19 +4,14 @@ bits as in memory, what goes there and what stays, and what happens when the dis
 from __future__ import annotations
 
 import copy
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from benches import rows_of_limited
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
-
-BENCH = Path(__file__).parent.parent / "bench" / "activations.py"
 
 
 def run_ranks(fn, world, *args, **kw):
@@ -276,18 +271,8 @@ def test_a_folder_that_is_not_there(tmp_path):
 def test_activations_larger_than_the_memory(tmp_path):
     """In a cgroup whose limit the inputs of the blocks alone would break: the same losses as without a limit, and in
     memory it is killed."""
-    sys.path.insert(0, str(BENCH.parent))
-    try:
-        import beyond_memory
-
-        beyond_memory.Cgroup(0).close()
-    except OSError as exc:
-        pytest.skip(f"no memory cgroup can be made here: {exc}")
-    finally:
-        sys.path.remove(str(BENCH.parent))
-    out = tmp_path / "out"
-    arguments = ["--folder", str(tmp_path), "--steps", "2", "--json", str(out)]
-    subprocess.run([sys.executable, str(BENCH), *arguments], check=True)
-    disk, memory, limited = json.loads(out.read_text())
+    disk, memory, limited = rows_of_limited(
+        "activations.py", tmp_path / "out", "--folder", str(tmp_path), "--steps", "2"
+    )
     assert disk["ended"] == memory["ended"] == "fine" and limited["ended"] == "killed"
     assert disk["losses"] == memory["losses"] and disk["peak"] <= disk["limit"] < disk["inputs"]

@@ -3,21 +3,16 @@ generate each for themselves; what comes ahead and what stays; and models larger
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import deepc
 import pytest
 import tiny
 import torch
+from benches import rows_of_limited
 from deepc.errors import ArgumentError, CheckpointError, ConfigError, UnsupportedError
 from ranks import run_ranks as _run_ranks
 from test_export import make
-
-BENCH = Path(__file__).parent.parent / "bench" / "generate_beyond_memory.py"
 
 
 def run_ranks(fn, world, *args, **kw):
@@ -259,18 +254,8 @@ def test_a_model_larger_than_the_memory_generates(tmp_path):
     """In a cgroup whose limit is less than half of the weights: the same tokens as without a limit; in memory it is
     killed."""
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(BENCH.parent))
-    try:
-        import beyond_memory
-
-        beyond_memory.Cgroup(0).close()
-    except OSError as exc:
-        pytest.skip(f"no memory cgroup can be made here: {exc}")
-    finally:
-        sys.path.remove(str(BENCH.parent))
     arguments = ["--folder", str(tmp_path), "--hidden", "1536", "--layers", "40", "--tokens", "3", "--ratio", "3"]
     arguments += ["--only", "disk,memory,limited"]
-    subprocess.run([sys.executable, str(BENCH), *arguments, "--json", str(tmp_path / "out")], check=True)
-    disk, memory, limited = json.loads((tmp_path / "out").read_text())
+    disk, memory, limited = rows_of_limited("generate_beyond_memory.py", tmp_path / "out", *arguments)
     assert disk["ended"] == memory["ended"] == "fine" and limited["ended"] == "killed"
     assert disk["texts"] == memory["texts"] and disk["peak"] <= disk["limit"] < disk["weights"] / 2
