@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import logging
 import os
 import sys
@@ -55,69 +56,68 @@ def _warn_of_cpu() -> None:
         )
 
 
+def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]], patch: str) -> None:
+    """owner.name becomes around(owner.name), once; a staticmethod stays one."""
+    plain = getattr(owner, name)
+    if getattr(plain, "_deepc", False):
+        return
+    made: Any = functools.wraps(plain)(around(plain))
+    made._deepc = True
+    setattr(owner, name, staticmethod(made) if isinstance(inspect.getattr_static(owner, name), staticmethod) else made)
+    patches.applied(patch)
+
+
 def teach_accelerate(module: types.ModuleType) -> None:
     """Gives accelerate.state.PartialState a backend for CPU ranks under DeepSpeed. What it chooses itself stays."""
-    state = module.PartialState
-    choose = state._prepare_backend
-    if getattr(choose, "_deepc", False):
-        return
 
-    @functools.wraps(choose)
-    def prepare(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
-        backend, kind = choose(self, cpu, *args, **kwargs)
-        if cpu and _is_installed() and _asks_for_deepspeed():
-            _warn_of_cpu()
-        if backend is None and not cpu and _is_installed() and _on_cpu_ranks():
-            backend = "deepc"
-        return backend, kind
+    def around(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+            backend, kind = choose(self, cpu, *args, **kwargs)
+            if cpu and _is_installed() and _asks_for_deepspeed():
+                _warn_of_cpu()
+            if backend is None and not cpu and _is_installed() and _on_cpu_ranks():
+                backend = "deepc"
+            return backend, kind
 
-    prepare._deepc = True  # type: ignore[attr-defined]
-    state._prepare_backend = prepare
-    patches.applied("accelerate")
+        return prepare
+
+    _wrap(module.PartialState, "_prepare_backend", around, "accelerate")
 
 
 def teach_plugin(module: types.ModuleType) -> None:
     """accelerate.utils.dataclasses.DeepSpeedPlugin refuses every "auto" that it has nothing to fill in for; of a key
     of deepc's own it is a value (deepc.fuse, precision)."""
-    plugin = module.DeepSpeedPlugin
-    fill = plugin.fill_match
-    if getattr(fill, "_deepc", False):
-        return
 
-    @functools.wraps(fill)
-    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
-        from ..config.keys import TABLE
-        from ..config.values import is_auto_a_value
+    def around(fill: Callable[..., Any]) -> Callable[..., Any]:
+        def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
+            from ..config.keys import TABLE
+            from ..config.values import is_auto_a_value
 
-        if (
-            _is_installed()
-            and ds_key_long in TABLE
-            and ds_key_long not in kwargs
-            and is_auto_a_value(TABLE[ds_key_long])
-        ):
-            return None
-        return fill(self, ds_key_long, *args, **kwargs)
+            if (
+                _is_installed()
+                and ds_key_long in TABLE
+                and ds_key_long not in kwargs
+                and is_auto_a_value(TABLE[ds_key_long])
+            ):
+                return None
+            return fill(self, ds_key_long, *args, **kwargs)
 
-    fill_match._deepc = True  # type: ignore[attr-defined]
-    plugin.fill_match = fill_match
-    patches.applied("accelerate")
+        return fill_match
+
+    _wrap(module.DeepSpeedPlugin, "fill_match", around, "accelerate")
 
 
 def teach_loading(module: types.ModuleType) -> None:
     """What PreTrainedModel.from_pretrained reads of the state_dict of a model that zero.Init has built is its names."""
-    model = module.PreTrainedModel
-    load = model._load_pretrained_model
-    if getattr(load, "_deepc", False):
-        return
 
-    @functools.wraps(load)
-    def load_pretrained(*args: Any, **kwargs: Any) -> Any:
-        with names_alone() if _is_installed() else contextlib.nullcontext():
-            return load(*args, **kwargs)
+    def around(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_pretrained(*args: Any, **kwargs: Any) -> Any:
+            with names_alone() if _is_installed() else contextlib.nullcontext():
+                return load(*args, **kwargs)
 
-    load_pretrained._deepc = True  # type: ignore[attr-defined]
-    model._load_pretrained_model = staticmethod(load_pretrained)
-    patches.applied("transformers-loading")
+        return load_pretrained
+
+    _wrap(module.PreTrainedModel, "_load_pretrained_model", around, "transformers-loading")
 
 
 _TEACH: dict[str, Callable[[types.ModuleType], None]] = {

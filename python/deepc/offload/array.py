@@ -213,28 +213,21 @@ class DiskArray:
         n = values.numel()
         if not 0 <= begin <= self.numel - n:
             raise ArgumentError(f"{self.what}: elements [{begin}, {begin + n}) are outside of its {self.numel}")
-        at, step = begin, _PUT // BLOCK * BLOCK
         writes: collections.deque[tuple[Handle, torch.Tensor]] = collections.deque()
         try:
-            self._put_all(begin, values, at, step, writes)
+            self._put(begin, values, writes)
         finally:
             while writes:
                 writes.popleft()[0]._free()  # waits
 
-    def _put_all(
-        self,
-        begin: int,
-        values: torch.Tensor,
-        at: int,
-        step: int,
-        writes: collections.deque[tuple[Handle, torch.Tensor]],
-    ) -> None:
-        n = values.numel()
-        while at < begin + n:
+    def _put(self, begin: int, values: torch.Tensor, writes: collections.deque[tuple[Handle, torch.Tensor]]) -> None:
+        """writes: gets those under way, with the memory that they are from."""
+        at, stop = begin, begin + values.numel()
+        while at < stop:
             lo = at // BLOCK * BLOCK
-            hi = min(lo + step, -(-(begin + n) // BLOCK) * BLOCK)
+            hi = min(lo + _PUT // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK)
             room = empty(hi - lo, dtype=self.dtype)
-            end = min(hi, begin + n)
+            end = min(hi, stop)
             for edge in {b for b, cut in ((lo, at > lo), (hi - BLOCK, end < hi)) if cut}:
                 self._read_block(edge, room[edge - lo : edge - lo + BLOCK])
             _copy(room[at - lo : end - lo], values[at - begin : end - begin])

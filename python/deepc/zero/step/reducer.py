@@ -5,6 +5,7 @@ several CPU nodes (nodes.py), and torch.distributed's (collective.py: GPUs, node
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import ctypes
@@ -151,7 +152,7 @@ class CoreReducer:
     __del__ = close
 
 
-class RingReducer(CoreReducer):
+class RingReducer(CoreReducer, abc.ABC):
     """The C core's reducer with a ring (comm/bucket.h): the slices of up to RING buckets wait there, reduced, until the
     class has moved them on. Its `_under_way` has those that are being moved, the oldest first."""
 
@@ -186,13 +187,13 @@ class RingReducer(CoreReducer):
         """Around calls of the core that wait for other ranks."""
         return contextlib.nullcontext()
 
+    @abc.abstractmethod
     def _advance(self) -> None:
         """Begins to move the slices that are reduced."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _take_oldest(self) -> None:
         """Waits for the oldest bucket under way, and gives its place back."""
-        raise NotImplementedError
 
 
 class Tree:

@@ -22,11 +22,27 @@ class CodedPiece(NamedTuple):
     first: int
 
 
-class Coded:
-    """A state array of a rank's share as codes: one piece for each stretch (begin, length, first) of it. A window reads
-    and writes whole pieces, as fp32: what was read comes back as the same codes."""
+class _Codes:
+    """A state that is kept as codes, `_form`. A window reads and writes whole pieces, as fp32: what was read comes back
+    as the same codes."""
 
     dtype = torch.float32
+    _name: str
+    _form: str
+    _where = ""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of '{self._name}', which is kept as {self._form} codes{self._where}: it is no tensor; read and"
+            " write it by deepc.view(p), or by its windows (zero/tiers/windows.py)"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse("[...]")
+
+
+class Coded(_Codes):
+    """A state array of a rank's share as codes: one piece for each stretch (begin, length, first) of it."""
 
     def __init__(
         self,
@@ -69,21 +85,12 @@ class Coded:
         p = self._whole(begin, value.numel())
         pack(p.codes, p.scale, value, self._form, self._name, p.first)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{what} of '{self._name}', which is kept as {self._form} codes: it is no tensor; read and write it by"
-            " deepc.view(p), or by its windows (zero/tiers/windows.py)"
-        )
 
-    def __getitem__(self, index: object) -> NoReturn:
-        self._refuse("[...]")
-
-
-class CodedOnDisk:
+class CodedOnDisk(_Codes):
     """The same where codes and scales are arrays of a stream: one scale for each unit, of which those are used that a
     block begins in."""
 
-    dtype = torch.float32
+    _where = " on disk"
 
     def __init__(self, stream: Stream, name: str, form: str, stretches: Sequence[tuple[int, int, int]]) -> None:
         """stretches: (begin, length, first) of each piece."""
@@ -119,12 +126,3 @@ class CodedOnDisk:
         units = torch.zeros(-(-n // UNIT))
         units[scale_units(first, n, self._form)] = scale
         self._stream.write(self._name + SCALE, begin // UNIT, units)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{what} of '{self._name}', which is kept as {self._form} codes on disk: it is no tensor; read and write it"
-            " by deepc.view(p), or by its windows (zero/tiers/windows.py)"
-        )
-
-    def __getitem__(self, index: object) -> NoReturn:
-        self._refuse("[...]")
