@@ -56,15 +56,15 @@ def _warn_of_cpu() -> None:
         )
 
 
-def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]], patch: str) -> None:
-    """owner.name becomes around(owner.name), once; a staticmethod stays one."""
+def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """owner.name becomes around(owner.name), and a staticmethod stays one. False if it is so already."""
     plain = getattr(owner, name)
     if getattr(plain, "_deepc", False):
-        return
+        return False
     made: Any = functools.wraps(plain)(around(plain))
     made._deepc = True
     setattr(owner, name, staticmethod(made) if isinstance(inspect.getattr_static(owner, name), staticmethod) else made)
-    patches.applied(patch)
+    return True
 
 
 def teach_accelerate(module: types.ModuleType) -> None:
@@ -81,7 +81,8 @@ def teach_accelerate(module: types.ModuleType) -> None:
 
         return prepare
 
-    _wrap(module.PartialState, "_prepare_backend", around, "accelerate")
+    if _wrap(module.PartialState, "_prepare_backend", around):
+        patches.applied("accelerate")
 
 
 def teach_plugin(module: types.ModuleType) -> None:
@@ -104,7 +105,8 @@ def teach_plugin(module: types.ModuleType) -> None:
 
         return fill_match
 
-    _wrap(module.DeepSpeedPlugin, "fill_match", around, "accelerate")
+    if _wrap(module.DeepSpeedPlugin, "fill_match", around):
+        patches.applied("accelerate")
 
 
 def teach_loading(module: types.ModuleType) -> None:
@@ -117,7 +119,8 @@ def teach_loading(module: types.ModuleType) -> None:
 
         return load_pretrained
 
-    _wrap(module.PreTrainedModel, "_load_pretrained_model", around, "transformers-loading")
+    if _wrap(module.PreTrainedModel, "_load_pretrained_model", around):
+        patches.applied("transformers-loading")
 
 
 _TEACH: dict[str, Callable[[types.ModuleType], None]] = {
