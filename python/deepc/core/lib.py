@@ -111,6 +111,28 @@ class Action(ctypes.Structure):
     _fields_ = [("kind", c_int32), ("reserved", c_int32), ("unit", c_int64)]
 
 
+class ScheduleAction(ctypes.Structure):
+    _fields_ = [(n, c_int32) for n in ("work", "stage", "micro")]
+
+
+class Schedule(ctypes.Structure):
+    _fields_ = [
+        ("actions", POINTER(ScheduleAction)),
+        ("begin", POINTER(c_int64)),
+        ("ranks", c_int64),
+        ("stages", c_int64),
+        ("micro_batches", c_int64),
+    ]
+
+
+class ScheduleSpan(ctypes.Structure):
+    _fields_ = [("start", c_double), ("end", c_double)]
+
+
+class ScheduleLoad(ctypes.Structure):
+    _fields_ = [(n, c_double) for n in ("busy", "first", "last")]
+
+
 class BytesIn(ctypes.Structure):
     _fields_ = (
         [(n, c_int64) for n in ("total", "shard", "frozen", "world", "ranks_per_node", "slots", "bucket_elems")]
@@ -468,6 +490,31 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     ),
     "dc_zero_gather": (c_int, c_void_p, c_void_p, c_int64),
     "dc_zero_estimate": (c_int, _P(BytesIn), _P(Bytes)),
+    "dc_schedule_name": (c_char_p, c_int),
+    "dc_schedule_actions": (
+        c_int,
+        c_int,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_int64,
+        _P(ScheduleAction),
+        c_int64,
+        _P(c_int64),
+    ),
+    "dc_schedule_stage_rank": (c_int, c_int, c_int64, c_int64, c_int64, _P(c_int64)),
+    "dc_schedule_print": (c_int, _P(ScheduleAction), c_int64, c_char_p, c_int64, _P(c_int64)),
+    "dc_schedule_parse": (c_int, c_char_p, _P(ScheduleAction), c_int64, _P(c_int64)),
+    "dc_schedule_check": (c_int, _P(Schedule), _P(c_int64)),
+    "dc_schedule_simulate": (
+        c_int,
+        _P(Schedule),
+        _P(c_double),
+        _P(c_double),
+        _P(ScheduleSpan),
+        _P(ScheduleLoad),
+        _P(c_double),
+    ),
     "dc_file_open": (c_int, _P(FileConfig), _P(c_void_p)),
     "dc_file_close": (c_int, c_void_p),
     "dc_file_get_info": (c_int, c_void_p, _P(FileInfo)),

@@ -1,0 +1,205 @@
+"""Pipeline schedules: what each rank computes, in which order, for one step of several micro-batches. Frozen data,
+made, checked and simulated by C (zero/schedule.h, which says what each kind is), without tensors and processes.
+
+What travels between ranks is not listed, since it follows: forward of stage s needs what the rank of stage s - 1 made
+of the same micro-batch, backward (B or I) of stage s what the rank of stage s + 1 made."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from ..core import lib as _lib
+from ..core.lib import C, call
+from ..errors import ArgumentError
+
+Kind = Literal["F", "B", "I", "W"]
+_LETTERS: tuple[Kind, ...] = ("F", "B", "I", "W")  # enum dc_schedule_work
+
+# The names of schedules, in the order of enum dc_schedule_kind.
+KINDS: tuple[str, ...] = tuple(
+    name.decode() for name in itertools.takewhile(bool, map(C.dc_schedule_name, itertools.count()))
+)
+_DEFAULT_CHUNKS = {"interleaved": 2, "zb-v": 2}
+
+
+class Action(NamedTuple):
+    """One computation: F forward, B backward, or its halves I (gradients of inputs) and W (of weights). stage: counted
+    along the whole model."""
+
+    kind: Kind
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        """ "2F0", as in the files of torch.distributed.pipelining."""
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+def default_chunks(kind: str) -> int:
+    """The fewest chunks of the model that a rank holds in schedules of this kind."""
+    _number(kind)
+    return _DEFAULT_CHUNKS.get(kind, 1)
+
+
+def actions(kind: str, *, stages: int, micro_batches: int, rank: int, chunks: int | None = None) -> tuple[Action, ...]:
+    """What `rank` of `stages` ranks computes, in order; each rank holds `chunks` stages (None: as few as the kind has).
+    ArgumentError for sizes that the kind does not have."""
+    shape = (_number(kind), stages, _chunks(kind, chunks), micro_batches, rank)
+    count = ctypes.c_int64()
+    call("dc_schedule_actions", *shape, None, 0, ctypes.byref(count))
+    out = (_lib.ScheduleAction * count.value)()
+    call("dc_schedule_actions", *shape, out, count, ctypes.byref(count))
+    return _taken(out)
+
+
+def stage_rank(kind: str, *, stages: int, stage: int, chunks: int | None = None) -> int:
+    """The rank that holds a stage (of stages x chunks in all)."""
+    rank = ctypes.c_int64()
+    call("dc_schedule_stage_rank", _number(kind), stages, _chunks(kind, chunks), stage, ctypes.byref(rank))
+    return rank.value
+
+
+class Span(NamedTuple):
+    """When an action runs."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time. spans: per rank and action; busy: per rank, the time in which it computes."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    busy: tuple[float, ...]
+    makespan: float
+
+    @property
+    def bubble(self) -> float:
+        """The part of the makespan in which ranks wait, over all ranks."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def span(self) -> float:
+        """The longest time between a rank's first action and its last: what a step costs where the next one may start
+        on a rank while others are still in this one."""
+        return max(rank[-1].end - rank[0].start for rank in self.spans)
+
+
+class Costs(NamedTuple):
+    """Times of one micro-batch in one stage. B: both halves together."""
+
+    F: float = 1.0
+    I: float = 1.0  # noqa: E741
+    W: float = 1.0
+
+    @property
+    def B(self) -> float:
+        return self.I + self.W
+
+
+EQUAL = Costs()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of all ranks, by whomever they were made. `stages` counts chunks: of the whole model."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    stages: int
+    micro_batches: int
+
+    @classmethod
+    def make(cls, kind: str, *, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+        """A schedule of one of KINDS over `stages` ranks."""
+        ranks = tuple(
+            actions(kind, stages=stages, micro_batches=micro_batches, rank=r, chunks=chunks)
+            for r in range(max(1, stages))
+        )
+        return cls(ranks, stages * _chunks(kind, chunks), micro_batches)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """From a line for each rank: what str() gives, or a file of torch.distributed.pipelining's that has computations
+        alone. ArgumentError names line and column."""
+        ranks = tuple(_parsed(line, number) for number, line in enumerate(text.strip("\n").split("\n"), 1))
+        every = [a for rank in ranks for a in rank]
+        if not every:
+            raise ArgumentError("schedule: the text has no actions; write a line for each rank, as in '0F0 0B0'")
+        return cls(ranks, 1 + max(a.stage for a in every), 1 + max(a.micro for a in every))
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, rank)) for rank in self.ranks)
+
+    def check(self) -> tuple[int, ...]:
+        """The most activations (of one micro-batch in one stage, from its F until its B or W) that each rank holds at a
+        time. ArgumentError, naming rank, action and micro-batch, if this can't be executed with sends that do not
+        block: an action is missing or there twice, or ranks wait for each other for ever."""
+        peak = (ctypes.c_int64 * len(self.ranks))()
+        call("dc_schedule_check", self._core, peak)
+        return tuple(peak)
+
+    def simulate(self, costs: Costs | Sequence[Costs] = EQUAL, hop: float | Sequence[float] = 0.0) -> Timeline:
+        """Every action as early as it can be. costs: of all stages, or of each. hop: how long a message takes from one
+        rank to the next: of all boundaries between stages, or of each. Any unit."""
+        each = [costs] * self.stages if isinstance(costs, Costs) else list(costs)
+        hops = list(hop) if isinstance(hop, Sequence) else [hop] * (self.stages - 1)
+        if len(each) != self.stages or len(hops) != self.stages - 1:
+            raise ArgumentError(
+                f"schedule: {len(each)} costs and {len(hops)} hops for {self.stages} stages; there is a cost for each"
+                " stage and a hop for each boundary between two"
+            )
+        cost = (ctypes.c_double * (4 * self.stages))(*(t for c in each for t in (c.F, c.B, c.I, c.W)))
+        spans = (_lib.ScheduleSpan * max(1, sum(map(len, self.ranks))))()
+        loads = (_lib.ScheduleLoad * len(self.ranks))()
+        makespan = ctypes.c_double()
+        call(
+            "dc_schedule_simulate",
+            self._core,
+            cost,
+            (ctypes.c_double * max(1, len(hops)))(*hops),
+            spans,
+            loads,
+            ctypes.byref(makespan),
+        )
+        every = iter(spans)
+        timed = tuple(tuple(Span(s.start, s.end) for s in itertools.islice(every, len(r))) for r in self.ranks)
+        return Timeline(timed, tuple(x.busy for x in loads), makespan.value)
+
+    @cached_property
+    def _core(self) -> _lib.Schedule:
+        """As C sees it; ctypes keeps the arrays alive."""
+        every = [a for rank in self.ranks for a in rank]
+        rows = (_lib.ScheduleAction * max(1, len(every)))(*((_LETTERS.index(a.kind), a.stage, a.micro) for a in every))
+        begin = (ctypes.c_int64 * (len(self.ranks) + 1))(0, *itertools.accumulate(map(len, self.ranks)))
+        return _lib.Schedule(rows, begin, len(self.ranks), self.stages, self.micro_batches)
+
+
+def _number(kind: str) -> int:
+    if kind not in KINDS:
+        raise ArgumentError(f"schedule: {kind!r} is none; the schedules are {', '.join(KINDS)}")
+    return KINDS.index(kind)
+
+
+def _chunks(kind: str, chunks: int | None) -> int:
+    return default_chunks(kind) if chunks is None else chunks
+
+
+def _taken(rows: ctypes.Array[_lib.ScheduleAction]) -> tuple[Action, ...]:
+    return tuple(Action(_LETTERS[a.work], a.stage, a.micro) for a in rows)
+
+
+def _parsed(line: str, number: int) -> tuple[Action, ...]:
+    text, count = line.strip("\r").encode(), ctypes.c_int64()
+    try:
+        call("dc_schedule_parse", text, None, 0, ctypes.byref(count))
+    except ArgumentError as exc:
+        raise ArgumentError(f"schedule: line {number}, {exc}") from None
+    out = (_lib.ScheduleAction * count.value)()
+    call("dc_schedule_parse", text, out, count, ctypes.byref(count))
+    return _taken(out)

@@ -1,0 +1,76 @@
+"""plan/schedule.py: what C makes, as Python sees it; test_schedule.cpp has the arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from deepc.errors import ArgumentError
+from deepc.plan.schedule import KINDS, Action, Costs, Schedule, actions, default_chunks, stage_rank
+from torch.distributed.pipelining import schedules as peer
+
+
+def test_actions_of_a_rank():
+    assert KINDS == ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+    assert actions("1f1b", stages=2, micro_batches=2, rank=1) == (
+        Action("F", 1, 0),
+        Action("B", 1, 0),
+        Action("F", 1, 1),
+        Action("B", 1, 1),
+    )
+    assert " ".join(map(str, actions("zb-h1", stages=2, micro_batches=1, rank=1, chunks=1))) == "1F0 1I0 1W0"
+    assert [stage_rank("zb-v", stages=2, chunks=2, stage=s) for s in range(4)] == [0, 1, 1, 0]
+    assert [stage_rank("interleaved", stages=2, chunks=2, stage=s) for s in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_comes_back(kind):
+    made = Schedule.make(kind, stages=3, micro_batches=4)
+    assert made.stages == 3 * default_chunks(kind)
+    assert Schedule.parse(str(made)) == made == Schedule.parse(str(made).replace(" ", ",").replace("\n", "\r\n") + "\n")
+    for action in sum(made.ranks, ()):
+        theirs = peer._Action.from_str(str(action))
+        assert action == (theirs.computation_type.value, theirs.stage_index, theirs.microbatch_index)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_accepts_the_schedules(kind):
+    """Its own check of schedules, which its runtime applies to what it reads from a file."""
+    made = Schedule.make(kind, stages=4, micro_batches=8)
+    order = {rank: [peer._Action.from_str(str(a)) for a in row] for rank, row in enumerate(made.ranks)}
+    peer._validate_schedule(order, 4, made.stages, 8)
+
+
+def test_in_time():
+    made = Schedule.make("1f1b", stages=4, micro_batches=8)
+    assert made.check() == (4, 3, 2, 1)
+    time = made.simulate(Costs(F=1.0, I=1.0, W=1.0))
+    assert time.makespan == time.span == 33 and time.busy == (24.0,) * 4 and time.bubble == pytest.approx(3 / 11)
+    assert time.spans[3][0] == (3.0, 4.0) and len(time.spans[0]) == 16
+    assert made.simulate(hop=1.0).makespan > made.simulate(hop=[1.0, 0.0, 0.0]).makespan > 33
+    slow = made.simulate([Costs(), Costs(), Costs(2.0, 2.0, 2.0), Costs()])
+    assert slow.busy == (24.0, 24.0, 48.0, 24.0) and slow.makespan == 55  # 2 + 48 + 1 wait for B0 + 2 x B
+    zero = Schedule.make("zb-v", stages=4, micro_batches=8).simulate()
+    assert zero.span == 48 and zero.makespan == 51
+
+
+def test_what_is_refused():
+    with pytest.raises(ArgumentError, match=r"'2f2b' is none; the schedules are gpipe, 1f1b"):
+        actions("2f2b", stages=2, micro_batches=2, rank=0)
+    with pytest.raises(ArgumentError, match="zb-v: chunks is 1"):
+        actions("zb-v", stages=2, micro_batches=2, rank=0, chunks=1)
+    with pytest.raises(ArgumentError, match="ranks is 0"):
+        Schedule.make("1f1b", stages=0, micro_batches=2)
+    with pytest.raises(ArgumentError, match="stage 4 is outside"):
+        stage_rank("gpipe", stages=4, stage=4)
+    with pytest.raises(ArgumentError, match="line 2, column 5: '1X0'"):
+        Schedule.parse("0F0 0B0\n1F0 1X0")
+    with pytest.raises(ArgumentError, match="no actions"):
+        Schedule.parse("\n")
+    with pytest.raises(ArgumentError, match="deadlock: rank 0 waits at action 1"):
+        Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0").check()
+    made = Schedule.make("gpipe", stages=3, micro_batches=2)
+    with pytest.raises(ArgumentError, match="2 costs and 2 hops for 3 stages"):
+        made.simulate([Costs(), Costs()])
+    with pytest.raises(ArgumentError, match=r"cost\[0\] is -1"):
+        made.simulate(Costs(F=-1.0))
+    with pytest.raises(ArgumentError, match="rank 1 has no B or I of micro-batch 1"):
+        Schedule((made.ranks[0], made.ranks[1][:-1], made.ranks[2]), 3, 2).check()
