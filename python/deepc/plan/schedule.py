@@ -125,8 +125,8 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """From a line for each rank: what str() gives, or a file of torch.distributed.pipelining's that has computations
-        alone. ArgumentError names line and column."""
+        """From a line for each rank: what str() gives, or a file of torch.distributed.pipelining's without sends and
+        receives. ArgumentError names line and column."""
         ranks = tuple(_parsed(line, number) for number, line in enumerate(text.strip("\n").split("\n"), 1))
         every = [a for rank in ranks for a in rank]
         if not every:
