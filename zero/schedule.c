@@ -46,8 +46,8 @@ static void schedule_zb_h1(const shape *s, phase *out) {
  * chunk. */
 static void schedule_zb_v(const shape *s, phase *out) {
   const int64_t p = s->p, r = s->rank, n = s->m > 2 * p - 1 ? s->m : 2 * p - 1;
-  const phase phases[MAX_PHASES] = {{2 * (p - r) - 1, "F"}, {r, "fF"},     {p - r, "fiw"}, {n - p, "FIWfiw"},
-                                    {r, "Ii"},              {p - r, "IW"}, {r, "w"},       {r, "W"}};
+  const phase phases[MAX_PHASES] = {{2 * (p - r) - 1, "F"}, {r, "fF"}, {p - r, "fiw"}, {n - p, "FIWfiw"}, {r, "Ii"},
+                                    {p - r, "IW"},          {r, "w"},  {r, "W"}};
   memcpy(out, phases, sizeof phases);
 }
 
@@ -69,8 +69,7 @@ const char *dc_schedule_name(int kind) {
 }
 
 static int schedule_check_kind(int kind, int64_t ranks, int64_t chunks) {
-  if (!dc_schedule_name(kind))
-    return DC_FAIL(DC_E_INVALID, "kind %d is no schedule; see enum dc_schedule_kind", kind);
+  if (!dc_schedule_name(kind)) return DC_FAIL(DC_E_INVALID, "kind %d is no schedule; see enum dc_schedule_kind", kind);
   const struct schedule_row *row = &schedule_kinds[kind];
   if (ranks < 1) return DC_FAIL(DC_E_INVALID, "%s: ranks is %lld; it must be >= 1", row->name, (long long)ranks);
   if (chunks < row->min_chunks || chunks > row->max_chunks)
@@ -117,8 +116,8 @@ static void schedule_play(int kind, const shape *s, const phase *phases, dc_sche
       for (const char *c = phases[i].letters; *c; c++) {
         const int chunk = *c >= 'a', work = (int)(strchr(LETTERS, chunk ? *c - 'a' + 'A' : *c) - LETTERS);
         const int64_t k = done[chunk][work]++;
-        const dc_schedule_action a =
-            kind == DC_SCHEDULE_ZB_V ? schedule_turn_v(s, chunk, work, k) : schedule_turn(s, work, k);
+        const dc_schedule_action a = kind == DC_SCHEDULE_ZB_V ? schedule_turn_v(s, chunk, work, k)
+                                                              : schedule_turn(s, work, k);
         if (a.micro < s->m) *out++ = a;
       }
 }
@@ -131,8 +130,7 @@ int dc_schedule_actions(int kind, int64_t ranks, int64_t chunks, int64_t micro_b
   if (micro_batches < 1)
     return DC_FAIL(DC_E_INVALID, "%s: micro_batches is %lld; it must be >= 1", row->name, (long long)micro_batches);
   if (rank < 0 || rank >= ranks)
-    return DC_FAIL(DC_E_INVALID, "%s: rank %lld is outside of [0, %lld)", row->name, (long long)rank,
-                   (long long)ranks);
+    return DC_FAIL(DC_E_INVALID, "%s: rank %lld is outside of [0, %lld)", row->name, (long long)rank, (long long)ranks);
   if (micro_batches > INT32_MAX / (3 * chunks))
     return DC_FAIL(DC_E_OVERFLOW, "%s: %lld micro-batches through %lld chunks are more actions than 32 bits count",
                    row->name, (long long)micro_batches, (long long)chunks);

@@ -43,7 +43,8 @@ static int run_enter_step(const run *x, int64_t rank, int64_t action, int step) 
   const dc_schedule_action *a = &x->s->actions[action];
   int64_t *slot = run_slot(x, a->stage, a->micro, step);
   if (*slot)
-    return DC_FAIL(DC_E_INVALID, "rank %lld, action %lld (%s): micro-batch %d had that in stage %d, at action %lld (%s)",
+    return DC_FAIL(DC_E_INVALID,
+                   "rank %lld, action %lld (%s): micro-batch %d had that in stage %d, at action %lld (%s)",
                    (long long)rank, (long long)run_place(x, rank, action), run_name(a).text, a->micro, a->stage,
                    (long long)run_place(x, rank, *slot - 1), run_name(&x->s->actions[*slot - 1]).text);
   *slot = action + 1;
@@ -58,8 +59,7 @@ static int run_enter(run *x, int64_t rank, int64_t action) {
                    place, a->work);
   if (a->stage < 0 || a->stage >= x->s->stages || a->micro < 0 || a->micro >= x->s->micro_batches)
     return DC_FAIL(DC_E_INVALID, "rank %lld, action %lld: stage %d and micro-batch %d are not of %lld and %lld",
-                   (long long)rank, place, a->stage, a->micro, (long long)x->s->stages,
-                   (long long)x->s->micro_batches);
+                   (long long)rank, place, a->stage, a->micro, (long long)x->s->stages, (long long)x->s->micro_batches);
   int64_t *holder = &x->rank_of[a->stage];
   if (!*holder) *holder = rank + 1;
   if (*holder != rank + 1)
@@ -155,7 +155,8 @@ static int run_fail_stuck(const run *x, int64_t rank) {
   const dc_schedule_action *b = &x->s->actions[need];
   const int64_t other = run_rank(x, b->stage);
   if (other == rank)
-    return DC_FAIL(DC_E_INVALID, "rank %lld, action %lld (%s) of micro-batch %d needs %s, which is behind it, action %lld",
+    return DC_FAIL(DC_E_INVALID,
+                   "rank %lld, action %lld (%s) of micro-batch %d needs %s, which is behind it, action %lld",
                    (long long)rank, (long long)run_place(x, rank, at), run_name(a).text, a->micro, run_name(b).text,
                    (long long)run_place(x, rank, need));
   return DC_FAIL(DC_E_INVALID,

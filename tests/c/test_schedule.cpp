@@ -33,7 +33,10 @@ std::vector<Case> all_cases(int64_t max_p = P, int64_t max_m = M) {
   std::vector<Case> out;
   for (int kind = 0; kind < DC_SCHEDULE_COUNT; kind++)
     for (int64_t v = kind == DC_SCHEDULE_INTERLEAVED || kind == DC_SCHEDULE_ZB_V ? 2 : 1;
-         v <= (kind == DC_SCHEDULE_INTERLEAVED ? 4 : kind == DC_SCHEDULE_ZB_V ? 2 : 1); v++)
+         v <= (kind == DC_SCHEDULE_INTERLEAVED ? 4
+               : kind == DC_SCHEDULE_ZB_V      ? 2
+                                               : 1);
+         v++)
       for (int64_t p = 1; p <= max_p; p++)
         for (int64_t m = 1; m <= max_m; m++) out.push_back({kind, v, p, m});
   return out;
@@ -104,8 +107,9 @@ double longest_rank(const Times &t) {
   return out;
 }
 
-// ---- the oracle ------------------------------------------------------------------------------------------------------
-// What happened by when: (what, stage, micro-batch) -> time. What: F, the gradient of the inputs (G) or of the weights.
+// ---- the oracle
+// ------------------------------------------------------------------------------------------------------ What happened
+// by when: (what, stage, micro-batch) -> time. What: F, the gradient of the inputs (G) or of the weights.
 using Done = std::map<std::tuple<char, int, int>, int>;
 
 struct Oracle {
@@ -133,7 +137,8 @@ struct Oracle {
       for (bool again = true; again;) {
         again = false;
         for (size_t r = 0; r < p.ranks.size(); r++) {
-          if (next[r] == p.ranks[r].size() || free_at[r] > now || !can_start(p.ranks[r][next[r]], (int)r, now)) continue;
+          if (next[r] == p.ranks[r].size() || free_at[r] > now || !can_start(p.ranks[r][next[r]], (int)r, now))
+            continue;
           const Action &a = p.ranks[r][next[r]++];
           const int end = now + (int)cost[(size_t)a.stage * 4 + (size_t)a.work];
           finish(a, end);
@@ -174,7 +179,8 @@ bool oracle_accepts(const Program &p) {
   return o.run();
 }
 
-// ---- what is made ----------------------------------------------------------------------------------------------------
+// ---- what is made
+// ----------------------------------------------------------------------------------------------------
 TEST(Schedule, NamesAreThoseOfTheField) {
   const std::vector<std::string> names = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"};
   for (int kind = 0; kind < DC_SCHEDULE_COUNT; kind++) EXPECT_EQ(names[(size_t)kind], dc_schedule_name(kind));
@@ -318,7 +324,8 @@ TEST(Schedule, EndsSoonWhereRanksAreMany) {
   EXPECT_EQ(DC_SCHEDULE_B, a[1].work);
 }
 
-// ---- text ------------------------------------------------------------------------------------------------------------
+// ---- text
+// ------------------------------------------------------------------------------------------------------------
 TEST(ScheduleText, ComesBack) {
   for (const Case &c : all_cases(5, 9))
     for (const Rank &rank : make(c).ranks) {
@@ -351,11 +358,16 @@ TEST(ScheduleText, TakesCellsOfATable) {
 }
 
 TEST(ScheduleText, AnErrorNamesColumnAndText) {
-  const std::vector<std::pair<std::string, std::string>> wrong = {
-      {"0F0 F1", "column 5: 'F1'"},          {"0F", "column 1: '0F'"},   {"0F0,0X1", "column 5: '0X1'"},
-      {"0F0 1SEND_F0", "column 5: '1SEND_F0'"}, {"-1F0", "column 1: '-1F0'"}, {"0F0x", "column 1: '0F0x'"},
-      {"0F2147483648", "column 1: '0F2147483648'"}, {"0F99999999999999999999999", "column 1: "},
-      {"0F0\n0B0", "column 1: '0F0"},       {"0", "column 1: '0'"}};
+  const std::vector<std::pair<std::string, std::string>> wrong = {{"0F0 F1", "column 5: 'F1'"},
+                                                                  {"0F", "column 1: '0F'"},
+                                                                  {"0F0,0X1", "column 5: '0X1'"},
+                                                                  {"0F0 1SEND_F0", "column 5: '1SEND_F0'"},
+                                                                  {"-1F0", "column 1: '-1F0'"},
+                                                                  {"0F0x", "column 1: '0F0x'"},
+                                                                  {"0F2147483648", "column 1: '0F2147483648'"},
+                                                                  {"0F99999999999999999999999", "column 1: "},
+                                                                  {"0F0\n0B0", "column 1: '0F0"},
+                                                                  {"0", "column 1: '0'"}};
   for (const auto &[text, error] : wrong) {
     int64_t n = 7;
     EXPECT_EQ(DC_E_INVALID, dc_schedule_parse(text.c_str(), nullptr, 0, &n)) << text;
@@ -391,16 +403,17 @@ TEST(ScheduleText, PrintsActionsOnly) {
   EXPECT_EQ(7, length);
 }
 
-// ---- check -----------------------------------------------------------------------------------------------------------
+// ---- check
+// -----------------------------------------------------------------------------------------------------------
 void refuses(Program p, const std::string &text) {
   EXPECT_EQ(DC_E_INVALID, p.check());
   EXPECT_NE(std::string::npos, std::string(dc_last_error()).find(text)) << dc_last_error() << "\nwithout " << text;
 }
 
 TEST(ScheduleCheck, RefusesADroppedAndADoubledAction) {
-  for (const Case &c : {Case{DC_SCHEDULE_GPIPE, 1, 3, 4}, Case{DC_SCHEDULE_1F1B, 1, 4, 5},
-                        Case{DC_SCHEDULE_INTERLEAVED, 2, 2, 4}, Case{DC_SCHEDULE_ZB_H1, 1, 3, 5},
-                        Case{DC_SCHEDULE_ZB_V, 2, 3, 4}}) {
+  for (const Case &c :
+       {Case{DC_SCHEDULE_GPIPE, 1, 3, 4}, Case{DC_SCHEDULE_1F1B, 1, 4, 5}, Case{DC_SCHEDULE_INTERLEAVED, 2, 2, 4},
+        Case{DC_SCHEDULE_ZB_H1, 1, 3, 5}, Case{DC_SCHEDULE_ZB_V, 2, 3, 4}}) {
     const Program good = make(c);
     for (size_t r = 0; r < good.ranks.size(); r++)
       for (size_t i = 0; i < good.ranks[r].size(); i++) {
@@ -417,13 +430,14 @@ TEST(ScheduleCheck, RefusesADroppedAndADoubledAction) {
   }
 }
 
-// Any two actions of a rank change places, or one goes elsewhere: what the oracle can execute, check takes, and no other.
+// Any two actions of a rank change places, or one goes elsewhere: what the oracle can execute, check takes, and no
+// other.
 TEST(ScheduleCheck, AgreesWithTheOracleOnMovedActions) {
   std::mt19937 random(11);
   int taken = 0, refused = 0;
-  for (const Case &c : {Case{DC_SCHEDULE_GPIPE, 1, 3, 4}, Case{DC_SCHEDULE_1F1B, 1, 4, 5},
-                        Case{DC_SCHEDULE_INTERLEAVED, 2, 2, 4}, Case{DC_SCHEDULE_INTERLEAVED, 3, 3, 4},
-                        Case{DC_SCHEDULE_ZB_H1, 1, 3, 5}, Case{DC_SCHEDULE_ZB_V, 2, 3, 4}}) {
+  for (const Case &c :
+       {Case{DC_SCHEDULE_GPIPE, 1, 3, 4}, Case{DC_SCHEDULE_1F1B, 1, 4, 5}, Case{DC_SCHEDULE_INTERLEAVED, 2, 2, 4},
+        Case{DC_SCHEDULE_INTERLEAVED, 3, 3, 4}, Case{DC_SCHEDULE_ZB_H1, 1, 3, 5}, Case{DC_SCHEDULE_ZB_V, 2, 3, 4}}) {
     const Program good = make(c);
     ASSERT_TRUE(oracle_accepts(good));
     for (int round = 0; round < 150; round++) {
@@ -432,8 +446,9 @@ TEST(ScheduleCheck, AgreesWithTheOracleOnMovedActions) {
         Rank &rank = p.ranks[random() % p.ranks.size()];
         const size_t i = random() % rank.size(), j = random() % rank.size();
         if (random() % 2) std::swap(rank[i], rank[j]);
-        else std::rotate(rank.begin() + (long)std::min(i, j), rank.begin() + (long)std::min(i, j) + 1,
-                         rank.begin() + (long)std::max(i, j) + 1);
+        else
+          std::rotate(rank.begin() + (long)std::min(i, j), rank.begin() + (long)std::min(i, j) + 1,
+                      rank.begin() + (long)std::max(i, j) + 1);
       }
       const bool expected = oracle_accepts(p);
       ASSERT_EQ(expected, p.check() == DC_OK) << c.text() << ": " << dc_last_error();
@@ -490,7 +505,8 @@ TEST(ScheduleCheck, RefusesShapesThatAreNone) {
   EXPECT_EQ(DC_E_OVERFLOW, status({a, begin, 1, INT64_MAX / 2, INT64_MAX / 2}));
 }
 
-// ---- simulation ------------------------------------------------------------------------------------------------------
+// ---- simulation
+// ------------------------------------------------------------------------------------------------------
 TEST(ScheduleSimulate, EqualsAClock) {
   std::mt19937 random(5);
   for (const Case &c : all_cases(4, 6)) {
