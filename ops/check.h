@@ -357,6 +357,44 @@ static inline int check_lamb(const dc_lamb_args *t, int64_t k, int apply) {
   return apply && t->lowp ? check_floats(t->lowp, t->lowp_dtype, 0, "lowp") : (int)DC_OK;
 }
 
+/* ---- Adafactor --------------------------------------------------------------------------------------------------- */
+/* The rows and columns of parameter k, which is made of matrices. */
+static inline int check_factored(const dc_adafactor_args *t, int64_t k) {
+  const long long i = k;
+  int64_t rows, cols, whole;
+  if (t->matrices < 0 || t->rows < 0 || t->cols < 0)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: %lld matrices of %lld x %lld", i, (long long)t->matrices,
+                      (long long)t->rows, (long long)t->cols);
+  if (__builtin_mul_overflow(t->matrices, t->rows, &rows) || __builtin_mul_overflow(t->matrices, t->cols, &cols) ||
+      __builtin_mul_overflow(rows, t->cols, &whole))
+    return CHECK_FAIL(DC_E_OVERFLOW, "tensor %lld: its elements overflow 64 bits", i);
+  if (t->begin < 0 || t->begin > whole || t->n > whole - t->begin)
+    return CHECK_FAIL(DC_E_INVALID, "tensor %lld: elements [%lld, %lld + %lld) of a parameter of %lld", i,
+                      (long long)t->begin, (long long)t->begin, (long long)t->n, (long long)whole);
+  DC_TRY(check_array(t->row_var, sizeof(float), rows, "row_var"));
+  DC_TRY(check_array(t->col_var, sizeof(float), cols, "col_var"));
+  DC_TRY(check_array(t->row_top, sizeof(uint32_t), rows, "row_top"));
+  DC_TRY(check_array(t->col_top, sizeof(uint32_t), cols, "col_top"));
+  DC_TRY(check_array(t->row_sum, sizeof(double), rows, "row_sum"));
+  DC_TRY(check_array(t->col_sum, sizeof(double), cols, "col_sum"));
+  return check_array(t->row_factor, sizeof(float), rows, "row_factor");
+}
+
+/* Tensor k of a call. */
+static inline int check_adafactor(const dc_adafactor_args *t, int64_t k) {
+  const check_scalar finite[] = {
+      {"grad_scale", t->grad_scale}, {"weight", t->weight}, {"eps", t->eps}, {"keep", t->keep}, {"rate", t->rate}};
+  DC_TRY(check_finite(finite, sizeof finite / sizeof *finite, 1, t->eps, k));
+  DC_TRY(check_count(t->n));
+  DC_TRY(check_format(DC_STATE_STOCHASTIC, t->first)); /* the same rule */
+  DC_TRY(check_floats(t->param, t->param_dtype, t->n, "param"));
+  DC_TRY(check_floats(t->grad, t->grad_dtype, t->n, "grad"));
+  DC_TRY(check_array(t->param_sums, sizeof(double), t->n, "param_sums"));
+  DC_TRY(check_array(t->update_sums, sizeof(double), t->n, "update_sums"));
+  if (t->lowp) DC_TRY(check_floats(t->lowp, t->lowp_dtype, 0, "lowp"));
+  return t->variance ? check_array(t->variance, sizeof(float), t->n, "variance") : check_factored(t, k);
+}
+
 /* ---- cross-entropy: all but the labels, which may lie where the host can't read them ----------------------------- */
 static inline int check_xent(const dc_xent_args *given, dc_xent_args *a) {
   DC_TRY(CHECK_TAKE(dc_xent_args, gradient, given, a));

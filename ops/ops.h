@@ -232,6 +232,45 @@ static inline int64_t dc_lamb_blocks(int64_t first, int64_t n) {
 DC_API int dc_lamb_moments(const dc_lamb_args *tensors, int64_t count);
 DC_API int dc_lamb_apply(const dc_lamb_args *tensors, int64_t count);
 
+/* Adafactor (Shazeer & Stern, arXiv:1804.04235, as torch.optim.Adafactor has it) in four passes, because an element's
+ * step depends on its row, its column and the whole. A parameter is `matrices` matrices of rows x cols (its last two
+ * dimensions), or it has variance: then it is no matrix, and the first two passes leave it alone. A call's tensors are
+ * stretches: elements [begin, begin + n) of a parameter, whose arrays of rows and columns all its stretches share.
+ * g = grad_scale * float(grad).
+ *   dc_adafactor_tops     row_top, col_top = max(what is there, the bits of |g|) of each row and column.
+ *   dc_adafactor_sums     row_sum, col_sum += g^2 of each row and column, a square rounded to a multiple of a power of
+ *     two that follows from the row's (column's) top and length alone, so small (2^-52 of what bounds their sum) that
+ *     the sums are exact in fp64. So they do not depend on their order, on threads, or on who has which stretch.
+ *   dc_adafactor_factors  of whole parameters: row_var = fma(weight, mean - row_var, row_var), mean = row_sum / cols,
+ * and col_var likewise; row_factor = row_var / max(mean of the matrix's row_var, eps), that mean in fp64 in their
+ * order. dc_adafactor_norms    variance = fma(weight, g*g - variance, variance); the sums of p^2 and u^2 of each block,
+ *     u = g / sqrt(max(v, eps^2)), v = variance, or row_factor * col_var. Blocks as of dc_lamb_moments; in a matrix
+ * each row's part of a block is summed as such a block is, and the parts in their order. dc_adafactor_apply    p =
+ * fma(-rate, u, p * keep). Of several ranks: the largest of all tops before dc_adafactor_sums, the sums of all sums
+ * (exact in any order) before dc_adafactor_factors, of all blocks' sums before dc_adafactor_apply, which the caller
+ * makes `rate` of. */
+typedef struct dc_adafactor_args {
+  size_t struct_size; /* sizeof(dc_adafactor_args): see base.h */
+  void *param;        /* [n] param_dtype; fp32 master weights, or the parameter itself */
+  const void *grad;   /* [n] grad_dtype */
+  void *lowp;         /* [n] lowp_dtype, or NULL; written by dc_adafactor_apply */
+  float *variance;    /* [n], or NULL: a matrix, which has the next seven */
+  float *row_var, *col_var;    /* [matrices * rows], [matrices * cols] */
+  uint32_t *row_top, *col_top; /* of the same lengths, as the following; zero before the first pass */
+  double *row_sum, *col_sum;   /* zero before the second */
+  float *row_factor;
+  double *param_sums, *update_sums; /* [dc_lamb_blocks(first, n)]; written by dc_adafactor_norms */
+  int64_t n, begin, first;     /* first: the number of element 0, a multiple of 64 */
+  int64_t matrices, rows, cols;
+  double grad_scale, weight, eps, keep, rate; /* weight: of the newest squares; keep: 1 - lr * weight_decay */
+  int32_t param_dtype, grad_dtype, lowp_dtype, reserved; /* fp32, bf16, fp16 each */
+} dc_adafactor_args;
+DC_API int dc_adafactor_tops(const dc_adafactor_args *stretches, int64_t count);
+DC_API int dc_adafactor_sums(const dc_adafactor_args *stretches, int64_t count);
+DC_API int dc_adafactor_factors(const dc_adafactor_args *parameters, int64_t count);
+DC_API int dc_adafactor_norms(const dc_adafactor_args *stretches, int64_t count);
+DC_API int dc_adafactor_apply(const dc_adafactor_args *stretches, int64_t count);
+
 /* Softmax cross-entropy of rows and its gradient, written over the logits, so that rows x classes exist once. Of row r,
  * x = logits + r * stride, y = labels[r], e = label_smoothing: lse = log(sum_j e^x_j);  loss[r] = lse - (1 - e) x_y - e
  * / classes * sum_j x_j if gradient: x_j = round_to(dtype, g * (e^(x_j - lse) - (j == y ? 1 - e : 0) - e / classes)), g
@@ -268,6 +307,10 @@ typedef struct dc__lamb_coef {
   float grad_scale, one_minus_b1, b2, one_minus_b2, inv_bc1, inv_sqrt_bc2, eps, weight_decay,
       rate; /* rate: -lr*trust */
 } dc__lamb_coef;
+
+typedef struct dc__adafactor_coef {
+  float grad_scale, weight, least, keep, rate; /* least: eps^2; rate: negative */
+} dc__adafactor_coef;
 
 /* Both, for the rules whose states have a format. */
 typedef struct dc__packed_coef {

@@ -211,6 +211,19 @@ DC_INLINE vi v_join_bf16(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(s
 #endif
 
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+DC_INLINE vd vd_set1(double d) { return (vd){_mm512_set1_pd(d), _mm512_set1_pd(d)}; }
+DC_INLINE vd vd_load(const double *p) { return (vd){_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)}; }
+DC_INLINE void vd_store(double *p, vd a) {
+  _mm512_storeu_pd(p, a.lo);
+  _mm512_storeu_pd(p + 8, a.hi);
+}
+DC_INLINE vd vd_of(vf a) {
+  return (vd){_mm512_cvtps_pd(_mm512_castps512_ps256(a)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1))};
+}
+DC_INLINE vd vd_sub(vd a, vd b) { return (vd){_mm512_sub_pd(a.lo, b.lo), _mm512_sub_pd(a.hi, b.hi)}; }
+DC_INLINE vd vd_fma(vd a, vd b, vd c) {
+  return (vd){_mm512_fmadd_pd(a.lo, b.lo, c.lo), _mm512_fmadd_pd(a.hi, b.hi, c.hi)};
+}
 DC_INLINE __m512d vd_sq8(__m512d acc, __m256 x) {
   const __m512d d = _mm512_cvtps_pd(x);
   return _mm512_fmadd_pd(d, d, acc);
@@ -459,6 +472,28 @@ DC_INLINE __m256i vi_narrow16(vi x) { /* of numbers below 2^16; quarters as in v
 
 DC_INLINE vd vd_zero(void) {
   return (vd){{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}};
+}
+DC_INLINE vd vd_set1(double d) {
+  const __m256d x = _mm256_set1_pd(d);
+  return (vd){{x, x, x, x}};
+}
+DC_INLINE vd vd_load(const double *p) {
+  return (vd){{_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4), _mm256_loadu_pd(p + 8), _mm256_loadu_pd(p + 12)}};
+}
+DC_INLINE void vd_store(double *p, vd x) {
+  for (int k = 0; k < 4; k++) _mm256_storeu_pd(p + 4 * k, x.q[k]);
+}
+DC_INLINE vd vd_of(vf x) {
+  return (vd){{_mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)),
+               _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1))}};
+}
+DC_INLINE vd vd_sub(vd a, vd b) {
+  for (int k = 0; k < 4; k++) a.q[k] = _mm256_sub_pd(a.q[k], b.q[k]);
+  return a;
+}
+DC_INLINE vd vd_fma(vd a, vd b, vd c) {
+  for (int k = 0; k < 4; k++) c.q[k] = _mm256_fmadd_pd(a.q[k], b.q[k], c.q[k]);
+  return c;
 }
 DC_INLINE __m256d vd_sq4(__m256d acc, __m128 x) {
   const __m256d d = _mm256_cvtps_pd(x);

@@ -10,7 +10,7 @@ import tiny
 import torch
 from deepc.errors import ArgumentError, UnsupportedError
 from deepc.optim.kinds.muon import choose_by_name, orthogonalize
-from deepc.zero.step.matrices import rounds_of
+from deepc.zero.step.across.matrices import rounds_of
 from ranks import on_nodes, run_ranks
 
 SHAPES = [(16, 40), (40, 16), (24, 24)]

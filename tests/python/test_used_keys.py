@@ -364,7 +364,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "optimizer.type": (SGD, "AdamW", of("weights")),
     "optimizer.params": (ADAM, {"lr": 1e-3}, of("weights")),
     "zero_allow_untested_optimizer": (
-        {"optimizer": {"type": "Adafactor"}, "zero_optimization": {"stage": 1}},
+        {"optimizer": {"type": "SparseAdam"}, "zero_optimization": {"stage": 1}},
         True,
         refused,
     ),

@@ -177,7 +177,7 @@ KEYS: tuple[Key, ...] = (
         "optimizer.type",
         "str",
         None,
-        "Adam, AdamW, Lion, Lamb, Adagrad, SGD or Muon (deepc's), or the name of a torch.optim class.",
+        "Adam, AdamW, Lion, Lamb, Adafactor, Adagrad, SGD or Muon (deepc's), or the name of a torch.optim class.",
     ),
     _active(
         "optimizer.params", "object", None, 'Arguments of the optimizer; lr, betas, eps, weight_decay may be "auto".'
@@ -1052,8 +1052,8 @@ DIFFERS: dict[str, str] = {
     "data_types.grad_accum_dtype": "null is fp32 here, and the model's dtype in DeepSpeed.",
     "gradient_clipping": "the norm is summed in fp64 over blocks in one order: equal bits for any number of ranks.",
     "optimizer.type": (
-        "Adam, AdamW, Lion, Lamb, Adagrad and SGD are deepc's kernels; any class of torch.optim works, the elementwise"
-        " ones under every ZeRO stage."
+        "Adam, AdamW, Lion, Lamb, Adafactor, Adagrad and SGD are deepc's kernels; any class of torch.optim works, the"
+        " elementwise ones under every ZeRO stage."
     ),
 }
 """Where a key that is used does something else than in DeepSpeed, in a sentence."""

@@ -267,6 +267,40 @@ class LambArgs(Sized):
     ]
 
 
+class AdafactorArgs(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("param", c_void_p),
+        ("grad", c_void_p),
+        ("lowp", c_void_p),
+        ("variance", c_void_p),
+        ("row_var", c_void_p),
+        ("col_var", c_void_p),
+        ("row_top", c_void_p),
+        ("col_top", c_void_p),
+        ("row_sum", c_void_p),
+        ("col_sum", c_void_p),
+        ("row_factor", c_void_p),
+        ("param_sums", c_void_p),
+        ("update_sums", c_void_p),
+        ("n", c_int64),
+        ("begin", c_int64),
+        ("first", c_int64),
+        ("matrices", c_int64),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("grad_scale", c_double),
+        ("weight", c_double),
+        ("eps", c_double),
+        ("keep", c_double),
+        ("rate", c_double),
+        ("param_dtype", c_int32),
+        ("grad_dtype", c_int32),
+        ("lowp_dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class FileConfig(Sized):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -409,6 +443,11 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_step": (c_int, _P(StepArgs), c_int64),
     "dc_lamb_moments": (c_int, _P(LambArgs), c_int64),
     "dc_lamb_apply": (c_int, _P(LambArgs), c_int64),
+    "dc_adafactor_tops": (c_int, _P(AdafactorArgs), c_int64),
+    "dc_adafactor_sums": (c_int, _P(AdafactorArgs), c_int64),
+    "dc_adafactor_factors": (c_int, _P(AdafactorArgs), c_int64),
+    "dc_adafactor_norms": (c_int, _P(AdafactorArgs), c_int64),
+    "dc_adafactor_apply": (c_int, _P(AdafactorArgs), c_int64),
     "dc_state_sizes": (c_int, c_int, c_int64, c_int64, _P(c_int64), _P(c_int64)),
     "dc_state_unpack": (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, c_int64),
     "dc_state_pack": (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, c_int64),

@@ -10,12 +10,13 @@ import torch
 
 from ..errors import ArgumentError, ConfigError, UnsupportedError
 from .adamw import Adam, AdamW
+from .kinds.adafactor import Adafactor, matrices_of
 from .kinds.adagrad import Adagrad
 from .kinds.lamb import Lamb
 from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
-from .rules import LAMB, MUON, core_rule
+from .rules import ADAFACTOR, LAMB, MUON, CoreRule, core_rule
 from .states.formats import BYTES_OF_256
 
 # deepc's own, by the name that a configuration gives them (in any case).
@@ -25,6 +26,7 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "Lion": Lion,
     "Lamb": Lamb,
     "Muon": Muon,
+    "Adafactor": Adafactor,
     "Adagrad": Adagrad,
     "SGD": SGD,
 }
@@ -47,8 +49,9 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# Not so, but with norms of whole parameters that are summed over shards, or with matrices that are made whole.
-ACROSS_SHARDS = frozenset({"Lamb", "Muon"})
+# Not so, but with sums over whole parameters, rows and columns that shards put together, or with matrices that are made
+# whole.
+ACROSS_SHARDS = frozenset({"Adafactor", "Lamb", "Muon"})
 
 
 def torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -79,20 +82,31 @@ def takes_core_path(optimizer: torch.optim.Optimizer) -> bool:
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
     """fp32 state tensors per element (for the plan; torch's optimizers other than Adam: their own, counted as 2)."""
     rule = core_rule(optimizer)
-    if rule is not None and rule.kind == MUON:
-        return 1  # of matrices; what the rest has more is in state_bytes_of
+    if rule is not None and rule.kind in (MUON, ADAFACTOR):
+        return 1  # the mean of it is in state_bytes_of
     return 2 if rule is None else len(rule.names)
 
 
 def state_bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of 256 elements of one of these states, with its scales. Of Muon the mean: matrices have one state, and
-    the rest two."""
-    rule = core_rule(optimizer)
-    if rule is not None and rule.kind == MUON:
-        sizes = [(bool(g["use_muon"]), sum(p.numel() for p in g["params"])) for g in optimizer.param_groups]
-        rest, total = sum(n for matrix, n in sizes if not matrix), sum(n for _, n in sizes)
-        return BYTES_OF_256["fp32"] + -(-BYTES_OF_256["fp32"] * rest // max(1, total))
-    return BYTES_OF_256[rule.form or "fp32"] if rule is not None else BYTES_OF_256["fp32"]
+    """Bytes of 256 elements of one of these states, with its scales. Of Muon and Adafactor the mean over all
+    parameters, which have more and fewer."""
+    rule, fp32 = core_rule(optimizer), BYTES_OF_256["fp32"]
+    if rule is None:
+        return fp32
+    if rule.kind not in (MUON, ADAFACTOR):
+        return BYTES_OF_256[rule.form or "fp32"]
+    sizes: list[tuple[int, int]] = [
+        (p.numel(), _states_of(rule, g, p)) for g in optimizer.param_groups for p in g["params"]
+    ]
+    return -(-fp32 * sum(states for _, states in sizes) // max(1, sum(n for n, _ in sizes)))
+
+
+def _states_of(rule: CoreRule, group: Mapping[str, Any], p: torch.Tensor) -> int:
+    """Elements of all states of `p`, of Muon and Adafactor."""
+    if rule.kind == MUON:
+        return p.numel() * rule.keeps(group)
+    matrices = matrices_of(p.shape)
+    return p.numel() if matrices is None else matrices.factors
 
 
 def steps_whole_blocks(optimizer: torch.optim.Optimizer) -> bool:
@@ -135,6 +149,11 @@ def check_format(
         raise UnsupportedError(
             "Muon with offload to nvme does not exist: its matrices are made whole of momentum in memory. Use cpu,"
             " or another optimizer"
+        )
+    if rule is not None and rule.kind == ADAFACTOR and (device != "cpu" or on_disk):
+        raise UnsupportedError(
+            f"Adafactor with {where} does not exist: its passes go over parameters and gradients in the memory of CPU"
+            " ranks. Use those, or another optimizer"
         )
     if form and device != "cpu":
         raise UnsupportedError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .adamw import AdamW
+from .kinds.adafactor import Adafactor
 from .kinds.adagrad import Adagrad
 from .kinds.lamb import Lamb
 from .kinds.lion import Lion
@@ -17,7 +18,8 @@ from .kinds.sgd import SGD
 
 ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
 LAMB = -1  # dc_lamb_moments and dc_lamb_apply
-MUON = -2  # zero/step/matrices.py
+MUON = -2  # zero/step/across/matrices.py
+ADAFACTOR = -3  # zero/step/across/factored.py
 DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
 
 
@@ -107,12 +109,21 @@ def _muon(base: torch.optim.Optimizer) -> CoreRule:
     return CoreRule(MUON, ("momentum_buffer", "exp_avg", "exp_avg_sq"), lambda g: 1 if g["use_muon"] else 2, scalars)
 
 
+def _adafactor(base: torch.optim.Optimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        return Scalars(float(g["lr"]), 0.0, 0.0, 0.0, float(g["weight_decay"]), 0)
+
+    return CoreRule(ADAFACTOR, ("row_var", "col_var", "variance"), lambda g: 3, scalars)
+
+
 def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
-    """The rule that steps `base` in C: deepc's optimizers, and torch's Adam and AdamW. None: torch steps it."""
+    """The rule that steps `base` in C: deepc's, and torch's Adam, AdamW and Adafactor. None: torch steps it."""
     if any(g.get("differentiable") for g in base.param_groups):
         return None
     if isinstance(base, AdamW) or type(base) in (torch.optim.Adam, torch.optim.AdamW):
         return _adamw(base)
+    if isinstance(base, Adafactor) or type(base) is torch.optim.Adafactor:
+        return _adafactor(base)
     for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd), (Lamb, _lamb), (Muon, _muon)):
         if isinstance(base, kind):
             return make(base)

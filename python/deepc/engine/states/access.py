@@ -344,6 +344,11 @@ class _Access:
     def state_names(self) -> list[str]:
         return self.engine.optimizer.states_of(self.index)
 
+    def _whole_state(self, name: str) -> torch.Tensor | None:
+        """A state that every rank has whole; None: it lies in shards, if it is there."""
+        found = self.engine.optimizer.whole_states()
+        return next((t for n, i, t in found if n == name and i == self.index), None)
+
     def _state_views(self, name: str) -> dict[Segment, Window]:
         return {s: w for n, s, w in self.engine.optimizer.owned_states() if n == name and s.param == self.index}
 
@@ -369,14 +374,25 @@ class _Access:
         return views
 
     def state(self, name: str) -> torch.Tensor:
+        if (whole := self._whole_state(name)) is not None:
+            return whole.clone()
         return self._whole(self._agreed_views(name).__getitem__)
 
     def set_state(self, name: str, value: torch.Tensor) -> None:
+        if (whole := self._whole_state(name)) is not None:
+            self._checked(value, whole.numel(), "the state's")
+            whole.view(-1).copy_(value.reshape(-1))
+            return
         self._checked(value, self.param.numel(), "the parameter's")
         views = self._agreed_views(name)
         self._write_together(lambda: self._put(views.__getitem__, value))
 
     def _local_views(self, name: str) -> dict[Segment, Window]:
+        if self._whole_state(name) is not None:
+            raise UnsupportedError(
+                f"optimizer state '{name}' of '{self.name}' has no part that is this rank's: every rank has it whole,"
+                " as deepc.view(p).state"
+            )
         views = self._state_views(name)
         if any(s not in views for s in self.mine) or (self.engine.optimizer.core and name not in self.state_names()):
             self._raise_without(name)

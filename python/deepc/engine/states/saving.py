@@ -185,6 +185,8 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
             writer.add(
                 f"{name}/{st.names[s.param]}", _source(window), shape=st.trained[s.param].shape, begin=s.param_begin
             )
+        for name, i, whole in engine.optimizer.whole_states() if mine else ():
+            writer.add(f"{name}/{st.names[i]}", _host(whole), shape=whole.shape)
         for label, s, view in _averages(engine):
             writer.add(
                 f"average.{label}/{st.names[s.param]}",
@@ -357,10 +359,12 @@ def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> 
 
 
 def _check_states(engine: EngineBase, reader: CheckpointReader) -> None:
-    for name, s, _ in engine.optimizer.owned_states():
-        if f"{name}/{engine.state.names[s.param]}" not in reader.tensors:
+    optimizer = engine.optimizer
+    found = [*((n, s.param) for n, s, _ in optimizer.owned_states()), *((n, i) for n, i, _ in optimizer.whole_states())]
+    for name, i in found:
+        if f"{name}/{engine.state.names[i]}" not in reader.tensors:
             raise CheckpointError(
-                f"checkpoint {reader.path} has no optimizer state '{name}' of '{engine.state.names[s.param]}': it was"
+                f"checkpoint {reader.path} has no optimizer state '{name}' of '{engine.state.names[i]}': it was"
                 " saved with another optimizer or with that parameter frozen; pass load_optimizer_states=False"
             )
 
@@ -430,6 +434,8 @@ def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
 def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
     for name, s, window in engine.optimizer.owned_states():
         _fill(reader, f"{name}/{engine.state.names[s.param]}", window, s.param_begin)
+    for name, i, whole in engine.optimizer.whole_states():
+        _read(reader, f"{name}/{engine.state.names[i]}", whole.view(-1))
 
 
 def _load_engine_state(

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...core.lib import C, LambArgs, check
-from ...core.ops import BLOCK, code
+from ...core.ops import code
 from ...errors import ArgumentError, UnsupportedError
 from ..states.dense import check_range, check_tensor, in_order, loss_of, state_in_order, zeros_for
+from ..states.norms import blocks_of, sum_in_order
 
 
 def trust_ratio(param_square: float, update_square: float, group: dict[str, Any]) -> float:
@@ -23,22 +24,11 @@ def trust_ratio(param_square: float, update_square: float, group: dict[str, Any]
     return min(max(ratio, float(group["min_coeff"])), float(group["max_coeff"]))
 
 
-def blocks_of(first: int, length: int) -> int:
-    """dc_lamb_blocks."""
-    return (first + length - 1) // BLOCK - first // BLOCK + 1 if length else 0
-
-
 def set_scalars(a: Any, group: dict[str, Any], step: int, grad_scale: float) -> None:
     """What a group says of one tensor's step."""
     a.lr, (a.beta1, a.beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     a.eps, a.weight_decay = float(group["eps"]), float(group["weight_decay"])
     a.grad_scale, a.step = -grad_scale if group["maximize"] else grad_scale, step
-
-
-def _sum(values: torch.Tensor) -> float:
-    """In index order, in fp64."""
-    total: float = C.dc_sum_partials(values.data_ptr(), values.numel())
-    return total
 
 
 class Lamb(torch.optim.Optimizer):
@@ -136,7 +126,7 @@ class Lamb(torch.optim.Optimizer):
             set_scalars(a, group, int(state["step"]), 1.0)
         check(C.dc_lamb_moments(args, len(items)))
         for a, found in zip(args, sums):
-            a.trust = trust_ratio(_sum(found[0]), _sum(found[1]), group)
+            a.trust = trust_ratio(sum_in_order(found[0]), sum_in_order(found[1]), group)
             self._coefficients.append(a.trust)
         check(C.dc_lamb_apply(args, len(items)))
         torch.autograd.graph.increment_version([p for p, _, _ in items])
@@ -152,54 +142,3 @@ class Lamb(torch.optim.Optimizer):
         trust = trust_ratio(float(p.square().sum()), float(u.square().sum()), group)
         self._coefficients.append(trust)
         p.add_(u, alpha=-float(group["lr"]) * trust)
-
-
-# ---- over shards -----------------------------------------------------------------------------------------------------
-class Stretch(NamedTuple):
-    """A rank's part of a parameter: `length` elements of it from `first` of the flat space of all ranks on."""
-
-    param: int
-    first: int
-    length: int
-
-
-class Norms:
-    """Sums of squares for whole parameters, of those of blocks that the ranks have: in the order of the flat space, so
-    that they do not depend on who has them."""
-
-    def __init__(
-        self, ranks: Sequence[Sequence[Stretch]], mine: int, gather: Callable[[torch.Tensor], torch.Tensor] | None
-    ) -> None:
-        """ranks: the stretches of each. gather: all ranks' rows of one rank's [n]; None: this rank has everything."""
-        self._gather = gather
-        self._at: dict[tuple[int, Stretch], int] = {}
-        sizes = []
-        for rank, stretches in enumerate(ranks):
-            at = 0
-            for s in stretches:
-                self._at[rank, s] = at
-                at += blocks_of(s.first, s.length)
-            sizes.append(at)
-        self._size = max(sizes, default=0)
-        self.sums = torch.zeros(2, self._size, dtype=torch.float64)
-        self._mine = mine
-        needed = {s.param for s in ranks[mine]}
-        self._places: dict[int, list[tuple[int, int, int]]] = {p: [] for p in needed}
-        for (rank, s), at in sorted(self._at.items(), key=lambda item: item[0][1].first):
-            if s.param in needed:
-                self._places[s.param].append((rank, at, blocks_of(s.first, s.length)))
-
-    def address(self, kind: int, s: Stretch) -> int:
-        """Where the core writes the sums of blocks of one of this rank's stretches; kind: 0 parameter, 1 update."""
-        return int(self.sums[kind].data_ptr() + 8 * self._at[self._mine, s])
-
-    def squares(self) -> dict[int, tuple[float, float]]:
-        """parameter -> (its square, the update's). Collective."""
-        gathered = self.sums.view(1, -1) if self._gather is None else self._gather(self.sums.view(-1))
-        rows = gathered.view(-1, 2, self._size)
-        found = {}
-        for param, places in self._places.items():
-            rank_of = (lambda rank: rank) if self._gather is not None else (lambda rank: 0)
-            parts = [torch.cat([rows[rank_of(r), kind, at : at + n] for r, at, n in places]) for kind in (0, 1)]
-            found[param] = (_sum(parts[0].contiguous()), _sum(parts[1].contiguous()))
-        return found

@@ -18,19 +18,25 @@ from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
 from ...optim.factory import check_optimizer, moments_of, state_bytes_of, steps_whole_blocks, twin_over
-from ...optim.kinds.lamb import Norms, Stretch, set_scalars, trust_ratio
-from ...optim.rules import ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
+from ...optim.kinds.lamb import set_scalars, trust_ratio
+from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
 from ...optim.states.formats import FORMATS, SCALE, UNIT, is_coded, scale_units
+from ...optim.states.norms import Norms, Stretch
 from ...plan.layout import BLOCK, Segment
 from ..state import ModelState, Walk
 from ..tiers.agree import together
 from ..tiers.coded import Coded, CodedOnDisk
 from ..tiers.disk import DiskTier
 from ..tiers.windows import Array, Window
-from .matrices import MatrixUpdate
+from .across.factored import FactoredUpdate
+from .across.matrices import MatrixUpdate
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
+
+
+# Optimizers whose step of an element depends on more of its parameter than its shard has, and keep their own states.
+ACROSS: dict[int, type[MatrixUpdate] | type[FactoredUpdate]] = {MUON: MatrixUpdate, ADAFACTOR: FactoredUpdate}
 
 
 class Run(NamedTuple):
@@ -69,6 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state: ModelState  # from attach on
         self._steps = 0
         self._walk: Walk | None = None
+        self._across: MatrixUpdate | FactoredUpdate | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self._forget_passes()
@@ -144,9 +151,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _attach_core(self) -> None:
         st, rule = self._state, self._core
-        if rule.kind == MUON:
+        if rule.kind in ACROSS:
             self.states: dict[str, Array] = {}
-            self._matrices = MatrixUpdate(st, self.param_groups, self._group_of)
+            self._across = ACROSS[rule.kind](st, self.param_groups, self._group_of)
             return
         owned = st.plan.owned_elems
         self.states = {n: self._new_state(n, owned) for n in rule.names}
@@ -178,8 +185,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
         st = self._state
-        if self._core.kind == MUON:
-            self._matrices.leave_out(self._left_out)
+        if self._across is not None:
+            self._across.leave_out(self._left_out)
             return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
@@ -388,8 +395,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._forget_passes()
         if not self.core:
             self._update_torch(grad_scale)
-        elif self._core.kind == MUON:
-            self._matrices.update(grad_scale, self._steps)
+        elif self._across is not None:
+            self._across.update(grad_scale, self._steps)
             self._to_device()
         elif self._state.state_device.type == "cpu":
             self._update_host(grad_scale)
@@ -559,8 +566,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- states by parameter, for checkpoints ------------------------------------------------------------------------
     def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
         """Yields (state name, segment, this rank's part of it) for every optimizer state tensor."""
-        if self.core and self._core.kind == MUON:
-            yield from self._matrices.owned_states()
+        if self._across is not None:
+            yield from self._across.owned_states()
             return
         if self.core:
             for name, owned in self.states.items():
@@ -572,12 +579,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if torch.is_tensor(value) and value.numel() == s.length and value.dim() > 0:
                     yield name, s, Window(value.view(-1))
 
+    def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yields (state name, flat parameter, the state) for every one that all ranks have whole."""
+        yield from () if self._across is None else self._across.whole_states()
+
     def states_of(self, index: int) -> list[str]:
         """Names of the states of trained parameter `index`, the same on all ranks (of a torch optimizer: those that it
         has made so far for this rank)."""
         if not self.core:
             return self.torch_state_names()
-        return list(self._matrices.names_of(index) if self._core.kind == MUON else self.states)
+        return list(self.states if self._across is None else self._across.names_of(index))
 
     def torch_state_names(self) -> list[str]:
         """Names of the per-element states of a torch optimizer (empty for the C path)."""
@@ -625,7 +636,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "hyper": self.hyper_state(),
             "owned": {
                 f"{n}/{self._state.names[s.param]}@{s.param_begin}": w.read().clone() for n, s, w in self.owned_states()
-            },
+            }
+            | {f"{n}/{self._state.names[i]}": t.clone() for n, i, t in self.whole_states()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -639,6 +651,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     " engine.load_checkpoint"
                 )
             window.write(state_dict["owned"][key])
+        for n, i, whole in self.whole_states():
+            whole.copy_(state_dict["owned"][f"{n}/{self._state.names[i]}"])
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.base!r})"

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...comm.groups import swap
-from ...optim.kinds.muon import orthogonalize_as, scale_of
-from ...optim.rules import SGD_RULE
-from ...plan.layout import Segment, padded
-from ..state import ModelState
-from ..tiers.windows import Window
+from ....comm.groups import swap
+from ....optim.kinds.muon import orthogonalize_as, scale_of
+from ....optim.rules import SGD_RULE
+from ....plan.layout import Segment, padded
+from ...state import ModelState
+from ...tiers.windows import Window
 
 ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
 
@@ -83,6 +83,10 @@ class MatrixUpdate:
         for s, at in self._at.items():
             for name in self.names_of(s.param):
                 yield name, s, Window(self._arrays[name], at, s.length)
+
+    def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """States that all ranks have whole: none."""
+        return iter(())
 
     def leave_out(self, indices: frozenset[int]) -> None:
         """These parameters are not updated until the next call; the same on all ranks."""
