@@ -35,6 +35,7 @@ FILES = """
     v1/zero/test_zero_torch_func checkpoint/test_tag_validation checkpoint/test_latest_checkpoint runtime/test_data
     runtime/test_multi_output_model runtime/zero/test_zero_context runtime/zero/test_zero_config monitor/test_monitor
     runtime/zero/test_zero_leaf_module ops/adam/test_cpu_adam v1/zero/test_zero_coalesce_grad_reduction
+    runtime/pipe/test_topology runtime/pipe/test_pipe_schedule
     """.split()
 
 

@@ -101,7 +101,7 @@ MODULES: dict[str, str] = {
     "ops.op_builder": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.op_builder.async_io": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.transformer": "",
-    "pipe": "",
+    "pipe": "deepc.compat.runtime.pipe.topology: ProcessTopology",
     "profiling": "",
     "profiling.flops_profiler": _FLOPS,
     "profiling.flops_profiler.profiler": _FLOPS,
@@ -147,10 +147,9 @@ MODULES: dict[str, str] = {
         deepc.compat.helpers.tuning: add_tuning_arguments
         """
     ),
-    "runtime.pipe": "",
+    "runtime.pipe": "deepc.compat.runtime.pipe.topology: ProcessTopology",
     "runtime.pipe.engine": "",
     "runtime.pipe.module": "",
-    "runtime.pipe.topology": "",
     "runtime.sequence_parallel": "",
     "runtime.utils": (
         """
@@ -255,6 +254,8 @@ REAL_MODULES: dict[str, str] = {
     "deepspeed.comm": "deepc.compat.helpers.comm",
     "deepspeed.comm.comm": "deepc.compat.helpers.comm",
     "deepspeed.runtime.activation_checkpointing.checkpointing": "deepc.compat.runtime.checkpointing",
+    "deepspeed.runtime.pipe.schedule": "deepc.compat.runtime.pipe.schedule",
+    "deepspeed.runtime.pipe.topology": "deepc.compat.runtime.pipe.topology",
     "deepspeed.utils.groups": "deepc.compat.helpers.groups",
     "deepspeed.utils.timer": "deepc.compat.helpers.timer",
     "deepspeed.utils.zero_to_fp32": "deepc.compat.runtime.zero_to_fp32",

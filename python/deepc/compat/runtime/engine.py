@@ -24,9 +24,10 @@ from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...observe import watch
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
-from . import optimizers, zero_grad, zero_to_fp32
+from . import optimizers, zero_to_fp32
 from .parameters import NoHooks
 from .settings import models
+from .zero import grad as zero_grad
 
 _UNSUPPORTED_METHODS = {
     "train_batch": (

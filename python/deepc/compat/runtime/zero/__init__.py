@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...plan.predict.estimate import model_states_bytes
+from ....plan.predict.estimate import model_states_bytes
 
 _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = (
     torch.tensor,
@@ -67,7 +67,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer runs on shards without zero_allow_untested_optimizer."""
-    from ...optim.factory import ELEMENTWISE, takes_core_path
+    from ....optim.factory import ELEMENTWISE, takes_core_path
 
     return takes_core_path(optimizer) or type(optimizer).__name__ in ELEMENTWISE
 

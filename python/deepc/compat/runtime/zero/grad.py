@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...core.foreign import patches
+from ....core.foreign import patches
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 

@@ -1,0 +1,1 @@
+"""deepspeed.runtime.pipe: where ranks stand in a pipeline, and DeepSpeed's form of its schedules."""
