@@ -47,9 +47,13 @@ _COMMANDS: dict[str, Command] = {
         "cli:_run",
     ),
     "plan": Command(
-        "print the plan: which part of the model states lies where",
-        "The plan that deepc.initialize makes for these ranks, without allocating anything.",
-        ("deepc plan --config ds_config.json --model train.py:make_model --ranks 2",),
+        "print the plan: which part of the model states lies where; draw pipeline schedules",
+        "The plan that deepc.initialize makes for these ranks, without allocating anything. With --schedule: what each"
+        " rank of a pipeline computes when, how long it waits and how many micro-batches it holds.",
+        (
+            "deepc plan --config ds_config.json --model train.py:make_model --ranks 2",
+            "deepc plan --schedule 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg",
+        ),
         f"0; {_TWO}",
         "plan.predict.estimate:plan_arguments",
         "plan.predict.estimate:run_plan",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
+from deepc.cli import main
 from deepc.errors import ArgumentError
 from deepc.plan.schedule import KINDS, Action, Costs, Schedule, actions, default_chunks, stage_rank
 from torch.distributed.pipelining import schedules as peer
@@ -74,3 +79,45 @@ def test_what_is_refused():
         made.simulate(Costs(F=-1.0))
     with pytest.raises(ArgumentError, match="rank 1 has no B or I of micro-batch 1"):
         Schedule((made.ranks[0], made.ranks[1][:-1], made.ranks[2]), 3, 2).check()
+
+
+# ---- what a person sees ----------------------------------------------------------------------------------------------
+DOCS = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+
+
+def test_the_drawing_of_the_documentation(capsys, tmp_path):
+    command, drawing = (block.strip("\n") for block in DOCS.split("```")[1:4:2])
+    words = shlex.split(command)[1:]
+    assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
+    assert capsys.readouterr().out.strip("\n") == drawing
+    picture = ElementTree.parse(tmp_path / words[-1]).getroot()
+    told = [e.text for e in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(told) == 4 * 2 * 8 and told[0] == "F0 in stage 0: 0 to 1" and told[-1] == "B7 in stage 3: 25 to 27"
+
+
+def test_drawings_of_several_stages_on_a_rank(capsys):
+    assert main(["plan", "--schedule", "zb-v", "--stages", "2", "--micro-batches", "1", "--costs", "2,2,4"]) == 0
+    assert capsys.readouterr().out == (
+        "zb-v: 2 ranks, 1 micro-batch, 2 stages on each rank (a, b, ...)\n"
+        "rank 0  F0a ........F0b I0b W0b---- ........I0a W0a----   computes 66.7%, holds 1 micro-batch\n"
+        "rank 1  ....F0a F0b ........I0b W0b---- I0a W0a---- ....  computes 66.7%, holds 1 micro-batch\n"
+        "makespan 12, of which ranks wait 33.3% (50.0% of the work)\n"
+    )
+    assert main(["plan", "--schedule", "zb-h1", "--stages", "2", "--micro-batches", "1", "--text"]) == 0
+    assert capsys.readouterr().out == "0F0 0I0 0W0\n1F0 1I0 1W0\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--schedule zb-v --costs 1,2", "--costs 1,2: give three times, F,I,W"),
+        ("--schedule zb-v --costs 1,2,0", "each time must be above 0"),
+        ("--schedule zb-v --chunks 3", "zb-v: chunks is 3"),
+        ("--schedule gpipe --micro-batches 0", "micro_batches is 0"),
+        ("--schedule gpipe --hop -1", r"hop[0] is -1"),
+        ("--config x --model y --stages 2", "--stages is an option of --schedule"),
+        ("--ranks 2", "give --config and --model, or --schedule"),
+    ],
+)
+def test_what_can_not_be_drawn(words, text, capsys):
+    assert main(["plan", *words.split()]) == 2 and text in capsys.readouterr().err

@@ -39,6 +39,7 @@ from ...optim.factory import (
 from ..derive import Machine, derive, meta_of
 from ..mesh import Mesh
 from ..plan import CONTROL_SLOT_BYTES, SLOTS
+from . import timeline
 
 if TYPE_CHECKING:
     import argparse
@@ -833,7 +834,7 @@ def check_plan(
 # ---- the commands ----------------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc estimate`."""
-    _plan_arguments(parser, needed=False)
+    _plan_arguments(parser)
     parser.add_argument(
         "--batch",
         nargs="+",
@@ -860,14 +861,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc plan`."""
-    _plan_arguments(parser, needed=True)
+    _plan_arguments(parser)
+    timeline.add_arguments(parser)
 
 
-def _plan_arguments(parser: argparse.ArgumentParser, needed: bool) -> None:
-    parser.add_argument("--config", required=needed, metavar="FILE", help="the DeepSpeed JSON")
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON")
     parser.add_argument(
         "--model",
-        required=needed,
         metavar="MODULE:FUNCTION",
         help="a function without arguments that makes the model; MODULE: package.module, or train.py",
     )
@@ -918,6 +919,15 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """`deepc plan`."""
+    if args.schedule:
+        return timeline.run(args)
+    if option := timeline.stray(args):
+        raise ArgumentError(f"{option} is an option of --schedule; name a schedule, or leave it out")
+    if not args.model or not args.config:
+        raise ArgumentError(
+            "give --config and --model, or --schedule. For example: deepc plan --config ds_config.json --model"
+            " train.py:make_model"
+        )
     print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes))
     return 0
 
