@@ -175,7 +175,9 @@ class Schedule:
     def _core(self) -> _lib.Schedule:
         """As C sees it; ctypes keeps the arrays alive."""
         every = [a for rank in self.ranks for a in rank]
-        rows = (_lib.ScheduleAction * max(1, len(every)))(*((_LETTERS.index(a.kind), a.stage, a.micro) for a in every))
+        rows = (_lib.ScheduleAction * max(1, len(every)))(
+            *(_lib.ScheduleAction(_LETTERS.index(a.kind), a.stage, a.micro) for a in every)
+        )
         begin = (ctypes.c_int64 * (len(self.ranks) + 1))(0, *itertools.accumulate(map(len, self.ranks)))
         return _lib.Schedule(rows, begin, len(self.ranks), self.stages, self.micro_batches)
 

@@ -81,7 +81,7 @@ def svg(schedule: Schedule, time: Timeline, title: str) -> str:
 def _bar(action: Action, span: Span, schedule: Schedule, x: float, y: int, width: float) -> str:
     name = _name(action, schedule)
     shade = 1 - 0.5 * (action.stage // len(schedule.ranks)) / _chunks(schedule)
-    label = f'<text x="{x + width / 2:.2f}" y="{y + 16}" text-anchor="middle">{name}</text>'
+    label = f'<text x="{x + width / 2:.2f}" y="{y + 16}" text-anchor="middle" font-size="10">{name}</text>'
     return (
         f'<g><title>{name} in stage {action.stage}: {span.start:g} to {span.end:g}</title><rect x="{x:.2f}" y="{y}"'
         f' width="{width:.2f}" height="24" fill="{_COLOURS[action.kind]}" fill-opacity="{shade:g}" stroke="white"/>'

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,9 +24,10 @@ class ProcessTopology:
         if len(axes) != len(dims) or any(d < 1 for d in dims):
             raise ArgumentError(f"topology: axes {axes} of sizes {dims}; each axis has one size, of at least 1")
         self.axes, self.dims = axes, dims
-        self.ProcessCoord: Callable[..., Any] = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
+        coordinate: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
+        self.ProcessCoord = coordinate
         coordinates = itertools.product(*map(range, dims))
-        self.mapping: dict[Any, int] = {self.ProcessCoord(*at): rank for rank, at in enumerate(coordinates)}
+        self.mapping: dict[Any, int] = {coordinate(*at): rank for rank, at in enumerate(coordinates)}
 
     def world_size(self) -> int:
         """Ranks."""
