@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from deepc.cli import main
 from deepc.errors import ArgumentError
 from deepc.plan.schedule import KINDS, Action, Costs, Schedule, actions, default_chunks, stage_rank
+from ranks import run_ranks
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as peer
 
 
@@ -42,6 +46,36 @@ def test_torch_accepts_the_schedules(kind):
     made = Schedule.make(kind, stages=4, micro_batches=8)
     order = {rank: [peer._Action.from_str(str(a)) for a in row] for rank, row in enumerate(made.ranks)}
     peer._validate_schedule(order, 4, made.stages, 8)
+
+
+def torch_runs(rank: int, world: int, kind: str, file: str):
+    """torch's runtime trains four linear stages by the schedule in `file`: this rank's gradients, and the differences
+    from those of one process; and what torch writes of its own schedule for the same stages."""
+    torch.manual_seed(0)
+    made = Schedule.parse(Path(file).read_text(encoding="utf-8"))
+    layers = [torch.nn.Linear(4, 4) for _ in range(made.stages)]
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    alone = copy.deepcopy(torch.nn.Sequential(*layers))
+    sum(torch.nn.functional.mse_loss(alone(a), b) for a, b in zip(x.split(2), y.split(2))).backward()
+
+    mine = sorted({a.stage for a in made.ranks[rank]})
+    stages = [PipelineStage(layers[s], s, made.stages, torch.device("cpu")) for s in mine]
+    runtime = peer._PipelineScheduleRuntime(stages, 4, loss_fn=torch.nn.functional.mse_loss, scale_grads=False)
+    runtime._load_csv(file)
+    inputs, target = [x] if 0 in mine else [], {"target": y} if made.stages - 1 in mine else {}
+    runtime.step(*inputs, **target)
+    far = max(float((layers[s].weight.grad - alone[s].weight.grad).abs().max()) for s in mine)
+    theirs = {"zb-v": peer.ScheduleZBVZeroBubble, "interleaved": peer.ScheduleInterleaved1F1B}[kind](stages, 4)
+    theirs._dump_csv(f"{file}.{rank}", format="compute_only")
+    return far, Schedule.parse(Path(f"{file}.{rank}").read_text(encoding="utf-8")).check()
+
+
+@pytest.mark.parametrize("kind", ["zb-v", pytest.param("interleaved", marks=pytest.mark.full)])
+def test_torch_runs_the_schedules_and_ours_takes_its_own(kind, tmp_path):
+    made = Schedule.make(kind, stages=2, micro_batches=4)
+    (tmp_path / "ours.csv").write_text(str(made).replace(" ", ",") + "\n")
+    for far, peak in run_ranks(torch_runs, 2, args=(kind, str(tmp_path / "ours.csv"))):
+        assert far < 1e-6 and peak == made.check()
 
 
 def test_in_time():
