@@ -172,7 +172,8 @@ static int adafactor_run(const dc_adafactor_args *tensors, int64_t count, adafac
   }
   DC_TRY(dc__ops_table(&j.ops));
   dc__count(DC_COUNTER_adafactor_calls, 1);
-  if (parts > 0) dc_parallel_for(parts, pass == PASS_TOPS || pass == PASS_SUMS ? BANDS_GRAIN : BLOCKS_GRAIN, adafactor_range, &j);
+  if (parts > 0)
+    dc_parallel_for(parts, pass == PASS_TOPS || pass == PASS_SUMS ? BANDS_GRAIN : BLOCKS_GRAIN, adafactor_range, &j);
   return DC_OK;
 }
 
@@ -214,7 +215,8 @@ static int adafactor_call(const dc_adafactor_args *tensors, int64_t count, int p
   const void *list;
   void *owned;
   int rc = CHECK_LIST(dc_adafactor_args, reserved, tensors, count, &list, &owned);
-  if (rc == DC_OK) rc = pass < 0 ? adafactor_factors_run(list, count) : adafactor_run(list, count, (adafactor_pass)pass);
+  if (rc == DC_OK)
+    rc = pass < 0 ? adafactor_factors_run(list, count) : adafactor_run(list, count, (adafactor_pass)pass);
   free(owned);
   return rc;
 }

@@ -1,5 +1,5 @@
-/* adafactor.c: bodies of dc_adafactor_tops, sums, norms and apply, a part of one row each. fp32 gradients and parameters
- * are constants of their loop. */
+/* adafactor.c: bodies of dc_adafactor_tops, sums, norms and apply, a part of one row each. fp32 gradients and
+ * parameters are constants of their loop. */
 #include "cpu/vec.h"
 
 DC_INLINE vf adafactor_grad(const void *grad, int dt, vf scale, int64_t i, int r) {
@@ -23,9 +23,8 @@ DC_INLINE void adafactor_tops_loop(const void *grad, int dt, float grad_scale, i
 }
 
 void DC_BODY(adafactor_tops)(const void *grad, int dt, float grad_scale, int64_t i, int64_t n, uint32_t *col_top,
-                             uint32_t *row_top) {
-  DC_FOR_LOW(dt, DT, adafactor_tops_loop(grad, DT, grad_scale, i, n, col_top, row_top))
-}
+                             uint32_t *row_top){
+    DC_FOR_LOW(dt, DT, adafactor_tops_loop(grad, DT, grad_scale, i, n, col_top, row_top))}
 
 DC_INLINE void adafactor_sums_loop(const void *grad, int dt, float grad_scale, int64_t i, int64_t n,
                                    const double *col_grid, double *col_sum, double row_grid, double *row_sum) {
@@ -83,8 +82,8 @@ DC_INLINE void adafactor_norms_loop(const dc_adafactor_args *args, int param, in
   *update_sum = dc__canonical_f64(*update_sum + vd_tree(us));
 }
 
-void DC_BODY(adafactor_norms)(const dc_adafactor_args *t, const dc__adafactor_coef *c, const float *second, float factor,
-                              int64_t i, int64_t n, double *sum, double *update_sum) {
+void DC_BODY(adafactor_norms)(const dc_adafactor_args *t, const dc__adafactor_coef *c, const float *second,
+                              float factor, int64_t i, int64_t n, double *sum, double *update_sum) {
   if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32)
     adafactor_norms_loop(t, DC_F32, DC_F32, c, second, factor, i, n, sum, update_sum);
   else adafactor_norms_loop(t, t->param_dtype, t->grad_dtype, c, second, factor, i, n, sum, update_sum);
@@ -107,8 +106,8 @@ DC_INLINE void adafactor_apply_loop(const dc_adafactor_args *args, int param, in
   }
 }
 
-void DC_BODY(adafactor_apply)(const dc_adafactor_args *t, const dc__adafactor_coef *c, const float *second, float factor,
-                              int64_t i, int64_t n) {
+void DC_BODY(adafactor_apply)(const dc_adafactor_args *t, const dc__adafactor_coef *c, const float *second,
+                              float factor, int64_t i, int64_t n) {
   if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp)
     adafactor_apply_loop(t, DC_F32, DC_F32, 0, c, second, factor, i, n);
   else adafactor_apply_loop(t, t->param_dtype, t->grad_dtype, t->lowp != NULL, c, second, factor, i, n);

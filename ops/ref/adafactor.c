@@ -22,7 +22,9 @@ void dc__adafactor_sums_scalar(const void *grad, int dt, float grad_scale, int64
   }
 }
 
-static float adafactor_update(const dc__adafactor_coef *c, float g, float v) { return g / sqrtf(dc__max_f32(v, c->least)); }
+static float adafactor_update(const dc__adafactor_coef *c, float g, float v) {
+  return g / sqrtf(dc__max_f32(v, c->least));
+}
 
 void dc__adafactor_norms_scalar(const dc_adafactor_args *t, const dc__adafactor_coef *c, const float *second,
                                 float factor, int64_t i, int64_t n, double *sum, double *update_sum) {

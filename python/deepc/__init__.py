@@ -185,9 +185,11 @@ def initialize(
     from . import observe
     from .engine import build
     from .engine.engine import Engine
+    from .engine.pipelined import PipelineEngine
 
     return build.initialize(
         Engine,
+        PipelineEngine,
         watchers=(observe.watch,),
         args=args,
         model=model,
@@ -221,7 +223,7 @@ _LATER = {
     "view": ("engine.states.access", "view"),
 }
 # Modules by their own names; `import deepc` alone is enough for them.
-_FACES = ("compress", "ddp_hooks", "fsdp", "lr_schedules", "memory", "monitor", "precision", "report")
+_FACES = ("compress", "ddp_hooks", "fsdp", "lr_schedules", "memory", "monitor", "pipe", "precision", "report")
 
 
 def __getattr__(name: str) -> Any:

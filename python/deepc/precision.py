@@ -1,8 +1,8 @@
-"""deepc.precision: the public name of deepc.engine.precision."""
+"""deepc.precision: the public name of deepc.engine.policy.precision."""
 
 import sys
 
-from .engine import precision as _itself
-from .engine.precision import *  # noqa: F403  for type checkers and editors
+from .engine.policy import precision as _itself
+from .engine.policy.precision import *  # noqa: F403  for type checkers and editors
 
 sys.modules[__name__] = _itself

@@ -83,8 +83,8 @@ std::vector<dc_adafactor_args> cut_at(const dc_adafactor_args &whole, const std:
 }
 
 TEST_F(Ops, AdafactorEqualsReference) {
-  const Case shapes[] = {{1, 0, 0},   {1, 0, 1},    {1, 0, 403},  {1, 0, 9000}, {1, 1, 1},     {1, 3, 5},
-                         {1, 17, 31}, {5, 3, 3},    {2, 130, 64}, {1, 5, 1030}, {1, 2, 5000}, {1, 300, 16}};
+  const Case shapes[] = {{1, 0, 0},   {1, 0, 1}, {1, 0, 403},  {1, 0, 9000}, {1, 1, 1},    {1, 3, 5},
+                         {1, 17, 31}, {5, 3, 3}, {2, 130, 64}, {1, 5, 1030}, {1, 2, 5000}, {1, 300, 16}};
   for (const Case &c : shapes)
     for (Fill fill : {kOrdinary, kAnyBits, kSpecial})
       same_everywhere(
@@ -159,7 +159,8 @@ TEST_F(Ops, AdafactorAgreesWithDouble) {
     for (int64_t i = 0; i < 40; i++)
       for (int64_t j = 0; j < 130; j++) {
         const size_t e = at(i, j);
-        const double v = row[(size_t)i] * col[(size_t)j] / mean, u = -0.125 * (double)g[e] / std::sqrt(std::max(v, 1e-8));
+        const double v = row[(size_t)i] * col[(size_t)j] / mean,
+                     u = -0.125 * (double)g[e] / std::sqrt(std::max(v, 1e-8));
         ASSERT_NEAR(p1[e], (double)p0[e] * 0.99 - 0.02 * u, 1e-6 * (std::fabs((double)p0[e]) + std::fabs(u)));
         want_pp += (double)p0[e] * (double)p0[e], want_uu += u * u;
       }
@@ -175,12 +176,14 @@ TEST_F(Ops, AdafactorRefuses) {
   auto refused = [&](auto change, const char *text, int status = DC_E_INVALID) {
     dc_adafactor_args t = {};
     t.struct_size = sizeof t;
-    t.param = p, t.grad = g, t.row_var = r, t.col_var = k, t.row_top = rt, t.col_top = kt, t.row_sum = rs, t.col_sum = ks;
+    t.param = p, t.grad = g, t.row_var = r, t.col_var = k, t.row_top = rt, t.col_top = kt, t.row_sum = rs,
+    t.col_sum = ks;
     t.row_factor = f, t.param_sums = ps, t.update_sums = us, t.n = 64, t.matrices = 1, t.rows = 8, t.cols = 8;
     t.grad_scale = 1, t.weight = 1, t.keep = 1;
     ASSERT_EQ(all_passes({t}), DC_OK) << dc_last_error();
     change(t);
-    for (auto pass : {dc_adafactor_tops, dc_adafactor_sums, dc_adafactor_factors, dc_adafactor_norms, dc_adafactor_apply}) {
+    for (auto pass :
+         {dc_adafactor_tops, dc_adafactor_sums, dc_adafactor_factors, dc_adafactor_norms, dc_adafactor_apply}) {
       EXPECT_EQ(pass(&t, 1), status) << text;
       EXPECT_NE(strstr(dc_last_error(), text), nullptr) << dc_last_error();
     }

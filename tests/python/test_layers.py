@@ -13,7 +13,20 @@ from programs import run_python
 PACKAGE = Path(__file__).resolve().parents[2] / "python/deepc"
 
 # From the ground up. A room may use those before it.
-ROOMS = ["errors", "core", "offload", "optim", "nn", "config", "plan", "comm", "zero", "checkpoint", "engine"]
+ROOMS = [
+    "errors",
+    "core",
+    "offload",
+    "optim",
+    "nn",
+    "config",
+    "plan",
+    "comm",
+    "zero",
+    "parallel",
+    "checkpoint",
+    "engine",
+]
 # Around the house: they use the rooms, and no room uses them.
 AROUND = ["observe", "launch", "compat"]
 # What JAX and TensorFlow will stand on imports no torch, but for these parts.

@@ -157,6 +157,18 @@ def files(raw: dict, tmp: Path) -> list[str]:
     return sorted({str(p.relative_to(tmp).parent) for p in tmp.rglob("*") if p.is_file()})
 
 
+def computed_again(raw: dict, tmp: Path) -> int:
+    """How often the first layer of a PipelineModule ran for one micro-batch."""
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)]
+    ran: list[int] = []
+    layers[1].register_forward_pre_hook(lambda *_: ran.append(1))
+    model = deepc.pipe.PipelineModule(layers, num_stages=1, loss_fn=lambda out, _: out.mean())
+    engine, *_ = deepc.initialize(model=model, config=_merge(BASE, raw))
+    engine.train_batch(iter([(torch.randn(2, 8), None)] * engine.gradient_accumulation_steps()))
+    engine.destroy()
+    return len(ran)
+
+
 def refused(raw: dict, tmp: Path) -> Any:
     return run(raw, steps=0).error
 
@@ -472,6 +484,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.activations.nvme_path": (ACTIVATIONS, None, of("spilled")),
     "deepc.activations.all": (ACTIVATIONS, False, of("spilled")),
     "deepc.activations.min_bytes": (ACTIVATIONS, 1 << 16, of("spilled")),
+    "pipeline.activation_checkpoint_interval": ({}, 2, computed_again),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),
     "deepc.deterministic": ({}, "layout", of("policy")),
     "deepc.fuse": ({}, "auto", replaced),

@@ -283,6 +283,43 @@ def test_gradient_penalty():
             plainly.check(got, want, "SGD", f"stage {stage}")
 
 
+# ---- a parameter whose gradient is None ------------------------------------------------------------------------------
+class _Half(torch.autograd.Function):
+    """x * w of which only x gets a gradient, as where somebody makes that of w another way."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+
+
+def _without_gradient(rank, world):
+    import deepc
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+
+        def forward(self, x):
+            return _Half.apply(self.first(x), self.second).sum()
+
+    net = Net()
+    engine, *_ = deepc.initialize(model=net, config=small(2))
+    before = weights_of(net)
+    engine.backward(engine(torch.ones(2, 4)))
+    engine.step()
+    assert torch.equal(net.second, before["second"]) and not torch.equal(net.first.weight, before["first.weight"])
+
+
+def test_a_function_may_return_no_gradient_of_a_parameter():
+    run_ranks(_without_gradient, 2)
+
+
 # ---- torch.func, torch.compile ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..core.foreign import private
 from ..core.telemetry import waits
+from ..errors import UnsupportedError
 from ..plan.plan import CONTROL_SLOT_BYTES
 from .failures import translated
 from .internode.link import Link
@@ -183,8 +184,17 @@ class MultiNodeGroup:
     transport: Literal["nodes"] = "nodes"
     uneven = ""
 
-    def __init__(self, store: dist.Store, rank: int, places: Places, label: str, timeout: datetime.timedelta) -> None:
-        self._nodes = [list(ranks) for ranks in places.topology.nodes]  # the global ranks of each node
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        places: Places,
+        label: str,
+        timeout: datetime.timedelta,
+        names: Sequence[int],
+    ) -> None:
+        """names: the ranks in messages."""
+        self._nodes = [list(ranks) for ranks in places.topology.nodes]  # the ranks of each node
         self.rank, self.nodes, self.ranks_per_node = rank, len(self._nodes), len(self._nodes[0])
         self.world = self.nodes * self.ranks_per_node
         self.in_order = [r for ranks in self._nodes for r in ranks] == list(
@@ -200,12 +210,10 @@ class MultiNodeGroup:
             self.ranks_per_node,
             f"{label} on node {self.node}",
             timeout,
-            self._nodes[self.node],
+            [names[r] for r in self._nodes[self.node]],
         )
         try:
-            self.link = Link(
-                places, rank, range(self.world), self.inside.comms, label=label, timeout=timeout, store=store
-            )
+            self.link = Link(places, rank, names, self.inside.comms, label=label, timeout=timeout, store=store)
         except BaseException:
             self.inside.close()
             raise
@@ -343,10 +351,10 @@ def swap(group: Group, row: torch.Tensor, counts: Sequence[Sequence[int]]) -> li
 
 class _Watch:
     """Over the ranks that one waits for while it opens a group: whether they can still come, as far as the groups that
-    it has with them tell."""
+    it has with them tell. names: the group's ranks in the default group."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, names: Sequence[int]) -> None:
+        self.what, self._names = what, names
         comms = [(g.comm, g.names) for g in _open_groups]
         world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
         if world is not None:  # last: what broke an engine says more than how its rank ended then
@@ -354,10 +362,11 @@ class _Watch:
         self._comms = [(c, names) for c, names in comms if c.is_sound]
 
     def __call__(self, rank: int) -> None:
+        name = self._names[rank]
         for comm, names in self._comms:
-            if rank in names:
+            if name in names:
                 comm.waits(
-                    names.index(rank), f"to open {self.what}: deepc.initialize() and zero.Init are for all ranks"
+                    names.index(name), f"to open {self.what}: deepc.initialize() and zero.Init are for all ranks"
                 )
 
     def end(self) -> None:
@@ -366,36 +375,58 @@ class _Watch:
                 comm.waits(-1, "")
 
 
-def own_store(label: str) -> tuple[str, dist.Store]:
-    """(label with a number, a store for what the default group's ranks make now). Collective: in one order on all."""
+def own_store(label: str, ranks: Sequence[int] | None = None) -> tuple[str, dist.Store]:
+    """(label with a number, a store for what these ranks of the default group make now; None: all). Collective: in one
+    order on all of them."""
     common = private.default_store()
+    of = "" if ranks is None else f" of ranks {', '.join(map(str, ranks))}"
     # counted in the store: it belongs to this default group, not to the process
-    number = common.add(f"deepc/{label}/made by {dist.get_rank()}", 1)
-    return f"{label}{number}", dist.PrefixStore(f"deepc/{label}{number}", common)
+    number = common.add(f"deepc/{label}{of}/made by {dist.get_rank()}", 1)
+    name = f"{label}{number}"
+    return name + _in_short(ranks), dist.PrefixStore(f"deepc/{name}{of}", common)
 
 
-def open_group(device: torch.device, timeout: datetime.timedelta, label: str = "engine") -> Group:
-    """The group of all ranks for one engine. Collective: engines are made in the same order on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def _in_short(ranks: Sequence[int] | None) -> str:
+    """Of a label, which the C core cuts."""
+    if ranks is None:
+        return ""
+    return f" of ranks {', '.join(map(str, ranks))}" if len(ranks) < 5 else f" of ranks {ranks[0]} to {ranks[-1]}"
+
+
+def open_group(
+    device: torch.device, timeout: datetime.timedelta, label: str = "engine", ranks: Sequence[int] | None = None
+) -> Group:
+    """The group of `ranks` of the default group (None: all) for one engine; a rank's number in it is its place among
+    them. Collective over these: groups of the same ranks are made in the same order on every rank. UnsupportedError for
+    a part of the ranks on GPUs, or on nodes with different numbers of them."""
+    if not dist.is_initialized() or len(names := ranks or range(dist.get_world_size())) == 1:
         return SoloGroup()
     if device.type != "cpu":
+        if ranks is not None:
+            raise UnsupportedError(
+                f"an engine of ranks {list(ranks)} of {dist.get_world_size()} on {device.type}: engines of a part of"
+                " the ranks exist on CPUs; see docs/status.md"
+            )
         return TorchGroup(device)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    label, store = own_store(label)
-    watch = _Watch(f"group {label}")
+    rank, world = names.index(dist.get_rank()), len(names)
+    label, store = own_store(label, ranks)
+    watch = _Watch(f"group {label}", names)
     try:
         found = discover(store, rank, world, watch, watch.what)
     finally:
         watch.end()
     places = found.topology
     if places.count == 1:
-        return NodeGroup(store, rank, world, label, timeout)
-    if not places.even:
-        return TorchGroup(
-            device,
-            "; ".join(
-                f"node {name} has rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                for name, ranks in zip(places.names, places.nodes)
-            ),
+        return NodeGroup(store, rank, world, label, timeout, list(names))
+    if places.even:
+        return MultiNodeGroup(store, rank, found, label, timeout, names)
+    uneven = "; ".join(
+        f"node {name} has rank{'s' * (len(at) > 1)} {', '.join(str(names[r]) for r in at)}"
+        for name, at in zip(places.names, places.nodes)
+    )
+    if ranks is not None:
+        raise UnsupportedError(
+            f"an engine of ranks {list(ranks)} of {dist.get_world_size()} needs nodes with equally many of them:"
+            f" {uneven}"
         )
-    return MultiNodeGroup(store, rank, found, label, timeout)
+    return TorchGroup(device, uneven)

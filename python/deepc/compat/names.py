@@ -25,7 +25,8 @@ _FLOPS = """
 MODULES: dict[str, str] = {
     "": (
         """
-        deepc.compat.runtime.engine: initialize DeepSpeedEngine
+        deepc.compat.runtime.engine: initialize DeepSpeedEngine PipelineEngine
+        deepc.pipe: PipelineModule
         deepc: add_config_arguments
         deepc.compat.helpers.comm: init_distributed
         deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
@@ -101,7 +102,10 @@ MODULES: dict[str, str] = {
     "ops.op_builder": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.op_builder.async_io": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.transformer": "",
-    "pipe": "deepc.compat.runtime.pipe.topology: ProcessTopology",
+    "pipe": """
+        deepc.compat.runtime.pipe.topology: ProcessTopology
+        deepc.pipe: LayerSpec PipelineModule TiedLayerSpec
+        """,
     "profiling": "",
     "profiling.flops_profiler": _FLOPS,
     "profiling.flops_profiler.profiler": _FLOPS,
@@ -135,7 +139,7 @@ MODULES: dict[str, str] = {
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "deepc.zero.step.update: FP16_Optimizer=ShardedOptimizer",
     "runtime.fp16.unfused_optimizer": "deepc.zero.step.update: FP16_UnfusedOptimizer=ShardedOptimizer",
-    "runtime.fp16.loss_scaler": "deepc.engine.precision: DynamicLossScaler LossScaler=StaticLossScaler",
+    "runtime.fp16.loss_scaler": "deepc.engine.policy.precision: DynamicLossScaler LossScaler=StaticLossScaler",
     "runtime.lr_schedules": (
         """
         deepc.optim.schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
@@ -147,9 +151,12 @@ MODULES: dict[str, str] = {
         deepc.compat.helpers.tuning: add_tuning_arguments
         """
     ),
-    "runtime.pipe": "deepc.compat.runtime.pipe.topology: ProcessTopology",
-    "runtime.pipe.engine": "",
-    "runtime.pipe.module": "",
+    "runtime.pipe": """
+        deepc.compat.runtime.pipe.topology: ProcessTopology
+        deepc.pipe: LayerSpec PipelineModule TiedLayerSpec
+        """,
+    "runtime.pipe.engine": "deepc.compat.runtime.engine: PipelineEngine",
+    "runtime.pipe.module": "deepc.pipe: LayerSpec PipelineModule TiedLayerSpec",
     "runtime.sequence_parallel": "",
     "runtime.utils": (
         """
@@ -264,10 +271,7 @@ REAL_MODULES: dict[str, str] = {
 ALIASES: dict[str, str] = {"zero": "runtime.zero"}
 """Attributes of DeepSpeed's package that are modules elsewhere in its tree; importable by either name here."""
 
-_PIPE = (
-    "pipeline parallelism is not built yet; ZeRO stage 3 (zero_optimization.stage) trains models that don't fit one"
-    " rank"
-)
+_DUAL = 'not built; PipelineModule(..., schedule="zb-v") has as small a bubble'
 _TP = "tensor parallelism is not built yet; ZeRO stage 3 splits every parameter over the ranks"
 _SP = "sequence parallelism is not built yet; use activation checkpointing for long sequences"
 _MOE = "expert parallelism is not built yet; any mixture of experts that is plain PyTorch trains under every ZeRO stage"
@@ -282,10 +286,8 @@ _COMPRESSION = "it was removed from DeepSpeed as well; quantize after training"
 _DATA = "curriculum and data efficiency are not built yet"
 
 LACKING: dict[str, str] = {
-    "PipelineModule": _PIPE,
-    "PipelineEngine": _PIPE,
-    "DualPipeVEngine": _PIPE,
-    "DualPipeVModule": _PIPE,
+    "DualPipeVEngine": _DUAL,
+    "DualPipeVModule": _DUAL,
     "tp_model_init": _TP,
     "set_autotp_mode": _TP,
     "DeepSpeedHybridEngine": (
@@ -329,8 +331,6 @@ LACKING: dict[str, str] = {
     "ops.sparse_attention": "block-sparse attention is not built yet; " + _GONE,
     "ops.transformer": _KERNEL,
     "ops.triton_ops": _KERNEL,
-    "pipe": _PIPE,
-    "runtime.pipe": _PIPE,
     "runtime.compiler": "use torch.compile",
     "runtime.data_pipeline": _DATA,
     "runtime.domino": _TP,

@@ -92,7 +92,8 @@ _NO_BUFFERS = "parameters are read from the disk straight into the memory that t
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
 _TP = "tensor parallelism"
-_PIPE = "pipeline parallelism"
+_PIPE = "an automatic cut of any model into stages (deepc.pipe.PipelineModule takes layers)"
+_NO_TP = "there are no tensor-parallel ranks"
 _COMPILE = "DeepCompile (torch.compile on the module works)"
 _HYBRID = "the hybrid engine"
 
@@ -796,12 +797,18 @@ KEYS: tuple[Key, ...] = (
     ),
     _later("autotuning", "gated", None, "autotuning"),
     _later("pipeline.stages", "any", "auto", _PIPE, ok=("auto", None, 0, 1)),
-    _later("pipeline.partition", "str", "best", _PIPE, ok=ANY),
-    _later("pipeline.seed_layers", "bool", False, _PIPE, ok=ANY),
-    _later("pipeline.activation_checkpoint_interval", "int", 0, _PIPE, ge=0),
-    _later("pipeline.pipe_partitioned", "bool", True, _PIPE, ok=ANY),
-    _later("pipeline.grad_partitioned", "bool", True, _PIPE, ok=ANY),
-    _later("pipeline.use_reentrant", "bool", True, _PIPE, ok=ANY),
+    _active(
+        "pipeline.activation_checkpoint_interval",
+        "int",
+        0,
+        "A PipelineModule computes so many layers at a time again in backward; 0: what the module says.",
+        ge=0,
+    ),
+    _inert("pipeline.partition", "str", "best", "How layers are cut.", "PipelineModule(partition_method=) decides"),
+    _inert("pipeline.seed_layers", "bool", False, "Seeds of layers.", "PipelineModule(seed_layers=) decides"),
+    _inert("pipeline.pipe_partitioned", "bool", True, "Activations in parts over tensor-parallel ranks.", _NO_TP),
+    _inert("pipeline.grad_partitioned", "bool", True, "The same of gradients.", _NO_TP),
+    _inert("pipeline.use_reentrant", "bool", True, "Kind of recomputation.", "recomputation is never reentrant here"),
     _later("tensor_parallel.autotp_size", "int", 0, _TP, ok=(0, 1), ge=0),
     _later("tensor_parallel.dtype", "any", None, _TP, ok=ANY),
     _later("tensor_parallel.tp_overlap_comm", "bool", False, _TP, ok=ANY),

@@ -241,6 +241,13 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """Section pipeline."""
+
+    activation_checkpoint_interval: int
+
+
+@dataclass(frozen=True)
 class ActivationsConfig:
     """Section deepc.activations: see engine/states/activations.py."""
 
@@ -292,6 +299,7 @@ class Config:
     aio: AioConfig
     activation_checkpointing: ActivationCheckpointingConfig
     data_types: DataTypesConfig
+    pipeline: PipelineConfig
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
     flops_profiler: FlopsProfilerConfig
@@ -422,6 +430,7 @@ def _build(asked: Loader) -> Config:
         aio=_fill(asked, AioConfig, "aio"),
         activation_checkpointing=_fill(asked, ActivationCheckpointingConfig, "activation_checkpointing"),
         data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
+        pipeline=_fill(asked, PipelineConfig, "pipeline"),
         checkpoint=_fill(asked, CheckpointConfig, "checkpoint"),
         comms_logger=_fill(asked, CommsLoggerConfig, "comms_logger"),
         flops_profiler=_fill(asked, FlopsProfilerConfig, "flops_profiler"),

@@ -14,24 +14,26 @@ import torch
 
 from ..core import memory
 from ..core.foreign import private
-from .precision import name_of
+from .policy.precision import name_of
 
 if TYPE_CHECKING:
     from ..comm.groups import Group
     from ..config.tree import Config
     from ..optim.schedules import Scheduler
+    from ..parallel.pipeline.part import Part
+    from ..plan.mesh import Mesh
     from ..plan.plan import Plan
     from ..plan.predict.estimate import FirstStep, MemoryEstimate
     from ..zero.parameters.guard import Guard, ModelWatch
     from ..zero.state import ModelState
     from ..zero.step.hooks import GradientHooks
-    from ..zero.step.norm import Rider, Skips
+    from ..zero.step.norm import Rider, Skips, Stages
     from ..zero.step.reducer import Reducer
     from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
     from .data import TimedLoader
     from .events import Events
-    from .precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
+    from .policy.precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
     from .states.activations import Activations
 
 logger = logging.getLogger("deepc")
@@ -69,13 +71,13 @@ class Served(ModelWrapper):
 
 
 def say(engine: EngineBase, text: str, level: int = logging.INFO) -> None:
-    """A line of the log, from rank 0."""
-    if engine.global_rank == 0:
+    """A line of the log, from rank 0 (of a pipeline's first stage)."""
+    if engine.everyone.rank == 0:
         logger.log(level, text)
 
 
 class Policy(Protocol):
-    """How micro-batches become a step: what the loop, and the building of an engine, ask of a policy (policy.py, whose
+    """How micro-batches become a step: what the loop, and the building of an engine, ask of a policy (policy/, whose
     class Plain says what each means)."""
 
     one_gradient: bool
@@ -118,8 +120,12 @@ class EngineBase(ModelWrapper):
     _config: Config
     device: torch.device
     events: Events
-    group: Group
-    world_size: int
+    mesh: Mesh  # of all ranks
+    group: Group  # the ranks that hold the same part of the model: data parallelism
+    part: Part | None  # of a pipeline: what of the model is here
+    everyone: Group  # all ranks that share the model
+    stages: Stages | None  # of a pipeline
+    world_size: int  # of `group`, as the next two
     global_rank: int
     local_rank: int
     dtype: torch.dtype  # what the model computes with now
@@ -217,6 +223,26 @@ class EngineBase(ModelWrapper):
     def auto_precision(self) -> AutoPrecision | None:
         """The state of `"precision": "auto"`, or None."""
         return self.step_policy.auto
+
+    def publish(self) -> None:
+        """What reads parameters sees the new ones. Collective."""
+        self.guard.publish()
+
+    def ties(self) -> dict[str, str]:
+        """Further names of parameters and buffers that modules share -> the name that they are stored under."""
+        if self.part is not None:
+            return self.part.names
+        first: dict[int, str] = {}
+        named = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+    def elsewhere(self) -> frozenset[int]:
+        """ids of the module's parameters that are not this engine's: other ranks hold them, or trained copies of
+        them."""
+        return self.part.elsewhere if self.part is not None else frozenset()
 
     def step_is_whole(self) -> None:
         """A step that was broken off is finished, or undone by a checkpoint."""

@@ -23,6 +23,8 @@ from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
+from ..parallel.pipeline.column import Column
+from ..parallel.pipeline.layers import PipelineModule
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
 from ..plan.plan import Plan
@@ -37,16 +39,17 @@ from ..zero.step.norm import Skips
 from ..zero.step.update import ShardedOptimizer
 from ..zero.tiers.agree import together
 from ..zero.tiers.disk import DiskTier, preflight
-from . import precision
 from .base import EngineBase, say
 from .data import make_loader
 from .events import Events, Watcher
-from .policy import choose_policy
+from .policy import precision
+from .policy.policies import choose_policy
 from .states.activations import Activations
 
 if TYPE_CHECKING:
     from ..nn.fuse import FuseSummary
     from ..optim.schedules import Scheduler
+    from ..parallel.pipeline.part import Part
     from ..zero.streamed.state import StreamedState
     from .data import TimedLoader
 
@@ -59,7 +62,7 @@ logger = logging.getLogger("deepc")
 
 class Given(NamedTuple):
     """The arguments of deepc.initialize beside model and config. evaluates: without any optimizer the engine is for
-    evaluation, as in DeepSpeed."""
+    evaluation, as in DeepSpeed. part: of the model, where the ranks make a pipeline."""
 
     optimizer: OptimizerLike | None = None
     model_parameters: Iterable[Any] | None = None
@@ -70,11 +73,13 @@ class Given(NamedTuple):
     sample_batch: Any = None
     loss_fn: Callable[..., Any] | None = None
     evaluates: bool = False
+    part: Part | None = None
 
 
 # ---- deepc.initialize ------------------------------------------------------------------------------------------------
 def initialize(
     kind: type[E],
+    pipelined: type[E] | None = None,
     *,
     watchers: Sequence[Watcher],
     model: Any,
@@ -86,7 +91,8 @@ def initialize(
     dist_init_required: bool | None = None,
     **given: Any,
 ) -> tuple[E, ShardedOptimizer, TimedLoader | None, Scheduler | None]:
-    """See deepc.initialize. kind: the engine's class (deepc.compat has its own). given: the other fields of Given."""
+    """See deepc.initialize. kind, pipelined: the engine's class, and that of a pipeline (deepc.compat has its own).
+    given: the other fields of Given."""
     import torch.distributed as dist
 
     if model is None and isinstance(args, torch.nn.Module):
@@ -111,13 +117,18 @@ def initialize(
         )
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
-    parsed = Config.load(source, world_size=dist.get_world_size(), device_type=device.type)
+    part = model if isinstance(model, PipelineModule) else None
+    ranks = dist.get_world_size() if part is None else part.mesh.dp
+    parsed = Config.load(source, world_size=ranks, device_type=device.type)
     parsed.require_resolved()
     if parsed.log_level:
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
     if device.type != "cpu":
         model.to(device)
-    engine = kind(model, parsed, watchers=watchers, device=device, **given)
+    made = kind if part is None else pipelined
+    if made is None:
+        raise UnsupportedError("a PipelineModule is trained and evaluated (deepc.initialize, engine.eval_batch) only")
+    engine = made(model, parsed, watchers=watchers, device=device, part=part, **given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -134,7 +145,8 @@ def assemble(
         engine.monitor = engine.profile = None
         open_events(engine, watchers, undo)
         undo.callback(owners.leave, engine)
-        join_group(engine, undo)
+        join_group(engine, given.part, undo)
+        check_stages(engine)
         fused = fuse_model(engine, undo)
         engine.step_policy = choose_policy(engine)
         base = make_base_optimizer(engine, given)
@@ -199,12 +211,36 @@ def fuse_model(engine: EngineBase, undo: contextlib.ExitStack) -> FuseSummary | 
     return fused
 
 
-def join_group(engine: EngineBase, undo: contextlib.ExitStack) -> None:
+def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack) -> None:
     """Collective: engines are made in the same order on every rank."""
-    engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT)
-    undo.callback(engine.group.close)
+    engine.__dict__["part"] = part  # which may be the module itself
+    engine.everyone = open_group(engine.device, comm.DEFAULT_TIMEOUT, "engine" if part is None else "pipeline")
+    undo.callback(engine.everyone.close)
+    engine.group, engine.stages = engine.everyone, None
+    if part is None:
+        engine.mesh = Mesh(dp=engine.group.world, ranks_per_node=engine.group.ranks_per_node)
+    else:
+        engine.mesh, engine.stages = part.mesh, Column(engine.everyone, part.mesh)
+        if part.mesh.pp > 1:
+            ranks = part.mesh.group("dp", engine.everyone.rank)
+            engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks)
+            undo.callback(engine.group.close)
     engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
     engine.local_rank = int(os.environ.get("LOCAL_RANK", engine.global_rank))
+
+
+def check_stages(engine: EngineBase) -> None:
+    """ArgumentError, on all ranks, if a stage of a pipeline has nothing to train. Collective."""
+    if engine.stages is None:
+        return
+    away = engine.elsewhere()
+    mine = sum(p.requires_grad for p in engine.module.parameters() if id(p) not in away)
+    totals = engine.stages.totals(float(mine))
+    if 0.0 in totals:
+        raise ArgumentError(
+            f"stage {totals.index(0.0)} of the pipeline has no parameter that requires a gradient; cut the model so"
+            " that each has one (partition_method), or use fewer stages"
+        )
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -223,6 +259,7 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
         if given.model_parameters is not None
         else [p for p in engine.module.parameters() if p.requires_grad]
     )
+    params = without(params, engine.elsewhere())
     if optimizer is not None:
         if cfg is not None:
             say(engine, "an optimizer object was passed: the config's optimizer section is not used")
@@ -236,6 +273,8 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
                 "optimizer must be a torch.optim.Optimizer or a function that makes one from parameters, got"
                 f" {type(made).__name__}"
             )
+        for group in made.param_groups if engine.elsewhere() else ():
+            group["params"] = without(group["params"], engine.elsewhere())
         return made
     if not params:
         raise ArgumentError(
@@ -251,6 +290,16 @@ def make_base_optimizer(engine: EngineBase, given: Given) -> torch.optim.Optimiz
     if cfg.backend == "deepc" and cfg.type == "Muon":
         choose_by_name(engine.module.named_parameters())
     return make_optimizer(cfg.type, cfg.params, params, backend=cfg.backend)
+
+
+def without(params: list[Any], elsewhere: frozenset[int]) -> list[Any]:
+    """Parameters, or groups of them ({"params": [...], ...}), that are not among those ids. A group stays, were it
+    empty: schedules and checkpoints count them."""
+    return [
+        {**p, "params": without(list(p["params"]), elsewhere)} if isinstance(p, dict) else p
+        for p in params
+        if isinstance(p, dict) or id(p if not isinstance(p, tuple) else p[1]) not in elsewhere
+    ]
 
 
 def trained_groups(param_groups: list[dict[str, Any]]) -> dict[int, int]:
@@ -275,7 +324,8 @@ def make_scheduler(engine: EngineBase, given: Any) -> Scheduler | None:
 def own_parameters(engine: EngineBase, group_of: dict[int, int]) -> Named:
     """(name, parameter) of what this engine will hold; raises for what can't be trained here. What another engine
     trains is frozen here, and stays where it is."""
-    named = list(engine.module.named_parameters())
+    elsewhere = engine.elsewhere()
+    named = [(n, p) for n, p in engine.module.named_parameters() if id(p) not in elsewhere]
     known = {id(p) for _, p in named}
     if missing := [i for i in group_of if i not in known]:
         raise ArgumentError(

@@ -1,7 +1,7 @@
 """The loop: `loss = engine(x); engine.backward(loss); engine.step()`, and what else is done with an engine.
 
 It is wired in build.py, its parts and what scripts ask about them are in base.py, what differs between kinds of
-training is in policy.py. It decides nothing that the plan has decided."""
+training is in policy/. It decides nothing that the plan has decided."""
 
 from __future__ import annotations
 
@@ -174,7 +174,14 @@ class Engine(EngineBase):
         self.optimizer.overflow = False
         with self.events.span("gradient norm"):
             norm = judge(
-                self.state, self.reducer, self.hooks, self.guard, unit, self.step_policy.complete, self.norm_riders
+                self.state,
+                self.reducer,
+                self.hooks,
+                self.guard,
+                unit,
+                self.step_policy.complete,
+                self.norm_riders,
+                self.stages,
             )
         reason = norm.reason
         if self.scaler is not None:
@@ -202,9 +209,9 @@ class Engine(EngineBase):
                 self._on_disk(update)
         with self.events.span("publish"):
             if not self.plan.parameters_on:
-                self.guard.publish()
+                self.publish()
             else:  # parameters that stay are read anew
-                self._on_disk(self.guard.publish)
+                self._on_disk(self.publish)
         self.step_is_whole()
         return StepResult(True, "", None, norm)
 
@@ -232,7 +239,7 @@ class Engine(EngineBase):
 
     def _skipped(self, result: StepResult) -> StepResult:
         skips = self.skips
-        result = result._replace(reason=skips.skipped(result.reason, self.state, self.guard))
+        result = result._replace(reason=skips.skipped(result.reason, self.state, self.guard, self.stages))
         if self.scaler is not None:  # whose scale is new each time
             say(self, f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
         elif skips.telling:

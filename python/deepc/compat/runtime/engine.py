@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ...core.foreign import private
 from ...core.ops import torch_dtype
-from ...engine import build
+from ...engine import build, pipelined
 from ...engine.engine import Engine, StepResult
 from ...engine.states.saving import together
 from ...errors import ArgumentError, MisuseError, UnsupportedError
@@ -31,10 +31,10 @@ from .zero import grad as zero_grad
 
 _UNSUPPORTED_METHODS = {
     "train_batch": (
-        "pipeline parallelism is not built yet; write the loop: loss = engine(batch); engine.backward(loss);"
-        " engine.step()"
+        "it belongs to engines of a deepspeed.pipe.PipelineModule; write the loop: loss = engine(batch);"
+        " engine.backward(loss); engine.step()"
     ),
-    "eval_batch": "pipeline parallelism is not built yet; run engine(batch) under torch.no_grad()",
+    "eval_batch": ("it belongs to engines of a deepspeed.pipe.PipelineModule; run engine(batch) under torch.no_grad()"),
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built yet",
     "register_compile_pass": "DeepCompile does not exist in deepc; use engine.compile() (torch.compile)",
     "sparse_allreduce": "gradients are reduced by backward",
@@ -458,6 +458,10 @@ class DeepSpeedEngine(Engine):
             ) from exc
 
 
+class PipelineEngine(pipelined.PipelineEngine, DeepSpeedEngine):
+    """That of a deepspeed.pipe.PipelineModule."""
+
+
 def initialize(
     args: Any = None,
     model: Any = None,
@@ -497,6 +501,7 @@ def initialize(
     models.mark_leaves(model, given)
     return build.initialize(
         DeepSpeedEngine,
+        PipelineEngine,
         watchers=(watch,),
         args=args,
         model=model,

@@ -27,8 +27,8 @@ from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
 from ...zero.init import Home, Init
 from ...zero.shards import Late, without_memory
-from .. import precision
 from ..base import EngineBase, Served
+from ..policy import precision
 from .export import Weights, dtype_of, open_weights
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from ..base import say
 if TYPE_CHECKING:
     from ...plan.layout import Segment
     from ..base import EngineBase
-    from ..policy import AutomaticPrecision
+    from ..policy.policies import AutomaticPrecision
 
 logger = logging.getLogger("deepc")
 _PLACE_BYTES = 256
@@ -42,7 +42,7 @@ _TAG_BYTES = 256  # more than a file's name may have
 
 def together(engine: EngineBase, what: str, failure: Exception | None) -> None:
     """Every rank learns whether some rank failed. Also a barrier."""
-    flags = engine.group.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
+    flags = engine.everyone.gather_all(torch.tensor([0 if failure is None else 1], dtype=torch.int64)).view(-1).tolist()
     if failure is not None:
         raise failure
     bad = [r for r, f in enumerate(flags) if f]
@@ -57,7 +57,7 @@ def _agree(engine: EngineBase, token: str, directory: str, tag: str) -> tuple[st
     texts = (token, directory, tag)
     sizes = (len(token.encode()), _PLACE_BYTES, _TAG_BYTES)
     mine = b"".join(text.encode()[-n:].ljust(n, b"\0") for text, n in zip(texts, sizes))
-    rows = [bytes(row) for row in engine.group.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
+    rows = [bytes(row) for row in engine.everyone.gather_all(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
 
     def field(begin: int, end: int) -> list[str]:
         return [row[begin:end].rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -130,7 +130,7 @@ def save(
     failure: Exception | None = None
     try:
         writer = CheckpointWriter(
-            directory, str(tag), rank=engine.global_rank, world_size=engine.world_size, token=token
+            directory, str(tag), rank=engine.everyone.rank, world_size=engine.everyone.world, token=token
         )
         _add_tensors(engine, writer, exclude_frozen)
         with engine.events.span("write shard"):
@@ -139,7 +139,7 @@ def save(
         failure = exc
     try:
         together(engine, f"saving checkpoint {tag}", failure)
-        if engine.global_rank == 0:
+        if engine.everyone.rank == 0:
             try:
                 with engine.events.span("publish checkpoint"):
                     cast(CheckpointWriter, writer).publish(
@@ -211,21 +211,11 @@ def _averages(engine: EngineBase) -> Iterator[tuple[str, Segment, torch.Tensor]]
             yield label, s, average.piece(s)
 
 
-def _ties(engine: EngineBase) -> dict[str, str]:
-    """Further names of parameters and buffers that modules share -> the name that they are stored under."""
-    first: dict[int, str] = {}
-    named = [
-        *engine.module.named_parameters(remove_duplicate=False),
-        *engine.module.named_buffers(remove_duplicate=False),
-    ]
-    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
-
-
 def _engine_state(engine: EngineBase) -> dict[str, Any]:
     return {
-        "ties": _ties(engine),
+        "ties": engine.ties(),
         "stage": engine.plan.stage,
-        "world_size": engine.world_size,
+        "world_size": engine.everyone.world,
         "dtype": name_of(engine.dtype),
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
@@ -277,14 +267,14 @@ def load(
             if optimizer_states:
                 _load_states(engine, reader)
             result = (reader.path, state["client"])
-            own = reader.rank_state(engine.global_rank) if reader.world_size == engine.world_size else None
+            own = reader.rank_state(engine.everyone.rank) if reader.world_size == engine.everyone.world else None
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
     engine.step_is_whole()
     engine.hooks.reset()
     engine.skips.applied()
-    engine.guard.publish()
+    engine.publish()
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
     if optimizer_states and engine.resumes_data:
         _resume_data(engine, state["engine"].get("data"))
@@ -292,7 +282,7 @@ def load(
         average.loaded(state["engine"].get("averages", {}).get(label, 0))
     if own is not None:
         set_rng_state(own["rng"])
-    engine.group.barrier()
+    engine.everyone.barrier()
     return result
 
 
@@ -344,6 +334,9 @@ def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> 
     want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
     have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
     missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
+    if engine.stages is not None:  # each has a part of the names
+        known = round(sum(engine.stages.totals(len(want) - len(missing))))
+        extra = [f"{len(have) - known} that no stage has"] * (known < len(have))
     if strict and (missing or extra):
         raise CheckpointError(
             f"checkpoint {reader.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)},"
@@ -443,7 +436,7 @@ def _load_engine_state(
 ) -> None:
     engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
     engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
-    if saved["world_size"] != engine.world_size or engine.micro_steps % engine.gradient_accumulation_steps():
+    if saved["world_size"] != engine.everyone.world or engine.micro_steps % engine.gradient_accumulation_steps():
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if optimizer_states:
         engine.optimizer.load_hyper_state(saved["optimizer"])

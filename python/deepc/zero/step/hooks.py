@@ -125,6 +125,8 @@ class GradientHooks:
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(p: torch.Tensor) -> None:
+            if p.grad is None:  # a torch.autograd.Function returned None for it
+                return
             if self.synchronising:
                 self._take(index, p)
             elif self.sums_in is not None:
@@ -212,6 +214,12 @@ class GradientHooks:
         """One more pass, for the gradients that some rank has left (collective)."""
         self.begin_pass(True)
         self.end_pass()
+
+    def bring(self, index: int, grad: torch.Tensor) -> None:
+        """A gradient of trained parameter `index` that was made elsewhere (by another stage of a pipeline), for the
+        next pass."""
+        late = self._late.get(index)
+        self._late[index] = grad if late is None else late + grad
 
     def take_left_behind(self, group: Group) -> bool:
         """Reduces gradients that some rank has kept (after no_sync; a module used again under reentrant checkpointing).

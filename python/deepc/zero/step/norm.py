@@ -11,7 +11,7 @@ ranks (Skips)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -42,6 +42,18 @@ class Rider(Protocol):
         """rows: [ranks, n], what all ranks said."""
 
 
+class Stages(Protocol):
+    """The stages of a pipeline, each with states of its own, whose steps are judged as one."""
+
+    @property
+    def here(self) -> int:
+        """This rank's."""
+
+    def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
+        """What each stage says: `mine` is the same on all ranks of a stage. What riders say goes along, from all ranks
+        to all. Collective over all ranks of all stages."""
+
+
 class Norm(NamedTuple):
     """value: of the average gradient, unscaled, before clipping; NaN if the step must be skipped. reason: why, or "".
     bad: the first parameter, in flat order, whose gradient is not finite."""
@@ -70,10 +82,11 @@ def judge(
     unit: float,
     complete: Callable[[], None],
     riders: Sequence[Rider] = (),
+    stages: Stages | None = None,
 ) -> Norm:
     """unit: factor that turns an accumulated gradient into the average. complete: called before accumulators are read
-    that no pass has made the norm of. Gradients that some rank still has get a pass first. Raises StrayWriteError on
-    all ranks if one wrote into shared parameters. Collective."""
+    that no pass has made the norm of. Gradients that some rank still has get a pass first. stages: of a pipeline, over
+    which the norm goes. Raises StrayWriteError on all ranks if one wrote into shared parameters. Collective."""
     plan, group = state.plan, guard.group
     if not hooks.norm_ready:
         complete()
@@ -81,34 +94,58 @@ def judge(
         state.remake_norm()
     partial = state.partial
     whole = plan.own_all or plan.world == 1
-    rows = [rider.row() for rider in riders]
-    numbers = [x for row in rows for x in row]
-    message = torch.tensor(
-        [*numbers, guard.stray_write(), hooks.left_behind], dtype=torch.float64, device=partial.device
-    )
-    at = 0
-    for rider, row in zip(riders, rows):
-        rider.put(message[at : at + len(row)])
-        at += len(row)
+    ride = Ride(riders if stages is None else ())
+    message = ride.message(torch.tensor([guard.stray_write(), hooks.left_behind], dtype=torch.float64), partial.device)
     gathered = group.gather_all(message if whole else torch.cat([partial, message]))
     guard.raise_if_stray(gathered[:, -2].tolist())
     if any(gathered[:, -1].tolist()):
         hooks.flush()
-        return judge(state, reducer, hooks, guard, unit, complete, riders)
+        return judge(state, reducer, hooks, guard, unit, complete, riders, stages)
     if not whole:
         by_part = sorted(range(plan.world), key=group.part_of)
         partial = norm_order(plan, gathered[by_part, : -len(message)])
-    at = gathered.shape[1] - len(message)
-    for rider, row in zip(riders, rows):
-        rider.take(gathered[:, at : at + len(row)])
-        at += len(row)
+    ride.arrive(gathered[:, gathered.shape[1] - len(message) :])
     guard.verify()
     partial = partial.cpu().contiguous()
-    total = C.dc_sum_partials(partial.data_ptr(), partial.numel())
-    if not math.isfinite(total):
-        bad = first_not_finite(state, guard)
+    mine = C.dc_sum_partials(partial.data_ptr(), partial.numel())
+    totals = [mine] if stages is None else stages.totals(mine, riders)
+    if not math.isfinite(total := sum(totals)):
+        bad = in_a_stage(lambda: first_not_finite(state, guard), totals, stages)
         return Norm(math.nan, f"gradients are not finite (first: {bad})", bad)
     return Norm(math.sqrt(total) * abs(unit))
+
+
+class Ride:
+    """What riders say, in front of a message to all ranks."""
+
+    def __init__(self, riders: Sequence[Rider]) -> None:
+        self._rows = [(rider, rider.row()) for rider in riders]
+
+    def message(self, own: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Their numbers, then `own`."""
+        message = torch.cat([torch.tensor([x for _, row in self._rows for x in row], dtype=own.dtype), own]).to(device)
+        for rider, part in self._parts(message):
+            rider.put(part)
+        return message
+
+    def arrive(self, gathered: torch.Tensor) -> None:
+        """gathered: [ranks, n], the messages of all ranks."""
+        for rider, part in self._parts(gathered):
+            rider.take(part)
+
+    def _parts(self, message: torch.Tensor) -> Iterator[tuple[Rider, torch.Tensor]]:
+        at = 0
+        for rider, row in self._rows:
+            yield rider, message[..., at : at + len(row)]
+            at += len(row)
+
+
+def in_a_stage(find: Callable[[], str], totals: Sequence[float], stages: Stages | None) -> str:
+    """What `find`, collective within a stage, finds in this one, whose total is not finite; else which stage it is."""
+    if stages is None or not math.isfinite(totals[stages.here]):
+        return find()
+    stage = next(s for s, total in enumerate(totals) if not math.isfinite(total))
+    return f"in pipeline stage {stage}"
 
 
 def first_not_finite(state: ModelState, guard: Guard) -> str:
@@ -137,12 +174,15 @@ class Skips:
         """A step was, or other weights were loaded."""
         self.in_row, self.weight = 0, ""
 
-    def skipped(self, reason: str, state: ModelState, guard: Guard) -> str:
+    def skipped(self, reason: str, state: ModelState, guard: Guard, stages: Stages | None = None) -> str:
         """The reason with all that is known of it. Looks at the weights at the first skip of a row, and again before
         end() would raise. Collective."""
         self.in_row += 1
         if self.in_row == 1 or (self.weight and self.in_row == self._most):
-            self.weight = first_weight_not_finite(state, guard)
+            self.weight = weight = first_weight_not_finite(state, guard)
+            if stages is not None:
+                totals = stages.totals(math.nan if weight else 0.0)
+                self.weight = in_a_stage(lambda: weight, totals, stages) if any(map(math.isnan, totals)) else ""
         return f"{reason}; the weights themselves are not finite: {self.weight}" if self.weight else reason
 
     @property

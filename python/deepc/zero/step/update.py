@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
+from ...core.dtypes import UNIT
 from ...core.lib import C, LambArgs, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
@@ -20,7 +21,7 @@ from ...offload import Cell as DiskCell
 from ...optim.factory import check_optimizer, moments_of, state_bytes_of, steps_whole_blocks, twin_over
 from ...optim.kinds.lamb import set_scalars, trust_ratio
 from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
-from ...optim.states.formats import FORMATS, SCALE, UNIT, is_coded, scale_units
+from ...optim.states.formats import FORMATS, SCALE, is_coded, scale_units
 from ...optim.states.norms import Norms, Stretch
 from ...plan.layout import BLOCK, Segment
 from ..state import ModelState, Walk
@@ -78,6 +79,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._across: MatrixUpdate | FactoredUpdate | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
+        self._squares: dict[int, tuple[float, float]] | None = None  # of whole parameters, once LAMB's norms are known
+        self._has_moments = False
         self._forget_passes()
         self.overflow = False
         self.loss_scale = 1.0
@@ -312,8 +315,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._forget_passes()
 
     def _forget_passes(self) -> None:
-        self._squares: dict[int, tuple[float, float]] | None = None  # of whole parameters, once the norms are known
-        self._has_moments, self._unfinished = False, None
+        self._squares, self._has_moments, self._unfinished = None, False, None
 
     def _aim_formed(self) -> None:
         """The arguments where states have a format: one run for each segment."""
@@ -431,9 +433,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _to_device(self) -> None:
         """Where states are offloaded: the new parameters go back to the device."""
-        for s in self._state.plan.slices if self._state.flat_host is not None else ():
+        host = self._state.flat_host
+        if host is None:
+            return
+        for s in self._state.plan.slices:
             part = slice(s.flat_begin, s.flat_begin + s.length)
-            self._state.flat[part].copy_(self._state.flat_host[part])
+            self._state.flat[part].copy_(host[part])
 
     def _step_runs(self, args: Any, runs: Sequence[Run], groups: Sequence[tuple[Scalars, float]]) -> None:
         for a, run in zip(args, runs):

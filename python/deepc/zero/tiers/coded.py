@@ -7,9 +7,10 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from ...core.dtypes import UNIT
 from ...errors import UnsupportedError
 from ...offload import Stream
-from ...optim.states.formats import SCALE, UNIT, make_state, pack, scale_units, unpack
+from ...optim.states.formats import SCALE, make_state, pack, scale_units, unpack
 
 
 class CodedPiece(NamedTuple):

@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..core import memory
-from ..core.foreign import private
-from ..core.ops import torch_dtype as tensor_dtype
-from ..errors import ConfigError, DeepcError, OutOfMemoryError, UnsupportedError
-from ..plan.derive import Machine, is_streamed
-from ..plan.mesh import Mesh
-from ..plan.plan import SLOTS, Plan
-from ..zero.step.nodes import NodesReducer
-from ..zero.step.reducer import CoreReducer, TreeReducer
-from ..zero.step.tree import KEY, LayoutOrder, MicroBatchSampler
-from .base import EngineBase, Policy, StepResult, say
-from .data import cast_floats
+from ...core import memory
+from ...core.foreign import private
+from ...core.ops import torch_dtype as tensor_dtype
+from ...errors import ConfigError, DeepcError, OutOfMemoryError, UnsupportedError
+from ...plan.derive import Machine, is_streamed
+from ...plan.mesh import Mesh
+from ...plan.plan import SLOTS, Plan
+from ...zero.step.nodes import NodesReducer
+from ...zero.step.reducer import CoreReducer, TreeReducer
+from ...zero.step.tree import KEY, LayoutOrder, MicroBatchSampler
+from ..base import EngineBase, Policy, StepResult, say
+from ..data import cast_floats
 from .precision import AutoPrecision, name_of, torch_dtype
 
 if TYPE_CHECKING:
-    from ..comm.groups import NodeGroup
-    from ..comm.shared import Comm
-    from ..zero.step.hooks import GradientHooks
-    from ..zero.step.norm import Rider
-    from ..zero.step.reducer import Reducer
-    from ..zero.streamed.state import StreamedState
+    from ...comm.groups import NodeGroup
+    from ...comm.shared import Comm
+    from ...zero.step.hooks import GradientHooks
+    from ...zero.step.norm import Rider
+    from ...zero.step.reducer import Reducer
+    from ...zero.streamed.state import StreamedState
 
 
 def choose_policy(engine: EngineBase) -> Policy:

@@ -6,19 +6,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..core import cpu
-from ..core.cpu import ComputePath, bf16_arithmetic, cpu_flags, fp16_arithmetic
-from ..core.dtypes import BFLOAT16, FLOAT16, TRAINED
-from ..core.dtypes import dtype as dtype_named
-from ..core.ops import dtype_of
-from ..core.ops import torch_dtype as _torch_dtype
-from ..errors import CheckpointError
-from ..optim.scaling import DynamicLossScaler, LossScaleError, StaticLossScaler
+from ...core import cpu
+from ...core.cpu import ComputePath, bf16_arithmetic, cpu_flags, fp16_arithmetic
+from ...core.dtypes import BFLOAT16, FLOAT16, TRAINED
+from ...core.dtypes import dtype as dtype_named
+from ...core.ops import dtype_of
+from ...core.ops import torch_dtype as _torch_dtype
+from ...errors import CheckpointError
+from ...optim.scaling import DynamicLossScaler, LossScaleError, StaticLossScaler
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config.tree import Config
+    from ...config.tree import Config
 
 __all__ = [
     "AutoPrecision",

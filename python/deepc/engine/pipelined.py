@@ -1,0 +1,325 @@
+"""The engine of a rank of a pipeline: `loss = engine.train_batch(data)`.
+
+Each rank has an ordinary engine over its part of the model, whose group are the ranks with the same part: any ZeRO
+stage, precision and clipping work as they do without a pipeline. What is added here: a batch goes through the stages by
+a schedule (parallel/pipeline), steps are judged over all stages, and parameters that several stages compute with have
+one trainer (part.Tie)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.ops import torch_dtype
+from ..errors import ArgumentError, ConfigError, DeepcError, MisuseError, UnsupportedError
+from ..parallel.pipeline.layers import PipelineModule
+from ..parallel.pipeline.runtime import Stages
+from .base import StepResult, say
+from .engine import Engine
+
+if TYPE_CHECKING:
+    import os
+
+    from ..config.tree import Config
+    from ..parallel.pipeline.part import Part
+    from .events import Watcher
+
+_ONLY = (
+    "an engine of a pipeline runs whole batches: call engine.train_batch(data_iter), or engine.eval_batch(data_iter)"
+)
+
+
+class PipelineEngine(Engine):
+    """See deepc.initialize. train_batch, eval_batch and checkpoints are collective over all ranks."""
+
+    part: Part
+
+    def __init__(
+        self, model: torch.nn.Module, config: Config, *, watchers: Sequence[Watcher] = (), **given: Any
+    ) -> None:
+        super().__init__(model, config, watchers=watchers, **given)
+        place = self.mesh.coordinates(self.everyone.rank)
+        self.stage_id, self.num_stages = place.pp, self.mesh.pp
+        self._stages = Stages(self.part, self.mesh.group("pp", self.everyone.rank), place.pp)
+        self._indices = {id(p): i for i, p in enumerate(self.state.trained)}
+        self._endless: Iterator[Any] | None = None
+        self._outputs: list[Any] = []
+        self._refuse_what_is_not_there()
+        if isinstance(model, PipelineModule) and config.pipeline.activation_checkpoint_interval:
+            model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
+        # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
+        # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
+        self._sums = self.world_size > 1 or self.part.chunks > 1 or self._stages.splits(self.micro_batches)
+        self._copied: dict[int, torch.Tensor] = {}  # number of a tie -> the sum of its copy's gradients
+        self._watch_copies()
+        self._spread_ties()
+        say(self, self._in_words())
+
+    def _in_words(self) -> str:
+        """Of the pipeline, for the log."""
+        part, ranks = self.part, self.mesh.pp
+        replicas = f", {self.mesh.dp} data-parallel" * (self.mesh.dp > 1)
+        return (
+            f"pipeline: {ranks} rank{'s' * (ranks > 1)}{replicas}, {self.micro_batches} micro-batches a batch, schedule"
+            f" {part.schedule}; stages: {part.describe()}"
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a batch."""
+        return self.gradient_accumulation_steps()
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage, whose inputs come from the data."""
+        return self._stages.is_first()
+
+    def is_last_stage(self) -> bool:
+        """Whether it has the last one, which makes the loss."""
+        return self._stages.is_last()
+
+    def _refuse_what_is_not_there(self) -> None:
+        here = {
+            "GPUs": self.device.type != "cpu",
+            "parameters or optimizer states on disk": self.plan.updates_on_disk,
+            "ZeRO stage 3 over several nodes": self.plan.mode == "streamed",
+            '"precision": "auto"': self.auto_precision is not None,
+            'deepc.deterministic = "layout"': self.step_policy.one_gradient,
+        }
+        if found := [what for what, is_so in here.items() if is_so]:
+            self.destroy()
+            raise UnsupportedError(f"a pipeline with {' and '.join(found)} does not exist; see docs/status.md")
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Takes gradient_accumulation_steps micro-batches (of `data_iter`, or of training_data, which begins again at
+        its end), trains on them and steps. Ranks with the first or last stage read data: those of one pipeline must get
+        the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
+        batches = self._draw(data_iter, self.micro_batches)
+        self.hooks.check()
+        if self.hooks.accumulated or self.hooks.left_behind:
+            raise DeepcError("gradients are left of a batch that did not come to its end; call engine.zero_grad()")
+        if self._sums:
+            self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
+        try:
+            losses = self._stages.train(self, batches, self._indices)
+        except BaseException:
+            self._copied.clear()
+            self.hooks.give_up()
+            raise
+        finally:
+            self.hooks.synchronising, self.hooks.sums_in = True, None
+        self._send_copied()
+        if self._sums:
+            self.hooks.flush()
+        while not self.is_gradient_accumulation_boundary():
+            self._end_micro_step()
+        loss = self._mean(losses)
+        super().step()
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The same without gradients. Returns the mean loss, on every rank (bcast_loss=False: None but where the last
+        stage is); reduce_output=None: the list of losses of this pipeline, there. compute_loss=False or
+        return_logits=True: what the last layer returned instead, or also (loss, outputs), there. Collective."""
+        if reduce_output not in ("avg", None):
+            raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
+        batches = self._draw(data_iter, num_micro_batches or self.micro_batches)
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                losses = self._stages.evaluate(self, batches)
+        finally:
+            self.module.train(training)
+            outputs, self._outputs = self._outputs, []
+        if not compute_loss:
+            return outputs if self.is_last_stage() else None
+        if reduce_output is None:
+            loss: Any = losses if self.is_last_stage() else None
+        else:
+            loss = self._mean(losses)
+            if not bcast_loss and not self.is_last_stage():
+                loss = None
+        return (loss, outputs if self.is_last_stage() else None) if return_logits else loss
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """What batches are drawn from where train_batch gets no data_iter; begins again at its end."""
+        self.training_dataloader = loader  # type: ignore[assignment]  # DeepSpeed's name: anything that iterates
+        self._endless = None
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        self._endless = iterator
+
+    def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
+        """`count` micro-batches, Nones on a rank that reads none."""
+        if not (self.part.wants_batch or self.is_first_stage() or self.is_last_stage()):
+            return [None] * count
+        if data_iter is None:
+            if self._endless is None:
+                if self.training_dataloader is None:
+                    raise ArgumentError(
+                        "train_batch without data: pass data_iter, an iterator of micro-batches, or training_data to"
+                        " initialize"
+                    )
+                self._endless = _again_and_again(self.training_dataloader)
+            data_iter = self._endless
+        if not hasattr(data_iter, "__next__"):
+            raise ArgumentError(
+                f"train_batch takes an iterator of micro-batches, got {type(data_iter).__name__}; write iter(...), and"
+                " keep it from batch to batch"
+            )
+        batches = list(itertools.islice(data_iter, count))
+        if len(batches) < count:
+            raise MisuseError(
+                f"the data ended after {len(batches)} of the {count} micro-batches of a batch"
+                " (gradient_accumulation_steps); an iterator for training begins again at its end"
+            )
+        return batches
+
+    def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of all pipelines. Collective."""
+        mine = torch.tensor([float(sum(map(float, losses))), float(len(losses))], dtype=torch.float64)
+        total, count = self.everyone.gather_all(mine).sum(0).tolist()
+        return torch.tensor(total / count, dtype=torch.float32, device=self.device)
+
+    # ---- what a batch asks of the engine (parallel/pipeline/runtime.py) ----------------------------------------------
+    def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
+        first, last = stage == 0, stage == self._stages.count - 1
+        self.events.begin("forward", self.part.inputs(batch) if first else ((), {}))
+        out = None
+        try:
+            with self.activations.around():
+                out = self.part.run(self._call if not last else self._call_last, stage, received, batch)
+        finally:
+            self.events.end("forward", out if last else None)
+        if last and torch.is_grad_enabled() and not (isinstance(out, torch.Tensor) and out.numel() == 1):
+            raise ArgumentError(
+                "the last stage of a pipeline must end in a scalar loss, got"
+                f" {tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__}; give the model a"
+                " loss_fn that reduces it"
+            )
+        return out
+
+    def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.step_policy.forward(inputs, kwargs)
+
+    def _call_last(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._call(inputs, kwargs)
+        if not torch.is_grad_enabled():
+            self._outputs.append(out)
+        return out
+
+    def backward_loss(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        self._micro_batch_is_done()
+
+    def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        self.events.begin("backward", None)
+        try:
+            if self.hooks.synchronising:
+                self._backward_pass(lambda: _backward(outputs, gradients))
+            else:
+                _backward(outputs, gradients)
+        finally:
+            self.events.end("backward", None)
+        self._micro_batch_is_done()
+
+    def _micro_batch_is_done(self) -> None:
+        if self.hooks.synchronising and not self.is_gradient_accumulation_boundary():
+            self._end_micro_step()
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        self.hooks.bring(index, gradient)
+
+    # ---- parameters of several stages --------------------------------------------------------------------------------
+    def _watch_copies(self) -> None:
+        for i, tie in enumerate(self.part.ties):
+            if self.stage_id in tie.holders:
+                assert tie.parameter is not None
+
+                def add(p: torch.Tensor, i: int = i) -> None:
+                    assert p.grad is not None
+                    grad, p.grad = p.grad.to(torch_dtype(self.plan.accumulator)), None
+                    self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
+
+                self._undo.callback(tie.parameter.register_post_accumulate_grad_hook(add).remove)
+
+    def _send_copied(self) -> None:
+        """The gradients of copies go to their trainer."""
+        for i, tie in enumerate(self.part.ties):
+            if self.stage_id in tie.holders:
+                assert tie.parameter is not None
+                none = torch.zeros(tie.parameter.shape, dtype=torch_dtype(self.plan.accumulator))
+                self._stages.send_tie(i, self._copied.pop(i, none), tie.owner)
+        self._stages.hops.finish()
+
+    def last_backward_comes(self) -> None:
+        """A trainer takes the gradients of the copies, which are in later stages: their backward passes are over where
+        its own last one begins."""
+        for i, tie in enumerate(self.part.ties):
+            if tie.owner == self.stage_id:
+                assert tie.parameter is not None
+                like = torch.empty(tie.parameter.shape, dtype=torch_dtype(self.plan.accumulator))
+                for holder in tie.holders:
+                    self.hooks.bring(self._indices[id(tie.parameter)], self._stages.receive_tie(i, like, holder))
+
+    def publish(self) -> None:
+        super().publish()
+        if "_stages" in self.__dict__:  # else the engine is being made
+            self._spread_ties()
+
+    @torch.no_grad()
+    def _spread_ties(self) -> None:
+        """Copies get the trainer's values. Collective."""
+        for i, tie in enumerate(self.part.ties):
+            if tie.owner == self.stage_id:
+                assert tie.parameter is not None
+                for holder in tie.holders:
+                    self._stages.send_tie(i, tie.parameter.detach(), holder)
+            elif self.stage_id in tie.holders:
+                copy = tie.parameter
+                assert copy is not None
+                copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), tie.owner)
+        self._stages.hops.finish()
+
+    # ---- what a pipeline does not do ---------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(_ONLY)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(_ONLY)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
+        raise UnsupportedError(_ONLY)
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
+        raise UnsupportedError(
+            "save_16bit_model over the stages of a pipeline does not exist: engine.save_checkpoint(folder), then `deepc"
+            " ckpt export folder OUT` gives the same files"
+        )
+
+
+def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    if outputs:
+        torch.autograd.backward(list(outputs), list(gradients))
+
+
+def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError("training_data gives no micro-batch")

@@ -1,0 +1,1 @@
+"""Ways to share a model among ranks besides data parallelism."""

@@ -1,0 +1,84 @@
+"""The gradient of a layer in two halves, for zero-bubble schedules (arXiv:2401.10241): backward makes that of the
+inputs, which the stage before waits for, and leaves the matrix product that makes the weight's for later.
+
+Linear layers are found where they are called, whatever module they belong to: F.linear, and addmm as transformers'
+Conv1D calls it. What the weight's gradient needs (inputs, and gradients of outputs) is kept until then. All other
+parameters (norms, embeddings) get theirs in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Bring = Callable[[int, torch.Tensor], None]  # (index of the parameter, its gradient)
+
+
+class Later:
+    """The products that the backward of one micro-batch through one stage has left."""
+
+    def __init__(self) -> None:
+        self._left: list[Callable[[], None]] = []
+
+    def add(self, product: Callable[[], None]) -> None:
+        self._left.append(product)
+
+    def run(self) -> None:
+        """Makes them, in the order in which backward came to them."""
+        left, self._left = self._left, []
+        for product in left:
+            product()
+
+
+class Deferring(TorchFunctionMode):
+    """Around a forward. indices: id(parameter) -> index; others are left to autograd. bring: takes a gradient."""
+
+    def __init__(self, indices: Mapping[int, int], bring: Bring, later: Later) -> None:
+        super().__init__()
+        self._indices, self._bring, self._later = indices, bring, later
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear and torch.is_grad_enabled():
+            x, weight, bias = (*args, *(kwargs.get(k) for k in ("input", "weight", "bias")[len(args) :]))
+            if self._takes(weight) and (bias is None or self._takes(bias)):
+                return self._linear(x, weight, bias, False)
+        elif func is torch.addmm and len(args) == 3 and not kwargs and torch.is_grad_enabled():
+            bias, x, weight = args
+            if self._takes(weight) and self._takes(bias) and bias.dim() == 1:
+                return self._linear(x, weight, bias, True)
+        return func(*args, **kwargs)
+
+    def _linear(self, *given: Any) -> Any:
+        return _Linear.apply(self, *given)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+
+    def _takes(self, p: Any) -> bool:
+        return isinstance(p, torch.Tensor) and id(p) in self._indices
+
+    def leave(self, x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor, bias: Any, transposed: bool) -> None:
+        """The products of one layer: x [.., in], g [.., out]; weight [out, in], or [in, out] if transposed."""
+
+        def product() -> None:
+            rows, out = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+            self._bring(self._indices[id(weight)], rows.t() @ out if transposed else out.t() @ rows)
+            if bias is not None:
+                self._bring(self._indices[id(bias)], out.sum(0))
+
+        self._later.add(product)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mode: Deferring, x: torch.Tensor, weight: Any, bias: Any, transposed: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.mode, ctx.transposed = bias, mode, transposed
+        return torch.addmm(bias, x, weight) if transposed else torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.mode.leave(x, g, weight, ctx.bias, ctx.transposed)
+        matrix = weight.t() if ctx.transposed else weight
+        return None, g @ matrix if ctx.needs_input_grad[1] else None, None, None, None

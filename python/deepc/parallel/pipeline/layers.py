@@ -1,0 +1,293 @@
+"""A model as a list of layers, of which each rank of a pipeline builds its own: DeepSpeed's PipelineModule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from ...comm import start
+from ...errors import ArgumentError, ConfigError
+from ...plan.mesh import Mesh
+from ...plan.schedule import stage_rank
+from . import balance
+from .part import Call, Tie
+
+
+class LayerSpec:
+    """A layer that is built where it is needed: `LayerSpec(nn.Linear, 64, 64)`."""
+
+    def __init__(self, typename: Callable[..., torch.nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise ArgumentError(f"LayerSpec takes a class of modules and its arguments, got {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> torch.nn.Module:
+        """log: DeepSpeed's; without effect."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.typename, "__name__", type(self.typename).__name__)
+
+    def __repr__(self) -> str:
+        given = [repr(a) for a in self.module_args] + [f"{k}={v!r}" for k, v in self.module_kwargs.items()]
+        return f"{type(self).__name__}({', '.join([self.name, *given])})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose parameters are those of all layers with the same `key`, as one module used at several places.
+    forward_fn: called with (module, inputs) at this place, instead of module(inputs). tied_weight_attr: DeepSpeed's
+    list of what is tied; here all parameters of the module are."""
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., torch.nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[torch.nn.Module, Any], Any] | None = None,
+        tied_weight_attr: Any = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
+
+
+Layer = Any  # a LayerSpec, a module, or a function
+
+
+class PipelineModule(torch.nn.Module):
+    """This rank's stages of a model that is a list of layers, each called with what the one before returned.
+
+    layers: LayerSpecs, modules, functions. num_stages: ranks of the pipeline (or topology, with `get_dim("pipe")`); the
+    others are data-parallel. loss_fn(outputs, labels): the loss of the last layer's output; None: that is the loss. A
+    micro-batch is (inputs, labels). seed_layers: layer i is built after torch.manual_seed(base_seed + i) (or
+    seed_fn(base_seed + i)), so that all ways to cut begin with the same weights. partition_method: "uniform",
+    "parameters" (about equally many in each stage) or "type:REGEX" (equally many layers whose class matches).
+    activation_checkpoint_interval: so many layers are computed again in backward; checkpointable_layers: only chunks
+    that have a layer of these class names. schedule: how micro-batches go through the stages (plan/schedule.py);
+    chunks: stages per rank, default what the schedule needs.
+
+    Layer i is the submodule "i", or tied_modules.KEY: the names in a checkpoint, whatever the number of stages."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = True,
+        *,
+        schedule: str = "1f1b",
+        chunks: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._specs = list(layers)
+        if not self._specs:
+            raise ArgumentError("PipelineModule needs layers, got an empty list")
+        self.loss_fn = loss_fn
+        self._seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func or _recompute
+        self._recomputed = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+        self.mesh = _mesh(num_stages, topology)
+        self.schedule, self.chunks = schedule, chunks or _CHUNKS.get(schedule, 1)
+        here = self.mesh.coordinates(dist.get_rank()).pp
+        stages = self.mesh.pp * self.chunks
+        self.cuts = balance.cut(balance.costs_of(partition_method, *_weigh(self._specs, partition_method)), stages)
+        self.num_stages, self.stage_id = self.mesh.pp, here
+        self._rank_of = [stage_rank(schedule, stages=self.mesh.pp, chunks=self.chunks, stage=s) for s in range(stages)]
+        self.stages = [s for s in range(stages) if self._rank_of[s] == here]
+        self.tied_modules = torch.nn.ModuleDict()
+        self._calls: dict[int, Callable[[Any], Any]] = {}
+        for stage in self.stages:
+            for i in range(self.cuts[stage], self.cuts[stage + 1]):
+                self._calls[i] = self._build(i, self._specs[i])
+        for i, layer in enumerate(self._specs):
+            if isinstance(layer, torch.nn.Module) and i not in self._calls:
+                self._specs[i] = None  # another rank's: its memory goes
+        self._running = self.stages
+
+    # ---- building ----------------------------------------------------------------------------------------------------
+    def _build(self, index: int, layer: Layer) -> Callable[[Any], Any]:
+        if self._seed is not None:
+            seed, base = self._seed
+            seed(base + index)
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = self._built(index, layer)
+            module, forward = self.tied_modules[layer.key], layer.forward_fn
+            return module if forward is None else lambda x: forward(module, x)
+        if isinstance(layer, (LayerSpec, torch.nn.Module)):
+            module = self._built(index, layer) if isinstance(layer, LayerSpec) else layer
+            self.add_module(str(index), module)
+            return module
+        if not callable(layer):
+            raise ArgumentError(f"layer {index} is {layer!r}; a layer is a LayerSpec, a module or a function")
+        return layer  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _built(index: int, spec: LayerSpec) -> torch.nn.Module:
+        module = spec.build()
+        if not isinstance(module, torch.nn.Module):
+            raise ArgumentError(f"layer {index}, {spec}, made {type(module).__name__}, which is no torch.nn.Module")
+        return module
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """activation_checkpoint_interval from here on."""
+        self.activation_checkpoint_interval = interval
+
+    # ---- as a module -------------------------------------------------------------------------------------------------
+    def forward(self, inputs: Any) -> Any:
+        """This rank's layers: of the stage that is running, or all of them."""
+        for stage in self._running:
+            inputs = self._forward(inputs, self.cuts[stage], self.cuts[stage + 1])
+        return inputs
+
+    def _forward(self, inputs: Any, begin: int, end: int) -> Any:
+        step = self.activation_checkpoint_interval or end - begin
+        for at in range(begin, end, step):
+            some = range(at, min(at + step, end))
+
+            def run(*given: Any, some: range = some) -> Any:
+                x = given if len(given) > 1 else given[0]
+                for i in some:
+                    x = self._calls[i](x)
+                return x
+
+            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            inputs = (self.activation_checkpoint_func if self._is_recomputed(some) else _at_once)(run, *given)
+        return inputs
+
+    def _is_recomputed(self, some: range) -> bool:
+        if not self.activation_checkpoint_interval or not torch.is_grad_enabled():
+            return False
+        names = self._recomputed
+        return names is None or any(type(self._calls[i]).__name__ in names for i in some)
+
+    @contextlib.contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        self._running = [stage]
+        try:
+            yield
+        finally:
+            self._running = self.stages
+
+    # ---- as a part of a pipeline (part.py) ---------------------------------------------------------------------------
+    wants_batch = False
+
+    @property
+    def ties(self) -> list[Tie]:
+        found = []
+        for key, ranks in self._tied().items():
+            if len(ranks) > 1:
+                module = self.tied_modules[key] if key in self.tied_modules else None
+                # every rank lists the parameters of a tie, so that all count the same ones
+                of = module if module is not None else self._on_meta(key)
+                for name, p in of.named_parameters():
+                    mine = p if module is not None else None
+                    found.append(Tie(f"tied_modules.{key}.{name}", ranks[0], tuple(ranks[1:]), mine))
+        return found
+
+    def _tied(self) -> dict[str, list[int]]:
+        """Key -> the ranks that have such a layer, the owner first: that of the first stage, whose gradients come last
+        of all in a backward."""
+        found: dict[str, list[int]] = {}
+        for stage, (begin, end) in enumerate(zip(self.cuts, self.cuts[1:])):
+            for spec in self._specs[begin:end]:
+                if isinstance(spec, TiedLayerSpec) and self._rank_of[stage] not in found.setdefault(spec.key, []):
+                    found[spec.key].append(self._rank_of[stage])
+        return found
+
+    def _on_meta(self, key: str) -> torch.nn.Module:
+        spec = next(s for s in self._specs if isinstance(s, TiedLayerSpec) and s.key == key)
+        with torch.device("meta"):
+            return spec.build()
+
+    @property
+    def elsewhere(self) -> frozenset[int]:
+        return frozenset(id(t.parameter) for t in self.ties if t.parameter is not None and t.owner != self.stage_id)
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {}
+
+    def describe(self) -> str:
+        return " | ".join(
+            f"layers {begin} to {end - 1}" if end - begin > 1 else f"layer {begin}"
+            for begin, end in zip(self.cuts, self.cuts[1:])
+        )
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch[0],), {}
+
+    def run(self, call: Call, stage: int, received: Any, batch: Any) -> Any:
+        with self._only(stage):
+            out = call((batch[0] if stage == 0 else received,), {})
+        if stage < len(self.cuts) - 2 or self.loss_fn is None:
+            return out
+        return self.loss_fn(out, batch[1])
+
+
+_CHUNKS = {"interleaved": 2, "zb-v": 2}
+
+
+def _mesh(num_stages: int | None, topology: Any) -> Mesh:
+    start.init_distributed()
+    world = dist.get_world_size()
+    if topology is not None:
+        axes = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
+        if list(axes) not in (["pipe", "data"], ["pipe"]):
+            raise ConfigError(f"topology has the axes {', '.join(axes)}; deepc lays a pipeline out as ('pipe', 'data')")
+        num_stages = num_stages or axes["pipe"]
+        if num_stages * axes.get("data", 1) != world:
+            raise ConfigError(f"topology {axes} is for {num_stages * axes.get('data', 1)} ranks, and there are {world}")
+    if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
+        raise ArgumentError(
+            f"PipelineModule(num_stages={num_stages!r}): it is the number of ranks of a pipeline, 1 or more"
+        )
+    if world % num_stages:
+        raise ConfigError(
+            f"PipelineModule(num_stages={num_stages}): {world} rank{'s' * (world > 1)} don't make whole pipelines of"
+            f" {num_stages}; start a multiple of {num_stages}, or use another number of stages"
+        )
+    return Mesh(pp=num_stages, dp=world // num_stages)
+
+
+def _weigh(specs: Sequence[Layer], method: str) -> tuple[list[int], list[str]]:
+    """(parameters, class name) of each layer. Only one of tied layers counts. Nothing is built but on the meta device,
+    and that only if the method asks for parameters."""
+    counts, names, keys = [], [], set()
+    for spec in specs:
+        names.append(spec.name if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__))
+        module = spec
+        if isinstance(spec, LayerSpec):
+            known = isinstance(spec, TiedLayerSpec) and spec.key in keys
+            if isinstance(spec, TiedLayerSpec):
+                keys.add(spec.key)
+            module = None
+            if method.lower() == "parameters" and not known:
+                with torch.device("meta"):
+                    module = spec.build()
+        trained = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        counts.append(sum(p.numel() for p in trained if p.requires_grad))
+    return counts, names
+
+
+def _at_once(run: Callable[..., Any], *inputs: Any) -> Any:
+    return run(*inputs)
+
+
+def _recompute(run: Callable[..., Any], *inputs: Any) -> Any:
+    return checkpoint(run, *inputs, use_reentrant=False)

@@ -1,0 +1,55 @@
+"""What a pipeline's engine asks of the part of a model that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...plan.mesh import Mesh
+
+Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]  # runs the engine's module on (inputs, kwargs)
+
+
+class Tie(NamedTuple):
+    """A parameter that several ranks of a pipeline compute with. The first one trains it; the others hold copies: their
+    gradients go to it before it reduces its own, and new values come from it after a step. owner, holders: ranks of the
+    pipeline. parameter: this rank's, None if it has none."""
+
+    name: str
+    owner: int
+    holders: tuple[int, ...]
+    parameter: torch.nn.Parameter | None
+
+
+class Part(Protocol):
+    """mesh: of all ranks. schedule, chunks: as plan/schedule.py has them; the pipeline has mesh.pp * chunks stages.
+    elsewhere: ids of parameters of the module that other ranks hold. names: further names of parameters -> the name
+    under which they are stored, of the whole model. wants_batch: every stage reads the micro-batch, not only the first
+    and the last."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def ties(self) -> Sequence[Tie]: ...
+    @property
+    def elsewhere(self) -> frozenset[int]: ...
+    @property
+    def names(self) -> dict[str, str]: ...
+    @property
+    def wants_batch(self) -> bool: ...
+
+    def describe(self) -> str:
+        """What each stage of the whole model is, for the log."""
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the first stage reads of a micro-batch, as (arguments, keyword arguments)."""
+
+    def run(self, call: Call, stage: int, received: Any, batch: Any) -> Any:
+        """What stage `stage` returns for a micro-batch: an activation, of the last one the loss, or what stands for it
+        in an evaluation without loss. received: of the stage before; None in the first."""

@@ -1,0 +1,214 @@
+"""A batch through the stages of one rank: the actions of the schedule, one after the other.
+
+F runs a stage forward, on what the stage before sent, and sends its output on. B runs it backward, on the gradient of
+that output; or I and W do so in two halves (deferred.py). Between stages of one rank nothing is sent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...plan.schedule import Action, actions, stage_rank
+from .deferred import Deferring, Later
+from .hops import Hops
+from .part import Part
+
+_ACTIVATION, _GRADIENT, _KINDS = 0, 1, 3
+_TIED = 2
+
+
+class Loop(Protocol):
+    """The engine, as far as a batch needs one."""
+
+    def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
+        """Forward. The last stage's is the loss."""
+
+    def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Backward of a stage but the last, from the gradients of its outputs."""
+
+    def backward_loss(self, loss: torch.Tensor) -> None:
+        """Backward of the last stage."""
+
+    def last_backward_comes(self) -> None:
+        """Before the last backward of the batch on this rank."""
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient of the trained parameter `index`."""
+
+
+class _Passed(NamedTuple):
+    """A micro-batch that went forward through a stage."""
+
+    inputs: Any
+    output: Any
+    later: Later | None
+
+
+class Stages:
+    """The stages of this rank. column: the ranks of the pipeline in the default group, first to last."""
+
+    def __init__(self, part: Part, column: Sequence[int], here: int) -> None:
+        self._part, self._here = part, here
+        self.hops = Hops(column)
+        self.count = len(column) * part.chunks
+        self._rank_of = [
+            stage_rank(part.schedule, stages=len(column), chunks=part.chunks, stage=s) for s in range(self.count)
+        ]
+        self._passed: dict[tuple[int, int], _Passed] = {}
+        self._local: dict[tuple[int, int, int], Any] = {}  # what goes from a stage to another of this rank
+        self._indices: Mapping[int, int] = {}
+
+    def is_first(self) -> bool:
+        return self._rank_of[0] == self._here
+
+    def is_last(self) -> bool:
+        return self._rank_of[-1] == self._here
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """This rank's."""
+        part, ranks = self._part, len(set(self._rank_of))
+        return actions(part.schedule, stages=ranks, micro_batches=micro_batches, rank=self._here, chunks=part.chunks)
+
+    def splits(self, micro_batches: int) -> bool:
+        """Whether backward comes in two halves."""
+        return any(action.kind == "W" for action in self.actions(micro_batches))
+
+    # ---- a batch -----------------------------------------------------------------------------------------------------
+    def train(self, loop: Loop, batches: Sequence[Any], indices: Mapping[int, int]) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches. indices: id -> index of the trained parameters. Returns the
+        losses, detached, on the rank of the last stage."""
+        self._indices = indices
+        losses: list[torch.Tensor] = []
+        plan, splits = self.actions(len(batches)), self.splits(len(batches))
+        last = max(i for i, action in enumerate(plan) if action.kind != "F")
+        try:
+            for at, (kind, stage, micro) in enumerate(plan):
+                if at == last:
+                    loop.last_backward_comes()
+                if kind == "F":
+                    out = self._forward(loop, stage, micro, batches[micro], splits)
+                    if stage == self.count - 1:
+                        losses.append(out.detach())
+                elif kind == "W":
+                    later = self._passed.pop((stage, micro)).later
+                    assert later is not None
+                    later.run()
+                else:
+                    self._backward(loop, stage, micro, keep=kind == "I")
+            self.hops.finish()
+        finally:
+            self._passed.clear()
+            self._local.clear()
+        return losses
+
+    def evaluate(self, loop: Loop, batches: Sequence[Any]) -> list[Any]:
+        """Forward of all micro-batches: what the last stage returned, on its rank."""
+        outputs = []
+        try:
+            for kind, stage, micro in self.actions(len(batches)):
+                if kind == "F":
+                    out = self._forward(loop, stage, micro, batches[micro], False)
+                    if stage == self.count - 1:
+                        outputs.append(out)
+                    self._passed.clear()
+            self.hops.finish()
+        finally:
+            self._passed.clear()
+            self._local.clear()
+        return outputs
+
+    def _forward(self, loop: Loop, stage: int, micro: int, batch: Any, splits: bool) -> Any:
+        received = None if stage == 0 else self._receive(stage, micro)
+        later = Later() if splits else None
+        with self._deferring(loop, later):
+            out = loop.run_stage(stage, received, batch)
+        self._passed[stage, micro] = _Passed(received, out, later)
+        if stage < self.count - 1:
+            self._send(out, stage, micro)
+        return out
+
+    @contextlib.contextmanager
+    def _deferring(self, loop: Loop, later: Later | None) -> Iterator[None]:
+        if later is None:
+            yield
+        else:
+            with Deferring(self._indices, loop.bring, later):
+                yield
+
+    def _backward(self, loop: Loop, stage: int, micro: int, keep: bool) -> None:
+        """keep: the other half of it comes later."""
+        passed = self._passed[stage, micro]
+        if stage == self.count - 1:
+            loop.backward_loss(passed.output)
+        else:
+            outputs = _grown(passed.output)
+            loop.backward_stage(outputs, self._receive_gradients(stage, micro, outputs))
+        if stage > 0:
+            self._send_gradients(_leaves(passed.inputs), stage, micro)
+        if keep:
+            self._passed[stage, micro] = passed._replace(inputs=None, output=None)
+        else:
+            del self._passed[stage, micro]
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+    def _tag(self, stage: int, micro: int, kind: int) -> int:
+        """Of what goes between stages `stage` and `stage + 1`."""
+        return (micro * self.count + stage) * _KINDS + kind
+
+    def _send(self, out: Any, stage: int, micro: int) -> None:
+        to = self._rank_of[stage + 1]
+        if to != self._here:
+            self.hops.send(out, to, self._tag(stage, micro, _ACTIVATION))
+        else:
+            self._local[stage, micro, _ACTIVATION] = _as_leaves(out)
+
+    def _receive(self, stage: int, micro: int) -> Any:
+        source = self._rank_of[stage - 1]
+        if source == self._here:
+            return self._local.pop((stage - 1, micro, _ACTIVATION))
+        return self.hops.receive(source, self._tag(stage - 1, micro, _ACTIVATION))
+
+    def _send_gradients(self, inputs: Sequence[torch.Tensor], stage: int, micro: int) -> None:
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
+        to = self._rank_of[stage - 1]
+        if to != self._here:
+            self.hops.send_tensors(gradients, to, self._tag(stage - 1, micro, _GRADIENT))
+        else:
+            self._local[stage - 1, micro, _GRADIENT] = gradients
+
+    def _receive_gradients(self, stage: int, micro: int, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        source = self._rank_of[stage + 1]
+        if source == self._here:
+            gradients: Sequence[torch.Tensor] = self._local.pop((stage, micro, _GRADIENT))
+            return gradients
+        return self.hops.receive_like(like, source, self._tag(stage, micro, _GRADIENT))
+
+    # ---- ties --------------------------------------------------------------------------------------------------------
+    def send_tie(self, index: int, tensor: torch.Tensor, to: int) -> None:
+        """Of the tie number `index`."""
+        self.hops.send_tensors([tensor], to, index * _KINDS + _TIED)
+
+    def receive_tie(self, index: int, like: torch.Tensor, source: int) -> torch.Tensor:
+        return self.hops.receive_like([like], source, index * _KINDS + _TIED)[0]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]
+
+
+def _grown(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that depend on parameters."""
+    return [t for t in _tensors(output) if t.requires_grad]
+
+
+_leaves = _grown  # of what was received: those that want a gradient
+
+
+def _as_leaves(value: Any) -> Any:
+    """What the next stage of the same rank gets of an output."""
+    if isinstance(value, tuple):
+        return tuple(map(_as_leaves, value))
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

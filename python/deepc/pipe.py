@@ -1,0 +1,5 @@
+"""deepc.pipe: models as lists of layers for pipeline parallelism, under DeepSpeed's names."""
+
+from .parallel.pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

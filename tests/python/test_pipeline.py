@@ -1,0 +1,399 @@
+"""Pipelines: a model as a list of layers over several ranks trains as it does in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks as _run_ranks
+from tiny import Block
+from torch import nn
+
+WIDTH, VOCAB, CONTEXT, MICRO, STEPS = 32, 61, 16, 4, 4
+
+
+def run_ranks(fn, world, *args):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+
+    @property
+    def weight(self):
+        return self.tok.weight
+
+    def forward(self, x):
+        return self.tok(x) + self.pos(torch.arange(x.shape[1]))
+
+
+def loss_of(logits, y):
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+def layers(blocks, tied=True):
+    from deepc.pipe import LayerSpec, TiedLayerSpec
+
+    head = (
+        TiedLayerSpec("embed", Embed, forward_fn=lambda m, h: h @ m.weight.t())
+        if tied
+        else LayerSpec(nn.Linear, WIDTH, VOCAB, bias=False)
+    )
+    return [
+        TiedLayerSpec("embed", Embed) if tied else LayerSpec(Embed),
+        *[LayerSpec(Block, WIDTH) for _ in range(blocks)],
+        LayerSpec(nn.LayerNorm, WIDTH),
+        head,
+    ]
+
+
+def batches(replica, micro_batches, replicas):
+    """Endless: the micro-batches of one replica, the same ones in all whatever number of replicas shares them."""
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        given = [
+            torch.randint(0, VOCAB, (2, CONTEXT + 1), generator=generator) for _ in range(micro_batches * replicas)
+        ]
+        for ids in given[replica * micro_batches : (replica + 1) * micro_batches]:
+            yield ids[:, :-1], ids[:, 1:]
+
+
+def train(rank, world, stages, config, steps=STEPS, micro_batches=MICRO, tied=True, **pipe):
+    """(losses, {name: (weight, master gradient's norm)} of this rank's trained parameters)."""
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    model = PipelineModule(
+        layers(4, tied), num_stages=stages, loss_fn=loss_of, seed_layers=True, partition_method="uniform", **pipe
+    )
+    replicas = world // stages
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": micro_batches // replicas,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            **config,
+        },
+    )
+    data = batches(engine.global_rank, micro_batches // replicas, replicas)
+    losses = [float(engine.train_batch(data)) for _ in range(steps)]
+    weights = {n: p.detach().float().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return losses, weights
+
+
+def one_process(config, **options):
+    return run_ranks(train_kw, 1, 1, config, options)[0]
+
+
+def train_kw(rank, world, stages, config, options):
+    return train(rank, world, stages, config, **options)
+
+
+def check(ranks, want, exact=False):
+    losses, weights = want
+    seen = set()
+    for got, parts in ranks:
+        assert got == losses if exact else got == pytest.approx(losses, rel=1e-6)
+        for name, value in parts.items():
+            seen.add(name)
+            if exact:
+                assert torch.equal(value, weights[name]), name
+            else:
+                torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5 * float(weights[name].abs().max()))
+    assert seen == set(weights)
+
+
+FP32: dict = {}
+CLIPPED = {"gradient_clipping": 0.5}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
+def test_two_stages_have_the_bits_of_one_process(schedule):
+    """Nothing is tied, so that no sum has another order: every micro-batch's gradients are added as they come."""
+    want = one_process(FP32, tied=False)
+    check(run_ranks(train_kw, 2, 2, FP32, {"schedule": schedule, "tied": False}), want, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "zero", "pipe"),
+    [
+        (2, 2, 0, {}),
+        (4, 2, 1, {}),
+        (4, 2, 2, {}),
+        (4, 2, 3, {}),
+        (4, 4, 0, {}),
+        (2, 2, 1, {"schedule": "interleaved"}),
+        (4, 2, 2, {"schedule": "interleaved"}),
+        (2, 2, 1, {"schedule": "zb-h1"}),
+        (4, 2, 3, {"schedule": "zb-v"}),
+        (4, 4, 1, {"activation_checkpoint_interval": 1}),
+    ],
+)
+def test_layouts_train_as_one_process(world, stages, zero, pipe):
+    config = {**CLIPPED, "zero_optimization": {"stage": zero}}
+    check(run_ranks(train_kw, world, stages, config, pipe), one_process(config))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"bf16": {"enabled": True}},
+        pytest.param({"fp16": {"enabled": True, "initial_scale_power": 8}}, marks=pytest.mark.full),
+    ],
+    ids=["bf16", "fp16"],
+)
+def test_16_bits_train_as_in_one_process(precision):
+    config = {**precision, **CLIPPED, "zero_optimization": {"stage": 1}}
+    (want, _), ranks = one_process(config), run_ranks(train_kw, 4, 2, config, {})
+    for got, _ in ranks:
+        assert got == pytest.approx(want, rel=2e-2) and got == ranks[0][0]
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def _engine(stages, config, blocks=4, **pipe):
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    model = PipelineModule(
+        layers(blocks), num_stages=stages, loss_fn=loss_of, seed_layers=True, partition_method="uniform", **pipe
+    )
+    return deepc.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            **config,
+        },
+    )[0]
+
+
+def _layout(rank, world, stages, zero, folder, steps, saves):
+    engine = _engine(
+        stages, {"gradient_accumulation_steps": MICRO * stages // world, "zero_optimization": {"stage": zero}}
+    )
+    replicas = world // stages
+    data = batches(engine.global_rank, MICRO // replicas, replicas)
+    if saves:
+        losses = [float(engine.train_batch(data)) for _ in range(steps)]
+        engine.save_checkpoint(folder, "half", client_state={"seen": steps})
+    else:
+        for _ in range(2 * MICRO // replicas):
+            next(data)  # what the saved run has trained on
+        path, client = engine.load_checkpoint(folder)
+        assert path.endswith("half") and client == {"seen": 2} and engine.global_steps == 2
+        losses = [float(engine.train_batch(data)) for _ in range(steps)]
+    engine.destroy()
+    return losses
+
+
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
+    folder = str(tmp_path)
+    whole = run_ranks(_layout, 1, 1, 0, folder, 4, True)[0]
+    two = run_ranks(_layout, 4, 2, 2, folder, 2, True)
+    assert all(losses == pytest.approx(whole[:2], rel=1e-6) for losses in two)
+    for world, stages, zero in [(1, 1, 0), (2, 2, 1)]:
+        for losses in run_ranks(_layout, world, stages, zero, folder, 2, False):
+            assert losses == pytest.approx(whole[2:], rel=1e-5)
+
+
+def _wrong_checkpoint(rank, world, folder):
+    from deepc.errors import CheckpointError
+
+    engine = _engine(2, {})
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    told = []
+    for blocks in (3, 5):
+        other = _engine(2, {}, blocks)
+        with pytest.raises(CheckpointError) as caught:
+            other.load_checkpoint(folder)
+        told.append(str(caught.value))
+        other.destroy()
+    return told
+
+
+def test_a_checkpoint_with_other_layers_is_refused_on_every_rank(tmp_path):
+    for fewer, more in run_ranks(_wrong_checkpoint, 2, str(tmp_path)):
+        assert "no stage has" in fewer or "failed on rank" in fewer
+        assert "missing" in more or "failed on rank" in more
+
+
+# ---- evaluation, data ------------------------------------------------------------------------------------------------
+def _evaluate(rank, world):
+    engine = _engine(2, {"gradient_accumulation_steps": MICRO})
+    before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    data = list(zip(range(MICRO), batches(0, MICRO, 1)))
+    given = [batch for _, batch in data]
+    loss = float(engine.eval_batch(iter(given)))
+    alone = engine.eval_batch(iter(given), reduce_output=None)
+    both = engine.eval_batch(iter(given), return_logits=True)
+    first = float(engine.train_batch(iter(given)))
+    assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters()) is False
+    logits = None if both[1] is None else [loss_of(out, y) for out, (_, y) in zip(both[1], given)]
+    return loss, alone, float(both[0]), logits, first
+
+
+def test_evaluation_gives_the_loss_of_training_and_changes_nothing():
+    first, last = run_ranks(_evaluate, 2)
+    assert first[0] == last[0] == first[2] == pytest.approx(first[4], rel=1e-6)
+    assert first[1] is None and first[3] is None
+    assert [float(x) for x in last[1]] == [float(x) for x in last[3]] and len(last[1]) == MICRO
+
+
+def _messages(rank, world):
+    """A chain whose layers hand on tuples with Nones and indices, in other shapes for each micro-batch."""
+    import deepc
+    from deepc.pipe import PipelineModule
+
+    class Open(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.scale, None, torch.arange(x.shape[0])
+
+    class Middle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, given):
+            x, nothing, index = given
+            assert nothing is None and index.dtype == torch.int64
+            return x * self.scale * index[:, None], index
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def forward(self, given):
+            x, index = given
+            return x.sum() / len(index) + self.shift
+
+    torch.manual_seed(0)
+    model = PipelineModule([Open(), Middle(), nn.Identity(), Last()], num_stages=2, partition_method="uniform")
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        },
+    )
+    shapes = [(2, 3), (4, 1), (1, 5)]
+    loss = engine.train_batch(iter([(torch.ones(s), None) for s in shapes]))
+    return float(loss), [float(p) for p in engine.module.parameters()]
+
+
+def test_stages_hand_on_tuples_of_any_shapes():
+    want = sum(sum(i * cols for i in range(rows)) / rows for rows, cols in [(2, 3), (4, 1), (1, 5)]) / 3
+    (a, first), (b, last) = run_ranks(_messages, 2)
+    assert a == b == pytest.approx(want)
+    assert first == pytest.approx([1 - 0.5 * want] * 2) and last == [-0.5]
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+def _poison(rank, world):
+    """The weights of the first stage are not finite: all ranks skip, and are told."""
+    engine = _engine(2, {"gradient_accumulation_steps": 2, "deepc": {"max_lost_steps": 3}})
+    data, told = batches(0, 2, 1), []
+    engine.train_batch(data)
+    if engine.stage_id == 0:
+        with torch.no_grad():
+            next(engine.module.parameters()).fill_(float("inf"))
+    from deepc.errors import NonFiniteError
+
+    with pytest.raises(NonFiniteError) as caught:
+        for _ in range(4):
+            engine.train_batch(data)
+            told.append((engine.last_step.applied, engine.last_step.reason))
+    return told, str(caught.value)
+
+
+def test_what_is_not_finite_in_one_stage_skips_the_step_of_all():
+    for told, end in run_ranks(_poison, 2):
+        assert len(told) == 2 and not any(applied for applied, _ in told)
+        assert "not finite" in end and all("not finite" in reason for _, reason in told)
+
+
+def _refusals(rank, world):
+    import deepc
+    from deepc.errors import ArgumentError, ConfigError, MisuseError, UnsupportedError
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    def refused(kind, make):
+        with pytest.raises(kind) as caught:
+            make()
+        return str(caught.value)
+
+    specs = [LayerSpec(nn.Linear, 4, 4) for _ in range(3)]
+    told = [
+        refused(ConfigError, lambda: PipelineModule(specs, num_stages=3)),
+        refused(ArgumentError, lambda: PipelineModule(specs[:1], num_stages=2)),
+        refused(ArgumentError, lambda: PipelineModule(specs, num_stages=2, partition_method="type:conv")),
+        refused(ArgumentError, lambda: PipelineModule(specs, num_stages=2, schedule="2f2b")),
+    ]
+    empty = PipelineModule([*specs, torch.relu], num_stages=2, partition_method="type:relu|Linear")
+    empty.requires_grad_(rank == 0)
+    told.append(
+        refused(ArgumentError, lambda: deepc.initialize(model=empty, config={"train_micro_batch_size_per_gpu": 1}))
+    )
+    engine = _engine(2, {"gradient_accumulation_steps": 2})
+    told += [
+        refused(MisuseError, lambda: engine.train_batch(iter([]))),
+        refused(ArgumentError, lambda: engine.train_batch([1, 2])),
+        refused(UnsupportedError, lambda: engine(torch.zeros(1))),
+        refused(UnsupportedError, lambda: engine.step()),
+    ]
+    config = {"deepc": {"deterministic": "layout"}}
+    told.append(refused(UnsupportedError, lambda: _engine(2, config)))
+    assert deepc.__version__
+    return told
+
+
+def test_what_can_not_be_is_refused():
+    wants = [
+        "num_stages=3",
+        "1 layer can't be cut into 2",
+        "no layer's class matches 'conv'",
+        "2f2b",
+        "stage 1 of the pipeline has no parameter",
+        "ended after 0 of the 2",
+        "write iter",
+        "train_batch",
+        "train_batch",
+        "deterministic",
+    ]
+    for told in run_ranks(_refusals, 2):
+        assert all(want in text for want, text in zip(wants, told, strict=True)), told
+
+
+def _dies(rank, world):
+    import os
+
+    engine = _engine(2, {"gradient_accumulation_steps": 2})
+    data = batches(0, 2, 1)
+    engine.train_batch(data)
+    if rank == 1:
+        os._exit(3)
+    from deepc.errors import CommError
+
+    with pytest.raises(CommError) as caught:
+        for _ in range(3):
+            engine.train_batch(data)
+    return str(caught.value)
+
+
+def test_a_stage_that_dies_is_named_by_the_others():
+    from ranks import RankFailure
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_dies, 2)
+    assert caught.value.codes == [0, 3], caught.value
