@@ -120,7 +120,9 @@ DOCS = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding=
 
 
 def test_the_drawing_of_the_documentation(capsys, tmp_path):
-    command, drawing = (block.strip("\n") for block in DOCS.split("```")[1:4:2])
+    command, drawing, comparing, table = (block.strip("\n") for block in DOCS.split("```")[1:8:2])
+    assert main(shlex.split(comparing)[1:]) == 0
+    assert capsys.readouterr().out.strip("\n") == table
     words = shlex.split(command)[1:]
     assert main([*words[:-1], str(tmp_path / words[-1])]) == 0
     assert capsys.readouterr().out.strip("\n") == drawing
@@ -141,9 +143,21 @@ def test_drawings_of_several_stages_on_a_rank(capsys):
     assert capsys.readouterr().out == "0F0 0I0 0W0\n1F0 1I0 1W0\n"
 
 
+def test_schedules_compared(capsys):
+    assert main(["plan", "--schedule", "all", "--stages", "2", "--micro-batches", "4", "--costs", "2,2,2"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["gpipe", "1", "30", "25.0%", "25.0%", "4"],
+        ["1f1b", "1", "30", "25.0%", "25.0%", "2"],
+        ["interleaved", "2", "27", "12.5%", "12.5%", "2.5"],
+        ["zb-h1", "1", "26", "8.3%", "8.3%", "2"],
+        ["zb-v", "2", "25", "4.2%", "0.0%", "2"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        ("--schedule all --chunks 2", "--chunks, --svg and --text are for one schedule"),
         ("--schedule zb-v --costs 1,2", "--costs 1,2: give three times, F,I,W"),
         ("--schedule zb-v --costs 1,2,0", "each time must be above 0"),
         ("--schedule zb-v --chunks 3", "zb-v: chunks is 3"),

@@ -103,7 +103,9 @@ def _name(action: Action, schedule: Schedule) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc plan --schedule`."""
     group = parser.add_argument_group("a pipeline schedule, instead of --config and --model")
-    group.add_argument("--schedule", choices=KINDS, help="draw what each rank of a pipeline computes when")
+    group.add_argument(
+        "--schedule", choices=(*KINDS, "all"), help="draw what each rank of a pipeline computes when; all: compare them"
+    )
     group.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline (4)")
     group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step (8)")
     group.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (as few as the schedule has)")
@@ -126,19 +128,45 @@ def stray(args: argparse.Namespace) -> str | None:
 
 def run(args: argparse.Namespace) -> int:
     """`deepc plan --schedule`."""
-    chunks = default_chunks(args.schedule) if args.chunks is None else args.chunks
-    schedule = Schedule.make(args.schedule, stages=args.stages, micro_batches=args.micro_batches, chunks=chunks)
+    size = f"{args.stages} rank{'s' * (args.stages > 1)}, {args.micro_batches} micro-batch"
+    size += "es" * (args.micro_batches > 1)
+    if args.schedule == "all":
+        print(f"{size}\n{_comparison(args)}")
+        return 0
+    schedule, time = _made(args.schedule, args)
     if args.text:
         print(schedule)
         return 0
-    costs = _costs(args.costs, chunks)
-    time = schedule.simulate(costs, args.hop)
-    title = f"{args.schedule}: {args.stages} rank{'s' * (args.stages > 1)}, {args.micro_batches} micro-batch"
-    title += "es" * (args.micro_batches > 1) + f", {chunks} stages on each rank (a, b, ...)" * (chunks > 1)
+    chunks = _chunks(schedule)
+    title = f"{args.schedule}: {size}" + f", {chunks} stages on each rank (a, b, ...)" * (chunks > 1)
     print(f"{title}\n{draw(schedule, time)}\n{summary(time)}")
     if args.svg:
         Path(args.svg).write_text(svg(schedule, time, title), encoding="utf-8")
     return 0
+
+
+def _made(kind: str, args: argparse.Namespace) -> tuple[Schedule, Timeline]:
+    chunks = default_chunks(kind) if args.chunks is None else args.chunks
+    schedule = Schedule.make(kind, stages=args.stages, micro_batches=args.micro_batches, chunks=chunks)
+    return schedule, schedule.simulate(_costs(args.costs, chunks), args.hop)
+
+
+def _comparison(args: argparse.Namespace) -> str:
+    """A row for each kind, with as few stages on a rank as it has."""
+    if args.chunks or args.svg or args.text:
+        raise ArgumentError("--schedule all compares: --chunks, --svg and --text are for one schedule; name it")
+    lines = [
+        f"{'schedule':<13}{'stages on a rank':>17}{'makespan':>10}{'waiting, of work':>18}{'within a rank':>15}"
+        f"{'holds':>8}"
+    ]
+    for kind in KINDS:
+        schedule, time = _made(kind, args)
+        work, chunks = max(time.busy), _chunks(schedule)
+        lines.append(
+            f"{kind:<13}{chunks:>17}{time.makespan:>10g}{time.makespan / work - 1:>18.1%}{time.span / work - 1:>15.1%}"
+            f"{max(schedule.check()) / chunks:>8g}"
+        )
+    return "\n".join(lines)
 
 
 def _costs(text: str, chunks: int) -> Costs:
