@@ -82,6 +82,7 @@ typedef struct dc_schedule_span {
 } dc_schedule_span;
 typedef struct dc_schedule_load {
   double busy, first, last; /* in actions; when the first begins and the last ends (0 and 0 without actions) */
+  int64_t peak;             /* as dc_schedule_check says */
 } dc_schedule_load;
 /* Executes it in time, each action as early as its rank and what it needs allow. cost: [stages][DC_SCHEDULE_WORKS].
  * hop: [stages - 1] time from stage s to stage s + 1 and back, where they are on different ranks; NULL: none. spans:
@@ -89,6 +90,11 @@ typedef struct dc_schedule_load {
  * Errors: those of dc_schedule_check; DC_E_INVALID for a time that is negative or not finite. */
 DC_API int dc_schedule_simulate(const dc_schedule *schedule, const double *cost, const double *hop,
                                 dc_schedule_span *spans, dc_schedule_load *loads, double *makespan);
+
+/* What dc_schedule_simulate says of the schedule that dc_schedule_actions makes, for a search among many. loads:
+ * [ranks], may be NULL. Errors: those of both; DC_E_NOMEM. */
+DC_API int dc_schedule_predict(int kind, int64_t ranks, int64_t chunks, int64_t micro_batches, const double *cost,
+                               const double *hop, dc_schedule_load *loads, double *makespan);
 
 #ifdef __cplusplus
 }

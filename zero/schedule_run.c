@@ -261,7 +261,7 @@ static int run_check_times(const char *what, const double *times, int64_t n) {
 
 static dc_schedule_load run_load(const run *x, int64_t rank) {
   const int64_t begin = x->s->begin[rank], end = x->s->begin[rank + 1];
-  dc_schedule_load load = {0};
+  dc_schedule_load load = {.peak = run_peak(x->s, rank)};
   if (begin == end) return load;
   load.first = x->span[begin].start;
   load.last = x->span[end - 1].end;
@@ -287,4 +287,35 @@ int dc_schedule_simulate(const dc_schedule *schedule, const double *cost, const 
   *makespan = all;
   run_close(&x);
   return DC_OK;
+}
+
+/* ---- many kinds and sizes ---------------------------------------------------------------------------------------- */
+/* Makes the schedule into actions, of which each rank has `each`, and begin. */
+static int run_fill(int kind, const dc_schedule *s, int64_t chunks, int64_t each, dc_schedule_action *actions,
+                    int64_t *begin) {
+  for (int64_t rank = 0; rank < s->ranks; rank++) {
+    int64_t count;
+    begin[rank + 1] = begin[rank] + each;
+    DC_TRY(dc_schedule_actions(kind, s->ranks, chunks, s->micro_batches, rank, actions + begin[rank], each, &count));
+  }
+  return DC_OK;
+}
+
+int dc_schedule_predict(int kind, int64_t ranks, int64_t chunks, int64_t micro_batches, const double *cost,
+                        const double *hop, dc_schedule_load *loads, double *makespan) {
+  int64_t each;
+  DC_TRY(dc_schedule_actions(kind, ranks, chunks, micro_batches, 0, NULL, 0, &each));
+  /* Fewer than 2^20 ranks of fewer than 2^31 actions. */
+  dc_schedule_action *actions = calloc((size_t)(ranks * each), sizeof *actions);
+  int64_t *begin = calloc((size_t)ranks + 1, sizeof *begin);
+  const dc_schedule s = {actions, begin, ranks, ranks * chunks, micro_batches};
+  int rc;
+  if (!actions || !begin)
+    rc = DC_FAIL(DC_E_NOMEM, "no memory for the %lld actions of %lld ranks", (long long)(ranks * each),
+                 (long long)ranks);
+  else rc = run_fill(kind, &s, chunks, each, actions, begin);
+  if (rc == DC_OK) rc = dc_schedule_simulate(&s, cost, hop, NULL, loads, makespan);
+  free(begin);
+  free(actions);
+  return rc;
 }

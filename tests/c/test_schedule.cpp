@@ -536,6 +536,33 @@ TEST(ScheduleSimulate, EqualsAClock) {
   }
 }
 
+TEST(ScheduleSimulate, PredictionIsTheSimulationOfWhatIsMade) {
+  for (const Case &c : all_cases(5, 9)) {
+    SCOPED_TRACE(c.text());
+    Program p = make(c);
+    std::vector<int64_t> peak;
+    ASSERT_EQ(DC_OK, p.check(&peak));
+    const std::vector<double> cost = equal_costs(p.stages, 2, 3, 1), hop((size_t)p.stages, 0.5);
+    const Times t = simulate(p, cost, hop);
+    std::vector<dc_schedule_load> loads((size_t)c.p);
+    double makespan = -1;
+    ASSERT_EQ(DC_OK, dc_schedule_predict(c.kind, c.p, c.v, c.m, cost.data(), hop.data(), loads.data(), &makespan));
+    ASSERT_EQ(t.makespan, makespan);
+    for (size_t r = 0; r < loads.size(); r++) {
+      ASSERT_EQ(peak[r], loads[r].peak);
+      ASSERT_EQ(peak[r], t.loads[r].peak);
+      ASSERT_EQ(std::tie(t.loads[r].busy, t.loads[r].first, t.loads[r].last),
+                std::tie(loads[r].busy, loads[r].first, loads[r].last));
+    }
+  }
+  double makespan = 7;
+  const std::vector<double> cost(8, -1);
+  EXPECT_EQ(DC_E_INVALID, dc_schedule_predict(DC_SCHEDULE_1F1B, 2, 1, 2, cost.data(), nullptr, nullptr, &makespan));
+  EXPECT_EQ(DC_E_INVALID, dc_schedule_predict(DC_SCHEDULE_1F1B, 2, 1, 0, cost.data(), nullptr, nullptr, &makespan));
+  EXPECT_EQ(DC_E_INVALID, dc_schedule_predict(DC_SCHEDULE_1F1B, 2, 1, 2, nullptr, nullptr, nullptr, &makespan));
+  EXPECT_EQ(7, makespan);
+}
+
 TEST(ScheduleSimulate, AHopWithinARankTakesNoTime) {
   Program p = make({DC_SCHEDULE_ZB_V, 2, 1, 4}); // both chunks are on one rank
   EXPECT_EQ(24, simulate(p, equal_costs(2, 1, 1, 1), {1000}).makespan);

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepc.cli import main
 from deepc.errors import ArgumentError
-from deepc.plan.schedule import KINDS, Action, Costs, Schedule, actions, default_chunks, stage_rank
+from deepc.plan.schedule import KINDS, Action, Costs, Schedule, actions, default_chunks, predict, stage_rank
 from ranks import run_ranks
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as peer
@@ -87,8 +87,11 @@ def test_in_time():
     assert made.simulate(hop=1.0).makespan > made.simulate(hop=[1.0, 0.0, 0.0]).makespan > 33
     slow = made.simulate([Costs(), Costs(), Costs(2.0, 2.0, 2.0), Costs()])
     assert slow.busy == (24.0, 24.0, 48.0, 24.0) and slow.makespan == 55  # 2 + 48 + 1 wait for B0 + 2 x B
+    assert made.simulate().peak == made.check()
     zero = Schedule.make("zb-v", stages=4, micro_batches=8).simulate()
     assert zero.span == 48 and zero.makespan == 51
+    told = predict("zb-v", stages=4, micro_batches=8)
+    assert (told.loads, told.makespan, told.bubble) == (zero.loads, 51, zero.bubble)
 
 
 def test_what_is_refused():
@@ -109,6 +112,9 @@ def test_what_is_refused():
     made = Schedule.make("gpipe", stages=3, micro_batches=2)
     with pytest.raises(ArgumentError, match="2 costs and 2 hops for 3 stages"):
         made.simulate([Costs(), Costs()])
+    for wrong in (0, -1):
+        with pytest.raises(ArgumentError, match=f"ranks is {wrong}"):
+            predict("1f1b", stages=wrong, micro_batches=2)
     with pytest.raises(ArgumentError, match=r"cost\[0\] is -1"):
         made.simulate(Costs(F=-1.0))
     with pytest.raises(ArgumentError, match="rank 1 has no B or I of micro-batch 1"):

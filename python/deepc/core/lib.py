@@ -130,7 +130,7 @@ class ScheduleSpan(ctypes.Structure):
 
 
 class ScheduleLoad(ctypes.Structure):
-    _fields_ = [(n, c_double) for n in ("busy", "first", "last")]
+    _fields_ = [("busy", c_double), ("first", c_double), ("last", c_double), ("peak", c_int64)]
 
 
 class BytesIn(ctypes.Structure):
@@ -551,6 +551,17 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
         _P(c_double),
         _P(c_double),
         _P(ScheduleSpan),
+        _P(ScheduleLoad),
+        _P(c_double),
+    ),
+    "dc_schedule_predict": (
+        c_int,
+        c_int,
+        c_int64,
+        c_int64,
+        c_int64,
+        _P(c_double),
+        _P(c_double),
         _P(ScheduleLoad),
         _P(c_double),
     ),

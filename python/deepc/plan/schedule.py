@@ -71,24 +71,48 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A schedule in time. spans: per rank and action; busy: per rank, the time in which it computes."""
+class Load(NamedTuple):
+    """Of a rank: the time in which it computes, when its first action begins and its last ends, and the most
+    activations (of one micro-batch in one stage, from its F until its B or W) that it holds at a time."""
 
-    spans: tuple[tuple[Span, ...], ...]
-    busy: tuple[float, ...]
+    busy: float
+    first: float
+    last: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a schedule takes: each rank's load, and when all is done."""
+
+    loads: tuple[Load, ...]
     makespan: float
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        return tuple(load.busy for load in self.loads)
+
+    @property
+    def peak(self) -> tuple[int, ...]:
+        return tuple(load.peak for load in self.loads)
 
     @property
     def bubble(self) -> float:
         """The part of the makespan in which ranks wait, over all ranks."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
+        return 1 - sum(self.busy) / (len(self.loads) * self.makespan) if self.makespan else 0.0
 
     @property
     def span(self) -> float:
         """The longest time between a rank's first action and its last: what a step costs where the next one may start
         on a rank while others are still in this one."""
-        return max(rank[-1].end - rank[0].start for rank in self.spans)
+        return max(load.last - load.first for load in self.loads)
+
+
+@dataclass(frozen=True)
+class Timeline(Forecast):
+    """The same with the time of each action of each rank."""
+
+    spans: tuple[tuple[Span, ...], ...]
 
 
 class Costs(NamedTuple):
@@ -104,6 +128,25 @@ class Costs(NamedTuple):
 
 
 EQUAL = Costs()
+
+
+def predict(
+    kind: str,
+    *,
+    stages: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    costs: Costs | Sequence[Costs] = EQUAL,
+    hop: float | Sequence[float] = 0.0,
+) -> Forecast:
+    """Schedule.make(...).simulate(costs, hop) without its actions: for a search among many."""
+    number, chunks = _number(kind), _chunks(kind, chunks)
+    total = max(1, stages) * max(1, chunks)
+    loads = (_lib.ScheduleLoad * max(1, stages))()
+    makespan = ctypes.c_double()
+    times = _times(total, costs, hop)
+    call("dc_schedule_predict", number, stages, chunks, micro_batches, *times, loads, ctypes.byref(makespan))
+    return Forecast(_loads(loads), makespan.value)
 
 
 @dataclass(frozen=True)
@@ -147,29 +190,14 @@ class Schedule:
     def simulate(self, costs: Costs | Sequence[Costs] = EQUAL, hop: float | Sequence[float] = 0.0) -> Timeline:
         """Every action as early as it can be. costs: of all stages, or of each. hop: how long a message takes from one
         rank to the next: of all boundaries between stages, or of each. Any unit."""
-        each = [costs] * self.stages if isinstance(costs, Costs) else list(costs)
-        hops = list(hop) if isinstance(hop, Sequence) else [hop] * (self.stages - 1)
-        if len(each) != self.stages or len(hops) != self.stages - 1:
-            raise ArgumentError(
-                f"schedule: {len(each)} costs and {len(hops)} hops for {self.stages} stages; there is a cost for each"
-                " stage and a hop for each boundary between two"
-            )
-        cost = (ctypes.c_double * (4 * self.stages))(*(t for c in each for t in (c.F, c.B, c.I, c.W)))
         spans = (_lib.ScheduleSpan * max(1, sum(map(len, self.ranks))))()
         loads = (_lib.ScheduleLoad * len(self.ranks))()
         makespan = ctypes.c_double()
-        call(
-            "dc_schedule_simulate",
-            self._core,
-            cost,
-            (ctypes.c_double * max(1, len(hops)))(*hops),
-            spans,
-            loads,
-            ctypes.byref(makespan),
-        )
+        times = _times(self.stages, costs, hop)
+        call("dc_schedule_simulate", self._core, *times, spans, loads, ctypes.byref(makespan))
         every = iter(spans)
         timed = tuple(tuple(Span(s.start, s.end) for s in itertools.islice(every, len(r))) for r in self.ranks)
-        return Timeline(timed, tuple(x.busy for x in loads), makespan.value)
+        return Timeline(_loads(loads), makespan.value, timed)
 
     @cached_property
     def _core(self) -> _lib.Schedule:
@@ -190,6 +218,25 @@ def _number(kind: str) -> int:
 
 def _chunks(kind: str, chunks: int | None) -> int:
     return default_chunks(kind) if chunks is None else chunks
+
+
+def _times(
+    stages: int, costs: Costs | Sequence[Costs], hop: float | Sequence[float]
+) -> tuple[ctypes.Array[ctypes.c_double], ctypes.Array[ctypes.c_double]]:
+    """Costs of the stages and hops between them, as C takes them."""
+    each = [costs] * stages if isinstance(costs, Costs) else list(costs)
+    hops = list(hop) if isinstance(hop, Sequence) else [hop] * (stages - 1)
+    if len(each) != stages or len(hops) != stages - 1:
+        raise ArgumentError(
+            f"schedule: {len(each)} costs and {len(hops)} hops for {stages} stages; there is a cost for each stage and"
+            " a hop for each boundary between two"
+        )
+    cost = (ctypes.c_double * (4 * stages))(*(t for c in each for t in (c.F, c.B, c.I, c.W)))
+    return cost, (ctypes.c_double * max(1, len(hops)))(*hops)
+
+
+def _loads(loads: ctypes.Array[_lib.ScheduleLoad]) -> tuple[Load, ...]:
+    return tuple(Load(x.busy, x.first, x.last, x.peak) for x in loads)
 
 
 def _taken(rows: ctypes.Array[_lib.ScheduleAction]) -> tuple[Action, ...]:

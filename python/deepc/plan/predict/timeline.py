@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ArgumentError
-from ..schedule import KINDS, Action, Costs, Schedule, Span, Timeline, default_chunks
+from ..schedule import KINDS, Action, Costs, Forecast, Schedule, Span, Timeline, default_chunks, predict
 
 if TYPE_CHECKING:
     import argparse
@@ -35,7 +35,7 @@ def draw(schedule: Schedule, time: Timeline) -> str:
     shortest = min((s.end - s.start for rank in time.spans for s in rank if s.end > s.start), default=1.0)
     scale = (1 + max(len(n) for rank in names for n in rank)) / shortest
     lines = []
-    for rank, (row, spans, peak) in enumerate(zip(names, time.spans, schedule.check())):
+    for rank, (row, spans, peak) in enumerate(zip(names, time.spans, time.peak)):
         cells = ["."] * round(time.makespan * scale)
         for name, span in zip(row, spans):
             begin, end = round(span.start * scale), round(span.end * scale)
@@ -47,7 +47,7 @@ def draw(schedule: Schedule, time: Timeline) -> str:
     return "\n".join(lines)
 
 
-def summary(time: Timeline) -> str:
+def summary(time: Forecast) -> str:
     """One sentence: how long it takes and how much of that is waiting."""
     work = max(time.busy)
     waited = f"{time.bubble:.1%} ({time.makespan / work - 1:.1%} of the work)"
@@ -133,22 +133,17 @@ def run(args: argparse.Namespace) -> int:
     if args.schedule == "all":
         print(f"{size}\n{_comparison(args)}")
         return 0
-    schedule, time = _made(args.schedule, args)
+    chunks = default_chunks(args.schedule) if args.chunks is None else args.chunks
+    schedule = Schedule.make(args.schedule, stages=args.stages, micro_batches=args.micro_batches, chunks=chunks)
     if args.text:
         print(schedule)
         return 0
-    chunks = _chunks(schedule)
+    time = schedule.simulate(_costs(args.costs, chunks), args.hop)
     title = f"{args.schedule}: {size}" + f", {chunks} stages on each rank (a, b, ...)" * (chunks > 1)
     print(f"{title}\n{draw(schedule, time)}\n{summary(time)}")
     if args.svg:
         Path(args.svg).write_text(svg(schedule, time, title), encoding="utf-8")
     return 0
-
-
-def _made(kind: str, args: argparse.Namespace) -> tuple[Schedule, Timeline]:
-    chunks = default_chunks(kind) if args.chunks is None else args.chunks
-    schedule = Schedule.make(kind, stages=args.stages, micro_batches=args.micro_batches, chunks=chunks)
-    return schedule, schedule.simulate(_costs(args.costs, chunks), args.hop)
 
 
 def _comparison(args: argparse.Namespace) -> str:
@@ -160,11 +155,18 @@ def _comparison(args: argparse.Namespace) -> str:
         f"{'holds':>8}"
     ]
     for kind in KINDS:
-        schedule, time = _made(kind, args)
-        work, chunks = max(time.busy), _chunks(schedule)
+        chunks = default_chunks(kind)
+        time = predict(
+            kind,
+            stages=args.stages,
+            micro_batches=args.micro_batches,
+            costs=_costs(args.costs, chunks),
+            hop=args.hop,
+        )
+        work = max(time.busy)
         lines.append(
             f"{kind:<13}{chunks:>17}{time.makespan:>10g}{time.makespan / work - 1:>18.1%}{time.span / work - 1:>15.1%}"
-            f"{max(schedule.check()) / chunks:>8g}"
+            f"{max(time.peak) / chunks:>8g}"
         )
     return "\n".join(lines)
 
