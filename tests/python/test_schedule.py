@@ -122,7 +122,7 @@ def test_what_is_refused():
 
 
 # ---- what a person sees ----------------------------------------------------------------------------------------------
-DOCS = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[2] / "docs" / "pipeline-schedules.md").read_text(encoding="utf-8")
 
 
 def test_the_drawing_of_the_documentation(capsys, tmp_path):
