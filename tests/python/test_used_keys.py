@@ -169,6 +169,22 @@ def computed_again(raw: dict, tmp: Path) -> int:
     return len(ran)
 
 
+def in_stages(raw: dict, tmp: Path) -> Any:
+    return run_ranks(_in_stages, 2, args=(raw,))
+
+
+def _in_stages(rank: int, world: int, raw: dict) -> tuple[int, str]:
+    """(chunks, what the log says of the pipeline) of a model that two ranks cut."""
+    cfg = _merge({**BASE, "pipeline": {"stages": 2}}, raw)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    engine, *_ = deepc.initialize(
+        model=model, config=cfg, sample_batch=torch.ones(4, 8), loss_fn=lambda out, batch: out.mean()
+    )
+    words = engine._in_words()
+    engine.destroy()
+    return engine.part.chunks, words.split(" stages:")[0]
+
+
 def refused(raw: dict, tmp: Path) -> Any:
     return run(raw, steps=0).error
 
@@ -485,6 +501,9 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.activations.all": (ACTIVATIONS, False, of("spilled")),
     "deepc.activations.min_bytes": (ACTIVATIONS, 1 << 16, of("spilled")),
     "pipeline.activation_checkpoint_interval": ({}, 2, computed_again),
+    "pipeline.stages": ({}, 2, refused),
+    "deepc.pipeline.schedule": ({}, "gpipe", in_stages),
+    "deepc.pipeline.chunks": ({"deepc": {"pipeline": {"schedule": "interleaved"}}}, 4, in_stages),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),
     "deepc.deterministic": ({}, "layout", of("policy")),
     "deepc.fuse": ({}, "auto", replaced),

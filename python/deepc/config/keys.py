@@ -92,7 +92,6 @@ _NO_BUFFERS = "parameters are read from the disk straight into the memory that t
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
 _TP = "tensor parallelism"
-_PIPE = "an automatic cut of any model into stages (deepc.pipe.PipelineModule takes layers)"
 _NO_TP = "there are no tensor-parallel ranks"
 _COMPILE = "DeepCompile (torch.compile on the module works)"
 _HYBRID = "the hybrid engine"
@@ -796,7 +795,13 @@ KEYS: tuple[Key, ...] = (
         "Operations to log: all_reduce, reduce_scatter, all_gather, broadcast, ...",
     ),
     _later("autotuning", "gated", None, "autotuning"),
-    _later("pipeline.stages", "any", "auto", _PIPE, ok=("auto", None, 0, 1)),
+    _active(
+        "pipeline.stages",
+        "int",
+        None,
+        'Cuts the model into pipelines of so many ranks (docs/pipeline.md); null, "auto", 0, 1: what the model says.',
+        ge=0,
+    ),
     _active(
         "pipeline.activation_checkpoint_interval",
         "int",
@@ -907,6 +912,20 @@ KEYS: tuple[Key, ...] = (
         "So many skipped steps in a row with weights that are not finite, which no step can mend, end the run with"
         " NonFiniteError; 0: never.",
         ge=0,
+    ),
+    _active(
+        "deepc.pipeline.schedule",
+        "str",
+        "1f1b",
+        "How micro-batches go through the stages of pipeline.stages (docs/pipeline.md).",
+        choices=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+    ),
+    _active(
+        "deepc.pipeline.chunks",
+        "int",
+        None,
+        "Stages on each rank of pipeline.stages; null: as few as the schedule has.",
+        ge=1,
     ),
     _active(
         "deepc.run_dir",

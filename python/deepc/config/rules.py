@@ -114,6 +114,7 @@ class Loader:
         self._activation_rules()
         self._zeropp_rules()
         self._timeline_rules()
+        self._pipeline_rules()
         self._triangle()
         if self.auto and not self.allow_auto:
             self._left_auto()
@@ -166,6 +167,8 @@ class Loader:
         if path in self.values or path in self.auto:
             self.errors.append(f"{self.name}: {path} is given twice, under its old and its new name. Remove one.")
             return
+        if path == "pipeline.stages" and value == AUTO:
+            value = None  # DeepSpeed's default: its models say it
         if isinstance(value, str) and value == AUTO and not is_auto_a_value(row):
             self._take_auto(row)
             return
@@ -455,6 +458,18 @@ class Loader:
             self.fail(
                 path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off)."
             )
+
+    def _pipeline_rules(self) -> None:
+        """What follows counts data-parallel ranks."""
+        stages = self.get("pipeline.stages") or 1
+        if self.world % stages:
+            self.fail(
+                "pipeline.stages",
+                stages,
+                f"does not divide the {self.world} rank(s). Start a multiple of {stages}, or use fewer stages.",
+            )
+        else:
+            self.world //= stages
 
     def _triangle(self) -> None:
         if any(f"{k}" in self.auto for k in TRIANGLE):

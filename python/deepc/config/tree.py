@@ -244,7 +244,16 @@ class ActivationCheckpointingConfig:
 class PipelineConfig:
     """Section pipeline."""
 
+    stages: int | None
     activation_checkpoint_interval: int
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Section deepc.pipeline."""
+
+    schedule: str
+    chunks: int | None
 
 
 @dataclass(frozen=True)
@@ -264,6 +273,7 @@ class DeepcConfig:
     deterministic: str | None
     fuse: bool | str | tuple[str, ...]
     max_lost_steps: int
+    pipeline: ScheduleConfig
     run_dir: str | None
     activations: ActivationsConfig
     log: LogConfig
@@ -345,7 +355,8 @@ class Config:
         """Reads and validates a configuration.
 
         source: path of a JSON file (comments and trailing commas are allowed, as DeepSpeed does), JSON text, base64 of
-        JSON text, a dict (copied), or a Config. world_size: number of data-parallel ranks. device_type: "cpu" or
+        JSON text, a dict (copied), or a Config. world_size: number of ranks, of pipelines of pipeline.stages where
+        that is given, else data-parallel ones. device_type: "cpu" or
         "cuda", decides which hints are inert. allow_auto: keep "auto" values (the keys are listed in `.auto`, their
         fields hold the default) instead of raising. needs_batch=False: it may leave out the batch sizes,
         for who asks of something else. Raises ConfigError, which lists everything that is wrong."""
@@ -443,6 +454,7 @@ def _build(asked: Loader) -> Config:
             DeepcConfig,
             "deepc",
             activations=_fill(asked, ActivationsConfig, "deepc.activations"),
+            pipeline=_fill(asked, ScheduleConfig, "deepc.pipeline"),
             precision=_fill(asked, PrecisionConfig, "deepc.precision"),
             log=_fill(asked, LogConfig, "deepc.log"),
             timeline=_fill(asked, TimelineConfig, "deepc.timeline"),
@@ -456,3 +468,11 @@ def _build(asked: Loader) -> Config:
         given=frozenset(asked.values),
         defaults=telling(asked),
     )
+
+
+def stages_asked(source: Any) -> int:
+    """pipeline.stages of a configuration, before the number of ranks is known; 1 if it has none, or none that can be
+    read: Config.load says what is wrong."""
+    section = read(source.raw if isinstance(source, Config) else source)[0].get("pipeline")
+    stages = section.get("stages") if isinstance(section, Mapping) else None
+    return stages if isinstance(stages, int) and stages > 1 else 1

@@ -17,14 +17,14 @@ import torch
 from ..comm import start as comm
 from ..comm.groups import open_group
 from ..config.rules import default_optimizer
-from ..config.tree import Config
+from ..config.tree import Config, stages_asked
 from ..core import env, memory
 from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..parallel.pipeline.column import Column
-from ..parallel.pipeline.layers import PipelineModule
+from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
 from ..plan.plan import Plan
@@ -117,19 +117,50 @@ def initialize(
         )
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
-    part = model if isinstance(model, PipelineModule) else None
-    ranks = dist.get_world_size() if part is None else part.mesh.dp
-    parsed = Config.load(source, world_size=ranks, device_type=device.type)
+    parsed = Config.load(source, world_size=ranks_to_share(model, source), device_type=device.type)
     parsed.require_resolved()
     if parsed.log_level:
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
     if device.type != "cpu":
         model.to(device)
+    part = part_of(model, parsed, given)
     made = kind if part is None else pipelined
     if made is None:
         raise UnsupportedError("a PipelineModule is trained and evaluated (deepc.initialize, engine.eval_batch) only")
     engine = made(model, parsed, watchers=watchers, device=device, part=part, **given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def ranks_to_share(model: torch.nn.Module, source: Any) -> int:
+    """Ranks as Config.load counts them."""
+    import torch.distributed as dist
+
+    asked, world = stages_asked(source), dist.get_world_size()
+    if not isinstance(model, PipelineModule):
+        return world
+    if asked not in (1, model.num_stages):
+        raise ConfigError(
+            f"pipeline.stages = {asked}, and the PipelineModule was made with num_stages={model.num_stages}; remove the"
+            " key, which is for models that are no PipelineModule"
+        )
+    return model.mesh.dp * asked
+
+
+def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Part | None:
+    """What of the model is this rank's, where the ranks make pipelines. Takes sample_batch and loss_fn out of `given`
+    where it uses them. Collective."""
+    import torch.distributed as dist
+
+    if isinstance(model, PipelineModule):
+        return model
+    if (stages := config.pipeline.stages or 1) == 1:
+        return None
+    from ..parallel.pipeline.cut import CutModel
+
+    asked = config.deepc.pipeline
+    mesh = mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())
+    sample, loss_fn = given.pop("sample_batch", None), given.pop("loss_fn", None)
+    return CutModel(model, mesh, asked.schedule, asked.chunks, sample, loss_fn)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class PipelineEngine(Engine):
     """See deepc.initialize. train_batch, eval_batch and checkpoints are collective over all ranks."""
 
     part: Part
+    _wants_loss = True
 
     def __init__(
         self, model: torch.nn.Module, config: Config, *, watchers: Sequence[Watcher] = (), **given: Any
@@ -137,10 +138,12 @@ class PipelineEngine(Engine):
         batches = self._draw(data_iter, num_micro_batches or self.micro_batches)
         training = self.module.training
         self.module.eval()
+        self._wants_loss = compute_loss
         try:
             with torch.no_grad():
                 losses = self._stages.evaluate(self, batches)
         finally:
+            self._wants_loss = True
             self.module.train(training)
             outputs, self._outputs = self._outputs, []
         if not compute_loss:
@@ -200,7 +203,7 @@ class PipelineEngine(Engine):
         out = None
         try:
             with self.activations.around():
-                out = self.part.run(self._call if not last else self._call_last, stage, received, batch)
+                out = self.part.run(self._call_last if last else self._call, stage, received, batch, self._wants_loss)
         finally:
             self.events.end("forward", out if last else None)
         if last and torch.is_grad_enabled() and not (isinstance(out, torch.Tensor) and out.numel() == 1):

@@ -200,8 +200,10 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
                 writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
         for name, p in [] if exclude_frozen else st.frozen:
             writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=p.shape)
+        part = engine.part
         for name, b in _buffers(engine.module):
-            writer.add(f"buffer/{name}", _host(b), shape=b.shape)
+            if part is None or part.has_buffer(name):
+                writer.add(f"buffer/{name}", _host(b), shape=b.shape)
 
 
 def _averages(engine: EngineBase) -> Iterator[tuple[str, Segment, torch.Tensor]]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ...comm import start
 from ...errors import ArgumentError, ConfigError
 from ...plan.mesh import Mesh
-from ...plan.schedule import stage_rank
+from ...plan.schedule import default_chunks, stage_rank
 from . import balance
 from .part import Call, Tie
 
@@ -102,7 +102,7 @@ class PipelineModule(torch.nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func or _recompute
         self._recomputed = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.mesh = _mesh(num_stages, topology)
-        self.schedule, self.chunks = schedule, chunks or _CHUNKS.get(schedule, 1)
+        self.schedule, self.chunks = schedule, chunks or default_chunks(schedule)
         here = self.mesh.coordinates(dist.get_rank()).pp
         stages = self.mesh.pp * self.chunks
         self.cuts = balance.cut(balance.costs_of(partition_method, *_weigh(self._specs, partition_method)), stages)
@@ -232,15 +232,16 @@ class PipelineModule(torch.nn.Module):
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch[0],), {}
 
-    def run(self, call: Call, stage: int, received: Any, batch: Any) -> Any:
+    def has_buffer(self, name: str) -> bool:
+        tied = name.split(".")
+        return tied[0] != "tied_modules" or self._tied()[tied[1]][0] == self.stage_id
+
+    def run(self, call: Call, stage: int, received: Any, batch: Any, wants_loss: bool = True) -> Any:
         with self._only(stage):
             out = call((batch[0] if stage == 0 else received,), {})
-        if stage < len(self.cuts) - 2 or self.loss_fn is None:
+        if stage < len(self.cuts) - 2 or self.loss_fn is None or not wants_loss:
             return out
         return self.loss_fn(out, batch[1])
-
-
-_CHUNKS = {"interleaved": 2, "zb-v": 2}
 
 
 def _mesh(num_stages: int | None, topology: Any) -> Mesh:
@@ -253,14 +254,18 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
         num_stages = num_stages or axes["pipe"]
         if num_stages * axes.get("data", 1) != world:
             raise ConfigError(f"topology {axes} is for {num_stages * axes.get('data', 1)} ranks, and there are {world}")
+    return mesh_of(num_stages, "PipelineModule(num_stages={})", world)
+
+
+def mesh_of(num_stages: Any, asked: str, world: int) -> Mesh:
+    """Of `world` ranks in pipelines of so many. asked: who asks, with a place for the number."""
+    asked = asked.format(num_stages)
     if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
-        raise ArgumentError(
-            f"PipelineModule(num_stages={num_stages!r}): it is the number of ranks of a pipeline, 1 or more"
-        )
+        raise ArgumentError(f"{asked}: it is the number of ranks of a pipeline, 1 or more")
     if world % num_stages:
         raise ConfigError(
-            f"PipelineModule(num_stages={num_stages}): {world} rank{'s' * (world > 1)} don't make whole pipelines of"
-            f" {num_stages}; start a multiple of {num_stages}, or use another number of stages"
+            f"{asked}: {world} rank{'s' * (world > 1)} don't make whole pipelines of {num_stages}; start a multiple of"
+            f" {num_stages}, or use another number of stages"
         )
     return Mesh(pp=num_stages, dp=world // num_stages)
 

@@ -50,6 +50,9 @@ class Part(Protocol):
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the first stage reads of a micro-batch, as (arguments, keyword arguments)."""
 
-    def run(self, call: Call, stage: int, received: Any, batch: Any) -> Any:
-        """What stage `stage` returns for a micro-batch: an activation, of the last one the loss, or what stands for it
-        in an evaluation without loss. received: of the stage before; None in the first."""
+    def has_buffer(self, name: str) -> bool:
+        """Whether this rank saves a buffer of the module, of which others may have the same."""
+
+    def run(self, call: Call, stage: int, received: Any, batch: Any, wants_loss: bool = True) -> Any:
+        """What stage `stage` returns for a micro-batch: an activation, of the last one the loss (wants_loss), or what
+        the model returns. received: of the stage before; None in the first."""

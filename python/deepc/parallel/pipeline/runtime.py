@@ -6,7 +6,7 @@ that output; or I and W do so in two halves (deferred.py). Between stages of one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,11 +20,15 @@ _ACTIVATION, _GRADIENT, _KINDS = 0, 1, 3
 _TIED = 2
 
 
-class Loop(Protocol):
-    """The engine, as far as a batch needs one."""
+class Forward(Protocol):
+    """Who runs a stage."""
 
     def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
-        """Forward. The last stage's is the loss."""
+        """Forward. In training the last stage's is the loss."""
+
+
+class Loop(Forward, Protocol):
+    """The engine, as far as a batch of training needs one."""
 
     def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Backward of a stage but the last, from the gradients of its outputs."""
@@ -59,7 +63,6 @@ class Stages:
         ]
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._local: dict[tuple[int, int, int], Any] = {}  # what goes from a stage to another of this rank
-        self._indices: Mapping[int, int] = {}
 
     def is_first(self) -> bool:
         return self._rank_of[0] == self._here
@@ -80,7 +83,6 @@ class Stages:
     def train(self, loop: Loop, batches: Sequence[Any], indices: Mapping[int, int]) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches. indices: id -> index of the trained parameters. Returns the
         losses, detached, on the rank of the last stage."""
-        self._indices = indices
         losses: list[torch.Tensor] = []
         plan, splits = self.actions(len(batches)), self.splits(len(batches))
         last = max(i for i, action in enumerate(plan) if action.kind != "F")
@@ -89,7 +91,9 @@ class Stages:
                 if at == last:
                     loop.last_backward_comes()
                 if kind == "F":
-                    out = self._forward(loop, stage, micro, batches[micro], splits)
+                    later = Later() if splits else None
+                    with contextlib.nullcontext() if later is None else Deferring(indices, loop.bring, later):
+                        out = self._forward(loop, stage, micro, batches[micro], later)
                     if stage == self.count - 1:
                         losses.append(out.detach())
                 elif kind == "W":
@@ -104,13 +108,13 @@ class Stages:
             self._local.clear()
         return losses
 
-    def evaluate(self, loop: Loop, batches: Sequence[Any]) -> list[Any]:
+    def evaluate(self, loop: Forward, batches: Sequence[Any]) -> list[Any]:
         """Forward of all micro-batches: what the last stage returned, on its rank."""
         outputs = []
         try:
             for kind, stage, micro in self.actions(len(batches)):
                 if kind == "F":
-                    out = self._forward(loop, stage, micro, batches[micro], False)
+                    out = self._forward(loop, stage, micro, batches[micro])
                     if stage == self.count - 1:
                         outputs.append(out)
                     self._passed.clear()
@@ -120,23 +124,13 @@ class Stages:
             self._local.clear()
         return outputs
 
-    def _forward(self, loop: Loop, stage: int, micro: int, batch: Any, splits: bool) -> Any:
+    def _forward(self, loop: Forward, stage: int, micro: int, batch: Any, later: Later | None = None) -> Any:
         received = None if stage == 0 else self._receive(stage, micro)
-        later = Later() if splits else None
-        with self._deferring(loop, later):
-            out = loop.run_stage(stage, received, batch)
+        out = loop.run_stage(stage, received, batch)
         self._passed[stage, micro] = _Passed(received, out, later)
         if stage < self.count - 1:
             self._send(out, stage, micro)
         return out
-
-    @contextlib.contextmanager
-    def _deferring(self, loop: Loop, later: Later | None) -> Iterator[None]:
-        if later is None:
-            yield
-        else:
-            with Deferring(self._indices, loop.bring, later):
-                yield
 
     def _backward(self, loop: Loop, stage: int, micro: int, keep: bool) -> None:
         """keep: the other half of it comes later."""

@@ -1,0 +1,280 @@
+"""Models that are cut into stages where they stand (pipeline.stages): they train as they do in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks as _run_ranks
+from tiny import TinyGPT
+from torch import nn
+
+MICRO, STEPS = 4, 3
+
+
+def run_ranks(fn, world, *args):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
+
+
+def tiny_gpt():
+    torch.manual_seed(1)
+    return TinyGPT(layers=4), lambda ids: (ids[:, :-1], ids[:, 1:])
+
+
+def transformer(kind):
+    import transformers as t
+
+    torch.manual_seed(1)
+    if kind == "gpt2":
+        config = t.GPT2Config(
+            n_layer=4, n_embd=32, n_head=2, n_positions=32, vocab_size=61, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        model = t.GPT2LMHeadModel(config)
+    else:
+        sizes = dict(num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=61)
+        if kind == "llama":
+            model = t.LlamaForCausalLM(t.LlamaConfig(**sizes, max_position_embeddings=32))
+        else:
+            off = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+            model = t.BertForMaskedLM(t.BertConfig(**sizes, **off, max_position_embeddings=32))
+    return model.train(), lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def batches(form, replica, micro_batches, replicas):
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        given = [torch.randint(0, 61, (2, 17), generator=generator)[:, :17] for _ in range(micro_batches * replicas)]
+        for ids in given[replica * micro_batches : (replica + 1) * micro_batches]:
+            yield form(ids)
+
+
+def train(rank, world, make, kind, stages, config, sampled):
+    import deepc
+
+    model, form = globals()[make](*([kind] if kind else []))
+    replicas = world // stages
+    data = batches(form, rank % replicas, MICRO // replicas, replicas)
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch=next(batches(form, 0, 1, 1)) if sampled else None,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO // replicas,
+            "gradient_clipping": 0.5,
+            # not Adam: biases of keys have no true gradient, and it turns their rounding noise into steps of size lr
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            **({"pipeline": {"stages": stages}} if stages > 1 else {}),
+            **config,
+        },
+    )
+    if stages > 1:
+        losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
+    else:
+        losses = []
+        for _ in range(STEPS):
+            total = 0.0
+            for _ in range(MICRO):
+                batch = next(data)
+                out = engine(**batch) if isinstance(batch, dict) else engine(*batch)
+                loss = out if isinstance(out, torch.Tensor) else out.loss
+                engine.backward(loss)
+                engine.step()
+                total += float(loss)
+            losses.append(total / MICRO)
+    away = engine.elsewhere()
+    weights = {n: p.detach().float().clone() for n, p in engine.module.named_parameters() if id(p) not in away}
+    engine.destroy()
+    return losses, weights
+
+
+def check(make, kind, world, stages, config, sampled):
+    ((want, whole),) = run_ranks(train, 1, make, kind, 1, {k: v for k, v in config.items() if k != "deepc"}, False)
+    names = set()
+    for losses, weights in run_ranks(train, world, make, kind, stages, config, sampled):
+        assert losses == pytest.approx(want, rel=2e-6)
+        for name, value in weights.items():
+            names.add(name)
+            bound = 1e-5 * max(1e-2, float(whole[name].abs().max()))
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    assert names == set(whole)
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "config"),
+    [
+        (2, 2, {}),
+        (4, 2, {"zero_optimization": {"stage": 2}}),
+        (2, 2, {"deepc": {"pipeline": {"schedule": "zb-v"}}}),
+        pytest.param(4, 4, {"zero_optimization": {"stage": 1}}, marks=pytest.mark.full),
+        pytest.param(2, 2, {"deepc": {"pipeline": {"schedule": "interleaved", "chunks": 2}}}, marks=pytest.mark.full),
+        pytest.param(2, 2, {"deepc": {"pipeline": {"schedule": "zb-h1"}}}, marks=pytest.mark.full),
+    ],
+)
+def test_a_model_is_cut_where_it_stands(world, stages, config):
+    check("tiny_gpt", None, world, stages, config, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("gpt2", "1f1b"),
+        ("llama", "1f1b"),
+        ("bert", "1f1b"),
+        pytest.param("gpt2", "zb-h1", marks=pytest.mark.full),
+        pytest.param("llama", "interleaved", marks=pytest.mark.full),
+        pytest.param("bert", "zb-v", marks=pytest.mark.full),
+    ],
+)
+def test_transformers_are_cut_without_a_sample(kind, schedule):
+    pytest.importorskip("transformers")
+    check("transformer", kind, 2, 2, {"deepc": {"pipeline": {"schedule": schedule}}}, False)
+
+
+# ---- what can not be cut ---------------------------------------------------------------------------------------------
+class Link(nn.Linear):
+    def forward(self, x, side=0):
+        return super().forward(x) + side
+
+
+class Chain(nn.Module):
+    """A chain of four layers, with something wrong in it by choice."""
+
+    def __init__(self, wrong=""):
+        super().__init__()
+        self.wrong = wrong
+        self.before, self.between, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Link(4, 4) for _ in range(4))
+        if wrong == "own":
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        first, second, third, fourth = self.blocks
+        if self.wrong == "own":
+            x = x * self.scale
+        start = self.before(x)
+        x = first(start)
+        if self.wrong == "skip":
+            return self.head(fourth(third(x))).mean()
+        x = second(x + 1 if self.wrong == "changed" else x)
+        if self.wrong == "between":
+            self.between(x)
+        side = start if self.wrong == "side" else start.detach() if self.wrong == "aside" else 0
+        return self.head(fourth(third(x), side)).mean()
+
+
+def _refused(rank, world):
+    import deepc
+    from deepc.errors import ArgumentError, ConfigError, DeepcError, UnsupportedError
+
+    def told(kind, model, sample=True, **extra):
+        config = {"train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2}, **extra}
+        batch = torch.ones(2, 4) if sample else None
+        with pytest.raises(kind) as caught:
+            deepc.initialize(model=model, config=config, sample_batch=batch)
+        return str(caught.value)
+
+    texts = [
+        told(ArgumentError, Chain("skip")),
+        told(ArgumentError, Chain("changed")),
+        told(UnsupportedError, Chain("between")),
+        told(UnsupportedError, Chain("own")),
+        told(UnsupportedError, Chain("side")),
+        told(DeepcError, Chain("aside")),
+        told(ArgumentError, nn.Linear(4, 1)),
+        told(ArgumentError, Chain(), sample=False),
+        told(ConfigError, Chain(), pipeline={"stages": 3}),
+        told(ConfigError, Chain(), pipeline={"stages": 4}),
+    ]
+    config = {"train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2}}
+    engine, *_ = deepc.initialize(model=Chain(), config=config, sample_batch=torch.ones(2, 4))
+    with pytest.raises(DeepcError) as caught:
+        engine.module(torch.ones(2, 4))
+    return [*texts, str(caught.value)]
+
+
+def test_what_is_no_chain_is_refused_with_the_reason():
+    wants = [
+        "ran in the order [0, 2, 3]",
+        "blocks.1 does not get what blocks.0 returned",
+        "between runs between the blocks of blocks",
+        "has parameters of its own",
+        "blocks.3 gets another tensor that depends on parameters",
+        "makes something else of the sample",
+        "no torch.nn.ModuleList",
+        "sample_batch=",
+        "does not divide the 2 rank(s)",
+        "does not divide the 2 rank(s)",
+        "train_batch",
+    ]
+    for texts in run_ranks(_refused, 2):
+        assert all(want in text for want, text in zip(wants, texts, strict=True)), texts
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def _saves(rank, world, folder, stages, load):
+    import deepc
+
+    model, form = tiny_gpt()
+    model.register_buffer("seen", torch.full((3,), float(stages)))
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch=next(batches(form, 0, 1, 1)),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "pipeline": {"stages": stages},
+        },
+    )
+    if load:
+        engine.load_checkpoint(folder)
+        assert engine.module.seen.tolist() == [2.0] * 3
+    elif stages > 1:
+        engine.train_batch(batches(form, 0, 1, 1))
+        engine.save_checkpoint(folder)
+    away = engine.elsewhere()
+    weights = {n: p.detach().clone() for n, p in engine.module.named_parameters() if id(p) not in away}
+    moments = {n: engine.full_optimizer_state(p, "exp_avg") for n, p in zip(engine.state.names, engine.state.trained)}
+    engine.destroy()
+    return weights, moments
+
+
+def test_a_pipelines_checkpoint_loads_into_the_whole_model(tmp_path):
+    parts = run_ranks(_saves, 2, str(tmp_path), 2, False)
+    ((weights, moments),) = run_ranks(_saves, 1, str(tmp_path), 1, True)
+    for values, states in parts:
+        assert all(torch.equal(weights[n], v) for n, v in values.items())
+        assert all(torch.equal(moments[n], v) for n, v in states.items())
+    assert {n for values, _ in parts for n in values} == set(weights) == {n for _, s in parts for n in s}
+
+
+# ---- where it is cut -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("costs", "stages", "cuts"),
+    [
+        ([1] * 8, 4, [0, 2, 4, 6, 8]),
+        ([1, 1, 1, 1, 4], 2, [0, 4, 5]),
+        ([5, 1, 1, 1, 1, 1], 2, [0, 1, 6]),
+        ([0, 0, 3, 0], 4, [0, 1, 2, 3, 4]),
+        ([1, 1, 1], 1, [0, 3]),
+    ],
+)
+def test_the_dearest_stage_is_as_cheap_as_can_be(costs, stages, cuts):
+    from deepc.parallel.pipeline.balance import cut
+
+    assert cut(costs, stages) == cuts
+
+
+def test_cuts_are_the_best_of_all():
+    import itertools
+    import random
+
+    from deepc.parallel.pipeline.balance import cut
+
+    draw = random.Random(3)
+    for _ in range(60):
+        costs, stages = [draw.random() for _ in range(draw.randint(4, 8))], draw.randint(1, 4)
+        every = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), stages - 1)]
+
+        def dearest(cuts, costs=costs):
+            return max(sum(costs[a:b]) for a, b in zip(cuts, cuts[1:]))
+
+        assert dearest(cut(costs, stages)) == pytest.approx(min(map(dearest, every)), abs=1e-12)
