@@ -183,6 +183,8 @@ typedef struct dc_step_args {
  *   beta2 = 0.999 a step changes a square by less than half a code, which rounding to nearest would never do. A block
  *   that holds a NaN or an infinity gets the scale NaN, one of less than 2^-100 the scale 0. Two codes of 4 bits a
  *   byte, the even element in the lower half.
+ * Adam's states are multiplied with their decay as they are unpacked, of codes the scale is: m = fma(1-b1, g, b1*m),
+ *   v = fma(1-b2, g*g, b2*v).
  * Random bits follow from the step and the element's number first + i alone, and blocks begin at multiples of their
  * length of that number, so that equal bits come of any partition at such multiples, and of every instruction set. */
 enum dc_state_format {

@@ -1,34 +1,37 @@
 /* packed.c: bodies of dc_step where states have a format: bf16 with stochastic rounding, codes of 8 and of 4 bits. A
- * block of states is unpacked, stepped and kept in the first-level cache until its scale is known; parameter and
- * gradient go through once. tests/bench/bench_ops.c --only packed. */
+ * block of states is unpacked, stepped and kept in the first-level cache until its scale is known, and packed while the
+ * next one is stepped; parameter and gradient go through once. tests/bench/bench_ops.c --only packed. */
 #include "ref/packed.h"
 #include "cpu/vec.h"
 
 /* What a loop may know at compile time. */
 typedef struct layout {
   int rule, format, param, grad, lowp, has_lowp, has_l2;
+  int mends; /* a block's numbers are looked at for NaN when it is done: fp32 parameters without a copy, codes */
 } layout;
 
 typedef struct scalars {
   vf grad_scale, l2, decay;
+  float keep[2];                                                 /* what states are multiplied with as they come */
   vf one_minus_b1, b2, one_minus_b2, step_size_neg, inv_sqrt_bc2, eps; /* Adam's */
   vf b1, rate, minus_rate, least;                                      /* Lion's */
 } scalars;
 
-DC_INLINE scalars packed_scalars_of(int rule, const dc__packed_coef *c) {
+DC_INLINE scalars packed_scalars_of(const dc_step_args *t, int rule, const dc__packed_coef *c) {
   const dc__adamw_coef *a = &c->adamw;
   const dc__step_coef *o = &c->other;
   if (rule == DC_RULE_ADAMW)
-    return (scalars){.grad_scale = v_set1(a->grad_scale),
+    return (scalars){.keep = {dc__packed_keep(t, 0), dc__packed_keep(t, 1)},
+                     .grad_scale = v_set1(a->grad_scale),
                      .l2 = v_set1(a->l2),
                      .decay = v_set1(a->decay),
                      .one_minus_b1 = v_set1(a->one_minus_b1),
-                     .b2 = v_set1(a->b2),
                      .one_minus_b2 = v_set1(a->one_minus_b2),
                      .step_size_neg = v_set1(a->step_size_neg),
                      .inv_sqrt_bc2 = v_set1(a->inv_sqrt_bc2),
                      .eps = v_set1(a->eps)};
-  return (scalars){.grad_scale = v_set1(o->grad_scale),
+  return (scalars){.keep = {1.0f, 1.0f},
+                   .grad_scale = v_set1(o->grad_scale),
                    .decay = v_set1(o->decay),
                    .one_minus_b1 = v_set1(o->one_minus_b1),
                    .b2 = v_set1(o->b2),
@@ -40,49 +43,79 @@ DC_INLINE scalars packed_scalars_of(int rule, const dc__packed_coef *c) {
 }
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
+/* What a block's codes of a state are unpacked with. values: of 4 bits, the numbers of the codes by their bits. */
+typedef struct unpacking {
+  dc__code_map map;
+  vf scale;
+  float values[LANES];
+} unpacking;
+
+/* units: of 4 bits, the values at the scale 1. scale: the block's, times dc__packed_keep. */
+DC_INLINE unpacking packed_unpacking(dc__code_map map, const float *units, float scale) {
+  unpacking u = {.map = map, .scale = v_set1(scale)};
+  if (map.bits == 4) v_store32(u.values, LANES, v_mul(v_load32(units, LANES), u.scale));
+  return u;
+}
+
+DC_INLINE void packed_units(dc__code_map map, float *units) {
+  const uint8_t all[LANES / 2] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};
+  for (int code = 0; map.bits == 4 && code < LANES; code++) units[code] = dc__code_get(&map, all, code);
+}
+
 /* r numbers from codes, the rest zero. */
-DC_INLINE vf packed_unpack(dc__code_map map, const uint8_t *codes, vf scale, int64_t i, int r) {
-  const vi stored = vi_widen8(map.bits == 8 ? v_load8(codes + i, r) : v_load4(codes + i / 2, r));
+DC_INLINE vf packed_unpack(const unpacking *u, const uint8_t *codes, int64_t i, int r) {
+  const dc__code_map map = u->map;
+  if (map.bits == 4) return v_keep(v_lookup(u->values, vi_load_nibbles(codes + i / 2, r)), r);
+  const vi stored = vi_widen8(v_load8(codes + i, r));
   if (map.squares) {
     const uint32_t base = map.base + ((uint32_t)map.offset << map.shift);
-    return v_keep(v_mul(v_of_bits(vi_add(vi_set1((int)base), vi_left(stored, map.shift))), scale), r);
+    return v_keep(v_mul(v_of_bits(vi_add(vi_set1((int)base), vi_left(stored, map.shift))), u->scale), r);
   }
-  vf f = v_of_bits(vi_add(vi_set1((int)map.base), vi_left(vi_abs(stored), map.shift)));
-  f = v_zero_below(f, f, v_set1(map.least)); /* code 0 */
-  return v_keep(v_mul(v_with_sign(f, stored), scale), r);
+  const vf f = v_of_bits(vi_add(vi_set1((int)map.base), vi_left(vi_abs(stored), map.shift)));
+  return v_keep(v_mul(v_with_sign_or_zero(f, stored), u->scale), r);
 }
 
+/* The lower bits of `code`. */
 DC_INLINE void packed_store(dc__code_map map, uint8_t *codes, int64_t i, int r, vi code) {
-  if (map.bits == 8) v_store8(codes + i, r, vi_narrow8(code));
-  else v_store4(codes + i / 2, r, vi_narrow8(code));
+  if (map.bits == 8) v_store8(codes + i, r, vi_low8(code));
+  else vi_store_nibbles(codes + i / 2, r, code);
 }
 
-DC_INLINE void packed_pack(dc__code_map map, uint8_t *codes, int64_t i, int r, vf y, vi noise) {
-  const vi size = v_magnitude(y), base = vi_set1((int)map.base);
-  if (map.squares) {
-    const vi code = vi_right(vi_add(vi_sub(vi_max(size, base), base), noise), map.shift);
-    packed_store(map, codes, i, r, vi_sub(code, vi_set1(map.offset)));
-  } else {
-    const vf f = v_of_bits(size);
-    const vi near_zero = v_truncate(v_mul(f, v_set1(map.per_least)));
-    const vi u = vi_if_below(f, v_set1(map.least), near_zero, vi_sub(size, base));
-    packed_store(map, codes, i, r, vi_signed_as(vi_right(vi_add(u, noise), map.shift), y));
+/* noise: with anything above its map.shift bits. */
+DC_INLINE vi packed_code(dc__code_map map, vf y, vi noise) {
+  const int mask = (1 << map.shift) - 1;
+  if (map.squares) { /* base and offset go in with the noise; what overflows is not stored */
+    const uint32_t from = 1u - map.base - ((uint32_t)map.offset << map.shift);
+    const vi u = vi_max(v_bits(y), vi_set1((int)map.base));
+    return vi_right(vi_add(u, vi_and_or(noise, mask, (int)from)), map.shift);
   }
+  const vi size = v_magnitude(y);
+  const vf f = v_of_bits(size);
+  const vi u = vi_truncate_if_below(f, v_set1(map.least), v_mul(f, v_set1(map.per_least)),
+                                    vi_sub(size, vi_set1((int)map.base)));
+  return vi_signed_as(vi_right(vi_add(u, vi_and_or(noise, mask, 1)), map.shift), y);
 }
 
-/* dc__random of the LANES numbers from `number` on. */
-DC_INLINE vi packed_random(dc__keys k, int state, uint32_t number) {
-  return vi_mul(vi_add(vi_set1((int)(number + k.of[state])), vi_lanes()), vi_set1((int)dc__weyl[state]));
+/* ---- random bits ------------------------------------------------------------------------------------------------- */
+/* dc__noise of the LANES numbers from `number` on, with other bits above it. */
+DC_INLINE vi packed_noise(dc__keys k, int state, int bits, uint32_t number) {
+  return vi_mul(vi_add(vi_set1((int)(number + k.of[state])), vi_lanes()), vi_set1((int)dc__weyl_of(state, bits)));
 }
 
-/* ---- one vector, one block --------------------------------------------------------------------------------------- */
-DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, int64_t i, int r, vf *m, vf *v) {
+/* Those of the next LANES. */
+DC_INLINE vi packed_noise_next(int state, int bits, vi noise) {
+  return vi_add(noise, vi_set1((int)(LANES * dc__weyl_of(state, bits))));
+}
+
+/* ---- one vector -------------------------------------------------------------------------------------------------- */
+/* m, v: multiplied with keep already. bad: gets a NaN where something is one, or infinite, if the layout mends. */
+DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, int64_t i, int r, vf *m, vf *v, vf *bad) {
   vf p = v_get(t->param, l.param, i, r), g = v_mul(c->grad_scale, v_get(t->grad, l.grad, i, r));
   if (l.rule == DC_RULE_ADAMW) {
     if (l.has_l2) g = v_fma(c->l2, p, g);
     p = v_mul(p, c->decay);
-    *m = v_fma(c->one_minus_b1, v_sub(g, *m), *m);
-    *v = v_fma(c->one_minus_b2, v_mul(g, g), v_mul(c->b2, *v));
+    *m = v_fma(c->one_minus_b1, g, *m);
+    *v = v_fma(c->one_minus_b2, v_mul(g, g), *v);
     p = v_fma(c->step_size_neg, v_div(*m, v_fma(v_sqrt(*v), c->inv_sqrt_bc2, c->eps)), p);
   } else {
     const vf u = v_fma(c->b1, *m, v_mul(c->one_minus_b1, g));
@@ -90,115 +123,206 @@ DC_INLINE void packed_step(const dc_step_args *t, layout l, const scalars *c, in
     *m = v_fma(c->b2, *m, v_mul(c->one_minus_b2, g));
     p = v_nan_of(v_add(v_mul(p, c->decay), move), u);
   }
-  if (DC_UNLIKELY(v_any_nan(p))) p = v_canonical(p);
+  if (l.mends) {
+    *bad = v_fma(p, v_set1(0.0f), *bad);
+  } else if (DC_UNLIKELY(v_any_nan(p))) { /* as it is where a state is one */
+    p = v_canonical(p);
+    *m = v_canonical(*m);
+    *v = v_canonical(*v);
+  }
   v_put_canonical(t->param, l.param, i, r, p);
   if (l.has_lowp) v_put_canonical(t->lowp, l.lowp, i, r, p);
 }
 
 /* bf16: nothing is shared by a block. */
-DC_INLINE void packed_vector_bf16(const dc_step_args *t, layout l, const scalars *c, dc__keys k, int64_t i, int r) {
+DC_INLINE void packed_vector_bf16(const dc_step_args *t, layout l, const scalars *c, const vi *noise, int64_t i,
+                                  int r) {
   vf x[2] = {v_get(t->state[0], DC_BF16, i, r), v_set1(0.0f)};
-  if (l.rule == DC_RULE_ADAMW) x[1] = v_get(t->state[1], DC_BF16, i, r);
-  packed_step(t, l, c, i, r, &x[0], &x[1]);
+  if (l.rule == DC_RULE_ADAMW) {
+    x[0] = v_mul(x[0], v_set1(c->keep[0]));
+    x[1] = v_mul(v_get(t->state[1], DC_BF16, i, r), v_set1(c->keep[1]));
+  }
+  packed_step(t, l, c, i, r, &x[0], &x[1], NULL);
   for (int s = 0; s < (l.rule == DC_RULE_ADAMW ? 2 : 1); s++) {
-    const vi random = vi_right(packed_random(k, s, (uint32_t)(t->first + i)), 16);
-    v_store16((uint16_t *)t->state[s] + i, r, vi_narrow16(vi_right(vi_add(v_bits(v_canonical(x[s])), random), 16)));
+    const vi u = vi_add(v_bits(x[s]), vi_and_or(noise[s], (1 << DC__BF16_NOISE) - 1, 0));
+    v_store16((uint16_t *)t->state[s] + i, r, vi_narrow16(vi_right(u, 16)));
   }
 }
 
-typedef struct block {
-  float x[2][DC__BLOCK_MOST + LANES];
-} block;
-
 DC_INLINE void packed_block_bf16(const dc_step_args *t, layout l, const scalars *c, int64_t begin, int64_t end) {
   const dc__keys k = dc__keys_of(t->step, t->first + begin);
+  const uint32_t number = (uint32_t)(t->first + begin);
+  vi noise[2] = {packed_noise(k, 0, DC__BF16_NOISE, number), packed_noise(k, 1, DC__BF16_NOISE, number)};
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
     v_ahead(t->param, l.param, i, AHEAD);
     v_ahead(t->grad, l.grad, i, AHEAD);
     v_ahead(t->state[0], DC_BF16, i, AHEAD);
     if (l.rule == DC_RULE_ADAMW) v_ahead(t->state[1], DC_BF16, i, AHEAD);
-    packed_vector_bf16(t, l, c, k, i, LANES);
+    packed_vector_bf16(t, l, c, noise, i, LANES);
+    for (int s = 0; s < 2; s++) noise[s] = packed_noise_next(s, DC__BF16_NOISE, noise[s]);
   }
-  if (i < end) packed_vector_bf16(t, l, c, k, i, (int)(end - i));
+  if (i < end) packed_vector_bf16(t, l, c, noise, i, (int)(end - i));
 }
 
-/* Codes of r elements of a state, of which x are the numbers. */
-DC_INLINE void packed_close(const dc_step_args *t, dc__code_map map, int state, dc__keys k, vf inverse, const float *x,
-                            int64_t i, int r) {
-  const vi random = packed_random(k, state, (uint32_t)(t->first + i));
-  const vi noise = vi_or(vi_right(random, 32 - map.shift), vi_set1(1));
-  packed_pack(map, t->state[state], i, r, v_mul(v_load32(x, LANES), inverse), noise);
-}
+/* ---- blocks of codes --------------------------------------------------------------------------------------------- */
+/* A block that is stepped, and not packed yet: elements [begin, end). */
+typedef struct block {
+  float x[2][DC__BLOCK_MOST + LANES];
+  uint32_t top[2]; /* the bits of the largest magnitudes of x */
+  int64_t begin, end;
+} block;
 
-DC_INLINE void packed_close_block(const dc_step_args *t, layout l, int state, dc__keys k, const float *x, vi top,
-                                  int64_t begin, int64_t end) {
-  const dc__code_map map = dc__code_map_of(l.format, state);
-  const dc__scaling of = dc__scaling_of(vi_top(top));
-  const vf inverse = v_set1(of.inverse);
-  int64_t i = begin;
-  t->scale[state][dc__state_block_at(l.format, t->first, begin)] = of.scale;
-  if (DC_UNLIKELY(of.inverse == 0.0f)) { /* nothing, or not finite: all codes are that of zero */
-    for (; i < end; i += LANES)
-      packed_store(map, t->state[state], i, end - i < LANES ? (int)(end - i) : LANES, vi_set1(-map.offset));
-    return;
+/* A state on its way into codes, block after block. */
+typedef struct packing {
+  int64_t upper; /* 32 bits of the numbers that noise is of; -1: of none yet */
+  vi noise;
+  vf inverse;
+} packing;
+
+/* Begins the block b, which follows on the one before. Whether its codes are not all zero: it is neither next to
+ * nothing nor not finite. */
+DC_INLINE int packed_pack_begin(const dc_step_args *t, int format, int state, packing *to, const block *b) {
+  const dc__scaling of = dc__scaling_of(b->top[state]);
+  const int64_t number = t->first + b->begin;
+  t->scale[state][dc__state_block_at(format, t->first, b->begin)] = of.scale;
+  to->inverse = v_set1(of.inverse);
+  if (DC_UNLIKELY(number >> 32 != to->upper)) {
+    to->upper = number >> 32;
+    to->noise = packed_noise(dc__keys_of(t->step, number), state, dc__code_map_of(format, state).shift,
+                             (uint32_t)number);
   }
-  for (; i + LANES <= end; i += LANES) packed_close(t, map, state, k, inverse, x + (i - begin), i, LANES);
-  if (i < end) packed_close(t, map, state, k, inverse, x + (i - begin), i, (int)(end - i));
+  return of.inverse != 0.0f;
 }
 
-/* Steps r elements; their states go to b, and their largest magnitudes into top. */
-DC_INLINE void packed_open(const dc_step_args *t, layout l, const scalars *c, const vf *scale, block *b, vi *top,
-                           int64_t begin, int64_t i, int r) {
-  const int two = l.rule == DC_RULE_ADAMW;
-  vf m = packed_unpack(dc__code_map_of(l.format, 0), t->state[0], scale[0], i, r), v = v_set1(0.0f);
-  if (two) v = packed_unpack(dc__code_map_of(l.format, 1), t->state[1], scale[1], i, r);
-  packed_step(t, l, c, i, r, &m, &v);
+/* The r elements from `i` of the block on. */
+DC_INLINE void packed_pack_some(const dc_step_args *t, int format, int state, packing *to, const block *b, int64_t i,
+                                int r) {
+  const dc__code_map map = dc__code_map_of(format, state);
+  const vf y = v_mul(v_load32(b->x[state] + i, LANES), to->inverse);
+  packed_store(map, t->state[state], b->begin + i, r, packed_code(map, y, to->noise));
+  to->noise = packed_noise_next(state, map.shift, to->noise);
+}
+
+/* All of it; some: what packed_pack_begin said. */
+DC_INLINE void packed_pack(const dc_step_args *t, int format, int state, packing *to, const block *b, int some) {
+  const dc__code_map map = dc__code_map_of(format, state);
+  const int64_t n = b->end - b->begin;
+  for (int64_t i = 0; i < n; i += LANES) {
+    const int r = n - i < LANES ? (int)(n - i) : LANES;
+    if (some) {
+      packed_pack_some(t, format, state, to, b, i, r);
+      continue;
+    }
+    packed_store(map, t->state[state], b->begin + i, r, vi_set1(-map.offset));
+    to->noise = packed_noise_next(state, map.shift, to->noise);
+  }
+}
+
+/* What a block has seen of its numbers. */
+typedef struct seen {
+  vi top[2];
+  vf bad;
+} seen;
+
+/* Steps r elements; their states go to b. */
+DC_INLINE void packed_open_some(const dc_step_args *t, layout l, const scalars *c, const unpacking *from, block *b,
+                                seen *of, int64_t i, int r) {
+  vf m = packed_unpack(&from[0], t->state[0], b->begin + i, r), v = v_set1(0.0f);
+  if (l.rule == DC_RULE_ADAMW) v = packed_unpack(&from[1], t->state[1], b->begin + i, r);
+  v_ahead(t->param, l.param, b->begin + i, AHEAD);
+  v_ahead(t->grad, l.grad, b->begin + i, AHEAD);
+  packed_step(t, l, c, b->begin + i, r, &m, &v, &of->bad);
   m = v_keep(m, r);
-  v_store32(b->x[0] + (i - begin), LANES, m);
-  top[0] = vi_max(top[0], v_magnitude(m));
-  if (!two) return;
+  v_store32(b->x[0] + i, LANES, m);
+  of->top[0] = vi_max(of->top[0], v_magnitude(m));
+  if (l.rule != DC_RULE_ADAMW) return;
   v = v_keep(v, r);
-  v_store32(b->x[1] + (i - begin), LANES, v);
-  top[1] = vi_max(top[1], v_magnitude(v));
+  v_store32(b->x[1] + i, LANES, v);
+  of->top[1] = vi_max(of->top[1], l.mends ? v_bits(v) : v_magnitude(v));
 }
 
-DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars *c, int64_t begin, int64_t end) {
+/* A block whose parameters or states hold a NaN, or an infinity. */
+static void packed_mend(const dc_step_args *t, block *b, int states) {
+  float *param = t->param;
+  for (int64_t i = b->begin; i < b->end; i++) param[i] = dc__canonical_f32(param[i]);
+  for (int s = 0; s < states; s++)
+    for (int64_t i = 0; i < b->end - b->begin; i++) {
+      const uint32_t size = dc__bits_of_f32(b->x[s][i]) & 0x7fffffffu;
+      if (size > b->top[s]) b->top[s] = size;
+    }
+}
+
+/* Packs the block `last`, if there is one, and steps b. Both at the same time where they are whole: so the processor
+ * need not wait for a scale, and the divider works all the time. */
+DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars *c, const unpacking *from, packing *to,
+                                  block *b, const block *last) {
+  const int64_t n = b->end - b->begin, whole = dc__state_block(l.format);
   const int two = l.rule == DC_RULE_ADAMW;
-  const int64_t at = dc__state_block_at(l.format, t->first, begin);
-  const dc__keys k = dc__keys_of(t->step, t->first + begin);
-  const vf scale[2] = {v_set1(t->scale[0][at]), v_set1(two ? t->scale[1][at] : 0.0f)};
-  vi top[2] = {vi_set1(0), vi_set1(0)};
-  block b;
-  int64_t i = begin;
-  for (; i + LANES <= end; i += LANES) {
-    v_ahead(t->param, l.param, i, AHEAD);
-    v_ahead(t->grad, l.grad, i, AHEAD);
-    packed_open(t, l, c, scale, &b, top, begin, i, LANES);
+  const int first = last && packed_pack_begin(t, l.format, 0, &to[0], last);
+  const int second = last && two && packed_pack_begin(t, l.format, 1, &to[1], last);
+  seen of = {{vi_set1(0), vi_set1(0)}, v_set1(0.0f)};
+  int64_t i = 0;
+  if (DC_LIKELY(n == whole && first && second == two && last->end - last->begin == whole)) {
+    packing m = to[0], v = to[1];
+    for (; i < whole; i += LANES) {
+      packed_open_some(t, l, c, from, b, &of, i, LANES);
+      packed_pack_some(t, l.format, 0, &m, last, i, LANES);
+      if (two) packed_pack_some(t, l.format, 1, &v, last, i, LANES);
+    }
+    to[0] = m, to[1] = v;
+  } else {
+    if (last) packed_pack(t, l.format, 0, &to[0], last, first);
+    if (last && two) packed_pack(t, l.format, 1, &to[1], last, second);
+    for (; i < n; i += LANES) packed_open_some(t, l, c, from, b, &of, i, n - i < LANES ? (int)(n - i) : LANES);
   }
-  if (i < end) packed_open(t, l, c, scale, &b, top, begin, i, (int)(end - i));
-  packed_close_block(t, l, 0, k, b.x[0], top[0], begin, end);
-  if (two) packed_close_block(t, l, 1, k, b.x[1], top[1], begin, end);
+  b->top[0] = vi_top(of.top[0]), b->top[1] = vi_top(of.top[1]);
+  if (l.mends && DC_UNLIKELY(v_any_nan(of.bad))) packed_mend(t, b, 1 + two);
+}
+
+DC_INLINE void packed_loop_codes(const dc_step_args *t, layout l, const scalars *c, int64_t begin, int64_t end) {
+  const int two = l.rule == DC_RULE_ADAMW;
+  float units[2][LANES] = {{0}};
+  packing to[2] = {{.upper = -1}, {.upper = -1}};
+  block blocks[2], *now = blocks, *last = NULL;
+  packed_units(dc__code_map_of(l.format, 0), units[0]);
+  packed_units(dc__code_map_of(l.format, 1), units[1]);
+  for (int64_t i = begin; i < end; i = last->end) {
+    const int64_t at = dc__state_block_at(l.format, t->first, i);
+    const unpacking from[2] = {
+        packed_unpacking(dc__code_map_of(l.format, 0), units[0], t->scale[0][at] * c->keep[0]),
+        packed_unpacking(dc__code_map_of(l.format, 1), units[1], two ? t->scale[1][at] * c->keep[1] : 0.0f)};
+    now->begin = i, now->end = dc__state_block_end(l.format, t->first, i, end);
+    packed_block_codes(t, l, c, from, to, now, last);
+    last = now;
+    now = now == blocks ? blocks + 1 : blocks;
+  }
+  if (last) packed_pack(t, l.format, 0, &to[0], last, packed_pack_begin(t, l.format, 0, &to[0], last));
+  if (last && two) packed_pack(t, l.format, 1, &to[1], last, packed_pack_begin(t, l.format, 1, &to[1], last));
 }
 
 DC_INLINE void packed_loop(const dc_step_args *args, layout l, const dc__packed_coef *c, int64_t begin, int64_t end) {
   const dc_step_args t = *args; /* a copy that no store can alias */
-  const scalars k = packed_scalars_of(l.rule, c);
+  const scalars k = packed_scalars_of(&t, l.rule, c);
+  if (l.format != DC_STATE_STOCHASTIC) {
+    packed_loop_codes(&t, l, &k, begin, end);
+    return;
+  }
   for (int64_t i = begin, stop; i < end; i = stop) {
     stop = dc__state_block_end(l.format, t.first, i, end);
-    if (l.format == DC_STATE_STOCHASTIC) packed_block_bf16(&t, l, &k, i, stop);
-    else packed_block_codes(&t, l, &k, i, stop);
+    packed_block_bf16(&t, l, &k, i, stop);
   }
 }
 
 /* fp32 parameters and gradients without a copy are constants of their loop. */
-#define PACKED_LOOP(name, rule, format)                                                                        \
-  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {              \
-    const int has_l2 = rule == DC_RULE_ADAMW && c->adamw.l2 != 0.0f;                                           \
-    const layout plain = {rule, format, DC_F32, DC_F32, 0, 0, has_l2};                                         \
-    const layout any = {rule, format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, has_l2};  \
-    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp) packed_loop(t, plain, c, begin, end); \
-    else packed_loop(t, any, c, begin, end);                                                                   \
+#define PACKED_LOOP(name, rule, format)                                                                          \
+  static void name(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {                \
+    const int has_l2 = rule == DC_RULE_ADAMW && c->adamw.l2 != 0.0f;                                             \
+    const layout plain = {rule, format, DC_F32, DC_F32, 0, 0, 0, format != DC_STATE_STOCHASTIC};                 \
+    const layout any = {rule, format, t->param_dtype, t->grad_dtype, t->lowp_dtype, t->lowp != NULL, has_l2, 0}; \
+    if (t->param_dtype == DC_F32 && t->grad_dtype == DC_F32 && !t->lowp && !has_l2)                              \
+      packed_loop(t, plain, c, begin, end);                                                                      \
+    else packed_loop(t, any, c, begin, end);                                                                     \
   }
 PACKED_LOOP(packed_adamw_bf16, DC_RULE_ADAMW, DC_STATE_STOCHASTIC)
 PACKED_LOOP(packed_adamw_8bit, DC_RULE_ADAMW, DC_STATE_8BIT)

@@ -24,6 +24,7 @@
 #define DC_BODY(name) DC__CAT(dc__, name, DC_ISA)
 #define DC_INLINE static inline __attribute__((always_inline))
 #define DC_UNLIKELY(x) __builtin_expect(!!(x), 0)
+#define DC_LIKELY(x) __builtin_expect(!!(x), 1)
 /* Runs `call` with DT as a constant: fp32, bf16 or fp16 as the variable dt says. So each loop is compiled per dtype. */
 #define DC_FOR_LOW(dt, DT, call) \
   switch (dt) {                  \
@@ -178,6 +179,10 @@ DC_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 DC_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 DC_INLINE vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); } /* the lower 32 bits */
 DC_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+/* (a & mask) | bits */
+DC_INLINE vi vi_and_or(vi a, int mask, int bits) {
+  return _mm512_ternarylogic_epi32(a, _mm512_set1_epi32(mask), _mm512_set1_epi32(bits), 0xea);
+}
 DC_INLINE vi vi_left(vi a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
 DC_INLINE vi vi_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); } /* of unsigned numbers */
 DC_INLINE vi v_bits(vf a) { return _mm512_castps_si512(a); }
@@ -188,13 +193,36 @@ DC_INLINE vi vi_abs(vi a) { return _mm512_abs_epi32(a); }
 DC_INLINE vf v_with_sign(vf a, vi i) {
   return _mm512_or_ps(a, _mm512_castsi512_ps(_mm512_and_si512(i, _mm512_set1_epi32(INT32_MIN))));
 }
+/* The same, but zero where i is. */
+DC_INLINE vf v_with_sign_or_zero(vf a, vi i) {
+  const __mmask16 some = _mm512_test_epi32_mask(i, i);
+  return _mm512_castsi512_ps(_mm512_maskz_ternarylogic_epi32(some, _mm512_castps_si512(a), i,
+                                                             _mm512_set1_epi32(INT32_MIN), 0xf8)); /* a | (i & sign) */
+}
 /* a, or -a where x has its sign set. */
 DC_INLINE vi vi_signed_as(vi a, vf x) {
   return _mm512_mask_sub_epi32(a, _mm512_movepi32_mask(_mm512_castps_si512(x)), _mm512_setzero_si512(), a);
 }
-/* below where x < limit, else other. */
-DC_INLINE vi vi_if_below(vf x, vf limit, vi below, vi other) {
-  return _mm512_mask_mov_epi32(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
+/* below, towards zero, where x < limit, else other. */
+DC_INLINE vi vi_truncate_if_below(vf x, vf limit, vf below, vi other) {
+  return _mm512_mask_cvttps_epi32(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
+}
+/* The lower 8 bits of each. */
+DC_INLINE __m128i vi_low8(vi a) { return _mm512_cvtepi32_epi8(a); }
+/* r numbers of 4 bits from (r + 1) / 2 bytes, the even one in the lower half; above them may be others. */
+DC_INLINE vi vi_load_nibbles(const void *p, int r) {
+  const __m512i shift = _mm512_set1_epi64((int64_t)4 << 32);
+  const __m512i byte = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  int64_t packed = 0;
+  memcpy(&packed, p, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
+  return _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_set1_epi64(packed), byte), shift);
+}
+/* The lower 4 bits of r numbers, in the same places. */
+DC_INLINE void vi_store_nibbles(void *p, int r, vi a) {
+  const __m512i low = _mm512_set1_epi64(15), high = _mm512_srli_epi64(a, 28);
+  const __m128i bytes = _mm512_cvtepi64_epi8(_mm512_ternarylogic_epi64(low, a, high, 0xca)); /* low ? a : high */
+  const int64_t packed = _mm_cvtsi128_si64(bytes);
+  memcpy(p, &packed, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
 }
 DC_INLINE __m256i vi_narrow16(vi a) { return _mm512_cvtepi32_epi16(a); } /* of numbers below 2^16 */
 
@@ -436,6 +464,10 @@ DC_INLINE vi vi_sub(vi x, vi y) { return (vi){_mm256_sub_epi32(x.a, y.a), _mm256
 /* The lower 32 bits. */
 DC_INLINE vi vi_mul(vi x, vi y) { return (vi){_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 DC_INLINE vi vi_or(vi x, vi y) { return (vi){_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+DC_INLINE vi vi_and_or(vi x, int mask, int bits) { /* (x & mask) | bits */
+  const __m256i m = _mm256_set1_epi32(mask), b = _mm256_set1_epi32(bits);
+  return (vi){_mm256_or_si256(_mm256_and_si256(x.a, m), b), _mm256_or_si256(_mm256_and_si256(x.b, m), b)};
+}
 DC_INLINE vi vi_left(vi x, int n) {
   const __m128i by = _mm_cvtsi32_si128(n);
   return (vi){_mm256_sll_epi32(x.a, by), _mm256_sll_epi32(x.b, by)};
@@ -459,12 +491,27 @@ DC_INLINE __m256i vi_signed_as8(__m256i i, __m256 x) {
 /* i, or -i where x has its sign set. */
 DC_INLINE vi vi_signed_as(vi i, vf x) { return (vi){vi_signed_as8(i.a, x.a), vi_signed_as8(i.b, x.b)}; }
 DC_INLINE vi v_truncate(vf x) { return (vi){_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
-DC_INLINE __m256i vi_if_below8(__m256 x, __m256 limit, __m256i below, __m256i other) {
-  return _mm256_blendv_epi8(other, below, _mm256_castps_si256(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)));
+DC_INLINE __m256i vi_truncate_if_below8(__m256 x, __m256 limit, __m256 below, __m256i other) {
+  return _mm256_blendv_epi8(other, _mm256_cvttps_epi32(below),
+                            _mm256_castps_si256(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)));
 }
-/* below where x < limit, else other. */
-DC_INLINE vi vi_if_below(vf x, vf limit, vi below, vi other) {
-  return (vi){vi_if_below8(x.a, limit.a, below.a, other.a), vi_if_below8(x.b, limit.b, below.b, other.b)};
+/* below, towards zero, where x < limit, else other. */
+DC_INLINE vi vi_truncate_if_below(vf x, vf limit, vf below, vi other) {
+  return (vi){vi_truncate_if_below8(x.a, limit.a, below.a, other.a),
+              vi_truncate_if_below8(x.b, limit.b, below.b, other.b)};
+}
+DC_INLINE vf v_with_sign_or_zero(vf x, vi i) { /* x, which is not negative, with the sign of i; zero where i is */
+  const __m256i zero = _mm256_setzero_si256();
+  const vf f = v_with_sign(x, i);
+  return (vf){_mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(i.a, zero)), f.a),
+              _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(i.b, zero)), f.b)};
+}
+/* The lower 8 bits of each. */
+DC_INLINE __m128i vi_low8(vi x) {
+  const __m256i low = _mm256_set1_epi32(255);
+  const __m256i h = _mm256_permute4x64_epi64(
+      _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)), 0xd8);
+  return _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
 }
 DC_INLINE __m256i vi_narrow16(vi x) { /* of numbers below 2^16; quarters as in v_narrow_bf16 */
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
@@ -594,6 +641,13 @@ DC_INLINE void v_store4(void *p, int r, __m128i b) {
   const uint64_t packed = (uint64_t)_mm_cvtsi128_si64(_mm_packus_epi16(_mm_or_si128(even, odd), even));
   memcpy(p, &packed, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
 }
+
+#if !defined(__AVX512F__)
+/* r numbers of 4 bits from (r + 1) / 2 bytes, the even one in the lower half; above them may be others. */
+DC_INLINE vi vi_load_nibbles(const void *p, int r) { return vi_widen8(v_load4(p, r)); }
+/* The lower 4 bits of r numbers, in the same places. */
+DC_INLINE void vi_store_nibbles(void *p, int r, vi a) { v_store4(p, r, vi_low8(a)); }
+#endif
 
 /* The fixed tree of ops.h over 16 fp32 sums. */
 DC_INLINE float v_tree(vf a) {

@@ -4,35 +4,37 @@
 
 typedef struct packed_states {
   float x[2][DC__BLOCK_MOST];
-  uint32_t random[2][DC__BLOCK_MOST];
+  uint32_t noise[2][DC__BLOCK_MOST];
 } packed_states;
 
 static void packed_get(const dc_step_args *t, int state, int64_t begin, int64_t end, float *x) {
+  const float keep = dc__packed_keep(t, state);
   if (t->format == DC_STATE_STOCHASTIC) {
-    for (int64_t i = begin; i < end; i++) x[i - begin] = dc__get(t->state[state], DC_BF16, i);
+    for (int64_t i = begin; i < end; i++) x[i - begin] = keep * dc__get(t->state[state], DC_BF16, i);
     return;
   }
   const dc__code_map map = dc__code_map_of(t->format, state);
-  const float scale = t->scale[state][dc__state_block_at(t->format, t->first, begin)];
+  const float scale = keep * t->scale[state][dc__state_block_at(t->format, t->first, begin)];
   for (int64_t i = begin; i < end; i++) x[i - begin] = dc__code_get(&map, t->state[state], i) * scale;
 }
 
 static void packed_put(const dc_step_args *t, int state, int64_t begin, int64_t end, const packed_states *s) {
   if (t->format == DC_STATE_STOCHASTIC) {
     for (int64_t i = begin; i < end; i++)
-      ((uint16_t *)t->state[state])[i] = dc__bf16_stochastic(s->x[state][i - begin], s->random[state][i - begin]);
+      ((uint16_t *)t->state[state])[i] = dc__bf16_stochastic(s->x[state][i - begin], s->noise[state][i - begin]);
     return;
   }
   const dc__code_map map = dc__code_map_of(t->format, state);
   float *scale = &t->scale[state][dc__state_block_at(t->format, t->first, begin)];
-  dc__codes_put(&map, t->state[state], scale, s->x[state], begin, end, s->random[state]);
+  dc__codes_put(&map, t->state[state], scale, s->x[state], begin, end, s->noise[state]);
 }
 
+/* m, v: multiplied with their decay already. */
 static float packed_adamw(const dc__adamw_coef *c, float p, float g, float *m, float *v) {
   if (c->l2 != 0.0f) g = fmaf(c->l2, p, g);
   p = p * c->decay;
-  *m = fmaf(c->one_minus_b1, g - *m, *m);
-  *v = fmaf(c->one_minus_b2, g * g, c->b2 * *v);
+  *m = fmaf(c->one_minus_b1, g, *m);
+  *v = fmaf(c->one_minus_b2, g * g, *v);
   return fmaf(c->step_size_neg, *m / fmaf(sqrtf(*v), c->inv_sqrt_bc2, c->eps), p);
 }
 
@@ -45,6 +47,7 @@ static float packed_lion(const dc__step_coef *c, float p, float g, float *m) {
 
 static void packed_block(const dc_step_args *t, const dc__packed_coef *c, int64_t begin, int64_t end) {
   const int adamw = t->rule == DC_RULE_ADAMW, states = adamw ? 2 : 1;
+  const int bits = t->format == DC_STATE_STOCHASTIC ? DC__BF16_NOISE : dc__code_map_of(t->format, 0).shift;
   packed_states s;
   for (int k = 0; k < states; k++) packed_get(t, k, begin, end, s.x[k]);
   for (int64_t i = begin; i < end; i++) {
@@ -55,7 +58,7 @@ static void packed_block(const dc_step_args *t, const dc__packed_coef *c, int64_
     dc__put(t->param, t->param_dtype, i, p);
     if (t->lowp) dc__put(t->lowp, t->lowp_dtype, i, p);
     for (int k = 0; k < states; k++)
-      s.random[k][at] = dc__random(dc__keys_of(t->step, t->first + begin), k, (uint32_t)(t->first + i));
+      s.noise[k][at] = dc__noise(dc__keys_of(t->step, t->first + begin), k, bits, (uint32_t)(t->first + i));
   }
   for (int k = 0; k < states; k++) packed_put(t, k, begin, end, &s);
 }

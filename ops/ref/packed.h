@@ -23,10 +23,16 @@ static inline int64_t dc__state_block_end(int format, int64_t first, int64_t i, 
   return end < n ? end : n;
 }
 
+/* What state is multiplied with as it is unpacked: its decay, but 1 of Lion, which uses it twice. Of codes it is the
+ * scale that is. */
+static inline float dc__packed_keep(const dc_step_args *t, int state) {
+  return t->rule != DC_RULE_ADAMW ? 1.0f : (float)(state ? t->beta2 : t->beta1);
+}
+
 /* ---- randomness -------------------------------------------------------------------------------------------------- */
-/* For each state of an element 32 bits: its number, shifted by a random one of the step, times an odd constant. So each
- * element meets all values equally often in its steps, and neighbours in a step meet different ones (a Weyl sequence),
- * at the price of one multiplication. */
+/* For each state of an element as many bits as rounding takes: its number, shifted by a random one of the step, times
+ * an odd constant, without what is above them. So each element meets all values equally often in its steps, and
+ * neighbours in a step meet different ones (a Weyl sequence); from one vector to the next it takes an addition. */
 typedef struct dc__keys {
   uint32_t of[2];
 } dc__keys;
@@ -42,13 +48,16 @@ static inline dc__keys dc__keys_of(int64_t step, int64_t number) {
   return (dc__keys){{(uint32_t)x, (uint32_t)(x >> 32)}};
 }
 
-static inline uint32_t dc__random(dc__keys k, int state, uint32_t number) {
-  return (number + k.of[state]) * dc__weyl[state];
+static inline uint32_t dc__weyl_of(int state, int bits) { return dc__weyl[state] >> (32 - bits) | 1u; }
+
+static inline uint32_t dc__noise(dc__keys k, int state, int bits, uint32_t number) {
+  return ((number + k.of[state]) * dc__weyl_of(state, bits)) & ((1u << bits) - 1);
 }
 
-/* round_to(bf16, f), up with the probability of what is cut off; random: 32 bits. */
-static inline uint16_t dc__bf16_stochastic(float f, uint32_t random) {
-  return (uint16_t)((dc__bits_of_f32(dc__canonical_f32(f)) + (random >> 16)) >> 16); /* inf, NaN: nothing is cut off */
+enum { DC__BF16_NOISE = 16 }; /* bits that are cut off */
+/* round_to(bf16, f), up with the probability of what is cut off. */
+static inline uint16_t dc__bf16_stochastic(float f, uint32_t noise) {
+  return (uint16_t)((dc__bits_of_f32(dc__canonical_f32(f)) + noise) >> 16); /* inf, NaN: nothing is cut off */
 }
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
@@ -110,10 +119,10 @@ static inline dc__scaling dc__scaling_of(uint32_t top) {
   return largest < DC__TINY_F32 ? (dc__scaling){0.0f, 0.0f} : (dc__scaling){largest, 1.0f / largest};
 }
 
-/* The scale and codes of one block, elements [begin, end) of which x[0] is the first; random: 32 bits for each, or NULL
- * to round to nearest. */
+/* The scale and codes of one block, elements [begin, end) of which x[0] is the first; noise: of map->shift bits for
+ * each, or NULL to round to nearest. */
 static inline void dc__codes_put(const dc__code_map *m, void *codes, float *scale, const float *x, int64_t begin,
-                                 int64_t end, const uint32_t *random) {
+                                 int64_t end, const uint32_t *noise) {
   uint8_t *at = codes;
   uint32_t top = 0;
   for (int64_t i = begin; i < end; i++) {
@@ -123,8 +132,8 @@ static inline void dc__codes_put(const dc__code_map *m, void *codes, float *scal
   const dc__scaling of = dc__scaling_of(top);
   *scale = of.scale;
   for (int64_t i = begin; i < end; i++) {
-    const uint32_t noise = random ? random[i - begin] >> (32 - m->shift) | 1u : 1u << (m->shift - 1);
-    const int code = of.inverse != 0.0f ? dc__code_of(m, x[i - begin] * of.inverse, noise) : -m->offset;
+    const uint32_t added = noise ? noise[i - begin] | 1u : 1u << (m->shift - 1);
+    const int code = of.inverse != 0.0f ? dc__code_of(m, x[i - begin] * of.inverse, added) : -m->offset;
     if (m->bits == 8) at[i] = (uint8_t)(code & 255);
     else if (i % 2) at[i / 2] = (uint8_t)((at[i / 2] & 15) | (code & 15) << 4);
     else at[i / 2] = (uint8_t)((code & 15) | (-m->offset & 15) << 4); /* the half without an element holds code 0 */
