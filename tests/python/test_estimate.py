@@ -330,6 +330,37 @@ def test_a_dry_run_that_waits_for_a_lock_it_was_forked_with_is_made_again(tmp_pa
         dryrun.forked(work, stuck_s=0.5, tries=2)
 
 
+def test_a_dry_run_collects_no_garbage_of_its_parent() -> None:
+    class Group:
+        """Where it ends is told, as threads that it joins would tell it."""
+
+        ended: list[int] = []
+
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            self.ended.append(os.getpid())
+
+    def work() -> dict:
+        Group()
+        gc.collect()
+        return {"pid": os.getpid(), "ended": Group.ended}
+
+    gc.disable()  # or it is gone before the fork
+    try:
+        Group()
+        answer = dryrun.forked(work)
+        assert answer["ended"] == [answer["pid"]], "its own, once"
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    dryrun.forked(dict)
+    assert gc.isenabled()
+    gc.collect()
+    assert Group.ended == [os.getpid()]
+
+
 def test_the_window_holds_gradients_until_their_buckets_are_open() -> None:
     world, bucket = 2, 8192
     layout = Layout([bucket, 3 * bucket, bucket, bucket], world, bucket)

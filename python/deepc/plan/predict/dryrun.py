@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -75,7 +76,12 @@ def _forked_once(work: Callable[[], dict[str, Any]], limit_s: float, stuck_s: fl
         warnings.simplefilter(
             "ignore", DeprecationWarning
         )  # Python 3.12 warns of forks beside threads; the child uses none of them
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
         pid = os.fork()
+        if pid == 0:
+            gc.freeze()
     if pid == 0:
         os.close(read)
         _child(work, write)
