@@ -4,6 +4,8 @@ engine at every stage, and what they refuse. (AdamW: test_ops.py.)"""
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import deepc
 import pytest
@@ -205,6 +207,38 @@ def test_bad_tensors(kind):
     c.grad = torch.zeros(4, dtype=torch.complex64)
     with pytest.raises(ArgumentError, match=f"{kind} steps float32"):
         getattr(deepc.optim, kind)([c], lr=0.1).step()
+
+
+_WITHOUT_THE_COMPILER = """
+import sys, deepc, torch
+from deepc.optim.factory import OURS
+for kind in OURS.values():
+    parameters = [torch.nn.Parameter(torch.ones(4, 4))]
+    optimizer = kind(parameters)
+    parameters[0].grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert "torch._dynamo" not in sys.modules, kind
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+engine = deepc.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+engine.save_checkpoint(sys.argv[1])
+engine.load_checkpoint(sys.argv[1])
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+group = {"params": [torch.nn.Parameter(torch.ones(2))]}
+torch.compile(lambda: optimizer.add_param_group(group), backend="eager")()
+assert len(optimizer.param_groups) == 3, optimizer.param_groups
+"""
+
+
+def test_training_does_without_torchs_compiler(tmp_path):
+    """Half of the time until an engine is ready. Executed: ranks of tests are forked from a process that has it."""
+    program = [sys.executable, "-c", _WITHOUT_THE_COMPILER, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])

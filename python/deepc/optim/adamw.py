@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import ArgumentError, UnsupportedError
-from .states.dense import check_tensor, in_order, loss_of, state_in_order, zeros_for
+from .states.dense import Optimizer, check_tensor, in_order, loss_of, state_in_order, zeros_for
 from .states.formats import (
     SCALE,
     check_place,
@@ -21,7 +21,7 @@ from .states.formats import (
 )
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(Optimizer):
     """torch.optim.AdamW with the same arguments, param_groups, state and state_dict (Loshchilov & Hutter,
     arXiv:1711.05101).
 

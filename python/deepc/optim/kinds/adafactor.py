@@ -12,7 +12,7 @@ import torch
 from ...core.lib import AdafactorArgs, C, check
 from ...core.ops import code
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import check_range, check_tensor, loss_of
+from ..states.dense import Optimizer, check_range, check_tensor, loss_of
 from ..states.norms import blocks_of, sum_in_order
 
 FACTORS = ("row_var", "col_var")
@@ -78,7 +78,7 @@ def rate_of(squares: tuple[float, float], numel: int, group: dict[str, Any], ste
     return rate / max(1.0, math.sqrt(update_square / numel) / float(group["d"]))
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(Optimizer):
     """torch.optim.Adafactor's arguments, groups and states: `step`, of parameters with two dimensions or more `row_var`
     and `col_var`, of others `variance`, all fp32 (float64 of float64 parameters). CPU. Four passes over the gradient:
     an element's step depends on its row, its column and the norms of the whole. `foreach` changes nothing."""

@@ -12,7 +12,7 @@ import torch
 from ...core.lib import C, LambArgs, check
 from ...core.ops import code
 from ...errors import ArgumentError, UnsupportedError
-from ..states.dense import check_range, check_tensor, in_order, loss_of, state_in_order, zeros_for
+from ..states.dense import Optimizer, check_range, check_tensor, in_order, loss_of, state_in_order, zeros_for
 from ..states.norms import blocks_of, sum_in_order
 
 
@@ -31,7 +31,7 @@ def set_scalars(a: Any, group: dict[str, Any], step: int, grad_scale: float) -> 
     a.grad_scale, a.step = -grad_scale if group["maximize"] else grad_scale, step
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Optimizer):
     """param_groups as AdamW's with `max_coeff` and `min_coeff`, the bounds of the ratio (DeepSpeed's FusedLamb); state
     `step`, `exp_avg`, `exp_avg_sq`, which are fp32 (float64 of float64 parameters). Weight decay is part of the step
     whose norm is taken, as in the paper. CPU; one pass makes moments and norms, a second one the step."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..states.dense import check_range, loss_of
+from ..states.dense import Optimizer, check_range, loss_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 METHODS = ("standard", "gram")
@@ -85,7 +85,7 @@ def choose_by_name(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
             )
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """torch.optim.Muon's arguments and state (`momentum_buffer`), and parameters of any number of dimensions: matrices
     are stepped by Muon with muon_lr (None: lr), all others by AdamW with adam_lr (None: lr), adam_betas, adam_eps and
     the same weight_decay. A parameter with an attribute `use_muon` decides for itself (DeepSpeed's way): embeddings and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,30 @@ def check_range(name: str, value: Any, below: float = float("inf")) -> None:
         raise ArgumentError(f"{name} must {bound}, got {value}")
 
 
-class OneStateOptimizer(torch.optim.Optimizer):
+def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch.optim.Optimizer without its wrapper, while that has nothing to do."""
+    written: Callable[..., Any] | None = getattr(method, "__wrapped__", None)
+    by_torch = getattr(method, "__globals__", {}).get("__name__") == "torch._compile"
+    return written if written and by_torch and "torch._dynamo" not in sys.modules else method
+
+
+class Optimizer(torch.optim.Optimizer):
+    """torch's, without its import of the compiler. torch wraps three methods so that torch.compile leaves them alone;
+    the wrapper's first call imports torch._dynamo, half of the CPU time until an engine is ready (1.8 of 3.5 s). Where
+    nobody has imported it there is nothing that could trace them."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _as_written(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = _as_written(torch.optim.Optimizer.state_dict)(self)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        _as_written(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+
+
+class OneStateOptimizer(Optimizer):
     """An optimizer with one state of the parameter's shape and dtype at most, stepped by one call of dc_step a group.
 
     Parameters: dense fp32, bf16 or fp16 tensors on CPU or CUDA, contiguous or in another order without holes

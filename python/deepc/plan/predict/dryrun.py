@@ -183,8 +183,8 @@ def _read_all(fd: int, limit_s: float, stands_still: _Standstill) -> tuple[str |
 
 
 def load_compiler() -> int:
-    """Imports what the first torch optimizer of a process imports (torch's compiler, some 65 MB); returns the memory
-    that this took."""
+    """Imports what the first optimizer of torch.optim in a process imports (torch's compiler, some 65 MB; deepc's own
+    do without); returns the memory that this took."""
     before = anonymous_bytes()
     return max(0, anonymous_bytes() - before) if private.load_compiler() else 0
 

@@ -452,9 +452,10 @@ class _Case:
 
     def work(self) -> dict[str, Any]:
         from ...nn.fuse import fuse_as_asked
+        from ...optim.states.dense import Optimizer
         from . import dryrun
 
-        loaded = dryrun.load_compiler()
+        loaded = dryrun.load_compiler()  # here already, for the fake tensors
         model = self._make()
         fuse_as_asked(model, self.config.deepc.fuse)  # in a child: nobody sees it
         if self.recompute and not dryrun.checkpoint_blocks(model):
@@ -471,7 +472,7 @@ class _Case:
             named=named,
             group_of=group_of,
             steps=self.steps,
-            loaded=loaded,
+            loaded=0 if isinstance(base, Optimizer) else loaded,
         )
         return _with(found, nodes=self.nodes).to_dict()
 
