@@ -11,7 +11,7 @@ import torch
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, UnsupportedError
 from deepc.optim.factory import state_bytes_of
-from ranks import run_ranks
+from ranks import on_nodes, run_ranks
 
 SHAPES = [(), (7,), (5000,), (33, 65), (3, 1500), (4, 3, 5, 3), (1, 1)]
 
@@ -140,19 +140,22 @@ def test_all_stages_have_equal_bits_and_follow_torch(world, precision):
             assert all(torch.equal(w, weights[n]) for n, w in found[stage][1].items()), stage
 
 
-def _layouts(rank, world):
+def _layouts(rank, world, places):
     out = []
-    for stage in (0, 3):
+    for stage, nodes in places:
         cfg = _config(stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"})
         cfg["gradient_accumulation_steps"] = 8 // world
-        _, _, weights, engine = tiny.engine_training(cfg, 3, rank, world, grads=False)
-        out.append({n: w.clone() for n, w in weights.items()})
-        engine.destroy()
+        with on_nodes(rank, world, nodes):
+            _, _, weights, engine = tiny.engine_training(cfg, 3, rank, world, grads=False)
+            assert engine.plan.nodes == nodes
+            out.append({n: w.clone() for n, w in weights.items()})
+            engine.destroy()
     return out
 
 
-def test_any_number_of_ranks_gives_equal_bits():
-    one, four = run_ranks(_layouts, 1)[0], run_ranks(_layouts, 4)[0]
+def test_any_number_of_ranks_and_nodes_gives_equal_bits():
+    one = run_ranks(_layouts, 1, args=([(0, 1), (3, 1)],))[0]
+    four = run_ranks(_layouts, 4, args=([(3, 1), (2, 2)],))[0]
     for found in (one[1], *four):
         assert all(torch.equal(w, one[0][n]) for n, w in found.items())
 
