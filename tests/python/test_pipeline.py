@@ -153,6 +153,38 @@ def test_16_bits_train_as_in_one_process(precision):
         assert got == pytest.approx(want, rel=2e-2) and got == ranks[0][0]
 
 
+def _large(rank, world, stages, config, pipe):
+    """The loss of three batches of a model whose messages are too large for the sender's buffers, so that each waits
+    for its receiver."""
+    import deepc
+    from deepc.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    key, size = "matrix", 512  # 1 MiB in fp32
+    tied, free = TiedLayerSpec(key, nn.Linear, size, size, bias=False), LayerSpec(nn.Linear, size, size)
+    model = PipelineModule(
+        [free, tied, tied, free, free],
+        num_stages=stages,
+        loss_fn=lambda out, y: (out - y).square().mean(),
+        seed_layers=True,
+        partition_method="uniform",
+        **pipe,
+    )
+    given = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": 3, **config}
+    engine, *_ = deepc.initialize(model=model, config={**given, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
+    x, y = torch.linspace(-1, 1, 2 * size * size).view(2, size, size)
+    losses = [float(engine.train_batch(iter([(x, y)] * 3))) for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("pipe", [{}, {"schedule": "interleaved"}], ids=["1f1b", "interleaved"])
+def test_ties_of_any_size_and_between_any_stages(pipe):
+    """interleaved: the first stage with the tied layer is on a later rank than the next one."""
+    (want,) = run_ranks(_large, 1, 1, {}, {})
+    for losses in run_ranks(_large, 2, 2, {}, pipe):
+        assert losses == pytest.approx(want, rel=1e-5)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 def _engine(stages, config, blocks=4, **pipe):
     import deepc

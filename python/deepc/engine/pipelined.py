@@ -114,6 +114,9 @@ class PipelineEngine(Engine):
             self.hooks.synchronising, self.hooks.sums_in = True, None
         self._send_copied()
         if self._sums:
+            self._take_copied()
+        self._stages.hops.finish()
+        if self._sums:
             self.hooks.flush()
         while not self.is_gradient_accumulation_boundary():
             self._end_micro_step()
@@ -265,17 +268,21 @@ class PipelineEngine(Engine):
                 assert tie.parameter is not None
                 none = torch.zeros(tie.parameter.shape, dtype=torch_dtype(self.plan.accumulator))
                 self._stages.send_tie(i, self._copied.pop(i, none), tie.owner)
-        self._stages.hops.finish()
 
-    def last_backward_comes(self) -> None:
-        """A trainer takes the gradients of the copies, which are in later stages: their backward passes are over where
-        its own last one begins."""
+    def _take_copied(self) -> None:
+        """A trainer takes the gradients of the copies."""
         for i, tie in enumerate(self.part.ties):
             if tie.owner == self.stage_id:
                 assert tie.parameter is not None
                 like = torch.empty(tie.parameter.shape, dtype=torch_dtype(self.plan.accumulator))
                 for holder in tie.holders:
                     self.hooks.bring(self._indices[id(tie.parameter)], self._stages.receive_tie(i, like, holder))
+
+    def last_backward_comes(self) -> None:
+        """Where each backward is a pass, what copies got goes with the last one. There stages are in the order of
+        their ranks, so that the passes of copies, which are in later stages, are over by now."""
+        if not self._sums:
+            self._take_copied()
 
     def publish(self) -> None:
         super().publish()

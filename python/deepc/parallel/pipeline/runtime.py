@@ -82,7 +82,8 @@ class Stages:
     # ---- a batch -----------------------------------------------------------------------------------------------------
     def train(self, loop: Loop, batches: Sequence[Any], indices: Mapping[int, int]) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches. indices: id -> index of the trained parameters. Returns the
-        losses, detached, on the rank of the last stage."""
+        losses, detached, on the rank of the last stage. What was sent may be under way still (hops.finish): another
+        rank may take it only after something that this one has yet to send."""
         losses: list[torch.Tensor] = []
         plan, splits = self.actions(len(batches)), self.splits(len(batches))
         last = max(i for i, action in enumerate(plan) if action.kind != "F")
@@ -102,7 +103,6 @@ class Stages:
                     later.run()
                 else:
                     self._backward(loop, stage, micro, keep=kind == "I")
-            self.hops.finish()
         finally:
             self._passed.clear()
             self._local.clear()
