@@ -49,6 +49,8 @@ has_pip() { "$VPY" -m pip --version >/dev/null 2>&1; }
 
 pip_install() { # arguments of pip install; its output only if it fails
   has_pip || return 1
+  # Python compiles what is imported, when it is; pip would compile 13,000 files, for half a minute of a processor.
+  [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || set -- --no-compile "$@"
   log=$(mktemp)
   if "$VPY" -m pip install --disable-pip-version-check --retries 1 --timeout 30 "$@" >"$log" 2>&1 </dev/null; then
     rm -f "$log"
