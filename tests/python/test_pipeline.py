@@ -131,6 +131,7 @@ def test_two_stages_have_the_bits_of_one_process(schedule):
         (2, 2, 1, {"schedule": "zb-h1"}),
         (4, 2, 3, {"schedule": "zb-v"}),
         (4, 4, 1, {"activation_checkpoint_interval": 1}),
+        (2, 2, 1, {"schedule": "zb-h1", "activation_checkpoint_interval": 2}),
     ],
 )
 def test_layouts_train_as_one_process(world, stages, zero, pipe):
@@ -151,6 +152,14 @@ def test_16_bits_train_as_in_one_process(precision):
     (want, _), ranks = one_process(config), run_ranks(train_kw, 4, 2, config, {})
     for got, _ in ranks:
         assert got == pytest.approx(want, rel=2e-2) and got == ranks[0][0]
+
+
+def test_gradients_of_weights_that_wait_are_summed_in_fp32():
+    """In bf16 the sum of so many micro-batches would lose the last ones."""
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    options = {"tied": False, "micro_batches": 32, "steps": 1}
+    want = one_process(config, **options)
+    check(run_ranks(train_kw, 2, 2, config, {**options, "schedule": "zb-h1"}), want, exact=True)
 
 
 def _large(rank, world, stages, config, pipe):

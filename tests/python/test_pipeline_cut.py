@@ -7,6 +7,7 @@ import torch
 from ranks import run_ranks as _run_ranks
 from tiny import TinyGPT
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 MICRO, STEPS = 4, 3
 
@@ -20,9 +21,31 @@ def tiny_gpt():
     return TinyGPT(layers=4), lambda ids: (ids[:, :-1], ids[:, 1:])
 
 
+class Normed(nn.Module):
+    """With running statistics before, in and after the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Sequential(nn.BatchNorm1d(17), nn.Linear(17, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4))
+        self.after = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def forward(self, x):
+        h = self.before(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.after(h).square().mean()
+
+
+def normed():
+    torch.manual_seed(1)
+    return Normed(), lambda ids: (ids / 61.0,)
+
+
 def transformer(kind):
     import transformers as t
 
+    kind, *again = kind.split(", ")
     torch.manual_seed(1)
     if kind == "gpt2":
         config = t.GPT2Config(
@@ -36,6 +59,8 @@ def transformer(kind):
         else:
             off = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
             model = t.BertForMaskedLM(t.BertConfig(**sizes, **off, max_position_embeddings=32))
+    if again:
+        model.gradient_checkpointing_enable()
     return model.train(), lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
@@ -119,6 +144,7 @@ def test_a_model_is_cut_where_it_stands(world, stages, config):
         ("gpt2", "1f1b"),
         ("llama", "1f1b"),
         ("bert", "1f1b"),
+        ("llama, computed again", "zb-h1"),
         pytest.param("gpt2", "zb-h1", marks=pytest.mark.full),
         pytest.param("llama", "interleaved", marks=pytest.mark.full),
         pytest.param("bert", "zb-v", marks=pytest.mark.full),
@@ -158,7 +184,8 @@ class Chain(nn.Module):
         if self.wrong == "between":
             self.between(x)
         side = start if self.wrong == "side" else start.detach() if self.wrong == "aside" else 0
-        return self.head(fourth(third(x), side)).mean()
+        x = checkpoint(third, x, use_reentrant=False) if self.wrong == "again" else third(x)
+        return self.head(fourth(x, side)).mean()
 
 
 def _refused(rank, world):
@@ -179,6 +206,7 @@ def _refused(rank, world):
         told(UnsupportedError, Chain("own")),
         told(UnsupportedError, Chain("side")),
         told(DeepcError, Chain("aside")),
+        told(UnsupportedError, Chain("again")),
         told(ArgumentError, nn.Linear(4, 1)),
         told(ArgumentError, Chain(), sample=False),
         told(ConfigError, Chain(), pipeline={"stages": 3}),
@@ -199,6 +227,7 @@ def test_what_is_no_chain_is_refused_with_the_reason():
         "has parameters of its own",
         "blocks.3 gets another tensor that depends on parameters",
         "makes something else of the sample",
+        "gives its blocks to torch.utils.checkpoint",
         "no torch.nn.ModuleList",
         "sample_batch=",
         "does not divide the 2 rank(s)",
@@ -244,6 +273,65 @@ def test_a_pipelines_checkpoint_loads_into_the_whole_model(tmp_path):
         assert all(torch.equal(weights[n], v) for n, v in values.items())
         assert all(torch.equal(moments[n], v) for n, v in states.items())
     assert {n for values, _ in parts for n in values} == set(weights) == {n for _, s in parts for n in s}
+
+
+def _statistics(rank, world, folder, stages):
+    """The running statistics that a checkpoint has, or (stages 1) that one process makes of the same batches."""
+    import deepc
+
+    model, form = normed()
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch=next(batches(form, 0, 1, 1)),
+        config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "pipeline": {"stages": stages}},
+    )
+    data = batches(form, 0, 2, 1)
+    if stages > 1:
+        engine.train_batch(data)
+        engine.save_checkpoint(folder)
+        engine.destroy()
+        return None
+    for _ in range(2):
+        engine.backward(engine(*next(data)))
+        engine.step()
+    made = {n: b.clone() for n, b in model.named_buffers()}
+    engine.load_checkpoint(folder)
+    saved = {n: b.clone() for n, b in model.named_buffers()}
+    engine.destroy()
+    return made, saved
+
+
+def test_running_statistics_are_those_of_one_process(tmp_path):
+    """Neither the sample nor other stages leave a trace in them, and each is saved by the stage that has it."""
+    run_ranks(_statistics, 2, str(tmp_path), 2)
+    ((made, saved),) = run_ranks(_statistics, 1, str(tmp_path), 1)
+    assert made["before.0.num_batches_tracked"].item() == 2
+    for name, value in made.items():
+        torch.testing.assert_close(saved[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _averaged(rank, world):
+    import deepc
+
+    model, form = tiny_gpt()
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    engine, *_ = deepc.initialize(
+        model=model, sample_batch=next(batches(form, 0, 1, 1)), config={**config, "pipeline": {"stages": 2}}
+    )
+    average, data = deepc.EMA(engine, decay=0.5), batches(form, 0, 1, 1)
+    for _ in range(3):
+        engine.train_batch(data)
+        average.update()
+    with average.applied():
+        inside = (model.head if engine.stage_id else model.tok).weight.detach().clone()
+    outside = (model.head if engine.stage_id else model.tok).weight.detach().clone()
+    engine.destroy()
+    return inside, outside
+
+
+def test_an_average_is_applied_to_copies_too():
+    (first, weights), (copy, back) = run_ranks(_averaged, 2)
+    assert torch.equal(first, copy) and torch.equal(weights, back) and not torch.equal(first, weights)
 
 
 # ---- where it is cut -------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class EMA:
                     Window(state.master, shard, n).copy_to(state.flat_host[flat : flat + n])
             elif state.flat_host is not None:
                 state.flat[flat : flat + n].copy_(state.flat_host[flat : flat + n])
-        engine.guard.publish()
+        engine.publish()
 
     # ---- a model of its own ------------------------------------------------------------------------------------------
     @property

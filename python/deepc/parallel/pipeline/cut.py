@@ -23,10 +23,15 @@ from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import loss_of
 from ...plan.schedule import default_chunks, stage_rank
 from . import balance
+from .deferred import in_checkpoint
 from .part import Call, Tie
 from .runtime import Stages
 
 _ROUNDS = 3  # of measuring, after one to warm up
+_IN_CHECKPOINT = (
+    "pipeline.stages: the model gives its blocks to torch.utils.checkpoint, which would run them again where the inputs"
+    " of stages are gone. Call it in the forward of a block, as transformers' gradient_checkpointing_enable() does"
+)
 
 
 class Chain(NamedTuple):
@@ -76,7 +81,7 @@ class CutModel:
             )
         _take_from_rank_0(model)
         batch = sample if dummy is None else dummy
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _buffers_kept(model):
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
             costs = _parameters(self._chain) if dummy is not None else self._measured(sample)
         stages = mesh.pp * self.chunks
@@ -199,8 +204,8 @@ class CutModel:
         if wrong.item():
             raise DeepcError(
                 "pipeline.stages: cut into stages, the model makes something else of the sample than as a whole; what"
-                " runs before its blocks goes into them by another way than from block to block, or they are not the same in"
-                " each run. deepc.pipe.PipelineModule takes models as layers"
+                " runs before its blocks goes into them by another way than from block to block, or they are not the"
+                " same in each run. deepc.pipe.PipelineModule takes models as layers"
             )
 
     # ---- running -----------------------------------------------------------------------------------------------------
@@ -209,7 +214,9 @@ class CutModel:
             _call_instead(block, lambda real, args, kwargs, i=i: self._block(i, real, args, kwargs))
         for module in self._chain.before:
             here = not any(p.is_meta for p in module._parameters.values() if p is not None)
-            _call_instead(module, lambda real, args, kwargs, here=here: self._before(here, real, args, kwargs))
+            _call_instead(
+                module, lambda real, args, kwargs, m=module, here=here: self._before(m, here, real, args, kwargs)
+            )
 
     def _block(self, i: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage, received = self._now()
@@ -217,6 +224,8 @@ class CutModel:
         if i < begin:
             hidden, others = _first_tensor(args, kwargs), self._chain.pairs[i]
             return hidden if others is None else (hidden, *others)
+        if i in (begin, end - 1) and in_checkpoint():
+            raise UnsupportedError(_IN_CHECKPOINT)
         if i == begin and stage > 0:
             args, kwargs = _with_first(args, kwargs, received)
         out = real(*args, **kwargs)
@@ -224,11 +233,18 @@ class CutModel:
             raise _ReachedError(_hidden_of(out))
         return out
 
-    def _before(self, here: bool, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """here: its parameters are on this rank."""
+    def _before(
+        self,
+        module: torch.nn.Module,
+        here: bool,
+        real: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """here: its parameters are on this rank. Only the first stage changes buffers."""
         if self._now()[0] == 0:
             return real(*args, **kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), _other_buffers(module, torch.clone if here else _to_meta):
             return real(*args, **kwargs) if here else _zeros(real(*_map(args, _to_meta), **_map(kwargs, _to_meta)))
 
     def _now(self) -> tuple[int, Any]:
@@ -265,14 +281,15 @@ class CutModel:
         return args, kwargs
 
     def has_buffer(self, name: str) -> bool:
-        at = next((s for s in self._stage_of_blocks(name)), 0)
-        return self._rank_of[at] == self._here
+        return self._rank_of[self._stage_of_buffer(name)] == self._here
 
-    def _stage_of_blocks(self, name: str) -> Iterator[int]:
-        """Of the block in which something of that name is, if any."""
+    def _stage_of_buffer(self, name: str) -> int:
+        """The one that changes it, if any does."""
         if name.startswith(prefix := f"{self._chain.name}."):
             block = int(name[len(prefix) :].split(".", 1)[0])
-            yield next(s for s, end in enumerate(self.cuts[1:]) if block < end)
+            return next(s for s, end in enumerate(self.cuts[1:]) if block < end)
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        return len(self.cuts) - 2 if any(module is m for m in self._chain.after) else 0
 
     def run(self, call: Call, stage: int, received: Any, batch: Any, wants_loss: bool = True) -> Any:
         args, kwargs = self.inputs(batch)
@@ -308,6 +325,8 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
     for i, block in enumerate(blocks):
 
         def ran(_: Any, args: Any, kwargs: Any, out: Any, i: int = i) -> None:
+            if in_checkpoint():
+                raise UnsupportedError(_IN_CHECKPOINT)
             order.append(i)
             hidden = _first_tensor(args, kwargs)
             seen.append((hidden, out))
@@ -417,6 +436,31 @@ class _Alone:
     def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
         model = self._cut._model
         return self._cut.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch, wants_loss=False)
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Runs inside leave no trace in running statistics."""
+    kept = [(b, b.clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _other_buffers(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """What change makes of its buffers is in their place."""
+    before = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
+    try:
+        for m, buffers in before:
+            m._buffers.update((name, change(b)) for name, b in buffers.items() if b is not None)
+        yield
+    finally:
+        for m, buffers in before:
+            m._buffers.update(buffers)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

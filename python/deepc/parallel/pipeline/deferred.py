@@ -3,17 +3,31 @@ inputs, which the stage before waits for, and leaves the matrix product that mak
 
 Linear layers are found where they are called, whatever module they belong to: F.linear, and addmm as transformers'
 Conv1D calls it. What the weight's gradient needs (inputs, and gradients of outputs) is kept until then. All other
-parameters (norms, embeddings) get theirs in backward."""
+parameters (norms, embeddings, and what activation checkpointing computes again) get theirs in backward."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
+_PRODUCTS = (torch.nn.functional.linear, torch.addmm)
 Bring = Callable[[int, torch.Tensor], None]  # (index of the parameter, its gradient)
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs is a function that torch.utils.checkpoint was given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Later:
@@ -33,7 +47,8 @@ class Later:
 
 
 class Deferring(TorchFunctionMode):
-    """Around a forward. indices: id(parameter) -> index; others are left to autograd. bring: takes a gradient."""
+    """Around a forward. indices: id(parameter) -> index; others are left to autograd, and so is what activation
+    checkpointing runs again, outside of this. bring: takes a gradient."""
 
     def __init__(self, indices: Mapping[int, int], bring: Bring, later: Later) -> None:
         super().__init__()
@@ -41,11 +56,13 @@ class Deferring(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.linear and torch.is_grad_enabled():
+        if func not in _PRODUCTS or not torch.is_grad_enabled() or in_checkpoint():
+            return func(*args, **kwargs)
+        if func is torch.nn.functional.linear:
             x, weight, bias = (*args, *(kwargs.get(k) for k in ("input", "weight", "bias")[len(args) :]))
             if self._takes(weight) and (bias is None or self._takes(bias)):
                 return self._linear(x, weight, bias, False)
-        elif func is torch.addmm and len(args) == 3 and not kwargs and torch.is_grad_enabled():
+        elif len(args) == 3 and not kwargs:
             bias, x, weight = args
             if self._takes(weight) and self._takes(bias) and bias.dim() == 1:
                 return self._linear(x, weight, bias, True)
@@ -72,13 +89,13 @@ class Deferring(TorchFunctionMode):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: Deferring, x: torch.Tensor, weight: Any, bias: Any, transposed: bool) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.mode, ctx.transposed = bias, mode, transposed
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.mode, ctx.transposed = weight, bias, mode, transposed
         return torch.addmm(bias, x, weight) if transposed else torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         ctx.mode.leave(x, g, weight, ctx.bias, ctx.transposed)
         matrix = weight.t() if ctx.transposed else weight
         return None, g @ matrix if ctx.needs_input_grad[1] else None, None, None, None

@@ -217,8 +217,10 @@ class GradientHooks:
 
     def bring(self, index: int, grad: torch.Tensor) -> None:
         """A gradient of trained parameter `index` that was made elsewhere (by another stage of a pipeline), for the
-        next pass."""
+        next pass. Summed as other gradients that wait for it are (sums_in)."""
         late = self._late.get(index)
+        if self.sums_in is not None:
+            grad = grad.to(self.sums_in)
         self._late[index] = grad if late is None else late + grad
 
     def take_left_behind(self, group: Group) -> bool:
