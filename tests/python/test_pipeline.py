@@ -416,6 +416,52 @@ def test_what_can_not_be_is_refused():
         assert all(want in text for want, text in zip(wants, told, strict=True)), told
 
 
+def _uneven(rank, world):
+    """Rank 1 is out of data, then asks for another batch; then all goes on; then its loss function raises."""
+    from deepc.errors import AbortedError, MisuseError
+
+    engine, told = _engine(2, {"gradient_accumulation_steps": 2}), []
+    data = batches(0, 2, 1)
+    engine.train_batch(data)
+    with pytest.raises(MisuseError) as caught:
+        engine.train_batch(iter([]) if rank == 1 else data)
+    told.append(str(caught.value))
+    with pytest.raises(MisuseError) as caught:
+        engine.eval_batch(data, num_micro_batches=1 + rank)
+    told.append(str(caught.value))
+    engine.train_batch(data)
+
+    def raises(*_):
+        raise ValueError("no such label")
+
+    engine.module.loss_fn = raises
+    with pytest.raises(ValueError if rank == 1 else AbortedError) as caught:
+        engine.train_batch(data)
+    return [*told, str(caught.value)]
+
+
+def test_what_one_rank_can_not_do_is_an_error_on_all():
+    first, last = run_ranks(_uneven, 2)
+    assert "rank 1 could not begin this batch" in first[0] and "ended after 0 of the 2" in last[0]
+    assert first[1] == last[1] and "rank 0 eval_batch of 1, rank 1 eval_batch of 2" in first[1]
+    assert "stage 1 of a pipeline, broke off a batch: ValueError: no such label" in first[2]
+    assert last[2] == "no such label"
+
+
+def _leaves_out(rank, world, folder):
+    """Rank 1 saves a checkpoint where rank 0 trains."""
+    from deepc.errors import MismatchError
+
+    engine = _engine(2, {"gradient_accumulation_steps": 2})
+    with pytest.raises(MismatchError) as caught:
+        engine.save_checkpoint(folder) if rank == 1 else engine.train_batch(batches(0, 2, 1))
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_train_is_named(tmp_path):
+    assert all("rank 0" in text and "rank 1" in text for text in run_ranks(_leaves_out, 2, str(tmp_path)))
+
+
 def _dies(rank, world):
     import os
 

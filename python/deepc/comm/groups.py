@@ -13,7 +13,7 @@ import contextlib
 import datetime
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
@@ -373,6 +373,18 @@ class _Watch:
         for comm, _ in self._comms:
             if comm.is_sound:
                 comm.waits(-1, "")
+
+
+def abort(groups: Iterable[Group], reason: str) -> None:
+    """Breaks these groups and the default one on every rank of this node, so that nobody waits for a rank that does not
+    come any more."""
+    world: Comm | None = getattr(dist.group.WORLD, "live_comm", None)
+    if world is not None:
+        world.abort(reason)
+    for group in groups:
+        of_node = group.inside if isinstance(group, MultiNodeGroup) else group
+        for comm in of_node.comms() if isinstance(of_node, NodeGroup) else ():
+            comm.abort(reason)
 
 
 def own_store(label: str, ranks: Sequence[int] | None = None) -> tuple[str, dist.Store]:

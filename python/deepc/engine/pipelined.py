@@ -7,14 +7,16 @@ one trainer (part.Tie)."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.groups import abort
 from ..core.ops import torch_dtype
-from ..errors import ArgumentError, ConfigError, DeepcError, MisuseError, UnsupportedError
+from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
 from ..parallel.pipeline.layers import PipelineModule
 from ..parallel.pipeline.runtime import Stages
 from .base import StepResult, say
@@ -98,14 +100,12 @@ class PipelineEngine(Engine):
         """Takes gradient_accumulation_steps micro-batches (of `data_iter`, or of training_data, which begins again at
         its end), trains on them and steps. Ranks with the first or last stage read data: those of one pipeline must get
         the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
-        batches = self._draw(data_iter, self.micro_batches)
-        self.hooks.check()
-        if self.hooks.accumulated or self.hooks.left_behind:
-            raise DeepcError("gradients are left of a batch that did not come to its end; call engine.zero_grad()")
+        batches = self._draw_together(data_iter, self.micro_batches, trains=True)
         if self._sums:
             self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
         try:
-            losses = self._stages.train(self, batches, self._indices)
+            with self._told_to_all():
+                losses = self._stages.train(self, batches, self._indices)
         except BaseException:
             self._copied.clear()
             self.hooks.give_up()
@@ -138,12 +138,12 @@ class PipelineEngine(Engine):
         return_logits=True: what the last layer returned instead, or also (loss, outputs), there. Collective."""
         if reduce_output not in ("avg", None):
             raise ArgumentError(f'eval_batch(reduce_output={reduce_output!r}): it is "avg" or None')
-        batches = self._draw(data_iter, num_micro_batches or self.micro_batches)
+        batches = self._draw_together(data_iter, num_micro_batches or self.micro_batches, trains=False)
         training = self.module.training
         self.module.eval()
         self._wants_loss = compute_loss
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._told_to_all():
                 losses = self._stages.evaluate(self, batches)
         finally:
             self._wants_loss = True
@@ -166,6 +166,47 @@ class PipelineEngine(Engine):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         self._endless = iterator
+
+    def _draw_together(self, data_iter: Iterator[Any] | None, count: int, trains: bool) -> list[Any]:
+        """_draw on all ranks, or an error on all: ranks that began a batch would wait for those that did not.
+        Collective."""
+        failure: Exception | None = None
+        try:
+            if trains:
+                self.hooks.check()
+                if self.hooks.accumulated or self.hooks.left_behind:
+                    raise DeepcError(
+                        "gradients are left of a batch that did not come to its end; call engine.zero_grad()"
+                    )
+            batches = self._draw(data_iter, count)
+        except Exception as exc:  # told to the other ranks, then raised
+            failure = exc
+        said = self.everyone.gather_all(torch.tensor([failure is not None, trains, count], dtype=torch.int64)).tolist()
+        if failure is not None:
+            raise failure
+        if bad := [str(rank) for rank, (failed, *_) in enumerate(said) if failed]:
+            raise MisuseError(
+                f"rank {', '.join(bad)} could not begin this batch (its own message tells why), so no rank did"
+            )
+        if any(other != said[0] for other in said):
+            asked = (f"rank {r} {'train' if t else 'eval'}_batch of {n}" for r, (_, t, n) in enumerate(said))
+            raise MisuseError(f"all ranks run the same batch: {', '.join(asked)} micro-batches")
+        return batches
+
+    @contextlib.contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """Other ranks wait for what this one sends: an error here breaks their groups, so that all have one at once."""
+        try:
+            yield
+        except CommError:
+            raise  # they have it
+        except BaseException as exc:
+            abort(
+                [self.group, self.everyone],
+                f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
+                f" {type(exc).__name__}: {exc}",
+            )
+            raise
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
         """`count` micro-batches, Nones on a rank that reads none."""
