@@ -8,7 +8,7 @@ costs a loop over an empty tuple.
 |---|---|---|
 | initialize | None | None; told only if the engine was made |
 | forward | (inputs, kwargs) | what the model returned |
-| backward | the loss; None: a loss.backward() of the script, noticed when it came to the hooks | the loss over accumulation steps; None for a bare one |
+| backward | the loss; None: a loss.backward() of the script, noticed when it came to the hooks; a gradient: of a pipeline's stage | the loss over accumulation steps; None for a bare one, or a stage |
 | reduce | None | None: what was left to reduce when autograd was done |
 | step | None | StepResult of the step that ended an accumulation, else None |
 | gradient norm, update, publish | None | None; parts of such a step |

@@ -73,7 +73,8 @@ class Meter(Listener):
         self._began: float | None = None  # of the step's first forward, less what it waited for data
         self._rested: float | None = None  # when the engine was last left
         self._entered = self._start = _clock()
-        self._training = False
+        self._training = self._in_backward = False
+        self._communication_rested = 0.0
         self._loader_seen = waits.seconds["data"]
         self._communication_seen, self._disk_seen = waits.communication(), waits.seconds["disk"]
         self._sent_seen = 0
@@ -165,8 +166,8 @@ class Meter(Listener):
             return
         loaded = waits.seconds["data"]
         waited = loaded - self._loader_seen
-        if self._rested is not None:
-            gap = now - self._rested
+        if self._rested is not None:  # between stages of a pipeline it waits for other ranks
+            gap = now - self._rested - (waits.communication() - self._communication_rested)
             if waited == 0.0:
                 waited = gap
             self._outside += max(0.0, gap - waited)
@@ -195,22 +196,30 @@ class Meter(Listener):
         )
         if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
             self._candidate.append(loss.detach())
-        self._rested = now
+        self._rest()
+
+    def _rest(self) -> float:
+        """The engine is left. Returns the time."""
+        self._rested, self._communication_rested = _clock(), waits.communication()
+        return self._rested
 
     def _backward_begins(self, loss: torch.Tensor | None) -> None:
         if loss is None:  # a bare one, which counts as time between
             return
+        self._in_backward = True
         self._entered = now = _clock()
         if self._began is None:
             self._began = now
 
     def _backward_ends(self, loss: torch.Tensor | None) -> None:
-        """loss: detached, over the accumulation steps."""
-        if loss is None:
+        """loss: detached, over the accumulation steps; None of a stage of a pipeline but the last."""
+        if not self._in_backward:
             return
-        self._rested = now = _clock()
+        self._in_backward = False
+        now = self._rest()
         self._backward += now - self._entered
-        self._losses.append(loss)
+        if loss is not None:
+            self._losses.append(loss)
 
     def _discard(self, _: Any) -> None:
         """What was accumulated since the last step was dropped."""
@@ -259,7 +268,7 @@ class Meter(Listener):
 
     def _step_ends(self, result: Any) -> None:
         """result: the engine's StepResult; None inside an accumulation."""
-        now = self._rested = _clock()
+        now = self._rest()
         if result is None:
             return
         self._collect(result, now)
