@@ -58,7 +58,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, default=2.75, help="training stops after this, or after --steps, whichever comes first"
     )
     p.add_argument("--micro-batch", type=int, default=2, help="sequences per rank and pass")
-    p.add_argument("--accumulation", type=int, default=1, help="passes per optimizer step")
+    p.add_argument("--accumulation", type=int, help="passes per optimizer step; default: 1, or 8 with --pipeline")
+    p.add_argument("--pipeline", type=int, default=1, metavar="STAGES", help="ranks that share the model by its blocks")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(
@@ -75,7 +76,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     p.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    args.accumulation = args.accumulation or (8 if args.pipeline > 1 else 1)
+    return args
 
 
 def start_ranks(args: argparse.Namespace) -> int | None:
@@ -115,6 +118,8 @@ def make_config(args: argparse.Namespace, precision: str) -> dict:
             "log": {"seconds": 5},
         },  # run.json and metrics.jsonl go to --out, a line every 5 seconds
     }
+    if args.pipeline > 1:
+        config["pipeline"] = {"stages": args.pipeline}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     return config
@@ -172,6 +177,14 @@ class Budget:
         )
 
 
+def loss_of(engine, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+    """Without gradients; None on the ranks of a pipeline that have not its last stage."""
+    if engine.mesh.pp == 1:
+        return engine(x, y)
+    losses = engine.eval_batch(iter([(x, y)]), reduce_output=None, num_micro_batches=1)
+    return losses[0] if losses else None
+
+
 @torch.no_grad()
 def evaluate(engine, text: torch.Tensor, context: int, count: int, batch: int = 8) -> float:
     """Bits per byte over `count` windows (or as many as there are) spread over the text and shared by the ranks."""
@@ -185,8 +198,9 @@ def evaluate(engine, text: torch.Tensor, context: int, count: int, batch: int = 
     ):  # every rank runs as many passes as the others; one without windows counts for nothing
         part = mine[first : first + batch]
         x, y = data.windows(text, part if len(part) else starts[:1], context)
-        loss = engine(x.to(engine.device), y.to(engine.device))
-        total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64, device=engine.device)
+        loss = loss_of(engine, x.to(engine.device), y.to(engine.device))
+        if loss is not None:
+            total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64, device=engine.device)
     dist.all_reduce(total)
     engine.train()
     return float(total[0] / total[1]) * BITS
@@ -196,7 +210,7 @@ def measure(engine, loss: float) -> tuple[float, int]:
     """(loss in bits per byte averaged over the ranks, memory of all ranks in bytes: PSS, which counts a shared page
     once)."""
     both = torch.tensor(
-        [loss / engine.world_size, engine.memory_summary()["pss_bytes"]], dtype=torch.float64, device=engine.device
+        [loss / dist.get_world_size(), engine.memory_summary()["pss_bytes"]], dtype=torch.float64, device=engine.device
     )
     dist.all_reduce(both)
     return float(both[0]) * BITS, int(both[1])
@@ -244,12 +258,15 @@ def train(engine, scheduler, corpus: data.Corpus, args: argparse.Namespace, poin
         if adjust:
             scheduler.total_num_steps = max(budget.total, WARMUP_STEPS + 1)
         step, loss = engine.global_steps, 0.0
-        for i in range(passes):
-            x, y = sampler.batch((step * passes + i) * world + rank)
-            output = engine(x.to(engine.device), y.to(engine.device))
-            engine.backward(output)
-            engine.step()
-            loss += float(output.detach()) / passes
+        batches = (sampler.batch((step * passes + i) * world + rank) for i in range(passes))
+        if engine.mesh.pp > 1:
+            loss = float(engine.train_batch(batches))
+        else:
+            for x, y in batches:
+                output = engine(x.to(engine.device), y.to(engine.device))
+                engine.backward(output)
+                engine.step()
+                loss += float(output.detach()) / passes
         if report_now:
             add_point()
             reported = time.monotonic()
@@ -275,7 +292,10 @@ def conclude(engine, corpus: data.Corpus, args: argparse.Namespace, points: list
         args.out / "checkpoint", client_state={"size": args.size, "precision": precision, "bits_per_byte": bits}
     )
     engine.eval()
-    sample = gpt.generate(engine.module, b"def ", args.sample, context=context, device=engine.device, seed=args.seed)
+    if engine.mesh.pp > 1 and dist.get_rank() != 0:
+        return
+    model = engine.module if engine.mesh.pp == 1 else whole_model(args)
+    sample = gpt.generate(model, b"def ", args.sample, context=context, device=engine.device, seed=args.seed)
     if engine.global_rank != 0:
         return
     print(
@@ -283,6 +303,18 @@ def conclude(engine, corpus: data.Corpus, args: argparse.Namespace, points: list
         " below it"
     )
     write_results(engine, corpus, args, points, precision, sample, order0 - bits)
+
+
+def whole_model(args: argparse.Namespace) -> gpt.GPT:
+    """Of a pipeline, whose ranks have parts of it: from its checkpoint."""
+    from deepc.checkpoint.tool import export
+    from safetensors.torch import load_file
+
+    model = gpt.GPT(gpt.SIZES[args.size]).eval()
+    for name in export(args.out / "checkpoint", args.out / "model"):
+        if name.endswith(".safetensors"):
+            model.load_state_dict(load_file(args.out / "model" / name), strict=False)
+    return model
 
 
 def write_results(
@@ -301,8 +333,9 @@ def write_results(
         "steps": last.step,
         "tokens": last.tokens,
         "seconds": round(last.seconds, 1),
-        "ranks": engine.world_size,
+        "ranks": dist.get_world_size(),
         "stage": args.stage,
+        "pipeline": args.pipeline,
         "precision": precision,
         "size": args.size,
         "validation_bits_per_byte": last.validation,
@@ -314,8 +347,8 @@ def write_results(
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = (
-        f"byte-level GPT, {args.size}, ZeRO-{args.stage}, {precision}, {engine.world_size}"
-        f" rank{'s' if engine.world_size > 1 else ''}"
+        f"byte-level GPT, {args.size}, ZeRO-{args.stage}, {precision}, {dist.get_world_size()}"
+        f" rank{'s' if dist.get_world_size() > 1 else ''}{f', pipeline of {args.pipeline}' * (args.pipeline > 1)}"
     )
     missing = report.write_png(args.out / "loss.png", points, corpus.bits_per_byte_order0, title)
     picture = (
@@ -348,7 +381,13 @@ def main() -> int:
     say(f"precision: {precision} ({why}){'' if precision == 'fp32' else ', master weights in fp32'}")
     say(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {args.size}")
 
-    engine, _, _, scheduler = deepc.initialize(model=model, config=config, model_parameters=model.parameters())
+    sample = data.Sampler(corpus.train, model.config.context, args.micro_batch, args.seed).batch(0)
+    engine, _, _, scheduler = deepc.initialize(
+        model=model,
+        config=config,
+        model_parameters=model.parameters(),
+        sample_batch=sample if args.pipeline > 1 else None,  # to see where the model is to be cut
+    )
     points: list[report.Point] = []
     if args.resume:
         path, state = engine.load_checkpoint(args.out / "checkpoint")

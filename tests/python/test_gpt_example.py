@@ -211,6 +211,18 @@ def test_two_ranks_train_report_save_and_resume(tmp_path):
     assert int(rows[-1]["step"]) == 50 and float(rows[-1]["validation"]) < summary["validation_bits_per_byte"] + 0.05
 
 
+def test_two_ranks_share_the_model_as_a_pipeline(tmp_path):
+    out = tmp_path / "run"
+    options = "--ranks 2 --pipeline 2 --steps 12 --lr 3e-3 --precision fp32 --sample 4 --out".split()
+    text, err = train(*options, str(out))
+    assert "pipeline: 2 ranks, 8 micro-batches a batch, schedule 1f1b; stages: blocks.0 | blocks.1" in err
+    step = re.search(r"deepc: step 12/12  loss (\d+\.\d+) .* tokens/s", err)
+    assert step is not None and float(step[1]) < 5  # ln 256 = 5.5 before training
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ranks"] == summary["pipeline"] == 2 and summary["tokens"] == 12 * 8 * 2 * 64
+    assert (out / "sample.txt").read_bytes().startswith(b"def ")
+
+
 def test_plain_python_trains_on_other_data_within_minutes(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("the cat sat on the mat. " * 2000)
