@@ -24,6 +24,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from common import emit, paired, skip
 from contenders import BASES, INDEPENDENT, MICRO_BATCH, MINE, MODELS, ONLY_BF16, SINGLE, Contender, make_step
@@ -48,14 +50,18 @@ class Rank:
         os.sched_setaffinity(0, {cores[self.rank % len(cores)]})
         torch.set_num_threads(1)
         self.out = os.fdopen(int(os.environ["BENCH_RESULT"]), "w", buffering=1)
-        tokens = torch.Generator().manual_seed(1234 + self.rank)
-        self.batches = [
-            torch.randint(0, MODELS[args.model]["vocab_size"], (MICRO_BATCH, args.tokens), generator=tokens)
-            for _ in range(4)
-        ]
-        self.step = make_step(args.contender, args.precision, args.model)
+        self.batches, self.step = self.prepare(args)
         self.done = 0
         self.say(ready=True)
+
+    def prepare(self, args: argparse.Namespace) -> tuple[list[Any], Callable[[Any], Any]]:
+        """(batches to go round in, a function that does one step on a batch and returns the loss)."""
+        import torch
+
+        tokens = torch.Generator().manual_seed(1234 + self.rank)
+        shape = MICRO_BATCH, args.tokens
+        batches = [torch.randint(0, MODELS[args.model]["vocab_size"], shape, generator=tokens) for _ in range(4)]
+        return batches, make_step(args.contender, args.precision, args.model)
 
     def say(self, **answer) -> None:
         self.out.write(json.dumps(answer) + "\n")
@@ -113,7 +119,13 @@ def _counters() -> dict[str, int]:
 class Pair:
     """The processes of one contender. Raises RuntimeError with the end of their output when one fails or hangs."""
 
-    def __init__(self, contender: Contender, args: argparse.Namespace) -> None:
+    program = __file__  # what a rank runs
+
+    def options(self, args: argparse.Namespace) -> list[str]:
+        """Of a rank's program, besides --contender."""
+        return ["--precision", args.precision, "--tokens", str(args.tokens), "--model", args.model]
+
+    def __init__(self, contender: Any, args: argparse.Namespace) -> None:
         self.contender, self.name, self.world = contender, str(contender), contender.ranks(args.ranks)
         self.log = tempfile.TemporaryFile("w+b")
         with socket.socket() as s:
@@ -134,18 +146,7 @@ class Pair:
                 "PYTHONWARNINGS": "ignore",
             }
             env |= contender.environment()
-            command = [
-                sys.executable,
-                __file__,
-                "--contender",
-                self.name,
-                "--precision",
-                args.precision,
-                "--tokens",
-                str(args.tokens),
-                "--model",
-                args.model,
-            ]
+            command = [sys.executable, self.program, "--contender", self.name, *self.options(args)]
             self.ranks.append(
                 subprocess.Popen(
                     command,
