@@ -116,10 +116,9 @@ def _refused(config: dict, model: torch.nn.Module) -> str:
     return str(caught.value)
 
 
-def test_pipeline_stages_do_not_exist_yet():
-    assert "pipeline parallelism, which deepc does not have yet" in _refused(
-        {"pipeline": {"stages": 2}}, torch.nn.Linear(1, 1)
-    )
+def test_pipeline_stages_divide_the_ranks():
+    said = _refused({"pipeline": {"stages": 2}}, torch.nn.Linear(1, 1))
+    assert "pipeline.stages = 2 does not divide the 1 rank(s). Start a multiple of 2, or use fewer stages" in said
     for nothing in ("auto", 0, 1, None):
         Config.load({"train_batch_size": 1, "pipeline": {"stages": nothing}}, world_size=1)
 

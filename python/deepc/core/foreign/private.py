@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch._C import _distributed_c10d as c10d
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.optim._adafactor import adafactor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         "FakeTensorMode",
         "ReduceScatter",
         "TorchDispatchMode",
+        "adafactor",
         "c10d",
         "tree_leaves",
         "tree_map_only",
@@ -98,6 +100,12 @@ NAMES = (
         "zero/parameters: module.to() may ask it of a released parameter",
         "1.5",
         "module.to() gathers every released parameter",
+    ),
+    Private(
+        "torch.optim._adafactor.adafactor",
+        "optim/kinds/adafactor: the step of float64 parameters",
+        "2.5",
+        "Adafactor can't step float64 parameters",
     ),
     Private(
         "torch._C._functorch.is_functorch_wrapped_tensor",
@@ -275,6 +283,7 @@ _LATER = {
     "c10d": ("torch._C", "_distributed_c10d"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "adafactor": ("torch.optim._adafactor", "adafactor"),
     "AllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api", "AllGather"),
     "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),

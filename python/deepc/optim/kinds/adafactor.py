@@ -178,7 +178,7 @@ class Adafactor(Optimizer):
         torch.autograd.graph.increment_version(list(params))
 
     def _step_float64(self, p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-        from torch.optim._adafactor import adafactor
+        from ...core.foreign.private import adafactor
 
         assert p.grad is not None  # the caller has looked
         adafactor(
