@@ -340,6 +340,25 @@ def test_stages_hand_on_tuples_of_any_shapes():
     assert first == pytest.approx([1 - 0.5 * want] * 2) and last == [-0.5]
 
 
+def _logged(rank, world, folder):
+    engine = _engine(2, {"gradient_accumulation_steps": 2, "deepc": {"run_dir": folder}})
+    data = batches(engine.global_rank, 2, 2)
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    engine.destroy()
+    return losses
+
+
+def test_a_run_is_logged_once(tmp_path):
+    """By the first rank, with the loss, and the tokens of all pipelines."""
+    import json
+
+    losses = run_ranks(_logged, 4, str(tmp_path))[0]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["loss"] for line in lines] == pytest.approx(losses)
+    assert [line["tokens"] for line in lines] == [2 * 2 * 2 * CONTEXT, 4 * 2 * 2 * CONTEXT]
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 def _poison(rank, world):
     """The weights of the first stage are not finite: all ranks skip, and are told."""

@@ -50,7 +50,7 @@ class Meter(Listener):
         _made += 1
         self._engine = weakref.proxy(engine)
         self._config = config = engine._config
-        self._rank, self._world = engine.global_rank, engine.world_size
+        self._rank, self._world = engine.everyone.rank, engine.everyone.world
         self._on_cpu = engine.device.type == "cpu"
         self._samples_a_step = config.train_batch_size
         self._prefix = f"engine {_made}: " if len(_meters) else ""
@@ -478,7 +478,7 @@ class Meter(Listener):
         if sum(x is not None for x in (per_step, per_token, per_sample)) != 1:
             raise ArgumentError("set_flops takes one of per_step=, per_token=, per_sample=")
         if per_sample is not None:
-            per_step = per_sample * self._samples_a_step / self._world
+            per_step = per_sample * self._samples_a_step / self._engine.world_size
         self._flops_a_step, self._flops_a_token = per_step, per_token
 
     @property

@@ -66,7 +66,7 @@ class CommsFile(Listener):
     """comms.rank<R>.json in the run folder: what the comms logger has seen, every half minute and at the end."""
 
     def __init__(self, engine: Any, folder: str) -> None:
-        self._path = os.path.join(folder, f"comms.rank{engine.global_rank}.json")
+        self._path = os.path.join(folder, f"comms.rank{engine.everyone.rank}.json")
         self._written = time.monotonic()
         atexit.register(self._at_exit)
 
