@@ -216,7 +216,12 @@ def _refused(rank, world):
     engine, *_ = deepc.initialize(model=Chain(), config=config, sample_batch=torch.ones(2, 4))
     with pytest.raises(DeepcError) as caught:
         engine.module(torch.ones(2, 4))
-    return [*texts, str(caught.value)]
+    texts.append(str(caught.value))
+    for whole in (engine.module_state_dict, engine._zero3_consolidated_16bit_state_dict):
+        with pytest.raises(UnsupportedError) as caught:
+            whole()
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_what_is_no_chain_is_refused_with_the_reason():
@@ -233,6 +238,8 @@ def test_what_is_no_chain_is_refused_with_the_reason():
         "does not divide the 2 rank(s)",
         "does not divide the 2 rank(s)",
         "train_batch",
+        "a part of the weights",
+        "a part of the weights",
     ]
     for texts in run_ranks(_refused, 2):
         assert all(want in text for want, text in zip(wants, texts, strict=True)), texts

@@ -354,6 +354,21 @@ class PipelineEngine(Engine):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
         raise UnsupportedError(_ONLY)
 
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        raise UnsupportedError(
+            "a rank of a pipeline has a part of the weights, and module_state_dict is for whole ones:"
+            " engine.module.state_dict() has those that are here, engine.save_checkpoint(folder) writes all"
+        )
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self.module_state_dict(exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(state_dict, strict)
+        self._spread_ties()
+
     def save_16bit_model(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
         raise UnsupportedError(
             "save_16bit_model over the stages of a pipeline does not exist: engine.save_checkpoint(folder), then `deepc"
