@@ -503,3 +503,28 @@ def test_a_stage_that_dies_is_named_by_the_others():
     with pytest.raises(RankFailure) as caught:
         run_ranks(_dies, 2)
     assert caught.value.codes == [0, 3], caught.value
+
+
+def test_sums_of_products_that_waited_keep_no_graph():
+    """Else what each micro-batch has saved would stay until the batch ends."""
+    from deepc.parallel.pipeline.deferred import Deferring, Later
+
+    sums: dict[int, torch.Tensor] = {}
+
+    class Sums:
+        def bring(self, index, gradient):
+            sums[index] = gradient if index not in sums else sums[index] + gradient
+
+        def bring_product(self, index, a, b):
+            self.bring(index, a @ b)
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    indices = {id(p): i for i, p in enumerate(net.parameters())}
+    for _ in range(2):
+        later, x = Later(), torch.randn(5, 3)
+        with Deferring(indices, Sums(), later):
+            out = net(x)
+        out.sum().backward()
+        later.run()
+    assert len(sums) == 4 and not any(t.requires_grad for t in sums.values())
+    assert all(p.grad is None for p in net.parameters())

@@ -289,6 +289,9 @@ class PipelineEngine(Engine):
     def bring(self, index: int, gradient: torch.Tensor) -> None:
         self.hooks.bring(index, gradient)
 
+    def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.hooks.bring_product(index, a, b)
+
     # ---- parameters of several stages --------------------------------------------------------------------------------
     def _watch_copies(self) -> None:
         for i, tie in enumerate(self.part.ties):

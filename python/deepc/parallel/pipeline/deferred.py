@@ -10,14 +10,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 _PRODUCTS = (torch.nn.functional.linear, torch.addmm)
-Bring = Callable[[int, torch.Tensor], None]  # (index of the parameter, its gradient)
+
+
+class Sums(Protocol):
+    """Who adds up gradients of trained parameters, by their indices."""
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient, which is the callee's from here on."""
+
+    def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """One that is a @ b."""
 
 
 def in_checkpoint() -> bool:
@@ -39,6 +48,7 @@ class Later:
     def add(self, product: Callable[[], None]) -> None:
         self._left.append(product)
 
+    @torch.no_grad()  # what backward has saved still requires a gradient: sums would keep it, micro-batch by micro-batch
     def run(self) -> None:
         """Makes them, in the order in which backward came to them."""
         left, self._left = self._left, []
@@ -48,11 +58,11 @@ class Later:
 
 class Deferring(TorchFunctionMode):
     """Around a forward. indices: id(parameter) -> index; others are left to autograd, and so is what activation
-    checkpointing runs again, outside of this. bring: takes a gradient."""
+    checkpointing runs again, outside of this."""
 
-    def __init__(self, indices: Mapping[int, int], bring: Bring, later: Later) -> None:
+    def __init__(self, indices: Mapping[int, int], sums: Sums, later: Later) -> None:
         super().__init__()
-        self._indices, self._bring, self._later = indices, bring, later
+        self._indices, self._sums, self._later = indices, sums, later
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,9 +89,9 @@ class Deferring(TorchFunctionMode):
 
         def product() -> None:
             rows, out = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-            self._bring(self._indices[id(weight)], rows.t() @ out if transposed else out.t() @ rows)
+            self._sums.bring_product(self._indices[id(weight)], *((rows.t(), out) if transposed else (out.t(), rows)))
             if bias is not None:
-                self._bring(self._indices[id(bias)], out.sum(0))
+                self._sums.bring(self._indices[id(bias)], out.sum(0))
 
         self._later.add(product)
 
@@ -96,6 +106,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        ctx.mode.leave(x, g, weight, ctx.bias, ctx.transposed)
+        ctx.mode.leave(x.detach(), g, weight, ctx.bias, ctx.transposed)
         matrix = weight.t() if ctx.transposed else weight
         return None, g @ matrix if ctx.needs_input_grad[1] else None, None, None, None

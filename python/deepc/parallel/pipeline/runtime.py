@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...plan.schedule import Action, actions, stage_rank
-from .deferred import Deferring, Later
+from .deferred import Deferring, Later, Sums
 from .hops import Hops
 from .part import Part
 
@@ -27,7 +27,7 @@ class Forward(Protocol):
         """Forward. In training the last stage's is the loss."""
 
 
-class Loop(Forward, Protocol):
+class Loop(Forward, Sums, Protocol):
     """The engine, as far as a batch of training needs one."""
 
     def backward_stage(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -38,9 +38,6 @@ class Loop(Forward, Protocol):
 
     def last_backward_comes(self) -> None:
         """Before the last backward of the batch on this rank."""
-
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
-        """A gradient of the trained parameter `index`."""
 
 
 class _Passed(NamedTuple):
@@ -93,7 +90,7 @@ class Stages:
                     loop.last_backward_comes()
                 if kind == "F":
                     later = Later() if splits else None
-                    with contextlib.nullcontext() if later is None else Deferring(indices, loop.bring, later):
+                    with contextlib.nullcontext() if later is None else Deferring(indices, loop, later):
                         out = self._forward(loop, stage, micro, batches[micro], later)
                     if stage == self.count - 1:
                         losses.append(out.detach())

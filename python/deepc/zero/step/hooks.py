@@ -220,8 +220,18 @@ class GradientHooks:
         next pass. Summed as other gradients that wait for it are (sums_in)."""
         late = self._late.get(index)
         if self.sums_in is not None:
-            grad = grad.to(self.sums_in)
-        self._late[index] = grad if late is None else late + grad
+            self._late[index] = grad.to(self.sums_in) if late is None else late.add_(grad)
+        else:
+            self._late[index] = grad if late is None else late + grad
+
+    def bring_product(self, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """The same of a @ b, [m, k] x [k, n] of a parameter [m, n]: made where the sum lies, if that has their
+        dtype."""
+        late = self._late.get(index)
+        if late is not None and late.dtype == self.sums_in == a.dtype:
+            late.addmm_(a, b)
+        else:
+            self.bring(index, a @ b)
 
     def take_left_behind(self, group: Group) -> bool:
         """Reduces gradients that some rank has kept (after no_sync; a module used again under reentrant checkpointing).
