@@ -48,7 +48,7 @@ class Later:
     def add(self, product: Callable[[], None]) -> None:
         self._left.append(product)
 
-    @torch.no_grad()  # what backward has saved still requires a gradient: sums would keep it, micro-batch by micro-batch
+    @torch.no_grad()  # what backward has saved still requires a gradient, and sums would keep it to the batch's end
     def run(self) -> None:
         """Makes them, in the order in which backward came to them."""
         left, self._left = self._left, []
