@@ -135,10 +135,9 @@ def ranks_to_share(model: torch.nn.Module, source: Any) -> int:
     """Ranks as Config.load counts them."""
     import torch.distributed as dist
 
-    asked, world = stages_asked(source), dist.get_world_size()
     if not isinstance(model, PipelineModule):
-        return world
-    if asked not in (1, model.num_stages):
+        return dist.get_world_size()
+    if (asked := stages_asked(source)) not in (1, model.num_stages):
         raise ConfigError(
             f"pipeline.stages = {asked}, and the PipelineModule was made with num_stages={model.num_stages}; remove the"
             " key, which is for models that are no PipelineModule"

@@ -49,13 +49,18 @@ class PipelineEngine(Engine):
         self._stages = Stages(self.part, self.mesh.group("pp", self.everyone.rank), place.pp)
         self._indices = {id(p): i for i, p in enumerate(self.state.trained)}
         self._endless: Iterator[Any] | None = None
-        self._outputs: list[Any] = []
+        self._outputs: list[Any] | None = None  # of the last layer, where an evaluation wants them beside the loss
         self._refuse_what_is_not_there()
         if isinstance(model, PipelineModule) and config.pipeline.activation_checkpoint_interval:
             model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
         # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
         self._sums = self.world_size > 1 or self.part.chunks > 1 or self._stages.splits(self.micro_batches)
+        # (number of a tie, the parameter, ranks of the pipeline that hold copies): those that this rank trains; and
+        # (number, the copy, the rank that trains it)
+        ties = [(i, tie.parameter, tie) for i, tie in enumerate(self.part.ties) if tie.parameter is not None]
+        self._lent = [(i, p, tie.holders) for i, p, tie in ties if tie.owner == self.stage_id]
+        self._copies = [(i, p, tie.owner) for i, p, tie in ties if self.stage_id in tie.holders]
         self._copied: dict[int, torch.Tensor] = {}  # number of a tie -> the sum of its copy's gradients
         self._watch_copies()
         self._spread_ties()
@@ -142,15 +147,16 @@ class PipelineEngine(Engine):
         training = self.module.training
         self.module.eval()
         self._wants_loss = compute_loss
+        outputs: list[Any] = []
+        self._outputs = outputs if return_logits else None
         try:
             with torch.no_grad(), self._told_to_all():
                 losses = self._stages.evaluate(self, batches)
         finally:
-            self._wants_loss = True
+            self._wants_loss, self._outputs = True, None
             self.module.train(training)
-            outputs, self._outputs = self._outputs, []
-        if not compute_loss:
-            return outputs if self.is_last_stage() else None
+        if not compute_loss:  # then what the last stage returns is the last layer's
+            return losses if self.is_last_stage() else None
         if reduce_output is None:
             loss: Any = losses if self.is_last_stage() else None
         else:
@@ -247,7 +253,8 @@ class PipelineEngine(Engine):
         out = None
         try:
             with self.activations.around():
-                out = self.part.run(self._call_last if last else self._call, stage, received, batch, self._wants_loss)
+                call = self._call_keeping if last and self._outputs is not None else self.step_policy.forward
+                out = self.part.run(call, stage, received, batch, self._wants_loss)
         finally:
             self.events.end("forward", out if last else None)
         if last and torch.is_grad_enabled() and not (isinstance(out, torch.Tensor) and out.numel() == 1):
@@ -258,12 +265,9 @@ class PipelineEngine(Engine):
             )
         return out
 
-    def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.step_policy.forward(inputs, kwargs)
-
-    def _call_last(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = self._call(inputs, kwargs)
-        if not torch.is_grad_enabled():
+    def _call_keeping(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.step_policy.forward(inputs, kwargs)
+        if self._outputs is not None:
             self._outputs.append(out)
         return out
 
@@ -294,33 +298,27 @@ class PipelineEngine(Engine):
 
     # ---- parameters of several stages --------------------------------------------------------------------------------
     def _watch_copies(self) -> None:
-        for i, tie in enumerate(self.part.ties):
-            if self.stage_id in tie.holders:
-                assert tie.parameter is not None
+        for i, copy, _ in self._copies:
 
-                def add(p: torch.Tensor, i: int = i) -> None:
-                    assert p.grad is not None
-                    grad, p.grad = p.grad.to(torch_dtype(self.plan.accumulator)), None
-                    self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
+            def add(p: torch.Tensor, i: int = i) -> None:
+                assert p.grad is not None
+                grad, p.grad = p.grad.to(torch_dtype(self.plan.accumulator)), None
+                self._copied[i] = grad if i not in self._copied else self._copied[i].add_(grad)
 
-                self._undo.callback(tie.parameter.register_post_accumulate_grad_hook(add).remove)
+            self._undo.callback(copy.register_post_accumulate_grad_hook(add).remove)
 
     def _send_copied(self) -> None:
         """The gradients of copies go to their trainer."""
-        for i, tie in enumerate(self.part.ties):
-            if self.stage_id in tie.holders:
-                assert tie.parameter is not None
-                none = torch.zeros(tie.parameter.shape, dtype=torch_dtype(self.plan.accumulator))
-                self._stages.send_tie(i, self._copied.pop(i, none), tie.owner)
+        for i, copy, owner in self._copies:
+            none = torch.zeros(copy.shape, dtype=torch_dtype(self.plan.accumulator))
+            self._stages.send_tie(i, self._copied.pop(i, none), owner)
 
     def _take_copied(self) -> None:
         """A trainer takes the gradients of the copies."""
-        for i, tie in enumerate(self.part.ties):
-            if tie.owner == self.stage_id:
-                assert tie.parameter is not None
-                like = torch.empty(tie.parameter.shape, dtype=torch_dtype(self.plan.accumulator))
-                for holder in tie.holders:
-                    self.hooks.bring(self._indices[id(tie.parameter)], self._stages.receive_tie(i, like, holder))
+        for i, p, holders in self._lent:
+            like = torch.empty(p.shape, dtype=torch_dtype(self.plan.accumulator))
+            for holder in holders:
+                self.hooks.bring(self._indices[id(p)], self._stages.receive_tie(i, like, holder))
 
     def last_backward_comes(self) -> None:
         """Where each backward is a pass, what copies got goes with the last one. There stages are in the order of
@@ -336,15 +334,11 @@ class PipelineEngine(Engine):
     @torch.no_grad()
     def _spread_ties(self) -> None:
         """Copies get the trainer's values. Collective."""
-        for i, tie in enumerate(self.part.ties):
-            if tie.owner == self.stage_id:
-                assert tie.parameter is not None
-                for holder in tie.holders:
-                    self._stages.send_tie(i, tie.parameter.detach(), holder)
-            elif self.stage_id in tie.holders:
-                copy = tie.parameter
-                assert copy is not None
-                copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), tie.owner)
+        for i, p, holders in self._lent:
+            for holder in holders:
+                self._stages.send_tie(i, p.detach(), holder)
+        for i, copy, owner in self._copies:
+            copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), owner)
         self._stages.hops.finish()
 
     # ---- what a pipeline does not do ---------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Stages:
 
     def splits(self, micro_batches: int) -> bool:
         """Whether backward comes in two halves."""
-        return any(action.kind == "W" for action in self.actions(micro_batches))
+        return _splits(self.actions(micro_batches))
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
     def train(self, loop: Loop, batches: Sequence[Any], indices: Mapping[int, int]) -> list[torch.Tensor]:
@@ -82,7 +82,8 @@ class Stages:
         losses, detached, on the rank of the last stage. What was sent may be under way still (hops.finish): another
         rank may take it only after something that this one has yet to send."""
         losses: list[torch.Tensor] = []
-        plan, splits = self.actions(len(batches)), self.splits(len(batches))
+        plan = self.actions(len(batches))
+        splits = _splits(plan)
         last = max(i for i, action in enumerate(plan) if action.kind != "F")
         try:
             for at, (kind, stage, micro) in enumerate(plan):
@@ -184,6 +185,10 @@ class Stages:
 
     def receive_tie(self, index: int, like: torch.Tensor, source: int) -> torch.Tensor:
         return self.hops.receive_like([like], source, index * _KINDS + _TIED)[0]
+
+
+def _splits(plan: Sequence[Action]) -> bool:
+    return any(action.kind == "W" for action in plan)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
