@@ -14,6 +14,7 @@ import torch
 
 from ..core import memory
 from ..core.foreign import private
+from ..parallel.pipeline.part import further_names
 from .policy.precision import name_of
 
 if TYPE_CHECKING:
@@ -230,14 +231,7 @@ class EngineBase(ModelWrapper):
 
     def ties(self) -> dict[str, str]:
         """Further names of parameters and buffers that modules share -> the name that they are stored under."""
-        if self.part is not None:
-            return self.part.names
-        first: dict[int, str] = {}
-        named = [
-            *self.module.named_parameters(remove_duplicate=False),
-            *self.module.named_buffers(remove_duplicate=False),
-        ]
-        return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+        return self.part.names if self.part is not None else further_names(self.module)
 
     def elsewhere(self) -> frozenset[int]:
         """ids of the module's parameters that are not this engine's: other ranks hold them, or trained copies of

@@ -37,11 +37,11 @@ def hook(root: torch.nn.Module, recorder: Any) -> Callable[[], None]:
 
 
 def _with_grad(value: Any) -> list[torch.Tensor]:
-    from ...zero.step.hooks import _tensors
+    from ...zero.step.hooks import tensors_in
 
     if not torch.is_grad_enabled() or private.functorch_is_active():
         return []
-    return [t for t in _tensors(value) if t.requires_grad and t.grad_fn is not None]
+    return [t for t in tensors_in(value) if t.requires_grad and t.grad_fn is not None]
 
 
 class _Module:

@@ -22,9 +22,10 @@ from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...plan.mesh import Mesh
 from ...plan.predict.dryrun import loss_of
 from ...plan.schedule import default_chunks, stage_rank
+from ...zero.step.hooks import tensors_in
 from . import balance
 from .deferred import in_checkpoint
-from .part import Call, Tie
+from .part import Call, Tie, further_names
 from .runtime import Stages
 
 _ROUNDS = 3  # of measuring, after one to warm up
@@ -89,7 +90,7 @@ class CutModel:
         self._rank_of = [stage_rank(schedule, stages=mesh.pp, chunks=self.chunks, stage=s) for s in range(stages)]
         self._here = mesh.coordinates(dist.get_rank()).pp
         self._running: tuple[int, Any] | None = None
-        self.names = _further_names(model)
+        self.names = further_names(model)
         self.ties, self.elsewhere = self._share_out()
         self._take_over()
         self._prove(batch, whole)
@@ -410,12 +411,6 @@ def _parameters(chain: Chain) -> list[float]:
     return costs
 
 
-def _further_names(model: torch.nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
-
-
 @torch.no_grad()
 def _take_from_rank_0(model: torch.nn.Module) -> None:
     """What the model has on rank 0 counts, as without a pipeline. Collective."""
@@ -502,11 +497,7 @@ def _hidden_of(out: Any) -> Any:
 
 
 def _every_tensor(value: Any) -> list[torch.Tensor]:
-    """In nested tuples, lists and mappings (outputs of transformers are such)."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [t for part in parts for t in _every_tensor(part)]
+    return list(tensors_in(value, levels=16))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,6 +12,13 @@ from ...plan.mesh import Mesh
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]  # runs the engine's module on (inputs, kwargs)
 
 
+def further_names(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that modules share -> the first, under which they are stored."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+
 class Tie(NamedTuple):
     """A parameter that several ranks of a pipeline compute with. The first one trains it; the others hold copies: their
     gradients go to it before it reduces its own, and new values come from it after a step. owner, holders: ranks of the

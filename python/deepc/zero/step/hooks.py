@@ -104,7 +104,7 @@ class GradientHooks:
             self._queued = False  # of a backward that raised before it had a gradient
         if private.functorch_is_active():
             return
-        for t in _tensors(outputs):
+        for t in tensors_in(outputs):
             if t.grad_fn is not None:
                 t.register_hook(self._on_output)
 
@@ -292,11 +292,11 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad if grad.layout == torch.strided else grad.to_dense()
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses."""
+def tensors_in(value: Any, levels: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples, mappings and dataclasses, nested so deep."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < 4:
+    elif levels:
         if isinstance(value, Mapping):
             parts: Any = value.values()
         elif isinstance(value, (list, tuple)):
@@ -306,4 +306,4 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         else:
             return
         for part in parts:
-            yield from _tensors(part, depth + 1)
+            yield from tensors_in(part, levels - 1)
