@@ -11,7 +11,7 @@ import torch
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, UnsupportedError
 from deepc.optim.factory import state_bytes_of
-from ranks import on_nodes, run_ranks
+from ranks import run_ranks
 
 SHAPES = [(), (7,), (5000,), (33, 65), (3, 1500), (4, 3, 5, 3), (1, 1)]
 
@@ -129,28 +129,16 @@ def _train(rank, world, precision):
 )
 def test_all_stages_have_equal_bits_and_follow_torch(world, precision):
     ranks = run_ranks(_train, world, args=(precision,))
-    losses, weights = ranks[0][0]
+    losses, _ = ranks[0][0]
     assert losses[-1] < losses[0]
     if precision == "fp32":
         plain = tiny.stepped_by(lambda p: torch.optim.Adafactor(p, lr=0.05, weight_decay=0.01), 5)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), rtol=1e-4, atol=0)
-    for found in ranks:
-        for stage in range(4):
-            assert found[stage][0] == losses, stage
-            assert all(torch.equal(w, weights[n]) for n, w in found[stage][1].items()), stage
+    tiny.check_all_equal(ranks)
 
 
 def _layouts(rank, world, places):
-    out = []
-    for stage, nodes in places:
-        cfg = _config(stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"})
-        cfg["gradient_accumulation_steps"] = 8 // world
-        with on_nodes(rank, world, nodes):
-            _, _, weights, engine = tiny.engine_training(cfg, 3, rank, world, grads=False)
-            assert engine.plan.nodes == nodes
-            out.append({n: w.clone() for n, w in weights.items()})
-            engine.destroy()
-    return out
+    return tiny.at_layouts(_config, rank, world, places)
 
 
 def test_any_number_of_ranks_and_nodes_gives_equal_bits():

@@ -256,17 +256,8 @@ IN_ENGINE = {
 
 
 def plain(kind, steps):
-    model = tiny.make_model()
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in IN_ENGINE[kind].items()}
-    opt, losses = reference(kind)(model.parameters(), **options), []
-    for _ in range(steps):
-        loss = model(*tiny.make_batch(0, 8))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return tiny.stepped_by(lambda parameters: reference(kind)(parameters, **options), steps)
 
 
 def _config(kind, stage, world, precision="fp32", **extra):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from ranks import on_nodes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,4 +163,28 @@ def at_all_stages(config_of, steps: int, rank: int, world: int):
         losses, _, weights, engine = engine_training(config_of(stage), steps, rank, world, batches=1)
         out.append((losses, {n: w.clone() for n, w in weights.items()}))
         engine.destroy()
+    return out
+
+
+def check_all_equal(ranks) -> None:
+    """What all ranks have of at_all_stages is the same, bit for bit, at every stage."""
+    losses, weights = ranks[0][0]
+    for found in ranks:
+        for stage in range(4):
+            assert found[stage][0] == losses, stage
+            assert all(torch.equal(w, weights[n]) for n, w in found[stage][1].items()), stage
+
+
+def at_layouts(config_of, rank: int, world: int, places):
+    """Weights after 3 steps of 8 micro-batches in the order of "deterministic", at each of places, (ZeRO stage, nodes);
+    config_of: (stage, ranks, further sections) -> configuration."""
+    out = []
+    for stage, nodes in places:
+        cfg = config_of(stage, 8, deepc={"bucket_elems": 8192, "deterministic": "layout"})
+        cfg["gradient_accumulation_steps"] = 8 // world
+        with on_nodes(rank, world, nodes):
+            _, _, weights, engine = engine_training(cfg, 3, rank, world, grads=False)
+            assert engine.plan.nodes == nodes
+            out.append({n: w.clone() for n, w in weights.items()})
+            engine.destroy()
     return out
