@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import train
-from common import emit, paired, require_deepc, skip, version
+from common import emit, paired, require_deepc, version
 from contenders import ALLOCATORS, ENVIRONMENT, HYPER
-from peers import drop_stale_locks
 
 WIDTH, HEADS, BLOCKS, VOCAB, MICRO, MICRO_BATCHES, CUT = 384, 6, 12, 9216, 2, 8, 7
 BASES = {
@@ -275,37 +274,6 @@ class Pair(train.Pair):
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------------
-def measure(args: argparse.Namespace) -> None:
-    pairs: list[Pair] = []
-    drop_stale_locks()
-    try:
-        for contender in args.contenders:
-            if why := contender.missing():
-                skip("pipelines", contender.title, why)
-            else:
-                pairs.append(Pair(contender, args))
-        for p in list(pairs):
-            try:
-                p.answers(train.READY_S)
-            except RuntimeError as exc:
-                if p.contender.mine:
-                    raise
-                skip("pipelines", p.contender.title, f"did not start: {exc}")
-                p.end()
-                pairs.remove(p)
-        memory = {p.contender: p.peak_memory(1) for p in pairs}
-        bursts: dict[Contender, list[dict]] = {p.contender: [] for p in pairs}
-        for _ in range(args.rounds):
-            for p in pairs:
-                bursts[p.contender].append(p.burst(args.steps))
-    finally:
-        for p in pairs:
-            p.dismiss()
-        for p in pairs:
-            p.end()
-    tell(args, bursts, memory)
-
-
 def tell(args: argparse.Namespace, bursts: dict[Contender, list[dict]], memory: dict[Contender, float]) -> None:
     figure = f"GPT of {BLOCKS} x {WIDTH}, 2 stages, {MICRO_BATCHES} micro-batches, fp32"
     tokens = args.steps * MICRO * MICRO_BATCHES * args.tokens
@@ -343,12 +311,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1, help="timed batches per burst, after one to warm up")
     parser.add_argument("--ranks", type=int, default=2, choices=[2], help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=256, help="length of a sequence; a micro-batch has 2")
+    parser.set_defaults(warmup=0, sampled=1)
     parser.add_argument("--contender", type=Contender.parse, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender:
         Rank(args).loop()
     else:
-        measure(args)
+        tell(args, *train.take_turns("pipelines", Pair, args.contenders, lambda c: c.title, args))
     return 0
 
 

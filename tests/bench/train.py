@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common import emit, paired, skip
@@ -254,19 +254,29 @@ def pss_mib(pid: int, world: int) -> float:
 
 # ---- the driver ------------------------------------------------------------------------------------------------------
 def measure(args: argparse.Namespace) -> None:
+    def title(contender: Contender) -> str:
+        return f"{contender.title(args.precision)}, {args.precision}"
+
+    chosen = [c for c in args.contenders if c.base not in ONLY_BF16 or args.precision == "bf16"]
+    Told(args, *take_turns("train", Pair, chosen, title, args)).all()
+
+
+def take_turns(
+    bench: str, kind: type[Pair], contenders: Sequence[Any], title: Callable[[Any], str], args: argparse.Namespace
+) -> tuple[dict[Any, list[dict]], dict[Any, float]]:
+    """(bursts of each contender, in the order of the rounds; MiB), of those that are there and start. args: also how
+    many steps to warm up (0: the sampling of memory does it) and to sample memory in."""
     chosen = []
-    for contender in args.contenders:
-        if contender.base in ONLY_BF16 and args.precision != "bf16":
-            continue
+    for contender in contenders:
         if why := contender.missing():
-            skip("train", f"{contender.title(args.precision)}, {args.precision}", why)
+            skip(bench, title(contender), why)
         else:
             chosen.append(contender)
     pairs: list[Pair] = []
     drop_stale_locks()
     try:
         for contender in chosen:
-            pairs.append(Pair(contender, args))
+            pairs.append(kind(contender, args))
         for p in list(pairs):
             try:
                 p.answers(READY_S)
@@ -275,13 +285,13 @@ def measure(args: argparse.Namespace) -> None:
             except RuntimeError as exc:
                 if p.contender.mine:
                     raise
-                skip("train", f"{p.contender.title(args.precision)}, {args.precision}", f"did not start: {exc}")
+                skip(bench, title(p.contender), f"did not start: {exc}")
                 p.end()
                 pairs.remove(p)
-        for p in pairs:
+        for p in pairs if args.warmup else ():
             p.burst(args.warmup)
-        memory = {p.contender: p.peak_memory(2) for p in pairs}
-        bursts: dict[Contender, list[dict]] = {p.contender: [] for p in pairs}
+        memory = {p.contender: p.peak_memory(args.sampled) for p in pairs}
+        bursts: dict[Any, list[dict]] = {p.contender: [] for p in pairs}
         for _ in range(args.rounds):
             for p in pairs:
                 bursts[p.contender].append(p.burst(args.steps))
@@ -290,7 +300,7 @@ def measure(args: argparse.Namespace) -> None:
             p.dismiss()
         for p in pairs:
             p.end()
-    Told(args, bursts, memory).all()
+    return bursts, memory
 
 
 class Told:
@@ -410,6 +420,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps per burst")
     parser.add_argument("--warmup", type=int, default=1)
+    parser.set_defaults(sampled=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="length of a sequence; a micro-batch has 2")
     parser.add_argument(
