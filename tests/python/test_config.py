@@ -392,7 +392,6 @@ LATER = [
     ("elasticity.enabled", True, "elastic"),
     ("autotuning.enabled", True, "autotuning"),
     ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
-    ("tensor_parallel.autotp_size", 4, "tensor parallelism"),
     ("curriculum_learning.enabled", True, "curriculum"),
     ("data_efficiency.enabled", True, "data efficiency"),
     ("sparse_attention", {"mode": "fixed"}, "block-sparse attention"),
@@ -401,7 +400,6 @@ LATER = [
     ("fp16.fp16_master_weights_and_grads", True, "fp16 master weights"),
     ("compile.deepcompile", True, "DeepCompile"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
-    ("sequence_parallel_size", 2, "sequence parallelism"),
     ("expert_parallel.enabled", True, "expert parallelism"),
     ("managed_gradient_accumulation", False, "owned by the caller"),
 ]

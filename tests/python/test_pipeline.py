@@ -424,7 +424,7 @@ def test_what_can_not_be_is_refused():
         "1 layer can't be cut into 2",
         "no layer's class matches 'conv'",
         "2f2b",
-        "stage 1 of the pipeline has no parameter",
+        "pipeline stage 1 has no parameter",
         "ended after 0 of the 2",
         "write iter",
         "train_batch",

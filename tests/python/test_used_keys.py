@@ -502,6 +502,8 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "deepc.activations.min_bytes": (ACTIVATIONS, 1 << 16, of("spilled")),
     "pipeline.activation_checkpoint_interval": ({}, 2, computed_again),
     "pipeline.stages": ({}, 2, refused),
+    "tensor_parallel.autotp_size": ({}, 2, refused),
+    "sequence_parallel_size": ({}, 2, refused),
     "deepc.pipeline.schedule": ({}, "gpipe", in_stages),
     "deepc.pipeline.chunks": ({"deepc": {"pipeline": {"schedule": "interleaved"}}}, 4, in_stages),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),

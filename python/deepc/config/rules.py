@@ -114,7 +114,7 @@ class Loader:
         self._activation_rules()
         self._zeropp_rules()
         self._timeline_rules()
-        self._pipeline_rules()
+        self._mesh_rules()
         self._triangle()
         if self.auto and not self.allow_auto:
             self._left_auto()
@@ -459,7 +459,7 @@ class Loader:
                 path, self.values[path], "must be two whole numbers, [first, last], 1 <= first <= last ([0, 0]: off)."
             )
 
-    def _pipeline_rules(self) -> None:
+    def _mesh_rules(self) -> None:
         """What follows counts data-parallel ranks."""
         stages = self.get("pipeline.stages") or 1
         if self.world % stages:
@@ -470,6 +470,14 @@ class Loader:
             )
         else:
             self.world //= stages
+        for key, size in (
+            ("tensor_parallel.autotp_size", self.get("tensor_parallel.autotp_size") or 1),
+            ("sequence_parallel_size", self.get("sequence_parallel_size")),
+        ):
+            if self.world % size:
+                self.fail(key, size, f"does not divide {self.world} rank(s). Start a multiple of {size}, or lower it.")
+            else:
+                self.world //= size
 
     def _triangle(self) -> None:
         if any(f"{k}" in self.auto for k in TRIANGLE):

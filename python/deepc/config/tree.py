@@ -249,6 +249,13 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class TensorParallelConfig:
+    """Section tensor_parallel."""
+
+    autotp_size: int
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Section deepc.pipeline."""
 
@@ -310,6 +317,8 @@ class Config:
     activation_checkpointing: ActivationCheckpointingConfig
     data_types: DataTypesConfig
     pipeline: PipelineConfig
+    tensor_parallel: TensorParallelConfig
+    sequence_parallel_size: int
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
     flops_profiler: FlopsProfilerConfig
@@ -442,6 +451,7 @@ def _build(asked: Loader) -> Config:
         activation_checkpointing=_fill(asked, ActivationCheckpointingConfig, "activation_checkpointing"),
         data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
         pipeline=_fill(asked, PipelineConfig, "pipeline"),
+        tensor_parallel=_fill(asked, TensorParallelConfig, "tensor_parallel"),
         checkpoint=_fill(asked, CheckpointConfig, "checkpoint"),
         comms_logger=_fill(asked, CommsLoggerConfig, "comms_logger"),
         flops_profiler=_fill(asked, FlopsProfilerConfig, "flops_profiler"),

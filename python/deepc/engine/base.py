@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from ..comm.groups import Group
     from ..config.tree import Config
     from ..optim.schedules import Scheduler
+    from ..parallel.judged import Parts
     from ..parallel.pipeline.part import Part
+    from ..parallel.tensor.cut import Cut
     from ..plan.mesh import Mesh
     from ..plan.plan import Plan
     from ..plan.predict.estimate import FirstStep, MemoryEstimate
     from ..zero.parameters.guard import Guard, ModelWatch
     from ..zero.state import ModelState
     from ..zero.step.hooks import GradientHooks
-    from ..zero.step.norm import Rider, Skips, Stages
+    from ..zero.step.norm import Rider, Skips
     from ..zero.step.reducer import Reducer
     from ..zero.step.tree import MicroBatchSampler
     from ..zero.step.update import ShardedOptimizer
@@ -122,10 +124,11 @@ class EngineBase(ModelWrapper):
     device: torch.device
     events: Events
     mesh: Mesh  # of all ranks
-    group: Group  # the ranks that hold the same part of the model: data parallelism
+    group: Group  # the ranks that hold the same part of the model: data and sequence parallelism
     part: Part | None  # of a pipeline: what of the model is here
     everyone: Group  # all ranks that share the model
-    stages: Stages | None  # of a pipeline
+    parts: Parts | None  # of the model, where the ranks hold different ones
+    cuts: dict[int, Cut]  # id(parameter) -> how it is cut over tensor-parallel ranks
     world_size: int  # of `group`, as the next two
     global_rank: int
     local_rank: int

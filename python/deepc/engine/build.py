@@ -7,6 +7,7 @@ fails alone leaves its group, and its peers are told."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +24,9 @@ from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
-from ..parallel.pipeline.column import Column
+from ..parallel.judged import Parts
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
+from ..parallel.tensor.cut import cuts_of
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
 from ..plan.plan import Plan
@@ -151,15 +153,25 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Pa
     import torch.distributed as dist
 
     if isinstance(model, PipelineModule):
+        model.mesh = mesh_asked(config, model.mesh.pp)
         return model
     if (stages := config.pipeline.stages or 1) == 1:
         return None
     from ..parallel.pipeline.cut import CutModel
 
     asked = config.deepc.pipeline
-    mesh = mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())
+    mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())
+    mesh = mesh_asked(config, stages)
     sample, loss_fn = given.pop("sample_batch", None), given.pop("loss_fn", None)
     return CutModel(model, mesh, asked.schedule, asked.chunks, sample, loss_fn)
+
+
+def mesh_asked(config: Config, stages: int) -> Mesh:
+    """Of all ranks. Config.load has seen to it that the sizes divide."""
+    import torch.distributed as dist
+
+    tensor, sequence = config.tensor_parallel.autotp_size or 1, config.sequence_parallel_size
+    return Mesh(pp=stages, dp=dist.get_world_size() // (stages * tensor * sequence), sp=sequence, tp=tensor)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
@@ -204,8 +216,8 @@ def assemble(
             micro_batch=engine.train_micro_batch_size_per_gpu(),
             step=engine.train_batch_size(),
             drop_last=config.dataloader_drop_last,
-            world=engine.world_size,
-            rank=engine.global_rank,
+            world=engine.mesh.dp,
+            rank=engine.mesh.coordinates(engine.everyone.rank).dp,
             make_sampler=engine.step_policy.make_sampler,
         )
         hold_parameters(engine, undo)
@@ -246,29 +258,42 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
     engine.__dict__["part"] = part  # which may be the module itself
     engine.everyone = open_group(engine.device, comm.DEFAULT_TIMEOUT, "engine" if part is None else "pipeline")
     undo.callback(engine.everyone.close)
-    engine.group, engine.stages = engine.everyone, None
-    if part is None:
-        engine.mesh = Mesh(dp=engine.group.world, ranks_per_node=engine.group.ranks_per_node)
-    else:
-        engine.mesh, engine.stages = part.mesh, Column(engine.everyone, part.mesh)
-        if part.mesh.pp > 1:
-            ranks = part.mesh.group("dp", engine.everyone.rank)
+    engine.group, engine.parts, engine.cuts = engine.everyone, None, cuts_of(engine.module)
+    mesh = mesh_asked(engine._config, 1) if part is None else part.mesh
+    engine.mesh = dataclasses.replace(mesh, ranks_per_node=engine.group.ranks_per_node)
+    check_cuts(engine)
+    if part is not None or mesh.tp > 1:
+        engine.parts = Parts(engine.everyone, mesh)
+        if mesh.pp * mesh.tp > 1:
+            ranks = mesh.replicas(engine.everyone.rank)
             engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks)
             undo.callback(engine.group.close)
     engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
     engine.local_rank = int(os.environ.get("LOCAL_RANK", engine.global_rank))
 
 
+def check_cuts(engine: EngineBase) -> None:
+    """Whether the model is cut as the configuration says."""
+    found, asked = {cut.ranks for cut in engine.cuts.values()}, engine.mesh.tp
+    if found - {asked}:
+        raise ConfigError(
+            f"the model's parameters are cut over {', '.join(map(str, sorted(found)))} ranks, and"
+            f" tensor_parallel.autotp_size is {asked}; set it to that number"
+        )
+    if asked > 1 and engine.mesh.pp == 1 and not found:
+        raise ArgumentError(f"tensor_parallel.autotp_size is {asked}, and no parameter of the model is cut over ranks")
+
+
 def check_stages(engine: EngineBase) -> None:
     """ArgumentError, on all ranks, if a stage of a pipeline has nothing to train. Collective."""
-    if engine.stages is None:
+    if engine.parts is None:
         return
     away = engine.elsewhere()
     mine = sum(p.requires_grad for p in engine.module.parameters() if id(p) not in away)
-    totals = engine.stages.totals(float(mine))
+    totals = engine.parts.totals(float(mine))
     if 0.0 in totals:
         raise ArgumentError(
-            f"stage {totals.index(0.0)} of the pipeline has no parameter that requires a gradient; cut the model so"
+            f"{engine.parts.name(totals.index(0.0))} has no parameter that requires a gradient; cut the model so"
             " that each has one (partition_method), or use fewer stages"
         )
 
@@ -560,6 +585,9 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         tier=tier,
     )
     engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained])
+    if engine.parts is not None and engine.mesh.coordinates(engine.everyone.rank).tp > 0:
+        trained = enumerate(engine.state.trained)
+        engine.parts.repeated = frozenset(i for i, p in trained if id(p) not in engine.cuts)
     engine.reducer = engine.step_policy.make_reducer()
     undo.callback(lambda: engine.reducer.close())  # the policy may have exchanged it
     undo.callback(engine.state.close)

@@ -181,7 +181,7 @@ class Engine(EngineBase):
                 unit,
                 self.step_policy.complete,
                 self.norm_riders,
-                self.stages,
+                self.parts,
             )
         reason = norm.reason
         if self.scaler is not None:
@@ -239,7 +239,7 @@ class Engine(EngineBase):
 
     def _skipped(self, result: StepResult) -> StepResult:
         skips = self.skips
-        result = result._replace(reason=skips.skipped(result.reason, self.state, self.guard, self.stages))
+        result = result._replace(reason=skips.skipped(result.reason, self.state, self.guard, self.parts))
         if self.scaler is not None:  # whose scale is new each time
             say(self, f"step {self.global_steps} skipped: {result.reason}", logging.WARNING)
         elif skips.telling:

@@ -118,6 +118,12 @@ class Mesh:
             raise ArgumentError(f"mesh: {axis!r} is no axis; the axes are {', '.join(NAMES)}")
         return tuple(self.rank(**{**at, axis: i}) for i in range(getattr(self, axis)))
 
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of the model as `rank`, in order: those that differ from it along the data
+        and the sequence axis. ZeRO's states are partitioned over them."""
+        at = self.coordinates(rank)
+        return tuple(self.rank(pp=at.pp, dp=d, sp=s, tp=at.tp) for d in range(self.dp) for s in range(self.sp))
+
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups along an axis, by their first rank: each rank is in one."""
         return tuple(sorted({self.group(axis, r) for r in range(self.size)}))

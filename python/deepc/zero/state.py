@@ -4,7 +4,8 @@ model's parameters stay views of them (resident.py), or come and go (streamed/).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Collection, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -354,6 +355,11 @@ class ModelState:
     def remake_norm(self) -> None:
         """`partial`, of the accumulators as they are."""
         self.partial.copy_(torch.ops.deepc.norm_squared(self.acc))
+
+    def squares_of(self, params: Collection[int]) -> float:
+        """Sum of squares of the accumulated gradients of some trained parameters, as far as they are owned here."""
+        parts = (self.acc[s.shard_begin : s.shard_begin + s.length] for s in self.plan.segments if s.param in params)
+        return math.fsum(float(part.double().square().sum()) for part in parts)
 
     def first_bad_gradient(self) -> int:
         """The first owned element whose accumulated gradient is not finite, or -1."""

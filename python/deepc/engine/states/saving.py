@@ -336,8 +336,8 @@ def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> 
     want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
     have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
     missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
-    if engine.stages is not None:  # each has a part of the names
-        known = round(sum(engine.stages.totals(len(want) - len(missing))))
+    if engine.parts is not None:  # each has a part of the names, tensor-parallel ranks the same
+        known = round(sum(engine.parts.totals(len(want) - len(missing)))) // engine.mesh.tp
         extra = [f"{len(have) - known} that no stage has"] * (known < len(have))
     if strict and (missing or extra):
         raise CheckpointError(

@@ -42,16 +42,24 @@ class Rider(Protocol):
         """rows: [ranks, n], what all ranks said."""
 
 
-class Stages(Protocol):
-    """The stages of a pipeline, each with states of its own, whose steps are judged as one."""
+class Parts(Protocol):
+    """The parts of a model, each with states of its own (the stages of a pipeline, the shards of tensors), whose steps
+    are judged as one."""
 
     @property
     def here(self) -> int:
         """This rank's."""
 
+    @property
+    def repeated(self) -> frozenset[int]:
+        """Trained parameters of this part that another one has too, and counts."""
+
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
-        """What each stage says: `mine` is the same on all ranks of a stage. What riders say goes along, from all ranks
-        to all. Collective over all ranks of all stages."""
+        """What each part says: `mine` is the same on all ranks of a part. What riders say goes along, from all ranks
+        to all. Collective over all ranks of all parts."""
+
+    def name(self, part: int) -> str:
+        """In words."""
 
 
 class Norm(NamedTuple):
@@ -82,10 +90,10 @@ def judge(
     unit: float,
     complete: Callable[[], None],
     riders: Sequence[Rider] = (),
-    stages: Stages | None = None,
+    parts: Parts | None = None,
 ) -> Norm:
     """unit: factor that turns an accumulated gradient into the average. complete: called before accumulators are read
-    that no pass has made the norm of. Gradients that some rank still has get a pass first. stages: of a pipeline, over
+    that no pass has made the norm of. Gradients that some rank still has get a pass first. parts: of the model, over
     which the norm goes. Raises StrayWriteError on all ranks if one wrote into shared parameters. Collective."""
     plan, group = state.plan, guard.group
     if not hooks.norm_ready:
@@ -94,13 +102,15 @@ def judge(
         state.remake_norm()
     partial = state.partial
     whole = plan.own_all or plan.world == 1
-    ride = Ride(riders if stages is None else ())
-    message = ride.message(torch.tensor([guard.stray_write(), hooks.left_behind], dtype=torch.float64), partial.device)
+    ride = Ride(riders if parts is None else ())
+    again = state.squares_of(parts.repeated) if parts is not None and parts.repeated else 0.0
+    own = torch.tensor([again, guard.stray_write(), hooks.left_behind], dtype=torch.float64)
+    message = ride.message(own, partial.device)
     gathered = group.gather_all(message if whole else torch.cat([partial, message]))
     guard.raise_if_stray(gathered[:, -2].tolist())
     if any(gathered[:, -1].tolist()):
         hooks.flush()
-        return judge(state, reducer, hooks, guard, unit, complete, riders, stages)
+        return judge(state, reducer, hooks, guard, unit, complete, riders, parts)
     if not whole:
         by_part = sorted(range(plan.world), key=group.part_of)
         partial = norm_order(plan, gathered[by_part, : -len(message)])
@@ -108,9 +118,13 @@ def judge(
     guard.verify()
     partial = partial.cpu().contiguous()
     mine = C.dc_sum_partials(partial.data_ptr(), partial.numel())
-    totals = [mine] if stages is None else stages.totals(mine, riders)
+    if parts is None:
+        totals = [mine]
+    else:  # fp64: what is lost by the difference is nothing beside the sum, in which it is once
+        again = again if whole else math.fsum(gathered[:, -3].tolist())
+        totals = parts.totals(mine - again, riders)
     if not math.isfinite(total := sum(totals)):
-        bad = in_a_stage(lambda: first_not_finite(state, guard), totals, stages)
+        bad = in_a_part(lambda: first_not_finite(state, guard), totals, parts)
         return Norm(math.nan, f"gradients are not finite (first: {bad})", bad)
     return Norm(math.sqrt(total) * abs(unit))
 
@@ -140,12 +154,11 @@ class Ride:
             at += len(row)
 
 
-def in_a_stage(find: Callable[[], str], totals: Sequence[float], stages: Stages | None) -> str:
-    """What `find`, collective within a stage, finds in this one, whose total is not finite; else which stage it is."""
-    if stages is None or not math.isfinite(totals[stages.here]):
+def in_a_part(find: Callable[[], str], totals: Sequence[float], parts: Parts | None) -> str:
+    """What `find`, collective within a part, finds in this one, whose total is not finite; else which part it is."""
+    if parts is None or not math.isfinite(totals[parts.here]):
         return find()
-    stage = next(s for s, total in enumerate(totals) if not math.isfinite(total))
-    return f"in pipeline stage {stage}"
+    return f"in {parts.name(next(i for i, total in enumerate(totals) if not math.isfinite(total)))}"
 
 
 def first_not_finite(state: ModelState, guard: Guard) -> str:
@@ -174,15 +187,15 @@ class Skips:
         """A step was, or other weights were loaded."""
         self.in_row, self.weight = 0, ""
 
-    def skipped(self, reason: str, state: ModelState, guard: Guard, stages: Stages | None = None) -> str:
+    def skipped(self, reason: str, state: ModelState, guard: Guard, parts: Parts | None = None) -> str:
         """The reason with all that is known of it. Looks at the weights at the first skip of a row, and again before
         end() would raise. Collective."""
         self.in_row += 1
         if self.in_row == 1 or (self.weight and self.in_row == self._most):
             self.weight = weight = first_weight_not_finite(state, guard)
-            if stages is not None:
-                totals = stages.totals(math.nan if weight else 0.0)
-                self.weight = in_a_stage(lambda: weight, totals, stages) if any(map(math.isnan, totals)) else ""
+            if parts is not None:
+                totals = parts.totals(math.nan if weight else 0.0)
+                self.weight = in_a_part(lambda: weight, totals, parts) if any(map(math.isnan, totals)) else ""
         return f"{reason}; the weights themselves are not finite: {self.weight}" if self.weight else reason
 
     @property

@@ -1,0 +1,1 @@
+"""Tensor parallelism: weights cut over ranks that compute one layer together."""
