@@ -107,20 +107,22 @@ def train(rank, world, make, kind, stages, config, sampled):
             losses.append(total / MICRO)
     away = engine.elsewhere()
     weights = {n: p.detach().float().clone() for n, p in engine.module.named_parameters() if id(p) not in away}
+    stages = engine.part.describe() if stages > 1 else ""
     engine.destroy()
-    return losses, weights
+    return losses, weights, stages
 
 
 def check(make, kind, world, stages, config, sampled):
-    ((want, whole),) = run_ranks(train, 1, make, kind, 1, {k: v for k, v in config.items() if k != "deepc"}, False)
+    ((want, whole, _),) = run_ranks(train, 1, make, kind, 1, {k: v for k, v in config.items() if k != "deepc"}, False)
     names = set()
-    for losses, weights in run_ranks(train, world, make, kind, stages, config, sampled):
+    for losses, weights, cuts in run_ranks(train, world, make, kind, stages, config, sampled):
         assert losses == pytest.approx(want, rel=2e-6)
         for name, value in weights.items():
             names.add(name)
             bound = 1e-5 * max(1e-2, float(whole[name].abs().max()))
             torch.testing.assert_close(value, whole[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
     assert names == set(whole)
+    return cuts
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,85 @@ def test_a_model_is_cut_where_it_stands(world, stages, config):
 def test_transformers_are_cut_without_a_sample(kind, schedule):
     pytest.importorskip("transformers")
     check("transformer", kind, 2, 2, {"deepc": {"pipeline": {"schedule": schedule}}}, False)
+
+
+# ---- cuts inside of blocks -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("llama", "zb-v"),
+        pytest.param("gpt2", "1f1b", marks=pytest.mark.full),
+        pytest.param("bert", "1f1b", marks=pytest.mark.full),
+        pytest.param("gpt2", "interleaved", marks=pytest.mark.full),
+    ],
+)
+def test_four_blocks_in_three_stages_are_cut_inside(kind, schedule):
+    """4 blocks weigh 2, 1, 1 in three stages of whole ones, 1.5, 1.5, 1 in halves; zb-v makes six stages of them."""
+    pytest.importorskip("transformers")
+    cuts = check("transformer", kind, 3, 3, {"deepc": {"pipeline": {"schedule": schedule}}}, False)
+    assert " before " in cuts and " from " in cuts
+
+
+class Residual(nn.Module):
+    """Blocks of which some look as if they had two halves. Its second network adds nothing yet, as some begin."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.norm, self.one, self.turn, self.two = nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.late = nn.Linear(8, 8, bias=False)
+        for zero in (self.one, self.late):
+            nn.init.zeros_(zero.weight)
+        nn.init.zeros_(self.one.bias)
+        if kind == "own":
+            self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        h = x + self.one(self.norm(x))
+        if self.kind == "parallel":
+            return h + self.two(self.turn(x))
+        out = h + self.two(self.turn(h))
+        if self.kind == "late":  # the block's input is wanted after the cut
+            out = out + self.late(x)
+        return out * self.scale if self.kind == "own" else out
+
+
+def test_what_two_halves_are_is_seen_and_what_only_looks_so():
+    from deepc.parallel.pipeline.cutting.inside import find
+
+    def halves(block):
+        return find(block.eval(), (torch.randn(2, 5, 8),), {})
+
+    found = halves(Residual("plain"))
+    assert (found.first, found.turn, found.adds) == (("norm", "one"), "turn", True)
+    for kind in ("parallel", "late", "own"):
+        assert halves(Residual(kind)) is None, kind
+    for norm_first in (True, False):
+        found = halves(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first))
+        assert (found.turn, found.adds) == ("norm2" if norm_first else "norm1", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "turn", "adds"),
+    [
+        ("gpt2", ("ln_1", "attn"), "ln_2", True),
+        ("llama", ("input_layernorm", "self_attn"), "post_attention_layernorm", True),
+        ("bert", ("attention",), "intermediate", False),
+    ],
+)
+def test_the_halves_of_transformers_blocks(kind, first, turn, adds):
+    pytest.importorskip("transformers")
+    from deepc.parallel.pipeline.cutting.chain import trace
+
+    model, form = transformer(kind)
+    chain, _ = trace(
+        model, lambda: model(**form(torch.randint(0, 61, (2, 17))), **({"use_cache": False} if kind != "bert" else {}))
+    )
+    assert sorted(chain.halves) == [0, 1, 2, 3]
+    for halves in chain.halves.values():
+        assert (halves.first, halves.turn, halves.adds) == (first, turn, adds)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 # ---- what can not be cut ---------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Pa
         return model
     if (stages := config.pipeline.stages or 1) == 1:
         return None
-    from ..parallel.pipeline.cut import CutModel
+    from ..parallel.pipeline.cutting import CutModel
 
     asked = config.deepc.pipeline
     mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())

@@ -1,0 +1,55 @@
+"""How long the parts of a chain of blocks take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..deferred import in_checkpoint
+from .calls import first_tensor, hidden_of, when_gradient_comes
+from .chain import Chain, Unit
+
+
+def clock(chain: Chain, units: Sequence[Unit], run: Callable[[], torch.Tensor]) -> tuple[list[float], set[int]]:
+    """[before, each unit, after]: seconds of one forward and backward of run()'s loss; and the blocks that recompute
+    themselves, which can't be cut inside."""
+    marks: list[float] = []
+    back: dict[int, float] = {}
+    handles, recomputed = [], set()
+    for i, unit in enumerate(units):
+        block = chain.blocks[unit.block]
+
+        def begins(_: Any, args: Any, kwargs: Any, i: int = i, unit: Unit = unit) -> None:
+            if unit.half == 1 and in_checkpoint():
+                recomputed.add(unit.block)
+            if len(marks) > i:
+                return  # run again, in backward
+            marks.append(time.perf_counter())
+            when_gradient_comes(first_tensor(args, kwargs), lambda: back.setdefault(i, time.perf_counter()))
+
+        at = block.get_submodule(chain.halves[unit.block].turn) if unit.half == 1 else block
+        handles.append(at.register_forward_pre_hook(begins, with_kwargs=True))
+
+    def ends(_: Any, __: Any, out: Any) -> None:
+        if len(marks) == len(units):
+            marks.append(time.perf_counter())
+            when_gradient_comes(hidden_of(out), lambda: back.setdefault(len(units), time.perf_counter()))
+
+    handles.append(chain.blocks[-1].register_forward_hook(ends))
+    try:
+        began = time.perf_counter()
+        loss = run()
+        turned = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+    finally:
+        for handle in handles:
+            handle.remove()
+    forward = [b - a for a, b in zip([began, *marks], [*marks, turned])]
+    # gradients come from the last unit to the first; where one needs none, its time counts to the one before
+    came = [turned, *(back.get(i, ended) for i in range(len(units), -1, -1)), ended]
+    backward = [b - a for a, b in zip(came, came[1:])][::-1]
+    return [f + b for f, b in zip(forward, backward, strict=True)], recomputed

@@ -1,0 +1,355 @@
+"""Any model that is a chain of blocks, cut into stages where it stands: nothing of it is rewritten.
+
+Every stage runs the model's own forward, so that masks, positions and whatever else it makes of a micro-batch are made
+where they are needed. What another rank has is stood in for: modules before the blocks give zeros of the right shape,
+blocks before the stage's hand on what they get; the first block of the stage gets what the stage before has sent, and
+after its last one forward is left. Parameters of other ranks are on the meta device. The sample goes through the cut
+model once, and must come out as from the whole one."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....errors import ArgumentError, DeepcError, UnsupportedError
+from ....plan.mesh import Mesh
+from ....plan.predict.dryrun import loss_of
+from ....plan.schedule import default_chunks, stage_rank
+from ..deferred import in_checkpoint
+from ..part import Call, Tie, further_names
+from ..runtime import Stages
+from .calls import (
+    IN_CHECKPOINT,
+    call_instead,
+    close,
+    every_tensor,
+    first_tensor,
+    hidden_of,
+    mapped,
+    to_meta,
+    with_first,
+    zeros,
+)
+from .chain import Unit, trace
+from .choose import best, costs_of, joined
+from .clock import clock
+
+_ROUNDS = 3  # of measuring, after one to warm up
+
+
+class _ReachedError(Exception):
+    """The stage's last block has run."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class CutModel:
+    """The part of `model` that this rank of a pipeline holds (part.py). sample: a micro-batch, passed as in
+    model(*sample) or model(**sample), by which stages are cut so that they take equal time; None: transformers' dummy
+    inputs, and stages are cut by their parameters. loss_fn(output, batch): the loss, where the model's output is or has
+    none. Collective. ArgumentError for a model that is no chain of blocks."""
+
+    wants_batch = True  # masks and positions are made of it in every stage
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mesh: Mesh,
+        schedule: str,
+        chunks: int | None,
+        sample: Any,
+        loss_fn: Callable[[Any, Any], Any] | None,
+    ) -> None:
+        self.mesh, self.schedule, self.chunks = mesh, schedule, chunks or default_chunks(schedule)
+        self._model, self._loss_fn = model, loss_fn
+        self._without_cache = "use_cache" in inspect.signature(model.forward).parameters
+        dummy = getattr(model, "dummy_inputs", None) if sample is None else None
+        if sample is None and dummy is None:
+            raise ArgumentError(
+                "pipeline.stages: to see how the model runs, initialize needs sample_batch=, a micro-batch as in"
+                " model(*batch) or model(**batch)"
+            )
+        _take_from_rank_0(model)
+        batch = sample if dummy is None else dummy
+        with torch.random.fork_rng(devices=[]), _buffers_kept(model):
+            self._chain, whole = trace(model, lambda: self._call_whole(batch))
+            units, costs = self._weighed(None if dummy is not None else sample)
+        stages = mesh.pp * self.chunks
+        self._units, self._cuts = best(units, costs, stages)
+        self._rank_of = [stage_rank(schedule, stages=mesh.pp, chunks=self.chunks, stage=s) for s in range(stages)]
+        self._here = mesh.coordinates(dist.get_rank()).pp
+        self._running: tuple[int, Any] | None = None
+        self.names = further_names(model)
+        self.ties, self.elsewhere = self._share_out()
+        self._take_over()
+        self._prove(batch, whole)
+
+    # ---- cutting -----------------------------------------------------------------------------------------------------
+    def _call_whole(self, batch: Any) -> Any:
+        args, kwargs = self.inputs(batch)
+        return self._model(*args, **kwargs)
+
+    def _weighed(self, sample: Any) -> tuple[list[Unit], list[float]]:
+        """What each unit costs. Measured with the sample, as seconds of forward and backward, with what comes before
+        the first and after the last counted to these: the mean of all ranks, so that all cut alike (collective); units
+        of one class and size count alike. Without a sample: the parameters of products, which is what computing takes;
+        those before the blocks are looked up."""
+        chain = self._chain
+        units = chain.units(inside=True)
+        if sample is None:
+            costs = [float(sum(p.numel() for p in chain.parameters(unit) if p.dim() > 1)) for unit in units]
+            after = [p for m in chain.after for p in m._parameters.values() if p is not None]
+            costs[-1] += sum(p.numel() for p in after if p.dim() > 1)
+            return units, costs
+
+        def run() -> torch.Tensor:
+            return loss_of(self._call_whole(sample), sample, self._loss_fn)
+
+        rounds = []
+        for _ in range(1 + _ROUNDS):
+            times, recomputed = clock(chain, units, run)
+            rounds.append(times)
+            self._model.zero_grad(set_to_none=True)
+        costs = costs_of(chain, units, rounds[1:])
+        total = torch.tensor(costs, dtype=torch.float64)
+        dist.all_reduce(total)
+        return joined(units, total.tolist(), recomputed)
+
+    def _share_out(self) -> tuple[list[Tie], frozenset[int]]:
+        """Which ranks have a parameter, and what of the model goes to the meta device here."""
+        uses: dict[int, list[tuple[torch.nn.Module, str, int]]] = {}
+        parameters: dict[int, torch.nn.Parameter] = {}
+        for module, stage in self._stage_of_modules():
+            for attribute, p in module._parameters.items():
+                if p is not None:
+                    parameters[id(p)] = p
+                    uses.setdefault(id(p), []).append((module, attribute, stage))
+        full = {id(p): name for name, p in self._model.named_parameters()}
+        ties, elsewhere = [], set()
+        for key, p in parameters.items():
+            ranks = list(dict.fromkeys(self._rank_of[stage] for stage in sorted(stage for *_, stage in uses[key])))
+            if ranks[0] == self._here:
+                ties += [Tie(full[key], ranks[0], tuple(ranks[1:]), p)] if len(ranks) > 1 else []
+                continue
+            copy = torch.nn.Parameter(p.detach().clone(), p.requires_grad) if self._here in ranks else None
+            away = torch.nn.Parameter(p.detach().to("meta"), p.requires_grad)
+            for module, attribute, stage in uses[key]:
+                module._parameters[attribute] = copy if self._rank_of[stage] == self._here else away
+            elsewhere.update({id(away), *([id(copy)] if copy is not None else [])})
+            ties += [Tie(full[key], ranks[0], tuple(ranks[1:]), copy)] if len(ranks) > 1 else []
+        return ties, frozenset(elsewhere)
+
+    def _stage_of_modules(self) -> Iterator[tuple[torch.nn.Module, int]]:
+        """The modules with parameters of their own, with their stages; together they have all of the model."""
+        chain, last = self._chain, len(self._cuts) - 2
+        for stage, (begin, end) in enumerate(zip(self._cuts, self._cuts[1:])):
+            for unit in self._units[begin:end]:
+                for module in chain.modules(unit):
+                    yield module, stage
+        for module in chain.before:
+            yield module, 0
+        for module in chain.after:
+            yield module, last
+
+    def _prove(self, batch: Any, whole: Sequence[torch.Tensor]) -> None:
+        """DeepcError if the stages together do not make of `batch` what the whole model made. Collective."""
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                made = Stages(self, self.mesh.group("pp", dist.get_rank()), self._here).evaluate(_Alone(self), [batch])
+        finally:
+            self._model.train(training)
+        same = not made or all(map(close, every_tensor(made[0]), whole))
+        wrong = torch.tensor([float(not same)])
+        dist.all_reduce(wrong)
+        if wrong.item():
+            raise DeepcError(
+                "pipeline.stages: cut into stages, the model makes something else of the sample than as a whole; what"
+                " runs before its blocks goes into them by another way than from block to block, or they are not the"
+                " same in each run. deepc.pipe.PipelineModule takes models as layers"
+            )
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+    def _take_over(self) -> None:
+        for i, block in enumerate(self._chain.blocks):
+            call_instead(block, lambda real, args, kwargs, i=i: self._block(i, real, args, kwargs))
+        for u in self._cuts[1:-1]:
+            if self._units[u].half == 1:
+                self._take_over_inside(u)
+        for module in self._chain.before:
+            here = not any(p.is_meta for p in module._parameters.values() if p is not None)
+            call_instead(
+                module, lambda real, args, kwargs, m=module, here=here: self._before(m, here, real, args, kwargs)
+            )
+
+    def _take_over_inside(self, u: int) -> None:
+        """Unit u is the second half of a block, and begins a stage."""
+        block, halves = self._chain.blocks[self._units[u].block], self._chain.halves[self._units[u].block]
+
+        def first(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            begins = self._cuts[self._now()[0]] == u
+            return halves.stand_in(name, args, kwargs) if begins else real(*args, **kwargs)
+
+        def turn(real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if in_checkpoint():
+                raise UnsupportedError(IN_CHECKPOINT)
+            if self._cuts[self._now()[0] + 1] == u:
+                raise _ReachedError(first_tensor(args, kwargs))
+            return real(*args, **kwargs)
+
+        for name in halves.first:
+            call_instead(block.get_submodule(name), lambda real, args, kwargs, n=name: first(n, real, args, kwargs))
+        call_instead(block.get_submodule(halves.turn), turn)
+
+    def _block(self, i: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage, received = self._now()
+        units = self._units[self._cuts[stage] : self._cuts[stage + 1]]
+        first, last = units[0].block, units[-1].block
+        if i < first:
+            hidden, others = first_tensor(args, kwargs), self._chain.pairs[i]
+            return hidden if others is None else (hidden, *others)
+        if i in (first, last) and in_checkpoint():
+            raise UnsupportedError(IN_CHECKPOINT)
+        if i == first and stage > 0:
+            args, kwargs = with_first(args, kwargs, received)
+        out = real(*args, **kwargs)
+        if i == last and stage < len(self._cuts) - 2:
+            raise _ReachedError(hidden_of(out))
+        return out
+
+    def _before(
+        self,
+        module: torch.nn.Module,
+        here: bool,
+        real: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """here: its parameters are on this rank. Only the first stage changes buffers."""
+        if self._now()[0] == 0:
+            return real(*args, **kwargs)
+        with torch.no_grad(), _other_buffers(module, torch.clone if here else to_meta):
+            return real(*args, **kwargs) if here else zeros(real(*mapped(args, to_meta), **mapped(kwargs, to_meta)))
+
+    def _now(self) -> tuple[int, Any]:
+        if self._running is None:
+            raise DeepcError(
+                "this model is cut into the stages of a pipeline, and runs by engine.train_batch and engine.eval_batch"
+                " only"
+            )
+        return self._running
+
+    @contextlib.contextmanager
+    def _at(self, stage: int, received: Any) -> Iterator[None]:
+        self._running = stage, received
+        try:
+            yield
+        finally:
+            self._running = None
+
+    # ---- as a part of a pipeline -------------------------------------------------------------------------------------
+    def describe(self) -> str:
+        return " | ".join(self._describe(begin, end - 1) for begin, end in zip(self._cuts, self._cuts[1:]))
+
+    def _describe(self, first: int, last: int) -> str:
+        a, b, halves = self._units[first], self._units[last], self._chain.halves
+        begin = f" from {halves[a.block].turn}" if a.half == 1 else ""
+        end = f" before {halves[b.block].turn}" if b.half == 0 else ""
+        whole = f"{self._chain.name}.{a.block}{begin}"
+        return f"{whole}{end}" if a.block == b.block else f"{whole} to {b.block}{end}"
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs: dict[str, Any] = {}
+        if isinstance(batch, Mapping):
+            args, kwargs = (), dict(batch)
+        else:
+            args = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+        if self._without_cache:
+            kwargs.setdefault("use_cache", False)  # of generation
+        return args, kwargs
+
+    def has_buffer(self, name: str) -> bool:
+        return self._rank_of[self._stage_of_buffer(name)] == self._here
+
+    def _stage_of_buffer(self, name: str) -> int:
+        """The one that changes it, if any does."""
+        if name.startswith(prefix := f"{self._chain.name}."):
+            block, _, inside = name[len(prefix) :].partition(".")
+            whole = self._chain.blocks[int(block)]
+            owner = whole.get_submodule(inside.rpartition(".")[0])
+            return next(stage for module, stage in self._stage_of_modules() if module is owner)
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        return len(self._cuts) - 2 if any(module is m for m in self._chain.after) else 0
+
+    def run(self, call: Call, stage: int, received: Any, batch: Any, wants_loss: bool = True) -> Any:
+        args, kwargs = self.inputs(batch)
+        with self._at(stage, received):
+            try:
+                out = call(args, kwargs)
+            except _ReachedError as reached:
+                return reached.hidden
+        if stage < len(self._cuts) - 2:
+            last = self._units[self._cuts[stage + 1] - 1].block
+            raise DeepcError(
+                f"the model's forward ended before block {self._chain.name}.{last} ran, at which its pipeline is cut:"
+                " all blocks must run for every micro-batch"
+            )
+        return loss_of(out, batch, self._loss_fn) if wants_loss else out
+
+
+# ---- the chain -------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def _take_from_rank_0(model: torch.nn.Module) -> None:
+    """What the model has on rank 0 counts, as without a pipeline. Collective."""
+    for t in (*model.parameters(), *model.buffers()):
+        if t.numel():
+            whole = t.detach().contiguous()
+            dist.broadcast(whole, 0)
+            if whole.data_ptr() != t.data_ptr() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
+                t.copy_(whole)
+
+
+class _Alone:
+    """Who asks the stages of a cut model for what it returns (runtime.py's Loop, for an evaluation)."""
+
+    def __init__(self, cut: CutModel) -> None:
+        self._cut = cut
+
+    def run_stage(self, stage: int, received: Any, batch: Any) -> Any:
+        model = self._cut._model
+        return self._cut.run(lambda args, kwargs: model(*args, **kwargs), stage, received, batch, wants_loss=False)
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Runs inside leave no trace in running statistics."""
+    kept = [(b, b.clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _other_buffers(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """What change makes of its buffers is in their place."""
+    before = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
+    try:
+        for m, buffers in before:
+            m._buffers.update((name, change(b)) for name, b in buffers.items() if b is not None)
+        yield
+    finally:
+        for m, buffers in before:
+            m._buffers.update(buffers)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
