@@ -47,11 +47,14 @@ _COMMANDS: dict[str, Command] = {
         "cli:_run",
     ),
     "plan": Command(
-        "print the plan: which part of the model states lies where; draw pipeline schedules",
-        "The plan that deepc.initialize makes for these ranks, without allocating anything. With --schedule: what each"
-        " rank of a pipeline computes when, how long it waits and how many micro-batches it holds.",
+        "the fastest layout on a cluster; which part of the model states lies where; pipeline schedules",
+        "The plan that deepc.initialize makes for these ranks, without allocating anything. With --cluster: the layout"
+        " that is predicted fastest there (data, tensor, pipeline, sequence, expert parallelism, ZeRO stage, offload,"
+        " micro-batch, schedule, recomputation), its time and memory. With --schedule: what each rank of a pipeline"
+        " computes when, how long it waits and how many micro-batches it holds.",
         (
             "deepc plan --config ds_config.json --model train.py:make_model --ranks 2",
+            "deepc plan --cluster cluster.yaml --model gpt3-175b --batch 1536 --write ds_config.json --html plan.html",
             "deepc plan --schedule 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg",
         ),
         f"0; {_TWO}",

@@ -133,6 +133,71 @@ class ScheduleLoad(ctypes.Structure):
     _fields_ = [("busy", c_double), ("first", c_double), ("last", c_double), ("peak", c_int64)]
 
 
+def _doubles(*names: str) -> list[tuple[str, Any]]:
+    return [(n, c_double) for n in names]
+
+
+def _longs(*names: str) -> list[tuple[str, Any]]:
+    return [(n, c_int64) for n in names]
+
+
+class PlannerNodes(ctypes.Structure):
+    _fields_ = _longs("nodes", "ranks") + _doubles(
+        *("flops", "start", "memory_rate", "device_bytes", "host_bytes", "host_rate", "host_update"),
+        *("disk_bytes", "disk_rate", "link_rate", "link_latency", "net_rate", "net_latency", "reserve"),
+    )
+
+
+class PlannerLayer(ctypes.Structure):
+    _fields_ = _doubles(
+        *("params", "expert_params", "flops", "traffic", "traffic_whole", "saved", "saved_whole", "output"),
+        *("tp_elems", "tp_calls", "sp_elems", "ep_elems", "calls", "block"),
+    )
+
+
+class PlannerModel(ctypes.Structure):
+    _fields_ = (
+        _longs("nlayers", "heads", "kv_heads", "seq", "experts", "batch")
+        + [("layers", POINTER(PlannerLayer))]
+        + [(n, c_int32) for n in ("item", "grad", "wire", "master", "state_size", "nstates")]
+        + _doubles("overlap", "update_traffic", "batch_traffic")
+    )
+
+
+class PlannerLayout(ctypes.Structure):
+    _fields_ = _longs(
+        *("dp", "tp", "pp", "sp", "ep", "stage", "offload", "recompute", "schedule", "chunks", "micro", "accumulation")
+    )
+
+
+class PlannerCost(ctypes.Structure):
+    _fields_ = _doubles(
+        *("step", "compute", "recompute", "tensor", "sequence", "expert", "gather", "bubble", "data", "update"),
+        *("offload", "device_bytes", "host_bytes", "disk_bytes", "device_room", "host_room", "disk_room", "overflow"),
+    )
+
+
+class PlannerStage(ctypes.Structure):
+    _fields_ = _longs("begin", "end", "rank") + _doubles(
+        "forward", "backward", "hop", "params", "states_bytes", "activation_bytes"
+    )
+
+
+class PlannerSpace(ctypes.Structure):
+    _fields_ = _longs(
+        *("dp", "tp", "pp", "sp", "ep", "micro", "stages", "offloads", "recomputes", "schedules", "uneven"),
+        "exhaustive",
+    )
+
+
+class PlannerFound(ctypes.Structure):
+    _fields_ = [("layout", PlannerLayout), ("cost", PlannerCost)]
+
+
+class PlannerTold(ctypes.Structure):
+    _fields_ = [*_longs("found", "visited", "fitting"), ("fastest", PlannerFound), ("closest", PlannerFound)]
+
+
 class BytesIn(ctypes.Structure):
     _fields_ = (
         [(n, c_int64) for n in ("total", "shard", "frozen", "world", "ranks_per_node", "slots", "bucket_elems")]
@@ -529,6 +594,38 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     ),
     "dc_zero_gather": (c_int, c_void_p, c_void_p, c_int64),
     "dc_zero_estimate": (c_int, _P(BytesIn), _P(Bytes)),
+    "dc_planner_cost_of": (
+        c_int,
+        _P(PlannerNodes),
+        c_int64,
+        _P(PlannerModel),
+        _P(PlannerLayout),
+        c_int64,
+        _P(PlannerCost),
+        _P(PlannerStage),
+        _P(c_int64),
+    ),
+    "dc_planner_search": (
+        c_int,
+        _P(PlannerNodes),
+        c_int64,
+        _P(PlannerModel),
+        _P(PlannerSpace),
+        _P(PlannerFound),
+        c_int64,
+        _P(PlannerTold),
+    ),
+    "dc_planner_collective_s": (c_double, c_int, _P(PlannerNodes), c_double, c_double, c_double, c_double),
+    "dc_planner_pipeline_s": (
+        c_double,
+        c_int,
+        c_int64,
+        c_int64,
+        c_double,
+        _P(c_double),
+        _P(c_double),
+        _P(c_double),
+    ),
     "dc_schedule_name": (c_char_p, c_int),
     "dc_schedule_actions": (
         c_int,

@@ -40,6 +40,7 @@ from ..derive import Machine, derive, meta_of
 from ..mesh import Mesh
 from ..plan import CONTROL_SLOT_BYTES, SLOTS
 from . import timeline
+from .search import command as search
 
 if TYPE_CHECKING:
     import argparse
@@ -864,6 +865,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc plan`."""
     _plan_arguments(parser)
     timeline.add_arguments(parser)
+    search.add_arguments(parser)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -924,10 +926,14 @@ def run_plan(args: argparse.Namespace) -> int:
         return timeline.run(args)
     if option := timeline.stray(args):
         raise ArgumentError(f"{option} is an option of --schedule; name a schedule, or leave it out")
+    if args.cluster:
+        return search.run(args, _named)
+    if option := search.stray(args):
+        raise ArgumentError(f"{option} is an option of --cluster; give a cluster's description, or leave it out")
     if not args.model or not args.config:
         raise ArgumentError(
-            "give --config and --model, or --schedule. For example: deepc plan --config ds_config.json --model"
-            " train.py:make_model"
+            "give --config and --model, or --cluster and --model, or --schedule. For example: deepc plan --config"
+            " ds_config.json --model train.py:make_model"
         )
     print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes))
     return 0

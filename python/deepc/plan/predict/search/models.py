@@ -1,0 +1,284 @@
+"""What a transformer asks of a machine, layer by layer, from its sizes: parameters, products, memory traffic, what is
+kept for backward, what parallel ranks exchange. docs/planner.md has the formulas and where they come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ....core import lib as _lib
+from ....errors import ArgumentError
+
+_GATED: tuple[str, ...] = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "phi3",
+)
+_GATED += ("deepseek_v2", "deepseek_v3", "olmo", "starcoder2_gated", "internlm2", "yi")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder or encoder of equal blocks. inner: width of the MLP (of one expert). gated: three matrices in it
+    instead of two. experts: 0 for a dense model; each token goes through `top` of them. positions: of a learned
+    embedding. scores: attention writes its scores out (eager attention), where otherwise it keeps none."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int = 0
+    inner: int = 0
+    gated: bool = False
+    experts: int = 0
+    top: int = 1
+    tied: bool = False
+    positions: int = 0
+    causal: bool = True
+    scores: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "inner", self.inner or 4 * self.hidden)
+        for field in ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "inner", "top"):
+            if type(n := getattr(self, field)) is not int or n < 1:
+                raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 1")
+        for field in ("experts", "positions"):
+            if type(n := getattr(self, field)) is not int or n < 0:
+                raise ArgumentError(f"model {self.name}: {field} = {n!r} must be a whole number of at least 0")
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ArgumentError(
+                f"model {self.name}: {self.heads} heads don't divide hidden {self.hidden}, or {self.kv_heads} heads of"
+                " keys don't divide them"
+            )
+        if self.experts and self.top > self.experts:
+            raise ArgumentError(f"model {self.name}: tokens go to {self.top} of {self.experts} experts")
+
+    @property
+    def keys(self) -> int:
+        """Width of keys, and of values."""
+        return self.hidden * self.kv_heads // self.heads
+
+    @property
+    def _attention(self) -> int:
+        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.keys
+
+    @property
+    def _mlp(self) -> int:
+        return (3 if self.gated else 2) * self.hidden * self.inner
+
+    @property
+    def parameters(self) -> int:
+        rows = self.rows()
+        return round(sum(r["params"] + r["expert_params"] for r in rows))
+
+    def flops(self) -> float:
+        """Of one sample, forward and backward, nothing computed again."""
+        return 3 * sum(r["flops"] for r in self.rows())
+
+    def rows(self) -> list[dict[str, float]]:
+        """Each layer: the embedding, the blocks, the head. Keys are dc_planner_layer's."""
+        return [self._embedding(), *[self._block()] * self.layers, self._head()]
+
+    def _block(self) -> dict[str, float]:
+        s, h, f, kv = self.seq, self.hidden, self.inner, self.keys
+        through = self.top if self.experts else 1
+        wide = 3 if self.gated else 2
+        scores = self.heads * s * s if self.scores else 0
+        biases = 0 if self.gated else 2 * kv + 2 * h + f + h
+        products = (
+            2 * s * (self._attention + through * self._mlp) + (2 if self.causal and not scores else 4) * s * s * h
+        )
+        return {
+            "params": self._attention
+            + (0 if self.experts else self._mlp)
+            + biases
+            + (2 if self.gated else 4) * h
+            + (self.experts * h if self.experts else 0),
+            "expert_params": self.experts * self._mlp,
+            "flops": products + (2 * s * h * self.experts if self.experts else 0),
+            # two norms read and write, two sums read twice and write: whole; attention moves heads, and the MLP's
+            # activation: cut; scores are written, read and written by softmax and by dropout, read
+            "traffic_whole": 10 * s * h,
+            "traffic": s * (2 * (h + 2 * kv) + 2 * h + through * wide * f) + 6 * scores,
+            # inputs of both norms and of both first products; then queries, keys, values, the mixed values, and the
+            # MLP's inner elements before and after the activation; 5 bytes of each score in 16 bits
+            # (arXiv:2205.05198, section 4)
+            "saved_whole": 4 * s * h,
+            "saved": s * (2 * h + 2 * kv + through * wide * f) + 2.5 * scores,
+            "output": s * h,
+            "tp_elems": 2 * s * h,
+            "tp_calls": 2,
+            "sp_elems": s * (2 * h + 2 * kv),
+            "ep_elems": 2 * self.top * s * h if self.experts else 0,
+            "calls": 20 + (12 if self.experts else 0),
+            "block": 1,
+        }
+
+    def _embedding(self) -> dict[str, float]:
+        s, h = self.seq, self.hidden
+        none = dict.fromkeys(self._block(), 0.0)
+        return none | {
+            "params": (self.vocab + self.positions) * h,
+            "traffic_whole": 3 * s * h,
+            "saved_whole": s * h / 4,
+            "output": s * h,
+            "tp_elems": s * h,
+            "tp_calls": 1,
+            "calls": 4,
+        }
+
+    def _head(self) -> dict[str, float]:
+        s, h, v = self.seq, self.hidden, self.vocab
+        none = dict.fromkeys(self._block(), 0.0)
+        return none | {
+            "params": (0 if self.tied else v * h) + 2 * h,
+            "flops": 2 * s * h * v,
+            # logits are written, read for their largest and their sum, and the loss' inputs are kept
+            "traffic": 3 * s * v,
+            "traffic_whole": 2 * s * h,
+            "saved": 2 * s * v,
+            "saved_whole": 2 * s * h,
+            "output": 0,
+            "tp_elems": s * h,
+            "tp_calls": 1,
+            "calls": 8,
+        }
+
+    def core_rows(self) -> Any:
+        rows = self.rows()
+        return (_lib.PlannerLayer * len(rows))(*(_lib.PlannerLayer(**r) for r in rows))
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, seq: int = 2048, vocab: int = 50257) -> Model:
+    return Model(name, layers, hidden, heads, vocab, seq, tied=True, positions=seq)
+
+
+# GPT-2 and GPT-3: arXiv:2005.14165, table 2.1; Llama 2: arXiv:2307.09288; Llama 3: arXiv:2407.21783, table 3; Mixtral:
+# arXiv:2401.04088, table 1; gpt-1t: the trillion parameters of arXiv:2104.04473, table 1.
+NAMED: dict[str, Model] = {
+    m.name: m
+    for m in (
+        _gpt("gpt2", 12, 768, 12, 1024),
+        _gpt("gpt2-medium", 24, 1024, 16, 1024),
+        _gpt("gpt2-large", 36, 1280, 20, 1024),
+        _gpt("gpt2-xl", 48, 1600, 25, 1024),
+        _gpt("gpt3-6.7b", 32, 4096, 32),
+        _gpt("gpt3-13b", 40, 5120, 40),
+        _gpt("gpt3-175b", 96, 12288, 96, vocab=51200),
+        _gpt("gpt-530b", 105, 20480, 128, vocab=51200),
+        _gpt("gpt-1t", 128, 25600, 160, vocab=51200),
+        Model("llama2-7b", 32, 4096, 32, 32000, 4096, inner=11008, gated=True),
+        Model("llama2-13b", 40, 5120, 40, 32000, 4096, inner=13824, gated=True),
+        Model("llama2-70b", 80, 8192, 64, 32000, 4096, kv_heads=8, inner=28672, gated=True),
+        Model("llama3-8b", 32, 4096, 32, 128256, 8192, kv_heads=8, inner=14336, gated=True),
+        Model("llama3-70b", 80, 8192, 64, 128256, 8192, kv_heads=8, inner=28672, gated=True),
+        Model("llama3-405b", 126, 16384, 128, 128256, 8192, kv_heads=8, inner=53248, gated=True),
+        Model("mixtral-8x7b", 32, 4096, 32, 32000, 4096, kv_heads=8, inner=14336, gated=True, experts=8, top=2),
+    )
+}
+
+
+def model_of(given: str | Mapping[str, Any] | Any, seq: int | None = None) -> Model:
+    """A name of NAMED; sizes as in "layers=12,hidden=768,heads=12,vocab=50257,seq=1024"; a transformers config.json,
+    its folder, its contents, or a config object. seq: other than the model's longest. ArgumentError says what is
+    missing."""
+    if isinstance(given, Model):
+        found = given
+    elif isinstance(given, str):
+        found = _from_text(given)
+    elif isinstance(given, Mapping):
+        found = from_config(given)
+    elif hasattr(given, "to_dict"):
+        found = from_config(given.to_dict())
+    else:
+        raise ArgumentError(f"model {given!r}: expected a name, sizes, a transformers config or the path of one")
+    if seq is None:
+        return found
+    return replace(found, seq=seq, positions=max(found.positions, seq) if found.positions else 0)
+
+
+def _from_text(text: str) -> Model:
+    if text in NAMED:
+        return NAMED[text]
+    if "=" in text and not os.path.exists(text):
+        return _from_sizes(text)
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ArgumentError(
+            f"model {text!r}: no file, and no name; names are {', '.join(NAMED)}; or give sizes:"
+            " layers=12,hidden=768,heads=12,vocab=50257,seq=1024"
+        )
+    try:
+        return from_config(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError) as exc:
+        raise ArgumentError(f"model {text}: no JSON: {exc}") from exc
+
+
+def _from_sizes(text: str) -> Model:
+    flags = ("gated", "tied", "causal", "scores")
+    sizes = ("layers", "hidden", "heads", "vocab", "seq", "kv_heads", "inner", "experts", "top", "positions")
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in (*sizes, *flags):
+            raise ArgumentError(f"model: {key!r} is no size; sizes are {', '.join((*sizes, *flags))}")
+        if not value.isdigit():
+            raise ArgumentError(f"model: {part.strip()!r}: expected a whole number ({', '.join(flags)}: 0 or 1)")
+        found[key] = bool(int(value)) if key in flags else int(value)
+    if missing := [k for k in sizes[:5] if k not in found]:
+        raise ArgumentError(f"model: {missing[0]} is missing in {text!r}; needed are {', '.join(sizes[:5])}")
+    return Model("model", **found)
+
+
+def from_config(config: Mapping[str, Any], name: str = "") -> Model:
+    """From the contents of a transformers config.json. ArgumentError for one without the sizes of a transformer."""
+
+    def first(*keys: str, default: int | None = None) -> int:
+        for k in keys:
+            if isinstance(config.get(k), int) and not isinstance(config.get(k), bool):
+                return int(config[k])
+        if default is None:
+            raise ArgumentError(
+                f"model {name or config.get('model_type', '')}: the config has none of {', '.join(keys)}"
+            )
+        return default
+
+    kind = str(config.get("model_type", ""))
+    gated = kind in _GATED or str(config.get("hidden_act", "")) in ("silu", "swiglu")
+    hidden = first("hidden_size", "n_embd", "d_model")
+    heads = first("num_attention_heads", "n_head", "num_heads")
+    seq = first("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    experts = first("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    inner = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    return Model(
+        name or kind or "model",
+        layers=first("num_hidden_layers", "n_layer", "num_layers"),
+        hidden=hidden,
+        heads=heads,
+        vocab=first("vocab_size"),
+        seq=seq,
+        kv_heads=first("num_key_value_heads", default=heads),
+        inner=first("moe_intermediate_size", default=inner) if experts else inner,
+        gated=gated,
+        experts=experts,
+        top=first("num_experts_per_tok", default=2) if experts else 1,
+        tied=bool(config.get("tie_word_embeddings", not gated)),
+        positions=0 if gated else seq,
+        causal=kind not in ("bert", "roberta", "electra", "deberta-v2"),
+    )

@@ -1,0 +1,202 @@
+// zero/planner.h: the closed formulas against the simulation, the search against all layouts, errors.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "zero/planner.h"
+
+namespace {
+
+dc_planner_nodes node(int64_t nodes, int64_t ranks, double flops, double device_bytes) {
+  dc_planner_nodes n{};
+  n.nodes = nodes, n.ranks = ranks, n.flops = flops, n.start = 1e-6, n.memory_rate = 1e12;
+  n.device_bytes = device_bytes, n.host_bytes = 256e9, n.host_rate = 20e9, n.host_update = 5e9;
+  n.disk_bytes = 1e12, n.disk_rate = 5e9, n.link_rate = 100e9, n.link_latency = 5e-6;
+  n.net_rate = 10e9, n.net_latency = 2e-5;
+  return n;
+}
+
+struct Subject {
+  std::vector<dc_planner_layer> layers;
+  dc_planner_model model{};
+
+  Subject(int64_t blocks, double hidden, int64_t batch) {
+    const double seq = 512;
+    dc_planner_layer block{};
+    block.params = 12 * hidden * hidden, block.flops = 24 * seq * hidden * hidden;
+    block.traffic = 16 * seq * hidden, block.traffic_whole = 10 * seq * hidden;
+    block.saved = 12 * seq * hidden, block.saved_whole = 4 * seq * hidden, block.output = seq * hidden;
+    block.tp_elems = 2 * seq * hidden, block.tp_calls = 2, block.sp_elems = 4 * seq * hidden;
+    block.calls = 20, block.block = 1;
+    dc_planner_layer ends{};
+    ends.params = 30000 * hidden, ends.flops = 60000 * seq * hidden, ends.saved = 60000 * seq,
+    ends.output = seq * hidden;
+    layers.assign((size_t)blocks + 2, block);
+    layers.front() = layers.back() = ends;
+    layers.front().flops = layers.front().saved = 0;
+    model.nlayers = blocks + 2, model.heads = 8, model.kv_heads = 8, model.seq = 512, model.batch = batch;
+    model.layers = layers.data();
+    model.item = 2, model.grad = 4, model.wire = 2, model.master = 1, model.state_size = 4, model.nstates = 2;
+    model.overlap = 0.5, model.update_traffic = 30, model.batch_traffic = 10;
+  }
+};
+
+dc_planner_space everything() {
+  dc_planner_space s{};
+  s.stages = 15, s.offloads = 15, s.recomputes = 3, s.schedules = 31, s.uneven = 1;
+  return s;
+}
+
+TEST(planner, pipelines_take_what_their_simulation_takes) {
+  const double f = 1, half = 1; /* I = W = F, as the published formulas assume */
+  for (int kind = 0; kind < DC_SCHEDULE_COUNT; kind++)
+    for (int64_t p = 2; p <= 8; p++)
+      for (int64_t m = 2 * p; m <= 4 * p; m += p) {
+        const int64_t v = kind == DC_SCHEDULE_INTERLEAVED || kind == DC_SCHEDULE_ZB_V ? 2 : 1;
+        std::vector<double> cost((size_t)(p * v * 4)), fw((size_t)p, f), bw((size_t)p, 2 * half), hop((size_t)p, 0);
+        for (int64_t s = 0; s < p * v; s++) {
+          double *c = &cost[(size_t)(s * 4)];
+          c[0] = f / (double)v, c[2] = c[3] = half / (double)v, c[1] = c[2] + c[3];
+        }
+        double makespan = 0;
+        ASSERT_EQ(dc_schedule_predict(kind, p, v, m, cost.data(), nullptr, nullptr, &makespan), DC_OK);
+        EXPECT_NEAR(dc_planner_pipeline_s(kind, v, p, (double)m, fw.data(), bw.data(), hop.data()), makespan,
+                    1e-9 * makespan)
+            << dc_schedule_name(kind) << " " << p << " ranks, " << m << " micro-batches";
+      }
+}
+
+TEST(planner, uneven_stages_and_hops_are_near_their_simulation) {
+  std::mt19937 draw(7);
+  std::uniform_real_distribution<double> some(0.8, 1.2), little(0.0, 0.1);
+  for (int64_t p = 2; p <= 8; p *= 2)
+    for (int trial = 0; trial < 20; trial++) {
+      std::vector<double> cost((size_t)(p * 4)), fw((size_t)p), bw((size_t)p), hop((size_t)p);
+      for (int64_t s = 0; s < p; s++) {
+        double *c = &cost[(size_t)(s * 4)];
+        fw[(size_t)s] = c[0] = some(draw);
+        c[2] = c[3] = some(draw), bw[(size_t)s] = c[1] = c[2] + c[3];
+        hop[(size_t)s] = little(draw);
+      }
+      double makespan = 0;
+      ASSERT_EQ(dc_schedule_predict(DC_SCHEDULE_1F1B, p, 1, 32, cost.data(), hop.data(), nullptr, &makespan), DC_OK);
+      EXPECT_NEAR(dc_planner_pipeline_s(DC_SCHEDULE_1F1B, 1, p, 32, fw.data(), bw.data(), hop.data()), makespan,
+                  0.04 * makespan);
+    }
+}
+
+TEST(planner, collectives) {
+  const dc_planner_nodes n = node(4, 8, 1e14, 80e9);
+  EXPECT_EQ(dc_planner_collective_s(DC_ALL_REDUCE, &n, 1, 1, 1, 1e9), 0);
+  /* In a node: a ring's bytes and a tree's latency, there and back. */
+  EXPECT_NEAR(dc_planner_collective_s(DC_ALL_REDUCE, &n, 8, 8, 1, 1e9), 2 * (7.0 / 8 * 1e9 / 100e9 + 3 * 5e-6), 1e-12);
+  EXPECT_NEAR(dc_planner_collective_s(DC_ALL_GATHER, &n, 8, 8, 1, 1e9), 7.0 / 8 * 1e9 / 100e9 + 3 * 5e-6, 1e-12);
+  /* One of each of 4 nodes, 8 groups on one wire. */
+  EXPECT_NEAR(dc_planner_collective_s(DC_ALL_GATHER, &n, 4, 1, 8, 1e9), 3.0 / 4 * 8e9 / 10e9 + 2 * 2e-5, 1e-12);
+  EXPECT_NEAR(dc_planner_collective_s(DC_ALL_TO_ALL, &n, 8, 8, 1, 1e9), 7.0 / 8 * 1e9 / 100e9 + 3 * 5e-6, 1e-12);
+}
+
+TEST(planner, the_search_finds_the_best_of_all) {
+  std::mt19937 draw(3);
+  for (int trial = 0; trial < 6; trial++) {
+    const dc_planner_nodes nodes[] = {node(1 + (int64_t)(draw() % 2), 4, 5e13, 8e9 + (double)(draw() % 20) * 1e9),
+                                      node(1, 4, 1e14, 16e9)};
+    const int64_t kinds = 1 + (int64_t)(draw() % 2);
+    const Subject s(8, 2048, 48);
+    dc_planner_space space = everything();
+    dc_planner_found quick[3], all[3];
+    dc_planner_told told, told_all;
+    ASSERT_EQ(dc_planner_search(nodes, kinds, &s.model, &space, quick, 3, &told), DC_OK) << dc_last_error();
+    space.exhaustive = 1;
+    ASSERT_EQ(dc_planner_search(nodes, kinds, &s.model, &space, all, 3, &told_all), DC_OK) << dc_last_error();
+    EXPECT_LT(told.visited, told_all.visited);
+    EXPECT_EQ(told.found > 0, told_all.found > 0);
+    if (told.found && told_all.found) {
+      EXPECT_DOUBLE_EQ(quick[0].cost.step, all[0].cost.step);
+      dc_planner_cost again;
+      ASSERT_EQ(dc_planner_cost_of(nodes, kinds, &s.model, &quick[0].layout, 1, &again, nullptr, nullptr), DC_OK);
+      EXPECT_DOUBLE_EQ(again.step, quick[0].cost.step);
+      EXPECT_LE(again.overflow, 1);
+      EXPECT_NEAR(again.compute + again.recompute + again.tensor + again.sequence + again.expert + again.gather +
+                      again.bubble + again.data + again.update + again.offload,
+                  again.step, 1e-9 * again.step);
+    }
+  }
+}
+
+TEST(planner, replicas_on_slow_nodes_take_fewer_micro_batches) {
+  const dc_planner_nodes nodes[] = {node(1, 1, 3e13, 1e12), node(1, 1, 1e13, 1e12)};
+  Subject s(4, 1024, 16);
+  s.layers.front() = s.layers.back() = {};
+  dc_planner_layout l{};
+  l.dp = 2, l.tp = l.pp = l.sp = l.ep = l.chunks = l.micro = 1, l.accumulation = 8, l.schedule = DC_SCHEDULE_1F1B;
+  dc_planner_cost even, cost;
+  int64_t micro[2];
+  ASSERT_EQ(dc_planner_cost_of(nodes, 2, &s.model, &l, 0, &even, nullptr, micro), DC_OK) << dc_last_error();
+  EXPECT_EQ(micro[0], 8);
+  EXPECT_EQ(micro[1], 8);
+  s.model.update_traffic = s.model.batch_traffic = 0;
+  ASSERT_EQ(dc_planner_cost_of(nodes, 2, &s.model, &l, 1, &cost, nullptr, micro), DC_OK) << dc_last_error();
+  EXPECT_EQ(micro[0] + micro[1], 16);
+  EXPECT_GT(micro[0], micro[1]);
+  EXPECT_LT(cost.step, even.step);
+  /* In a pipeline the layers are in proportion. */
+  l.dp = 1, l.pp = 2, l.accumulation = 16;
+  dc_planner_stage stages[2];
+  ASSERT_EQ(dc_planner_cost_of(nodes, 2, &s.model, &l, 1, &cost, stages, nullptr), DC_OK) << dc_last_error();
+  EXPECT_EQ(stages[0].end, 4); /* the empty first layer and 3 of 4 blocks */
+  EXPECT_EQ(stages[1].begin, 4);
+}
+
+TEST(planner, memory) {
+  const dc_planner_nodes n = node(1, 8, 1e14, 80e9);
+  const Subject s(8, 2048, 64);
+  dc_planner_layout l{};
+  l.dp = 8, l.tp = l.pp = l.sp = l.ep = l.chunks = l.micro = 1, l.accumulation = 8, l.schedule = DC_SCHEDULE_1F1B;
+  double before = INFINITY, params = 0;
+  for (const auto &layer : s.layers) params += layer.params;
+  for (l.stage = 0; l.stage <= 3; l.stage += l.stage == 1 ? 2 : 1) {
+    dc_planner_cost c;
+    dc_planner_stage stage;
+    ASSERT_EQ(dc_planner_cost_of(&n, 1, &s.model, &l, 0, &c, &stage, nullptr), DC_OK);
+    EXPECT_LT(c.device_bytes, before);
+    before = c.device_bytes;
+    if (l.stage == 0) EXPECT_NEAR(stage.states_bytes, 18 * params, 4e6 * 3); /* 2 + 4 + 12, and buckets */
+    dc_planner_layout again = l;
+    again.recompute = 1;
+    ASSERT_EQ(dc_planner_cost_of(&n, 1, &s.model, &again, 0, &c, &stage, nullptr), DC_OK);
+    EXPECT_LT(c.device_bytes, before);
+    EXPECT_GT(c.recompute, 0);
+  }
+}
+
+TEST(planner, errors) {
+  dc_planner_nodes n = node(1, 4, 1e14, 80e9);
+  const Subject s(4, 1024, 16);
+  dc_planner_cost c;
+  dc_planner_layout good{};
+  good.dp = 4, good.tp = good.pp = good.sp = good.ep = good.chunks = good.micro = 1, good.accumulation = 4;
+  good.schedule = DC_SCHEDULE_1F1B;
+  ASSERT_EQ(dc_planner_cost_of(&n, 1, &s.model, &good, 0, &c, nullptr, nullptr), DC_OK);
+  const auto refused = [&](auto change) {
+    dc_planner_layout l = good;
+    change(l);
+    return dc_planner_cost_of(&n, 1, &s.model, &l, 0, &c, nullptr, nullptr) == DC_E_INVALID;
+  };
+  EXPECT_TRUE(refused([](auto &l) { l.dp = 8; }));
+  EXPECT_TRUE(refused([](auto &l) { l.dp = 0; }));
+  EXPECT_TRUE(refused([](auto &l) { l.dp = INT64_MAX; }));
+  EXPECT_TRUE(refused([](auto &l) { l.accumulation = 3; }));
+  EXPECT_TRUE(refused([](auto &l) { l.stage = 4; }));
+  EXPECT_TRUE(refused([](auto &l) { l.schedule = 9; }));
+  EXPECT_TRUE(refused([](auto &l) { l.ep = 2; }));
+  EXPECT_TRUE(refused([](auto &l) { l.offload = DC_OFFLOAD_HOST; })); /* of stage 0 */
+  EXPECT_TRUE(refused([](auto &l) { l.dp = 1, l.pp = 4, l.chunks = 2, l.accumulation = 16, l.schedule = 2; }));
+  n.flops = NAN;
+  EXPECT_EQ(dc_planner_cost_of(&n, 1, &s.model, &good, 0, &c, nullptr, nullptr), DC_E_INVALID);
+  EXPECT_EQ(dc_planner_cost_of(nullptr, 1, &s.model, &good, 0, &c, nullptr, nullptr), DC_E_INVALID);
+}
+
+}  // namespace
