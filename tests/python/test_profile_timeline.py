@@ -254,6 +254,19 @@ def test_nothing_runs_while_everything_is_off():
     assert run_ranks(train_off, 2) == [(0, [], 0, None, {}, None)] * 2
 
 
+def _until_rank_0_waits():
+    """Its reduction is open, and it has slept for a while."""
+    from deepc.observe.diagnose import flight
+
+    pid = next(iter(flight.read_own().groups.values())).members[0].pid
+    slept, end = 0, time.monotonic() + 60
+    while slept < 5:
+        assert time.monotonic() < end, "rank 0 does not come to its reduction"
+        time.sleep(0.01)
+        record = flight.read_process(pid)
+        slept += any(c.op == "bucket" and c.end is None for c in record.rows) and record.state == "S"
+
+
 def train_recorded(rank, world, folder, cases):
     import deepc
 
@@ -273,7 +286,7 @@ def train_recorded(rank, world, folder, cases):
             for m in range(2):
                 loss = engine(*tiny.make_batch(step, 2))
                 if rank == 1 and m == 1:
-                    time.sleep(0.05)
+                    _until_rank_0_waits()
                 loss.backward() if name == "bare" else engine.backward(loss)
                 engine.step()
             if step == 2 - 1:
@@ -343,7 +356,7 @@ def test_waiting_ends_when_the_last_rank_comes(recorded, name):
     }
     waits = [e for e in _slices(first, "waiting") if e["args"]["kind"] == "ranks"]
     long = [e for e in waits if e["name"] == "waiting for rank 1" and e["args"]["op"] == "reduce_bucket"]
-    assert len(long) >= 2  # rank 1 sleeps before its second backward of each of the two steps
+    assert len(long) >= 2  # rank 1 begins its second backward of each of the two steps when rank 0 waits
     done = {op: [e["ts"] + e["dur"] for e in _slices(first, "communication") if e["name"] == op] for op in came}
     for e in waits:  # a call may be over before the last rank has written down that it came
         ends = came[e["args"]["op"]] + (done[e["args"]["op"]] if e not in long else [])
