@@ -1,6 +1,6 @@
 /* Included before every C file on x86-64 Linux (see CMakeLists.txt): asks glibc for the old versions of the few symbols
- * that it renumbered after 2.17, so that a library built on a new distribution loads on an old one. 2.29 made exp, log
- * and pow not set errno through the SVID wrapper (the results are the same code's); 2.32 and 2.34 moved libpthread
+ * that it renumbered after 2.17, so that a library built on a new distribution loads on an old one. 2.29 made exp, log,
+ * log2 and pow not set errno through the SVID wrapper (the results are the same code's); 2.32 and 2.34 moved libpthread
  * and libdl into libc; the headers of 2.38 send strtol and scanf to forms that read "0b101" (C23), which nothing here
  * wants. tests/python/test_wheel.py reads the libraries' version needs; scripts/manylinux.py names the wheel by them.
  * Why so, and with what gain: docs/lab/old-glibc.md. */
@@ -11,6 +11,7 @@
 #define DC__OLD(symbol) DC__OLD_AS(symbol, symbol, GLIBC_2.2.5)
 DC__OLD(exp);
 DC__OLD(log);
+DC__OLD(log2);
 DC__OLD(pow);
 DC__OLD(dladdr);
 DC__OLD(dlclose);

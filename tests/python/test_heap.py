@@ -112,9 +112,8 @@ def test_a_step_takes_no_fresh_memory(stage: int, bf16: bool, world: int) -> Non
     for faults, held in one_rank() if (stage, bf16, world) == (0, False, 1) else ranks_of(world, stage, bf16):
         extents, from_malloc = zip(*held)
         assert len(set(extents)) == 1 and extents[0] > 0, held
-        assert max(from_malloc) - from_malloc[0] <= 2 << 20, (
-            held
-        )  # Python's and autograd's small objects; a tensor of logits is 16 MiB
+        # Python's and autograd's small objects (2.3 MiB were seen under load); a tensor of logits is 16 MiB
+        assert max(from_malloc) - from_malloc[0] <= 4 << 20, held
         assert median(faults) < 20, faults
 
 

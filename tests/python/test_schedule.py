@@ -170,7 +170,7 @@ def test_schedules_compared(capsys):
         ("--schedule gpipe --micro-batches 0", "micro_batches is 0"),
         ("--schedule gpipe --hop -1", r"hop[0] is -1"),
         ("--config x --model y --stages 2", "--stages is an option of --schedule"),
-        ("--ranks 2", "give --config and --model, or --schedule"),
+        ("--ranks 2", "give --config and --model, or --cluster and --model, or --schedule"),
     ],
 )
 def test_what_can_not_be_drawn(words, text, capsys):
