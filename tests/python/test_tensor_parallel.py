@@ -46,16 +46,330 @@ def test_ranks_of_one_sequence_get_equal_batches_and_share_states():
         assert norm == pytest.approx(alone[2], rel=1e-5) and (micro, sp, world) == (4, 2, 2)
 
 
-def _uncut(rank, world):
+# ---- models of transformers ------------------------------------------------------------------------------------------
+MICRO, SAMPLES, STEPS = 2, 8, 3
+
+
+def transformer(family, heads=8, **options):
+    import transformers as t
+
+    torch.manual_seed(1)
+    if family == "gpt2":
+        off = dict(attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
+        config = t.GPT2Config(vocab_size=61, n_embd=32, n_layer=4, n_head=heads, n_positions=32, **{**off, **options})
+        return t.GPT2LMHeadModel(config)
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=4, num_attention_heads=heads)
+    if family == "bert":
+        off = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        return t.BertForMaskedLM(t.BertConfig(**sizes, max_position_embeddings=32, **{**off, **options}))
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    made = getattr(t, f"{name}Config")(**{"num_key_value_heads": heads, "head_dim": 32 // heads, **sizes, **options})
+    return getattr(t, f"{name}ForCausalLM")(made)
+
+
+def batches(mesh, rank):
+    """Endless: the micro-batches of one data-parallel rank; the samples of a step are the same for any number."""
+    draw = torch.Generator().manual_seed(5)
+    dp = mesh.coordinates(rank).dp
+    while True:
+        ids = torch.randint(0, 61, (SAMPLES, 17), generator=draw)
+        for part in ids.chunk(mesh.dp)[dp].split(SAMPLES // mesh.dp // MICRO):
+            yield {"input_ids": part, "labels": part}
+
+
+def train(rank, world, family, mesh, config, options=None):
+    """(losses, {name: whole gradient of the first step, average before clipping} of what this rank has)."""
     import deepc
-    from deepc.errors import ArgumentError
+    from deepc.parallel.tensor.cut import cuts_of
+    from deepc.parallel.tensor.group import tensor_group, whole_of
+    from deepc.plan.mesh import Mesh
 
-    with pytest.raises(ArgumentError, match="autotp_size is 2, and no parameter of the model is cut"):
-        deepc.initialize(
-            model=torch.nn.Linear(2, 2),
-            config={"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}},
-        )
+    mesh = Mesh.of(mesh)
+    data = batches(mesh, rank)
+    model = transformer(family, **(options or {})).train()
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch=next(batches(Mesh(dp=SAMPLES // MICRO), 0)) if mesh.pp > 1 else None,
+        config={
+            "train_batch_size": SAMPLES,
+            "gradient_accumulation_steps": MICRO,
+            "gradient_clipping": 0.5,
+            "tensor_parallel": {"autotp_size": mesh.tp},
+            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            # not Adam: biases of keys have no true gradient, and it turns their rounding noise into steps of size lr
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            **config,
+        },
+    )
+    cuts, group, away = cuts_of(model), tensor_group(mesh), engine.elsewhere()
+    grads, update = {}, engine.optimizer.update
+
+    def seen(scale):
+        if not grads:
+            for name, p in engine.module.named_parameters():
+                if id(p) not in away:
+                    whole = engine.full_grad(p)
+                    whole = whole_of(whole, cuts[id(p)], group) if id(p) in cuts else whole
+                    grads[name] = whole.float().clone()
+        update(scale)
+
+    engine.optimizer.update = seen
+    losses = []
+    for _ in range(STEPS):
+        if mesh.pp > 1:
+            losses.append(float(engine.train_batch(data)))
+            continue
+        total = torch.zeros((), dtype=torch.float64)
+        for _ in range(MICRO):
+            loss = engine(**next(data)).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        losses.append(float(engine.group.gather_all(total.view(1)).mean() / MICRO))
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return losses, grads, norm
 
 
-def test_a_model_that_is_not_cut_is_refused():
-    run_ranks(_uncut, 2)
+def check(family, world, mesh, config, options=None):
+    ((want, whole, norm),) = run_ranks(train, 1, family, {}, {}, options)
+    names = set()
+    for losses, grads, got in run_ranks(train, world, family, mesh, config, options):
+        assert losses == pytest.approx(want, rel=1e-6) and got == pytest.approx(norm, rel=1e-5)
+        for name, grad in grads.items():
+            names.add(name)
+            bound = 1e-5 * max(1e-3, float(whole[name].abs().max()))
+            torch.testing.assert_close(grad, whole[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    assert names == set(whole)
+
+
+def zero(stage):
+    return {"zero_optimization": {"stage": stage}}
+
+
+LAYOUTS = [
+    {"dp": dp, "tp": tp, "pp": pp} for tp in (2, 4, 8) for pp in (1, 2, 4) for dp in (1, 2, 4) if dp * tp * pp <= 8
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "stage"),
+    [
+        ("gpt2", {"tp": 2}, 0),
+        ("llama", {"dp": 2, "tp": 2}, 3),
+        pytest.param("gpt2", {"tp": 2, "pp": 2}, 1, marks=pytest.mark.full),
+        *(
+            pytest.param(family, mesh, (i + j) % 4, marks=pytest.mark.full)
+            for i, mesh in enumerate(LAYOUTS)
+            for j, family in enumerate(("gpt2", "llama"))
+        ),
+        *(pytest.param("gpt2", {"dp": 2, "tp": 2}, s, marks=pytest.mark.full) for s in range(4)),
+        *(pytest.param(f, {"tp": 2}, 1, marks=pytest.mark.full) for f in ("bert", "mistral", "qwen2", "qwen3")),
+    ],
+)
+def test_layouts_train_as_one_process(family, mesh, stage):
+    world = mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
+    check(family, world, mesh, zero(stage))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def _goes_on(rank, world, family, mesh, folder, saves):
+    """(losses, norm) of 2 steps in one layout, from its checkpoint if there is one; saves one at the end."""
+    import deepc
+    from deepc.plan.mesh import Mesh
+
+    mesh = Mesh.of(mesh)
+    data = batches(mesh, rank)
+    engine, *_ = deepc.initialize(
+        model=transformer(family).train(),
+        sample_batch=next(batches(Mesh(dp=SAMPLES // MICRO), 0)) if mesh.pp > 1 else None,
+        config={
+            "train_batch_size": SAMPLES,
+            "gradient_accumulation_steps": MICRO,
+            "tensor_parallel": {"autotp_size": mesh.tp},
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+            **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        },
+    )
+    if not saves:
+        assert engine.load_checkpoint(folder)[0]
+        engine.save_checkpoint(f"{folder}/again")
+    for _ in range(2 * MICRO * (not saves)):
+        next(data)
+    norms = []
+    for _ in range(2):
+        if mesh.pp > 1:
+            engine.train_batch(data)
+        for _ in range(MICRO if mesh.pp == 1 else 0):
+            engine.backward(engine(**next(data)).loss)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    if saves:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "loaded"),
+    [
+        ("gpt2", {"tp": 2}, {}),
+        pytest.param("gpt2", {}, {"tp": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"pp": 2, "tp": 2}, {"tp": 4}, marks=pytest.mark.full),
+        pytest.param("gpt2", {"tp": 4}, {"dp": 2, "tp": 2}, marks=pytest.mark.full),
+        pytest.param("gpt2", {"tp": 2}, {"pp": 2, "tp": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"dp": 2}, {"tp": 2}, marks=pytest.mark.full),
+        pytest.param("gpt2", {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(family, saved, loaded, tmp_path):
+    """What is loaded and saved again has the same bits, masters and moments of bf16 training too, under the names and
+    shapes of the whole model; and steps go on as in the layout that it was saved in."""
+    from deepc.checkpoint import CheckpointReader
+
+    def ranks(mesh):
+        return mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
+
+    run_ranks(_goes_on, ranks(saved), family, saved, str(tmp_path), True)
+    with CheckpointReader(tmp_path) as reader:
+        for name, p in transformer(family).named_parameters():
+            for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+                assert reader[f"{kind}/{name}"].shape == p.shape
+        reader.verify()
+    want = run_ranks(_goes_on, ranks(saved), family, saved, str(tmp_path), False)[0]
+    for got in run_ranks(_goes_on, ranks(loaded), family, loaded, str(tmp_path), False):
+        assert got == pytest.approx(want, rel=2e-2 if loaded != saved else 1e-12)
+    with CheckpointReader(tmp_path) as reader, CheckpointReader(tmp_path / "again") as again:
+        assert set(reader.tensors) == set(again.tensors)
+        for name in reader.tensors:
+            assert torch.equal(reader.tensor(name), again.tensor(name)), name
+
+
+def _dtensors(rank, world):
+    import deepc
+    from deepc.parallel.tensor import dtensors
+
+    model = transformer("gpt2")
+    whole = {n: t.clone() for n, t in model.state_dict().items()}
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_batch_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    made = dtensors(model)
+    cut = sum(t.to_local().numel() < t.numel() for t in made.values())
+    assert cut > 20 and all(t.to_local().data_ptr() == model.state_dict()[n].data_ptr() for n, t in made.items())
+    assert set(made) == set(whole) and all(t.shape == whole[n].shape for n, t in made.items())
+    for name, t in made.items():
+        assert torch.equal(t.full_tensor(), whole[name]), name
+    gathered = engine.module_state_dict()
+    assert all(torch.equal(gathered[n], t) for n, t in whole.items())
+    engine.load_module_state_dict({n: 2 * t for n, t in whole.items()})
+    assert all(torch.equal(t, 2 * whole[n]) for n, t in engine.module_state_dict().items())
+
+
+def test_shards_are_dtensors_and_come_together():
+    run_ranks(_dtensors, 2)
+
+
+# ---- what is equal, and what is not ----------------------------------------------------------------------------------
+def _dropout(rank, world, again):
+    import deepc
+    from deepc.parallel.tensor.cut import cuts_of
+
+    torch.manual_seed(7 + rank)  # ranks of one tensor group go on with the first one's numbers
+    model = transformer("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    torch.manual_seed(7 + rank)
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_batch_size": 2,
+            "tensor_parallel": {"autotp_size": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    inside = []
+    model.transformer.h[0].attn.c_proj.register_forward_pre_hook(lambda m, args: inside.append(args[0].detach()))
+    state = []
+    for step in range(2):
+        ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        grads = {n: engine.full_grad(p) for n, p in model.named_parameters() if id(p) not in cuts_of(model)}
+        engine.step()
+        state.append(torch.rand(1))
+    return inside, grads, torch.cat(state)
+
+
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_dropout_is_equal_outside_and_different_inside(again):
+    """Of weights that both ranks have the gradients have equal bits; heads are dropped differently."""
+    (one, grads, state), (two, others, its) = run_ranks(_dropout, 2, again)
+    assert all(torch.equal(g, others[n]) for n, g in grads.items()) and torch.equal(state, its)
+    assert not any(torch.equal(a == 0, b == 0) for a, b in zip(one, two))
+    if again:  # computed again with the same numbers
+        assert len(one) == 4 and torch.equal(one[0], one[1]) and torch.equal(one[2], one[3])
+
+
+def _refusals(rank, world):
+    import deepc
+    from deepc.errors import DeepcError
+
+    def refused(model, **config):
+        tensor = {"autotp_size": 2, **config.pop("tensor_parallel", {})}
+        with pytest.raises((DeepcError, ValueError)) as caught:
+            deepc.initialize(
+                model=model, config={"train_micro_batch_size_per_gpu": 1, "tensor_parallel": tensor, **config}
+            )
+        return str(caught.value)
+
+    def specs(*rows):
+        return {"partition_config": {"use_default_specs": False, "layer_specs": list(rows)}}
+
+    def muon(kind):
+        return {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}
+
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    up = {"patterns": [r"0\.weight"], "partition_type": "column"}
+    adapted = transformer("llama")
+    adapted.model.layers[0].mlp.extra = torch.nn.Linear(32, 32)
+    return [
+        refused(plain),
+        refused(plain, tensor_parallel=specs({**up, "patterns": ["7"]})),
+        refused(plain, tensor_parallel=specs({**up, "patterns": ["("]})),
+        refused(plain, tensor_parallel=specs({**up, "partition_type": "diagonal"})),
+        refused(plain, tensor_parallel=specs({**up, "shape": [3, -1]})),
+        refused(plain, tensor_parallel={"preset_model": "gpt9"}),
+        refused(transformer("gpt2", heads=1)),
+        refused(transformer("llama", heads=4, num_key_value_heads=1)),
+        refused(adapted),
+        refused(transformer("llama"), **muon("Muon")),
+        refused(transformer("llama"), **muon("Lamb")),
+        refused(transformer("llama"), deepc={"deterministic": "layout"}),
+    ]
+
+
+def test_what_can_not_be_is_refused():
+    wants = [
+        "deepc has no rules for Sequential, so nothing would be cut. What could be: 0 (Linear), 1 (Linear). Give",
+        "no module's name matches tensor_parallel.partition_config",
+        "no regular expression",
+        "partition_type = 'diagonal'",
+        "parts of 1 + 1 + 1 don't make the 4",
+        "deepc has rules for gpt2",
+        "does not divide the 1 head of transformer.h.0.attn.c_attn",
+        "does not divide the 1 head of model.layers.0.self_attn.k_proj",
+        "does not know model.layers.0.mlp.extra",
+        "Muon",
+        "Lamb",
+        "deterministic",
+    ]
+    for told in run_ranks(_refusals, 2):
+        for want, text in zip(wants, told, strict=True):
+            assert want in text

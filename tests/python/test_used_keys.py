@@ -189,6 +189,24 @@ def refused(raw: dict, tmp: Path) -> Any:
     return run(raw, steps=0).error
 
 
+def shards(raw: dict, tmp: Path) -> Any:
+    return run_ranks(_shards, 2, args=(raw,))
+
+
+def _shards(rank: int, world: int, raw: dict) -> Any:
+    """A language model's parameters on a rank, and whether it makes logits while it trains."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8)).train()
+    try:
+        engine, *_ = deepc.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, **raw})
+    except deepc.errors.DeepcError as exc:
+        return type(exc).__name__
+    ids = torch.arange(8).view(1, 8)
+    logits = engine(input_ids=ids, labels=ids).logits
+    return {n: tuple(p.shape) for n, p in model.named_parameters()}, logits is None
+
+
 def text_of(raw: dict, tmp: Path) -> list[str]:
     """The flops profile, without figures that time changes."""
     run(raw, steps=4)
@@ -504,6 +522,13 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "pipeline.stages": ({}, 2, refused),
     "tensor_parallel.autotp_size": ({}, 2, refused),
     "sequence_parallel_size": ({}, 2, refused),
+    "tensor_parallel.preset_model": ({"tensor_parallel": {"autotp_size": 2}}, "bert", shards),
+    "tensor_parallel.vocab_parallel_lm_head": ({"tensor_parallel": {"autotp_size": 2}}, False, shards),
+    "tensor_parallel.partition_config": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"layer_specs": [{"patterns": [r".*mlp\.c_(fc|proj)"], "partition_type": "skip"}]},
+        shards,
+    ),
     "deepc.pipeline.schedule": ({}, "gpipe", in_stages),
     "deepc.pipeline.chunks": ({"deepc": {"pipeline": {"schedule": "interleaved"}}}, 4, in_stages),
     "deepc.bucket_elems": ({}, 1024, of("bucket_elems")),

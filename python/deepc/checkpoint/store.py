@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, CheckpointError, CheckpointTypeError, did_you_mean
+from ..parallel.tensor.cut import Cut
 from .files import (
     DTYPES,
     SafetensorsFile,
@@ -336,6 +337,7 @@ class _Piece:
     shape: tuple[int, ...]
     begin: int
     tensor: torch.Tensor | Source
+    cut: Cut | None
 
 
 class CheckpointWriter:
@@ -374,10 +376,16 @@ class CheckpointWriter:
             raise CheckpointError(f"can't create {self.path}: {exc.strerror}") from exc
 
     def add(
-        self, name: str, tensor: torch.Tensor | Source, *, shape: Iterable[int] | None = None, begin: int = 0
+        self,
+        name: str,
+        tensor: torch.Tensor | Source,
+        *,
+        shape: Iterable[int] | None = None,
+        begin: int = 0,
+        cut: Cut | None = None,
     ) -> None:
         """Elements [begin, begin + tensor.numel()) of the flattened logical tensor `name` of global `shape` (default:
-        the tensor's own).
+        the tensor's own). cut: `begin` counts where its shards lie one after the other; the same for all of a name.
 
         tensor: contiguous, on the CPU; borrowed, not copied: it must stay alive and unchanged until write() returns. A
         Source gives its values then.
@@ -389,7 +397,7 @@ class CheckpointWriter:
             raise ArgumentError(
                 f"{name!r}: elements [{begin}, {begin + tensor.numel()}) are not inside the shape {whole}"
             )
-        self._pieces.append(_Piece(name, whole, begin, tensor.detach()))
+        self._pieces.append(_Piece(name, whole, begin, tensor.detach(), None if cut is None or cut.is_plain else cut))
 
     def write(self, rank_state: Any = None) -> str:
         """Writes and syncs this rank's shard; returns its path. `rank_state` is what this rank alone needs again (RNG
@@ -413,6 +421,7 @@ class CheckpointWriter:
             "rank": self.rank,
             "state": tree,
             "pieces": pieces,
+            "cuts": {p.name: p.cut.to_json() for p in self._pieces if p.cut is not None},
             "file": {"bytes": written.bytes, "header_crc32c": f"{written.header_crc:08x}"},
         }
         write_file(os.path.join(self.path, f"{file}.json"), [_seal(report)])
@@ -494,8 +503,9 @@ class CheckpointWriter:
         index["files"][file] = report["file"]
         index["rank_state"].append(report["state"])
         for name, dtype, shape, key, begin, length in report["pieces"]:
-            tensor = index["tensors"].setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
-            if tensor["dtype"] != dtype or tensor["shape"] != shape:
+            cut = {"cut": report["cuts"][name]} if name in report["cuts"] else {}
+            tensor = index["tensors"].setdefault(name, {"dtype": dtype, "shape": shape, "pieces": [], **cut})
+            if tensor["dtype"] != dtype or tensor["shape"] != shape or tensor.get("cut") != cut.get("cut"):
                 raise CheckpointError(
                     f"checkpoint {self.tag}: rank {rank} has tensor {name!r} as {dtype} {shape}, another rank as "
                     f"{tensor['dtype']} "
@@ -587,12 +597,14 @@ def _coverage(pieces: list[list[Any]], numel: int) -> str:
 @dataclass(frozen=True)
 class LogicalTensor:
     """A tensor as the model knows it. `pieces`: (file, key in the file, first flat element, number of elements), in
-    order."""
+    order. cut: it is stored as the shards of this, one after the other, in which elements are counted (tensor
+    parallelism); None: as it is."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[tuple[str, str, int, int], ...]
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
@@ -632,6 +644,7 @@ class CheckpointReader:
     def __init__(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
         self._files: dict[str, SafetensorsFile] = {}
+        self._last: tuple[tuple[str, Cut | None], torch.Tensor] | None = None
         self.tag = read_latest(self.directory) if tag is None else tag
         if not _TAG.match(self.tag):
             raise CheckpointError(f"{self.tag!r} is not the tag of a checkpoint")
@@ -682,7 +695,7 @@ class CheckpointReader:
     def _logical(self, name: str, t: Any) -> LogicalTensor:
         if (
             not isinstance(t, dict)
-            or set(t) != {"dtype", "shape", "pieces"}
+            or set(t) - {"cut"} != {"dtype", "shape", "pieces"}
             or t["dtype"] not in DTYPES
             or not _is_sizes(t["shape"])
             or not isinstance(t["pieces"], list)
@@ -701,7 +714,11 @@ class CheckpointReader:
         problem = _coverage(t["pieces"], math.prod(t["shape"]))
         if problem:
             raise self._bad(f"tensor {name!r}: {problem}")
-        return LogicalTensor(name, DTYPES[t["dtype"]], tuple(t["shape"]), tuple(tuple(p) for p in t["pieces"]))
+        try:
+            cut = Cut.from_json(tuple(t["shape"]), t["cut"]) if "cut" in t else None
+        except ArgumentError as exc:
+            raise self._bad(f"tensor {name!r}: {exc}") from None
+        return LogicalTensor(name, DTYPES[t["dtype"]], tuple(t["shape"]), tuple(tuple(p) for p in t["pieces"]), cut)
 
     def _check_files(self) -> None:
         for name, entry in self._index["files"].items():
@@ -744,8 +761,12 @@ class CheckpointReader:
                 f"checkpoint {self.path} has no tensor {name!r}.{did_you_mean(name, self.tensors)}"
             ) from None
 
-    def read(self, name: str, out: torch.Tensor, begin: int = 0, *, verify: bool = True) -> None:
-        """Fills `out` with elements [begin, begin + out.numel()) of the flattened logical tensor `name`.
+    def read(
+        self, name: str, out: torch.Tensor, begin: int = 0, *, verify: bool = True, cut: Cut | None = None
+    ) -> None:
+        """Fills `out` with elements [begin, begin + out.numel()) of the flattened logical tensor `name`; with `cut`, of
+        its shards one after the other. (Where it is stored in another order it is read whole, once for calls that
+        follow each other.)
 
         out: contiguous, on the CPU, of the tensor's dtype, any shape. Every stored piece that is touched is checked as
         a whole.
@@ -762,6 +783,9 @@ class CheckpointReader:
         if begin < 0 or end > tensor.numel:
             raise ArgumentError(f"elements [{begin}, {end}) are not inside {name!r} of shape {tensor.shape}")
         flat = out.detach().view(-1)
+        if not (tensor.cut.same_order(cut) if tensor.cut is not None else cut is None or cut.is_plain):
+            flat.copy_(self._reordered(tensor, cut, verify)[begin:end])
+            return
         first = max(0, bisect.bisect_right(tensor.pieces, begin, key=lambda p: p[2]) - 1)
         for file, key, start, length in tensor.pieces[first:]:
             low, high = max(begin, start), min(end, start + length)
@@ -771,6 +795,17 @@ class CheckpointReader:
                 self._piece(tensor, file, key, start, length).read_into(
                     key, flat[low - begin : high - begin], low - start, verify=verify
                 )
+
+    def _reordered(self, tensor: LogicalTensor, cut: Cut | None, verify: bool) -> torch.Tensor:
+        """[n]: all of it, in the order of `cut`."""
+        key = tensor.name, cut
+        if self._last is None or self._last[0] != key:
+            self._last = None  # one at a time
+            stored = torch.empty(tensor.numel, dtype=tensor.dtype)
+            self.read(tensor.name, stored, verify=verify, cut=tensor.cut)
+            whole = stored.view(tensor.shape) if tensor.cut is None else tensor.cut.from_order(stored)
+            self._last = key, whole.view(-1) if cut is None else cut.in_order(whole)
+        return self._last[1]
 
     def _piece(self, tensor: LogicalTensor, file: str, key: str, start: int, length: int) -> SafetensorsFile:
         """The file of a piece, after a check that the file and the index mean the same thing by it."""

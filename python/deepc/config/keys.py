@@ -91,7 +91,7 @@ _OVERLAPS = "with device nvme, reads, arithmetic and writes always overlap"
 _NO_BUFFERS = "parameters are read from the disk straight into the memory that the model computes with"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
 _ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
-_TP = "tensor parallelism"
+_WITH_THE_CORE = "sums over tensor-parallel ranks run on the cores that compute"
 _NO_TP = "there are no tensor-parallel ranks"
 _COMPILE = "DeepCompile (torch.compile on the module works)"
 _HYBRID = "the hybrid engine"
@@ -821,16 +821,31 @@ KEYS: tuple[Key, ...] = (
         "Ranks that share every layer, next to each other (docs/tensor-parallel.md); 0, 1: none do.",
         ge=0,
     ),
-    _later("tensor_parallel.dtype", "any", None, _TP, ok=ANY),
-    _later("tensor_parallel.tp_overlap_comm", "bool", False, _TP, ok=ANY),
-    _later("tensor_parallel.vocab_parallel_lm_head", "bool", None, _TP),
-    _later("tensor_parallel.vocab_parallel_ce_backend", "str", "torch", _TP, ok=ANY),
-    _later("tensor_parallel.tensor_parallel", "object", None, _TP, ok=ANY, alias="tp"),
-    _later("tensor_parallel.injection_policy_tuple", "any", None, _TP),
-    _later("tensor_parallel.partition_config", "object", None, _TP),
-    _later("tensor_parallel.preset_model", "str", None, _TP),
-    _later("tensor_parallel.keep_module_on_host", "bool", False, _TP),
-    _later("tensor_parallel.replace_with_kernel_inject", "bool", False, _TP, alias="kernel_inject"),
+    _active(
+        "tensor_parallel.partition_config",
+        "object",
+        None,
+        "Which modules are cut, by patterns of their names: {layer_specs: [{patterns, partition_type, ...}]}.",
+    ),
+    _active(
+        "tensor_parallel.preset_model",
+        "str",
+        None,
+        "Rules of a family of models: gpt2, llama, mistral, qwen2, bert, ...",
+    ),
+    _active(
+        "tensor_parallel.vocab_parallel_lm_head",
+        "bool",
+        None,
+        "A language model's loss is computed from each rank's part of the logits; false: they are gathered.",
+    ),
+    _inert("tensor_parallel.dtype", "any", None, "Type of the model.", "bf16.enabled and fp16.enabled decide"),
+    _inert("tensor_parallel.tp_overlap_comm", "bool", False, "Overlaps communication.", _WITH_THE_CORE),
+    _inert("tensor_parallel.vocab_parallel_ce_backend", "str", "torch", "Kind of cross-entropy.", "deepc has its own"),
+    _inert("tensor_parallel.tensor_parallel", "object", None, "Of inference.", "autotp_size decides", alias="tp"),
+    _later("tensor_parallel.injection_policy_tuple", "any", None, "injection policies"),
+    _inert("tensor_parallel.keep_module_on_host", "bool", False, "Where the whole model is cut.", "it is where it is"),
+    _later("tensor_parallel.replace_with_kernel_inject", "bool", False, "kernel injection", alias="kernel_inject"),
     _active(
         "sequence_parallel_size",
         "int",

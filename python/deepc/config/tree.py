@@ -253,6 +253,9 @@ class TensorParallelConfig:
     """Section tensor_parallel."""
 
     autotp_size: int
+    partition_config: dict[str, Any] | None
+    preset_model: str | None
+    vocab_parallel_lm_head: bool | None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
+from ..optim.rules import LAMB
 from ..parallel.judged import Parts
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
@@ -38,7 +39,7 @@ from ..zero.resident import ResidentState
 from ..zero.state import ModelState
 from ..zero.step.hooks import GradientHooks
 from ..zero.step.norm import Skips
-from ..zero.step.update import ShardedOptimizer
+from ..zero.step.update import ACROSS, ShardedOptimizer
 from ..zero.tiers.agree import together
 from ..zero.tiers.disk import DiskTier, preflight
 from .base import EngineBase, say
@@ -125,6 +126,7 @@ def initialize(
         logger.setLevel(env.text("DEEPC_LOG_LEVEL", config=parsed.log_level.upper()))
     if device.type != "cpu":
         model.to(device)
+    cut_as_asked(model, parsed)
     part = part_of(model, parsed, given)
     made = kind if part is None else pipelined
     if made is None:
@@ -166,6 +168,26 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Pa
     return CutModel(model, mesh, asked.schedule, asked.chunks, sample, loss_fn)
 
 
+def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
+    """Tensor parallelism: the model becomes this rank's shard of itself, unless it is one. Collective."""
+    asked = config.tensor_parallel
+    if (asked.autotp_size or 1) == 1 or cuts_of(model):
+        return
+    import torch.distributed as dist
+
+    from ..parallel.tensor.group import tensor_group
+    from ..parallel.tensor.model import cut_model
+
+    stages = model.mesh.pp if isinstance(model, PipelineModule) else config.pipeline.stages or 1
+    if not isinstance(model, PipelineModule) and stages > 1:
+        from ..parallel.pipeline.cutting.model import take_from_rank_0
+
+        take_from_rank_0(model)
+    summary = cut_model(model, tensor_group(mesh_asked(config, stages)), dataclasses.asdict(asked))
+    if dist.get_rank() == 0:
+        logger.info("%s", summary)
+
+
 def mesh_asked(config: Config, stages: int) -> Mesh:
     """Of all ranks. Config.load has seen to it that the sizes divide."""
     import torch.distributed as dist
@@ -197,6 +219,7 @@ def assemble(
         group_of = {} if is_for_evaluation(engine, given) else trained_groups(engine.optimizer.param_groups)
         named = own_parameters(engine, group_of)
         engine.step_policy.check_optimizer()
+        check_shards(engine)
         engine.optimizer.check_accumulator(config.data_types.grad_accum_dtype)
         check_format(engine.optimizer.base, engine.device.type, *config.zero.on_disk)
         plans = make_plans(engine, named, group_of)
@@ -280,8 +303,23 @@ def check_cuts(engine: EngineBase) -> None:
             f"the model's parameters are cut over {', '.join(map(str, sorted(found)))} ranks, and"
             f" tensor_parallel.autotp_size is {asked}; set it to that number"
         )
-    if asked > 1 and engine.mesh.pp == 1 and not found:
-        raise ArgumentError(f"tensor_parallel.autotp_size is {asked}, and no parameter of the model is cut over ranks")
+
+
+def check_shards(engine: EngineBase) -> None:
+    """UnsupportedError for what works on whole parameters, where there are shards of them."""
+    if not engine.cuts:
+        return
+    rule, config = engine.optimizer.rule, engine._config
+    here = {
+        f"{type(engine.optimizer.base).__name__} (its step of an element depends on the whole weight)": rule is not None
+        and (rule.kind in ACROSS or rule.kind == LAMB),
+        "GPUs": engine.device.type != "cpu",
+        "states or parameters on disk": any(config.zero.on_disk),
+        '"precision": "auto"': engine.auto_precision is not None,
+        'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
+    }
+    if found := [what for what, is_so in here.items() if is_so]:
+        raise UnsupportedError(f"tensor parallelism with {' and '.join(found)} does not exist; see docs/status.md")
 
 
 def check_stages(engine: EngineBase) -> None:

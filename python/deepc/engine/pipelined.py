@@ -51,6 +51,9 @@ class PipelineEngine(Engine):
         self._endless: Iterator[Any] | None = None
         self._outputs: list[Any] | None = None  # of the last layer, where an evaluation wants them beside the loss
         self._refuse_what_is_not_there()
+        for p in model.parameters():  # what stands for other stages' says which dtype comes of them (rotary angles)
+            if p.is_meta and p.is_floating_point():
+                p.data = p.data.to(self.dtype)
         if isinstance(model, PipelineModule) and config.pipeline.activation_checkpoint_interval:
             model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each

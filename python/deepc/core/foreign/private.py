@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch._C import _distributed_c10d as c10d
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.optim._adafactor import adafactor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         "FakeTensor",
         "FakeTensorMode",
         "ReduceScatter",
+        "StridedShard",
         "TorchDispatchMode",
         "adafactor",
         "c10d",
@@ -100,6 +102,12 @@ NAMES = (
         "zero/parameters: module.to() may ask it of a released parameter",
         "1.5",
         "module.to() gathers every released parameter",
+    ),
+    Private(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        "parallel/tensor: the placement of a fused weight, each part of which is cut",
+        "2.5",
+        "dtensors() has no placement for GPT-2's fused q, k, v",
     ),
     Private(
         "torch.optim._adafactor.adafactor",
@@ -287,6 +295,7 @@ _LATER = {
     "AllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api", "AllGather"),
     "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
     "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
     "tree_map_only": ("torch.utils._pytree", "tree_map_only"),
 }

@@ -19,6 +19,7 @@ import torch
 
 from ...core.foreign import private
 from ...errors import ArgumentError, DiskError, UnsupportedError
+from ...parallel.tensor.group import tensor_group, whole_of
 from ...plan.layout import Segment
 from ...zero.parameters import owners
 from ...zero.parameters.gathered import GatheredParameters, SharedMemory
@@ -408,9 +409,17 @@ class _Access:
 # ---- the model's values, for saving ----------------------------------------------------------------------------------
 def module_state_dict(engine: EngineBase, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
     """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its
-    tensors are the model's own memory (of released parameters: copies). Collective."""
+    tensors are the model's own memory (of released parameters, and of those that are cut over tensor-parallel ranks:
+    copies). Collective."""
     engine.group.barrier()  # other ranks' updates are complete
     out: dict[str, torch.Tensor] = engine.module.state_dict()
+    if engine.cuts:
+        wholes: dict[int, torch.Tensor] = {}
+        for name, p in engine.module.named_parameters(remove_duplicate=False):
+            if (cut := engine.cuts.get(id(p))) is not None and name in out:
+                if id(p) not in wholes:
+                    wholes[id(p)] = whole_of(out[name], cut, tensor_group(engine.mesh))
+                out[name] = wholes[id(p)]
     if exclude_frozen_parameters:
         frozen = {id(p) for p in engine.module.parameters() if not p.requires_grad}
         names = {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in frozen}
@@ -424,7 +433,7 @@ def consolidated_state_dict(
 ) -> dict[str, torch.Tensor] | None:
     """module_state_dict on the CPU on rank 0, None on the others. Collective."""
     whole = module_state_dict(engine, exclude_frozen_parameters)
-    if engine.global_rank != 0:
+    if engine.everyone.rank != 0:
         return None
     return type(whole)((n, t.detach().cpu() if isinstance(t, torch.Tensor) else t) for n, t in whole.items())
 
@@ -433,6 +442,12 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
     """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that
     no rank makes a copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
     params = [*engine.state.trained, *(p for _, p in engine.state.frozen)]
+    if engine.cuts:
+        state_dict = dict(state_dict)
+        for name, p in engine.module.named_parameters(remove_duplicate=False):
+            given, cut = state_dict.get(name), engine.cuts.get(id(p))
+            if cut is not None and isinstance(given, torch.Tensor) and tuple(given.shape) == cut.shape:
+                state_dict[name] = cut.take(given)
     if engine.plan.mode != "resident" or engine.world_size == 1:
         with GatheredParameters(params, modifier_rank=0):
             engine.module.load_state_dict(state_dict, strict=strict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -29,8 +29,10 @@ from ...core.ops import name_of
 from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
 from ...zero.tiers.windows import Window
 from ..base import say
+from .access import module_state_dict
 
 if TYPE_CHECKING:
+    from ...parallel.tensor.cut import Cut
     from ...plan.layout import Segment
     from ..base import EngineBase
     from ..policy.policies import AutomaticPrecision
@@ -159,10 +161,11 @@ def save(
 def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
     """Collective. See Engine.save_16bit_model."""
     failure: Exception | None = None
-    if engine.global_rank == 0:
+    whole = module_state_dict(engine)
+    if engine.everyone.rank == 0:
         frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
         try:
-            write_model(directory, {n: t for n, t in engine.module.state_dict().items() if n not in frozen})
+            write_model(directory, {n: t for n, t in whole.items() if n not in frozen})
         except OSError as exc:
             failure = CheckpointError(f"can't write the model into {os.fspath(directory)}: {exc.strerror or exc}")
             failure.__cause__ = exc
@@ -174,36 +177,49 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
 def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
     mine = engine.global_rank == 0
+    first = engine.mesh.coordinates(engine.everyone.rank).tp == 0  # of tensor-parallel ranks: has what all have
+    places = [_Place.of(engine, p) if first or id(p) in engine.cuts else None for p in st.trained]
+
+    def add(kind: str, s: Segment, values: torch.Tensor | Source) -> None:
+        if (place := places[s.param]) is not None:
+            begin = place.begin + s.param_begin
+            writer.add(f"{kind}/{st.names[s.param]}", values, shape=place.shape, begin=begin, cut=place.cut)
+
     # At stage 0 every rank has everything: rank 0 writes.
     if mine or not plan.own_all:
         for s in plan.segments:
-            source = (
-                _source(st.window(s)) if st.master is not None else _source(Window(st.flat, s.flat_begin, s.length))
-            )
-            writer.add(f"fp32/{st.names[s.param]}", source, shape=st.trained[s.param].shape, begin=s.param_begin)
+            add("fp32", s, _source(st.window(s) if st.master is not None else Window(st.flat, s.flat_begin, s.length)))
         for name, s, window in engine.optimizer.owned_states():
-            writer.add(
-                f"{name}/{st.names[s.param]}", _source(window), shape=st.trained[s.param].shape, begin=s.param_begin
-            )
-        for name, i, whole in engine.optimizer.whole_states() if mine else ():
+            add(name, s, _source(window))
+        for name, i, whole in engine.optimizer.whole_states() if mine and first else ():
             writer.add(f"{name}/{st.names[i]}", _host(whole), shape=whole.shape)
         for label, s, view in _averages(engine):
-            writer.add(
-                f"average.{label}/{st.names[s.param]}",
-                _host(view),
-                shape=st.trained[s.param].shape,
-                begin=s.param_begin,
-            )
-    if mine:
+            add(f"average.{label}", s, _host(view))
+    for name, p in [] if exclude_frozen or not mine else st.frozen:
+        if first or id(p) in engine.cuts:
+            place = _Place.of(engine, p)
+            writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=place.shape, begin=place.begin, cut=place.cut)
+    if mine and first:
         for i, n in enumerate(plan.layout.numels):
             if n == 0:
                 writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
-        for name, p in [] if exclude_frozen else st.frozen:
-            writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=p.shape)
         part = engine.part
         for name, b in _buffers(engine.module):
             if part is None or part.has_buffer(name):
                 writer.add(f"buffer/{name}", _host(b), shape=b.shape)
+
+
+class _Place(NamedTuple):
+    """Where this rank's values of a parameter are in the whole one: from element `begin` on in the order of `cut`."""
+
+    shape: tuple[int, ...]
+    begin: int
+    cut: Cut | None
+
+    @classmethod
+    def of(cls, engine: EngineBase, p: torch.Tensor) -> _Place:
+        cut = engine.cuts.get(id(p))
+        return cls(tuple(p.shape), 0, None) if cut is None else cls(cut.shape, cut.begins[cut.rank], cut)
 
 
 def _averages(engine: EngineBase) -> Iterator[tuple[str, Segment, torch.Tensor]]:
@@ -218,6 +234,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
         "ties": engine.ties(),
         "stage": engine.plan.stage,
         "world_size": engine.everyone.world,
+        "mesh": list(engine.mesh.shape),
         "dtype": name_of(engine.dtype),
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
@@ -269,7 +286,8 @@ def load(
             if optimizer_states:
                 _load_states(engine, reader)
             result = (reader.path, state["client"])
-            own = reader.rank_state(engine.everyone.rank) if reader.world_size == engine.everyone.world else None
+            same = state["engine"].get("mesh", [1, reader.world_size, 1, 1]) == list(engine.mesh.shape)
+            own = reader.rank_state(engine.everyone.rank) if same else None
     except Exception as exc:  # told to the other ranks, then raised
         failure = exc
     together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
@@ -333,7 +351,7 @@ def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None
 
 def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> None:
     st = engine.state
-    want = {n: tuple(p.shape) for n, p in zip(st.names, st.trained)} | {n: tuple(p.shape) for n, p in st.frozen}
+    want = {n: _Place.of(engine, p).shape for n, p in (*zip(st.names, st.trained), *st.frozen)}
     have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
     missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
     if engine.parts is not None:  # each has a part of the names, tensor-parallel ranks the same
@@ -364,25 +382,29 @@ def _check_states(engine: EngineBase, reader: CheckpointReader) -> None:
             )
 
 
-def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0) -> None:
-    """Fills the 1-D `out` (any device and floating dtype) from elements of logical tensor `name`."""
+_WHOLE = _Place((), 0, None)
+
+
+def _read(reader: CheckpointReader, name: str, out: torch.Tensor, begin: int = 0, place: _Place = _WHOLE) -> None:
+    """Fills the 1-D `out` (any device and floating dtype) from elements of logical tensor `name`, from element `begin`
+    of what is here of it on."""
     stored = reader[name].dtype
     if out.device.type == "cpu" and out.dtype == stored and out.is_contiguous():
-        reader.read(name, out, begin)
+        reader.read(name, out, place.begin + begin, cut=place.cut)
         return
     buffer = torch.empty(out.numel(), dtype=stored)
-    reader.read(name, buffer, begin)
+    reader.read(name, buffer, place.begin + begin, cut=place.cut)
     out.copy_(buffer)
 
 
-def _fill(reader: CheckpointReader, name: str, window: Window, begin: int) -> None:
+def _fill(reader: CheckpointReader, name: str, window: Window, begin: int, place: _Place) -> None:
     """Fills a window of states from elements of logical tensor `name`."""
     if window.in_memory:
-        _read(reader, name, window.view, begin)
+        _read(reader, name, window.view, begin, place)
         return
     for part in window.parts():
         values = torch.empty(part.length)
-        _read(reader, name, values, begin + part.begin - window.begin)
+        _read(reader, name, values, begin + part.begin - window.begin, place)
         part.write(values)
 
 
@@ -394,11 +416,11 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         source = f"fp32/{name}" if f"fp32/{name}" in reader.tensors else f"frozen/{name}"
         if source not in reader.tensors:
             continue
-        flat = Window(st.flat, s.flat_begin, s.length)
+        flat, place = Window(st.flat, s.flat_begin, s.length), _Place.of(engine, st.trained[s.param])
         if st.master is None:
-            _fill(reader, source, flat, s.param_begin)
+            _fill(reader, source, flat, s.param_begin, place)
         else:
-            _fill(reader, source, st.window(s), s.param_begin)
+            _fill(reader, source, st.window(s), s.param_begin, place)
             st.window(s).copy_into(flat)
         if st.flat_host is not None:
             st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat.view)
@@ -406,7 +428,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
         if source in reader.tensors:
             value = torch.empty(p.numel(), dtype=p.dtype)
-            _read(reader, source, value)
+            _read(reader, source, value, place=_Place.of(engine, p))
             st.set_frozen(p, value.view(p.shape))
     for name, b in _buffers(engine.module):
         if f"buffer/{name}" in reader.tensors:
@@ -421,14 +443,15 @@ def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
     for label, s, view in _averages(engine):
         source = f"average.{label}/{engine.state.names[s.param]}"
         if source in reader.tensors:
-            _read(reader, source, view, s.param_begin)
+            _read(reader, source, view, s.param_begin, _Place.of(engine, engine.state.trained[s.param]))
         else:
             engine.state.window(s).copy_to(view)
 
 
 def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
     for name, s, window in engine.optimizer.owned_states():
-        _fill(reader, f"{name}/{engine.state.names[s.param]}", window, s.param_begin)
+        place = _Place.of(engine, engine.state.trained[s.param])
+        _fill(reader, f"{name}/{engine.state.names[s.param]}", window, s.param_begin, place)
     for name, i, whole in engine.optimizer.whole_states():
         _read(reader, f"{name}/{engine.state.names[i]}", whole.view(-1))
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -69,6 +70,44 @@ class Cut:
         all."""
         sizes = [math.prod(self.local_shape(r)) for r in range(self.ranks)]
         return tuple(sum(sizes[:r]) for r in range(self.ranks + 1))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the shards, one after the other, are the whole in its own order."""
+        return self.dim == 0 and all(len(part) == 1 for part in self.parts)
+
+    def same_order(self, other: Cut | None) -> bool:
+        """Whether elements have the same places where all shards of `other` lie one after the other (None: in the whole
+        itself)."""
+        if other is None or other.is_plain:
+            return self.is_plain
+        return (self.shape, self.dim, self.parts) == (other.shape, other.dim, other.parts)
+
+    def in_order(self, whole: torch.Tensor) -> torch.Tensor:
+        """[n]: all shards one after the other."""
+        return torch.cat([self.take(whole, r).view(-1) for r in range(self.ranks)])
+
+    def from_order(self, shards: torch.Tensor) -> torch.Tensor:
+        """The whole, from all shards one after the other."""
+        whole = torch.empty(self.shape, dtype=shards.dtype)
+        for r, (begin, end) in enumerate(zip(self.begins, self.begins[1:])):
+            self.put(whole, shards[begin:end].view(self.local_shape(r)), r)
+        return whole
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dim": self.dim, "parts": [[list(s) for s in part] for part in self.parts]}
+
+    @classmethod
+    def from_json(cls, shape: tuple[int, ...], given: Any) -> Cut:
+        """Checked; ArgumentError for what is no cut of a tensor of this shape."""
+        try:
+            parts = tuple(tuple((int(b), int(e)) for b, e in part) for part in given["parts"])
+            dim = int(given["dim"])
+        except (KeyError, TypeError, ValueError):
+            raise ArgumentError(f"{str(given)[:200]} is no cut") from None
+        if not 0 <= dim < len(shape) or not parts or any(not 0 <= b <= e for part in parts for b, e in part):
+            raise ArgumentError(f"{str(given)[:200]} is no cut of a tensor of shape {shape}")
+        return cls(shape, dim, parts, 0)
 
     def take(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The shard of `whole` of a rank (None: this one), in memory of its own."""

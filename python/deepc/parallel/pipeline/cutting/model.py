@@ -75,7 +75,8 @@ class CutModel:
                 "pipeline.stages: to see how the model runs, initialize needs sample_batch=, a micro-batch as in"
                 " model(*batch) or model(**batch)"
             )
-        _take_from_rank_0(model)
+        if mesh.tp == 1:  # else who cut its tensors has
+            take_from_rank_0(model)
         batch = sample if dummy is None else dummy
         with torch.random.fork_rng(devices=[]), _buffers_kept(model):
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
@@ -306,7 +307,7 @@ class CutModel:
 
 # ---- the chain -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def _take_from_rank_0(model: torch.nn.Module) -> None:
+def take_from_rank_0(model: torch.nn.Module) -> None:
     """What the model has on rank 0 counts, as without a pipeline. Collective."""
     for t in (*model.parameters(), *model.buffers()):
         if t.numel():

@@ -1,0 +1,143 @@
+"""The ranks that compute every layer together, and what they tell each other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ...plan.mesh import Mesh
+from .cut import Cut
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...comm.shared import Comm
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class TensorGroup:
+    """A process group (backend "deepc", or any other that has the device) of ranks that hold the shards of one model.
+    On one node its calls go to the C core: they run where the tensors lie, sums in fp32 in the order of ranks, with
+    equal bits on all of them. Meta tensors (of a pipeline's other
+    stages) go nowhere. Layers refer to it; copies of a model share it."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        """process_group: None for one rank."""
+        self.process_group, self.rank, self.size = process_group, rank, size
+        self._comm: Comm | None = getattr(process_group, "live_comm", None)
+        self.device_mesh: DeviceMesh | None = None  # dtensor.py's
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> TensorGroup:
+        return cls(process_group, dist.get_rank(process_group), dist.get_world_size(process_group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
+        return self
+
+    def comms(self) -> list[Comm]:
+        """What breaks if a rank gives up."""
+        return [self._comm] if self._comm is not None else []
+
+    def _core(self, t: torch.Tensor) -> Comm | None:
+        return self._comm if t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) else None
+
+    def add_up(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All ranks' `t` (contiguous) added up, in its memory. op: "sum" or "max"."""
+        if self.size > 1 and not t.is_meta:
+            if (core := self._core(t)) is not None:
+                core.all_reduce(t, op)
+            else:
+                dist.all_reduce(t, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.process_group)
+        return t
+
+    def sum_of(self, t: torch.Tensor) -> torch.Tensor:
+        """All ranks' `t` added up, in new memory."""
+        if self.size == 1 or t.is_meta:
+            return t
+        t = t.contiguous()
+        if (core := self._core(t)) is not None:
+            core.all_reduce(t, out=(out := torch.empty_like(t)))
+            return out
+        return self.add_up(t.clone())
+
+    def gather(self, t: torch.Tensor, dim: int, widths: Sequence[int]) -> torch.Tensor:
+        """All ranks' `t` one after the other along `dim`, of which rank r has widths[r]."""
+        if self.size == 1:
+            return t
+        dim %= t.dim()
+        if short := max(widths) - t.shape[dim]:
+            t = F.pad(t, [0, 0] * (t.dim() - 1 - dim) + [0, short])
+        t = t.contiguous()
+        rows = torch.empty((self.size, *t.shape), dtype=t.dtype, device=t.device)
+        if t.is_meta:
+            pass
+        elif (core := self._core(t)) is not None:
+            core.all_gather(rows, t)
+        else:
+            _all_gather(rows.view(-1), t.view(-1), group=self.process_group)
+        return torch.cat([rows[r].narrow(dim, 0, w) for r, w in enumerate(widths)], dim)
+
+    def scatter_sum(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's of equal parts, along `dim`, of all ranks' `t` added up."""
+        if self.size == 1:
+            return t
+        parts = torch.stack(t.chunk(self.size, dim))
+        out = torch.empty_like(parts[0])
+        if t.is_meta:
+            pass
+        elif (core := self._core(t)) is not None:
+            core.reduce_scatter(out, parts)
+        else:
+            _reduce_scatter(out.view(-1), parts.view(-1), group=self.process_group)
+        return out
+
+    def part(self, t: torch.Tensor, dim: int, widths: Sequence[int]) -> torch.Tensor:
+        """This rank's part of `t`, a copy."""
+        return t.narrow(dim, sum(widths[: self.rank]), widths[self.rank]).contiguous()
+
+    def spread(self, t: torch.Tensor) -> None:
+        """The first rank's `t` comes to all."""
+        if self.size > 1:
+            flat = t.detach()
+            if not flat.is_contiguous():
+                flat = flat.contiguous()
+            dist.broadcast(flat, group_src=0, group=self.process_group)
+            if flat.data_ptr() != t.data_ptr():
+                t.detach().copy_(flat)
+
+
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], TensorGroup]] = weakref.WeakKeyDictionary()
+
+
+def tensor_group(mesh: Mesh, backend: str = "deepc") -> TensorGroup:
+    """That of this rank along the mesh's tensor axis; made once for a default group. Collective over all ranks."""
+    if mesh.tp == 1:
+        return TensorGroup(None, 0, 1)
+    world = dist.group.WORLD
+    assert world is not None  # the engine has seen to it
+    made = _opened.setdefault(world, {})
+    mine = mesh.group("tp", dist.get_rank())
+    if mine not in made:
+        for ranks in mesh.groups("tp"):
+            opened = dist.new_group(list(ranks), backend=backend)
+            if ranks == mine:
+                made[mine] = TensorGroup.of(opened)
+    return made[mine]
+
+
+@torch.no_grad()
+def whole_of(shard: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
+    """The parameter (or a tensor of its shape) of which `shard` is this rank's part. Collective over the group."""
+    widths = tuple(cut.width(r) for r in range(cut.ranks))
+    rows = group.gather(shard.detach(), cut.dim, widths)
+    whole = torch.empty(cut.shape, dtype=shard.dtype, device=shard.device)
+    for rank, part in enumerate(rows.split(widths, cut.dim)):
+        cut.put(whole, part, rank)
+    return whole

@@ -1,0 +1,280 @@
+"""Layers that are cut over the ranks of a tensor-parallel group (Megatron-LM, arXiv:1909.08053, section 3).
+
+Each is made either as a layer of its own, ColumnParallelLinear(in, out, group=...), whose weights begin as the cut of
+those that one process would draw, or of a module that is there (`cut_module`), which gets another class made of its
+own: parameters, hooks and names stay what they are. A column-parallel layer has some of the outputs, a row-parallel one
+some of the inputs: it ends the region that the former begins, and its bias is everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import ArgumentError, UnsupportedError
+from ...nn.fuse import _Fused, _fused_class, _Head
+from .cut import Cut
+from .loss import linear_cross_entropy
+from .random import Inside
+from .regions import enter, enter_from_sequence, gather, leave, leave_to_sequence, part
+
+if TYPE_CHECKING:
+    from .group import TensorGroup
+
+
+class Region:
+    """What the layers between an entrance and an exit share: `x`, which goes in once however many column-parallel
+    layers read it (one sum of gradients then), and the random numbers inside. members: how many those are."""
+
+    def __init__(self, group: TensorGroup, owner: nn.Module | None = None, sequence: bool = False) -> None:
+        self.group, self.members, self.sequence = group, 0, sequence
+        self._random = Inside(owner, group) if owner is not None else None
+        self._seen: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._uses = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        made = Region.__new__(Region)
+        memo[id(self)] = made
+        vars(made).update(vars(self), _seen=None, _entered=None, _uses=0)
+        if self._random is not None:
+            made._random = Inside(memo.get(id(self._random._owner), self._random._owner), self.group)
+        return made
+
+    def begin(self, x: Tensor) -> Tensor:
+        if self._entered is None or x is not self._seen:
+            self._seen, self._uses = x, 0
+            self._entered = enter_from_sequence(x, self.group) if self.sequence else enter(x, self.group)
+        self._uses += 1
+        out = self._entered
+        if self._uses >= self.members:
+            self._seen = self._entered = None
+            if self._random is not None:
+                self._random.enter()
+        return out
+
+    def end(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        self._seen = self._entered = None
+        if self.sequence:
+            out = leave_to_sequence(x, self.group)
+            return out if bias is None else out + bias
+        return leave(x, self.group, bias)
+
+    def leave_random(self) -> None:
+        if self._random is not None:
+            self._random.leave()
+
+
+class _Parallel(_Fused):
+    """cuts: see cut.py. region: shared with the other layers of it. gathers: the outputs come together at the end."""
+
+    cuts: dict[str, Cut]
+    region: Region
+    gathers = False
+    weight: Tensor
+    bias: Tensor | None
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight, bias)
+
+    def _deepc_widths(self) -> tuple[int, ...]:
+        cut = self.cuts["weight"]
+        return tuple(cut.width(r) for r in range(cut.ranks))
+
+
+class _Column(_Parallel):
+    def forward(self, input: Tensor) -> Tensor:
+        out = self._product(self.region.begin(input), self.bias)
+        if self.gathers:
+            self.region.leave_random()
+            return gather(out, self.region.group, -1, self._deepc_widths())
+        return out
+
+
+class _Row(_Parallel):
+    splits = False  # the input is whole, and this rank takes its part
+
+    def forward(self, input: Tensor) -> Tensor:
+        region = self.region
+        region.leave_random()
+        if self.splits:
+            input = part(input, region.group, -1, self._deepc_widths())
+        return region.end(self._product(input, None), self.bias)
+
+
+def _conv1d(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """transformers' Conv1D: a Linear whose weight is [in, out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.mm(rows, layer.weight) if bias is None else torch.addmm(bias, rows, layer.weight)
+    return out.view(*x.shape[:-1], layer.weight.shape[1])
+
+
+class _ColumnConv1D(_Column):
+    _product = _conv1d
+
+
+class _RowConv1D(_Row):
+    _product = _conv1d
+
+
+class _Vocabulary(_Parallel):
+    """An embedding of which each rank has some rows."""
+
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        cut, group = self.cuts["weight"], self.region.group
+        ((begin, end),) = cut.parts[cut.rank]
+        outside = (input < begin) | (input >= end)
+        if not input.is_meta and bool(((input < 0) | (input >= cut.shape[0])).any()):
+            raise IndexError(f"an index of {type(self).__name__} is not from 0 to {cut.shape[0] - 1}")
+        padding = self.padding_idx
+        inner = padding - begin if padding is not None and begin <= padding < end else None
+        rows = F.embedding((input - begin).masked_fill(outside, 0), self.weight, inner)
+        return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), group)
+
+
+class _ParallelHead(_Head, _Parallel):
+    """The output Linear of a language model, of which each rank has some rows: whole logits, or, called with labels,
+    the loss without them (nn/fuse.py asks so)."""
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        if labels is None and self._deepc_hold:
+            return input
+        x = self.region.begin(input)
+        if labels is not None:
+            return linear_cross_entropy(
+                x, self.weight, labels, self.cuts["weight"], self.region.group, self.bias, **options
+            )
+        return gather(F.linear(x, self.weight, self.bias), self.region.group, -1, self._deepc_widths())
+
+
+# ---- modules that are there ------------------------------------------------------------------------------------------
+def is_conv1d(module: nn.Module) -> bool:
+    return any(k.__name__ == "Conv1D" and k.__module__ == "transformers.pytorch_utils" for k in type(module).__mro__)
+
+
+def cut_module(
+    module: nn.Module,
+    kind: str,
+    region: Region,
+    blocks: Sequence[int] = (),
+    gathers: bool = False,
+    done: dict[int, Cut] | None = None,
+) -> None:
+    """Makes `module` this rank's shard of itself, in place. kind: "column", "row", "vocabulary" (an embedding) or
+    "head" (the output Linear of a language model). blocks: sizes of parts of the outputs (of a row-parallel layer: of
+    the inputs) that are cut for themselves. done: id(parameter) -> cut, of those that are cut already, because another
+    module has them too. ArgumentError for a module that can't be."""
+    done = {} if done is None else done
+    group, transposed = region.group, is_conv1d(module)
+    if "forward" in vars(module):
+        raise UnsupportedError(f"its forward ({type(module).__name__}) was replaced by somebody else")
+    if kind == "vocabulary":
+        if not isinstance(module, nn.Embedding):
+            raise ArgumentError(f"{type(module).__name__} is no torch.nn.Embedding")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise UnsupportedError("an embedding with max_norm, scale_grad_by_freq or sparse gradients can't be cut")
+    elif not (isinstance(module, nn.Linear) or transposed):
+        raise ArgumentError(f"{type(module).__name__} is neither torch.nn.Linear nor transformers' Conv1D")
+    if kind == "head" and transposed:
+        raise ArgumentError("a head is a torch.nn.Linear")
+    own = cast(Any, module)
+    outputs = 1 if transposed else 0
+    dim = 1 - outputs if kind == "row" else outputs
+    cuts = {"weight": _cut(own.weight, dim, group, blocks, done)}
+    if kind != "row" and getattr(own, "bias", None) is not None:
+        cuts["bias"] = _cut(own.bias, 0, group, blocks, done)
+    here = cuts["weight"].width(group.rank)
+    if kind in ("column", "row"):
+        _rename_size(own, here, outputs=kind == "column", transposed=transposed)
+        if kind == "column":
+            region.members += 1
+    elif kind == "head":
+        own.out_features = here
+        region.members = 1
+    else:
+        own.num_embeddings = here
+    own.cuts, own.region, own.gathers = cuts, region, gathers
+    mixin: type[_Parallel] = {
+        ("column", False): _Column,
+        ("column", True): _ColumnConv1D,
+        ("row", False): _Row,
+        ("row", True): _RowConv1D,
+        ("vocabulary", False): _Vocabulary,
+        ("head", False): _ParallelHead,
+    }[kind, transposed]
+    own.__class__ = _fused_class(type(module), mixin)
+
+
+def _rename_size(own: Any, here: int, outputs: bool, transposed: bool) -> None:
+    name = ("nf" if outputs else "nx") if transposed else ("out_features" if outputs else "in_features")
+    setattr(own, name, here)
+
+
+def _cut(p: nn.Parameter, dim: int, group: TensorGroup, blocks: Sequence[int], done: dict[int, Cut]) -> Cut:
+    if (known := done.get(id(p))) is not None:
+        if known.dim != dim:
+            raise ArgumentError(f"two modules share a parameter, and cut it along dimensions {known.dim} and {dim}")
+        return known
+    if blocks and sum(blocks) != p.shape[dim]:
+        raise ArgumentError(f"parts of {' + '.join(map(str, blocks))} don't make the {p.shape[dim]} that there are")
+    cut = Cut.even(p.shape, dim, group.size, group.rank, blocks)
+    if not all(cut.width(r) for r in range(cut.ranks)):
+        raise ArgumentError(f"{p.shape[dim]} can't be cut over {group.size} ranks, so that each has some")
+    with torch.no_grad():
+        p.data = cut.take(p.data)
+    done[id(p)] = cut
+    return cut
+
+
+# ---- layers of their own ---------------------------------------------------------------------------------------------
+def ColumnParallelLinear(
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    *,
+    group: TensorGroup,
+    region: Region | None = None,
+    gather_output: bool = False,
+    sequence: bool = False,
+    blocks: Sequence[int] = (),
+) -> nn.Linear:
+    """y = x A^T + b of which each rank has some outputs: [..., in] equal on all ranks -> [..., its part of out]
+    (gather_output: the whole). Draws its weights as nn.Linear does, whole, and keeps its part: ranks with one state of
+    the generator have one layer. region: one for all layers that read the same x. sequence: x is this rank's part of
+    the positions (dimension 1). blocks: sizes of parts of the outputs that are each cut (a fused q, k, v)."""
+    layer = nn.Linear(in_features, out_features, bias)
+    cut_module(layer, "column", region or Region(group, sequence=sequence), blocks, gather_output)
+    return layer
+
+
+def RowParallelLinear(
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    *,
+    group: TensorGroup,
+    region: Region | None = None,
+    split_input: bool = False,
+    sequence: bool = False,
+) -> nn.Linear:
+    """The same of which each rank has some inputs: [..., its part of in] (split_input: the whole, equal on all ranks)
+    -> [..., out], equal on all ranks (sequence: this rank's part of the positions; the gradient of `bias` is then in
+    parts too: see regions.sum_gradients)."""
+    layer = nn.Linear(in_features, out_features, bias)
+    cut_module(layer, "row", region or Region(group, sequence=sequence))
+    cast(Any, layer).splits = split_input
+    return layer
+
+
+def VocabParallelEmbedding(
+    num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *, group: TensorGroup
+) -> nn.Embedding:
+    """An nn.Embedding of which each rank has some rows: indices [...], equal on all ranks -> [..., embedding_dim]."""
+    layer = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
+    cut_module(layer, "vocabulary", Region(group))
+    return layer

@@ -1,0 +1,50 @@
+"""Random numbers of tensor-parallel ranks: equal where activations are, different inside of regions.
+
+Outside, all ranks draw from torch's default generator in the same state. At the entrance of a region one number is
+drawn from it (so it goes on equally), and with the rank seeds what is drawn inside; at the exit the state from before
+comes back. Nothing else is kept: torch.utils.checkpoint, which restores the default generator, draws the same again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .group import TensorGroup
+
+_STEP = 0x9E3779B97F4A7C15  # of splitmix64: neighbouring ranks get distant seeds
+
+
+def same_state(group: TensorGroup) -> None:
+    """All ranks' default generator gets the first one's state. Collective."""
+    state = torch.get_rng_state()
+    group.spread(state)
+    torch.set_rng_state(state)
+
+
+class Inside:
+    """The generator's state while a region runs. drops: modules of the region whose dropout may be on."""
+
+    def __init__(self, owner: nn.Module, group: TensorGroup) -> None:
+        self._drops = [m for m in owner.modules() if isinstance(m, torch.nn.Dropout)]
+        self._owner, self._rank = owner, group.rank
+        self._rates = [n for n, v in vars(owner).items() if "dropout" in n and isinstance(v, float)]
+        self._outside: torch.Tensor | None = None
+
+    def _draws(self) -> bool:
+        rates = any(getattr(self._owner, n) > 0 for n in self._rates)
+        return self._owner.training and (rates or any(m.p > 0 for m in self._drops))
+
+    def enter(self) -> None:
+        if self._draws():  # what is kept of a pass that was broken off (a recomputation's end) is not wanted any more
+            seed = int(torch.randint(2**62, (), dtype=torch.int64))
+            self._outside = torch.get_rng_state()
+            torch.default_generator.manual_seed((seed + _STEP * (self._rank + 1)) % 2**64 - 2**63)
+
+    def leave(self) -> None:
+        if self._outside is not None:
+            torch.set_rng_state(self._outside)
+            self._outside = None

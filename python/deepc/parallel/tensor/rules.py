@@ -1,0 +1,199 @@
+"""Which modules of a model are cut, and how: rules by name, built in for models of transformers, or from the
+configuration (DeepSpeed's tensor_parallel.partition_config)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import ConfigError, UnsupportedError
+
+KINDS = ("column", "row", "vocabulary", "head", "shared", "skip")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """pattern: of the name of a module (or of its weight: "...o_proj.weight"), matched whole. kind: of KINDS; "shared":
+    the module is on every rank, inside of a region: the gradients of its parameters are added up; "skip": it is left as
+    it is. blocks: the outputs (of a row-parallel layer: the inputs) consist of so many equal parts, or of parts of
+    these sizes, each of which is cut. gathers: outputs come together. divided: attributes of the module around it that
+    count what is here of it now."""
+
+    pattern: str
+    kind: str
+    blocks: int | tuple[int, ...] = 1
+    gathers: bool = False
+    divided: tuple[str, ...] = ()
+
+    def matches(self, name: str) -> bool:
+        return bool(re.fullmatch(self.pattern, name) or re.fullmatch(self.pattern, f"{name}.weight"))
+
+    def sizes(self, features: int) -> tuple[int, ...]:
+        """Of the blocks of so many features."""
+        if isinstance(self.blocks, tuple):
+            return self.blocks
+        return (features // self.blocks,) * self.blocks if self.blocks > 1 else ()
+
+
+def _named(*names: str) -> str:
+    return r"(.*\.)?(" + "|".join(n.replace(".", r"\.") for n in names) + ")"
+
+
+_LLAMA = (
+    Rule(_named("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "column"),
+    Rule(_named("self_attn.o_proj"), "row"),
+    Rule(_named("mlp.gate_proj", "mlp.up_proj"), "column"),
+    Rule(_named("mlp.down_proj"), "row"),
+    Rule(_named("embed_tokens"), "vocabulary"),
+    Rule(_named("lm_head"), "head"),
+)
+_QWEN3 = (*_LLAMA, Rule(_named("self_attn.q_norm", "self_attn.k_norm"), "shared"))
+_GPT2 = (
+    Rule(_named("attn.c_attn"), "column", 3, divided=("split_size", "num_heads")),
+    Rule(_named("attn.c_proj", "crossattention.c_proj"), "row"),
+    Rule(_named("crossattention.c_attn"), "column", 2, divided=("split_size", "num_heads")),
+    Rule(_named("crossattention.q_attn"), "column"),
+    Rule(_named("mlp.c_fc"), "column"),
+    Rule(_named("mlp.c_proj"), "row"),
+    Rule(_named("wte"), "vocabulary"),
+    Rule(_named("lm_head"), "head"),
+)
+_BERT = (
+    Rule(
+        _named("attention.self.query", "attention.self.key", "attention.self.value"),
+        "column",
+    ),
+    Rule(_named("attention.output.dense"), "row"),
+    Rule(_named("intermediate.dense"), "column"),
+    Rule(_named("output.dense"), "row"),
+    Rule(_named("embeddings.word_embeddings"), "vocabulary"),
+    Rule(_named("cls.predictions.decoder"), "head"),
+)
+FAMILIES: dict[str, tuple[Rule, ...]] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _QWEN3,
+    "bert": _BERT,
+}
+
+# The styles of transformers' own plans (config.base_model_tp_plan, model._tp_plan), for models that have no row above.
+_STYLES: dict[str, dict[str, Any]] = {
+    "colwise": {"kind": "column"},
+    "rowwise": {"kind": "row"},
+    "colwise_rep": {"kind": "column", "gathers": True},
+    "colwise_gather_output": {"kind": "column", "gathers": True},
+    "embedding_rowwise": {"kind": "vocabulary"},
+    "replicated_with_grad_allreduce": {"kind": "shared"},
+}
+
+
+def rules_of(model: Any, section: Mapping[str, Any], ranks: int) -> tuple[tuple[Rule, ...], str]:
+    """(rules for `model`, where they come from: for messages). section: tensor_parallel of a configuration. Where there
+    are none for it: (), "". ConfigError, UnsupportedError for rules that can't be."""
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    built_in, source = _built_in(model, family)
+    if (preset := section.get("preset_model")) is not None:
+        if preset not in FAMILIES:
+            raise ConfigError(
+                f"tensor_parallel.preset_model = {preset!r}: deepc has rules for {', '.join(FAMILIES)}; give"
+                " tensor_parallel.partition_config for others"
+            )
+        built_in, source = FAMILIES[preset], f"preset {preset}"
+    if (asked := section.get("partition_config")) is None:
+        return built_in, source
+    own = _configured(asked, family, ranks)
+    merged = asked.get("use_default_specs", True)
+    return (*own, *(built_in if merged else ())), "tensor_parallel.partition_config"
+
+
+def _built_in(model: Any, family: str | None) -> tuple[tuple[Rule, ...], str]:
+    if family in FAMILIES:
+        return FAMILIES[family], f"transformers' {family}"
+    plan: dict[str, str] = {}
+    for found in (
+        getattr(getattr(model, "config", None), "base_model_tp_plan", None),
+        getattr(model, "_tp_plan", None),
+    ):
+        plan.update(found if isinstance(found, Mapping) else {})
+    if unknown := sorted({style for style in plan.values() if style not in _STYLES}):
+        raise UnsupportedError(
+            f"the tensor-parallel plan of transformers' {family} has modules of the style"
+            f" {', '.join(map(repr, unknown))}, which deepc does not have; give tensor_parallel.partition_config"
+        )
+    rules = []
+    for name, style in plan.items():
+        pattern = r"(.*\.)?" + re.escape(name).replace(r"\*", r"\d+")
+        options = dict(_STYLES[style])
+        if name.endswith("lm_head"):
+            options = {"kind": "head"}
+        rules.append(Rule(pattern, **options))
+    return tuple(rules), f"the plan of transformers' {family}" if rules else ""
+
+
+def _configured(asked: Mapping[str, Any], family: str | None, ranks: int) -> list[Rule]:
+    where = "tensor_parallel.partition_config"
+    known = {
+        "layer_specs",
+        "use_default_specs",
+        "strict_mode",
+        "tp_size",
+        "embedding_partition_dim",
+        "lm_head_patterns",
+    }
+    if unknown := [k for k in asked if k not in known]:
+        raise ConfigError(f"{where}.{unknown[0]} is no key of it; the keys are {', '.join(sorted(known))}")
+    if asked.get("tp_size", 1) not in (1, ranks):
+        raise ConfigError(f"{where}.tp_size = {asked['tp_size']}, and tensor_parallel.autotp_size is {ranks}")
+    specs = asked.get("layer_specs", [])
+    if not isinstance(specs, Sequence) or not all(isinstance(s, Mapping) for s in specs):
+        raise ConfigError(f"{where}.layer_specs is a list of objects")
+    rules: list[Rule] = []
+    for i, spec in enumerate(specs):
+        rules += _of_spec(spec, f"{where}.layer_specs[{i}]", family)
+    return rules
+
+
+def _of_spec(spec: Mapping[str, Any], where: str, family: str | None) -> list[Rule]:
+    known = ("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
+    if unknown := [k for k in spec if k not in known]:
+        raise ConfigError(f"{where}.{unknown[0]} is no key of it; the keys are {', '.join(known)}")
+    if (types := spec.get("model_types")) and str(family).lower() not in [str(t).lower() for t in types]:
+        return []
+    kind = str(spec.get("partition_type", "column")).lower()
+    if kind not in KINDS:
+        raise ConfigError(f"{where}.partition_type = {kind!r}: it is one of {', '.join(KINDS)}")
+    if kind == "skip" and spec.get("grad_allreduce"):
+        kind = "shared"
+    blocks = _blocks(spec, kind, where)
+    rules = []
+    for pattern in spec.get("patterns", []):
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as exc:
+            raise ConfigError(f"{where}.patterns: {pattern!r} is no regular expression: {exc}") from None
+        rules.append(Rule(f"(?:{pattern}).*", kind, blocks, bool(spec.get("gather_output", False))))
+    return rules
+
+
+def _blocks(spec: Mapping[str, Any], kind: str, where: str) -> int | tuple[int, ...]:
+    """DeepSpeed's shape: [3, -1] are three equal parts, [[q, k, v], -1] three of these sizes."""
+    shape, usual = spec.get("shape"), 1 if kind == "row" else 0
+    if (dim := spec.get("partition_dim", usual)) not in (usual, None):
+        raise UnsupportedError(f"{where}.partition_dim = {dim}: deepc cuts a {kind} layer along dimension {usual}")
+    if shape is None:
+        return 1
+    if not isinstance(shape, Sequence) or len(shape) != 2 or shape[1 - usual] != -1:
+        raise UnsupportedError(
+            f"{where}.shape = {shape!r}: deepc takes two dimensions, the one that is cut as a number of equal parts or"
+            " a list of sizes, the other -1"
+        )
+    parts = shape[usual]
+    if isinstance(parts, int) and parts > 0:
+        return parts
+    if isinstance(parts, Sequence) and parts and all(type(n) is int and n > 0 for n in parts):
+        return tuple(parts)
+    raise ConfigError(f"{where}.shape = {shape!r}: parts are a positive number, or a list of positive sizes")
