@@ -158,6 +158,8 @@ MODULES: dict[str, str] = {
     "runtime.pipe.engine": "deepc.compat.runtime.engine: PipelineEngine",
     "runtime.pipe.module": "deepc.pipe: LayerSpec PipelineModule TiedLayerSpec",
     "runtime.sequence_parallel": "",
+    "sequence": "",
+    "sequence.layer": "deepc.parallel.sequence: DistributedAttention",
     "runtime.utils": (
         """
         deepc.compat.helpers.utils: see_memory_usage memory_status empty_cache move_to_device copy_to_device set_random_seed clip_grad_norm_
@@ -273,7 +275,7 @@ ALIASES: dict[str, str] = {"zero": "runtime.zero"}
 
 _DUAL = 'not built; PipelineModule(..., schedule="zb-v") has as small a bubble'
 _TP = "tensor parallelism is not built yet; ZeRO stage 3 splits every parameter over the ranks"
-_SP = "sequence parallelism is not built yet; use activation checkpointing for long sequences"
+_SP = "deepc has its own: deepc.parallel.sequence (share, shard, cross_entropy); see docs/sequence-parallel.md"
 _MOE = "expert parallelism is not built yet; any mixture of experts that is plain PyTorch trains under every ZeRO stage"
 _KERNEL = (
     "kernel injection is not built; deepc.fuse(model) fuses norms, activations, rotary embeddings, attention and the loss of a"
@@ -352,7 +354,9 @@ LACKING: dict[str, str] = {
     "runtime.zero.mics": _GONE,
     "runtime.fp16.onebit": "1-bit optimizers are not built yet; " + _GONE,
     "elasticity": "elastic training is not built yet; " + _GONE,
-    "sequence": _SP,
+    "sequence.auto_sp": _SP,
+    "sequence.cross_entropy": _SP,
+    "sequence.fpdt_layer": _SP,
 }
 
 

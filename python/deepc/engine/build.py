@@ -193,6 +193,10 @@ def mesh_asked(config: Config, stages: int) -> Mesh:
     import torch.distributed as dist
 
     tensor, sequence = config.tensor_parallel.autotp_size or 1, config.sequence_parallel_size
+    if stages > 1 and sequence > 1:
+        raise UnsupportedError(
+            f"sequence_parallel_size = {sequence} with {stages} pipeline stages does not exist; use one of the two"
+        )
     return Mesh(pp=stages, dp=dist.get_world_size() // (stages * tensor * sequence), sp=sequence, tp=tensor)
 
 

@@ -1,0 +1,106 @@
+"""Models of transformers over sequences that are spread over ranks, without a line of theirs rewritten."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ArgumentError, UnsupportedError
+from .attention import attend
+from .loss import cross_entropy
+
+_names = itertools.count()
+
+
+class _Grouped:
+    """An attention module whose keys and values have other numbers of heads than it says."""
+
+    def __init__(self, module: Any, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def share(model: torch.nn.Module, group: Any) -> torch.nn.Module:
+    """A model of transformers (such as Llama, Mistral, Qwen2, GPT-2) so changed that each rank of `group` gives it its
+    own positions (shard()): attention sees all of them, by the model's attention implementation so far ("sdpa",
+    "flash_attention_2", ...), and the loss of a causal language model is the mean over all tokens. Returns the model;
+    to be called once. ArgumentError for "eager", which wants a mask of all pairs, a model without a choice of
+    implementations, and fewer heads than ranks; UnsupportedError for sliding windows."""
+    config = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    ranks = dist.get_world_size(group)
+    if config is None or implementation is None:
+        raise ArgumentError(
+            f"sequence parallelism: {type(model).__name__} is no model of transformers with attention implementations;"
+            " give its attention to deepc.parallel.sequence.DistributedAttention"
+        )
+    text = config.get_text_config()
+    if implementation == "eager":
+        raise ArgumentError(
+            'sequence parallelism: attn_implementation="eager" wants a mask of all pairs of positions; use "sdpa"'
+        )
+    if text.num_attention_heads < ranks:
+        raise ArgumentError(
+            f"sequence parallelism: {text.num_attention_heads} heads can't be shared by {ranks} ranks of one sequence"
+        )
+    if (window := getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True):
+        raise UnsupportedError(
+            f"sequence parallelism: sliding_window = {window} is a mask, which does not come along; set it to None"
+        )
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    local = ALL_ATTENTION_FUNCTIONS[str(implementation)]
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """query, key, value [samples, heads, positions, features]; returns [samples, positions, heads, features]."""
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return local(_Grouped(module, q.shape[1] // k.shape[1]), q, k, v, attention_mask, *args, **kwargs)[0]
+
+        out = attend(run, (query, key, value), group, heads=1, positions=2, out_heads=2, out_positions=1)
+        return out, None
+
+    def loss(logits: torch.Tensor, labels: Any, *_: Any, shift_labels: Any, **kwargs: Any) -> torch.Tensor:
+        return cross_entropy(logits, shift_labels, group, ignore_index=kwargs.get("ignore_index", -100))
+
+    name = f"deepc_ulysses_{next(_names)}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    for part in {id(c): c for c in (config, text)}.values():
+        part._attn_implementation = name
+    model.loss_function = loss  # type: ignore[assignment]
+    model.register_forward_pre_hook(_check, with_kwargs=True)
+    return model
+
+
+def _check(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """That what would be silently wrong on a part of the positions is not asked for."""
+    if kwargs.get("attention_mask") is not None:
+        raise UnsupportedError(
+            "sequence parallelism: an attention_mask of this rank's positions says nothing of the others';"
+            " deepc.parallel.sequence.shard leaves it out where it is not needed"
+        )
+    if kwargs.get("position_ids") is None:
+        raise ArgumentError(
+            "sequence parallelism: without position_ids every rank would take its positions for the first ones;"
+            " deepc.parallel.sequence.shard makes them"
+        )
+    if kwargs.get("labels") is None:
+        return
+    if not re.search("(ForCausalLM|LMHeadModel)$", type(model).__name__):
+        raise UnsupportedError(
+            f"sequence parallelism: {type(model).__name__} takes the mean over this rank's labels only; call it without"
+            " labels, and deepc.parallel.sequence.cross_entropy with its logits"
+        )
+    if kwargs.get("shift_labels") is None:
+        raise ArgumentError(
+            "sequence parallelism: labels are shifted before sequences are cut, since the label of a rank's last"
+            " position is with the next rank; deepc.parallel.sequence.shard makes shift_labels"
+        )

@@ -1,0 +1,102 @@
+"""Batches cut into the positions of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ArgumentError, UnsupportedError
+
+
+def shard(
+    batch: Mapping[str, Any], group: Any, *, pad_id: int = 0, ignore_index: int = -100, causal: bool = False
+) -> dict[str, Any]:
+    """This rank's positions of a batch of token sequences, as transformers' collators make them: input_ids and labels
+    [samples, positions] and, if there are, position_ids. All ranks of the group give equal batches.
+
+    Labels are shifted before they are cut: `shift_labels`, which share()d models take, has at each position the next
+    token, wherever that is. position_ids are made where there are none. Sequences whose length the ranks don't divide
+    are filled up with pad_id at their end, without labels.
+
+    An attention_mask of ones is left out. With zeros, causal=True says that the model looks back only: where all zeros
+    are at the end (right padding) and have no labels, they don't count, and the mask is left out too. ArgumentError for
+    another mask or other shapes; UnsupportedError for tensors with the positions that are not known here."""
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise ArgumentError("sequence parallelism: a batch needs input_ids [samples, positions]")
+    samples, length = ids.shape
+    known = {"input_ids": pad_id, "labels": ignore_index, "position_ids": 0, "shift_labels": ignore_index}
+    rest = {}
+    for name, value in batch.items():
+        if name in known:
+            if value is not None and tuple(value.shape) != (samples, length):
+                raise ArgumentError(
+                    f"sequence parallelism: {name} is {list(value.shape)}, and input_ids {[samples, length]}"
+                )
+        elif name == "attention_mask":
+            _check_mask(value, batch.get("labels"), ignore_index, causal)
+        elif isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length:
+            raise UnsupportedError(
+                f"sequence parallelism: {name} {list(value.shape)} has the positions of input_ids, and how it is cut is"
+                " not known; cut it in the loader and leave it out here"
+            )
+        else:
+            rest[name] = value
+    whole = {name: batch[name] for name in known if batch.get(name) is not None}
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(length, device=ids.device).expand(samples, length)
+    if "labels" in whole and "shift_labels" not in whole:
+        whole["shift_labels"] = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=ignore_index)
+    part = -(-length // ranks)
+    missing = part * ranks - length
+    for name, t in whole.items():
+        if missing:
+            end = (
+                torch.arange(length, length + missing, device=t.device).expand(samples, missing)
+                if name == "position_ids"
+                else t.new_full((samples, missing), known[name])
+            )
+            t = torch.cat((t, end), 1)
+        rest[name] = t[:, me * part : (me + 1) * part].contiguous()
+    return rest
+
+
+def _check_mask(mask: Any, labels: Any, ignore_index: int, causal: bool) -> None:
+    if mask is None or bool((mask != 0).all()):
+        return
+    if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ArgumentError(
+            "sequence parallelism: the attention_mask has zeros that are not at the end of sequences; only right"
+            " padding can be left out. Pad on the right (tokenizer.padding_side)"
+        )
+    if not causal:
+        raise ArgumentError(
+            "sequence parallelism: the attention_mask has zeros. Of a model that looks back only, padding at the end"
+            " does not count: say causal=True. Others would see it, and need batches without padding"
+        )
+    if labels is not None and bool((labels[mask == 0] != ignore_index).any()):
+        raise ArgumentError(
+            f"sequence parallelism: padded positions have labels other than {ignore_index}; transformers' collators set"
+            " them so"
+        )
+
+
+class Shards:
+    """A loader whose batches are cut by shard(); options are its. len() and attributes are the loader's."""
+
+    def __init__(self, loader: Iterable[Mapping[str, Any]], group: Any, **options: Any) -> None:
+        self.loader, self.group, self.options = loader, group, options
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.loader:
+            yield shard(batch, self.group, **self.options)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

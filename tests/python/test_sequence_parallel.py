@@ -1,0 +1,223 @@
+"""Sequence parallelism: ranks that share every sequence train as one process does."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks as _run_ranks
+
+
+def run_ranks(fn, world, *args):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def _local(q, k, v):
+    """Layout [positions, samples, heads, features], grouped queries."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+
+
+def _qkv(heads, kv):
+    generator = torch.Generator().manual_seed(heads * 10 + kv)
+    return [torch.randn(12, 2, h, 4, generator=generator, dtype=torch.float64) for h in (heads, kv, kv)]
+
+
+def _attends(rank, world, cases):
+    from deepc.parallel.sequence import DistributedAttention, sequence_group
+
+    group = sequence_group(world)
+    out = []
+    for heads, kv in cases:
+        mine = [t.chunk(world)[rank].clone().requires_grad_() for t in _qkv(heads, kv)]
+        made = DistributedAttention(_local, group)(*mine)
+        made.pow(2).sum().backward()
+        out.append((made.detach(), [t.grad for t in mine]))
+    return out
+
+
+CASES = [(4, 4), (4, 2), (4, 1), (5, 5), (6, 2), (7, 1)]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_attention_is_that_of_whole_sequences(world):
+    cases = [c for c in CASES if c[0] >= world]
+    ranks = run_ranks(_attends, world, cases)
+    for i, (heads, kv) in enumerate(cases):
+        whole = [t.requires_grad_() for t in _qkv(heads, kv)]
+        want = _local(*whole)
+        want.pow(2).sum().backward()
+        torch.testing.assert_close(torch.cat([r[i][0] for r in ranks]), want.detach(), rtol=1e-12, atol=1e-12)
+        for t, *parts in zip(whole, *(r[i][1] for r in ranks)):
+            torch.testing.assert_close(torch.cat(parts), t.grad, rtol=1e-11, atol=1e-12)
+
+
+def _calls(rank, world):
+    """Calls and bytes of one attention, forward and backward."""
+    from deepc.parallel.sequence import DistributedAttention, sequence_group
+
+    group = sequence_group(world)
+    seen = []
+    real = dist.all_to_all_single
+
+    def counted(out, given, *args, **kwargs):
+        seen.append(given.numel())
+        return real(out, given, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    mine = [t.chunk(world)[rank].clone().requires_grad_() for t in _qkv(4, 2)]
+    DistributedAttention(_local, group)(*mine).sum().backward()
+    return seen
+
+
+def test_queries_keys_and_values_go_in_one_exchange():
+    each = 12 * 2 * 4 // 2  # elements of a head on a rank: positions, samples, features
+    for seen in run_ranks(_calls, 2):
+        assert seen == [each * (4 + 2 + 2), each * 4] + [each * 4, each * (4 + 2 + 2)]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+def _model(kind):
+    import transformers as t
+
+    torch.manual_seed(1)
+    if kind == "gpt2":
+        config = t.GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=61, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        return t.GPT2LMHeadModel(config)
+    sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    return t.LlamaForCausalLM(t.LlamaConfig(**sizes, intermediate_size=64, vocab_size=61, max_position_embeddings=64))
+
+
+def _batches(steps, samples, length):
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        ids = torch.randint(1, 61, (samples, length), generator=generator)
+        labels, mask = ids.clone(), torch.ones_like(ids)
+        for row in range(samples):  # so that ranks have other numbers of labels
+            end = int(torch.randint(length // 2, length + 1, (), generator=generator))
+            labels[row, end:], mask[row, end:] = -100, 0
+        yield {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def _trains(rank, world, kind, sp, stage, length):
+    import deepc
+
+    model, samples = _model(kind), 2
+    dp = world // sp
+    config = {
+        "train_micro_batch_size_per_gpu": samples,
+        "sequence_parallel_size": sp,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    }
+    if sp > 1:
+        from deepc.parallel.sequence import Shards, sequence_group, share
+
+        group = sequence_group(sp)
+        share(model, group)
+    engine, *_ = deepc.initialize(model=model, config=config)
+    data = [{k: v.chunk(dp)[rank // sp] for k, v in b.items()} for b in _batches(3, samples * dp, length)]
+    if sp > 1:
+        data = Shards(data, group, causal=True)
+    losses = []
+    for batch in data:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses += [float(loss), engine.get_global_grad_norm()]
+    with deepc.zero.GatheredParameters(list(engine.module.parameters())):
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return losses, weights
+
+
+def _check(kind, world, sp, stage, length=16):
+    pytest.importorskip("transformers")
+    dp = world // sp
+    want = run_ranks(_trains, dp, kind, 1, stage, length)
+    for rank, (losses, weights) in enumerate(run_ranks(_trains, world, kind, sp, stage, length)):
+        assert losses == pytest.approx(want[rank // sp][0], rel=5e-6)
+        for name, value in weights.items():
+            whole = want[0][1][name]
+            bound = 1e-5 * max(1e-2, float(whole.abs().max()))
+            torch.testing.assert_close(value, whole, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "sp", "stage", "length"),
+    [
+        ("llama", 2, 2, 3, 15),  # filled up
+        pytest.param("gpt2", 4, 2, 2, 16, marks=pytest.mark.full),
+        pytest.param("llama", 4, 4, 1, 16, marks=pytest.mark.full),
+        pytest.param("llama", 3, 3, 0, 16, marks=pytest.mark.full),
+        pytest.param("llama", 4, 2, 3, 16, marks=pytest.mark.full),
+    ],
+)
+def test_a_model_of_transformers_trains_as_on_whole_sequences(kind, world, sp, stage, length):
+    _check(kind, world, sp, stage, length)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+def _refusals(rank, world):
+    from deepc.errors import ArgumentError, UnsupportedError
+    from deepc.parallel.sequence import DistributedAttention, sequence_group, shard, share
+
+    with pytest.raises(ArgumentError, match="2 ranks can't be shared out in groups of 3"):
+        sequence_group(3)
+    group = sequence_group(2)
+    one = torch.randn(4, 2, 1, 4)
+    with pytest.raises(ArgumentError, match="1 heads can't be shared by 2 ranks"):
+        DistributedAttention(_local, group)(one, one, one)
+    two = torch.randn(4, 2, 2, 4)
+    with pytest.raises(ArgumentError, match="the local attention returned"):
+        DistributedAttention(lambda q, k, v: q[:2], group)(two, two, two)
+    with pytest.raises(ArgumentError, match="no model of transformers"):
+        share(torch.nn.Linear(2, 2), group)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ArgumentError, match="zeros that are not at the end"):
+        shard({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])}, group)
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    with pytest.raises(ArgumentError, match="causal=True"):
+        shard(padded, group)
+    with pytest.raises(ArgumentError, match="padded positions have labels"):
+        shard({**padded, "labels": ids}, group, causal=True)
+    with pytest.raises(UnsupportedError, match="token_type_ids"):
+        shard({"input_ids": ids, "token_type_ids": ids}, group)
+    with pytest.raises(ArgumentError, match=r"labels is \[1, 3\]"):
+        shard({"input_ids": ids, "labels": ids[:, :3]}, group)
+    if importlib.util.find_spec("transformers"):
+        model = share(_model("llama"), group)
+        part = shard({"input_ids": ids, "labels": ids}, group)
+        for wrong, match in (
+            ({**part, "attention_mask": ids[:, :2]}, "attention_mask"),
+            ({"input_ids": ids[:, :2]}, "position_ids"),
+            ({k: v for k, v in part.items() if k != "shift_labels"}, "shift_labels"),
+        ):
+            with pytest.raises((ArgumentError, UnsupportedError), match=match):
+                model(**wrong)
+
+
+def test_what_would_be_wrong_in_silence_is_refused():
+    run_ranks(_refusals, 2)
+
+
+def _with_a_pipeline(rank, world):
+    import deepc
+    from deepc.errors import UnsupportedError
+
+    config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "pipeline": {"stages": 2}}
+    with pytest.raises(UnsupportedError, match="sequence_parallel_size = 2 with 2 pipeline stages"):
+        deepc.initialize(model=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), config=config)
+
+
+@pytest.mark.full
+def test_a_pipeline_of_shared_sequences_is_refused():
+    run_ranks(_with_a_pipeline, 4)
