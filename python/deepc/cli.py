@@ -61,6 +61,18 @@ _COMMANDS: dict[str, Command] = {
         "plan.predict.estimate:plan_arguments",
         "plan.predict.estimate:run_plan",
     ),
+    "simulate": Command(
+        "train a tiny model on many virtual ranks in one process, with real numbers",
+        "Every rank of pp x dp x tp has its own shards, follows its pipeline's schedule and exchanges what real ranks"
+        " would; the losses are compared with those of one process. Also counts what each axis sends.",
+        (
+            "deepc simulate --dp 16 --tp 8 --pp 8 --stage 3",
+            "deepc simulate --pp 4 --schedule zb-v --layers 8 --micro-batches 8",
+        ),
+        f"0; 1 losses differ by more than 1e-6 of themselves; {_TWO}",
+        "parallel.simulate.run:add_arguments",
+        "parallel.simulate.run:command",
+    ),
     "estimate": Command(
         "predict the peak memory of a training",
         "Model states by arithmetic, activations by a dry run of the model without values: per tier, per rank and per"

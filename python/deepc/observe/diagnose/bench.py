@@ -438,8 +438,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["io"],
-        help="io: one file, written and read by plain calls and by deepc.offload, in turns; one JSON line per figure",
+        choices=["io", "cluster"],
+        help=(
+            "io: one file, written and read by plain calls and by deepc.offload, in turns; one JSON line per figure."
+            " cluster: a description of this machine for deepc plan --cluster (docs/planner.md)"
+        ),
     )
     parser.add_argument("--only", metavar="PART,...", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the collectives (2)")
@@ -454,6 +457,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", metavar="DIR", help="where the disk is measured; up to 256 MiB are written and removed (here)"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each rank, with cluster (cores / ranks)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="of cluster (cluster.yaml; -: printed)")
+
+
+def _describe(args: argparse.Namespace) -> int:
+    """`deepc bench cluster`."""
+    from . import calibrate
+
+    if args.ranks < 1:
+        raise ArgumentError(f"--ranks {args.ranks} must be at least 1")
+    folder = args.folder or os.getcwd()
+    try:
+        found = disk(args.seconds / 10, folder)
+        rate, stat = min(found["write_mb_per_s"], found["read_mb_per_s"]) * 1e6, os.statvfs(folder)
+        tier = {"rate": float(round(rate)), "free": float(stat.f_bavail * stat.f_frsize // 2)}
+    except (DeepcError, OSError):
+        tier = {"rate": 0.0, "free": 0.0}
+    threads = args.threads or max(1, len(os.sched_getaffinity(0)) // args.ranks)
+    calibrate.write(
+        calibrate.measure(args.ranks, threads, args.seconds, machine(), tier), args.output or "cluster.yaml"
+    )
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -462,6 +487,10 @@ def run(args: argparse.Namespace) -> int:
         from . import disk
 
         return disk.run(args.folder, args.seconds)
+    if args.what == "cluster":
+        return _describe(args)
+    if args.threads or args.output:
+        raise ArgumentError("--threads and --output are options of `deepc bench cluster`")
     parts = tuple(args.only.split(",")) if args.only else PARTS
     found = measure(
         parts, seconds=args.seconds, ranks=args.ranks, folder=args.folder, say=None if args.json else _print
