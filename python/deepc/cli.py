@@ -61,6 +61,19 @@ _COMMANDS: dict[str, Command] = {
         "plan.predict.estimate:plan_arguments",
         "plan.predict.estimate:run_plan",
     ),
+    "tune": Command(
+        "find the fastest configuration of a script by short trials",
+        "Runs PROGRAM for a few steps with changed micro-batch, accumulation, ZeRO stage, pipeline schedule and fusion,"
+        " the total batch as it is, and writes the fastest configuration. Goes on where it was interrupted; a trial"
+        " that runs out of memory or dies is a line in the table.",
+        (
+            "deepc tune ds_config.json train.py --deepspeed_config ds_config.json",
+            "deepc tune --num_ranks 2 --fuse --trials 12 ds_config.json train.py --config ds_config.json",
+        ),
+        f"0; 1 no trial trained; {_TWO}",
+        "launch.tune:add_arguments",
+        "launch.tune:run",
+    ),
     "simulate": Command(
         "train a tiny model on many virtual ranks in one process, with real numbers",
         "Every rank of pp x dp x tp has its own shards, follows its pipeline's schedule and exchanges what real ranks"

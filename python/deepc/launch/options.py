@@ -380,7 +380,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.autotuning:
         raise UnsupportedError(
-            "--autotuning does not exist in deepc yet; see docs/status.md. `deepc estimate` tells which settings fit"
+            "--autotuning is a command of its own here: deepc tune ds_config.json PROGRAM ... (docs/tuning.md)"
         )
     if args.no_ssh and args.node_rank is None:
         raise ArgumentError("--no_ssh needs --node_rank I: which host of the hostfile this is, from 0")
