@@ -50,7 +50,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.width // config.heads
         self.norm1 = nn.LayerNorm(config.width)
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
@@ -59,11 +59,11 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def attention(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, -1, self.head_dim)  # -1: the heads that are here of a cut model
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, -1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(look_back(self.norm1(x)))

@@ -60,6 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--micro-batch", type=int, default=2, help="sequences per rank and pass")
     p.add_argument("--accumulation", type=int, help="passes per optimizer step; default: 1, or 8 with --pipeline")
     p.add_argument("--pipeline", type=int, default=1, metavar="STAGES", help="ranks that share the model by its blocks")
+    p.add_argument("--tensor", type=int, default=1, metavar="RANKS", help="ranks that share every layer")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(
@@ -120,6 +121,19 @@ def make_config(args: argparse.Namespace, precision: str) -> dict:
     }
     if args.pipeline > 1:
         config["pipeline"] = {"stages": args.pipeline}
+    if args.tensor > 1:
+        config["tensor_parallel"] = {
+            "autotp_size": args.tensor,
+            "partition_config": {
+                "layer_specs": [
+                    {"patterns": [r".*\.qkv$"], "partition_type": "column", "shape": [3, -1]},
+                    {"patterns": [r".*\.up$"], "partition_type": "column"},
+                    {"patterns": [r".*\.(proj|down)$"], "partition_type": "row"},
+                    {"patterns": ["tokens$"], "partition_type": "vocabulary"},
+                    {"patterns": ["head$"], "partition_type": "head"},
+                ]
+            },
+        }
     if precision != "fp32":
         config[precision] = {"enabled": True}
     return config
@@ -296,7 +310,7 @@ def conclude(engine, corpus: data.Corpus, args: argparse.Namespace, points: list
         return
     model = engine.module if engine.mesh.pp == 1 else whole_model(args)
     sample = gpt.generate(model, b"def ", args.sample, context=context, device=engine.device, seed=args.seed)
-    if engine.global_rank != 0:
+    if dist.get_rank() != 0:
         return
     print(
         f"validation {bits:.3f} bits per byte; order-0 entropy of the same text {order0:.3f}: {order0 - bits:.3f}"
@@ -336,6 +350,7 @@ def write_results(
         "ranks": dist.get_world_size(),
         "stage": args.stage,
         "pipeline": args.pipeline,
+        "tensor": args.tensor,
         "precision": precision,
         "size": args.size,
         "validation_bits_per_byte": last.validation,
@@ -349,6 +364,7 @@ def write_results(
     title = (
         f"byte-level GPT, {args.size}, ZeRO-{args.stage}, {precision}, {dist.get_world_size()}"
         f" rank{'s' if dist.get_world_size() > 1 else ''}{f', pipeline of {args.pipeline}' * (args.pipeline > 1)}"
+        f"{f', tensors over {args.tensor}' * (args.tensor > 1)}"
     )
     missing = report.write_png(args.out / "loss.png", points, corpus.bits_per_byte_order0, title)
     picture = (

@@ -223,6 +223,18 @@ def test_two_ranks_share_the_model_as_a_pipeline(tmp_path):
     assert (out / "sample.txt").read_bytes().startswith(b"def ")
 
 
+def test_two_ranks_share_every_layer(tmp_path):
+    out = tmp_path / "run"
+    text, err = train(*"--ranks 2 --tensor 2 --steps 12 --lr 3e-3 --precision fp32 --sample 4 --out".split(), str(out))
+    assert "tensor parallelism over 2 ranks by tensor_parallel.partition_config: " in err
+    assert "vocabulary 1, column 4, row 4, head 1" in err
+    step = re.search(r"deepc: step 12/12  loss (\d+\.\d+) .* tokens/s", err)
+    assert step is not None and float(step[1]) < 5  # ln 256 = 5.5 before training
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ranks"] == summary["tensor"] == 2 and summary["tokens"] == 12 * 2 * 64
+    assert (out / "sample.txt").read_bytes().startswith(b"def ")
+
+
 def test_plain_python_trains_on_other_data_within_minutes(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("the cat sat on the mat. " * 2000)

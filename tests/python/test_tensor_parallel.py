@@ -46,6 +46,93 @@ def test_ranks_of_one_sequence_get_equal_batches_and_share_states():
         assert norm == pytest.approx(alone[2], rel=1e-5) and (micro, sp, world) == (4, 2, 2)
 
 
+# ---- layers ----------------------------------------------------------------------------------------------------------
+def near(got, want, bound=1e-5):
+    torch.testing.assert_close(got, want, rtol=0, atol=bound * max(1e-3, float(want.abs().max())))
+
+
+def _layers(rank, world):
+    import deepc
+    from deepc.parallel import tensor
+    from deepc.plan.mesh import Mesh
+    from torch import nn
+    from torch.nn import functional as F
+
+    deepc.init_distributed()
+    group = tensor.tensor_group(Mesh(tp=world))
+    assert tensor.tensor_group(Mesh(tp=world)) is group
+    for sequence in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 6))
+        torch.manual_seed(0)
+        region = tensor.Region(group, sequence=sequence)
+        up = tensor.ColumnParallelLinear(6, 20, group=group, region=region, blocks=(12, 8))
+        down = tensor.RowParallelLinear(20, 6, group=group, region=region)
+        cuts = tensor.cuts_of(nn.ModuleList([up, down]))
+        x = torch.randn(2, 4, 6).requires_grad_()
+        whole = plain(x)
+        whole.square().sum().backward()
+        mine, x.grad = x.grad, None
+        if sequence:
+            tensor.sum_gradients(down.bias, group)
+            part = tensor.part(x, group, 1)
+            out = down(F.gelu(up(part)))
+            near(out, whole.detach().chunk(world, 1)[rank])
+        else:
+            out = down(F.gelu(up(x)))
+            near(out, whole.detach())
+        out.square().sum().backward()
+        near(x.grad, mine)
+        for ours, theirs in ((up.weight, plain[0].weight), (up.bias, plain[0].bias), (down.weight, plain[2].weight)):
+            near(tensor.whole_of(ours.grad, cuts[id(ours)], group), theirs.grad)
+            assert torch.equal(tensor.whole_of(ours, cuts[id(ours)], group), theirs)
+        near(down.bias.grad, plain[2].bias.grad)
+
+    # an uneven vocabulary, a row of padding, ignored labels
+    torch.manual_seed(0)
+    plain = nn.Embedding(61, 6, padding_idx=40)
+    torch.manual_seed(0)
+    words = tensor.VocabParallelEmbedding(61, 6, 40, group=group)
+    cut = tensor.cuts_of(words)[id(words.weight)]
+    ids, labels = torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9))
+    ids[0, :3], labels[1, :4] = 40, -100
+    assert torch.equal(words(ids), plain(ids))
+    words(ids).square().sum().backward()
+    plain(ids).square().sum().backward()
+    near(tensor.whole_of(words.weight.grad, cut, group), plain.weight.grad)
+    with pytest.raises(IndexError, match="not from 0 to 60"):
+        words(torch.tensor([61]))
+
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        weight, bias = torch.randn(61, 6).to(dtype), torch.randn(61).to(dtype)
+        hidden = torch.randn(2, 9, 6).to(dtype)
+        rows = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        logits = F.linear(*rows)
+        want = F.cross_entropy(logits.float().view(-1, 61), labels.view(-1))
+        want.backward()
+        own = [t.clone().requires_grad_() for t in (hidden, cut.take(weight), bias[slice(*cut.parts[rank][0])])]
+        got = tensor.linear_cross_entropy(tensor.enter(own[0], group), own[1], labels, cut, group, own[2])
+        got.backward()
+        near(got, want.detach(), bound)
+        near(own[0].grad.float(), rows[0].grad.float(), bound)
+        near(tensor.whole_of(own[1].grad, cut, group).float(), rows[1].grad.float(), bound)
+        mine = logits.detach().view(-1, 61)[:, slice(*cut.parts[rank][0])].clone().requires_grad_()
+        each = tensor.cross_entropy(mine, labels.view(-1), cut, group, reduction="none")
+        near(each, F.cross_entropy(logits.detach().float().view(-1, 61), labels.view(-1), reduction="none"), bound)
+        total = tensor.cross_entropy(mine, labels.view(-1), cut, group)
+        total.backward()
+        alone = logits.detach().view(-1, 61).clone().requires_grad_()
+        F.cross_entropy(alone.float(), labels.view(-1)).backward()
+        near(mine.grad.float(), alone.grad.float()[:, slice(*cut.parts[rank][0])], bound)
+    with pytest.raises(deepc.errors.ArgumentError, match="neither from 0 to 60 nor ignore_index"):
+        tensor.cross_entropy(mine, labels.view(-1) + 61, cut, group)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_layers_and_losses_equal_those_of_one_rank(world):
+    run_ranks(_layers, world)
+
+
 # ---- models of transformers ------------------------------------------------------------------------------------------
 MICRO, SAMPLES, STEPS = 2, 8, 3
 

@@ -80,8 +80,9 @@ def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] |
                 last = region = regions[parent]
             else:
                 region = last if rule.kind == "row" else Region(group)
-            if rule.kind == "row":
+            if rule.kind == "row":  # ends the region: another that the module around begins is its own
                 last = Region(group)
+                regions.clear()
             try:
                 cut_module(module, rule.kind, region, _blocks(module, rule), rule.gathers, done)
             except DeepcError as exc:
