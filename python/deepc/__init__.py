@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .nn.fuse import fuse
     from .observe import profile
     from .optim.schedules import Scheduler
+    from .parallel.tensor.rules import tp_model_init
     from .plan.predict.estimate import estimate
     from .zero.step.update import ShardedOptimizer
 
@@ -74,6 +75,7 @@ __all__ = [
     "offload",
     "optim",
     "profile",
+    "tp_model_init",
     "utils",
     "view",
     "zero",
@@ -219,6 +221,7 @@ _LATER = {
     "notebook": ("notebook", None),
     "offload": ("offload", None),
     "profile": ("observe.profile", None),
+    "tp_model_init": ("parallel.tensor.rules", "tp_model_init"),
     "utils": ("compat.helpers.safe", None),
     "view": ("engine.states.access", "view"),
 }

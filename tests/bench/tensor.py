@@ -130,6 +130,7 @@ def with_deepc(kind: str, world: int) -> Callable[[Any], float]:
         model=make_model(),
         config={
             "train_batch_size": SAMPLES,
+            "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
             "tensor_parallel": tensor,
             "optimizer": {"type": "AdamW", "params": HYPER},

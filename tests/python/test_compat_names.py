@@ -52,7 +52,7 @@ def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
         lambda: MoE(8),
         lambda: MoE.something,
         lambda: type("Mine", (MoE,), {})(),
-        lambda: deepspeed.tp_model_init(None, 2, torch.float),
+        lambda: deepspeed.set_autotp_mode(True),
     ):
         with pytest.raises(UnsupportedError, match="does not exist in deepc: .*not built yet"):
             use()

@@ -67,7 +67,7 @@ def _layers(rank, world):
         torch.manual_seed(0)
         region = tensor.Region(group, sequence=sequence)
         up = tensor.ColumnParallelLinear(6, 20, group=group, region=region, blocks=(12, 8))
-        down = tensor.RowParallelLinear(20, 6, group=group, region=region)
+        down = tensor.RowParallelLinear(20, 6, group=group, region=region, blocks=(12, 8))
         cuts = tensor.cuts_of(nn.ModuleList([up, down]))
         x = torch.randn(2, 4, 6).requires_grad_()
         whole = plain(x)
@@ -231,6 +231,8 @@ def check(family, world, mesh, config, options=None):
 
 
 def zero(stage):
+    if stage == "fused":
+        return {"zero_optimization": {"stage": 2}, "deepc": {"fuse": "auto"}}
     return {"zero_optimization": {"stage": stage}}
 
 
@@ -251,6 +253,7 @@ LAYOUTS = [
             for j, family in enumerate(("gpt2", "llama"))
         ),
         *(pytest.param("gpt2", {"dp": 2, "tp": 2}, s, marks=pytest.mark.full) for s in range(4)),
+        *(pytest.param(f, {"dp": 2, "tp": 2}, "fused", marks=pytest.mark.full) for f in ("gpt2", "llama")),
         *(pytest.param(f, {"tp": 2}, 1, marks=pytest.mark.full) for f in ("bert", "mistral", "qwen2", "qwen3")),
     ],
 )
@@ -340,6 +343,8 @@ def _dtensors(rank, world):
 
     model = transformer("gpt2")
     whole = {n: t.clone() for n, t in model.state_dict().items()}
+    ids = torch.arange(12).view(2, 6)
+    logits = model.eval()(ids).logits
     engine, *_ = deepc.initialize(
         model=model,
         config={
@@ -348,6 +353,8 @@ def _dtensors(rank, world):
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         },
     )
+    near(engine(ids).logits, logits.detach())
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False)[:, 6], logits[:, -1].argmax(-1))
     made = dtensors(model)
     cut = sum(t.to_local().numel() < t.numel() for t in made.values())
     assert cut > 20 and all(t.to_local().data_ptr() == model.state_dict()[n].data_ptr() for n, t in made.items())
@@ -362,6 +369,38 @@ def _dtensors(rank, world):
 
 def test_shards_are_dtensors_and_come_together():
     run_ranks(_dtensors, 2)
+
+
+# ---- DeepSpeed's names -----------------------------------------------------------------------------------------------
+def _compat(rank, world):
+    import deepc
+    from deepc.compat import deepspeed
+    from deepc.errors import ConfigError, DeepcError
+    from deepspeed.utils import groups
+
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    model = deepspeed.tp_model_init(transformer("gpt2"), 2, torch.bfloat16)
+    engine, *_ = deepspeed.initialize(model=model, config={**config, "optimizer": {"type": "AdamW", "params": {}}})
+    assert (engine.autotp_size(), engine.mp_world_size, engine.get_tensor_parallel_rank()) == (2, 2, rank % 2)
+    assert groups.get_tensor_model_parallel_world_size() == 2 and groups.get_data_parallel_world_size() == world // 2
+    assert groups.get_tensor_model_parallel_src_rank() == rank // 2 * 2
+    told = torch.tensor([float(rank)])
+    torch.distributed.all_reduce(told, group=groups.get_tensor_model_parallel_group())
+    assert told.item() == rank // 2 * 4 + 1
+    told = torch.tensor([float(rank)])
+    torch.distributed.all_reduce(told, group=groups.get_data_parallel_group())
+    assert told.item() == sum(range(rank % 2, world, 2))
+    for dtype, size, want in ((torch.float16, 2, "Conflicting dtype"), (None, 4, "tensor_parallel.autotp_size = 2")):
+        model = deepc.tp_model_init(transformer("gpt2"), size, dtype)
+        with pytest.raises(ConfigError, match=want):
+            deepc.initialize(model=model, config={**config, "tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(DeepcError, match="number of ranks"):
+        deepc.tp_model_init(model, 0)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_names_of_deepspeed(world):
+    _run_ranks(_compat, world, env={"DEEPC_LOG_LEVEL": "WARNING"}, fresh=True)  # which replaces modules
 
 
 # ---- what is equal, and what is not ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ MODULES: dict[str, str] = {
         """
         deepc.compat.runtime.engine: initialize DeepSpeedEngine PipelineEngine
         deepc.pipe: PipelineModule
-        deepc: add_config_arguments
+        deepc: add_config_arguments tp_model_init
         deepc.compat.helpers.comm: init_distributed
         deepc.compat.runtime.inference: init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig
         deepc.zero.step.update: DeepSpeedOptimizer=ShardedOptimizer
@@ -290,7 +290,6 @@ _DATA = "curriculum and data efficiency are not built yet"
 LACKING: dict[str, str] = {
     "DualPipeVEngine": _DUAL,
     "DualPipeVModule": _DUAL,
-    "tp_model_init": _TP,
     "set_autotp_mode": _TP,
     "DeepSpeedHybridEngine": (
         "the hybrid engine is not built; call generate on the trained engine's module (under stage 3 inside deepc's"

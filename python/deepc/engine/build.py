@@ -28,6 +28,7 @@ from ..optim.rules import LAMB
 from ..parallel.judged import Parts
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
+from ..parallel.tensor.rules import as_noted
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
 from ..plan.plan import Plan
@@ -120,6 +121,7 @@ def initialize(
         )
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
+    source = as_noted(model, source)
     parsed = Config.load(source, world_size=ranks_to_share(model, source), device_type=device.type)
     parsed.require_resolved()
     if parsed.log_level:

@@ -19,6 +19,7 @@ from ..core.ops import torch_dtype
 from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
 from ..parallel.pipeline.layers import PipelineModule
 from ..parallel.pipeline.runtime import Stages
+from ..parallel.tensor.group import tensor_group
 from .base import StepResult, say
 from .engine import Engine
 
@@ -210,11 +211,13 @@ class PipelineEngine(Engine):
         except CommError:
             raise  # they have it
         except BaseException as exc:
-            abort(
-                [self.group, self.everyone],
+            reason = (
                 f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
-                f" {type(exc).__name__}: {exc}",
+                f" {type(exc).__name__}: {exc}"
             )
+            for comm in tensor_group(self.mesh).comms():
+                comm.abort(reason)
+            abort([self.group, self.everyone], reason)
             raise
 
     def _draw(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:

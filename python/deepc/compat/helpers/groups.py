@@ -1,5 +1,6 @@
-"""deepspeed.utils.groups: all ranks are data-parallel. Tensor, sequence and expert parallelism are of size 1, their
-groups this rank alone."""
+"""deepspeed.utils.groups: the ranks that share a model's tensors, and those that hold the same shards of it, as the
+last engine has them. Before it all ranks are data-parallel. Expert parallelism is of size 1, its groups this rank
+alone."""
 
 from __future__ import annotations
 
@@ -8,8 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import UnsupportedError
+from ...parallel.tensor.group import tensor_group
+from ...plan.mesh import Mesh
 from .comm import get_rank, get_world_size
 
+_mesh = Mesh()  # of the last engine
+_replicas: dict[Any, Any] = {}  # ranks -> their group, in the default group of `_replicas_of`
+_replicas_of: Any = None
 _alone: Any = None
 _alone_of: Any = None
 
@@ -28,6 +34,17 @@ def _only_me() -> Any:
     return _alone
 
 
+def engine_has(mesh: Mesh) -> None:
+    """Of the engine that was made now."""
+    global _mesh
+    _mesh = mesh
+
+
+def _cut() -> bool:
+    """Whether the last engine, in this default group, has tensor-parallel ranks."""
+    return _mesh.tp > 1 and dist.is_initialized() and _mesh.size == dist.get_world_size()
+
+
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """For expert parallelism of size 1: nothing to do."""
     if ep_size != 1:
@@ -38,19 +55,42 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def _get_data_parallel_group() -> Any:
-    return dist.group.WORLD if dist.is_initialized() else None
+    """Those with the same shards. Made by all ranks at the first call: collective."""
+    global _replicas_of
+    if not _cut():
+        return dist.group.WORLD if dist.is_initialized() else None
+    if _replicas_of is not dist.group.WORLD:
+        _replicas.clear()
+        _replicas_of = dist.group.WORLD
+    mine = _mesh.replicas(get_rank())
+    if mine not in _replicas:
+        for ranks in sorted({_mesh.replicas(r) for r in range(_mesh.size)}):
+            _replicas[ranks] = dist.new_group(list(ranks))
+    return _replicas[mine]
 
 
 def _get_data_parallel_world_size() -> int:
-    return get_world_size()
+    return _mesh.dp * _mesh.sp if _cut() else get_world_size()
 
 
 def _get_data_parallel_rank() -> int:
-    return get_rank()
+    return _get_data_parallel_group_ranks().index(get_rank())
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    return list(range(get_world_size()))
+    return list(_mesh.replicas(get_rank())) if _cut() else list(range(get_world_size()))
+
+
+def get_tensor_model_parallel_group() -> Any:
+    return tensor_group(_mesh).process_group if _cut() else _only_me()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _mesh.tp if _cut() else 1
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _mesh.coordinates(get_rank()).tp if _cut() else 0
 
 
 def _one() -> int:
@@ -68,16 +108,16 @@ def _get_broadcast_src_rank() -> int:
 get_data_parallel_group = _get_sequence_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_sequence_data_parallel_rank = _get_data_parallel_rank
-get_model_parallel_group = get_tensor_model_parallel_group = _get_sequence_parallel_group = _only_me
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size = (
-    _get_sequence_parallel_world_size
-) = _one
-_get_expert_model_parallel_world_size = _one
-get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = _zero
+_get_sequence_parallel_group = _only_me
+get_model_parallel_group = get_tensor_model_parallel_group
+get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
+_get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
+get_model_parallel_rank = get_tensor_model_parallel_rank
+_get_sequence_parallel_rank = _zero
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    return get_rank()
+    return _mesh.group("tp", get_rank())[0] if _cut() else get_rank()
 
 
 def _zero_param_parallel_is_initialized() -> bool:

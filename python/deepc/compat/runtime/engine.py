@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...core.foreign import private
 from ...core.ops import torch_dtype
@@ -22,6 +21,7 @@ from ...engine.engine import Engine, StepResult
 from ...engine.states.saving import together
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ...observe import watch
+from ..helpers.groups import engine_has
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
 from . import optimizers, zero_to_fp32
@@ -164,11 +164,16 @@ class DeepSpeedEngine(Engine):
 
     @property
     def mp_world_size(self) -> int:
-        return 1
+        return self.mesh.tp
+
+    def autotp_size(self) -> int:
+        return self.mesh.tp
 
     @property
     def data_parallel_group(self) -> Any:
-        return dist.group.WORLD
+        from ..helpers.groups import _get_data_parallel_group
+
+        return _get_data_parallel_group()
 
     seq_data_parallel_group = data_parallel_group
     seq_dp_world_size = dp_world_size
@@ -181,7 +186,7 @@ class DeepSpeedEngine(Engine):
         return self.global_rank
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return self.mesh.coordinates(self.everyone.rank).tp
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
@@ -499,7 +504,7 @@ def initialize(
     models.leave_earlier(model)
     given = models.with_own_precision(model, given if given is not None else named)
     models.mark_leaves(model, given)
-    return build.initialize(
+    made = build.initialize(
         DeepSpeedEngine,
         PipelineEngine,
         watchers=(watch,),
@@ -514,3 +519,5 @@ def initialize(
         collate_fn=collate_fn,
         config=given,
     )
+    engine_has(made[0].mesh)
+    return made

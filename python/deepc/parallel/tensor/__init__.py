@@ -16,6 +16,7 @@ _HOMES = {
     "tensor_group": "group",
     "whole_of": "group",
     "cut_model": "model",
+    "tp_model_init": "rules",
     "dtensors": "dtensor",
     "cross_entropy": "loss",
     "linear_cross_entropy": "loss",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .loss import cross_entropy, linear_cross_entropy
     from .model import cut_model
     from .regions import enter, enter_from_sequence, gather, leave, leave_to_sequence, part, sum_gradients
+    from .rules import tp_model_init
 
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "part",
     "sum_gradients",
     "tensor_group",
+    "tp_model_init",
     "whole_of",
 ]
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ...comm.c10d.tensors import are_fake
 from ...plan.mesh import Mesh
 from .cut import Cut
 
@@ -25,8 +26,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class TensorGroup:
     """A process group (backend "deepc", or any other that has the device) of ranks that hold the shards of one model.
     On one node its calls go to the C core: they run where the tensors lie, sums in fp32 in the order of ranks, with
-    equal bits on all of them. Meta tensors (of a pipeline's other
-    stages) go nowhere. Layers refer to it; copies of a model share it."""
+    equal bits on all of them. Meta tensors (of a pipeline's
+    other stages) and fake ones (of a dry run) go nowhere. Layers refer to it; copies of a model share it."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         """process_group: None for one rank."""
@@ -50,7 +51,7 @@ class TensorGroup:
 
     def add_up(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """All ranks' `t` (contiguous) added up, in its memory. op: "sum" or "max"."""
-        if self.size > 1 and not t.is_meta:
+        if self.size > 1 and not without_values(t):
             if (core := self._core(t)) is not None:
                 core.all_reduce(t, op)
             else:
@@ -59,8 +60,10 @@ class TensorGroup:
 
     def sum_of(self, t: torch.Tensor) -> torch.Tensor:
         """All ranks' `t` added up, in new memory."""
-        if self.size == 1 or t.is_meta:
+        if self.size == 1:
             return t
+        if without_values(t):
+            return torch.empty_like(t)
         t = t.contiguous()
         if (core := self._core(t)) is not None:
             core.all_reduce(t, out=(out := torch.empty_like(t)))
@@ -76,7 +79,7 @@ class TensorGroup:
             t = F.pad(t, [0, 0] * (t.dim() - 1 - dim) + [0, short])
         t = t.contiguous()
         rows = torch.empty((self.size, *t.shape), dtype=t.dtype, device=t.device)
-        if t.is_meta:
+        if without_values(t):
             pass
         elif (core := self._core(t)) is not None:
             core.all_gather(rows, t)
@@ -90,7 +93,7 @@ class TensorGroup:
             return t
         parts = torch.stack(t.chunk(self.size, dim))
         out = torch.empty_like(parts[0])
-        if t.is_meta:
+        if without_values(t):
             pass
         elif (core := self._core(t)) is not None:
             core.reduce_scatter(out, parts)
@@ -111,6 +114,10 @@ class TensorGroup:
             dist.broadcast(flat, group_src=0, group=self.process_group)
             if flat.data_ptr() != t.data_ptr():
                 t.detach().copy_(flat)
+
+
+def without_values(t: torch.Tensor) -> bool:
+    return t.is_meta or are_fake([t])
 
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], TensorGroup]] = weakref.WeakKeyDictionary()

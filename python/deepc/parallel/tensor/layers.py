@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.fuse import _Fused, _fused_class, _Head
 from .cut import Cut
+from .group import without_values
 from .loss import linear_cross_entropy
 from .random import Inside
 from .regions import enter, enter_from_sequence, gather, leave, leave_to_sequence, part
@@ -129,7 +130,7 @@ class _Vocabulary(_Parallel):
         cut, group = self.cuts["weight"], self.region.group
         ((begin, end),) = cut.parts[cut.rank]
         outside = (input < begin) | (input >= end)
-        if not input.is_meta and bool(((input < 0) | (input >= cut.shape[0])).any()):
+        if not without_values(input) and bool(((input < 0) | (input >= cut.shape[0])).any()):
             raise IndexError(f"an index of {type(self).__name__} is not from 0 to {cut.shape[0] - 1}")
         padding = self.padding_idx
         inner = padding - begin if padding is not None and begin <= padding < end else None
@@ -261,12 +262,13 @@ def RowParallelLinear(
     region: Region | None = None,
     split_input: bool = False,
     sequence: bool = False,
+    blocks: Sequence[int] = (),
 ) -> nn.Linear:
     """The same of which each rank has some inputs: [..., its part of in] (split_input: the whole, equal on all ranks)
     -> [..., out], equal on all ranks (sequence: this rank's part of the positions; the gradient of `bias` is then in
-    parts too: see regions.sum_gradients)."""
+    parts too: see regions.sum_gradients). blocks: sizes of parts of the inputs, those of the layer before."""
     layer = nn.Linear(in_features, out_features, bias)
-    cut_module(layer, "row", region or Region(group, sequence=sequence))
+    cut_module(layer, "row", region or Region(group, sequence=sequence), blocks)
     cast(Any, layer).splits = split_input
     return layer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.loss import rows_per_chunk
 from .cut import Cut
-from .group import TensorGroup
+from .group import TensorGroup, without_values
 
 
 def _probabilities(logits: Tensor, labels: Tensor, cut: Cut, group: TensorGroup, ignore: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def cross_entropy(
 
 
 def check_labels(labels: Tensor, cut: Cut, ignore: int) -> None:
-    if bool((((labels < 0) | (labels >= cut.shape[0])) & (labels != ignore)).any()):
+    if not without_values(labels) and bool((((labels < 0) | (labels >= cut.shape[0])) & (labels != ignore)).any()):
         raise ArgumentError(f"a label is neither from 0 to {cut.shape[0] - 1} nor ignore_index ({ignore})")
 
 

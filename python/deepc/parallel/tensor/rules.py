@@ -1,5 +1,5 @@
 """Which modules of a model are cut, and how: rules by name, built in for models of transformers, or from the
-configuration (DeepSpeed's tensor_parallel.partition_config)."""
+configuration (DeepSpeed's tensor_parallel.partition_config); and what tp_model_init notes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ConfigError, UnsupportedError
+import torch
+
+from ...config.source import read
+from ...config.tree import Config
+from ...errors import ArgumentError, ConfigError, UnsupportedError
 
 KINDS = ("column", "row", "vocabulary", "head", "shared", "skip")
 
@@ -197,3 +201,55 @@ def _blocks(spec: Mapping[str, Any], kind: str, where: str) -> int | tuple[int, 
     if isinstance(parts, Sequence) and parts and all(type(n) is int and n > 0 for n in parts):
         return tuple(parts)
     raise ConfigError(f"{where}.shape = {shape!r}: parts are a positive number, or a list of positive sizes")
+
+
+# ---- asked for by a call ---------------------------------------------------------------------------------------------
+_ASKED = "_deepc_tensor_parallel"
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def tp_model_init(
+    model: torch.nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    tp_group: Any = None,
+) -> torch.nn.Module:
+    """Notes that deepc.initialize is to cut `model` over `tp_size` ranks, as tensor_parallel.autotp_size does, and
+    returns it: nothing is cut yet. dtype: of training, checked against the configuration (None: not). config: the rest
+    of the section tensor_parallel. tp_group: UnsupportedError; ranks next to each other share a model."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"tp_model_init takes a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise ArgumentError(f"tp_model_init(tp_size={tp_size!r}): it is a number of ranks, 1 or more")
+    if tp_group is not None:
+        raise UnsupportedError(
+            "tp_model_init(tp_group=...): deepc makes the groups; leave it out, and ranks next to each other share a"
+            " model"
+        )
+    if dtype is not None and dtype not in _DTYPES:
+        raise ArgumentError(f"tp_model_init(dtype={dtype}): it is one of {', '.join(map(str, _DTYPES))}")
+    model.__dict__[_ASKED] = {"autotp_size": tp_size, **(config or {})}, dtype
+    return model
+
+
+def as_noted(model: torch.nn.Module, source: Any) -> Any:
+    """The configuration with what tp_model_init has noted. ConfigError where they contradict each other."""
+    if (noted := model.__dict__.get(_ASKED)) is None:
+        return source
+    section, dtype = noted
+    raw = dict(read(source.raw if isinstance(source, Config) else source)[0])
+    given = dict(raw.get("tensor_parallel") or {})
+    for key, value in section.items():
+        if given.setdefault(key, value) != value:
+            raise ConfigError(
+                f"tensor_parallel.{key} = {given[key]!r}, and tp_model_init got {value!r}; make them equal, or"
+                " leave one out"
+            )
+    if dtype is not None:
+        on = [n for n in ("bf16", "fp16") if isinstance(s := raw.get(n), Mapping) and s.get("enabled")]
+        if on and on[0] != _DTYPES[dtype]:
+            raise ConfigError(
+                f"Conflicting dtype: {on[0]}.enabled is true, and tp_model_init got {dtype}; make them equal"
+            )
+    return {**raw, "tensor_parallel": given}
