@@ -528,3 +528,35 @@ def test_sums_of_products_that_waited_keep_no_graph():
         later.run()
     assert len(sums) == 4 and not any(t.requires_grad for t in sums.values())
     assert all(p.grad is None for p in net.parameters())
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+def _measures(rank, world, schedule):
+    engine = _engine(2, {}, schedule=schedule)
+    data = batches(0, MICRO, 1)
+    engine.train_batch(data)
+    found = engine.measure_batch(data)
+    assert engine._stages.times is None
+    return float(found.loss), str(found.schedule), found.timeline, found.costs, found.predicted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.full)])
+def test_a_measured_batch_has_the_times_of_every_rank(schedule):
+    from deepc.plan.predict import timeline as drawing
+    from deepc.plan.schedule import Schedule
+
+    first, second = run_ranks(_measures, 2, schedule)
+    assert first == second
+    _, text, timeline, costs, predicted = first
+    plan = Schedule.parse(text)
+    assert len(costs) == plan.stages and [len(r) for r in timeline.spans] == [len(r) for r in plan.ranks]
+    ends = {}
+    for actions, spans in zip(plan.ranks, timeline.spans):
+        assert all(a.end <= b.start for a, b in zip(spans, spans[1:]))
+        ends.update((action, span) for action, span in zip(actions, spans))
+    for action, span in ends.items():  # what an action works on was made before
+        if action.kind == "F" and action.stage:
+            assert ends[action._replace(stage=action.stage - 1)].start < span.start
+    assert all(c.F > 0 and c.I > 0 and (c.W > 0) == (schedule == "zb-v") for c in costs)
+    assert 0 < predicted.makespan <= timeline.makespan * 1.5 and timeline.peak == predicted.peak
+    assert "F0" in drawing.svg(plan, timeline, "measured")

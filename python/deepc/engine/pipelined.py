@@ -18,8 +18,10 @@ from ..comm.groups import abort
 from ..core.ops import torch_dtype
 from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
 from ..parallel.pipeline.layers import PipelineModule
+from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..parallel.tensor.group import tensor_group
+from ..plan.schedule import Schedule
 from .base import StepResult, say
 from .engine import Engine
 
@@ -132,6 +134,21 @@ class PipelineEngine(Engine):
         loss = self._mean(losses)
         super().step()
         return loss
+
+    def measure_batch(self, data_iter: Iterator[Any] | None = None) -> Measured:
+        """train_batch, with the times of its actions on all ranks of this pipeline, and what the schedule's simulation
+        says of the same costs (parallel/pipeline/measured.py); deepc.plan.predict.timeline draws both. Collective."""
+        part, mine = self.part, list[tuple[float, float]]()
+        self._stages.times = mine
+        try:
+            loss = self.train_batch(data_iter)
+        finally:
+            self._stages.times = None
+        schedule = Schedule.make(
+            part.schedule, stages=self.num_stages, micro_batches=self.micro_batches, chunks=part.chunks
+        )
+        column = self.mesh.group("pp", self.everyone.rank)
+        return measured(loss, schedule, mine, column, self.everyone.gather_all)
 
     def eval_batch(
         self,

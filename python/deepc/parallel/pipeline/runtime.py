@@ -6,6 +6,7 @@ that output; or I and W do so in two halves (deferred.py). Between stages of one
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -60,6 +61,8 @@ class Stages:
         ]
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._local: dict[tuple[int, int, int], Any] = {}  # what goes from a stage to another of this rank
+        self.times: list[tuple[float, float]] | None = None  # of the actions of `train`, for who wants them
+        self._begun = 0.0  # when what an action works on was there
 
     def is_first(self) -> bool:
         return self._rank_of[0] == self._here
@@ -87,6 +90,7 @@ class Stages:
         last = max(i for i, action in enumerate(plan) if action.kind != "F")
         try:
             for at, (kind, stage, micro) in enumerate(plan):
+                self._begun = time.monotonic()
                 if at == last:
                     loop.last_backward_comes()
                 if kind == "F":
@@ -101,6 +105,8 @@ class Stages:
                     later.run()
                 else:
                     self._backward(loop, stage, micro, keep=kind == "I")
+                if self.times is not None:
+                    self.times.append((self._begun, time.monotonic()))
         finally:
             self._passed.clear()
             self._local.clear()
@@ -124,6 +130,7 @@ class Stages:
 
     def _forward(self, loop: Forward, stage: int, micro: int, batch: Any, later: Later | None = None) -> Any:
         received = None if stage == 0 else self._receive(stage, micro)
+        self._begun = time.monotonic()
         out = loop.run_stage(stage, received, batch)
         self._passed[stage, micro] = _Passed(received, out, later)
         if stage < self.count - 1:
@@ -137,7 +144,9 @@ class Stages:
             loop.backward_loss(passed.output)
         else:
             outputs = _grown(passed.output)
-            loop.backward_stage(outputs, self._receive_gradients(stage, micro, outputs))
+            gradients = self._receive_gradients(stage, micro, outputs)
+            self._begun = time.monotonic()
+            loop.backward_stage(outputs, gradients)
         if stage > 0:
             self._send_gradients(_leaves(passed.inputs), stage, micro)
         if keep:
