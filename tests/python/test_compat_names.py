@@ -45,13 +45,13 @@ def test_one_module_under_two_names(deepspeed):
 
 
 def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
-    from deepspeed.moe.layer import MoE
+    from deepspeed.linear import QuantizationConfig
 
-    assert not isinstance(3, MoE) and not issubclass(int, MoE)
+    assert not isinstance(3, QuantizationConfig) and not issubclass(int, QuantizationConfig)
     for use in (
-        lambda: MoE(8),
-        lambda: MoE.something,
-        lambda: type("Mine", (MoE,), {})(),
+        lambda: QuantizationConfig(8),
+        lambda: QuantizationConfig.something,
+        lambda: type("Mine", (QuantizationConfig,), {})(),
         lambda: deepspeed.set_autotp_mode(True),
     ):
         with pytest.raises(UnsupportedError, match="does not exist in deepc: .*not built yet"):

@@ -68,13 +68,13 @@ MODULES: dict[str, str] = {
     "launcher.constants": "deepc.compat.helpers.values: PDSH_LAUNCHER OPENMPI_LAUNCHER SLURM_LAUNCHER",
     "linear": "",
     "moe": "",
-    "moe.experts": "",
-    "moe.layer": "",
+    "moe.experts": "deepc.parallel.expert: Experts",
+    "moe.layer": "deepc.parallel.expert: Experts MoE MOELayer TopKGate",
     "moe.mappings": "",
-    "moe.sharded_moe": "",
+    "moe.sharded_moe": "deepc.parallel.expert: MOELayer TopKGate",
     "moe.utils": (
-        "deepc.compat.helpers.moe: has_moe_layers is_moe_param is_moe_param_group"
-        " split_params_into_different_moe_groups_for_optimizer"
+        "deepc.parallel.expert: MoE has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups"
+        " split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
     ),
     "module_inject": "",
     "monitor": "",
@@ -276,7 +276,7 @@ ALIASES: dict[str, str] = {"zero": "runtime.zero"}
 _DUAL = 'not built; PipelineModule(..., schedule="zb-v") has as small a bubble'
 _TP = "tensor parallelism is not built yet; ZeRO stage 3 splits every parameter over the ranks"
 _SP = "deepc has its own: deepc.parallel.sequence (share, shard, cross_entropy); see docs/sequence-parallel.md"
-_MOE = "expert parallelism is not built yet; any mixture of experts that is plain PyTorch trains under every ZeRO stage"
+_MOE = "it is inside of DeepSpeed's layer; deepspeed.moe.layer.MoE is there, and deepc.parallel.expert has its parts"
 _KERNEL = (
     "kernel injection is not built; deepc.fuse(model) fuses norms, activations, rotary embeddings, attention and the loss of a"
     " model"
@@ -312,11 +312,9 @@ LACKING: dict[str, str] = {
     "linear.OptimizedLinear": "use peft's LoRA, which works at every stage",
     "linear.LoRAConfig": "use peft's LoRA, which works at every stage",
     "linear.QuantizationConfig": "quantized training is not built yet",
-    "moe.layer.MoE": _MOE,
-    "moe.experts": _MOE,
     "moe.sharded_moe": _MOE,
     "moe.mappings": _MOE,
-    "moe.utils.configure_moe_param_groups": _MOE,
+    "moe.utils.split_params_grads_into_shared_and_expert_params": _MOE,
     "module_inject": _KERNEL,
     "model_implementations": _KERNEL,
     "nvme": _NVME,

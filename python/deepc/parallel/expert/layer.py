@@ -1,0 +1,161 @@
+"""The layer: a gate, its experts, and their sum; in residual form a network for all tokens beside them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...errors import ArgumentError, MisuseError, UnsupportedError
+from .dispatch import combine, dispatch
+from .gate import Routes, TopKGate
+
+logger = logging.getLogger("deepc")
+
+
+class Experts(torch.nn.Module):
+    """`deepspeed_experts`: copies of one network. Their parameters have `allreduce` False and `group_name`, by which
+    DeepSpeed's helpers know them."""
+
+    def __init__(
+        self, expert: torch.nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
+    ) -> None:
+        super().__init__()
+        self.deepspeed_experts = torch.nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        self.expert_group_name = expert_group_name
+        for p in self.deepspeed_experts.parameters():
+            p.allreduce, p.group_name = False, expert_group_name  # type: ignore[attr-defined]
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """rows [n, M], of which counts[e] in a row are expert e's -> each expert's output. Every expert runs,
+        on no row as well: its gradients are zeros then, and what other ranks wait for happens."""
+        outputs = []
+        for i, (expert, part) in enumerate(zip(self.deepspeed_experts, rows.split(list(counts)))):
+            out = expert(part)
+            out = out[0] if isinstance(out, tuple) else out
+            if out.shape != part.shape:
+                raise ArgumentError(
+                    f"MoE: expert {i} made {list(out.shape)} of its input {list(part.shape)} [tokens, hidden_size];"
+                    " experts take and give tokens of hidden_size"
+                )
+            outputs.append(out)
+        return outputs
+
+
+class MOELayer(torch.nn.Module):
+    """Gate and experts. After a call `l_aux` and `exp_counts` are the gate's loss and the experts' wishes."""
+
+    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+        self.l_aux: torch.Tensor | None = None
+        self.exp_counts: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
+        if hidden_states.dim() == 0:
+            raise ArgumentError("MoE: input of shape []; the last dimension must be hidden_size")
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routes: Routes = self.gate(x, used_token)
+        self.l_aux, self.exp_counts = routes.balance, routes.chosen
+        outputs = self.experts(dispatch(x, routes), routes.rows.tolist())
+        rows = torch.cat([*outputs, outputs[0].new_zeros(1, x.shape[1])])
+        return combine(rows, routes).reshape(hidden_states.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the results of the last call, which hang in its graph."""
+        return {**self.__dict__, "l_aux": None, "exp_counts": None}
+
+
+class MoE(torch.nn.Module):
+    """A mixture of experts (DeepSpeed's deepspeed.moe.layer.MoE: its arguments, results and names of parameters)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: torch.nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        """expert: a network from [tokens, hidden_size] to the same; copied num_experts times, and used itself as `mlp`
+        of a residual layer. k: experts for a token. capacity_factor, eval_capacity_factor: places of an expert in
+        training and evaluation, in tokens x k / num_experts; at least min_capacity. drop_tokens=False: places for all.
+        use_rts: in top-1 training the places are drawn by lot, else the first tokens have them (k = 2: first choices
+        before second ones; k > 2: the highest gates). noisy_gate_policy, in training: "Jitter" multiplies the gate's
+        input by 1 +- 0.01, "RSample" draws experts by their probability. top2_2nd_expert_sampling: of top-2, in
+        training, the second is drawn. use_residual: PR-MoE (arXiv:2201.05596, section 4.1): expert for all tokens,
+        and a learned mixture of both. use_tutel: without effect, tokens go by index anyway.
+        Errors: MisuseError, ArgumentError for values that fit nothing; UnsupportedError for ep_size above 1 and
+        enable_expert_tensor_parallelism."""
+        super().__init__()
+        for name, n in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size)):
+            if type(n) is not int or n < 1:
+                raise ArgumentError(f"MoE: {name} = {n!r} must be an integer of at least 1")
+        if num_experts % ep_size:
+            raise MisuseError(f"MoE: ep_size = {ep_size} ranks can't share {num_experts} experts equally")
+        if ep_size > 1:
+            raise UnsupportedError(
+                f"MoE: ep_size = {ep_size} asks for experts spread over ranks, which deepc does not have yet; use"
+                " ep_size=1 with ZeRO stage 3, which splits the experts' parameters over all ranks"
+            )
+        if enable_expert_tensor_parallelism:
+            raise UnsupportedError(
+                "MoE: enable_expert_tensor_parallelism=True asks for experts cut over tensor-parallel ranks, which"
+                " deepc does not have; leave it False"
+            )
+        if use_tutel:
+            logger.info("MoE: use_tutel is without effect: tokens go to their experts by index")
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )
+        self.deepspeed_moe = MOELayer(gate, Experts(expert, self.num_local_experts, self.expert_group_name))
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = torch.nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Nothing to do: for scripts that call it before initialize."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden_states [..., hidden_size]; used_token: one number a token, 0 for padding, which goes to no expert (its
+        output is 0). -> (output, l_aux, exp_counts): output as hidden_states; l_aux, a scalar in fp32 to be added to
+        the loss with a small factor; exp_counts [num_experts] int64, tokens that chose each expert."""
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            beside = self.mlp(hidden_states)
+            beside = beside[0] if isinstance(beside, tuple) else beside
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., :1] + beside * share[..., 1:]
+        balance, chosen = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        assert balance is not None and chosen is not None  # of this call
+        return output, balance, chosen

@@ -1,0 +1,236 @@
+"""Mixture of experts: against a loop over tokens, and under the engine."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepc.errors import ArgumentError, MisuseError, UnsupportedError
+from deepc.parallel.expert import MoE, capacity_of, has_moe_layers, is_moe_param
+from deepc.parallel.expert.gate import route
+from ranks import run_ranks as _run_ranks
+from torch import nn
+
+HIDDEN, EXPERTS = 8, 4
+
+
+def run_ranks(fn, world, *args):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"})
+
+
+def expert():
+    return nn.Sequential(nn.Linear(HIDDEN, 12), nn.GELU(), nn.Linear(12, HIDDEN))
+
+
+def layer(seed=0, **options):
+    torch.manual_seed(seed)
+    moe = MoE(HIDDEN, expert(), num_experts=EXPERTS, **{"min_capacity": 0, **options})
+    with torch.no_grad():
+        for p in moe.parameters():
+            p.normal_(std=0.5)
+    return moe
+
+
+def by_loop(moe, x, used=None):
+    """The layer's formulas, token by token. (output, l_aux, chosen, tokens left out of a choice)"""
+    gate, k, tokens = moe.deepspeed_moe.gate, moe.deepspeed_moe.gate.k, x.reshape(-1, HIDDEN)
+    n = len(tokens)
+    capacity = math.ceil(n * k * gate.capacity_factor / EXPERTS) if gate.drop_tokens else n
+    probs = [F.softmax(gate.wg(t), dim=0) for t in tokens]
+    wishes = [sorted(range(EXPERTS), key=lambda e: -float(p[e].detach()))[:k] for p in probs]
+    wishes = [w if used is None or used[s] else [] for s, w in enumerate(wishes)]
+    asked = [[(s, j) for j in range(k) for s in range(n) if w_at(wishes, s, j) == e] for e in range(EXPERTS)]
+    places = set()
+    for e in range(EXPERTS):
+        if k > 2:  # the highest gates
+            asked[e].sort(key=lambda r: -float(probs[r[0]][e].detach()))
+        places |= set(asked[e][:capacity])
+    out = []
+    for s, t in enumerate(tokens):
+        kept = [wishes[s][j] for j in range(k) if (s, j) in places]
+        total = sum(probs[s][e] for e in kept) if k > 1 else 1
+        parts = [probs[s][e] / total * moe.deepspeed_moe.experts.deepspeed_experts[e](t) for e in kept]
+        out.append(sum(parts) if parts else torch.zeros(HIDDEN))
+    counted = k if k > 2 else 1
+    share = [sum(e in w[:counted] for w in wishes) / n for e in range(EXPERTS)]
+    mean = sum(probs) / n
+    l_aux = sum(f * m for f, m in zip(share, mean)) * EXPERTS / counted
+    output = torch.stack(out).view(x.shape)
+    if moe.use_residual:
+        c = F.softmax(moe.coefficient(x), -1)
+        output = output * c[..., :1] + moe.mlp(x) * c[..., 1:]
+    return output, l_aux, [len(a) for a in asked], sum(map(len, asked)) - len(places)
+
+
+def w_at(wishes, s, j):
+    return wishes[s][j] if wishes[s] else -1
+
+
+def same(moe, x, used=None):
+    """The layer's output, loss, counts and every gradient are those of the loop; returns the choices left out."""
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, l_aux, counts = moe(a, used)
+    (got.square().sum() + 0.3 * l_aux).backward()
+    mine = {n: p.grad for n, p in moe.named_parameters()}
+    moe.zero_grad()
+    want, expected, chosen, left_out = by_loop(moe, b, used)
+    (want.square().sum() + 0.3 * expected).backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(l_aux, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+    assert counts.tolist() == chosen and counts.dtype == torch.int64
+    for name, p in moe.named_parameters():
+        assert mine[name] is not None, name  # of an expert that nobody chose: zeros
+        torch.testing.assert_close(
+            mine[name], torch.zeros_like(p) if p.grad is None else p.grad, rtol=1e-4, atol=1e-4, msg=name
+        )
+    return left_out
+
+
+@pytest.mark.parametrize("k", (1, 2, 3))
+def test_output_loss_and_gradients_are_those_of_a_loop_over_tokens(k):
+    x = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(k))
+    used = torch.ones(18)
+    used[[0, 3, 17]] = 0
+    plain = dict(k=k, use_rts=False, top2_2nd_expert_sampling=False)
+    assert same(layer(**plain, capacity_factor=0.6), x) > 0
+    assert same(layer(**plain, capacity_factor=0.6, use_residual=True), x, used) > 0
+    assert same(layer(**plain, drop_tokens=False), x) == 0
+
+
+def test_noise_of_the_gate_and_places_by_lot():
+    """Draws have the probabilities that they should; evaluation draws nothing."""
+    n, logits = 40000, torch.tensor([1.0, 0.0, 2.0, -1.0])
+    p = F.softmax(logits, 0)
+    torch.manual_seed(0)
+    drawn = route(logits.expand(n, 4), 1, noise="all").chosen / n
+    torch.testing.assert_close(drawn, p, atol=0.01, rtol=0)
+    second = route(logits.expand(n, 4), 2, noise="second").chosen / n
+    torch.testing.assert_close(second, torch.where(p == p[2], 1, p / (1 - p[2])), atol=0.01, rtol=0)
+    # 100 tokens want one expert of 10 places: each token gets one as often
+    kept = torch.zeros(100)
+    for _ in range(500):
+        kept[route(logits.expand(100, 4), 1, capacity=10, keep="random").tokens] += 1
+    assert kept.sum() == 5000 and kept.min() > 20 and kept.max() < 90
+
+    x = torch.randn(64, HIDDEN)
+    for options in (
+        {"noisy_gate_policy": "Jitter"},
+        {"noisy_gate_policy": "RSample"},
+        {"k": 2},
+        {"capacity_factor": 0.5},
+    ):
+        moe = layer(**{"k": 1, "use_rts": "capacity_factor" in options, "eval_capacity_factor": 0.5, **options})
+        assert not torch.equal(moe(x)[0], moe(x)[0]), options
+        moe.eval()
+        assert torch.equal(moe(x)[0], moe(x)[0]), options
+
+
+def test_the_gate_stays_in_fp32_and_outputs_have_the_models_dtype():
+    moe, x = layer(k=2, top2_2nd_expert_sampling=False), torch.randn(30, HIDDEN)
+    wanted, l_aux, counts = moe(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(moe(x)[2], counts) and torch.equal(moe(x)[1], l_aux)
+    half = copy.deepcopy(moe).bfloat16()  # a copy after a call: without the graph of its results
+    out, l_aux, _ = half(x.bfloat16())
+    assert out.dtype == torch.bfloat16 and l_aux.dtype == torch.float32
+    assert (out - wanted).abs().max() < 0.1 * wanted.abs().max()
+
+
+def test_names_of_parameters_and_errors():
+    moe = layer(use_residual=True)
+    assert set(dict(moe.named_parameters())) == {
+        "deepspeed_moe.gate.wg.weight",
+        *(f"deepspeed_moe.experts.deepspeed_experts.{e}.{i}.{w}" for e in range(4) for i in (0, 2) for w in WB),
+        *(f"mlp.{i}.{w}" for i in (0, 2) for w in WB),
+        *(f"coefficient.{w}" for w in WB),
+    }
+    assert sum(map(is_moe_param, moe.parameters())) == 16 and has_moe_layers(nn.Sequential(moe)) == (True, 4)
+    assert (capacity_of(100, 10, 1.1, 4), capacity_of(10, 4, 1.0, 4), capacity_of(10, 4, 1.0, 0)) == (11, 4, 3)
+    for wrong, error, text in (
+        (dict(ep_size=3), MisuseError, "ep_size = 3 ranks can't share 4 experts"),
+        (dict(ep_size=2), UnsupportedError, "use ep_size=1 with ZeRO stage 3"),
+        (dict(k=5), ArgumentError, "k = 5 .* from 1 to num_experts = 4"),
+        (dict(noisy_gate_policy="loud"), MisuseError, "'loud' is none of"),
+        (dict(capacity_factor=0), ArgumentError, "capacity_factor = 0 must be above 0"),
+        (dict(enable_expert_tensor_parallelism=True), UnsupportedError, "leave it False"),
+    ):
+        with pytest.raises(error, match=text):
+            layer(**wrong)
+    with pytest.raises(ArgumentError, match=r"\[3, 7\]; the last dimension must be hidden_size = 8"):
+        moe(torch.zeros(3, 7))
+    with pytest.raises(ArgumentError, match="used_token has 2 elements for 3 tokens"):
+        moe(torch.zeros(3, HIDDEN), torch.ones(2))
+    with pytest.raises(ArgumentError, match=r"expert 0 made \[\d+, 3\] of its input"):
+        MoE(HIDDEN, nn.Linear(HIDDEN, 3))(torch.zeros(3, HIDDEN))
+    out, l_aux, counts = moe(torch.zeros(0, HIDDEN))
+    assert out.shape == (0, HIDDEN) and counts.tolist() == [0] * 4
+
+
+WB = ("weight", "bias")
+
+
+# ---- under the engine ------------------------------------------------------------------------------------------------
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = MoE(HIDDEN, expert(), num_experts=EXPERTS, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+
+    def forward(self, x, y):
+        out, l_aux, _ = self.moe(torch.tanh(self.first(x)))
+        return F.mse_loss(out, y) + 0.01 * l_aux
+
+
+def samples(step):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(4, 5, HIDDEN, generator=draw), torch.randn(4, 5, HIDDEN, generator=draw)
+
+
+def trained(rank, world, stage):
+    import deepc
+    from deepc.parallel.expert import configure_moe_param_groups
+
+    model = Net()
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.05,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0}},
+    }
+    groups = configure_moe_param_groups(list(model.parameters()))
+    assert [bool(g.get("moe")) for g in groups] == [False, True]
+    engine, *_ = deepc.initialize(model=model, model_parameters=groups, config=config)
+    losses = []
+    for step in range(3):
+        x, y = (t.chunk(world)[rank] for t in samples(step))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    with deepc.zero.GatheredParameters(list(model.parameters())):
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 3))
+def test_experts_train_under_zero_as_under_torch(stage):
+    """Every rank holds all experts, and gates its own tokens: the loss is the mean of the ranks' losses."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
+    wanted = []
+    for step in range(3):
+        parts = [model(*part) for part in zip(*(t.chunk(2) for t in samples(step)))]
+        loss = sum(parts) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        wanted.append([float(part.detach()) for part in parts])
+    for rank, (losses, parameters) in enumerate(run_ranks(trained, 2, stage)):
+        assert losses == pytest.approx([row[rank] for row in wanted], rel=1e-6)
+        for mine, theirs in zip(parameters, model.parameters()):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
