@@ -560,3 +560,55 @@ def test_a_measured_batch_has_the_times_of_every_rank(schedule):
     assert all(c.F > 0 and c.I > 0 and (c.W > 0) == (schedule == "zb-v") for c in costs)
     assert 0 < predicted.makespan <= timeline.makespan * 1.5 and timeline.peak == predicted.peak
     assert "F0" in drawing.svg(plan, timeline, "measured")
+
+
+# ---- schedules that are given ----------------------------------------------------------------------------------------
+def _theirs(rank, world, kind, file):
+    """Trains by a schedule that torch.distributed.pipelining made."""
+    from deepc.errors import ArgumentError
+    from deepc.pipe import PipelineModule
+    from deepc.plan.schedule import Schedule
+    from torch.distributed import pipelining as peer
+
+    mine = (rank, 3 - rank) if "ZBV" in kind else (rank, rank + 2)
+    stages = [peer.PipelineStage(nn.Linear(2, 2), s, 4, torch.device("cpu")) for s in mine]
+    getattr(peer, kind)(stages, MICRO)._dump_csv(f"{file}.{rank}", format="compute_only")
+    with open(f"{file}.{rank}", encoding="utf-8") as f:
+        given = Schedule.parse(f.read())
+    with pytest.raises(ArgumentError, match="of 4 stages on 2 ranks; expected one for 1 ranks"):
+        PipelineModule(layers(4), num_stages=1, schedule=given)
+    return train(rank, world, 2, {}, tied=False, schedule=given), given.check()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ScheduleInterleavedZeroBubble",
+        *(
+            pytest.param(f"Schedule{k}", marks=pytest.mark.full)
+            for k in ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS")
+        ),
+    ],
+)
+def test_torchs_schedules_train_as_one_process(kind, tmp_path):
+    ranks = run_ranks(_theirs, 2, kind, str(tmp_path / "theirs"))
+    check([found for found, _ in ranks], one_process({}, tied=False))
+    assert ranks[0][1] == ranks[1][1]
+
+
+def _another_number(rank, world):
+    from deepc.errors import ArgumentError
+    from deepc.plan.schedule import Schedule
+
+    engine = _engine(
+        2, {"gradient_accumulation_steps": MICRO}, schedule=Schedule.make("1f1b", stages=2, micro_batches=MICRO + 1)
+    )
+    data = batches(0, MICRO, 1)
+    with pytest.raises(ArgumentError, match=f"for {MICRO + 1} micro-batches, and a batch has {MICRO}"):
+        engine.train_batch(data)
+    return float(engine.eval_batch(data))
+
+
+def test_a_given_schedule_for_other_micro_batches_is_refused():
+    first, second = run_ranks(_another_number, 2)
+    assert first == second > 0

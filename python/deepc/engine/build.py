@@ -162,12 +162,13 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Pa
     if (stages := config.pipeline.stages or 1) == 1:
         return None
     from ..parallel.pipeline.cutting import CutModel
+    from ..plan.schedule import Order
 
     asked = config.deepc.pipeline
     mesh_of(stages, "pipeline.stages = {}", dist.get_world_size())
     mesh = mesh_asked(config, stages)
     sample, loss_fn = given.pop("sample_batch", None), given.pop("loss_fn", None)
-    return CutModel(model, mesh, asked.schedule, asked.chunks, sample, loss_fn)
+    return CutModel(model, mesh, Order.of(asked.schedule, stages, asked.chunks), sample, loss_fn)
 
 
 def cut_as_asked(model: torch.nn.Module, config: Config) -> None:

@@ -21,7 +21,6 @@ from ..parallel.pipeline.layers import PipelineModule
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..parallel.tensor.group import tensor_group
-from ..plan.schedule import Schedule
 from .base import StepResult, say
 from .engine import Engine
 
@@ -61,7 +60,7 @@ class PipelineEngine(Engine):
             model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
         # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
-        self._sums = self.world_size > 1 or self.part.chunks > 1 or self._stages.splits(self.micro_batches)
+        self._sums = self.world_size > 1 or self.part.order.chunks > 1 or self._stages.splits(self.micro_batches)
         # (number of a tie, the parameter, ranks of the pipeline that hold copies): those that this rank trains; and
         # (number, the copy, the rank that trains it)
         ties = [(i, tie.parameter, tie) for i, tie in enumerate(self.part.ties) if tie.parameter is not None]
@@ -78,7 +77,7 @@ class PipelineEngine(Engine):
         replicas = f", {self.mesh.dp} data-parallel" * (self.mesh.dp > 1)
         return (
             f"pipeline: {ranks} rank{'s' * (ranks > 1)}{replicas}, {self.micro_batches} micro-batches a batch, schedule"
-            f" {part.schedule}; stages: {part.describe()}"
+            f" {part.order.name}; stages: {part.describe()}"
         )
 
     @property
@@ -144,9 +143,7 @@ class PipelineEngine(Engine):
             loss = self.train_batch(data_iter)
         finally:
             self._stages.times = None
-        schedule = Schedule.make(
-            part.schedule, stages=self.num_stages, micro_batches=self.micro_batches, chunks=part.chunks
-        )
+        schedule = part.order.schedule(self.micro_batches)
         column = self.mesh.group("pp", self.everyone.rank)
         return measured(loss, schedule, mine, column, self.everyone.gather_all)
 

@@ -210,6 +210,70 @@ class Schedule:
         return _lib.Schedule(rows, begin, len(self.ranks), self.stages, self.micro_batches)
 
 
+@dataclass(frozen=True)
+class Order:
+    """How a pipeline of `ranks` ranks goes through its micro-batches: by a schedule of one of KINDS, or by one that is
+    given, for its number of micro-batches. chunks: stages on each rank."""
+
+    name: str
+    ranks: int
+    chunks: int
+    given: Schedule | None = None
+
+    @classmethod
+    def of(cls, schedule: str | Schedule, ranks: int, chunks: int | None = None) -> Order:
+        """chunks: None: as few as the kind has, or as the given schedule says. ArgumentError for a given schedule that
+        can't be executed, is for other numbers of ranks or chunks, or has a stage on two ranks."""
+        if isinstance(schedule, str):
+            return cls(schedule, ranks, chunks or default_chunks(schedule))
+        schedule.check()
+        if len(schedule.ranks) != ranks or schedule.stages % ranks or chunks not in (None, schedule.stages // ranks):
+            wanted = f"{ranks} ranks" + (f" with {chunks} chunks each" if chunks else "")
+            raise ArgumentError(
+                f"the schedule that was given is of {schedule.stages} stages on {len(schedule.ranks)} ranks; expected"
+                f" one for {wanted}"
+            )
+        owners = {(a.stage, r) for r, row in enumerate(schedule.ranks) for a in row}
+        if len(owners) != schedule.stages:
+            twice = next(s for s, _ in sorted(owners) if sum(s == o for o, _ in owners) > 1)
+            raise ArgumentError(f"the schedule that was given runs stage {twice} on two ranks; each has one")
+        return cls("given", ranks, schedule.stages // ranks, schedule)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds it."""
+        if self.given is None:
+            return stage_rank(self.name, stages=self.ranks, chunks=self.chunks, stage=stage)
+        return next(r for r, row in enumerate(self.given.ranks) if any(a.stage == stage for a in row))
+
+    def actions(self, rank: int, micro_batches: int) -> tuple[Action, ...]:
+        """Those of a rank. ArgumentError if the given schedule is for another number of micro-batches."""
+        if self.given is None:
+            return actions(self.name, stages=self.ranks, micro_batches=micro_batches, rank=rank, chunks=self.chunks)
+        return self.schedule(micro_batches).ranks[rank]
+
+    def forwards(self, rank: int, micro_batches: int) -> tuple[Action, ...]:
+        """The forward actions of a rank, for an evaluation: of any number of micro-batches."""
+        if self.given is None:
+            return tuple(a for a in self.actions(rank, micro_batches) if a.kind == "F")
+        stages = [s for s in range(self.stages) if self.rank_of(s) == rank]
+        return tuple(Action("F", stage, micro) for micro in range(micro_batches) for stage in stages)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """That of all ranks."""
+        if self.given is None:
+            return Schedule.make(self.name, stages=self.ranks, micro_batches=micro_batches, chunks=self.chunks)
+        if micro_batches != self.given.micro_batches:
+            raise ArgumentError(
+                f"the schedule that was given is for {self.given.micro_batches} micro-batches, and a batch has"
+                f" {micro_batches}; set gradient_accumulation_steps to {self.given.micro_batches}"
+            )
+        return self.given
+
+
 def _number(kind: str) -> int:
     if kind not in KINDS:
         raise ArgumentError(f"schedule: {kind!r} is none; the schedules are {', '.join(KINDS)}")

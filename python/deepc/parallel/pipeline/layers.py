@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ...comm import start
 from ...errors import ArgumentError, ConfigError
 from ...plan.mesh import Mesh
-from ...plan.schedule import default_chunks, stage_rank
+from ...plan.schedule import Order, Schedule
 from . import balance
 from .part import Call, Tie
 
@@ -69,8 +69,9 @@ class PipelineModule(torch.nn.Module):
     seed_fn(base_seed + i)), so that all ways to cut begin with the same weights. partition_method: "uniform",
     "parameters" (about equally many in each stage) or "type:REGEX" (equally many layers whose class matches).
     activation_checkpoint_interval: so many layers are computed again in backward; checkpointable_layers: only chunks
-    that have a layer of these class names. schedule: how micro-batches go through the stages (plan/schedule.py);
-    chunks: stages per rank, default what the schedule needs.
+    that have a layer of these class names. schedule: how micro-batches go through the stages, one of
+    plan/schedule.py's kinds, or a Schedule (Schedule.parse of a file of torch.distributed.pipelining's, say). chunks:
+    stages per rank, default what the schedule needs.
 
     Layer i is the submodule "i", or tied_modules.KEY: the names in a checkpoint, whatever the number of stages."""
 
@@ -89,7 +90,7 @@ class PipelineModule(torch.nn.Module):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = True,
         *,
-        schedule: str = "1f1b",
+        schedule: str | Schedule = "1f1b",
         chunks: int | None = None,
     ) -> None:
         super().__init__()
@@ -102,12 +103,12 @@ class PipelineModule(torch.nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func or _recompute
         self._recomputed = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.mesh = _mesh(num_stages, topology)
-        self.schedule, self.chunks = schedule, chunks or default_chunks(schedule)
+        self.order = Order.of(schedule, self.mesh.pp, chunks)
         here = self.mesh.coordinates(dist.get_rank()).pp
-        stages = self.mesh.pp * self.chunks
+        stages = self.order.stages
         self.cuts = balance.cut(balance.costs_of(partition_method, *_weigh(self._specs, partition_method)), stages)
         self.num_stages, self.stage_id = self.mesh.pp, here
-        self._rank_of = [stage_rank(schedule, stages=self.mesh.pp, chunks=self.chunks, stage=s) for s in range(stages)]
+        self._rank_of = [self.order.rank_of(s) for s in range(stages)]
         self.stages = [s for s in range(stages) if self._rank_of[s] == here]
         self.tied_modules = torch.nn.ModuleDict()
         self._calls: dict[int, Callable[[Any], Any]] = {}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...plan.mesh import Mesh
+from ...plan.schedule import Order
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]  # runs the engine's module on (inputs, kwargs)
 
@@ -31,7 +32,7 @@ class Tie(NamedTuple):
 
 
 class Part(Protocol):
-    """mesh: of all ranks. schedule, chunks: as plan/schedule.py has them; the pipeline has mesh.pp * chunks stages.
+    """mesh: of all ranks. order: of the pipeline's stages and micro-batches.
     elsewhere: ids of parameters of the module that other ranks hold. names: further names of parameters -> the name
     under which they are stored, of the whole model. wants_batch: every stage reads the micro-batch, not only the first
     and the last."""
@@ -39,9 +40,7 @@ class Part(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def schedule(self) -> str: ...
-    @property
-    def chunks(self) -> int: ...
+    def order(self) -> Order: ...
     @property
     def ties(self) -> Sequence[Tie]: ...
     @property

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...plan.schedule import Action, actions, stage_rank
+from ...plan.schedule import Action
 from .deferred import Deferring, Later, Sums
 from .hops import Hops
 from .part import Part
@@ -55,10 +55,8 @@ class Stages:
     def __init__(self, part: Part, column: Sequence[int], here: int) -> None:
         self._part, self._here = part, here
         self.hops = Hops(column)
-        self.count = len(column) * part.chunks
-        self._rank_of = [
-            stage_rank(part.schedule, stages=len(column), chunks=part.chunks, stage=s) for s in range(self.count)
-        ]
+        self.count = part.order.stages
+        self._rank_of = [part.order.rank_of(s) for s in range(self.count)]
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._local: dict[tuple[int, int, int], Any] = {}  # what goes from a stage to another of this rank
         self.times: list[tuple[float, float]] | None = None  # of the actions of `train`, for who wants them
@@ -72,8 +70,7 @@ class Stages:
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
         """This rank's."""
-        part, ranks = self._part, len(set(self._rank_of))
-        return actions(part.schedule, stages=ranks, micro_batches=micro_batches, rank=self._here, chunks=part.chunks)
+        return self._part.order.actions(self._here, micro_batches)
 
     def splits(self, micro_batches: int) -> bool:
         """Whether backward comes in two halves."""
@@ -116,12 +113,11 @@ class Stages:
         """Forward of all micro-batches: what the last stage returned, on its rank."""
         outputs = []
         try:
-            for kind, stage, micro in self.actions(len(batches)):
-                if kind == "F":
-                    out = self._forward(loop, stage, micro, batches[micro])
-                    if stage == self.count - 1:
-                        outputs.append(out)
-                    self._passed.clear()
+            for _, stage, micro in self._part.order.forwards(self._here, len(batches)):
+                out = self._forward(loop, stage, micro, batches[micro])
+                if stage == self.count - 1:
+                    outputs.append(out)
+                self._passed.clear()
             self.hops.finish()
         finally:
             self._passed.clear()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ....errors import ArgumentError, DeepcError, UnsupportedError
 from ....plan.mesh import Mesh
 from ....plan.predict.dryrun import loss_of
-from ....plan.schedule import default_chunks, stage_rank
+from ....plan.schedule import Order
 from ..deferred import in_checkpoint
 from ..part import Call, Tie, further_names
 from ..runtime import Stages
@@ -61,12 +61,11 @@ class CutModel:
         self,
         model: torch.nn.Module,
         mesh: Mesh,
-        schedule: str,
-        chunks: int | None,
+        order: Order,
         sample: Any,
         loss_fn: Callable[[Any, Any], Any] | None,
     ) -> None:
-        self.mesh, self.schedule, self.chunks = mesh, schedule, chunks or default_chunks(schedule)
+        self.mesh, self.order = mesh, order
         self._model, self._loss_fn = model, loss_fn
         self._without_cache = "use_cache" in inspect.signature(model.forward).parameters
         dummy = getattr(model, "dummy_inputs", None) if sample is None else None
@@ -81,9 +80,9 @@ class CutModel:
         with torch.random.fork_rng(devices=[]), _buffers_kept(model):
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
             units, costs = self._weighed(None if dummy is not None else sample)
-        stages = mesh.pp * self.chunks
+        stages = order.stages
         self._units, self._cuts = best(units, costs, stages)
-        self._rank_of = [stage_rank(schedule, stages=mesh.pp, chunks=self.chunks, stage=s) for s in range(stages)]
+        self._rank_of = [order.rank_of(s) for s in range(stages)]
         self._here = mesh.coordinates(dist.get_rank()).pp
         self._running: tuple[int, Any] | None = None
         self.names = further_names(model)
