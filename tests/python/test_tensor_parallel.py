@@ -263,8 +263,9 @@ def test_layouts_train_as_one_process(family, mesh, stage):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-def _goes_on(rank, world, family, mesh, folder, saves):
-    """(losses, norm) of 2 steps in one layout, from its checkpoint if there is one; saves one at the end."""
+def _goes_on(rank, world, family, mesh, folder, saves, precision):
+    """2 steps in one layout. saves: from the beginning, with a checkpoint at the end; returns the whole weights. Else
+    from that checkpoint on; returns the norms."""
     import deepc
     from deepc.plan.mesh import Mesh
 
@@ -278,7 +279,7 @@ def _goes_on(rank, world, family, mesh, folder, saves):
             "gradient_accumulation_steps": MICRO,
             "tensor_parallel": {"autotp_size": mesh.tp},
             "zero_optimization": {"stage": 2},
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": precision == "bf16"},
             **({"pipeline": {"stages": mesh.pp}} if mesh.pp > 1 else {}),
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         },
@@ -298,39 +299,44 @@ def _goes_on(rank, world, family, mesh, folder, saves):
         norms.append(engine.get_global_grad_norm())
     if saves:
         engine.save_checkpoint(folder)
+        norms = engine.module_state_dict() if mesh.pp == 1 else {}
     engine.destroy()
     return norms
 
 
 @pytest.mark.parametrize(
-    ("family", "saved", "loaded"),
+    ("family", "saved", "loaded", "precision"),
     [
-        ("gpt2", {"tp": 2}, {}),
-        pytest.param("gpt2", {}, {"tp": 2}, marks=pytest.mark.full),
-        pytest.param("llama", {"pp": 2, "tp": 2}, {"tp": 4}, marks=pytest.mark.full),
-        pytest.param("gpt2", {"tp": 4}, {"dp": 2, "tp": 2}, marks=pytest.mark.full),
-        pytest.param("gpt2", {"tp": 2}, {"pp": 2, "tp": 2}, marks=pytest.mark.full),
-        pytest.param("llama", {"dp": 2}, {"tp": 2}, marks=pytest.mark.full),
-        pytest.param("gpt2", {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}, marks=pytest.mark.full),
+        ("gpt2", {"tp": 2}, {}, "fp32"),
+        pytest.param("gpt2", {"tp": 2}, {}, "bf16", marks=pytest.mark.full),
+        pytest.param("gpt2", {}, {"tp": 2}, "fp32", marks=pytest.mark.full),
+        pytest.param("llama", {"pp": 2, "tp": 2}, {"tp": 4}, "bf16", marks=pytest.mark.full),
+        pytest.param("gpt2", {"tp": 4}, {"dp": 2, "tp": 2}, "fp32", marks=pytest.mark.full),
+        pytest.param("gpt2", {"tp": 2}, {"pp": 2, "tp": 2}, "fp32", marks=pytest.mark.full),
+        pytest.param("llama", {"dp": 2}, {"tp": 2}, "fp32", marks=pytest.mark.full),
+        pytest.param("gpt2", {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}, "bf16", marks=pytest.mark.full),
     ],
 )
-def test_a_checkpoint_goes_on_in_another_layout(family, saved, loaded, tmp_path):
-    """What is loaded and saved again has the same bits, masters and moments of bf16 training too, under the names and
-    shapes of the whole model; and steps go on as in the layout that it was saved in."""
+def test_a_checkpoint_goes_on_in_another_layout(family, saved, loaded, precision, tmp_path):
+    """What is loaded and saved again has the same bits, masters and moments too, under the names and shapes of the
+    whole model; and steps go on as in the layout that it was saved in."""
     from deepc.checkpoint import CheckpointReader
 
     def ranks(mesh):
         return mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
 
-    run_ranks(_goes_on, ranks(saved), family, saved, str(tmp_path), True)
+    weights = run_ranks(_goes_on, ranks(saved), family, saved, str(tmp_path), True, precision)[0]
     with CheckpointReader(tmp_path) as reader:
         for name, p in transformer(family).named_parameters():
             for kind in ("fp32", "exp_avg", "exp_avg_sq"):
                 assert reader[f"{kind}/{name}"].shape == p.shape
+            if weights:
+                assert torch.equal(reader.tensor(f"fp32/{name}").to(weights[name].dtype), weights[name]), name
         reader.verify()
-    want = run_ranks(_goes_on, ranks(saved), family, saved, str(tmp_path), False)[0]
-    for got in run_ranks(_goes_on, ranks(loaded), family, loaded, str(tmp_path), False):
-        assert got == pytest.approx(want, rel=2e-2 if loaded != saved else 1e-12)
+    want = run_ranks(_goes_on, ranks(saved), family, saved, str(tmp_path), False, precision)[0]
+    near_by = 1e-12 if loaded == saved else 1e-4 if precision == "fp32" else 2e-2
+    for got in run_ranks(_goes_on, ranks(loaded), family, loaded, str(tmp_path), False, precision):
+        assert got == pytest.approx(want, rel=near_by)
     with CheckpointReader(tmp_path) as reader, CheckpointReader(tmp_path / "again") as again:
         assert set(reader.tensors) == set(again.tensors)
         for name in reader.tensors:
@@ -353,6 +359,8 @@ def _dtensors(rank, world):
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         },
     )
+    with pytest.raises(deepc.errors.MisuseError, match="got different batches: tensor-parallel rank 1"):
+        engine(ids + rank)
     near(engine(ids).logits, logits.detach())
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False)[:, 6], logits[:, -1].argmax(-1))
     made = dtensors(model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -124,6 +125,7 @@ class EngineBase(ModelWrapper):
     device: torch.device
     events: Events
     mesh: Mesh  # of all ranks
+    unequal_batches: Callable[[Any], None] | None = None  # called with the first batch of tensor-parallel ranks
     group: Group  # the ranks that hold the same part of the model: data and sequence parallelism
     part: Part | None  # of a pipeline: what of the model is here
     everyone: Group  # all ranks that share the model

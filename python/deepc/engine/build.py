@@ -28,6 +28,7 @@ from ..optim.rules import LAMB
 from ..parallel.judged import Parts
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
+from ..parallel.tensor.group import refuse_unequal, tensor_group
 from ..parallel.tensor.rules import as_noted
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
@@ -178,7 +179,6 @@ def cut_as_asked(model: torch.nn.Module, config: Config) -> None:
         return
     import torch.distributed as dist
 
-    from ..parallel.tensor.group import tensor_group
     from ..parallel.tensor.model import cut_model
 
     stages = model.mesh.pp if isinstance(model, PipelineModule) else config.pipeline.stages or 1
@@ -294,6 +294,8 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
     check_cuts(engine)
     if part is not None or mesh.tp > 1:
         engine.parts = Parts(engine.everyone, mesh)
+        if mesh.tp > 1:
+            engine.unequal_batches = lambda batch: refuse_unequal(batch, tensor_group(mesh))
         if mesh.pp * mesh.tp > 1:
             ranks = mesh.replicas(engine.everyone.rank)
             engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks)

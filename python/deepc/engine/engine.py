@@ -52,6 +52,9 @@ class Engine(EngineBase):
         """Runs the model. With fp16.auto_cast, floating-point inputs are cast to fp16; with precision "auto" to what
         the model computes in."""
         out = None
+        if self.unequal_batches is not None and torch.is_grad_enabled():
+            self.unequal_batches((inputs, kwargs))
+            self.unequal_batches = None
         self.events.begin("forward", (inputs, kwargs))
         try:
             with self.activations.around():

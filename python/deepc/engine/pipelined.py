@@ -111,6 +111,9 @@ class PipelineEngine(Engine):
         its end), trains on them and steps. Ranks with the first or last stage read data: those of one pipeline must get
         the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
         batches = self._draw_together(data_iter, self.micro_batches, trains=True)
+        if self.unequal_batches is not None:
+            self.unequal_batches(batches)
+            self.unequal_batches = None
         if self._sums:
             self.hooks.synchronising, self.hooks.sums_in = False, torch_dtype(self.plan.accumulator)
         try:

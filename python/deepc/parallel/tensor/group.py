@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...comm.c10d.tensors import are_fake
+from ...core.lib import C
+from ...errors import MisuseError
 from ...plan.mesh import Mesh
 from .cut import Cut
 
@@ -148,3 +151,32 @@ def whole_of(shard: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
     for rank, part in enumerate(rows.split(widths, cut.dim)):
         cut.put(whole, part, rank)
     return whole
+
+
+def refuse_unequal(batch: Any, group: TensorGroup) -> None:
+    """MisuseError, on all ranks of the group, if their batches (tensors in nested tuples, lists and dicts) are not
+    equal: each would train on a part of another one's. Collective over the group."""
+    found: list[torch.Tensor] = []
+
+    def walk(x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            found.append(x.detach())
+        elif isinstance(x, Mapping):
+            for v in x.values():
+                walk(v)
+        elif isinstance(x, (list, tuple)):
+            for v in x:
+                walk(v)
+
+    walk(batch)
+    here = [t for t in found if t.device.type == "cpu" and t.layout is torch.strided and not without_values(t)]
+    flat = [t.contiguous() for t in here if t.numel()]
+    words = [C.dc_crc32c(0, t.data_ptr(), t.numel() * t.element_size()) for t in flat]
+    mine = torch.tensor([[zlib.crc32(str([*words, [tuple(t.shape) for t in found]]).encode())]], dtype=torch.int64)
+    told = group.gather(mine, 0, (1,) * group.size).view(-1).tolist()
+    if other := [r for r, word in enumerate(told) if word != told[0]]:
+        raise MisuseError(
+            f"ranks that share a model's tensors got different batches: tensor-parallel rank {other[0]} another one"
+            " than rank 0. They need equal ones: draw samples by engine.mesh.coordinates(rank).dp of engine.mesh.dp, or"
+            " give training_data to initialize (docs/tensor-parallel.md)"
+        )

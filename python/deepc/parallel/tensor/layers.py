@@ -86,7 +86,9 @@ class _Parallel(_Fused):
         return tuple(cut.width(r) for r in range(cut.ranks))
 
 
-class _Column(_Parallel):
+class Column(_Parallel):
+    """What a module that is cut by outputs is an instance of, beside its own class."""
+
     def forward(self, input: Tensor) -> Tensor:
         out = self._product(self.region.begin(input), self.bias)
         if self.gathers:
@@ -95,7 +97,9 @@ class _Column(_Parallel):
         return out
 
 
-class _Row(_Parallel):
+class Row(_Parallel):
+    """The same, by inputs."""
+
     splits = False  # the input is whole, and this rank takes its part
 
     def forward(self, input: Tensor) -> Tensor:
@@ -113,11 +117,11 @@ def _conv1d(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], layer.weight.shape[1])
 
 
-class _ColumnConv1D(_Column):
+class _ColumnConv1D(Column):
     _product = _conv1d
 
 
-class _RowConv1D(_Row):
+class _RowConv1D(Row):
     _product = _conv1d
 
 
@@ -201,9 +205,9 @@ def cut_module(
         own.num_embeddings = here
     own.cuts, own.region, own.gathers = cuts, region, gathers
     mixin: type[_Parallel] = {
-        ("column", False): _Column,
+        ("column", False): Column,
         ("column", True): _ColumnConv1D,
-        ("row", False): _Row,
+        ("row", False): Row,
         ("row", True): _RowConv1D,
         ("vocabulary", False): _Vocabulary,
         ("head", False): _ParallelHead,
