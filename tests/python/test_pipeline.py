@@ -600,13 +600,11 @@ def _another_number(rank, world):
     from deepc.errors import ArgumentError
     from deepc.plan.schedule import Schedule
 
-    engine = _engine(
-        2, {"gradient_accumulation_steps": MICRO}, schedule=Schedule.make("1f1b", stages=2, micro_batches=MICRO + 1)
-    )
-    data = batches(0, MICRO, 1)
+    gas = {"gradient_accumulation_steps": MICRO}
     with pytest.raises(ArgumentError, match=f"for {MICRO + 1} micro-batches, and a batch has {MICRO}"):
-        engine.train_batch(data)
-    return float(engine.eval_batch(data))
+        _engine(2, gas, schedule=Schedule.make("1f1b", stages=2, micro_batches=MICRO + 1))
+    engine = _engine(2, gas, schedule=Schedule.make("zb-v", stages=2, micro_batches=MICRO))
+    return float(engine.eval_batch(batches(0, MICRO, 1), num_micro_batches=2))
 
 
 def test_a_given_schedule_for_other_micro_batches_is_refused():
