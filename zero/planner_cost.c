@@ -675,9 +675,10 @@ static int cost_memory_of(const dc__planner *p, const dc__shape *x, const dc_pla
     const double gathered = l->stage == 3 && (!cpu || l->offload == DC_OFFLOAD_PARAMS)
                                 ? 2 * p->largest / (double)x->tp * p->model->item
                                 : 0;
-    /* Without accumulation a CPU's gradients borrow what activations have left (docs/memory-plan.md). */
+    /* Without accumulation a CPU's gradients borrow what activations have left (docs/memory-plan.md): hardly anything
+     * where blocks are computed again. */
     const double grads = l->offload != DC_OFFLOAD_NONE && !cpu ? 0 : r.grads;
-    const int borrows = cpu && l->accumulation == 1 && x->pp == 1;
+    const int borrows = cpu && l->accumulation == 1 && x->pp == 1 && !l->recompute;
     const double moving = borrows ? cost_at_least(grads, act) : grads + act;
     const double rank = at->reserve + r.params - params_elsewhere + (l->offload ? 0 : r.states) + moving + gathered;
     const double shared = l->offload == DC_OFFLOAD_PARAMS && cpu ? 0 : r.shared;

@@ -3,8 +3,10 @@
     python tests/bench/planner.py                       # measures the machine first, as `deepc bench cluster` does
     python tests/bench/planner.py --cluster cluster.yaml --only pp
 
-The model is that of pipelines.py with 8 blocks and a smaller vocabulary. A run is fresh processes; time is the median
-of its steps, memory the kernel's high-water marks with shared pages once. A JSON line for each layout, one for all."""
+The model is that of pipelines.py with 6 blocks and a smaller vocabulary. A run is fresh processes; time is the median
+of its steps, memory the kernel's high-water marks with shared pages once. The speed of a shared machine drifts: before
+and after its steps each run measures the matrix products by which the machine was described, and the prediction is
+multiplied by how much slower they are (`drift`). A JSON line for each layout, one for all."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from typing import Any
 import pipelines
 from common import die_with_parent, require_deepc
 
-pipelines.BLOCKS, pipelines.VOCAB = 8, 4096
+pipelines.BLOCKS, pipelines.VOCAB = 6, 4096
 SEQ, RANKS = 256, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 stage 0, micro 2": {"dp": 2, "stage": 0, "micro": 2},
@@ -60,7 +62,15 @@ def resident() -> dict[str, int]:
     return {n: int(rows[n].split()[0]) * 1024 for n in ("VmHWM", "RssShmem")}
 
 
-def trained(layout: Any, cuts: list[int]) -> Any:
+def product_s() -> float:
+    """Seconds of the products by which the machine was described, now, on all ranks at about the same time."""
+    import torch
+    from deepc.observe.diagnose import calibrate
+
+    return calibrate.median_s(calibrate.products(torch.float32), 0.7)
+
+
+def trained(layout: Any) -> Any:
     """A function that trains one batch."""
     import torch
     from torch.utils.checkpoint import checkpoint
@@ -112,19 +122,21 @@ def rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
-    batch = trained(Layout(**json.loads(args.layout)), [])
-    for _ in range(3):
+    batch = trained(Layout(**json.loads(args.layout)))
+    for _ in range(2):
         batch()
+    before = product_s()
     times: list[float] = []
     for _ in range(args.steps):
         begin = time.perf_counter()
         batch()
         times.append(time.perf_counter() - begin)
-    print("\n" + json.dumps({"times": times, **resident()}), flush=True)
+    held = resident()
+    print("\n" + json.dumps({"times": times, "product_s": (before + product_s()) / 2, **held}), flush=True)
 
 
-def measured(layout: Any, steps: int) -> tuple[float, float]:
-    """(seconds of a step, bytes of the node at the peak)."""
+def measured(layout: Any, steps: int) -> tuple[float, float, float]:
+    """(seconds of a step, bytes of the node at the peak, seconds of the products beside it)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -143,7 +155,8 @@ def measured(layout: Any, steps: int) -> tuple[float, float]:
         told.append(json.loads(text.strip().splitlines()[-1]))
     steps_s = [max(t) for t in zip(*(r["times"] for r in told))]
     private = sum(r["VmHWM"] - r["RssShmem"] for r in told)
-    return statistics.median(steps_s), private + max(r["RssShmem"] for r in told)
+    product = max(r["product_s"] for r in told)
+    return statistics.median(steps_s), private + max(r["RssShmem"] for r in told), product
 
 
 def as_dict(layout: Any) -> dict[str, Any]:
@@ -180,14 +193,11 @@ def main() -> None:
         layout = default_layout(**sizes)
         case = case_of(cluster, shape(), layout.dp * layout.micro * layout.accumulation, "fp32")
         told = price(case, layout)
-        seconds, nbytes = measured(layout, args.steps)
-        row = {
-            "bench": "planner",
-            "what": name,
-            "predicted_s": round(told.cost.step, 4),
-            "measured_s": round(seconds, 4),
-        }
-        row |= {"ratio": round(told.cost.step / seconds, 3)}
+        seconds, nbytes, product = measured(layout, args.steps)
+        drift = product / (calibrate.product_flops() / cluster.nodes[0].flops["fp32"])
+        predicted = told.cost.step * drift
+        row = {"bench": "planner", "what": name, "predicted_s": round(predicted, 4), "measured_s": round(seconds, 4)}
+        row |= {"ratio": round(predicted / seconds, 3), "drift": round(drift, 3)}
         row |= {"predicted_mib": round(told.cost.host_bytes / 2**20), "measured_mib": round(nbytes / 2**20)}
         row |= {"memory_ratio": round(told.cost.host_bytes / nbytes, 3)}
         print(json.dumps(row), flush=True)

@@ -21,7 +21,7 @@ def test_a_description_gives_back_what_was_measured():
     cluster = Cluster.of(given)
     assert (cluster.ranks, cluster.on_devices, cluster.overlap) == (2, False, 0.0)
     nodes, params = cluster.nodes[0], calibrate._LAYERS * calibrate._WIDTH**2
-    assert nodes.flops["fp32"] == pytest.approx(calibrate._product_flops() / 0.1, rel=1e-3)
+    assert nodes.flops["fp32"] == pytest.approx(calibrate.product_flops() / 0.1, rel=1e-3)
     assert cluster.update_traffic * params / nodes.memory_rate == pytest.approx(0.04, rel=0.01)
     assert (0.5 * params * 4) / nodes.link_rate == pytest.approx(0.05, rel=0.01)
     one = Cluster.of({**given, "nodes": [{**given["nodes"][0], "ranks": 1}], "update_traffic": 0, "batch_traffic": 0})

@@ -48,7 +48,7 @@ def assemble(
 ) -> dict[str, Any]:
     """The description, from the seconds that ranks took: alone, each training for itself at the same time as the
     others, and joined, all training one model."""
-    flops = {p: _product_flops() / alone[f"product_{p}"] for p in ("fp32", "bf16")}
+    flops = {p: product_flops() / alone[f"product_{p}"] for p in ("fp32", "bf16")}
     start = alone["operation"] / 3  # forward, and twice as much backward
     row = _BLOCK.rows()[1]
     moved = 3 * ((row["traffic"] + row["traffic_whole"]) * _SAMPLES + row["params"]) * 4
@@ -121,7 +121,7 @@ def _ranks(world: int, groups: int, threads: int, budget_s: float) -> list[dict[
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------
-def _product_flops() -> float:
+def product_flops() -> float:
     """Of a product of the block's first linear layer, forward and both of backward."""
     return 3 * 2.0 * _SAMPLES * _BLOCK.seq * _BLOCK.hidden * 4 * _BLOCK.hidden
 
@@ -141,10 +141,10 @@ def _rank(rank: int, world: int, folder: str, budget_s: float) -> None:
     memory.keep_heap()
     each = budget_s / 8
     found = {
-        "product_fp32": _median(_products(torch.float32), each),
-        "product_bf16": _median(_products(torch.bfloat16), each),
-        "operation": _median(_operations(), each / 4) / 20,
-        "block": _median(_block(), each),
+        "product_fp32": median_s(products(torch.float32), each),
+        "product_bf16": median_s(products(torch.bfloat16), each),
+        "operation": median_s(_operations(), each / 4) / 20,
+        "block": median_s(_block(), each),
         "reserve": float(memory.process_bytes()["rss_bytes"]),
     }
     found |= _engine(deepc, world, each)
@@ -154,7 +154,8 @@ def _rank(rank: int, world: int, folder: str, budget_s: float) -> None:
     print(json.dumps(found), flush=True)
 
 
-def _median(what: Callable[[], Any], budget_s: float) -> float:
+def median_s(what: Callable[[], Any], budget_s: float) -> float:
+    """Seconds of a call: the median of at least five, after three."""
     for _ in range(3):
         what()
     times: list[float] = []
@@ -166,7 +167,8 @@ def _median(what: Callable[[], Any], budget_s: float) -> float:
     return statistics.median(times)
 
 
-def _products(dtype: Any) -> Callable[[], None]:
+def products(dtype: Any) -> Callable[[], None]:
+    """Those of the block's first linear layer, forward and backward: product_flops() of them."""
     import torch
 
     n, k = _BLOCK.hidden, 4 * _BLOCK.hidden
