@@ -274,7 +274,7 @@ ALIASES: dict[str, str] = {"zero": "runtime.zero"}
 """Attributes of DeepSpeed's package that are modules elsewhere in its tree; importable by either name here."""
 
 _DUAL = 'not built; PipelineModule(..., schedule="zb-v") has as small a bubble'
-_TP = "tensor parallelism is not built yet; ZeRO stage 3 splits every parameter over the ranks"
+_TP = "deepc has its own: tensor_parallel.autotp_size, tp_model_init; see docs/tensor-parallel.md"
 _SP = "deepc has its own: deepc.parallel.sequence (share, shard, cross_entropy); see docs/sequence-parallel.md"
 _MOE = "it is inside of DeepSpeed's layer; deepspeed.moe.layer.MoE is there, and deepc.parallel.expert has its parts"
 _KERNEL = (
@@ -299,7 +299,7 @@ LACKING: dict[str, str] = {
     "DeepSpeedTransformerConfig": _KERNEL,
     "replace_transformer_layer": _KERNEL,
     "revert_transformer_layer": _KERNEL,
-    "autotuning": "autotuning is not built yet; deepc.estimate(...) says what a configuration needs before it starts",
+    "autotuning": "deepc tune finds the fastest configuration of a script by short trials; see docs/tuning.md",
     "checkpoint.ds_to_universal": (
         "every deepc checkpoint loads into any number of ranks and any stage: there is nothing to convert"
     ),
