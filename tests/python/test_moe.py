@@ -152,7 +152,6 @@ def test_names_of_parameters_and_errors():
     assert (capacity_of(100, 10, 1.1, 4), capacity_of(10, 4, 1.0, 4), capacity_of(10, 4, 1.0, 0)) == (11, 4, 3)
     for wrong, error, text in (
         (dict(ep_size=3), MisuseError, "ep_size = 3 ranks can't share 4 experts"),
-        (dict(ep_size=2), UnsupportedError, "use ep_size=1 with ZeRO stage 3"),
         (dict(k=5), ArgumentError, "k = 5 .* from 1 to num_experts = 4"),
         (dict(noisy_gate_policy="loud"), MisuseError, "'loud' is none of"),
         (dict(capacity_factor=0), ArgumentError, "capacity_factor = 0 must be above 0"),
@@ -166,6 +165,8 @@ def test_names_of_parameters_and_errors():
         moe(torch.zeros(3, HIDDEN), torch.ones(2))
     with pytest.raises(ArgumentError, match=r"expert 0 made \[\d+, 3\] of its input"):
         MoE(HIDDEN, nn.Linear(HIDDEN, 3))(torch.zeros(3, HIDDEN))
+    with pytest.raises(MisuseError, match="ep_size = 2 ranks that are not connected yet; call deepc.initialize"):
+        layer(ep_size=2)(torch.zeros(3, HIDDEN))
     out, l_aux, counts = moe(torch.zeros(0, HIDDEN))
     assert out.shape == (0, HIDDEN) and counts.tolist() == [0] * 4
 
@@ -175,15 +176,30 @@ WB = ("weight", "bias")
 
 # ---- under the engine ------------------------------------------------------------------------------------------------
 class Net(nn.Module):
-    def __init__(self):
+    """Two layers, of which one is residual. rank: of those that share the experts."""
+
+    def __init__(self, ep=1, rank=0):
         super().__init__()
         torch.manual_seed(3)
+        plain = dict(num_experts=EXPERTS, k=2, drop_tokens=False, top2_2nd_expert_sampling=False, ep_size=ep)
         self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.moe = MoE(HIDDEN, expert(), num_experts=EXPERTS, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+        self.moe = MoE(HIDDEN, expert(), **plain)
+        self.last = MoE(HIDDEN, expert(), use_residual=True, **{**plain, "k": 1, "use_rts": False})
+        own = EXPERTS // ep
+        for i, moe in enumerate((self.moe, self.last)):
+            for e in range(EXPERTS):
+                values = torch.Generator().manual_seed(10 * i + e)
+                for j, p in enumerate(expert().parameters()):
+                    value = torch.randn(p.shape, generator=values) / 2
+                    if rank * own <= e < (rank + 1) * own:
+                        mine = moe.deepspeed_moe.experts.deepspeed_experts[e - rank * own]
+                        with torch.no_grad():
+                            list(mine.parameters())[j].copy_(value)
 
     def forward(self, x, y):
         out, l_aux, _ = self.moe(torch.tanh(self.first(x)))
-        return F.mse_loss(out, y) + 0.01 * l_aux
+        out, other, _ = self.last(out)
+        return F.mse_loss(out, y) + 0.01 * (l_aux + other)
 
 
 def samples(step):
@@ -191,13 +207,20 @@ def samples(step):
     return torch.randn(4, 5, HIDDEN, generator=draw), torch.randn(4, 5, HIDDEN, generator=draw)
 
 
-def trained(rank, world, stage):
+def trained(rank, world, stage, ep, steps=(0, 1, 2), folder=None, load=False):
+    """(losses, norms, parameters by name, those of experts by their number among all). Each micro-batch has two of the
+    four samples, or one in more ranks. folder: of a checkpoint, which is loaded before or saved afterwards."""
     import deepc
     from deepc.parallel.expert import configure_moe_param_groups
 
-    model = Net()
+    model = Net(ep, rank % ep)
+    if rank:  # what ranks share is rank 0's
+        with torch.no_grad():
+            model.first.weight.add_(1)
+    micro = min(2, 4 // world)
     config = {
         "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": micro,
         "gradient_clipping": 0.05,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0}},
@@ -205,32 +228,78 @@ def trained(rank, world, stage):
     groups = configure_moe_param_groups(list(model.parameters()))
     assert [bool(g.get("moe")) for g in groups] == [False, True]
     engine, *_ = deepc.initialize(model=model, model_parameters=groups, config=config)
-    losses = []
-    for step in range(3):
-        x, y = (t.chunk(world)[rank] for t in samples(step))
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    with deepc.zero.GatheredParameters(list(model.parameters())):
-        return losses, [p.detach().clone() for p in model.parameters()]
+    if load:
+        assert engine.load_checkpoint(folder)[0]
+    losses, norms = [], []
+    for step in steps:
+        for x, y in zip(*(t.chunk(world)[rank].split(micro) for t in samples(step))):
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        norms.append(engine.get_global_grad_norm())
+    if folder and not load:
+        engine.save_checkpoint(folder)
+    found = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    assert set(found) == set(Net().state_dict())
+    engine.load_module_state_dict(found)  # changes nothing
+    again = engine.module_state_dict()
+    assert all(torch.equal(t, again[n]) for n, t in found.items())
+    return losses, norms, found
 
 
-@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 3))
-def test_experts_train_under_zero_as_under_torch(stage):
-    """Every rank holds all experts, and gates its own tokens: the loss is the mean of the ranks' losses."""
-    model = Net()
+def as_one_process(world):
+    """Torch's training: every rank gates its own tokens, and the loss is the mean of the ranks' losses."""
+    model, losses, norms = Net(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
-    wanted = []
     for step in range(3):
-        parts = [model(*part) for part in zip(*(t.chunk(2) for t in samples(step)))]
-        loss = sum(parts) / 2
+        parts = [model(*part) for part in zip(*(t.chunk(world) for t in samples(step)))]
         optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        (sum(parts) / world).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
         optimizer.step()
-        wanted.append([float(part.detach()) for part in parts])
-    for rank, (losses, parameters) in enumerate(run_ranks(trained, 2, stage)):
-        assert losses == pytest.approx([row[rank] for row in wanted], rel=1e-6)
-        for mine, theirs in zip(parameters, model.parameters()):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+        losses.append([float(part.detach()) for part in parts])
+    return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "world, stage, ep",
+    (
+        (2, 3, 1),
+        (2, 1, 2),
+        *(
+            pytest.param(*case, marks=FULL)
+            for case in ((2, 0, 1), (2, 1, 1), (2, 0, 2), (2, 3, 2), (4, 0, 2), (4, 2, 2), (4, 3, 2), (4, 1, 4))
+        ),
+    ),
+)
+def test_experts_train_under_zero_as_in_one_process(world, stage, ep):
+    losses, norms, parameters = as_one_process(world)
+    for rank, (mine, my_norms, found) in enumerate(run_ranks(trained, world, stage, ep)):
+        assert mine == pytest.approx([row[rank] for row in losses], rel=1e-6)
+        assert my_norms == pytest.approx(norms, rel=1e-5)
+        same_values(found, parameters)
+
+
+def same_values(found, wanted):
+    for name, t in wanted.items():
+        torch.testing.assert_close(found[name], t, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    (
+        pytest.param((2, 2, 2), (1, 1, 1)),
+        pytest.param((1, 0, 1), (2, 3, 2), marks=FULL),
+        pytest.param((2, 3, 2), (2, 0, 1), marks=FULL),
+    ),
+)
+def test_a_checkpoint_knows_no_ranks_of_experts(before, after, tmp_path):
+    """Two steps in one layout (ranks, stage, ep_size) and one in another are three steps."""
+    run_ranks(trained, *before, (0, 1), str(tmp_path))
+    _, _, wanted = as_one_process(2)
+    for _, norms, found in run_ranks(trained, *after, (2,), str(tmp_path), True):
+        same_values(found, wanted)

@@ -126,11 +126,12 @@ class EngineBase(ModelWrapper):
     events: Events
     mesh: Mesh  # of all ranks
     unequal_batches: Callable[[Any], None] | None = None  # called with the first batch of tensor-parallel ranks
-    group: Group  # the ranks that hold the same part of the model: data and sequence parallelism
+    group: Group  # the ranks that hold the same part of the model: data and sequence parallelism, the same experts
     part: Part | None  # of a pipeline: what of the model is here
     everyone: Group  # all ranks that share the model
     parts: Parts | None  # of the model, where the ranks hold different ones
     cuts: dict[int, Cut]  # id(parameter) -> how it is cut over tensor-parallel ranks
+    spread: frozenset[int]  # ids of the parameters of experts that are spread over ranks
     world_size: int  # of `group`, as the next two
     global_rank: int
     local_rank: int

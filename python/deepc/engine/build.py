@@ -25,6 +25,8 @@ from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, Unsuppor
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..optim.rules import LAMB
+from ..parallel.expert.layer import MoE
+from ..parallel.expert.spread import expert_group, ranks_of_experts, share_gradients, spread_parameters
 from ..parallel.judged import Parts
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
@@ -290,18 +292,58 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
     undo.callback(engine.everyone.close)
     engine.group, engine.parts, engine.cuts = engine.everyone, None, cuts_of(engine.module)
     mesh = mesh_asked(engine._config, 1) if part is None else part.mesh
+    mesh = connect_experts(engine, mesh, undo)
     engine.mesh = dataclasses.replace(mesh, ranks_per_node=engine.group.ranks_per_node)
     check_cuts(engine)
-    if part is not None or mesh.tp > 1:
+    if part is not None or mesh.tp * mesh.ep > 1:
         engine.parts = Parts(engine.everyone, mesh)
         if mesh.tp > 1:
             engine.unequal_batches = lambda batch: refuse_unequal(batch, tensor_group(mesh))
-        if mesh.pp * mesh.tp > 1:
-            ranks = mesh.replicas(engine.everyone.rank)
+        if mesh.pp * mesh.tp * mesh.ep > 1:
+            ranks = mesh.holders(engine.everyone.rank)
             engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks)
             undo.callback(engine.group.close)
     engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
     engine.local_rank = int(os.environ.get("LOCAL_RANK", engine.global_rank))
+
+
+def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) -> Mesh:
+    """The mesh with the ranks that share a model's experts, connected: gradients are averaged over them where they
+    arise, and what is no expert's is rank 0's. Collective."""
+    size, failure = ranks_of_experts(engine.module), None
+    engine.spread = spread_parameters(engine.module)
+    if size > 1:
+        given = {"pipeline stages": mesh.pp, "sequence-parallel ranks": mesh.sp, "tensor-parallel ranks": mesh.tp}
+        if found := [what for what, n in given.items() if n > 1] + ["GPUs"] * (engine.device.type != "cpu"):
+            failure = UnsupportedError(
+                f"MoE: ep_size = {size} with {' and '.join(found)} does not exist; use ep_size=1"
+            )
+        elif any(gathered.is_zero_param(p) for p in engine.module.parameters()):
+            failure = UnsupportedError(
+                f"MoE: ep_size = {size} under zero.Init does not exist; make the model without it"
+            )
+    if engine.part is not None:
+        together(engine.everyone, failure)
+    elif failure is not None:
+        raise failure
+    if size == 1:
+        return mesh
+    group = expert_group(size)
+    for layer in engine.module.modules():
+        if isinstance(layer, MoE):
+            layer.set_deepspeed_parallelism()
+    for t in (*engine.module.parameters(), *engine.module.buffers()):
+        if (
+            id(t) not in engine.spread
+            and t.numel()
+            and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
+        ):
+            values = t.detach().contiguous().view(-1)
+            engine.everyone.broadcast(values, 0)
+            t.data.copy_(values.view(t.shape))
+    for handle in share_gradients(engine.module.parameters(), engine.spread, group):
+        undo.callback(handle.remove)
+    return dataclasses.replace(mesh, ep=size)
 
 
 def check_cuts(engine: EngineBase) -> None:
@@ -316,11 +358,12 @@ def check_cuts(engine: EngineBase) -> None:
 
 def check_shards(engine: EngineBase) -> None:
     """UnsupportedError for what works on whole parameters, where there are shards of them."""
-    if not engine.cuts:
+    if not engine.cuts and not engine.spread:
         return
     rule, config = engine.optimizer.rule, engine._config
     here = {
-        f"{type(engine.optimizer.base).__name__} (its step of an element depends on the whole weight)": rule is not None
+        f"{type(engine.optimizer.base).__name__} (its step of an element depends on the whole weight)": engine.cuts
+        and rule is not None
         and (rule.kind in ACROSS or rule.kind == LAMB),
         "GPUs": engine.device.type != "cpu",
         "states or parameters on disk": any(config.zero.on_disk),
@@ -328,7 +371,8 @@ def check_shards(engine: EngineBase) -> None:
         'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
     }
     if found := [what for what, is_so in here.items() if is_so]:
-        raise UnsupportedError(f"tensor parallelism with {' and '.join(found)} does not exist; see docs/status.md")
+        kind = "tensor parallelism" if engine.cuts else "MoE: ep_size above 1"
+        raise UnsupportedError(f"{kind} with {' and '.join(found)} does not exist; see docs/status.md")
 
 
 def check_stages(engine: EngineBase) -> None:
@@ -632,9 +676,10 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         tier=tier,
     )
     engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained])
-    if engine.parts is not None and engine.mesh.coordinates(engine.everyone.rank).tp > 0:
-        trained = enumerate(engine.state.trained)
-        engine.parts.repeated = frozenset(i for i, p in trained if id(p) not in engine.cuts)
+    at = engine.mesh.coordinates(engine.everyone.rank)
+    if engine.parts is not None and (at.tp > 0 or at.ep > 0):
+        own = engine.spread.union(engine.cuts)
+        engine.parts.repeated = frozenset(i for i, p in enumerate(engine.state.trained) if id(p) not in own)
     engine.reducer = engine.step_policy.make_reducer()
     undo.callback(lambda: engine.reducer.close())  # the policy may have exchanged it
     undo.callback(engine.state.close)

@@ -1,4 +1,4 @@
-"""The parts of a model, in stages of a pipeline and shards of tensors, as the judgement of a step sees them."""
+"""The parts of a model (stages of a pipeline, shards of tensors, experts) as the judgement of a step sees them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """zero/step/norm.py's Parts, over a group of all ranks: one part for each pipeline and tensor coordinate, tensors
-    fastest. repeated: trained parameters of this rank that the rank of its group with tensor coordinate 0 counts."""
+    """zero/step/norm.py's Parts, over a group of all ranks: one part for each pipeline, tensor and expert
+    coordinate, experts fastest. repeated: trained parameters of this rank that the rank with tensor and expert
+    coordinate 0 counts."""
 
     def __init__(self, everyone: Group, mesh: Mesh) -> None:
         self._everyone, self._mesh = everyone, mesh
         at = mesh.coordinates(everyone.rank)
-        self.here = at.pp * mesh.tp + at.tp
+        self.here = (at.pp * mesh.tp + at.tp) * mesh.ep + at.ep
         self.repeated: frozenset[int] = frozenset()
-        self._firsts = [mesh.rank(pp=s, tp=t) for s in range(mesh.pp) for t in range(mesh.tp)]
+        self._firsts = [
+            mesh.rank(pp=s, tp=t, dp=e) for s in range(mesh.pp) for t in range(mesh.tp) for e in range(mesh.ep)
+        ]
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         ride = Ride(riders)
@@ -34,6 +37,8 @@ class Parts:
         return [float(gathered[rank, -1]) for rank in self._firsts]
 
     def name(self, part: int) -> str:
-        stage, shard = divmod(part, self._mesh.tp)
-        words = [f"pipeline stage {stage}"] * (self._mesh.pp > 1) + [f"tensor shard {shard}"] * (self._mesh.tp > 1)
+        mesh = self._mesh
+        stage, shard, experts = part // mesh.ep // mesh.tp, part // mesh.ep % mesh.tp, part % mesh.ep
+        words = [f"pipeline stage {stage}"] * (mesh.pp > 1) + [f"tensor shard {shard}"] * (mesh.tp > 1)
+        words += [f"experts of rank {experts}"] * (mesh.ep > 1)
         return ", ".join(words)

@@ -124,6 +124,11 @@ class Mesh:
         at = self.coordinates(rank)
         return tuple(self.rank(pp=at.pp, dp=d, sp=s, tp=at.tp) for d in range(self.dp) for s in range(self.sp))
 
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of the model and the same experts as `rank`, in order."""
+        mine = self.coordinates(rank).ep
+        return tuple(r for r in self.replicas(rank) if self.coordinates(r).ep == mine)
+
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups along an axis, by their first rank: each rank is in one."""
         return tuple(sorted({self.group(axis, r) for r in range(self.size)}))

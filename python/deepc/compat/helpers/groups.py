@@ -49,8 +49,8 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """For expert parallelism of size 1: nothing to do."""
     if ep_size != 1:
         raise UnsupportedError(
-            f"groups.initialize(ep_size={ep_size}): expert parallelism is not built yet; any mixture of experts that is"
-            " plain PyTorch trains under every ZeRO stage"
+            f"groups.initialize(ep_size={ep_size}): experts are spread by their layers; remove the call, and make them"
+            " with deepspeed.moe.layer.MoE(ep_size=...)"
         )
 
 

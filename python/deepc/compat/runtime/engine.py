@@ -347,7 +347,7 @@ class DeepSpeedEngine(Engine):
             and not isinstance(dataset, torch.utils.data.IterableDataset)
         ):
             data_sampler = torch.utils.data.DistributedSampler(
-                dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=False
+                dataset, num_replicas=self.mesh.dp, rank=self.mesh.coordinates(self.everyone.rank).dp, shuffle=False
             )
         return DeepSpeedDataLoader(
             dataset,
@@ -356,8 +356,8 @@ class DeepSpeedEngine(Engine):
             data_sampler=data_sampler,
             collate_fn=collate_fn,
             num_local_io_workers=num_local_io_workers,
-            data_parallel_world_size=self.world_size,
-            data_parallel_rank=self.global_rank,
+            data_parallel_world_size=self.mesh.dp,
+            data_parallel_rank=self.mesh.coordinates(self.everyone.rank).dp,
             dataloader_drop_last=self.dataloader_drop_last(),
         )
 

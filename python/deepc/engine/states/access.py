@@ -19,6 +19,7 @@ import torch
 
 from ...core.foreign import private
 from ...errors import ArgumentError, DiskError, UnsupportedError
+from ...parallel.expert.spread import gather_experts, own_experts
 from ...parallel.tensor.group import tensor_group, whole_of
 from ...plan.layout import Segment
 from ...zero.parameters import owners
@@ -420,9 +421,13 @@ def module_state_dict(engine: EngineBase, exclude_frozen_parameters: bool = Fals
                 if id(p) not in wholes:
                     wholes[id(p)] = whole_of(out[name], cut, tensor_group(engine.mesh))
                 out[name] = wholes[id(p)]
+    if engine.spread:
+        out = gather_experts(out, engine.module)
     if exclude_frozen_parameters:
         frozen = {id(p) for p in engine.module.parameters() if not p.requires_grad}
         names = {n for n, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in frozen}
+        if engine.spread:
+            names = set(gather_experts({n: torch.zeros(1) for n in sorted(names)}, engine.module))
         for name in names:
             out.pop(name, None)
     return out
@@ -442,6 +447,8 @@ def load_module_state_dict(engine: EngineBase, state_dict: dict[str, Any], stric
     """The module's load_state_dict; fp32 masters follow. At stage 3 rank 0's values count, and it alone writes, so that
     no rank makes a copy; buffers are every rank's own. What it raises is raised on all ranks. Collective."""
     params = [*engine.state.trained, *(p for _, p in engine.state.frozen)]
+    if engine.spread:
+        state_dict = own_experts(state_dict, engine.module)
     if engine.cuts:
         state_dict = dict(state_dict)
         for name, p in engine.module.named_parameters(remove_duplicate=False):

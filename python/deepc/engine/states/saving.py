@@ -27,6 +27,7 @@ from ...checkpoint.store import (
 )
 from ...core.ops import name_of
 from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
+from ...parallel.expert.spread import gather_experts, name_among_all
 from ...zero.tiers.windows import Window
 from ..base import say
 from .access import module_state_dict
@@ -162,8 +163,10 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
     """Collective. See Engine.save_16bit_model."""
     failure: Exception | None = None
     whole = module_state_dict(engine)
+    frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
+    if engine.spread:
+        frozen = set(gather_experts({n: torch.zeros(1) for n in sorted(frozen)}, engine.module))
     if engine.everyone.rank == 0:
-        frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
         try:
             write_model(directory, {n: t for n, t in whole.items() if n not in frozen})
         except OSError as exc:
@@ -177,13 +180,14 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
 def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
     mine = engine.global_rank == 0
-    first = engine.mesh.coordinates(engine.everyone.rank).tp == 0  # of tensor-parallel ranks: has what all have
-    places = [_Place.of(engine, p) if first or id(p) in engine.cuts else None for p in st.trained]
+    at, own, names = engine.mesh.coordinates(engine.everyone.rank), engine.spread.union(engine.cuts), _names(engine)
+    first = at.tp == 0 and at.ep == 0  # of ranks that share a model: has what all have
+    places = [_Place.of(engine, p) if first or id(p) in own else None for p in st.trained]
 
     def add(kind: str, s: Segment, values: torch.Tensor | Source) -> None:
         if (place := places[s.param]) is not None:
             begin = place.begin + s.param_begin
-            writer.add(f"{kind}/{st.names[s.param]}", values, shape=place.shape, begin=begin, cut=place.cut)
+            writer.add(f"{kind}/{names[s.param]}", values, shape=place.shape, begin=begin, cut=place.cut)
 
     # At stage 0 every rank has everything: rank 0 writes.
     if mine or not plan.own_all:
@@ -191,13 +195,14 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
             add("fp32", s, _source(st.window(s) if st.master is not None else Window(st.flat, s.flat_begin, s.length)))
         for name, s, window in engine.optimizer.owned_states():
             add(name, s, _source(window))
-        for name, i, whole in engine.optimizer.whole_states() if mine and first else ():
-            writer.add(f"{name}/{st.names[i]}", _host(whole), shape=whole.shape)
+        for name, i, whole in engine.optimizer.whole_states() if mine else ():
+            if first or id(st.trained[i]) in engine.spread:
+                writer.add(f"{name}/{names[i]}", _host(whole), shape=whole.shape)
         for label, s, view in _averages(engine):
             add(f"average.{label}", s, _host(view))
     for name, p in [] if exclude_frozen or not mine else st.frozen:
-        if first or id(p) in engine.cuts:
-            place = _Place.of(engine, p)
+        if first or id(p) in own:
+            place, name = _Place.of(engine, p), name_among_all(name, engine.module)
             writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=place.shape, begin=place.begin, cut=place.cut)
     if mine and first:
         for i, n in enumerate(plan.layout.numels):
@@ -207,6 +212,12 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
         for name, b in _buffers(engine.module):
             if part is None or part.has_buffer(name):
                 writer.add(f"buffer/{name}", _host(b), shape=b.shape)
+
+
+def _names(engine: EngineBase) -> list[str]:
+    """Of the trained parameters, in checkpoints."""
+    names = engine.state.names
+    return [name_among_all(n, engine.module) for n in names] if engine.spread else list(names)
 
 
 class _Place(NamedTuple):
@@ -351,12 +362,18 @@ def _take_precision(engine: EngineBase, directory: str, tag: str | None) -> None
 
 def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> None:
     st = engine.state
-    want = {n: _Place.of(engine, p).shape for n, p in (*zip(st.names, st.trained), *st.frozen)}
+    frozen = [(name_among_all(n, engine.module), p) for n, p in st.frozen]
+    ours = dict((*zip(_names(engine), st.trained), *frozen))
+    want = {n: _Place.of(engine, p).shape for n, p in ours.items()}
     have = {n.split("/", 1)[1]: t.shape for n, t in reader.tensors.items() if n.split("/", 1)[0] in ("fp32", "frozen")}
     missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
     if engine.parts is not None:  # each has a part of the names, tensor-parallel ranks the same
-        known = round(sum(engine.parts.totals(len(want) - len(missing)))) // engine.mesh.tp
-        extra = [f"{len(have) - known} that no stage has"] * (known < len(have))
+        first = engine.mesh.coordinates(engine.everyone.rank).ep == 0
+        here = sum(n in have for n, p in ours.items() if first or id(p) in engine.spread)
+        known = round(sum(engine.parts.totals(here))) // engine.mesh.tp
+        extra = [f"{len(have) - known} that no {'stage' if engine.part is not None else 'rank'} has"] * (
+            known < len(have)
+        )
     if strict and (missing or extra):
         raise CheckpointError(
             f"checkpoint {reader.path} does not fit the model: missing {missing[:5]}{'...' * (len(missing) > 5)},"
@@ -373,11 +390,12 @@ def _check_names(engine: EngineBase, reader: CheckpointReader, strict: bool) -> 
 
 def _check_states(engine: EngineBase, reader: CheckpointReader) -> None:
     optimizer = engine.optimizer
+    names = _names(engine)
     found = [*((n, s.param) for n, s, _ in optimizer.owned_states()), *((n, i) for n, i, _ in optimizer.whole_states())]
     for name, i in found:
-        if f"{name}/{engine.state.names[i]}" not in reader.tensors:
+        if f"{name}/{names[i]}" not in reader.tensors:
             raise CheckpointError(
-                f"checkpoint {reader.path} has no optimizer state '{name}' of '{engine.state.names[i]}': it was"
+                f"checkpoint {reader.path} has no optimizer state '{name}' of '{names[i]}': it was"
                 " saved with another optimizer or with that parameter frozen; pass load_optimizer_states=False"
             )
 
@@ -410,9 +428,9 @@ def _fill(reader: CheckpointReader, name: str, window: Window, begin: int, place
 
 @torch.no_grad()
 def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
-    st, plan = engine.state, engine.plan
+    st, plan, names = engine.state, engine.plan, _names(engine)
     for s in plan.segments:
-        name = st.names[s.param]
+        name = names[s.param]
         source = f"fp32/{name}" if f"fp32/{name}" in reader.tensors else f"frozen/{name}"
         if source not in reader.tensors:
             continue
@@ -424,7 +442,7 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
             st.window(s).copy_into(flat)
         if st.flat_host is not None:
             st.flat_host[s.flat_begin : s.flat_begin + s.length].copy_(flat.view)
-    for name, p in st.frozen:
+    for name, p in ((name_among_all(n, engine.module), p) for n, p in st.frozen):
         source = f"frozen/{name}" if f"frozen/{name}" in reader.tensors else f"fp32/{name}"
         if source in reader.tensors:
             value = torch.empty(p.numel(), dtype=p.dtype)
@@ -440,8 +458,9 @@ def _load_parameters(engine: EngineBase, reader: CheckpointReader) -> None:
 @torch.no_grad()
 def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
     """Averages that the checkpoint does not have begin as the weights that it has."""
+    names = _names(engine)
     for label, s, view in _averages(engine):
-        source = f"average.{label}/{engine.state.names[s.param]}"
+        source = f"average.{label}/{names[s.param]}"
         if source in reader.tensors:
             _read(reader, source, view, s.param_begin, _Place.of(engine, engine.state.trained[s.param]))
         else:
@@ -449,11 +468,12 @@ def _load_averages(engine: EngineBase, reader: CheckpointReader) -> None:
 
 
 def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
+    names = _names(engine)
     for name, s, window in engine.optimizer.owned_states():
         place = _Place.of(engine, engine.state.trained[s.param])
-        _fill(reader, f"{name}/{engine.state.names[s.param]}", window, s.param_begin, place)
+        _fill(reader, f"{name}/{names[s.param]}", window, s.param_begin, place)
     for name, i, whole in engine.optimizer.whole_states():
-        _read(reader, f"{name}/{engine.state.names[i]}", whole.view(-1))
+        _read(reader, f"{name}/{names[i]}", whole.view(-1))
 
 
 def _load_engine_state(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from .dispatch import combine, dispatch
 from .gate import Routes, TopKGate
+
+if TYPE_CHECKING:
+    from .spread import ExpertGroup
 
 logger = logging.getLogger("deepc")
 
@@ -53,6 +56,7 @@ class MOELayer(torch.nn.Module):
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
+        self.group: ExpertGroup | None = None  # of spread experts; MoE.set_deepspeed_parallelism
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
 
@@ -62,7 +66,11 @@ class MOELayer(torch.nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes: Routes = self.gate(x, used_token)
         self.l_aux, self.exp_counts = routes.balance, routes.chosen
-        outputs = self.experts(dispatch(x, routes), routes.rows.tolist())
+        rows = dispatch(x, routes)
+        if self.group is None:
+            outputs = self.experts(rows, routes.rows.tolist())
+        else:
+            outputs = [self.group.through(rows, routes.rows.cpu(), self.experts)]
         rows = torch.cat([*outputs, outputs[0].new_zeros(1, x.shape[1])])
         return combine(rows, routes).reshape(hidden_states.shape)
 
@@ -100,7 +108,9 @@ class MoE(torch.nn.Module):
         input by 1 +- 0.01, "RSample" draws experts by their probability. top2_2nd_expert_sampling: of top-2, in
         training, the second is drawn. use_residual: PR-MoE (arXiv:2201.05596, section 4.1): expert for all tokens,
         and a learned mixture of both. use_tutel: without effect, tokens go by index anyway.
-        Errors: MisuseError, ArgumentError for values that fit nothing; UnsupportedError for ep_size above 1 and
+        ep_size: the experts are spread over so many neighbouring ranks, num_experts / ep_size on each, whose parameters
+        are made here; deepc.initialize, or set_deepspeed_parallelism(), connects the ranks.
+        Errors: MisuseError, ArgumentError for values that fit nothing; UnsupportedError for
         enable_expert_tensor_parallelism."""
         super().__init__()
         for name, n in (("hidden_size", hidden_size), ("num_experts", num_experts), ("ep_size", ep_size)):
@@ -108,11 +118,6 @@ class MoE(torch.nn.Module):
                 raise ArgumentError(f"MoE: {name} = {n!r} must be an integer of at least 1")
         if num_experts % ep_size:
             raise MisuseError(f"MoE: ep_size = {ep_size} ranks can't share {num_experts} experts equally")
-        if ep_size > 1:
-            raise UnsupportedError(
-                f"MoE: ep_size = {ep_size} asks for experts spread over ranks, which deepc does not have yet; use"
-                " ep_size=1 with ZeRO stage 3, which splits the experts' parameters over all ranks"
-            )
         if enable_expert_tensor_parallelism:
             raise UnsupportedError(
                 "MoE: enable_expert_tensor_parallelism=True asks for experts cut over tensor-parallel ranks, which"
@@ -142,7 +147,18 @@ class MoE(torch.nn.Module):
             self.coefficient = torch.nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing to do: for scripts that call it before initialize."""
+        """Connects the ranks of spread experts; deepc.initialize does it. Collective over all ranks at the
+        first call for an ep_size. UnsupportedError for use_data_before_expert_parallel_,
+        which spreads over ranks far apart."""
+        if use_data_before_expert_parallel_:
+            raise UnsupportedError(
+                "MoE: use_data_before_expert_parallel_=True asks for experts spread over ranks that are no neighbours,"
+                " which deepc does not have; leave it False"
+            )
+        if self.ep_size > 1 and self.deepspeed_moe.group is None:
+            from .spread import expert_group
+
+            self.deepspeed_moe.group = expert_group(self.ep_size)
 
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
@@ -150,6 +166,11 @@ class MoE(torch.nn.Module):
         """hidden_states [..., hidden_size]; used_token: one number a token, 0 for padding, which goes to no expert (its
         output is 0). -> (output, l_aux, exp_counts): output as hidden_states; l_aux, a scalar in fp32 to be added to
         the loss with a small factor; exp_counts [num_experts] int64, tokens that chose each expert."""
+        if self.ep_size > 1 and self.deepspeed_moe.group is None:
+            raise MisuseError(
+                f"MoE: the experts are spread over ep_size = {self.ep_size} ranks that are not connected yet; call"
+                " deepc.initialize, or set_deepspeed_parallelism() of the layer on all ranks, first"
+            )
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
             beside = self.mlp(hidden_states)
