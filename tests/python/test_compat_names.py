@@ -54,7 +54,7 @@ def test_what_deepc_has_not_imports_and_raises_on_use(deepspeed):
         lambda: type("Mine", (QuantizationConfig,), {})(),
         lambda: deepspeed.set_autotp_mode(True),
     ):
-        with pytest.raises(UnsupportedError, match="does not exist in deepc: .*not built yet"):
+        with pytest.raises(UnsupportedError, match="does not exist in deepc: .*(not built yet|see docs/)"):
             use()
 
 
