@@ -31,8 +31,8 @@ CHANGES = (
     r"= use_heap\(",
     r"_hf_deepspeed_config_weak_ref",
 )
-# A program of its own, whose process ends with it.
-PROGRAMS = {"observe/diagnose/bench.py"}
+# Programs of their own, whose processes end with them.
+PROGRAMS = {"observe/diagnose/bench.py", "parallel/simulate/run.py"}
 
 
 def files() -> list[tuple[str, str]]:

@@ -427,7 +427,8 @@ def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(tmp_path, fak
 FAIL = """
     import os, pathlib, sys, time
     rank = os.environ["RANK"]
-    pathlib.Path("ready" + rank).write_text(str(os.getpid()))
+    pathlib.Path("new" + rank).write_text(str(os.getpid()))
+    os.replace("new" + rank, "ready" + rank)
     if len(sys.argv) > 1 and rank == "1":
         while not os.path.exists("ready0"):
             time.sleep(0.01)

@@ -129,10 +129,12 @@ def product_flops() -> float:
 def _rank(rank: int, world: int, folder: str, budget_s: float) -> None:
     """One rank. Prints its seconds as JSON."""
     import torch
-    import torch._dynamo  # which torch's optimizers and checkpoints import sooner or later: 68 MiB
 
     import deepc
     from deepc.core import memory
+    from deepc.core.foreign import private
+
+    private.load_compiler()  # which torch's optimizers and checkpoints import sooner or later: 68 MiB
 
     if world > 1:
         import torch.distributed as dist
