@@ -182,7 +182,7 @@ def _in_stages(rank: int, world: int, raw: dict) -> tuple[int, str]:
     )
     words = engine._in_words()
     engine.destroy()
-    return engine.part.chunks, words.split(" stages:")[0]
+    return engine.part.order.chunks, words.split(" stages:")[0]
 
 
 def refused(raw: dict, tmp: Path) -> Any:

@@ -25,8 +25,9 @@ from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, Unsuppor
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..optim.rules import LAMB
+from ..parallel.expert.group import expert_group
 from ..parallel.expert.layer import MoE
-from ..parallel.expert.spread import expert_group, ranks_of_experts, share_gradients, spread_parameters
+from ..parallel.expert.spread import ranks_of_experts, share_gradients, spread_parameters
 from ..parallel.judged import Parts
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from .dispatch import combine, dispatch
 from .gate import Routes, TopKGate
-
-if TYPE_CHECKING:
-    from .spread import ExpertGroup
+from .group import ExpertGroup, expert_group
 
 logger = logging.getLogger("deepc")
 
@@ -156,8 +154,6 @@ class MoE(torch.nn.Module):
                 " which deepc does not have; leave it False"
             )
         if self.ep_size > 1 and self.deepspeed_moe.group is None:
-            from .spread import expert_group
-
             self.deepspeed_moe.group = expert_group(self.ep_size)
 
     def forward(

@@ -1,91 +1,17 @@
-"""Experts spread over neighbouring data-parallel ranks: each has some of them, and tokens travel to theirs and back
-(GShard, arXiv:2006.16668, section 3.2; DeepSpeed-MoE, arXiv:2201.05596, section 5)."""
+"""A model whose experts are spread over neighbouring data-parallel ranks: which parameters those are, their numbers
+among all ranks' experts, and what the others' gradients go through."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import ArgumentError, UnsupportedError
-from ...plan.mesh import Mesh
-from .layer import Experts, MoE
-
-_opened: weakref.WeakKeyDictionary[Any, dict[int, ExpertGroup]] = weakref.WeakKeyDictionary()
-
-
-class ExpertGroup:
-    """The ranks among which one copy of the experts is spread. Layers refer to it; copies of a model share it."""
-
-    def __init__(self, process_group: Any) -> None:
-        self.process_group = process_group
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
-        return self
-
-    def through(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
-        """rows [n, M] by expert, counts [E] of each (int64, on the CPU) -> their experts' outputs [n, M], in the order
-        of rows; differentiable: an expert's gradients are those of all ranks' tokens, added up. Collective."""
-        wanted = counts.view(self.size, -1)
-        asked = torch.empty_like(wanted)  # [source, expert of this rank]
-        device = rows.device
-        here = asked.to(device)
-        dist.all_to_all_single(here, wanted.to(device), group=self.process_group)
-        asked.copy_(here)
-        given, got = wanted.sum(1).tolist(), asked.sum(1).tolist()
-        arrived = _Exchange.apply(rows, given, got, self.process_group)  # type: ignore[no-untyped-call]
-        of_expert = torch.arange(asked.shape[1]).repeat(self.size).repeat_interleave(asked.view(-1))
-        order = of_expert.argsort(stable=True).to(device)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=device)
-        out = torch.cat(experts(arrived.index_select(0, order), asked.sum(0).tolist())).index_select(0, back)
-        return _Exchange.apply(out, got, given, self.process_group)  # type: ignore[no-any-return,no-untyped-call]
-
-    def mean_of(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' `t`, averaged, in new memory. Collective."""
-        out = t.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.process_group)
-        return out.div_(self.size)
-
-
-class _Exchange(torch.autograd.Function):
-    """given[r] rows one after the other go to rank r, got[r] come from it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, given: list[int], got: list[int], group: Any) -> torch.Tensor:
-        ctx.given, ctx.got, ctx.group = given, got, group
-        return _exchanged(rows, given, got, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchanged(gradient, ctx.got, ctx.given, ctx.group), None, None, None
-
-
-def _exchanged(rows: torch.Tensor, given: list[int], got: list[int], group: Any) -> torch.Tensor:
-    out = rows.new_empty(sum(got), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), got, given, group=group)
-    return out
-
-
-def expert_group(size: int, backend: str = "deepc") -> ExpertGroup:
-    """The group of this rank and its neighbours, `size` ranks; made once. Collective over all ranks. ArgumentError for
-    a size that does not divide the number of ranks."""
-    world = dist.get_world_size()
-    if world % size:
-        raise ArgumentError(f"MoE: ep_size = {size} does not divide the {world} rank(s); use a size that does")
-    made = _opened.setdefault(dist.group.WORLD, {})
-    if size not in made:
-        mesh, me = Mesh(dp=world, ep=size), dist.get_rank()
-        for ranks in mesh.groups("ep"):
-            opened = dist.new_group(list(ranks), backend=backend)
-            if me in ranks:
-                made[size] = ExpertGroup(opened)
-    return made[size]
+from ...errors import UnsupportedError
+from .group import ExpertGroup, expert_group
+from .layer import MoE
 
 
 def ranks_of_experts(model: torch.nn.Module) -> int:
