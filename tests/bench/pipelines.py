@@ -42,15 +42,21 @@ DEFAULT = (
 ).split()
 
 
-class Contender(NamedTuple):
+class _Named(NamedTuple):
     base: str
     allocator: str = ""
+
+
+class Contender(_Named):
+    """Of benches in which everybody runs on all ranks; tensor.py's too."""
+
+    BASES = BASES
 
     @classmethod
     def parse(cls, text: str) -> Contender:
         base, _, allocator = text.partition("+")
-        if base not in BASES or (allocator and (allocator not in ALLOCATORS or base.startswith("deepc"))):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(BASES)}, peers with +ALLOCATOR")
+        if base not in cls.BASES or (allocator and (allocator not in ALLOCATORS or base.startswith("deepc"))):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(cls.BASES)}, peers with +ALLOCATOR")
         return cls(base, allocator)
 
     def __str__(self) -> str:
@@ -58,7 +64,7 @@ class Contender(NamedTuple):
 
     @property
     def title(self) -> str:
-        return BASES[self.base] + (f", {ALLOCATORS[self.allocator]}" if self.allocator else "")
+        return self.BASES[self.base] + (f", {ALLOCATORS[self.allocator]}" if self.allocator else "")
 
     @property
     def mine(self) -> bool:

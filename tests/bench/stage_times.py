@@ -48,7 +48,7 @@ def main() -> None:
         if name != "bert":
             batch["use_cache"] = False
         chain, _ = trace(model.train(), lambda m=model, b=batch: m(**b))
-        units = chain.units(inside=True)
+        units = chain.units()
 
         def measured(chain=chain, units=units, model=model, batch=batch):
             rounds = []

@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import pipelines
 import train
 from common import emit, paired, require_deepc
-from contenders import ALLOCATORS, ENVIRONMENT, HYPER
-from pipelines import check_losses
+from contenders import HYPER
 
 SIZES = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=6)
 VOCAB, SAMPLES = 8192, 8
@@ -36,36 +36,8 @@ BASES = {
 DEFAULT = "independent+keep torch torch+keep torch-gathered+keep torch-on-deepc+keep data-parallel deepc".split()
 
 
-class Contender(NamedTuple):
-    base: str
-    allocator: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> Contender:
-        base, _, allocator = text.partition("+")
-        if base not in BASES or (allocator and (allocator not in ALLOCATORS or base.startswith("deepc"))):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(BASES)}, peers with +ALLOCATOR")
-        return cls(base, allocator)
-
-    def __str__(self) -> str:
-        return self.base + ("+" + self.allocator if self.allocator else "")
-
-    @property
-    def title(self) -> str:
-        return BASES[self.base] + (f", {ALLOCATORS[self.allocator]}" if self.allocator else "")
-
-    @property
-    def mine(self) -> bool:
-        return self.base.startswith("deepc")
-
-    def ranks(self, world: int) -> int:
-        return world
-
-    def environment(self) -> dict[str, str]:
-        return ENVIRONMENT.get(self.allocator, {})
-
-    def missing(self) -> str:
-        return ""
+class Contender(pipelines.Contender):
+    BASES = BASES
 
 
 def make_model() -> Any:
@@ -197,7 +169,9 @@ def tell(args: argparse.Namespace, bursts: dict[Contender, list[dict]], memory: 
                 peer=other.title,
                 memory=round(memory[other] / memory[c], 3),
             )
-    check_losses({c: b for c, b in bursts.items() if c.base != "data-parallel"})  # whose ranks tell that of their half
+    pipelines.check_losses(
+        {c: b for c, b in bursts.items() if c.base != "data-parallel"}
+    )  # whose ranks tell that of their half
 
 
 def main() -> int:

@@ -11,8 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError, DeepcError
+from .ranks import measure_in_ranks
 
 PARTS = ("gemm", "memory", "optimizer", "collectives", "disk")
 _SHARE = {"gemm": 0.2, "memory": 0.1, "optimizer": 0.2, "collectives": 0.3, "disk": 0.2}
@@ -219,36 +218,8 @@ def collectives(budget_s: float, ranks: int) -> list[dict[str, Any]]:
     "deepc" between `ranks` processes of this machine, one thread each; gloo_seconds: the same on Gloo, of some sizes of
     all_reduce, else None.
     """
-    with tempfile.TemporaryDirectory(prefix="deepc-bench-") as folder:
-        skip = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        env = {k: v for k, v in os.environ.items() if k not in skip}
-        path = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env.update(
-            CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", DEEPC_LOG_LEVEL="WARNING", PYTHONPATH=os.pathsep.join(path)
-        )
-        started = []
-        try:
-            for r in range(ranks):
-                out = open(os.path.join(folder, f"out{r}"), "w+b")
-                command = [sys.executable, "-c", _RANK, str(r), str(ranks), folder, str(budget_s)]
-                started.append((subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env), out))
-            end = time.monotonic() + _LIMIT_S + budget_s
-            for p, _ in started:
-                p.wait(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired as exc:
-            raise DeepcError(f"{ranks} ranks did not finish in time. `deepc doctor` tells why.") from exc
-        finally:
-            said = []
-            for p, out in started:
-                p.kill()
-                p.wait()
-                out.seek(0)
-                said.append(out.read().decode(errors="replace"))
-                out.close()
-    bad = next((i for i, (p, _) in enumerate(started) if p.returncode), None)
-    if bad is not None:
-        raise DeepcError(f"rank {bad} failed: {said[bad].strip()[-800:]}")
-    results = [json.loads(text.strip().splitlines()[-1]) for text in said]
+    env = {"DEEPC_LOG_LEVEL": "WARNING"}
+    results = measure_in_ranks(_RANK, ranks, budget_s, limit_s=_LIMIT_S + budget_s, env=env)
     return [{**row, **{k: max(r[i][k] for r in results) for k in ("seconds",)}} for i, row in enumerate(results[0])]
 
 

@@ -5,19 +5,16 @@ rank's median. docs/planner.md says which term of the cost model each figure is 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError, DeepcError
+from ...errors import ArgumentError
 from ...plan.predict.search.cluster import Cluster
 from ...plan.predict.search.models import Model
+from .ranks import measure_in_ranks
 
 _RANK = (
     "import sys; from deepc.observe.diagnose.calibrate import _rank;"
@@ -87,37 +84,8 @@ def assemble(
 
 def _ranks(world: int, groups: int, threads: int, budget_s: float) -> list[dict[str, float]]:
     """`groups` groups of `world` ranks at the same time: what each rank measured."""
-    with tempfile.TemporaryDirectory(prefix="deepc-bench-") as folder:
-        skip = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        env = {k: v for k, v in os.environ.items() if k not in skip}
-        path = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "DEEPC_LOG": "none"}
-        env |= {"DEEPC_LOG_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(path)}
-        started: list[tuple[subprocess.Popen[bytes], Any]] = []
-        said = []
-        try:
-            for i in range(world * groups):
-                out = open(os.path.join(folder, f"out{i}"), "w+b")
-                where = os.path.join(folder, f"group{i // world}")
-                os.makedirs(where, exist_ok=True)
-                command = [sys.executable, "-c", _RANK, str(i % world), str(world), where, str(budget_s)]
-                started.append((subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env), out))
-            end = time.monotonic() + _LIMIT_S + 2 * budget_s
-            for p, _ in started:
-                p.wait(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired as exc:
-            raise DeepcError(f"{world * groups} ranks did not finish in time. `deepc doctor` tells why.") from exc
-        finally:
-            for p, out in started:
-                p.kill()
-                p.wait()
-                out.seek(0)
-                said.append(out.read().decode(errors="replace"))
-                out.close()
-    for i, (p, _) in enumerate(started):
-        if p.returncode:
-            raise DeepcError(f"rank {i} failed: {said[i].strip()[-800:]}")
-    return [json.loads(text.strip().splitlines()[-1]) for text in said]
+    env = {"OMP_NUM_THREADS": str(threads), "DEEPC_LOG": "none", "DEEPC_LOG_LEVEL": "ERROR"}
+    return measure_in_ranks(_RANK, world, budget_s, limit_s=_LIMIT_S + 2 * budget_s, env=env, groups=groups)
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------

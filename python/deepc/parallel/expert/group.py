@@ -3,7 +3,6 @@ arXiv:2006.16668, section 3.2; DeepSpeed-MoE, arXiv:2201.05596, section 5)."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch.distributed as dist
 
 from ...errors import ArgumentError
 from ...plan.mesh import Mesh
-
-_opened: weakref.WeakKeyDictionary[Any, dict[int, ExpertGroup]] = weakref.WeakKeyDictionary()
+from ..axes import axis_group
 
 
 class ExpertGroup:
@@ -79,11 +77,4 @@ def expert_group(size: int, backend: str = "deepc") -> ExpertGroup:
     world = dist.get_world_size()
     if world % size:
         raise ArgumentError(f"MoE: ep_size = {size} does not divide the {world} rank(s); use a size that does")
-    made = _opened.setdefault(dist.group.WORLD, {})
-    if size not in made:
-        mesh, me = Mesh(dp=world, ep=size), dist.get_rank()
-        for ranks in mesh.groups("ep"):
-            opened = dist.new_group(list(ranks), backend=backend)
-            if me in ranks:
-                made[size] = ExpertGroup(opened)
-    return made[size]
+    return axis_group(Mesh(dp=world, ep=size), "ep", ExpertGroup, backend)

@@ -4,7 +4,6 @@ the heads, and back. Each rank sends (ranks - 1) / ranks of its tensors once, ho
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,8 +13,7 @@ import torch.distributed as dist
 
 from ...errors import ArgumentError
 from ...plan.mesh import Mesh
-
-_opened: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+from ..axes import axis_group
 
 
 def sequence_group(size: int, tensor: int = 1, backend: str = "deepc") -> Any:
@@ -28,15 +26,7 @@ def sequence_group(size: int, tensor: int = 1, backend: str = "deepc") -> Any:
             f"sequence parallelism over {size} ranks: {world} ranks can't be shared out in groups of {size * tensor};"
             " use a size that divides them"
         )
-    mesh = Mesh(dp=world // (size * tensor), sp=size, tp=tensor)
-    made = _opened.setdefault(dist.group.WORLD, {})
-    mine = mesh.group("sp", dist.get_rank())
-    if mine not in made:
-        for ranks in mesh.groups("sp"):
-            opened = dist.new_group(list(ranks), backend=backend)
-            if ranks == mine:
-                made[mine] = opened
-    return made[mine]
+    return axis_group(Mesh(dp=world // (size * tensor), sp=size, tp=tensor), "sp", lambda group: group, backend)
 
 
 class Way(NamedTuple):

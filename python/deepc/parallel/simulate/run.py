@@ -16,7 +16,7 @@ from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...optim import AdamW
 from ...plan.layout import Layout
 from ...plan.mesh import Mesh
-from ...plan.schedule import Action, Schedule, default_chunks, stage_rank
+from ...plan.schedule import Action, Order
 from . import model as parts
 from .collectives import Traffic, copied, reduced
 
@@ -112,13 +112,14 @@ class Simulation:
         if self.stage not in (0, 1, 2, 3):
             raise ArgumentError(f"simulate: ZeRO stage {self.stage} is none; it is 0 to 3")
         self.tiny.require(self.mesh.tp)
-        self.chunks = default_chunks(self.schedule)
-        self.pieces = self.mesh.pp * self.chunks
+        order = Order.of(self.schedule, self.mesh.pp)
+        self.pieces = order.stages
+        self.holders = [order.rank_of(piece) for piece in range(self.pieces)]
         if self.pieces > self.tiny.layers:
             raise ArgumentError(
                 f"simulate: {self.tiny.layers} blocks can't be cut into {self.pieces} stages; use --layers"
             )
-        self.plan = Schedule.make(self.schedule, stages=self.mesh.pp, micro_batches=self.micro_batches)
+        self.plan = order.schedule(self.micro_batches)
         self.traffic = Traffic()
         self.first_gradients: dict[tuple[int, int], torch.Tensor] = {}
         names, each = self.tiny.names(), self.tiny.layers / self.pieces
@@ -130,13 +131,10 @@ class Simulation:
 
     def _rank(self, number: int, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> Rank:
         at, tiny = self.mesh.coordinates(number), self.tiny
-        mine = [s for s in range(self.pieces) if self._holder(s) == at.pp]
+        mine = [s for s in range(self.pieces) if self.holders[s] == at.pp]
         names = [(layer, n) for s in mine for layer in self.layers[s] for n in whole[layer]]
         cut = {(a, b): tiny.part(a, b, whole[a][b], self.mesh.tp, at.tp) for a, b in names}
         return Rank(names, cut, self.mesh.dp, at.dp, self.stage)
-
-    def _holder(self, piece: int) -> int:
-        return stage_rank(self.schedule, stages=self.mesh.pp, stage=piece, chunks=self.chunks)
 
     def _peers(self, pp: int, dp: int) -> list[Rank]:
         """The tensor-parallel ranks of a place."""
@@ -211,7 +209,7 @@ class Simulation:
 
     def _sent(self, source: int, target: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies for the ranks of another stage, which share no memory with these."""
-        if self._holder(source) != self._holder(target):
+        if self.holders[source] != self.holders[target]:
             self.traffic.bytes["pp"] += sum(t.nbytes for t in tensors)
         return [t.detach().clone().requires_grad_() for t in tensors]
 
@@ -320,7 +318,7 @@ class Simulation:
         """Of the first step, whole, from the ranks."""
         out: dict[str, dict[str, torch.Tensor]] = {}
         for piece in range(self.pieces):
-            pp = self._holder(piece)
+            pp = self.holders[piece]
             for layer in self.layers[piece]:
                 for name, (_, dim) in self.tiny.shapes(layer).items():
                     found = [self._gradient(pp, tp, layer, name) for tp in range(self.mesh.tp)]

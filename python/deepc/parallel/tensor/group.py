@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from ...comm.c10d.tensors import are_fake
 from ...core.lib import C
 from ...errors import MisuseError
 from ...plan.mesh import Mesh
+from ..axes import axis_group
 from .cut import Cut
 
 if TYPE_CHECKING:
@@ -123,23 +123,11 @@ def without_values(t: torch.Tensor) -> bool:
     return t.is_meta or are_fake([t])
 
 
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], TensorGroup]] = weakref.WeakKeyDictionary()
-
-
 def tensor_group(mesh: Mesh, backend: str = "deepc") -> TensorGroup:
     """That of this rank along the mesh's tensor axis; made once for a default group. Collective over all ranks."""
     if mesh.tp == 1:
         return TensorGroup(None, 0, 1)
-    world = dist.group.WORLD
-    assert world is not None  # the engine has seen to it
-    made = _opened.setdefault(world, {})
-    mine = mesh.group("tp", dist.get_rank())
-    if mine not in made:
-        for ranks in mesh.groups("tp"):
-            opened = dist.new_group(list(ranks), backend=backend)
-            if ranks == mine:
-                made[mine] = TensorGroup.of(opened)
-    return made[mine]
+    return axis_group(mesh, "tp", TensorGroup.of, backend)
 
 
 @torch.no_grad()

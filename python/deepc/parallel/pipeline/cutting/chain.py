@@ -10,7 +10,7 @@ import torch
 from ....errors import ArgumentError, UnsupportedError
 from ..deferred import in_checkpoint
 from . import inside
-from .calls import IN_CHECKPOINT, every_tensor, first_tensor, hidden_of
+from .calls import IN_CHECKPOINT, evaluating, every_tensor, first_tensor, hidden_of
 
 
 class Unit(NamedTuple):
@@ -23,7 +23,7 @@ class Unit(NamedTuple):
 class Chain(NamedTuple):
     """What a trace has found. name: of the list of blocks. blocks: its modules. before: the modules with parameters of
     their own that run before the first block; the others run after the last. pairs: whether a block returns a tuple,
-    whose first element is what it hands on."""
+    whose first element is what it hands on. halves: of the blocks that can be cut inside, by their numbers."""
 
     name: str
     blocks: list[torch.nn.Module]
@@ -32,12 +32,12 @@ class Chain(NamedTuple):
     pairs: list[tuple[Any, ...] | None]
     halves: dict[int, inside.Halves]
 
-    def units(self, inside: bool) -> list[Unit]:
-        """inside: with those blocks in halves that can be cut."""
+    def units(self) -> list[Unit]:
+        """The blocks, in halves where they can be cut inside."""
         return [
             unit
             for i in range(len(self.blocks))
-            for unit in ((Unit(i, 0), Unit(i, 1)) if inside and i in self.halves else (Unit(i),))
+            for unit in ((Unit(i, 0), Unit(i, 1)) if i in self.halves else (Unit(i),))
         ]
 
     def modules(self, unit: Unit) -> list[torch.nn.Module]:
@@ -58,8 +58,8 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
     of blocks, each of which gets what the one before returned, with all other parameters used before the first or after
     the last."""
     name, blocks = _longest_list(model)
-    inside = {id(m) for block in blocks for m in block.modules()}
-    alone = [m for m in model.modules() if id(m) not in inside and any(p is not None for p in m._parameters.values())]
+    within = {id(m) for block in blocks for m in block.modules()}
+    alone = [m for m in model.modules() if id(m) not in within and any(p is not None for p in m._parameters.values())]
     if around := [m for m in alone if any(x is blocks[0] for x in m.modules())]:
         raise UnsupportedError(
             f"pipeline.stages: {type(around[0]).__name__}, which contains the blocks {name}, has parameters of its own;"
@@ -87,16 +87,12 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
         handles.append(block.register_forward_hook(ran, with_kwargs=True))
     for module in alone:
         handles.append(module.register_forward_pre_hook(lambda m, _: order.append(m)))
-    was = model.training
-    model.eval()
     try:
-        with torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             whole = [t.detach() for t in every_tensor(run())]
     finally:
         for handle in handles:
             handle.remove()
-    halves = _halves(blocks, calls)
-    model.train(was)
     numbers = [x for x in order if isinstance(x, int)]
     if numbers != list(range(len(blocks))):
         raise ArgumentError(
@@ -122,6 +118,8 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
         )
     unused = [m for m in alone if not any(m is x for x in order)]
     pairs = [_others(name, i, out) for i, (_, out) in enumerate(seen)]
+    with evaluating(model):
+        halves = _halves(blocks, calls)
     return Chain(
         name, blocks, list(dict.fromkeys(before)), list(dict.fromkeys([*after, *unused])), pairs, halves
     ), whole

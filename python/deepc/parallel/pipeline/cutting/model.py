@@ -27,6 +27,7 @@ from .calls import (
     IN_CHECKPOINT,
     call_instead,
     close,
+    evaluating,
     every_tensor,
     first_tensor,
     hidden_of,
@@ -101,7 +102,7 @@ class CutModel:
         of one class and size count alike. Without a sample: the parameters of products, which is what computing takes;
         those before the blocks are looked up."""
         chain = self._chain
-        units = chain.units(inside=True)
+        units = chain.units()
         if sample is None:
             costs = [float(sum(p.numel() for p in chain.parameters(unit) if p.dim() > 1)) for unit in units]
             after = [p for m in chain.after for p in m._parameters.values() if p is not None]
@@ -159,13 +160,8 @@ class CutModel:
 
     def _prove(self, batch: Any, whole: Sequence[torch.Tensor]) -> None:
         """DeepcError if the stages together do not make of `batch` what the whole model made. Collective."""
-        training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                made = Stages(self, self.mesh.group("pp", dist.get_rank()), self._here).evaluate(_Alone(self), [batch])
-        finally:
-            self._model.train(training)
+        with evaluating(self._model), torch.no_grad():
+            made = Stages(self, self.mesh.group("pp", dist.get_rank()), self._here).evaluate(_Alone(self), [batch])
         same = not made or all(map(close, every_tensor(made[0]), whole))
         wrong = torch.tensor([float(not same)])
         dist.all_reduce(wrong)
