@@ -35,7 +35,7 @@ static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
 };
 static int dispatch_have[DC_ISA_COUNT];
 static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
-static _Atomic int dispatch_isa = -1;
+static _Atomic int dispatch_isa = -1; /* released and acquired: who reads it sees what the detection wrote */
 int64_t dc__prefetch_ahead = 2048; /* see cpu/vec.h */
 
 static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
@@ -110,7 +110,7 @@ static int dispatch_isa_from_env(const char *value, int *isa) {
 }
 
 int dc_isa_current(int *isa) {
-  int now = atomic_load_explicit(&dispatch_isa, memory_order_relaxed);
+  int now = atomic_load_explicit(&dispatch_isa, memory_order_acquire);
   if (now < 0) {
     const char *value = getenv("DEEPC_ISA");
     if (value && value[0]) {
@@ -118,7 +118,7 @@ int dc_isa_current(int *isa) {
     } else {
       for (now = DC_ISA_COUNT - 1; !dc_isa_available(now);) now--;
     }
-    atomic_store_explicit(&dispatch_isa, now, memory_order_relaxed);
+    atomic_store_explicit(&dispatch_isa, now, memory_order_release);
   }
   if (isa) *isa = now;
   return DC_OK;
@@ -129,7 +129,7 @@ int dc_isa_force(int isa) {
   if (!dc_isa_available(isa))
     return DC_FAIL(DC_E_UNSUPPORTED, "instruction set %d (%s) cannot run here; available: %s", isa, dc_isa_name(isa),
                    dispatch_isa_available_names(names, sizeof names));
-  atomic_store_explicit(&dispatch_isa, isa, memory_order_relaxed);
+  atomic_store_explicit(&dispatch_isa, isa, memory_order_release);
   return DC_OK;
 }
 

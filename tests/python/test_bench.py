@@ -20,6 +20,7 @@ def rows_of(*command: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bench", [pytest.param("adamw", marks=pytest.mark.full), "update"])  # adamw: also below
 def test_optimizer_benches_run(bench: str) -> None:
     rows = rows_of(f"{bench}.py", "--case", "smoke", "--threads", "1", "--rounds", "2")

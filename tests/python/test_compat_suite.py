@@ -465,6 +465,7 @@ class DistributedExec:
 """
 
 
+@pytest.mark.full
 def test_the_runner_counts_a_suite(tmp_path):
     unit = tmp_path / "tests" / "unit"
     unit.mkdir(parents=True)

@@ -187,7 +187,7 @@ _VICTIM = """
 
 
 @pytest.mark.parametrize(
-    "how", [h if h.startswith("os.") else pytest.param(h, marks=pytest.mark.full) for h in _DEATHS]
+    "how", [h if h.startswith("os.kill") else pytest.param(h, marks=pytest.mark.full) for h in _DEATHS]
 )
 def test_a_death_under_the_launcher_is_told_by_all_survivors(tmp_path, how):
     (tmp_path / "script.py").write_text(textwrap.dedent(_VICTIM.format(how=how)))
@@ -427,7 +427,7 @@ def leave_a_call_out(rank, world, mistake, stage, folder):
     return "no error"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("mistake", [_save_on_one, _skip_a_step])
 def test_a_rank_that_leaves_a_call_out_is_told_on_every_rank(mistake, stage, tmp_path):
     for text in run_ranks(leave_a_call_out, 2, args=(mistake, stage, str(tmp_path))):

@@ -182,6 +182,7 @@ def test_every_tutorial_runs_something():
         assert {"file", "run", "expect"} <= kinds, f"{page.name} has no {', '.join({'file', 'run', 'expect'} - kinds)}"
 
 
+@pytest.mark.full
 def test_the_short_tutorial(tmp_path):
     outputs = follow(TUTORIALS / "slow-networks.md", tmp_path)
     sent = [float(re.search(r"([\d.]+) bytes sent per parameter", out)[1]) for out in outputs]

@@ -318,6 +318,7 @@ def test_a_run_that_hangs_is_read_from_outside_and_goes_on(tmp_path):
     assert deepc(str(pids[0]))[0] == 2  # no such process any more
 
 
+@pytest.mark.full
 def test_dumps_of_a_time_out(tmp_path):
     run = start_hanging(tmp_path, 3, DEEPC_FLIGHT_DIR=str(tmp_path / "dumps"))
     try:
@@ -485,6 +486,7 @@ _ENDS = """
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_ended_beside_one_that_runs_is_a_finding_and_the_launchers_pid_is_enough(tmp_path):
     (tmp_path / "ends.py").write_text(textwrap.dedent(_ENDS))
     command = ["run", "--num_ranks", "2", "--cpu", "ends.py"]

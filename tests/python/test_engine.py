@@ -66,7 +66,10 @@ def train_all_stages(rank, world, micro, gas, precision, steps, options):
     return out
 
 
-@pytest.mark.parametrize("world, gas", [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "world, gas",
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (4, 1), pytest.param(2, 2, marks=pytest.mark.full)],
+)
 def test_stages_equal_plain_pytorch_and_each_other(world, gas):
     want = tiny.plain_training(STEPS)
     ranks = run_ranks(train_all_stages, world, 8 // world // gas, gas, "fp32", STEPS, {})
@@ -782,8 +785,8 @@ def _compiled(rank, world, cfg, how):
     [
         pytest.param("stage 0", {}, {}, marks=pytest.mark.full),
         ("stage 3", {"zero_optimization": {"stage": 3}}, {}),
-        ("streamed", {"zero_optimization": {"stage": 3}}, {"DEEPC_STREAMED": "1"}),
-        ("layout", {"deepc": {"deterministic": "layout"}}, {}),
+        pytest.param("streamed", {"zero_optimization": {"stage": 3}}, {"DEEPC_STREAMED": "1"}, marks=pytest.mark.full),
+        pytest.param("layout", {"deepc": {"deterministic": "layout"}}, {}, marks=pytest.mark.full),
         pytest.param(
             "watched",
             {"wall_clock_breakdown": True, "deepc": {"timeline": {"steps": [1, 2]}}},

@@ -189,6 +189,7 @@ def test_a_dry_run_leaves_no_trace_and_counts_what_autograd_saves() -> None:
     assert e.known and e.rank_peak >= e.activations
 
 
+@pytest.mark.full
 def test_checkpointing_and_16_bit_make_activations_smaller() -> None:
     batch = make_batch(0, 16)
     plain = estimate(make_model(layers=8), config(0, micro=16), batch)

@@ -262,6 +262,7 @@ def _last(out: str) -> list[float]:
     return _numbers([line for line in out.splitlines() if " before" in line][-1])
 
 
+@pytest.mark.full
 def test_recommender_runs_on_two_ranks_and_learns(tmp_path):
     before, after = _last(_run("recommender", "--steps", "60", "--stage", "3", ranks=2))
     assert before < 0.55 and after > before + 0.05

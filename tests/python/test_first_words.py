@@ -62,7 +62,7 @@ deepc.init_distributed(timeout=datetime.timedelta(seconds=60))
 @pytest.mark.parametrize(
     "there, world, said",
     [
-        ((0, 2), 4, "ranks 1 and 3"),
+        pytest.param((0, 2), 4, "ranks 1 and 3", marks=pytest.mark.full),
         pytest.param((0,), 6, "ranks 1 to 5", marks=pytest.mark.full),
         ((1, 2), 4, "rank 0"),
     ],

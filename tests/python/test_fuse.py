@@ -334,7 +334,9 @@ def test_sixteen_bits_as_close_to_fp32_as_the_unfused_model(dtype):
         assert far(a) <= 1.2 * far(b), family
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gpt2", marks=pytest.mark.full), "llama", pytest.param("bert", marks=pytest.mark.full)]
+)
 def test_compiles_in_one_graph(family):
     torch._dynamo.reset()
     model, inputs = make(family)
@@ -458,7 +460,7 @@ def _train(rank, world, stage, fused, precision="fp32", compiled=False, steps=4)
     return losses, logits.float()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.full) for s in (0, 1, 2)), 3])
 def test_under_the_engine(stage):
     (want, want_logits), _ = run_ranks(_train, 2, args=(stage, False))
     (got, got_logits), _ = run_ranks(_train, 2, args=(stage, True))

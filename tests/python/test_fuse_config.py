@@ -202,6 +202,7 @@ def test_llama_under_init_and_with_adapters(more, streamed):
     check({"stage": 3, "model": "llama", "streamed": streamed, **more}, *FAMILIES["llama"])
 
 
+@pytest.mark.full
 def test_compiled_with_the_loss():
     pytest.importorskip("transformers")
     check({"stage": 2, "model": "gpt2", "compile": True}, *FAMILIES["gpt2"])

@@ -211,6 +211,7 @@ def test_two_ranks_train_report_save_and_resume(tmp_path):
     assert int(rows[-1]["step"]) == 50 and float(rows[-1]["validation"]) < summary["validation_bits_per_byte"] + 0.05
 
 
+@pytest.mark.full
 def test_two_ranks_share_the_model_as_a_pipeline(tmp_path):
     out = tmp_path / "run"
     options = "--ranks 2 --pipeline 2 --steps 12 --lr 3e-3 --precision fp32 --sample 4 --out".split()
@@ -223,6 +224,7 @@ def test_two_ranks_share_the_model_as_a_pipeline(tmp_path):
     assert (out / "sample.txt").read_bytes().startswith(b"def ")
 
 
+@pytest.mark.full
 def test_two_ranks_share_every_layer(tmp_path):
     out = tmp_path / "run"
     text, err = train(*"--ranks 2 --tensor 2 --steps 12 --lr 3e-3 --precision fp32 --sample 4 --out".split(), str(out))

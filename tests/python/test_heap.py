@@ -117,6 +117,7 @@ def test_a_step_takes_no_fresh_memory(stage: int, bf16: bool, world: int) -> Non
         assert median(faults) < 20, faults
 
 
+@pytest.mark.full
 def test_a_step_faults_a_tenth_of_what_returned_memory_costs() -> None:
     ((kept, _),) = one_rank()
     ((returned, _),) = run_ranks(steps, 1, args=(0, False), executes=True, env=RETURNED)
@@ -343,6 +344,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("switch", ["1", pytest.param("0", marks=pytest.mark.full)])
 def test_the_page_for_plain_programs_says_what_happens(switch: str) -> None:
     """Its programs as they stand: the first steps make the heap, further ones take nothing; off is off."""

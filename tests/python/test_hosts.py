@@ -54,7 +54,7 @@ PLACEMENTS = {
     "3 hosts": [0, 1, 2],
     "3 hosts, uneven": [2, 0, 1, 2],
 }
-QUICK = ("2+2", "uneven and interleaved", "1+1", "3 hosts, uneven")
+QUICK = ("uneven and interleaved", "1+1", "3 hosts, uneven")
 SOME_PLACEMENTS = [p if p in QUICK else pytest.param(p, marks=pytest.mark.full) for p in PLACEMENTS]
 _opened: dict[str, int] = {}  # job -> hierarchies opened in it
 

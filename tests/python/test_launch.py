@@ -374,7 +374,7 @@ def test_a_killed_rank_with_data_loaders_leaves_no_process(tmp_path):
     assert run.wait_gone(2) == set()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sig", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_stopping_the_launcher_stops_everything(tmp_path, sig):
     run = Run(tmp_path, LOADERS + "\n    time.sleep(1000)\n")
     wait_for([tmp_path / "ready0", tmp_path / "ready1"], run)

@@ -637,6 +637,7 @@ def test_ranks_of_two_real_hosts_meet(tmp_path, request, options):
     assert run.wait_gone(10) == set()
 
 
+@pytest.mark.full
 @needs_sshd
 def test_a_real_host_that_is_not_there(tmp_path, request):
     servers = request.getfixturevalue("servers")

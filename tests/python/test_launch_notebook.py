@@ -177,6 +177,7 @@ def test_what_can_t_be_sent_is_named(tmp_path):
     assert code == 0 and "all is well" in out, err
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_all_ranks(tmp_path):
     cells = """
         def waits():

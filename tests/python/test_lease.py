@@ -62,6 +62,7 @@ def test_accumulators_take_memory_in_backward_and_give_it_back(stage: int, world
         assert len({r["extent"] for r in rows[1:]}) == 1, rows
 
 
+@pytest.mark.full
 def test_losses_are_those_of_accumulators_that_stay() -> None:
     ((borrowed, mine),) = run_ranks(train, 1, args=(0, 4), executes=True)
     ((plain, theirs),) = run_ranks(train, 1, args=(0, 4), executes=True, env={"DEEPC_KEEP_HEAP": "0"})

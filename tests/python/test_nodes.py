@@ -146,7 +146,7 @@ def _train_variant(rank, world, options):
     return out
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_16_bit_over_nodes_is_bit_equal_and_learns_as_on_one_node(precision):
     ranks = run_ranks(_train, 4, 2, "blocks", (0, 2, 3), 1, 2, precision, STEPS, {}, {})
     one_node = run_ranks(_train, 4, 1, "blocks", (2,), 1, 2, precision, STEPS, {}, {})[0][2]
@@ -167,7 +167,12 @@ def test_16_bit_over_nodes_is_bit_equal_and_learns_as_on_one_node(precision):
 
 
 @pytest.mark.parametrize(
-    "precision, world, gas", [("fp32", 4, 1), ("bf16", 4, 2), pytest.param("fp32", 2, 1, marks=pytest.mark.full)]
+    "precision, world, gas",
+    [
+        ("fp32", 4, 1),
+        pytest.param("bf16", 4, 2, marks=pytest.mark.full),
+        pytest.param("fp32", 2, 1, marks=pytest.mark.full),
+    ],
 )
 def test_quantized_stages_agree_and_cross_less(precision, world, gas):
     steps, micro = 12, 8 // world // gas

@@ -234,6 +234,7 @@ assert len(optimizer.param_groups) == 3, optimizer.param_groups
 """
 
 
+@pytest.mark.full
 def test_training_does_without_torchs_compiler(tmp_path):
     """Half of the time until an engine is ready. Executed: ranks of tests are forked from a process that has it."""
     program = [sys.executable, "-c", _WITHOUT_THE_COMPILER, str(tmp_path)]
@@ -547,7 +548,7 @@ def _train_formed(rank, world, precision, stages):
     return out
 
 
-@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize("world, precision", [(1, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.full)])
 def test_formats_have_equal_bits_at_every_stage(world, precision):
     ranks = run_ranks(_train_formed, world, args=(precision, range(4)))
     for kind in KINDS:

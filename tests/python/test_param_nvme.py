@@ -54,7 +54,10 @@ def check(ranks, folder, persistent=False):
 
 @pytest.mark.parametrize(
     "world, zero, kinds",
-    [(1, NO_LIMITS, list(TINY)), (2, LIMITS, ["plain", "unused", "all-reentrant"])],
+    [
+        pytest.param(1, NO_LIMITS, list(TINY), marks=pytest.mark.full),
+        (2, LIMITS, ["plain", "unused", "all-reentrant"]),
+    ],
     ids=["1", "2-limits"],
 )
 def test_the_same_bits_as_in_memory(world, zero, kinds, tmp_path):
@@ -66,7 +69,9 @@ def test_the_same_bits_as_in_memory(world, zero, kinds, tmp_path):
             assert stats["live_elems_max"] <= zero["stage3_max_live_parameters"] and stats["prefetched"] > 0
 
 
-@pytest.mark.parametrize("world, precision, gas", [(1, "bf16", 1), (2, "bf16", 2), (1, "fp16", 2)])
+@pytest.mark.parametrize(
+    "world, precision, gas", [(1, "bf16", 1), pytest.param(2, "bf16", 2, marks=pytest.mark.full), (1, "fp16", 2)]
+)
 def test_16_bit_and_accumulation(world, precision, gas, tmp_path):
     base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
     cases = {n: TINY[n] for n in ("plain", "all")}
@@ -94,6 +99,7 @@ def test_gradients_of_other_kinds_stay_in_memory(tmp_path):
             same(memory, disk)
 
 
+@pytest.mark.full
 def test_parameters_in_odd_places(tmp_path):
     base = tiny.config(3, micro=4, deepc={"bucket_elems": 8192})
     ranks = run_ranks(_against_memory, 2, _odd_training, {k: k for k in ODD}, base, str(tmp_path), NO_LIMITS)

@@ -229,7 +229,7 @@ def check(ranks, persistent=False):
 @pytest.mark.parametrize(
     "world, zero, kinds",
     [
-        (2, NO_LIMITS, list(TINY)),
+        pytest.param(2, NO_LIMITS, list(TINY), marks=pytest.mark.full),
         (2, LIMITS, ["plain", "unused", "recompute", "all-reentrant"]),
         (1, LIMITS, ["all"]),
         (3, LIMITS, ["all"]),
@@ -262,7 +262,10 @@ def test_16_bit_and_accumulation(precision, gas):
 
 @pytest.mark.parametrize(
     "zero",
-    [NO_LIMITS, {**LIMITS, "stage3_max_live_parameters": 600, "stage3_param_persistence_threshold": 8}],
+    [
+        pytest.param(NO_LIMITS, marks=pytest.mark.full),
+        {**LIMITS, "stage3_max_live_parameters": 600, "stage3_param_persistence_threshold": 8},
+    ],
     ids=["none", "limits"],
 )
 def test_parameters_in_odd_places(zero):
@@ -650,6 +653,7 @@ def test_uneven_nodes_give_the_same_bits_as_stage_2(precision, zero):
     check(ranks, persistent=zero is LIMITS)
 
 
+@pytest.mark.full
 def test_uneven_nodes_and_parameters_in_odd_places():
     cases = {k: k for k in ("rank-dependent", "outside", "loss in an attribute", "frozen base", "evaluated between")}
     check(run_ranks(_against_stage_2, 3, _odd_training, cases, NO_LIMITS, "fp32"))
@@ -749,6 +753,7 @@ def _transformer_training(rank, world, cfg, case):
     return losses, state, {}, stats
 
 
+@pytest.mark.full
 def test_models_of_transformers():
     pytest.importorskip("transformers")
     cases = {f"{k} {r}": (k, r) for k in ("gpt2", "t5") for r in (None, "plain", "reentrant")} | {

@@ -393,7 +393,7 @@ def _compiled(rank, world, how):
     return out
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "engine.compile"])
+@pytest.mark.parametrize("how", [pytest.param("torch.compile", marks=pytest.mark.full), "engine.compile"])
 def test_compile_of_the_whole_model_without_a_graph_break(how):
     want = plainly.plain(tiny.make_model, gpt_batch, lambda m, part, r, s: m(**part), STEPS, "SGD", 2)
     for results in run_ranks(_compiled, 2, how):
@@ -801,6 +801,7 @@ def _writes_below_stage_3(rank, world, precision):
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_writes_below_stage_3_act_as_under_ddp(precision):
     want = {}

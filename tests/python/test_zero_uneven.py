@@ -125,6 +125,7 @@ def _memory(rank, world):
     return top, count * width * width * 4, width * width * 4
 
 
+@pytest.mark.full
 def test_no_rank_holds_the_model():
     for top, total, largest in run_ranks(_memory, 3):
         assert top <= total / 3 + 3 * largest + 4 * MIB < total, (
