@@ -21,6 +21,7 @@ if env.switch("DEEPC_HUGEPAGES"):
 
 from . import optim, zero
 from .comm.c10d.backend import register_backend
+from .comm.internode import onebit as _onebit  # noqa: F401  which connects itself to optim
 from .comm.start import init_distributed
 from .compat import hf as _hf
 from .compat.runtime import parameters as _parameters

@@ -1070,9 +1070,6 @@ LATER_OPTIMIZERS = {
     "muadam": "muP's MuAdam",
     "muadamw": "muP's MuAdamW",
     "musgd": "muP's MuSGD",
-    "onebitadam": "1-bit Adam",
-    "zerooneadam": "0/1 Adam",
-    "onebitlamb": "1-bit LAMB",
 }
 """DeepSpeed's optimizers that deepc does not have yet, by lower-case name."""
 

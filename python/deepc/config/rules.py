@@ -605,18 +605,27 @@ class Loader:
 
     def _by_signature(self, kind: str, cls: type, params: dict[str, Any], backend: str) -> OptimizerConfig:
         """An optimizer whose arguments are those of its class; ZeRO may cut it if it is known to be elementwise."""
-        from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE
+        from ..optim.factory import ACROSS_SHARDS, ELEMENTWISE, WHOLE_STATES, WHY_WHOLE
 
         path = "optimizer.type"
         stage = self.get("zero_optimization.stage")
-        if kind not in ELEMENTWISE | ACROSS_SHARDS and stage > 0 and not self.get("zero_allow_untested_optimizer"):
+        if kind in WHOLE_STATES and stage > 0:
+            self.fail(path, kind, f"at ZeRO stage {stage} {WHY_WHOLE}.")
+        elif kind not in ELEMENTWISE | ACROSS_SHARDS and stage > 0 and not self.get("zero_allow_untested_optimizer"):
             self.fail(
                 path,
                 kind,
                 f"does not work element by element, so that ZeRO stage {stage} would change its result. Use stage 0, "
                 "another optimizer, or set zero_allow_untested_optimizer to true.",
             )
-        self._check_signature(cls, "optimizer.params", params, auto=("lr", "betas", "eps", "weight_decay"), skip=1)
+        auto = ("lr", "betas", "eps", "weight_decay")
+        own = params.get("freeze_step") == AUTO and kind in WHOLE_STATES
+        checked = {k: v for k, v in params.items() if not (own and k == "freeze_step")}
+        self._check_signature(cls, "optimizer.params", checked, auto=auto, skip=1)
+        if own:
+            return OptimizerConfig(
+                kind, {k: v for k, v in params.items() if v != AUTO or k == "freeze_step"}, backend, kind != "Adam"
+            )
         return OptimizerConfig(kind, {k: v for k, v in params.items() if v != AUTO}, backend, kind != "Adam")
 
     def _scheduler(self) -> SchedulerConfig | None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..zero.parameters.guard import Guard, ModelWatch
     from ..zero.state import ModelState
     from ..zero.step.hooks import GradientHooks
+    from ..zero.step.norm import Parts as NormParts
     from ..zero.step.norm import Rider, Skips
     from ..zero.step.reducer import Reducer
     from ..zero.step.tree import MicroBatchSampler
@@ -115,6 +116,9 @@ class Policy(Protocol):
     def micro_batch_ends(self, last: bool) -> None: ...
     def after_step(self, result: StepResult) -> StepResult: ...
     def discard(self) -> None: ...
+    @property
+    def parts(self) -> NormParts | None: ...
+    def loaded(self) -> None: ...
 
 
 class EngineBase(ModelWrapper):

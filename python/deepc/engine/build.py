@@ -51,7 +51,7 @@ from .base import EngineBase, say
 from .data import make_loader
 from .events import Events, Watcher
 from .policy import precision
-from .policy.policies import choose_policy
+from .policy.choose import choose_policy
 from .states.activations import Activations
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ def assemble(
         join_group(engine, given.part, undo)
         check_stages(engine)
         fused = fuse_model(engine, undo)
-        engine.step_policy = choose_policy(engine)
         base = make_base_optimizer(engine, given)
+        engine.step_policy = choose_policy(engine, base)
         stage = config.zero.stage
         engine.optimizer = ShardedOptimizer(base, allow_untested=config.zero_allow_untested_optimizer, stage=stage)
         group_of = {} if is_for_evaluation(engine, given) else trained_groups(engine.optimizer.param_groups)

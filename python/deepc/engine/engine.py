@@ -184,7 +184,7 @@ class Engine(EngineBase):
                 unit,
                 self.step_policy.complete,
                 self.norm_riders,
-                self.parts,
+                self.step_policy.parts,
             )
         reason = norm.reason
         if self.scaler is not None:

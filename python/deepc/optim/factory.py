@@ -16,7 +16,8 @@ from .kinds.lamb import Lamb
 from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
-from .rules import ADAFACTOR, LAMB, MUON, CoreRule, core_rule
+from .onebit.dropin import OneBitAdam, OneBitLamb, ZeroOneAdam
+from .rules import ADAFACTOR, LAMB, MUON, ONEBIT, CoreRule, core_rule
 from .states.formats import BYTES_OF_256
 
 # deepc's own, by the name that a configuration gives them (in any case).
@@ -29,6 +30,9 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "Adafactor": Adafactor,
     "Adagrad": Adagrad,
     "SGD": SGD,
+    "OneBitAdam": OneBitAdam,
+    "OneBitLamb": OneBitLamb,
+    "ZeroOneAdam": ZeroOneAdam,
 }
 
 # Classes whose update of an element depends on that element only: ZeRO may cut their tensors anywhere.
@@ -52,6 +56,14 @@ ELEMENTWISE = frozenset(
 # Not so, but with sums over whole parameters, rows and columns that shards put together, or with matrices that are made
 # whole.
 ACROSS_SHARDS = frozenset({"Adafactor", "Lamb", "Muon"})
+
+# They exchange momentum, of which every rank has all.
+WHOLE_STATES = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
+
+WHY_WHOLE = (
+    "does not exist: its ranks step whole parameters by the momentum that they exchange in 1 bit; shards would have to"
+    " be gathered uncompressed after every step. Use zero_optimization.stage 0"
+)
 
 
 def torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -84,6 +96,8 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
     rule = core_rule(optimizer)
     if rule is not None and rule.kind in (MUON, ADAFACTOR):
         return 1  # the mean of it is in state_bytes_of
+    if rule is not None and rule.kind == ONEBIT:
+        return len(rule.names) + 1  # the worker's error; the server's is one part of many
     return 2 if rule is None else len(rule.names)
 
 
@@ -124,6 +138,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested
             "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
             "their momentum alone); nn.Embedding(sparse=True) may stay"
         )
+    if (rule := core_rule(optimizer)) is not None and rule.kind == ONEBIT and stage > 0:
+        raise UnsupportedError(f"{name} at ZeRO stage {stage} {WHY_WHOLE}")
     if not takes_core_path(optimizer) and stage > 0 and name not in ELEMENTWISE and not allow_untested:
         raise ConfigError(
             f"optimizer {name} at ZeRO stage {stage}: deepc runs the update on shards and knows only that"

@@ -15,11 +15,13 @@ from .kinds.lamb import Lamb
 from .kinds.lion import Lion
 from .kinds.muon import Muon
 from .kinds.sgd import SGD
+from .onebit.dropin import OneBitOptimizer
 
 ADAMW, LION, ADAGRAD, SGD_RULE = 0, 1, 2, 3  # dc_step_rule
 LAMB = -1  # dc_lamb_moments and dc_lamb_apply
 MUON = -2  # zero/step/across/matrices.py
 ADAFACTOR = -3  # zero/step/across/factored.py
+ONEBIT = -4  # zero/step/across/momentum.py
 DECOUPLED, NESTEROV = 1, 2  # DC_STEP_*
 
 
@@ -116,6 +118,15 @@ def _adafactor(base: torch.optim.Optimizer) -> CoreRule:
     return CoreRule(ADAFACTOR, ("row_var", "col_var", "variance"), lambda g: 3, scalars)
 
 
+def _onebit(base: OneBitOptimizer) -> CoreRule:
+    def scalars(g: Mapping[str, Any], step: int) -> Scalars:
+        beta1, beta2 = (float(b) for b in g["betas"])
+        return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), DECOUPLED)
+
+    names = type(base).kind.names
+    return CoreRule(ONEBIT, names, lambda g: len(names), scalars)
+
+
 def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
     """The rule that steps `base` in C: deepc's, and torch's Adam, AdamW and Adafactor. None: torch steps it."""
     if any(g.get("differentiable") for g in base.param_groups):
@@ -124,6 +135,8 @@ def core_rule(base: torch.optim.Optimizer) -> CoreRule | None:
         return _adamw(base)
     if isinstance(base, Adafactor) or type(base) is torch.optim.Adafactor:
         return _adafactor(base)
+    if isinstance(base, OneBitOptimizer):
+        return _onebit(base)
     for kind, make in ((Lion, _lion), (Adagrad, _adagrad), (SGD, _sgd), (Lamb, _lamb), (Muon, _muon)):
         if isinstance(base, kind):
             return make(base)

@@ -3,7 +3,7 @@ points where kinds of training differ; it has no switch of its own.
 
 `Plain`: the mean over accumulation steps is taken of the losses. `DeterministicLayout`: sums in an order that no layout
 changes ("deterministic": "layout", zero/step/tree.py). `AutomaticPrecision`: 16 bits, and fp32 where those fail
-("precision": "auto", precision.py)."""
+("precision": "auto", precision.py). Which one: choose.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...plan.plan import SLOTS, Plan
 from ...zero.step.nodes import NodesReducer
 from ...zero.step.reducer import CoreReducer, TreeReducer
 from ...zero.step.tree import KEY, LayoutOrder, MicroBatchSampler
-from ..base import EngineBase, Policy, StepResult, say
+from ..base import EngineBase, StepResult, say
 from ..data import cast_floats
 from .precision import AutoPrecision, name_of, torch_dtype
 
@@ -31,19 +31,9 @@ if TYPE_CHECKING:
     from ...comm.groups import NodeGroup
     from ...comm.shared import Comm
     from ...zero.step.hooks import GradientHooks
-    from ...zero.step.norm import Rider
+    from ...zero.step.norm import Parts, Rider
     from ...zero.step.reducer import Reducer
     from ...zero.streamed.state import StreamedState
-
-
-def choose_policy(engine: EngineBase) -> Policy:
-    """The policy that the configuration asks for. Collective."""
-    config = engine._config
-    if config.precision is not None:
-        return AutomaticPrecision(engine)
-    if config.deepc.deterministic is not None:
-        return DeterministicLayout(engine)
-    return Plain(engine)
 
 
 class Plain:
@@ -186,6 +176,14 @@ class Plain:
 
     def discard(self) -> None:
         """The gradients since the last step are dropped."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """Over which the step is judged."""
+        return self._engine.parts
+
+    def loaded(self) -> None:
+        """A checkpoint was loaded. Collective."""
 
 
 # ---- deterministic order ---------------------------------------------------------------------------------------------

@@ -200,6 +200,9 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
                 writer.add(f"{name}/{names[i]}", _host(whole), shape=whole.shape)
         for label, s, view in _averages(engine):
             add(f"average.{label}", s, _host(view))
+    for part in engine.optimizer.own_states():
+        shape = tuple(st.trained[part.param].shape)
+        writer.add(f"{part.name}/{names[part.param]}", _host(part.values), shape=shape, begin=part.begin)
     for name, p in [] if exclude_frozen or not mine else st.frozen:
         if first or id(p) in own:
             place, name = _Place.of(engine, p), name_among_all(name, engine.module)
@@ -208,9 +211,9 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
         for i, n in enumerate(plan.layout.numels):
             if n == 0:
                 writer.add(f"fp32/{st.names[i]}", torch.empty(0), shape=st.trained[i].shape)
-        part = engine.part
+        stage = engine.part
         for name, b in _buffers(engine.module):
-            if part is None or part.has_buffer(name):
+            if stage is None or stage.has_buffer(name):
                 writer.add(f"buffer/{name}", _host(b), shape=b.shape)
 
 
@@ -296,6 +299,7 @@ def load(
             _load_averages(engine, reader)
             if optimizer_states:
                 _load_states(engine, reader)
+                _load_own(engine, reader, state["engine"]["optimizer"])
             result = (reader.path, state["client"])
             same = state["engine"].get("mesh", [1, reader.world_size, 1, 1]) == list(engine.mesh.shape)
             own = reader.rank_state(engine.everyone.rank) if same else None
@@ -307,6 +311,7 @@ def load(
     engine.skips.applied()
     engine.publish()
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
+    engine.step_policy.loaded()
     if optimizer_states and engine.resumes_data:
         _resume_data(engine, state["engine"].get("data"))
     for label, average in engine.averages.items():
@@ -474,6 +479,16 @@ def _load_states(engine: EngineBase, reader: CheckpointReader) -> None:
         _fill(reader, f"{name}/{names[s.param]}", window, s.param_begin, place)
     for name, i, whole in engine.optimizer.whole_states():
         _read(reader, f"{name}/{names[i]}", whole.view(-1))
+
+
+def _load_own(engine: EngineBase, reader: CheckpointReader, saved: dict[str, Any]) -> None:
+    """What differs between ranks."""
+    names = _names(engine)
+
+    def read(name: str, param: int, out: torch.Tensor, begin: int) -> None:
+        _read(reader, f"{name}/{names[param]}", out, begin)
+
+    engine.optimizer.take_own(saved, read)
 
 
 def _load_engine_state(

@@ -4,7 +4,7 @@ parameter by the ratio of the parameter's norm to the step's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..states.dense import Optimizer, check_range, check_tensor, in_order, loss_
 from ..states.norms import blocks_of, sum_in_order
 
 
-def trust_ratio(param_square: float, update_square: float, group: dict[str, Any]) -> float:
+def trust_ratio(param_square: float, update_square: float, group: Mapping[str, Any]) -> float:
     """The factor on lr: |p| / |u| within [min_coeff, max_coeff]; 1 where a norm is zero or not finite."""
     if not (0 < param_square < math.inf and 0 < update_square < math.inf):
         return 1.0
@@ -24,11 +24,35 @@ def trust_ratio(param_square: float, update_square: float, group: dict[str, Any]
     return min(max(ratio, float(group["min_coeff"])), float(group["max_coeff"]))
 
 
-def set_scalars(a: Any, group: dict[str, Any], step: int, grad_scale: float) -> None:
+def set_scalars(a: Any, group: Mapping[str, Any], step: int, grad_scale: float) -> None:
     """What a group says of one tensor's step."""
     a.lr, (a.beta1, a.beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     a.eps, a.weight_decay = float(group["eps"]), float(group["weight_decay"])
-    a.grad_scale, a.step = -grad_scale if group["maximize"] else grad_scale, step
+    a.grad_scale, a.step = -grad_scale if group.get("maximize") else grad_scale, step
+
+
+def step_lamb(
+    items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
+    group: Mapping[str, Any],
+    steps: Sequence[int],
+    grad_scale: float,
+) -> list[float]:
+    """One step of whole parameters: (parameter, gradient, exp_avg, exp_avg_sq), flat, of one param group, each with the
+    number of its step. Returns their ratios."""
+    args, sums = LambArgs.array(max(1, len(items))), []
+    for a, (p, g, m, v), step in zip(args, items, steps):
+        sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
+        a.param, a.grad, a.exp_avg, a.exp_avg_sq = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
+        a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
+        a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
+        set_scalars(a, group, step, grad_scale)
+    check(C.dc_lamb_moments(args, len(items)))
+    ratios = []
+    for a, found in zip(args, sums):
+        a.trust = trust_ratio(sum_in_order(found[0]), sum_in_order(found[1]), group)
+        ratios.append(float(a.trust))
+    check(C.dc_lamb_apply(args, len(items)))
+    return ratios
 
 
 class Lamb(Optimizer):
@@ -111,24 +135,11 @@ class Lamb(Optimizer):
         return loss
 
     def _step_core(self, items: Sequence[tuple[Any, Any, dict[str, torch.Tensor]]], group: dict[str, Any]) -> None:
-        args, sums = LambArgs.array(max(1, len(items))), []
-        for a, (p, g, state) in zip(args, items):
-            m, v = state_in_order(state, "exp_avg", p), state_in_order(state, "exp_avg_sq", p)
-            sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
-            a.param, a.grad, a.exp_avg, a.exp_avg_sq = (
-                in_order(p, p).data_ptr(),
-                g.data_ptr(),
-                m.data_ptr(),
-                v.data_ptr(),
-            )
-            a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
-            a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
-            set_scalars(a, group, int(state["step"]), 1.0)
-        check(C.dc_lamb_moments(args, len(items)))
-        for a, found in zip(args, sums):
-            a.trust = trust_ratio(sum_in_order(found[0]), sum_in_order(found[1]), group)
-            self._coefficients.append(a.trust)
-        check(C.dc_lamb_apply(args, len(items)))
+        tensors = [
+            (in_order(p, p), g, state_in_order(s, "exp_avg", p), state_in_order(s, "exp_avg_sq", p))
+            for p, g, s in items
+        ]
+        self._coefficients += step_lamb(tensors, group, [int(s["step"]) for _, _, s in items], 1.0)
         torch.autograd.graph.increment_version([p for p, _, _ in items])
 
     def _step_float64(self, p: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
 from ...optim.factory import check_optimizer, moments_of, state_bytes_of, steps_whole_blocks, twin_over
 from ...optim.kinds.lamb import set_scalars, trust_ratio
-from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, CoreRule, Scalars, core_rule
+from ...optim.onebit.dropin import OneBitOptimizer
+from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, ONEBIT, CoreRule, Scalars, core_rule
 from ...optim.states.formats import FORMATS, SCALE, is_coded, scale_units
 from ...optim.states.norms import Norms, Stretch
 from ...plan.layout import BLOCK, Segment
@@ -31,13 +32,18 @@ from ..tiers.disk import DiskTier
 from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
+from .across.momentum import MomentumUpdate, OwnState
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
 
 
 # Optimizers whose step of an element depends on more of its parameter than its shard has, and keep their own states.
-ACROSS: dict[int, type[MatrixUpdate] | type[FactoredUpdate]] = {MUON: MatrixUpdate, ADAFACTOR: FactoredUpdate}
+ACROSS: dict[int, type[MatrixUpdate] | type[FactoredUpdate] | type[MomentumUpdate]] = {
+    MUON: MatrixUpdate,
+    ADAFACTOR: FactoredUpdate,
+    ONEBIT: MomentumUpdate,
+}
 
 
 class Run(NamedTuple):
@@ -76,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state: ModelState  # from attach on
         self._steps = 0
         self._walk: Walk | None = None
-        self._across: MatrixUpdate | FactoredUpdate | None = None
+        self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self._squares: dict[int, tuple[float, float]] | None = None  # of whole parameters, once LAMB's norms are known
@@ -156,7 +162,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         st, rule = self._state, self._core
         if rule.kind in ACROSS:
             self.states: dict[str, Array] = {}
-            self._across = ACROSS[rule.kind](st, self.param_groups, self._group_of)
+            more = (cast(OneBitOptimizer, self.base),) if rule.kind == ONEBIT else ()
+            self._across = ACROSS[rule.kind](st, self.param_groups, self._group_of, *more)
             return
         owned = st.plan.owned_elems
         self.states = {n: self._new_state(n, owned) for n in rule.names}
@@ -379,6 +386,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for s, shard in self._shards:
             shard.data = self._state.piece(s).view(shard.shape)
 
+    @property
+    def across(self) -> MatrixUpdate | FactoredUpdate | MomentumUpdate | None:
+        """What steps an optimizer whose step of an element depends on more than its shard."""
+        return self._across
+
     def leave_out(self, indices: frozenset[int]) -> None:
         """These parameters (flat indices) are not updated until the next call: somebody froze them after initialize.
         The same on all ranks."""
@@ -588,6 +600,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Yields (state name, flat parameter, the state) for every one that all ranks have whole."""
         yield from () if self._across is None else self._across.whole_states()
 
+    def own_states(self) -> Iterator[OwnState]:
+        """Yields what differs between ranks, for checkpoints: errors of 1-bit optimizers."""
+        if isinstance(self._across, MomentumUpdate):
+            yield from self._across.own_states()
+
+    def take_own(self, saved: Mapping[str, Any], read: Callable[[str, int, torch.Tensor, int], None]) -> None:
+        """The reverse, of a checkpoint whose hyper_state is `saved`. read: see MomentumUpdate.take_own."""
+        if isinstance(self._across, MomentumUpdate):
+            self._across.load_numbers(saved["across"])
+            self._across.take_own(saved["across"], read)
+            self._across.after_load()
+
     def states_of(self, index: int) -> list[str]:
         """Names of the states of trained parameter `index`, the same on all ranks (of a torch optimizer: those that it
         has made so far for this rank)."""
@@ -609,7 +633,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def hyper_state(self) -> dict[str, Any]:
         """JSON-able: step count, hyper-parameters per group, scalar states of a torch optimizer."""
-        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
+        groups = [{k: _plain(v) for k, v in g.items() if k not in _NOT_SAVED} for g in self.param_groups]
         scalars = {}
         if not self.core and self._shards:
             first = self._twin.state.get(self._shards[0][1], {})
@@ -618,7 +642,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for k, v in first.items()
                 if (torch.is_tensor(v) and v.numel() == 1 and v.dim() == 0) or isinstance(v, (int, float))
             }
-        return {"type": type(self.base).__name__, "step": self._steps, "param_groups": groups, "scalars": scalars}
+        state = {"type": type(self.base).__name__, "step": self._steps, "param_groups": groups, "scalars": scalars}
+        return {**state, "across": self._across.numbers()} if isinstance(self._across, MomentumUpdate) else state
 
     def load_hyper_state(self, saved: dict[str, Any]) -> None:
         if len(saved["param_groups"]) != len(self.param_groups):
@@ -661,6 +686,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.base!r})"
+
+
+_NOT_SAVED = frozenset({"params", "exp_avg_mask"})  # the mask is the script's, as in DeepSpeed
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,167 @@
+"""1-bit optimizers in an engine: their warm-up is ordinary training; after it gradients stay on their rank, and what
+the ranks exchange is inside the update (zero/step/across/momentum.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ...core.ops import torch_dtype as tensor_dtype
+from ...errors import UnsupportedError
+from ...plan.layout import Layout
+from ...plan.mesh import Mesh
+from ...plan.plan import Plan
+from ...zero.step.across.momentum import MomentumUpdate
+from ...zero.step.norm import Ride
+from ...zero.step.reducer import CoreReducer
+from ..base import StepResult
+from .policies import Plain
+
+if TYPE_CHECKING:
+    from ...comm.groups import Group
+    from ...core import memory
+    from ...zero.step.norm import Parts, Rider
+    from ...zero.step.reducer import Reducer, Tree
+
+
+class EitherReducer:
+    """Reducer: `averaging`, or `local`, which keeps the sums of this rank's gradients. Both fill the same
+    accumulators; `keeps` changes between steps."""
+
+    tree: Tree | None = None
+
+    def __init__(self, averaging: Reducer, local: Reducer) -> None:
+        self._averaging, self._local = averaging, local
+        self.keeps = False
+
+    @property
+    def _now(self) -> Reducer:
+        return self._local if self.keeps else self._averaging
+
+    def borrow(self, lease: memory.Lease | None) -> None:
+        for one in (self._averaging, self._local):
+            one.borrow(lease)
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        self._now.begin(assign, norm)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        self._now.add(index, grad)
+
+    def released(self) -> list[int]:
+        return self._now.released()
+
+    def finish(self) -> None:
+        self._now.finish()
+
+    def settle(self) -> None:
+        self._now.settle()
+
+    def sums(self, begin: int, length: int) -> torch.Tensor:
+        return self._now.sums(begin, length)
+
+    def gather(self, flat: torch.Tensor) -> None:
+        self._averaging.gather(flat)
+
+    def stats(self) -> dict[str, int]:
+        return self._averaging.stats()
+
+    def close(self) -> None:
+        for one in (self._averaging, self._local):
+            one.close()
+
+
+class RanksAsParts:
+    """norm.py's Parts where gradients are each rank's own: the norm is the root of the mean over ranks of their
+    squares, so that all clip by one factor, and a step is skipped on all ranks if one rank's are not finite."""
+
+    repeated: frozenset[int] = frozenset()
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.here = group, group.rank
+
+    def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
+        ride = Ride(riders)
+        message = ride.message(torch.tensor([mine / self._group.world], dtype=torch.float64), torch.device("cpu"))
+        gathered = self._group.gather_all(message)
+        ride.arrive(gathered)
+        return gathered[:, -1].tolist()
+
+    def name(self, part: int) -> str:
+        return f"the gradients of rank {part}"
+
+
+class OneBitSteps(Plain):
+    """Chosen for optimizers of optim/onebit."""
+
+    def check_optimizer(self) -> None:
+        engine, config = self._engine, self._engine._config
+        name = type(engine.optimizer.base).__name__
+        mesh = engine.mesh
+        limits = {
+            f"ranks on {engine.device.type}": engine.device.type != "cpu",
+            "pipeline.stages above 1": engine.part is not None,
+            "tensor_parallel.autotp_size above 1": mesh.tp > 1,
+            "sequence_parallel_size above 1": mesh.sp > 1,
+            "MoE with ep_size above 1": mesh.ep > 1,
+            '"precision": "auto"': config.precision is not None,
+            "deepc.deterministic": config.deepc.deterministic is not None,
+            "states or parameters on disk": any(config.zero.on_disk),
+            "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
+            f"data_types.grad_accum_dtype {config.data_types.grad_accum_dtype}": (
+                config.data_types.grad_accum_dtype != "fp32"
+            ),
+        }
+        if found := [what for what, here in limits.items() if here]:
+            raise UnsupportedError(
+                f"{name} with {' and '.join(found)} does not exist; remove that, or use AdamW (docs/onebit.md)"
+            )
+
+    @property
+    def update(self) -> MomentumUpdate:
+        return cast(MomentumUpdate, self._engine.optimizer.across)
+
+    @property
+    def _keeps(self) -> bool:
+        return self._engine.world_size > 1 and not self.update.method.averages
+
+    def make_reducer(self) -> Reducer:
+        engine, plan, state = self._engine, self._engine.plan, self._engine.state
+        averaging = super().make_reducer()
+        if plan.world == 1:
+            return averaging
+        layout = Layout(plan.layout.numels, 1, plan.layout.bucket_elems)
+        alone: Plan = dataclasses.replace(plan, layout=layout, mesh=Mesh(dp=1), rank=0, part=0)
+        wire = tensor_dtype(plan.wire)
+        local = CoreReducer(alone, None, state.acc, state.partial, wire, self.pre_scale)
+        local.borrow(state.lease)
+        self._either = EitherReducer(averaging, local)
+        self._either.keeps = self._keeps
+        self._parts = RanksAsParts(engine.group)
+        return self._either
+
+    def describe(self) -> str:
+        method = self.update.method
+        return (
+            f"{method.title}: {method.places.total / 2**20:.1f} Mi elements of momentum travel in 1 bit"
+            f" ({self.update.method.phase} now)"
+        )
+
+    @property
+    def divisor(self) -> int:
+        return 1 if self._keeps else super().divisor
+
+    @property
+    def parts(self) -> Parts | None:
+        return self._parts if self._keeps else super().parts
+
+    def after_step(self, result: StepResult) -> StepResult:
+        self.loaded()
+        return super().after_step(result)
+
+    def loaded(self) -> None:
+        if self._engine.world_size > 1:
+            self._either.keeps = self._keeps

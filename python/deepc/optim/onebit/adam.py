@@ -1,0 +1,76 @@
+"""1-bit Adam (Tang et al., arXiv:2102.02888, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .exchange import Exchange
+from .freeze import Freeze
+from .method import Item, Method, Zeros, apply_momentum
+
+
+class Frozen(Method):
+    """A method with a warm-up, of which the variance stays as it is from its end on."""
+
+    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
+        super().__init__(items, exchange, zeros)
+        self.frozen_at = 0  # the last step of the warm-up; 0: it is not over
+        beta2 = float(items[0].group["betas"][1]) if items else 0.999
+        self.freeze = Freeze(options["freeze_step"], beta2, float(options["var_freeze_threshold"]))
+
+    @property
+    def averages(self) -> bool:
+        return not self.frozen_at
+
+    @property
+    def phase(self) -> str:
+        return f"momentum in 1 bit since step {self.frozen_at + 1}" if self.frozen_at else "gradients, uncompressed"
+
+    def look(self) -> None:
+        """The end of a step of the warm-up."""
+        if self.freeze.due(self.steps, self._norm):
+            self.frozen_at = self.steps
+            self.tell(
+                f"the variance is frozen after step {self.steps} ({self.freeze.why}); from here on the ranks exchange"
+                " their momentum in 1 bit an element"
+            )
+
+    def _norm(self) -> float:
+        mine = sum(float(i.states["exp_avg_sq"].sum(dtype=torch.float64)) for i in self.sent)
+        return self.exchange.rows([mine])[0][0]
+
+    def numbers(self) -> dict[str, Any]:
+        return {"steps": self.steps, "frozen_at": self.frozen_at, "norms": list(self.freeze.norms)}
+
+    def load_numbers(self, saved: Mapping[str, Any]) -> None:
+        self.steps, self.frozen_at = int(saved["steps"]), int(saved["frozen_at"])
+        self.freeze.norms = list(map(float, saved["norms"]))
+
+
+class OneBitAdamMethod(Frozen):
+    """Until the freeze Adam on averaged gradients; after it each rank adds its own gradient to the momentum, the ranks
+    average that in 1 bit, and the step divides it by the frozen variance's root. Groups with non_freeze: Adam on
+    gradients that are averaged without compression throughout."""
+
+    title = "1-bit Adam"
+
+    def step(self, scale: float) -> None:
+        self.steps += 1
+        items = list(self.stepped())
+        if not self.frozen_at:
+            self.adam(items, scale)
+            self.look()
+            return
+        whole = [i for i in items if i.group.get("non_freeze")]
+        items = [i for i in items if not i.group.get("non_freeze")]
+        if whole:
+            self.exchange.mean([i.grad for i in whole if i.grad is not None])
+            self.adam(whole, scale)
+        self.add_gradients(items, scale)
+        self.travel(items)
+        for item in items:
+            item.masked(item.states["exp_avg"])
+            apply_momentum(item)

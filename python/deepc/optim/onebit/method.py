@@ -1,0 +1,165 @@
+"""What the 1-bit optimizers share: the elements that are stepped, their states, and when the ranks exchange what.
+
+A method steps fp32 tensors; whoever has it (the drop-in of dropin.py, an engine's zero/step/across/momentum.py) brings
+gradients, which are averaged over ranks before where `averages` says so and else are each rank's own."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError
+from .exchange import Exchange
+from .places import Places
+
+logger = logging.getLogger("deepc")
+NO_CORRECTION = 1 << 40  # a number of a step at which no bias is left to correct: the papers' Adam has none
+Zeros = Callable[[int], torch.Tensor]  # [n] fp32
+
+
+@dataclass
+class Item:
+    """One parameter. param: [n] fp32, what is stepped. group: its param group, as it is at each step. grad: [n] fp32,
+    for the next step. out: it is left out of the next step, on all ranks."""
+
+    param: torch.Tensor
+    group: Mapping[str, Any]
+    shape: Sequence[int]
+    name: str = ""
+    grad: torch.Tensor | None = None
+    out: bool = False
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def masked(self, momentum: torch.Tensor) -> None:
+        """Zeros where the group's exp_avg_mask has them: what never has a gradient there (rows of positions that are
+        not used) would get the block's magnitude with a random sign."""
+        mask = self.group.get("exp_avg_mask")
+        if mask is not None:
+            mask = torch.as_tensor(mask).to(momentum.dtype)
+            try:
+                momentum.mul_(mask.expand(tuple(self.shape)).reshape(-1))
+            except RuntimeError as exc:
+                raise ArgumentError(
+                    f"exp_avg_mask of shape {tuple(mask.shape)} does not fit a parameter of shape"
+                    f" {tuple(self.shape)} ({self.name or 'of its param group'}); give such parameters a group each"
+                ) from exc
+
+
+class Method(abc.ABC):
+    """States are made here, so that what travels lies in one buffer. steps: done so far."""
+
+    title: str
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros) -> None:
+        self.items, self.exchange, self._zeros = list(items), exchange, zeros
+        self.steps = 0
+        self.sent = [item for item in self.items if not item.group.get("non_freeze")]
+        self.places = Places([item.param.numel() for item in self.sent], exchange.world)
+        self.buffer = zeros(self.places.total)
+        for name in self.names:
+            for i, item in enumerate(self.sent):
+                here = name == self.travels
+                item.states[name] = self.places.of(self.buffer, i) if here else zeros(item.param.numel())
+        for item in self.items:
+            if item.group.get("non_freeze"):
+                item.states.update({name: zeros(item.param.numel()) for name in self.names})
+
+    travels = "exp_avg"
+    """The state that lies in the buffer."""
+
+    @property
+    @abc.abstractmethod
+    def averages(self) -> bool:
+        """Whether the next step takes gradients that are averaged over ranks."""
+
+    @property
+    @abc.abstractmethod
+    def phase(self) -> str:
+        """What the ranks exchange now, for people."""
+
+    @abc.abstractmethod
+    def step(self, scale: float) -> None:
+        """One step of every item that is not left out; `scale` multiplies the gradients. Collective."""
+
+    @abc.abstractmethod
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint has beside states: JSON types, the same on all ranks."""
+
+    @abc.abstractmethod
+    def load_numbers(self, saved: Mapping[str, Any]) -> None:
+        """The reverse."""
+
+    # ---- what only this rank has -------------------------------------------------------------------------------------
+    def own(self) -> Iterator[tuple[str, Item, torch.Tensor]]:
+        """(name, item, [n]) of what differs between ranks, without errors: nothing, unless ranks step by themselves."""
+        yield from ()
+
+    def errors(self) -> dict[str, torch.Tensor]:
+        return self.exchange.errors()
+
+    # ---- parts of a step ---------------------------------------------------------------------------------------------
+    def stepped(self) -> Iterator[Item]:
+        return (item for item in self.items if not item.out and item.grad is not None)
+
+    def add_gradients(self, items: Sequence[Item], scale: float) -> None:
+        """exp_avg = beta1 * exp_avg + (1 - beta1) * scale * grad."""
+        for item in items:
+            beta1 = float(item.group["betas"][0])
+            item.states["exp_avg"].mul_(beta1).add_(gradient_of(item), alpha=(1 - beta1) * scale)
+
+    def adam(self, items: Sequence[Item], scale: float) -> None:
+        """Adam's step with decoupled decay and without corrections of the bias, by the C kernel."""
+        by_group: dict[int, list[Item]] = {}
+        for item in items:
+            by_group.setdefault(id(item.group), []).append(item)
+        for found in by_group.values():
+            group = found[0].group
+            torch.ops.deepc.step_adamw(
+                [i.param for i in found],
+                [gradient_of(i) for i in found],
+                [i.states["exp_avg"] for i in found],
+                [i.states["exp_avg_sq"] for i in found],
+                [],
+                [],
+                float(group["lr"]),
+                float(group["betas"][0]),
+                float(group["betas"][1]),
+                float(group["eps"]),
+                float(group["weight_decay"]),
+                scale,
+                NO_CORRECTION,
+                True,
+            )
+
+    def travel(self, moving: Sequence[Item]) -> None:
+        """The buffer becomes the ranks' mean; what it has of items that are not `moving` stays."""
+        there = set(map(id, moving))
+        still = [self.places.of(self.buffer, i) for i, item in enumerate(self.sent) if id(item) not in there]
+        before = [(view, view.clone()) for view in still]
+        self.places.fill(self.buffer)
+        self.exchange.compressed(self.buffer)
+        for view, values in before:
+            view.copy_(values)
+
+    def tell(self, text: str) -> None:
+        if self.exchange.rank == 0:
+            logger.info("%s: %s", self.title, text)
+
+
+def gradient_of(item: Item) -> torch.Tensor:
+    assert item.grad is not None  # stepped() has looked
+    return item.grad
+
+
+def apply_momentum(item: Item) -> None:
+    """p = p - lr * (exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * p)."""
+    group, lr = item.group, float(item.group["lr"])
+    if group["weight_decay"]:
+        item.param.mul_(1 - lr * float(group["weight_decay"]))
+    item.param.addcdiv_(item.states["exp_avg"], item.states["exp_avg_sq"].sqrt().add_(float(group["eps"])), value=-lr)

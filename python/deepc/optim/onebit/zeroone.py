@@ -1,0 +1,136 @@
+"""0/1 Adam (Lu et al., arXiv:2202.06009, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .exchange import Exchange
+from .method import Item, Method, Zeros, apply_momentum, gradient_of
+
+
+class ZeroOneAdamMethod(Method):
+    """Up to step var_freeze_step gradients are averaged uncompressed at the steps that update the variance, which come
+    ever more rarely (an interval doubles after var_update_scaler of them), and in 1 bit at the others. After it ranks
+    step by themselves, and average what they have moved (momentum_accumulator, in units of momentum) in 1 bit at every
+    k-th step; k doubles after local_step_scaler steps, up to local_step_clipper."""
+
+    title = "0/1 Adam"
+    names = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
+    travels = "momentum_accumulator"
+
+    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
+        super().__init__(items, exchange, zeros)
+        self._last = int(options["var_freeze_step"])
+        self._kappa = int(options["var_update_scaler"])
+        self._scaler, self._most = int(options["local_step_scaler"]), int(options["local_step_clipper"])
+        self.var_interval, self.var_counter = 1, 0
+        self.local_interval, self.local_counter = 1, 0
+        self.lrs = [0.0] * len(self.items)  # since the ranks were last equal
+        self._anchors: dict[int, torch.Tensor] = {}  # item -> its parameter when they were
+
+    @property
+    def frozen(self) -> bool:
+        return self.steps >= self._last
+
+    @property
+    def averages(self) -> bool:
+        return not self.frozen and (self.steps + 1) % self.var_interval == 0
+
+    @property
+    def phase(self) -> str:
+        if not self.frozen:
+            return f"gradients, uncompressed at every {self.var_interval}. step, else in 1 bit"
+        return f"momentum in 1 bit at every {self.local_interval}. step"
+
+    def step(self, scale: float) -> None:
+        averaged, frozen = self.averages, self.frozen
+        self.steps += 1
+        items = [(i, item) for i, item in enumerate(self.items) if not item.out and item.grad is not None]
+        if frozen:
+            self._local(items, scale)
+            return
+        found = [item for _, item in items]
+        if averaged:
+            self.adam(found, scale)
+        else:
+            for i, item in items:
+                torch.mul(gradient_of(item), scale, out=self.places.of(self.buffer, i))
+            self.travel(found)
+            for i, item in items:
+                beta1, mean = float(item.group["betas"][0]), self.places.of(self.buffer, i)
+                item.masked(mean)
+                item.states["exp_avg"].mul_(beta1).add_(mean, alpha=1 - beta1)
+                apply_momentum(item)
+            self.buffer.zero_()
+        if self.steps % self.var_interval == 0:
+            self.var_counter += 1
+            if self.var_counter == self._kappa:
+                self.var_counter, self.var_interval = 0, self.var_interval * 2
+        if self.frozen:
+            self.exchange.clear_errors()  # of gradients; from here on they are of momentum
+            self.tell(f"the variance is frozen after step {self.steps}; from here on ranks exchange momentum in 1 bit")
+
+    # ---- steps of each rank's own ------------------------------------------------------------------------------------
+    def _local(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
+        self.add_gradients([item for _, item in items], scale)
+        for i, item in items:
+            if not self.lrs[i]:
+                if self._anchors.get(i) is None:
+                    self._anchors[i] = item.param.clone()
+                else:
+                    self._anchors[i].copy_(item.param)
+            self._move(i, item)
+        if self.steps % self.local_interval == 0:
+            self._meet()
+        self.local_counter += 1
+        if self.local_counter == self._scaler:
+            self.local_counter, self.local_interval = 0, min(self._most, self.local_interval * 2)
+
+    def _move(self, i: int, item: Item) -> None:
+        group, lr = item.group, float(item.group["lr"])
+        self.lrs[i] += lr
+        update = item.states["exp_avg"] / item.states["exp_avg_sq"].sqrt().add_(float(group["eps"]))
+        if group["weight_decay"]:
+            update.add_(item.param, alpha=float(group["weight_decay"]))
+        item.param.add_(update, alpha=-lr)
+        item.states["momentum_accumulator"].add_(update, alpha=-lr)
+
+    def _meet(self) -> None:
+        """All ranks go on from where they last were equal, by the mean of what they have moved since."""
+        moved = [(i, item) for i, item in enumerate(self.items) if self.lrs[i]]
+        roots = {i: item.states["exp_avg_sq"].sqrt().add_(float(item.group["eps"])) for i, item in moved}
+        for i, item in moved:
+            item.states["momentum_accumulator"].mul_(roots[i])
+        self.travel([item for _, item in moved])
+        for i, item in moved:
+            mean = item.states["momentum_accumulator"]
+            item.masked(mean)
+            torch.mul(mean, -1.0 / self.lrs[i], out=item.states["exp_avg"])
+            torch.addcdiv(self._anchors[i], mean, roots[i], out=item.param)
+            mean.zero_()
+            self.lrs[i] = 0.0
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    def own(self) -> Iterator[tuple[str, Item, torch.Tensor]]:
+        for i, item in enumerate(self.items):
+            if not self.lrs[i]:
+                continue
+            yield "param", item, item.param
+            yield "anchor", item, self._anchors[i]
+            for name in ("exp_avg", "momentum_accumulator"):
+                yield name, item, item.states[name]
+
+    def numbers(self) -> dict[str, Any]:
+        names = ("steps", "var_interval", "var_counter", "local_interval", "local_counter")
+        return {**{name: getattr(self, name) for name in names}, "lrs": list(self.lrs)}
+
+    def load_numbers(self, saved: Mapping[str, Any]) -> None:
+        for name in ("steps", "var_interval", "var_counter", "local_interval", "local_counter"):
+            setattr(self, name, int(saved[name]))
+        self.lrs = list(map(float, saved["lrs"]))
+        for i, item in enumerate(self.items):
+            if self.lrs[i] and i not in self._anchors:
+                self._anchors[i] = item.param.clone()

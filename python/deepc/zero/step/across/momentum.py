@@ -1,0 +1,153 @@
+"""1-bit Adam, 1-bit LAMB and 0/1 Adam in an engine, at stage 0: every rank has all masters and states, and steps all of
+them. From their freeze on the accumulators have each rank's own gradients, and the ranks exchange momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....optim.onebit.dropin import OneBitOptimizer
+from ....optim.onebit.exchange import exchange_over
+from ....optim.onebit.method import Item, Method
+from ....plan.layout import Segment
+from ...state import ModelState
+from ...tiers.windows import Window
+
+SERVER, WORKER = "server_error", "worker_error"
+
+
+class OwnState:
+    """A part of what this rank alone has: `values` [n] are elements [begin, begin + n) of state `name` of parameter
+    `param`."""
+
+    def __init__(self, name: str, param: int, begin: int, values: torch.Tensor) -> None:
+        self.name, self.param, self.begin, self.values = name, param, begin, values
+
+
+class MomentumUpdate:
+    """The update of a 1-bit optimizer (optim/onebit)."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        groups: Sequence[dict[str, Any]],
+        group_of: Sequence[int],
+        base: OneBitOptimizer,
+    ) -> None:
+        self._state = state
+        self._segments = list(state.plan.segments)
+        items = [
+            Item(state.piece(s), groups[group_of[s.param]], tuple(state.trained[s.param].shape), state.names[s.param])
+            for s in self._segments
+        ]
+        make = lambda n: state.zeros(n, torch.float32, "exp_avg")
+        self.method: Method = type(base).kind(items, exchange_over(base.group), make, base.options)
+        base.method = self.method
+        self._index = {s.param: i for i, s in enumerate(self._segments)}
+
+    # ---- states ------------------------------------------------------------------------------------------------------
+    def names_of(self, param: int) -> tuple[str, ...]:
+        return self.method.names
+
+    def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
+        for s, item in zip(self._segments, self.method.items):
+            for name, values in item.states.items():
+                yield name, s, Window(values)
+
+    def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        yield from ()
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        for s, item in zip(self._segments, self.method.items):
+            item.out = s.param in indices
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+    def update(self, grad_scale: float, step: int) -> None:
+        """Collective."""
+        st = self._state
+        for s, item in zip(self._segments, self.method.items):
+            item.param = st.piece(s)
+            item.grad = st.acc[s.shard_begin : s.shard_begin + s.length]
+        self.method.step(grad_scale)
+        if st.master is not None:
+            for s, item in zip(self._segments, self.method.items):
+                if not item.out:
+                    st.flat[s.flat_begin : s.flat_begin + s.length].copy_(item.param)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    def numbers(self) -> dict[str, Any]:
+        """JSON: what `take_own` needs before it, and counts."""
+        method = self.method
+        return {
+            **method.numbers(),
+            "world": method.exchange.world,
+            "own": sorted({name for name, _, _ in method.own()}),
+            "errors": bool(method.errors()),
+        }
+
+    def own_states(self) -> Iterator[OwnState]:
+        """What this rank alone has: under a name of its own ("worker_error.rank0"), but for the server's errors, of
+        which each rank has a part."""
+        method, rank = self.method, self.method.exchange.rank
+        param_of = {id(item): s.param for s, item in zip(self._segments, method.items)}
+        for name, item, values in method.own():
+            yield OwnState(f"{name}.rank{rank}", param_of[id(item)], 0, values)
+        if errors := method.errors():
+            for i, item in enumerate(method.sent):
+                yield OwnState(f"{WORKER}.rank{rank}", param_of[id(item)], 0, method.places.of(errors["worker"], i))
+            for i, begin, at, n in method.places.shares(rank):
+                yield OwnState(SERVER, param_of[id(method.sent[i])], begin, errors["server"][at : at + n])
+
+    def take_own(self, saved: Mapping[str, Any], read: Callable[[str, int, torch.Tensor, int], None]) -> None:
+        """After load_numbers. read(name, parameter, out, begin): fills `out` from the checkpoint's state of that name.
+        As many ranks as then: each takes its own. Another number: each takes the mean of what all had, so that the mean
+        over ranks, which is what an exchange makes, is what it was."""
+        method = self.method
+        world, rank = method.exchange.world, method.exchange.rank
+        then = int(saved["world"])
+        param_of = {id(item): s.param for s, item in zip(self._segments, method.items)}
+
+        def mean(name: str, item: Item, out: torch.Tensor) -> None:
+            if then == world:
+                read(f"{name}.rank{rank}", param_of[id(item)], out, 0)
+                return
+            total, part = torch.zeros_like(out), torch.empty_like(out)
+            for r in range(then):
+                read(f"{name}.rank{r}", param_of[id(item)], part, 0)
+                total.add_(part, alpha=1.0 / then)
+            out.copy_(total)
+
+        for name, item, values in list(method.own()):
+            mean(name, item, values)
+        if not saved["errors"] or world == 1:
+            method.exchange.clear_errors()
+            return
+        places = method.places
+        worker, server = torch.zeros(places.total), torch.zeros(places.total // world)
+        for i, item in enumerate(method.sent):
+            mine = places.of(worker, i)
+            mean(WORKER, item, mine)
+            if then != world:
+                owed = torch.empty_like(mine)
+                read(SERVER, param_of[id(item)], owed, 0)
+                mine.add_(owed)
+        places.fill(worker)
+        if then == world:
+            whole = torch.zeros(places.total)
+            for i, item in enumerate(method.sent):
+                read(SERVER, param_of[id(item)], places.of(whole, i), 0)
+            places.fill(whole)
+            server.copy_(whole[slice(*places.slice_of(rank))])
+        method.exchange.set_errors(worker, server)
+
+    def load_numbers(self, saved: Mapping[str, Any]) -> None:
+        self.method.load_numbers(saved)
+
+    def after_load(self) -> None:
+        """The parameters that the model computes with follow what `take_own` has read."""
+        st = self._state
+        for s, item in zip(self._segments, self.method.items):
+            if st.master is not None:
+                st.flat[s.flat_begin : s.flat_begin + s.length].copy_(item.param)

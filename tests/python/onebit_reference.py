@@ -1,0 +1,184 @@
+"""The algorithms of the 1-bit optimizers in NumPy and fp64, as their papers have them, one step at a time.
+
+A step begins with what the ranks had (fp32) and ends with what they must have. Signs of numbers so near to zero that
+rounding decides them are taken from the errors that the step left; `undecided` counts them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 2048
+
+
+class Exchange:
+    """Sign times mean magnitude of a block, with worker and server errors (Tang et al., arXiv:2102.02888). A tensor
+    has blocks of its own; the last one is filled with repeats of what the tensor has in it."""
+
+    def __init__(self, numels, world):
+        self.numels, self.world, self.undecided, self.seen = numels, world, 0, 0
+        self.ends, at = [], 0
+        for n in numels:
+            at += -(-n // BLOCK) * BLOCK
+            self.ends.append(at)
+        self.total = -(-at // (BLOCK * world)) * BLOCK * world
+
+    def lay_out(self, tensors):
+        out, at = np.zeros(self.total), 0
+        for x, end in zip(tensors, self.ends):
+            x = x.ravel()
+            out[at : at + x.size] = x
+            tail = x.size % BLOCK
+            if tail:
+                out[at + x.size : end] = np.resize(x[-tail:], end - at - x.size)
+            at = end
+        return out
+
+    def tensors(self, buffer):
+        begins = [0, *self.ends[:-1]]
+        return [buffer[at : at + n] for at, n in zip(begins, self.numels)]
+
+    def encode(self, x, error, left):
+        """(what arrives, the new error). left: the error that the tested code left, which knows the sign it sent."""
+        y = x + error
+        scale = np.abs(y).reshape(-1, BLOCK).mean(1).repeat(BLOCK)
+        near = np.abs(y) < 1e-5 * (np.abs(x) + np.abs(error) + scale)
+        sent = np.where(near, np.where(y - left >= 0, 1.0, -1.0), np.where(y >= 0, 1.0, -1.0)) * scale
+        self.undecided += int((near & (scale > 0)).sum())
+        self.seen += int((scale > 0).sum())
+        return sent, y - sent
+
+    def mean(self, per_rank, workers, servers, left_workers, left_servers):
+        """per_rank: each rank's tensors. Returns (tensors, worker errors, server errors)."""
+        if self.world == 1:
+            return per_rank[0], workers, servers
+        sent, after = zip(*(self.encode(self.lay_out(x), e, e2) for x, e, e2 in zip(per_rank, workers, left_workers)))
+        whole, server = self.encode(sum(sent) / self.world, np.concatenate(servers), np.concatenate(left_servers))
+        return self.tensors(whole), list(after), np.split(server, self.world)
+
+
+def adam(p, m, v, g, o):
+    """One step without corrections of the bias, with decoupled decay. Returns p, m, v."""
+    m = o["b1"] * m + (1 - o["b1"]) * g
+    v = o["b2"] * v + (1 - o["b2"]) * g * g
+    return apply(p, m, v, o), m, v
+
+
+def apply(p, m, v, o):
+    return p - o["lr"] * (m / (np.sqrt(v) + o["eps"]) + o["wd"] * p)
+
+
+class OneBitAdam:
+    """before, after: of each rank, {"p", "exp_avg", ...: lists of arrays, "worker", "server": arrays, "numbers"}."""
+
+    def __init__(self, exchange, options):
+        self.exchange, self.o = exchange, options
+
+    def step(self, before, grads, after):
+        o, ex = self.o, self.exchange
+        out = [{k: v for k, v in b.items()} for b in before]
+        if before[0]["numbers"]["steps"] < o["freeze_step"]:
+            mean = [sum(g) / ex.world for g in zip(*grads)]
+            for r in out:
+                new = [adam(p, m, v, g, o) for p, m, v, g in zip(r["p"], r["exp_avg"], r["exp_avg_sq"], mean)]
+                r["p"], r["exp_avg"], r["exp_avg_sq"] = (list(x) for x in zip(*new))
+            return out
+        local = [[o["b1"] * m + (1 - o["b1"]) * g for m, g in zip(r["exp_avg"], gs)] for r, gs in zip(out, grads)]
+        m, workers, servers = self.mean(local, before, after)
+        for k, r in enumerate(out):
+            r["exp_avg"], r["worker"], r["server"] = m, workers[k], servers[k]
+            self.apply(r, before[k])
+        return out
+
+    def mean(self, local, before, after):
+        e = [[r[k] for r in rs] for rs in (before, after) for k in ("worker", "server")]
+        return self.exchange.mean(local, e[0], e[1], e[2], e[3])
+
+    def apply(self, r, before):
+        r["p"] = [apply(p, m, v, self.o) for p, m, v in zip(r["p"], r["exp_avg"], r["exp_avg_sq"])]
+
+
+class OneBitLamb(OneBitAdam):
+    def step(self, before, grads, after):
+        o, ex = self.o, self.exchange
+        if before[0]["numbers"]["steps"] >= o["freeze_step"]:
+            return super().step(before, grads, after)
+        out = [{k: v for k, v in b.items()} for b in before]
+        mean = [sum(g) / ex.world for g in zip(*grads)]
+        for r in out:
+            means = list(r["numbers"]["means"])
+            for name in ("p", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"):
+                r[name] = list(r[name])
+            for i, g in enumerate(mean):
+                m = r["exp_avg"][i] = o["b1"] * r["exp_avg"][i] + (1 - o["b1"]) * g
+                v = r["exp_avg_sq"][i] = o["b2"] * r["exp_avg_sq"][i] + (1 - o["b2"]) * g * g
+                u = m / (np.sqrt(v) + o["eps"]) + o["wd"] * r["p"][i]
+                ratio = np.linalg.norm(r["p"][i]) / np.linalg.norm(u)
+                ratio = min(max(ratio, 0.01), 10.0)
+                means[i] = o["coeff_beta"] * means[i] + (1 - o["coeff_beta"]) * ratio
+                r["p"][i] = r["p"][i] - o["lr"] * ratio * u
+                if r["numbers"]["steps"] + 1 == o["freeze_step"]:
+                    r["exp_avg_sq_fresh"][i] = v
+            r["numbers"] = {**r["numbers"], "means": means}
+        return out
+
+    def apply(self, r, before):
+        o, factors = self.o, []
+        r["p"], r["exp_avg_sq_fresh"] = list(r["p"]), list(r["exp_avg_sq_fresh"])
+        for i, (p, m, v) in enumerate(zip(r["p"], r["exp_avg"], r["exp_avg_sq"])):
+            g = (m - o["b1"] * before["exp_avg"][i]) / (1 - o["b1"])
+            fresh = r["exp_avg_sq_fresh"][i] = o["b2"] * r["exp_avg_sq_fresh"][i] + (1 - o["b2"]) * g * g
+            root = np.sqrt(v) + o["eps"]
+            alone = m / root
+            u = alone + o["wd"] * p
+            factor = (root / (np.sqrt(fresh) + o["eps"])).max()
+            share = min(1.0, np.linalg.norm(alone) / np.linalg.norm(u))
+            factor = factor * share + 1 - share
+            last = r["numbers"]["factors"][i]
+            factor = min(max(factor, o["factor_min"]), o["factor_max"])
+            factor = min(max(factor, last * (1 - o["factor_threshold"])), last * (1 + o["factor_threshold"]))
+            factors.append(factor)
+            r["p"][i] = p - o["lr"] * r["numbers"]["means"][i] * factor * u
+        r["numbers"] = {**r["numbers"], "factors": factors}
+
+
+class ZeroOneAdam(OneBitAdam):
+    def step(self, before, grads, after):
+        o, ex, n = self.o, self.exchange, before[0]["numbers"]
+        out, t = [{k: v for k, v in b.items()} for b in before], n["steps"] + 1
+        if n["steps"] < o["var_freeze_step"]:
+            if t % n["var_interval"] == 0:
+                mean = [sum(g) / ex.world for g in zip(*grads)]
+                for r in out:
+                    new = [adam(p, m, v, g, o) for p, m, v, g in zip(r["p"], r["exp_avg"], r["exp_avg_sq"], mean)]
+                    r["p"], r["exp_avg"], r["exp_avg_sq"] = (list(x) for x in zip(*new))
+            else:
+                mean, workers, servers = self.mean(grads, before, after)
+                for k, r in enumerate(out):
+                    r["exp_avg"] = [o["b1"] * m + (1 - o["b1"]) * g for m, g in zip(r["exp_avg"], mean)]
+                    r["worker"], r["server"] = workers[k], servers[k]
+                    self.apply(r, before[k])
+            if t == o["var_freeze_step"]:
+                for r in out:
+                    r["worker"], r["server"] = np.zeros(ex.total), np.zeros(ex.total // ex.world)
+            return out
+        moved = []
+        for r, gs in zip(out, grads):
+            r["exp_avg"] = [o["b1"] * m + (1 - o["b1"]) * g for m, g in zip(r["exp_avg"], gs)]
+            steps = [
+                -o["lr"] * (m / (np.sqrt(v) + o["eps"]) + o["wd"] * p)
+                for p, m, v in zip(r["p"], r["exp_avg"], r["exp_avg_sq"])
+            ]
+            r["base"] = [p - u for p, u in zip(r["p"], r["momentum_accumulator"])]
+            r["p"] = [p + s for p, s in zip(r["p"], steps)]
+            r["momentum_accumulator"] = [u + s for u, s in zip(r["momentum_accumulator"], steps)]
+            moved.append([u * (np.sqrt(v) + o["eps"]) for u, v in zip(r["momentum_accumulator"], r["exp_avg_sq"])])
+        if t % n["local_interval"]:
+            return out
+        mean, workers, servers = self.mean(moved, before, after)
+        lrs = n["lrs"][0] + o["lr"]
+        for k, r in enumerate(out):
+            r["worker"], r["server"] = workers[k], servers[k]
+            r["exp_avg"] = [-x / lrs for x in mean]
+            r["p"] = [b + x / (np.sqrt(v) + o["eps"]) for b, x, v in zip(r["base"], mean, r["exp_avg_sq"])]
+            r["momentum_accumulator"] = [np.zeros_like(x) for x in mean]
+        return out
