@@ -225,3 +225,222 @@ def test_a_checkpoint_has_the_errors(name, options, precision, tmp_path):
         for x, y in zip(owed, _total(more_ranks)):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * abs(x).max())
         assert all(torch.equal(w, more_ranks[3][0][n]) for n, w in more_ranks[0][0].items())
+
+
+def _overflow(rank, world):
+    """fp16: rank 0's loss overflows after the freeze. What the step left as it was, and what the engine said."""
+    import deepc
+    from tiny import make_batch, make_model
+
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    name, options = "OneBitAdam", {"freeze_step": 2}
+    engine, *_ = deepc.initialize(model=make_model(), config={**cfg(name, options=options), "fp16": fp16})
+    method, said = engine.optimizer.base.method, []
+
+    def everything():
+        tensors = [engine.full_fp32_param(p) for p in engine.module.parameters()]
+        tensors += [t for i in method.items for t in i.states.values()] + list(method.errors().values())
+        return [t.clone() for t in tensors], method.steps
+
+    for step in range(6):
+        before = everything()
+        loss = engine(*(t[rank * 4 : rank * 4 + 4] for t in make_batch(step, 8)))
+        engine.backward(loss * (1e30 if step == 4 and rank == 0 else 1.0))
+        result = engine.step()
+        said.append((result.applied, result.reason))
+        after = everything()
+        same = before[1] == after[1] and all(torch.equal(a, b) for a, b in zip(before[0], after[0]))
+        assert same == (step == 4) and len(before[0]) == len(after[0]) or step == 2  # the errors are new after step 3
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return said, norm, [t.clone() for t in after[0][: len(list(make_model().parameters()))]]
+
+
+def test_a_rank_that_overflows_skips_the_step_on_all():
+    one, two = run_ranks(_overflow, 2)
+    assert [a for a, _ in one[0]] == [a for a, _ in two[0]] == [True, True, True, True, False, True]
+    assert "loss scale 256 -> " in one[0][4][1] and "rank 0" in two[0][4][1]
+    assert one[1] == two[1] and one[1] > 0
+    assert all(torch.equal(a, b) for a, b in zip(one[2], two[2]))
+
+
+# ---- the drop-in's own ----------------------------------------------------------------------------------------------
+def _loop(rank, world):
+    """A mask, a frozen parameter, one without a gradient on a rank, a group that is not compressed, 16 bits, and
+    state_dicts."""
+    from deepc.optim import OneBitAdam
+    from deepc.optim.onebit.dropin import folded
+
+    def fresh():
+        torch.manual_seed(0)
+        shapes = [(50, 60), (7,), (30,), (2000,)]
+        ps = [torch.nn.Parameter(torch.randn(s, dtype=torch.bfloat16 if s == (2000,) else None)) for s in shapes]
+        ps[1].requires_grad_(False)
+        mask = torch.ones(50, 1)
+        mask[25:] = 0
+        groups = [
+            {"params": [ps[0]], "exp_avg_mask": mask},
+            {"params": ps[1:3]},
+            {"params": [ps[3]], "non_freeze": True},
+        ]
+        return ps, OneBitAdam(groups, lr=1e-2, betas=(0.9, 0.9), freeze_step=3)
+
+    def train(ps, opt, begin, end):
+        for step in range(begin, end):
+            g = torch.Generator().manual_seed(10 * step + rank)
+            for p in ps:
+                p.grad = torch.randn(p.shape, generator=g).to(p.dtype) if p.requires_grad else None
+            ps[0].grad[25:] = 0
+            if rank == 1:
+                ps[2].grad = None
+            opt.step()
+
+    ps, opt = fresh()
+    before = ps[0][25:].clone(), ps[1].clone()
+    train(ps, opt, 0, 6)
+    moved = (ps[0][:25] - torch.zeros(1)).detach().clone()
+    assert torch.equal(ps[0][25:], before[0]) and torch.equal(ps[1], before[1])
+    assert opt.local_gradients and "1 bit since step 4" in opt.phase
+    state = {**opt.state_dict()}
+    state["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in state["state"].items()}
+    at = [p.detach().clone() for p in ps]
+    train(ps, opt, 6, 9)
+    again, opt2 = fresh()
+    for p, v in zip(again, at):
+        p.data.copy_(v)
+    opt2.load_state_dict(state)
+    train(again, opt2, 6, 9)
+    assert all(torch.equal(a, b) for a, b in zip(ps, again))
+    import torch.distributed as dist
+
+    states = [None] * world
+    dist.all_gather_object(states, state)
+    _, opt3 = fresh()
+    opt3.load_state_dict(folded(states))
+    worker = opt3.method.errors()["worker"]
+    owed = sum(s["onebit"]["errors"]["worker"] for s in states) / world
+    owed += torch.cat([s["onebit"]["errors"]["server"] for s in states])
+    assert torch.allclose(worker, owed) and worker.abs().max() > 0
+    refused = ""
+    try:
+        opt3.load_state_dict(states[1 - rank])
+    except Exception as exc:
+        refused = str(exc)
+    return [p.detach().clone() for p in ps], moved, refused, opt.state[ps[3]]["exp_avg_sq"].clone()
+
+
+def test_masks_frozen_and_uncompressed_parameters_and_state_dicts():
+    one, two = run_ranks(_loop, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one[0], two[0]))
+    assert "folded" in one[2] and "rank 1 of 2" in one[2]
+    assert torch.equal(one[3], two[3])
+
+
+def _under_ddp(rank, world):
+    import contextlib
+
+    from deepc.optim import OneBitAdam
+    from tiny import make_batch, make_model
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp, out = DistributedDataParallel(make_model()), []
+    opt = OneBitAdam(ddp.parameters(), freeze_step=3, average_gradients=False)
+    for step in range(7):
+        with ddp.no_sync() if opt.local_gradients else contextlib.nullcontext():
+            ddp(*(t[rank * 4 : rank * 4 + 4] for t in make_batch(step, 8))).backward()
+        out.append([p.grad.clone() for p in ddp.parameters()])
+        opt.step()
+        opt.zero_grad()
+    return out, [p.detach().clone() for p in ddp.parameters()]
+
+
+@full
+def test_under_ddp_gradients_are_local_after_the_freeze():
+    one, two = run_ranks(_under_ddp, 2)
+    for step, (a, b) in enumerate(zip(one[0], two[0])):
+        assert all(torch.equal(x, y) for x, y in zip(a, b)) == (step < 3)
+    assert all(torch.equal(a, b) for a, b in zip(one[1], two[1]))
+
+
+def test_auto_freezes_when_the_variance_is_stable(caplog):
+    """Gradients whose size falls for a while and then stays."""
+    from deepc.optim import OneBitAdam
+
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(5000))
+    opt = OneBitAdam([p], freeze_step="auto", betas=(0.9, 0.95))
+    with caplog.at_level("INFO", logger="deepc"):
+        for step in range(400):
+            p.grad = torch.randn(5000) * max(0.1, 1.0 - step / 100)
+            opt.step()
+            if opt.local_gradients:
+                break
+    # v follows with a lag of 1 / (1 - beta2) = 20 steps; it has settled when g has been at 0.1 for a few of them
+    assert 120 < opt.method.frozen_at < 300
+    assert f"frozen after step {opt.method.frozen_at} (freeze_step auto" in caplog.text
+    saved = opt.state_dict()
+    other = OneBitAdam([p], freeze_step="auto", betas=(0.9, 0.95))
+    other.load_state_dict(saved)
+    assert other.local_gradients and other.method.freeze.norms == opt.method.freeze.norms
+
+
+def _refused(rank, world, raw):
+    import deepc
+    from deepc.errors import DeepcError
+    from tiny import make_model
+
+    try:
+        deepc.initialize(model=make_model(), config=raw)
+    except DeepcError as exc:
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "OneBitAdam|stage 1|Use zero_optimization.stage 0"),
+        ({"deepc": {"deterministic": "layout"}}, "deepc.deterministic does not exist"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step=0"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"compress": "all"}}}, "compress='all'"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"frozen_step": 1}}}, "frozen_step|freeze_step"),
+        ({"optimizer": {"type": "ZeroOneAdam", "params": {"amsgrad": True}}}, "amsgrad=True"),
+    ],
+)
+def test_what_does_not_exist_says_so(more, says):
+    kind, text = _refused(0, 1, {**cfg("OneBitAdam"), **more})
+    assert kind in ("ConfigError", "UnsupportedError", "ArgumentError")
+    for part in says.split("|"):
+        assert part in text, text
+
+
+def test_deepspeeds_names():
+    import subprocess
+    import sys
+
+    program = """
+import torch
+import deepc.compat.deepspeed
+from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
+from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
+import deepspeed
+model = torch.nn.Linear(10, 10)
+mask = torch.zeros(10, 10)
+mask[0] = 1
+groups = [{"params": [model.weight], "exp_avg_mask": mask.flatten()}, {"params": [model.bias]}]
+config = {"train_batch_size": 2, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2,
+    "cuda_aware": False, "comm_backend_name": "nccl"}}}
+engine, optimizer, _, _ = deepspeed.initialize(config=config, model=model, model_parameters=groups)
+for _ in range(4):
+    engine.backward(engine(torch.ones(2, 10)).square().sum())
+    engine.step()
+assert isinstance(optimizer.optimizer, OnebitAdam) and optimizer.optimizer.adam_freeze_key is True
+assert engine.full_optimizer_state(model.weight, "exp_avg")[1:].abs().max() == 0
+for cls, key in ((OnebitAdam, "adam_freeze_key"), (OnebitLamb, "lamb_freeze_key"), (ZeroOneAdam, "freeze_key")):
+    made = cls(torch.nn.Linear(2, 2).parameters(), engine, 1e-3)
+    assert made.deepspeed is engine and getattr(made, key) is False
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

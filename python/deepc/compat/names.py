@@ -119,7 +119,7 @@ MODULES: dict[str, str] = {
         deepc.compat.runtime.settings.config: DeepSpeedConfig DeepSpeedConfigError
         deepc.compat.runtime.settings.sections: DeepSpeedZeroConfig
         deepc.compat.helpers.values: ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER DEEPSPEED_OPTIMIZERS
-            ADAM_W_MODE ADAM_W_MODE_DEFAULT TORCH_ADAM_PARAM
+            ADAM_W_MODE ADAM_W_MODE_DEFAULT TORCH_ADAM_PARAM ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER
         """
     ),
     "runtime.constants": (
@@ -138,6 +138,10 @@ MODULES: dict[str, str] = {
     ),
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "deepc.zero.step.update: FP16_Optimizer=ShardedOptimizer",
+    "runtime.fp16.onebit": "deepc.compat.runtime.optimizers: OnebitAdam OnebitLamb ZeroOneAdam",
+    "runtime.fp16.onebit.adam": "deepc.compat.runtime.optimizers: OnebitAdam",
+    "runtime.fp16.onebit.lamb": "deepc.compat.runtime.optimizers: OnebitLamb",
+    "runtime.fp16.onebit.zoadam": "deepc.compat.runtime.optimizers: ZeroOneAdam",
     "runtime.fp16.unfused_optimizer": "deepc.zero.step.update: FP16_UnfusedOptimizer=ShardedOptimizer",
     "runtime.fp16.loss_scaler": "deepc.engine.policy.precision: DynamicLossScaler LossScaler=StaticLossScaler",
     "runtime.lr_schedules": (
@@ -349,7 +353,6 @@ LACKING: dict[str, str] = {
     "runtime.zero.DeepSpeedZeRoOffload": "stage 3's parameters are managed by the engine (deepc.initialize)",
     "runtime.zero.parameter_offload": "stage 3's parameters are managed by the engine (deepc.initialize)",
     "runtime.zero.mics": _GONE,
-    "runtime.fp16.onebit": "1-bit optimizers are not built yet; " + _GONE,
     "elasticity": "elastic training is not built yet; " + _GONE,
     "sequence.auto_sp": _SP,
     "sequence.cross_entropy": _SP,

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import UnsupportedError
-from ...optim import Adagrad, Adam, AdamW, Lamb, Lion
+from ...optim import Adagrad, Adam, AdamW, Lamb, Lion, OneBitAdam, OneBitLamb
+from ...optim import ZeroOneAdam as _ZeroOneAdam
+from ...optim.onebit.adam import Frozen
+from ...optim.onebit.dropin import OneBitOptimizer
+from ...optim.onebit.freeze import check_freeze_step
 from ...zero.step.update import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -162,6 +166,73 @@ class FusedLamb(Lamb):
         super().__init__(params, lr, betas, eps, weight_decay, max_coeff=max_coeff, min_coeff=min_coeff)
 
 
+# ---- 1 bit -----------------------------------------------------------------------------------------------------------
+class _Named(OneBitOptimizer):
+    """deepspeed: the engine, which is not needed."""
+
+    deepspeed: Any = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that exchange momentum."""
+        return int(self._made().exchange.world)
+
+    @property
+    def freeze_step(self) -> int | str:
+        """The last step of the warm-up; may be set until then, and before a checkpoint is loaded."""
+        return cast("int | str", self.options["freeze_step"])
+
+    @freeze_step.setter
+    def freeze_step(self, step: int) -> None:
+        check_freeze_step("freeze_step", step)
+        self.options["freeze_step"] = step
+        if isinstance(self.method, Frozen):
+            self.method.freeze.step = step
+
+    @property
+    def _compresses(self) -> bool:
+        return self.method is not None and bool(getattr(self.method, "frozen_at", 0))
+
+
+class OnebitAdam(_Named, OneBitAdam):
+    """deepspeed.runtime.fp16.onebit.adam.OnebitAdam."""
+
+    def __init__(self, params: Any, deepspeed: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.deepspeed = deepspeed
+        OneBitAdam.__init__(self, params, *args, **kwargs)
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """Whether the warm-up is over."""
+        return self._compresses
+
+
+class OnebitLamb(_Named, OneBitLamb):
+    """deepspeed.runtime.fp16.onebit.lamb.OnebitLamb."""
+
+    def __init__(self, params: Any, deepspeed: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.deepspeed = deepspeed
+        OneBitLamb.__init__(self, params, *args, **kwargs)
+
+    @property
+    def lamb_freeze_key(self) -> bool:
+        """Whether the warm-up is over."""
+        return self._compresses
+
+
+class ZeroOneAdam(_Named, _ZeroOneAdam):
+    """deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam."""
+
+    def __init__(self, params: Any, deepspeed: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.deepspeed = deepspeed
+        _ZeroOneAdam.__init__(self, params, *args, **kwargs)
+
+    @property
+    def freeze_key(self) -> bool:
+        """Whether the variance is frozen."""
+        return self.method is not None and bool(getattr(self.method, "frozen", False))
+
+
 # ---- the engine's ----------------------------------------------------------------------------------------------------
 class ClientOptimizer(ShardedOptimizer):
     """An engine's optimizer where DeepSpeed returns the script's own: it is equal to that, and an instance of its
@@ -180,13 +251,16 @@ class ClientOptimizer(ShardedOptimizer):
 
 
 def name_adam(engine: EngineBase) -> None:
-    """The Adam that a configuration asks for is of DeepSpeed's class: by whether its states are offloaded."""
+    """The Adam that a configuration asks for is of DeepSpeed's class: by whether its states are offloaded. 1-bit
+    optimizers are too."""
     base = engine.optimizer.base
     if type(base) in (Adam, AdamW):
         decoupled = bool(base.defaults["decoupled_weight_decay"])
         offloads = engine._config.zero.offload_optimizer.device != "none"
         base.__class__ = DeepSpeedCPUAdam if offloads else FusedAdam
         cast(_Adam, base)._set_mode(decoupled)
+    named = {OneBitAdam: OnebitAdam, OneBitLamb: OnebitLamb, _ZeroOneAdam: ZeroOneAdam}
+    base.__class__ = named.get(type(base), type(base))
 
 
 def show_as_client(engine: EngineBase) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .exchange import Exchange
-from .freeze import Freeze
+from .freeze import AUTO, Freeze
 from .method import Item, Method, Zeros, apply_momentum
 
 
@@ -16,7 +16,7 @@ class Frozen(Method):
     """A method with a warm-up, of which the variance stays as it is from its end on."""
 
     def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
-        super().__init__(items, exchange, zeros)
+        super().__init__(items, exchange, zeros, options)
         self.frozen_at = 0  # the last step of the warm-up; 0: it is not over
         beta2 = float(items[0].group["betas"][1]) if items else 0.999
         self.freeze = Freeze(options["freeze_step"], beta2, float(options["var_freeze_threshold"]))
@@ -47,6 +47,8 @@ class Frozen(Method):
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         self.steps, self.frozen_at = int(saved["steps"]), int(saved["frozen_at"])
+        if self.freeze.step != AUTO and (self.steps >= int(self.freeze.step)) != bool(self.frozen_at):
+            self.frozen_at = self.steps if self.steps >= int(self.freeze.step) else 0  # another freeze_step than then
         self.freeze.norms = list(map(float, saved["norms"]))
 
 
@@ -70,7 +72,7 @@ class OneBitAdamMethod(Frozen):
             self.exchange.mean([i.grad for i in whole if i.grad is not None])
             self.adam(whole, scale)
         self.add_gradients(items, scale)
-        self.travel(items)
+        self.travel_by_update(items)
         for item in items:
             item.masked(item.states["exp_avg"])
             apply_momentum(item)

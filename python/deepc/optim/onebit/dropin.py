@@ -16,7 +16,7 @@ from .adam import OneBitAdamMethod
 from .exchange import exchange_over
 from .freeze import check_freeze_step
 from .lamb import OneBitLambMethod
-from .method import Item, Method
+from .method import MOMENTUM, UPDATE, Item, Method
 from .zeroone import ZeroOneAdamMethod
 
 KEY = "onebit"  # of a state_dict: what is not a state of a parameter
@@ -50,6 +50,8 @@ class OneBitOptimizer(Optimizer):
             check_range(key, defaults[key])
         for i, beta in enumerate(defaults["betas"]):
             check_range(f"betas[{i}]", beta, 1.0)
+        if options["compress"] not in (MOMENTUM, UPDATE):
+            raise ArgumentError(f"compress={options['compress']!r}: it is {MOMENTUM!r} or {UPDATE!r}")
         self.options, self.group, self.average_gradients = options, group, average_gradients
         defaults["betas"] = tuple(float(b) for b in defaults["betas"])
         super().__init__(params, defaults)
@@ -197,7 +199,7 @@ class OneBitOptimizer(Optimizer):
                 self._params[i].detach().view(-1).copy_(values)
             else:
                 (anchors[id(item)] if name == "anchor" else item.states[name]).copy_(values)
-        if errors := found["errors"]:
+        if (errors := found["errors"]) and (method.errors_in_warm_up or not method.averages):
             worker, server = _refit(errors["worker"], errors["server"], method)
             exchange.set_errors(worker, server)
         self._show()
@@ -274,6 +276,7 @@ class OneBitAdam(OneBitOptimizer):
         comm_backend_name: str = "nccl",
         *,
         var_freeze_threshold: float = 0.96,
+        compress: str = MOMENTUM,
         group: Any = None,
         average_gradients: bool = True,
     ) -> None:
@@ -281,7 +284,7 @@ class OneBitAdam(OneBitOptimizer):
         options = dict(freeze_step=freeze_step, var_freeze_threshold=_share(var_freeze_threshold))
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(params, defaults, options, refused, group, average_gradients)
+        self._start(params, defaults, {**options, "compress": compress}, refused, group, average_gradients)
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -315,6 +318,7 @@ class OneBitLamb(OneBitOptimizer):
         factor_threshold: float = 0.1,
         *,
         var_freeze_threshold: float = 0.96,
+        compress: str = MOMENTUM,
         group: Any = None,
         average_gradients: bool = True,
     ) -> None:
@@ -337,7 +341,7 @@ class OneBitLamb(OneBitOptimizer):
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff
         )
-        self._start(params, defaults, options, refused, group, average_gradients)
+        self._start(params, defaults, {**options, "compress": compress}, refused, group, average_gradients)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The factors on lr of the last step, in the order of the parameters."""
@@ -371,6 +375,7 @@ class ZeroOneAdam(OneBitOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         *,
+        compress: str = MOMENTUM,
         group: Any = None,
         average_gradients: bool = True,
     ) -> None:
@@ -384,7 +389,7 @@ class ZeroOneAdam(OneBitOptimizer):
             check_freeze_step(name, value, auto=False)
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(params, defaults, options, refused, group, average_gradients)
+        self._start(params, defaults, {**options, "compress": compress}, refused, group, average_gradients)
 
 
 def _share(value: float) -> float:

@@ -27,7 +27,7 @@ class Freeze:
     once)."""
 
     def __init__(self, freeze_step: int | str, beta2: float, stable: float = STABLE) -> None:
-        self._step, self._beta2, self._stable = freeze_step, beta2, stable
+        self.step, self._beta2, self._stable = freeze_step, beta2, stable
         lag = max(1, round(1 / (1 - beta2)))
         self.every = max(1, lag // PARTS)
         self._parts = max(1, round(lag / self.every))
@@ -35,8 +35,8 @@ class Freeze:
 
     def due(self, steps: int, norm: Callable[[], float]) -> bool:
         """After step number `steps`. norm: ||v||_1, the same on all ranks; asked for now and then, collective."""
-        if self._step != AUTO:
-            return steps >= int(self._step)
+        if self.step != AUTO:
+            return steps >= int(self.step)
         if steps % self.every:
             return False
         self.norms = [*self.norms, norm() / (1 - self._beta2**steps)][-self._parts - 1 :]
@@ -47,8 +47,8 @@ class Freeze:
 
     @property
     def why(self) -> str:
-        if self._step != AUTO:
-            return f"freeze_step {self._step}"
+        if self.step != AUTO:
+            return f"freeze_step {self.step}"
         return (
             f"freeze_step auto: the variance's norm changed by {abs(self.norms[-1] / self.norms[0] - 1):.1%} in the"
             f" last {self._parts * self.every} steps"

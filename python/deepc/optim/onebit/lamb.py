@@ -46,7 +46,7 @@ class OneBitLambMethod(Frozen):
         before = [item.states["exp_avg"].clone() for _, item in items]
         moving = [item for _, item in items]
         self.add_gradients(moving, scale)
-        self.travel(moving)
+        self.travel_by_update(moving)
         for (i, item), last in zip(items, before):
             self._apply(i, item, last)
 
@@ -98,7 +98,8 @@ class OneBitLambMethod(Frozen):
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         super().load_numbers(saved)
-        self.means, self.factors = list(map(float, saved["means"])), list(map(float, saved["factors"]))
+        if self.frozen_at or not saved["frozen_at"]:
+            self.means, self.factors = list(map(float, saved["means"])), list(map(float, saved["factors"]))
 
 
 def _square(t: torch.Tensor) -> float:

@@ -18,6 +18,7 @@ from .exchange import Exchange
 from .places import Places
 
 logger = logging.getLogger("deepc")
+MOMENTUM, UPDATE = "momentum", "update"  # the options of `compress`
 NO_CORRECTION = 1 << 40  # a number of a step at which no bias is left to correct: the papers' Adam has none
 Zeros = Callable[[int], torch.Tensor]  # [n] fp32
 
@@ -42,7 +43,8 @@ class Item:
         if mask is not None:
             mask = torch.as_tensor(mask).to(momentum.dtype)
             try:
-                momentum.mul_(mask.expand(tuple(self.shape)).reshape(-1))
+                whole = mask if mask.numel() == momentum.numel() else mask.expand(tuple(self.shape))
+                momentum.mul_(whole.reshape(-1))
             except RuntimeError as exc:
                 raise ArgumentError(
                     f"exp_avg_mask of shape {tuple(mask.shape)} does not fit a parameter of shape"
@@ -56,7 +58,8 @@ class Method(abc.ABC):
     title: str
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros) -> None:
+    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
+        self.by_update = options["compress"] == UPDATE
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
         self.steps = 0
         self.sent = [item for item in self.items if not item.group.get("non_freeze")]
@@ -69,6 +72,9 @@ class Method(abc.ABC):
         for item in self.items:
             if item.group.get("non_freeze"):
                 item.states.update({name: zeros(item.param.numel()) for name in self.names})
+
+    errors_in_warm_up = False
+    """Whether something travels in 1 bit before the freeze."""
 
     travels = "exp_avg"
     """The state that lies in the buffer."""
@@ -147,6 +153,20 @@ class Method(abc.ABC):
         for view, values in before:
             view.copy_(values)
 
+    def travel_by_update(self, moving: Sequence[Item]) -> None:
+        """The same of momentum or gradients, in the units that the options ask for: divided by the variance's root
+        while they travel, an element whose variance is small gets no larger step by its block's magnitude than
+        others."""
+        for item in moving if self.by_update else ():
+            self.sent_of(item).div_(root_of(item))
+        self.travel(moving)
+        for item in moving if self.by_update else ():
+            self.sent_of(item).mul_(root_of(item))
+
+    def sent_of(self, item: Item) -> torch.Tensor:
+        """What travels of it, [n] in the buffer."""
+        return item.states[self.travels]
+
     def tell(self, text: str) -> None:
         if self.exchange.rank == 0:
             logger.info("%s: %s", self.title, text)
@@ -157,9 +177,14 @@ def gradient_of(item: Item) -> torch.Tensor:
     return item.grad
 
 
+def root_of(item: Item) -> torch.Tensor:
+    """[n] sqrt(exp_avg_sq) + eps."""
+    return item.states["exp_avg_sq"].sqrt().add_(float(item.group["eps"]))
+
+
 def apply_momentum(item: Item) -> None:
     """p = p - lr * (exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * p)."""
     group, lr = item.group, float(item.group["lr"])
     if group["weight_decay"]:
         item.param.mul_(1 - lr * float(group["weight_decay"]))
-    item.param.addcdiv_(item.states["exp_avg"], item.states["exp_avg_sq"].sqrt().add_(float(group["eps"])), value=-lr)
+    item.param.addcdiv_(item.states["exp_avg"], root_of(item), value=-lr)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .exchange import Exchange
-from .method import Item, Method, Zeros, apply_momentum, gradient_of
+from .method import Item, Method, Zeros, apply_momentum, gradient_of, root_of
 
 
 class ZeroOneAdamMethod(Method):
@@ -20,9 +20,10 @@ class ZeroOneAdamMethod(Method):
     title = "0/1 Adam"
     names = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
     travels = "momentum_accumulator"
+    errors_in_warm_up = True
 
     def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
-        super().__init__(items, exchange, zeros)
+        super().__init__(items, exchange, zeros, options)
         self._last = int(options["var_freeze_step"])
         self._kappa = int(options["var_update_scaler"])
         self._scaler, self._most = int(options["local_step_scaler"]), int(options["local_step_clipper"])
@@ -58,7 +59,7 @@ class ZeroOneAdamMethod(Method):
         else:
             for i, item in items:
                 torch.mul(gradient_of(item), scale, out=self.places.of(self.buffer, i))
-            self.travel(found)
+            self.travel_by_update(found)
             for i, item in items:
                 beta1, mean = float(item.group["betas"][0]), self.places.of(self.buffer, i)
                 item.masked(mean)
@@ -92,7 +93,7 @@ class ZeroOneAdamMethod(Method):
     def _move(self, i: int, item: Item) -> None:
         group, lr = item.group, float(item.group["lr"])
         self.lrs[i] += lr
-        update = item.states["exp_avg"] / item.states["exp_avg_sq"].sqrt().add_(float(group["eps"]))
+        update = item.states["exp_avg"] / root_of(item)
         if group["weight_decay"]:
             update.add_(item.param, alpha=float(group["weight_decay"]))
         item.param.add_(update, alpha=-lr)
@@ -101,15 +102,14 @@ class ZeroOneAdamMethod(Method):
     def _meet(self) -> None:
         """All ranks go on from where they last were equal, by the mean of what they have moved since."""
         moved = [(i, item) for i, item in enumerate(self.items) if self.lrs[i]]
-        roots = {i: item.states["exp_avg_sq"].sqrt().add_(float(item.group["eps"])) for i, item in moved}
-        for i, item in moved:
-            item.states["momentum_accumulator"].mul_(roots[i])
-        self.travel([item for _, item in moved])
+        for _, item in moved:
+            item.states["momentum_accumulator"].mul_(root_of(item))
+        self.travel_by_update([item for _, item in moved])
         for i, item in moved:
             mean = item.states["momentum_accumulator"]
             item.masked(mean)
             torch.mul(mean, -1.0 / self.lrs[i], out=item.states["exp_avg"])
-            torch.addcdiv(self._anchors[i], mean, roots[i], out=item.param)
+            torch.addcdiv(self._anchors[i], mean, root_of(item), out=item.param)
             mean.zero_()
             self.lrs[i] = 0.0
 

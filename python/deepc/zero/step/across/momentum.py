@@ -121,7 +121,7 @@ class MomentumUpdate:
 
         for name, item, values in list(method.own()):
             mean(name, item, values)
-        if not saved["errors"] or world == 1:
+        if not saved["errors"] or world == 1 or method.averages and not method.errors_in_warm_up:
             method.exchange.clear_errors()
             return
         places = method.places
