@@ -10,6 +10,7 @@ over seeds and each, and what a rank sent."""
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,25 +31,25 @@ BETAS = (0.9, 0.99)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("adam", {}),
     "OneBitAdam": ("adam", {"freeze_step": 0.2}),
-    "OneBitAdam update": ("adam", {"freeze_step": 0.2, "compress": "update"}),
-    "OneBitAdam auto": ("adam", {"freeze_step": "auto", "compress": "update"}),
+    "OneBitAdam bounded": ("adam", {"freeze_step": 0.2, "max_update": 1.0}),
+    "OneBitAdam auto": ("adam", {"freeze_step": "auto", "max_update": 1.0}),
     "ZeroOneAdam": (
         "adam",
         {"var_freeze_step": 0.2, "var_update_scaler": 16, "local_step_scaler": 0.25, "local_step_clipper": 4},
     ),
-    "ZeroOneAdam update": (
+    "ZeroOneAdam bounded": (
         "adam",
         {
             "var_freeze_step": 0.2,
             "var_update_scaler": 16,
             "local_step_scaler": 0.25,
             "local_step_clipper": 4,
-            "compress": "update",
+            "max_update": 1.0,
         },
     ),
     "Lamb": ("lamb", {}),
     "OneBitLamb": ("lamb", {"freeze_step": 0.2}),
-    "OneBitLamb update": ("lamb", {"freeze_step": 0.2, "compress": "update"}),
+    "OneBitLamb bounded": ("lamb", {"freeze_step": 0.2, "max_update": 1.0}),
 }
 LR = {"gpt": {"adam": 3e-3, "lamb": 2e-2}, "images": {"adam": 2e-3, "lamb": 2e-2}, "tags": {"adam": 3e-3, "lamb": 2e-2}}
 Loss = Callable[[nn.Module, int, int, bool], torch.Tensor]  # (model, number of the batch, samples, validation?)
@@ -140,9 +141,10 @@ def train(job: str, kind: str, steps: int, seed: int) -> dict[str, Any]:
         loss_of(model, (seed * 10**6 + step) * world + rank, samples, False).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if kind in ("AdamW", "Lamb"):
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad.div_(world)
+            flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+            dist.all_reduce(flat)
+            for p, g in zip(model.parameters(), (flat / world).split([p.numel() for p in model.parameters()])):
+                p.grad.copy_(g.view(p.shape))
         opt.step()
         opt.zero_grad()
         if (step + 1) % EVERY == 0 or step + 1 == steps:
@@ -192,10 +194,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--json", help="write the curves into this file")
     parser.add_argument("--svg", help="draw the curves into this file (needs matplotlib)")
+    parser.add_argument("--drawn", nargs="*", help="files of --json: draw those, train nothing")
     args = parser.parse_args()
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for job in args.jobs.split(","):
+    for job in args.jobs.split(",") if not args.drawn else ():
         found[job] = {}
         for kind in args.kinds.split(","):
             those = found[job][kind] = [
@@ -210,6 +214,10 @@ def main() -> int:
                 + (f", frozen after {', '.join(str(r['frozen']) for r in those)}" if those[0]["frozen"] else ""),
                 flush=True,
             )
+            if args.json:
+                Path(args.json).write_text(json.dumps(found))
+    for file in args.drawn or ():
+        found.update(json.loads(Path(file).read_text()))
     if args.svg:
         draw(found, args.svg)
     return 0

@@ -403,7 +403,7 @@ def _refused(rank, world, raw):
         ({"deepc": {"deterministic": "layout"}}, "deepc.deterministic does not exist"),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step=0"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"compress": "all"}}}, "compress='all'"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"max_update": 0}}}, "max_update=0"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"frozen_step": 1}}}, "frozen_step|freeze_step"),
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"amsgrad": True}}}, "amsgrad=True"),
     ],
@@ -444,3 +444,34 @@ for cls, key in ((OnebitAdam, "adam_freeze_key"), (OnebitLamb, "lamb_freeze_key"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def _reported(rank, world, folder):
+    import json
+    from pathlib import Path
+
+    import deepc
+    from tiny import make_batch, make_model
+
+    raw = {**cfg("OneBitAdam", options={"freeze_step": 2}), "deepc": {"run_dir": folder}}
+    engine, *_ = deepc.initialize(model=make_model(), config=raw)
+    n = sum(p.numel() for p in engine.module.parameters())
+    for step in range(5):
+        engine.backward(engine(*(t[rank * 4 : rank * 4 + 4] for t in make_batch(step, 8))))
+        engine.step()
+    engine.destroy()
+    if rank:
+        return None
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return n, [r["exchange"] for r in rows if "exchange" in r]
+
+
+def test_metrics_and_the_report_have_what_was_exchanged(tmp_path):
+    from deepc.observe.report.digest import findings
+    from deepc.observe.report.folder import read_runs
+
+    n, rows = run_ranks(_reported, 2, args=(str(tmp_path / "run"),))[0]
+    assert [r["bytes"] == r["uncompressed_bytes"] == 4 * n for r in rows] == [True, True, False, False, False]
+    assert 0 < rows[-1]["bytes"] < 4 * n / 10 and rows[-1]["frozen_after"] == 2
+    said = [f["text"] for f in findings(read_runs(tmp_path / "run")[0])]
+    assert any("1-bit optimizer" in t and "frozen after step 2" in t for t in said)

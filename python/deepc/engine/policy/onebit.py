@@ -97,6 +97,10 @@ class RanksAsParts:
 class OneBitSteps(Plain):
     """Chosen for optimizers of optim/onebit."""
 
+    _sent = 0  # bytes, up to the last step
+    _kept = False  # gradients of the step at hand stay on their rank
+    _exchanged: dict[str, float] | None = None
+
     def check_optimizer(self) -> None:
         engine, config = self._engine, self._engine._config
         name = type(engine.optimizer.base).__name__
@@ -159,9 +163,26 @@ class OneBitSteps(Plain):
         return self._parts if self._keeps else super().parts
 
     def after_step(self, result: StepResult) -> StepResult:
+        sent, before = self.update.method.exchange.sent_bytes, self._sent
+        whole = 8.0 * (self._engine.world_size - 1) / self._engine.world_size * sum(self._engine.plan.layout.numels)
+        self._sent, self._exchanged = (
+            sent,
+            {
+                "bytes": sent - before + (0.0 if self._kept else whole),
+                "uncompressed_bytes": whole,
+                "frozen_after": float(getattr(self.update.method, "frozen_at", 0)),
+            },
+        )
         self.loaded()
         return super().after_step(result)
 
+    @property
+    def exchanged(self) -> dict[str, float] | None:
+        """bytes: of a rank for the last step; uncompressed_bytes: of an all-reduce of fp32 gradients, which is also
+        what a step of the warm-up is counted as. frozen_after: the last step of the warm-up, 0 in it."""
+        return self._exchanged
+
     def loaded(self) -> None:
+        self._kept = self._keeps
         if self._engine.world_size > 1:
             self._either.keeps = self._keeps

@@ -185,6 +185,11 @@ class Plain:
     def loaded(self) -> None:
         """A checkpoint was loaded. Collective."""
 
+    @property
+    def exchanged(self) -> dict[str, float] | None:
+        """For metrics: what the ranks of a 1-bit optimizer exchanged for the last step."""
+        return None
+
 
 # ---- deterministic order ---------------------------------------------------------------------------------------------
 class DeterministicLayout(Plain):

@@ -366,6 +366,8 @@ class Meter(Listener):
         if engine.plan.nodes > 1:
             sent = engine.comm_bytes["total"]
             out["sent_bytes"], self._sent_seen = sent - self._sent_seen, sent
+        if (exchanged := engine.step_policy.exchanged) is not None:
+            out["exchange"] = exchanged
         if engine.plan.updates_on_disk:
             moved = self._moved()
             out["disk"] = {name: value - self._moved_seen.get(name, 0) for name, value in moved.items()}

@@ -525,6 +525,7 @@ def findings(run: Run) -> list[dict[str, str]]:
     _about_loss(run, say)
     _about_time(run, say)
     _about_memory(run, say)
+    _about_exchange(run, say)
     for p in run.problems:
         say("note", p)
     if not run.steps:
@@ -534,6 +535,22 @@ def findings(run: Run) -> list[dict[str, str]]:
             "set deepc.run_dir in the configuration (or DEEPC_RUN_DIR) and run again",
         )
     return out
+
+
+def _about_exchange(run: Run, say: Callable[..., None]) -> None:
+    """1-bit optimizers."""
+    rows = [s["exchange"] for s in run.steps if isinstance(s.get("exchange"), dict)]
+    whole = next((x for r in rows if (x := number(r.get("uncompressed_bytes")))), None)
+    if whole is None:
+        return
+    sent = [number(r.get("bytes")) or 0.0 for r in rows]
+    frozen = int(number(rows[-1].get("frozen_after")) or 0)
+    when = f"; the variance was frozen after step {frozen}" if frozen else ""
+    say(
+        "note",
+        f"1-bit optimizer: a rank exchanged {sum(sent) / len(sent) / 2**20:.3g} MiB a step,"
+        f" {sent[-1] / 2**20:.3g} MiB at the last, and {whole / 2**20:.3g} MiB uncompressed{when}",
+    )
 
 
 def _about_loss(run: Run, say: Callable[..., None]) -> None:

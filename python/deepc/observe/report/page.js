@@ -78,7 +78,7 @@
   const form = (name) => FORMATS[name] || short;
   const TITLES = {
     loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_s: "Tokens / s", samples_per_s: "Samples / s",
-    time_s: "Time of a step", loss_scale: "Loss scale", tflops: "TFLOP / s", fraction_of_peak: "Fraction of peak",
+    "exchange.bytes": "Bytes exchanged by a rank (1-bit optimizer)", time_s: "Time of a step", loss_scale: "Loss scale", tflops: "TFLOP / s", fraction_of_peak: "Fraction of peak",
   };
   const title = (name) => TITLES[name] || name;
 
@@ -362,7 +362,7 @@
   }
 
   // ---- curves -------------------------------------------------------------------------------------------------------------
-  const MAIN = ["loss", "lr", "grad_norm", "tokens_per_s", "time_s", "loss_scale", "eval_loss",
+  const MAIN = ["loss", "lr", "grad_norm", "tokens_per_s", "time_s", "loss_scale", "eval_loss", "exchange.bytes",
     ...RUNS.map((r) => r.summary.validation_name)];
   function curves(host) {
     const names = [...new Set(RUNS.flatMap((r) => Object.keys(r.curves)))];

@@ -72,7 +72,8 @@ class OneBitAdamMethod(Frozen):
             self.exchange.mean([i.grad for i in whole if i.grad is not None])
             self.adam(whole, scale)
         self.add_gradients(items, scale)
-        self.travel_by_update(items)
+        self.travel(items)
         for item in items:
             item.masked(item.states["exp_avg"])
+            self.bound(item, item.states["exp_avg"])
             apply_momentum(item)

@@ -16,7 +16,7 @@ from .adam import OneBitAdamMethod
 from .exchange import exchange_over
 from .freeze import check_freeze_step
 from .lamb import OneBitLambMethod
-from .method import MOMENTUM, UPDATE, Item, Method
+from .method import Item, Method
 from .zeroone import ZeroOneAdamMethod
 
 KEY = "onebit"  # of a state_dict: what is not a state of a parameter
@@ -50,8 +50,8 @@ class OneBitOptimizer(Optimizer):
             check_range(key, defaults[key])
         for i, beta in enumerate(defaults["betas"]):
             check_range(f"betas[{i}]", beta, 1.0)
-        if options["compress"] not in (MOMENTUM, UPDATE):
-            raise ArgumentError(f"compress={options['compress']!r}: it is {MOMENTUM!r} or {UPDATE!r}")
+        if options["max_update"] is not None and not float(options["max_update"]) > 0:
+            raise ArgumentError(f"max_update={options['max_update']!r}: it must be above 0, or None")
         self.options, self.group, self.average_gradients = options, group, average_gradients
         defaults["betas"] = tuple(float(b) for b in defaults["betas"])
         super().__init__(params, defaults)
@@ -252,10 +252,11 @@ class OneBitAdam(OneBitOptimizer):
     exchange momentum in 1 bit an element.
 
     freeze_step: or "auto", when the variance is stable: its norm changed by less than 1 - var_freeze_threshold in
-    1 / (1 - beta2) steps. Keys of param groups: `exp_avg_mask` (1 where there are gradients, 0 where there never are),
-    `non_freeze` (True: gradients averaged without compression throughout). group: the torch.distributed group of the
-    ranks. average_gradients: the warm-up averages them here; False: somebody has (DistributedDataParallel).
-    bias_correction, cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
+    1 / (1 - beta2) steps. max_update: bound on an element's exp_avg over the root of its variance where it came in 1
+    bit; None: none, as in the paper. Keys of param groups: `exp_avg_mask` (1 where there are gradients, 0 where there
+    never are), `non_freeze` (True: gradients averaged without compression throughout). group: the torch.distributed
+    group of the ranks. average_gradients: the warm-up averages them here; False: somebody has
+    (DistributedDataParallel). bias_correction, cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
     """
 
     kind = OneBitAdamMethod
@@ -276,7 +277,7 @@ class OneBitAdam(OneBitOptimizer):
         comm_backend_name: str = "nccl",
         *,
         var_freeze_threshold: float = 0.96,
-        compress: str = MOMENTUM,
+        max_update: float | None = None,
         group: Any = None,
         average_gradients: bool = True,
     ) -> None:
@@ -284,7 +285,7 @@ class OneBitAdam(OneBitOptimizer):
         options = dict(freeze_step=freeze_step, var_freeze_threshold=_share(var_freeze_threshold))
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(params, defaults, {**options, "compress": compress}, refused, group, average_gradients)
+        self._start(params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients)
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -318,7 +319,7 @@ class OneBitLamb(OneBitOptimizer):
         factor_threshold: float = 0.1,
         *,
         var_freeze_threshold: float = 0.96,
-        compress: str = MOMENTUM,
+        max_update: float | None = None,
         group: Any = None,
         average_gradients: bool = True,
     ) -> None:
@@ -341,7 +342,7 @@ class OneBitLamb(OneBitOptimizer):
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff
         )
-        self._start(params, defaults, {**options, "compress": compress}, refused, group, average_gradients)
+        self._start(params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The factors on lr of the last step, in the order of the parameters."""
@@ -375,7 +376,7 @@ class ZeroOneAdam(OneBitOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         *,
-        compress: str = MOMENTUM,
+        max_update: float | None = None,
         group: Any = None,
         average_gradients: bool = True,
     ) -> None:
@@ -389,7 +390,7 @@ class ZeroOneAdam(OneBitOptimizer):
             check_freeze_step(name, value, auto=False)
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(params, defaults, {**options, "compress": compress}, refused, group, average_gradients)
+        self._start(params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients)
 
 
 def _share(value: float) -> float:

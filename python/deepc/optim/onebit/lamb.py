@@ -46,7 +46,7 @@ class OneBitLambMethod(Frozen):
         before = [item.states["exp_avg"].clone() for _, item in items]
         moving = [item for _, item in items]
         self.add_gradients(moving, scale)
-        self.travel_by_update(moving)
+        self.travel(moving)
         for (i, item), last in zip(items, before):
             self._apply(i, item, last)
 
@@ -75,6 +75,7 @@ class OneBitLambMethod(Frozen):
         lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
         m, v, fresh = (item.states[name] for name in self.names)
         item.masked(m)
+        self.bound(item, m)
         gradient = last.mul_(-beta1).add_(m).div_(1 - beta1)
         fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = v.sqrt().add_(eps)

@@ -18,7 +18,6 @@ from .exchange import Exchange
 from .places import Places
 
 logger = logging.getLogger("deepc")
-MOMENTUM, UPDATE = "momentum", "update"  # the options of `compress`
 NO_CORRECTION = 1 << 40  # a number of a step at which no bias is left to correct: the papers' Adam has none
 Zeros = Callable[[int], torch.Tensor]  # [n] fp32
 
@@ -59,7 +58,7 @@ class Method(abc.ABC):
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
-        self.by_update = options["compress"] == UPDATE
+        self.max_update = float(options["max_update"] or 0.0)
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
         self.steps = 0
         self.sent = [item for item in self.items if not item.group.get("non_freeze")]
@@ -153,19 +152,13 @@ class Method(abc.ABC):
         for view, values in before:
             view.copy_(values)
 
-    def travel_by_update(self, moving: Sequence[Item]) -> None:
-        """The same of momentum or gradients, in the units that the options ask for: divided by the variance's root
-        while they travel, an element whose variance is small gets no larger step by its block's magnitude than
-        others."""
-        for item in moving if self.by_update else ():
-            self.sent_of(item).div_(root_of(item))
-        self.travel(moving)
-        for item in moving if self.by_update else ():
-            self.sent_of(item).mul_(root_of(item))
-
-    def sent_of(self, item: Item) -> torch.Tensor:
-        """What travels of it, [n] in the buffer."""
-        return item.states[self.travels]
+    def bound(self, item: Item, momentum: torch.Tensor, times: float = 1.0) -> None:
+        """Within max_update of the variance's root, times `times`: an element whose variance is much smaller than its
+        block's magnitude would make a step of many times the learning rate."""
+        if self.max_update:
+            most = root_of(item).mul_(self.max_update * times)
+            torch.minimum(momentum, most, out=momentum)
+            torch.maximum(momentum, most.neg_(), out=momentum)
 
     def tell(self, text: str) -> None:
         if self.exchange.rank == 0:

@@ -59,11 +59,12 @@ class ZeroOneAdamMethod(Method):
         else:
             for i, item in items:
                 torch.mul(gradient_of(item), scale, out=self.places.of(self.buffer, i))
-            self.travel_by_update(found)
+            self.travel(found)
             for i, item in items:
                 beta1, mean = float(item.group["betas"][0]), self.places.of(self.buffer, i)
                 item.masked(mean)
                 item.states["exp_avg"].mul_(beta1).add_(mean, alpha=1 - beta1)
+                self.bound(item, item.states["exp_avg"])
                 apply_momentum(item)
             self.buffer.zero_()
         if self.steps % self.var_interval == 0:
@@ -104,10 +105,11 @@ class ZeroOneAdamMethod(Method):
         moved = [(i, item) for i, item in enumerate(self.items) if self.lrs[i]]
         for _, item in moved:
             item.states["momentum_accumulator"].mul_(root_of(item))
-        self.travel_by_update([item for _, item in moved])
+        self.travel([item for _, item in moved])
         for i, item in moved:
             mean = item.states["momentum_accumulator"]
             item.masked(mean)
+            self.bound(item, mean, self.lrs[i])
             torch.mul(mean, -1.0 / self.lrs[i], out=item.states["exp_avg"])
             torch.addcdiv(self._anchors[i], mean, root_of(item), out=item.param)
             mean.zero_()
