@@ -475,3 +475,33 @@ def test_metrics_and_the_report_have_what_was_exchanged(tmp_path):
     assert 0 < rows[-1]["bytes"] < 4 * n / 10 and rows[-1]["frozen_after"] == 2
     said = [f["text"] for f in findings(read_runs(tmp_path / "run")[0])]
     assert any("1-bit optimizer" in t and "frozen after step 2" in t for t in said)
+
+
+def _accumulated(rank, world, name, gas, precision):
+    from tiny import engine_training
+
+    options = {**EXTRA[name], "max_update": 1.0}
+    more = cfg(name, micro=4 // gas, gas=gas, precision=precision, clip=0.5, options=options)
+    losses, _, weights, engine = engine_training(more, 12, rank, world, grads=False, batches=1)
+    try:
+        engine.offload_states("/nonexistent")
+        refused = ""
+    except Exception as exc:
+        refused = str(exc)
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return losses, weights, norm, refused
+
+
+@full
+@pytest.mark.parametrize(
+    ("name", "precision"), [("OneBitAdam", "bf16"), ("OneBitLamb", "fp32"), ("ZeroOneAdam", "fp32")]
+)
+def test_accumulation_and_clipping(name, precision):
+    once, twice = (run_ranks(_accumulated, 2, args=(name, gas, precision)) for gas in (1, 2))
+    for runs in (once, twice):
+        assert "does not exist" in runs[0][3] and runs[0][2] == runs[1][2]
+        if name != "ZeroOneAdam":
+            assert all(torch.equal(w, runs[1][1][n]) for n, w in runs[0][1].items())
+        assert runs[0][0][-1] < runs[0][0][0]
+    np.testing.assert_allclose(twice[0][0], once[0][0], rtol=2e-2)

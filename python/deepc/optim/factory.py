@@ -171,6 +171,11 @@ def check_format(
             f"Adafactor with {where} does not exist: its passes go over parameters and gradients in the memory of CPU"
             " ranks. Use those, or another optimizer"
         )
+    if rule is not None and rule.kind == ONEBIT and (device != "cpu" or on_disk):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} with {where} does not exist: momentum is exchanged from the memory of CPU"
+            " ranks. Use those, or another optimizer"
+        )
     if form and device != "cpu":
         raise UnsupportedError(
             f'optimizer.params.state_dtype "{form}" with {where} does not exist: such states are of CPU ranks.'
