@@ -382,6 +382,10 @@ def test_auto_freezes_when_the_variance_is_stable(caplog):
     other = OneBitAdam([p], freeze_step="auto", betas=(0.9, 0.95))
     other.load_state_dict(saved)
     assert other.local_gradients and other.method.freeze.norms == opt.method.freeze.norms
+    from deepc.config import Config
+
+    raw = {**cfg("OneBitAdam", options={"freeze_step": "auto"})}
+    assert Config.load(raw, world_size=1).optimizer.params["freeze_step"] == "auto"
 
 
 def _refused(rank, world, raw):

@@ -149,10 +149,7 @@ class OneBitSteps(Plain):
 
     def describe(self) -> str:
         method = self.update.method
-        return (
-            f"{method.title}: {method.places.total / 2**20:.1f} Mi elements of momentum travel in 1 bit"
-            f" ({self.update.method.phase} now)"
-        )
+        return f"{method.title}: a buffer of {method.places.total:,} elements travels in 1 bit ({method.phase} now)"
 
     @property
     def divisor(self) -> int:
