@@ -1,6 +1,6 @@
 """Validation loss of 1-bit Adam, 0/1 Adam and 1-bit LAMB beside AdamW and LAMB, which average gradients uncompressed.
 
-    python tests/bench/onebit.py [--steps 600] [--seeds 3] [--ranks 2] [--svg FILE]
+    python tests/bench/onebit_training.py [--steps 600] [--seeds 3] [--ranks 2] [--svg FILE]
 
 Three jobs: a small GPT on bytes of this repository's documentation, a convolutional classifier of made images (shifted
 patterns under noise), a tagger of sequences (the hidden states of a made Markov model). Ranks are processes, one thread
