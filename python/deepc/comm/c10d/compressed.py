@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...core.codecs import Codec, Int4Blocks, Int8Blocks, OneBit, TopK
 from ...errors import ArgumentError
+from ..internode.compressed import OneBitAllReduce
 
 __all__ = [
     "Codec",
@@ -26,6 +27,7 @@ __all__ = [
     "Int4Blocks",
     "Int8Blocks",
     "OneBit",
+    "OneBitAllReduce",
     "TopK",
     "Traffic",
     "all_gather",
