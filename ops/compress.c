@@ -127,6 +127,47 @@ int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t bloc
   return DC_OK;
 }
 
+/* ---- the average of 1-bit payloads ------------------------------------------------------------------------------- */
+typedef struct average_job {
+  const dc__ops *ops;
+  uint8_t *codes;
+  float *scales;
+  const uint8_t *rows;
+  int64_t block, count, stride, offset;
+  float factor, *error;
+} average_job;
+
+static void compress_average_range(int64_t begin, int64_t end, void *ctx) {
+  const average_job *j = ctx;
+  const unsigned fp = fp_enter();
+  j->ops->average_signs(j->codes + begin / 8, j->scales + begin / j->block, j->block, j->rows, j->count, j->stride,
+                        j->offset, begin / j->block, j->error + begin, j->factor, end - begin);
+  fp_leave(fp);
+}
+
+int dc_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, int64_t count, int64_t stride, float factor,
+                     float *error, int64_t n) {
+  average_job j = {.rows = rows, .block = block, .count = count, .stride = stride, .factor = factor, .error = error};
+  int64_t bytes;
+  DC_TRY(dc_quantize_bytes(1, block, n, &bytes));
+  if (count < 1) return DC_FAIL(DC_E_INVALID, "count = %lld; it must be at least 1", (long long)count);
+  if (stride < bytes || stride % 4 || stride > INT64_MAX / count)
+    return DC_FAIL(DC_E_INVALID, "stride = %lld; it must be a multiple of 4, and payloads of %lld elements have %lld",
+                   (long long)stride, (long long)n, (long long)bytes);
+  DC_TRY(compress_check_payload(payload, bytes, error, DC_F32, n, "error"));
+  DC_TRY(check_array(rows, sizeof(float), n, "rows"));
+  if (n == 0) return DC_OK;
+  const int64_t all = (count - 1) * stride + bytes;
+  if (check_overlap(rows, all, error, check_bytes(DC_F32, n))) return DC_FAIL(DC_E_INVALID, "rows and error overlap");
+  if (check_overlap(rows, all, payload, bytes)) return DC_FAIL(DC_E_INVALID, "rows and payload overlap");
+  DC_TRY(dc__ops_table(&j.ops));
+  j.scales = (float *)(uintptr_t)payload, j.offset = 4 * compress_blocks(block, n), j.codes = payload + j.offset;
+  dc__count(DC_COUNTER_quantize_calls, 1);
+  for (int64_t i = (n + 7) / 8; i < compress_round4((n + 7) / 8); i++) j.codes[i] = 0;
+  dc_parallel_for(n, compress_share(block), compress_average_range, &j);
+  return DC_OK;
+}
+
 /* ---- top-k ------------------------------------------------------------------------------------------------------- */
 /* Chosen elements in all. */
 static int64_t compress_topk_chosen(int64_t block, int64_t k, int64_t n) {

@@ -102,6 +102,14 @@ DC_API int dc_dequantize(void *out, int dt, const uint8_t *payload, int bits, in
 /* acc[i] = fmaf(code, factor * scale, acc[i]). */
 DC_API int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t block, float factor, int64_t n);
 
+/* The server's part of a compressed all-reduce (Tang et al., arXiv:2102.02888), one pass over error: v = factor * (sum
+ * of what `count` payloads of 1 bit hold, added in fp32 in their order) + error[i] is compressed as by dc_quantize with
+ * bits = 1, and error gets what the payload did not carry. rows: payload k at k * stride bytes, stride a multiple of 4,
+ * at least their size. The same bits as dc_dequantize, dc_dequantize_add with factor 1, a multiplication and
+ * dc_quantize. */
+DC_API int dc_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, int64_t count, int64_t stride,
+                            float factor, float *error, int64_t n);
+
 /* The k numbers of largest magnitude of each `block` elements (Lin et al., arXiv:1712.01887, with a threshold per
  * block), exactly, the lower index where magnitudes are equal; NaN is larger than all, one like another. Payload: fp32
  * values, k of each block (the last block has min(k, its length)), block after block in the order of their index; then

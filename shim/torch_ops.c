@@ -339,6 +339,27 @@ static void op_add_dequantized(dct_value *stack, uint64_t num_args, uint64_t num
   dct__finish(&c, __FILE__, __LINE__);
 }
 
+static void op_average_signs(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  dct_call c;
+  dct__begin(&c, "average_signs");
+  packed p;
+  dct_view rows;
+  const int64_t count = (int64_t)stack[3], block = (int64_t)stack[4];
+  int64_t bytes = 0;
+  if (op_look_packed(&c, value_tensor(stack[1]), value_tensor(stack[2]), "error", NULL, &p) &&
+      dct__look(&c, value_tensor(stack[0]), "rows", &rows) && dct__must_be_f32(&c, &p.x, "error") &&
+      op_payload_is(&c, &p, dc_quantize_bytes(1, block, p.x.n, &bytes), &bytes)) {
+    if (c.cuda || rows.dtype != DC_U8 || count < 1 || rows.n % count)
+      dct__fail(&c, "'rows' must be uint8 on the CPU, %" PRId64 " payloads; got %" PRId64 " elements of %s", count,
+                rows.n, dc_dtype_name(rows.dtype));
+    else
+      dct__status(&c, dc_average_signs(p.payload.ptr, block, rows.ptr, count, rows.n / count,
+                                       (float)value_double(stack[5]), p.x.ptr, p.x.n));
+  }
+  dct__delete_tensors(stack, 3);
+  dct__finish(&c, __FILE__, __LINE__);
+}
+
 static void op_select_topk(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
   dct_call c;
   dct__begin(&c, "select_topk");
@@ -448,6 +469,9 @@ static const dct_operator op_rows[] = {
      op_dequantize_blocks},
     {"add_dequantized", "add_dequantized(Tensor payload, Tensor(a!) acc, int bits, int block, float factor) -> ()",
      op_add_dequantized},
+    {"average_signs",
+     "average_signs(Tensor rows, Tensor(a!) payload, Tensor(b!) error, int count, int block, float factor) -> ()",
+     op_average_signs},
     {"select_topk", "select_topk(Tensor x, Tensor(a!) payload, Tensor(b!) error, int block, int k) -> ()",
      op_select_topk},
     {"spread_topk", "spread_topk(Tensor payload, Tensor(a!) out, int block, int k) -> ()", op_spread_topk},

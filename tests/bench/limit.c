@@ -38,3 +38,11 @@ __attribute__((visibility("default"))) void bench_limit(void (*parallel_for)(int
   arrays a = {p, g, m, v, low, 0.0f};
   parallel_for(n, grain, range, &a);
 }
+
+/* The traffic of packing with error feedback: two reads, one of them written in place, on the calling thread. */
+BEST_ISA static void walk_pack(const float *restrict x, float *restrict error, int64_t n) {
+  for (int64_t i = 0; i < n; i++) error[i] = x[i] - error[i];
+}
+__attribute__((visibility("default"))) void bench_limit_pack(const float *x, float *error, int64_t n) {
+  walk_pack(x, error, n);
+}

@@ -53,6 +53,48 @@ TEST_F(Compress, QuantizeEqualsReference) {
         }
 }
 
+TEST_F(Compress, AverageOfSignsEqualsReferenceAndItsParts) {
+  for (int64_t n : kSizes)
+    for (int64_t count : {1, 2, 5}) {
+      const int64_t block = kBlockSizes[n % 3], bytes = quant_bytes(1, block, n), stride = bytes + 4 * (count - 1);
+      const int64_t blocks = (n + block - 1) / block;
+      const float factor = 1.0f / (float)count;
+      Array rows{DC_I32, raw(stride * count, 90).bytes};
+      for (int64_t k = 0; k < count; k++) // scales as a quantizer makes them, but for one
+        for (int64_t b = 0; b < blocks; b++) {
+          const float scale = b == 3 && k == 1 ? NAN : 0.25f * (float)(1 + b + 2 * k);
+          memcpy(&rows.bytes[(size_t)(k * stride + 4 * b)], &scale, 4);
+        }
+      const Array error = make(DC_F32, n, kOrdinary, 91);
+      same_everywhere(
+          {payload_of(bytes), error, rows},
+          [=](auto &p) {
+            return dc_average_signs((uint8_t *)p[0], block, (const uint8_t *)p[2], count, stride, factor, (float *)p[1],
+                                    n);
+          },
+          name_of("average_signs", DC_F32, n) + " of " + std::to_string(count));
+      std::vector<uint8_t> got((size_t)bytes), want((size_t)bytes);
+      auto left = as<float>(error.bytes), left_too = left;
+      std::vector<float> sum((size_t)n);
+      ASSERT_EQ(dc_average_signs(got.data(), block, rows.bytes.data(), count, stride, factor, left.data(), n), DC_OK);
+      ASSERT_EQ(dc_dequantize(sum.data(), DC_F32, rows.bytes.data(), 1, block, n), DC_OK);
+      for (int64_t k = 1; k < count; k++)
+        ASSERT_EQ(dc_dequantize_add(sum.data(), rows.bytes.data() + k * stride, 1, block, 1.0f, n), DC_OK);
+      for (auto &s : sum) s *= factor;
+      ASSERT_EQ(dc_quantize(want.data(), 1, block, sum.data(), DC_F32, left_too.data(), n), DC_OK);
+      EXPECT_EQ(got, want) << n << " " << count;
+      for (size_t i = 0; i < (size_t)n; i++) ASSERT_EQ(::bits(left[i]), ::bits(left_too[i])) << i;
+    }
+  std::vector<uint8_t> p(64), rows(128);
+  std::vector<float> e(64);
+  EXPECT_EQ(dc_average_signs(p.data(), 64, rows.data(), 0, 64, 1.0f, e.data(), 64), DC_E_INVALID);
+  EXPECT_EQ(dc_average_signs(p.data(), 64, rows.data(), 2, 8, 1.0f, e.data(), 64), DC_E_INVALID);
+  EXPECT_EQ(dc_average_signs(p.data(), 64, rows.data(), 2, 18, 1.0f, e.data(), 64), DC_E_INVALID);
+  EXPECT_EQ(dc_average_signs(p.data(), 64, p.data(), 1, 12, 1.0f, e.data(), 64), DC_E_INVALID);
+  EXPECT_EQ(dc_average_signs(p.data(), 64, rows.data(), 1, 12, 1.0f, nullptr, 64), DC_E_INVALID);
+  EXPECT_EQ(dc_average_signs(nullptr, 64, nullptr, 1, 0, 1.0f, nullptr, 0), DC_OK);
+}
+
 TEST_F(Compress, DequantizeEqualsReference) { // payloads of any bytes: also scales and codes that no quantizer makes
   for (int64_t n : kSizes)
     for (int bits : kBits)

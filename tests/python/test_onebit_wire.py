@@ -198,3 +198,47 @@ def uneven_nodes_and_kinds(rank, world):
 
 def test_uneven_nodes_dtypes_and_bad_input():
     run_ranks(uneven_nodes_and_kinds, 4)
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+def hooked(rank, world, nodes):
+    """The hierarchical DDP hook on two buckets that DDP rebuilds: the sum of what was applied and of what is owed is
+    the sum of the gradients; a state goes into a new model's hook and back."""
+    from deepc import ddp_hooks
+    from deepc.compress import Int8Blocks, OneBit
+
+    with on_nodes(rank, world, nodes):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Tanh(), torch.nn.Linear(900, 300))
+        exact = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        applied = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+        state = ddp_hooks.register(ddp, OneBit(256), hierarchical=True)
+        for step in range(5):
+            x = torch.from_numpy(make(8 * 300, step, rank)).view(8, 300)
+            for total, g in zip(exact, torch.autograd.grad(model(x).square().mean(), list(model.parameters()))):
+                g = g.double()
+                dist.all_reduce(g)
+                total += g / world
+            ddp(x).square().mean().backward()
+            for total, p in zip(applied, ddp.parameters()):
+                total += p.grad.double()
+                same_on_all(p.grad)
+            ddp.zero_grad()
+        saved = state.state_dict(ddp)
+        assert len(saved["errors"]) == 4 and (state.sent_bytes > 0) == (nodes > 1)
+        for (name, _), want, got in zip(model.named_parameters(), exact, applied):
+            owed = saved["errors"][name].double()
+            dist.all_reduce(owed)
+            assert got.abs().max() > 0
+            torch.testing.assert_close(got + owed / world, want, rtol=0, atol=1e-6 * (1 + want.abs().max().item()))
+        other = ddp_hooks.HookState(OneBit(256), hierarchical=True)
+        other.load_state_dict(saved, ddp)
+        again = other.state_dict(ddp)
+        assert all(torch.equal(again["errors"][n], e) for n, e in saved["errors"].items())
+        with pytest.raises(ArgumentError, match="hierarchical"):
+            ddp_hooks.HookState(Int8Blocks(), hierarchical=True)
+
+
+def test_the_hierarchical_ddp_hook_loses_nothing():
+    run_ranks(hooked, 4, args=(2,))

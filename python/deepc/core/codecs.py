@@ -130,6 +130,13 @@ class OneBit(_Blocks):
     def __init__(self, block: int = 2048) -> None:
         super().__init__(block)
 
+    def average(self, payload: torch.Tensor, rows: torch.Tensor, error: torch.Tensor) -> None:
+        """payload = encoded average of what the payloads rows [count, bytes] hold, plus error [n], which gets what is
+        left; a row may be longer than its payload. One pass over error, with the bits of decode, decode_add, a product
+        with 1 / count and encode."""
+        count = rows.shape[0]
+        torch.ops.deepc.average_signs(rows.view(-1), payload, error, count, self.block, 1.0 / count)
+
 
 class TopK(Codec):
     """The largest magnitudes of each block, fraction of it, exactly (fp32 values and 16-bit indices): 6 * fraction

@@ -168,6 +168,11 @@ def _(payload: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
     return None
 
 
+@fake("average_signs")
+def _(rows: torch.Tensor, payload: torch.Tensor, error: torch.Tensor, count: int, block: int, factor: float) -> None:
+    return None
+
+
 @fake("add_dequantized")
 def _(payload: torch.Tensor, acc: torch.Tensor, bits: int, block: int, factor: float) -> None:
     return None

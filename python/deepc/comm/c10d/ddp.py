@@ -2,6 +2,7 @@
 
     state = register(ddp_model, Int8Blocks())          # or OneBit(), Int4Blocks(), TopK(0.01); before the first
     backward
+    state = register(ddp_model, OneBit(), hierarchical=True)     # 1 bit between nodes, exact averages inside them
     state = HookState(OneBit()); ddp_model.register_comm_hook(state, compress_hook)      # the same
 
 Each bucket is averaged by compress.all_reduce, with an ErrorFeedback of its own. DDP builds its buckets anew after the
@@ -12,18 +13,19 @@ will still receive, as it was."""
 # No postponed annotations: DDP compares the annotation of a hook's bucket with the class itself.
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Optional  # noqa: F401
+from typing import Any, NamedTuple, Optional, cast  # noqa: F401
 
 import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError
-from .compressed import Codec, ErrorFeedback, Traffic, all_reduce  # noqa: F401
+from ..internode.compressed import OneBitAllReduce
+from .compressed import Codec, ErrorFeedback, OneBit, Traffic, all_reduce  # noqa: F401
 
 
 class _Bucket(NamedTuple):
     parameters: list[torch.Tensor]
-    feedback: ErrorFeedback
+    feedback: ErrorFeedback | OneBitAllReduce
 
 
 class HookState:
@@ -32,7 +34,8 @@ class HookState:
     codec: of the payloads. group: DDP's process group (None: the default). error_feedback: False drops what payloads
     don't carry (8 and 4 bits only: the others would not converge). overlap: buckets are compressed and sent by a thread
     with a process group of its own, in the order in which DDP hands them over, while autograd computes; pays where a
-    core is free for it. Without it the hook returns when the bucket is done."""
+    core is free for it. Without it the hook returns when the bucket is done. hierarchical: OneBit with error feedback
+    only: buckets are averaged by a OneBitAllReduce, exactly inside a node and with 1 bit an element between nodes."""
 
     def __init__(
         self,
@@ -41,13 +44,21 @@ class HookState:
         *,
         error_feedback: bool = True,
         overlap: bool = False,
+        hierarchical: bool = False,
     ) -> None:
+        if hierarchical and not (isinstance(codec, OneBit) and error_feedback):
+            raise ArgumentError(
+                f"hierarchical=True with {codec}, error_feedback={error_feedback}: the hierarchical hook is for OneBit"
+                " with error feedback"
+            )
+        self.hierarchical = hierarchical
         self.codec, self.group, self.error_feedback = codec, group, error_feedback
         self.sent_bytes = 0  # by this rank, in all
         self._buckets: dict[int, _Bucket] = {}
         self._owed: dict[
             torch.Tensor, torch.Tensor
         ] = {}  # by parameter (tensors hash by identity): errors that no bucket holds
+        self._due: dict[OneBitAllReduce, torch.Tensor] = {}  # to be added to the next input
         self._thread: ThreadPoolExecutor | None = None
         if overlap:
             # Collectives of one group must come in one order on all ranks: the thread can't share the one that the main
@@ -63,7 +74,7 @@ class HookState:
             self._thread.shutdown()
 
     # ---- errors of a bucket ------------------------------------------------------------------------------------------
-    def _feedback(self, bucket: dist.GradBucket) -> ErrorFeedback | None:
+    def _feedback(self, bucket: dist.GradBucket) -> ErrorFeedback | OneBitAllReduce | None:
         if not self.error_feedback:
             return None
         parameters = bucket.parameters()
@@ -82,34 +93,49 @@ class HookState:
         """Takes the errors out of all buckets, by parameter."""
         self._owed.update(self._errors())
         self._buckets.clear()
+        self._due.clear()
 
     def _errors(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for b in self._buckets.values():
-            whole = b.feedback.folded(average=True)
+            of = b.feedback
+            whole = of.owed() if isinstance(of, OneBitAllReduce) else of.folded(average=True)
+            if isinstance(of, OneBitAllReduce) and of in self._due:
+                whole = cast(torch.Tensor, whole) + self._due[of]
             if whole is not None:
                 yield from zip(b.parameters, whole.split([p.numel() for p in b.parameters]))
 
-    def _make_feedback(self, parameters: list[torch.Tensor]) -> ErrorFeedback:
-        feedback = ErrorFeedback()
-        owed = [self._owed.pop(p, None) for p in parameters]
+    def _make_feedback(self, parameters: list[torch.Tensor]) -> ErrorFeedback | OneBitAllReduce:
+        owed, worker = [self._owed.pop(p, None) for p in parameters], None
+        n = sum(p.numel() for p in parameters)
         if any(e is not None for e in owed):
-            n, world, rank = (
-                sum(p.numel() for p in parameters),
-                dist.get_world_size(self.group),
-                dist.get_rank(self.group),
-            )
             worker = torch.cat([torch.zeros(p.numel()) if e is None else e.view(-1) for p, e in zip(parameters, owed)])
+        if self.hierarchical:
+            wire = OneBitAllReduce(n, self.group, block=cast(OneBit, self.codec).block)
+            if worker is not None:
+                self._due[wire] = worker
+            return wire
+        feedback = ErrorFeedback()
+        if worker is not None:
+            world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
             feedback.load_state_dict({"elements": n, "world": world, "rank": rank, "worker": worker})
         return feedback
 
     # ---- one bucket --------------------------------------------------------------------------------------------------
-    def _reduce(self, flat: torch.Tensor, feedback: ErrorFeedback | None) -> torch.Tensor:
+    def _reduce(self, flat: torch.Tensor, feedback: ErrorFeedback | OneBitAllReduce | None) -> torch.Tensor:
         with torch.no_grad():
+            if isinstance(feedback, OneBitAllReduce):
+                if (due := self._due.pop(feedback, None)) is not None:
+                    flat.add_(due)
+                self.sent_bytes += feedback.all_reduce_(flat)
+                return flat
             self.sent_bytes += all_reduce(flat, self.group, self.codec, feedback, op="avg")
         return flat
 
     def _answer(
-        self, future: torch.futures.Future[torch.Tensor], flat: torch.Tensor, feedback: ErrorFeedback | None
+        self,
+        future: torch.futures.Future[torch.Tensor],
+        flat: torch.Tensor,
+        feedback: ErrorFeedback | OneBitAllReduce | None,
     ) -> None:
         try:
             future.set_result(self._reduce(flat, feedback))
@@ -141,6 +167,7 @@ class HookState:
                     f"error feedback of '{name}' with {error.numel()} elements: the module has no such parameter"
                 )
         self._buckets.clear()
+        self._due.clear()
         self._owed = {parameters[n]: e.detach().to(torch.float32).flatten().clone() for n, e in state["errors"].items()}
 
 
@@ -166,9 +193,12 @@ def register(
     *,
     error_feedback: bool = True,
     overlap: bool = False,
+    hierarchical: bool = False,
 ) -> HookState:
     """Registers compress_hook with a DDP model, over its process group. Once per model, before its first backward.
     Returns the state."""
-    state = HookState(codec, model.process_group, error_feedback=error_feedback, overlap=overlap)
+    state = HookState(
+        codec, model.process_group, error_feedback=error_feedback, overlap=overlap, hierarchical=hierarchical
+    )
     model.register_comm_hook(state, compress_hook)
     return state

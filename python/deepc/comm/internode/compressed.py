@@ -403,16 +403,17 @@ class OneBitAllReduce:
         mine, rows = self._buffer("mine", t, size), self._buffer("rows", t, self.workers * size)
         span = layout.slice(self._column, self._worker)
         if span.length:
-            used = self.codec.nbytes(span.length)
-            total = self._buffer("served", 0, span.length, torch.float32)
-            self.codec.decode(total, got[0, :used])
-            for row in got[1:]:
-                self.codec.decode_add(total, row[:used])
-            if self.workers > 1:
-                total.mul_(1.0 / self.workers)
-            self._punch(total, chunk.at.begin + span.begin)
-            self.codec.encode(mine[:used], total, error)
-            self._punch(error, chunk.at.begin + span.begin)
+            used, begin = self.codec.nbytes(span.length), chunk.at.begin + span.begin
+            if self._holes is None:
+                self.codec.average(mine[:used], got, error)
+            else:
+                total = self._buffer("served", 0, span.length, torch.float32)
+                self.codec.decode(total, got[0, :used])
+                for row in got[1:]:
+                    self.codec.decode_add(total, row[:used])
+                self._punch(total.mul_(1.0 / self.workers), begin)
+                self.codec.encode(mine[:used], total, error)
+                self._punch(error, begin)
         self.sent_bytes += (self.workers - 1) * size
         return self._wire.collect(rows, mine)
 
@@ -446,6 +447,17 @@ class OneBitAllReduce:
         """Forgets what is owed."""
         for error in self._errors.values():
             error.zero_()
+
+    def owed(self) -> torch.Tensor:
+        """[numel], fp32: what the averages of these calls still lack, as an input of this rank: its average over the
+        ranks is all of it, so that it can be added to other tensors of the same elements."""
+        out = torch.zeros(self.numel)
+        shares = {"worker": self._world / self.workers, "server": float(self._world)}
+        for name, spans in self.owned().items():
+            parts = self._errors[name].split([end - begin for begin, end in spans]) if spans else ()
+            for (begin, end), part in zip(spans, parts):
+                out[begin:end].add_(part, alpha=shares[name])
+        return out
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's: {"key": what the errors belong to, "worker", "server": copies, fp32}. Tensors, numbers and
