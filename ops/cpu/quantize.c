@@ -111,13 +111,13 @@ DC_INLINE void quantize_sign_block(uint8_t *codes, float *scale, const void *x, 
 
 /* ---- the average of 1-bit payloads ------------------------------------------------------------------------------- */
 /* One block of `count` payloads: their codes at its first element, their scales at it. */
-typedef struct average_block {
+typedef struct quantize_rows {
   const uint8_t *codes, *scales;
   int64_t count, stride;
   vf factor;
-} average_block;
+} quantize_rows;
 
-DC_INLINE vf average_signs_of(const average_block *b, int64_t k, int64_t i, int r) {
+DC_INLINE vf quantize_average_of(const quantize_rows *b, int64_t k, int64_t i, int r) {
   const uint8_t *codes = b->codes + k * b->stride + i / 8;
   float scale;
   memcpy(&scale, b->scales + k * b->stride, sizeof scale);
@@ -127,43 +127,43 @@ DC_INLINE vf average_signs_of(const average_block *b, int64_t k, int64_t i, int 
 }
 
 /* Elements i to i + r of the block. */
-DC_INLINE vf average_signs_value(const average_block *b, const float *error, int64_t i, int r) {
-  vf sum = average_signs_of(b, 0, i, r);
-  for (int64_t k = 1; k < b->count; k++) sum = v_add(sum, average_signs_of(b, k, i, r));
+DC_INLINE vf quantize_average_value(const quantize_rows *b, const float *error, int64_t i, int r) {
+  vf sum = quantize_average_of(b, 0, i, r);
+  for (int64_t k = 1; k < b->count; k++) sum = v_add(sum, quantize_average_of(b, k, i, r));
   return v_keep(v_add(v_mul(sum, b->factor), v_get(error, DC_F32, i, r)), r);
 }
 
-DC_INLINE void average_signs_step(uint8_t *codes, vf scale, const average_block *b, float *error, int64_t i, int r) {
-  const vf v = average_signs_value(b, error, i, r);
+DC_INLINE void quantize_average_step(uint8_t *codes, vf scale, const quantize_rows *b, float *error, int64_t i, int r) {
+  const vf v = quantize_average_value(b, error, i, r);
   const unsigned signs = v_signs(v);
   codes[i / 8] = (uint8_t)signs;
   if (r > 8) codes[i / 8 + 1] = (uint8_t)(signs >> 8);
   v_put_canonical(error, DC_F32, i, r, v_sub(v, v_flip(scale, signs)));
 }
 
-DC_INLINE void average_signs_block(uint8_t *codes, float *scale, const average_block *b, float *error, int64_t n) {
+DC_INLINE void quantize_average_block(uint8_t *codes, float *scale, const quantize_rows *b, float *error, int64_t n) {
   vd sum = vd_zero();
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     v_ahead(error, DC_F32, i, AHEAD);
-    sum = vd_add_abs(sum, average_signs_value(b, error, i, LANES));
+    sum = vd_add_abs(sum, quantize_average_value(b, error, i, LANES));
   }
-  if (i < n) sum = vd_add_abs(sum, average_signs_value(b, error, i, (int)(n - i)));
+  if (i < n) sum = vd_add_abs(sum, quantize_average_value(b, error, i, (int)(n - i)));
   const float s = *scale = dc__sign_scale(vd_tree(sum), n);
   if (DC_UNLIKELY(s != s)) {
     memset(codes, 0, (size_t)(n + 7) / 8);
     return;
   }
-  for (i = 0; i + LANES <= n; i += LANES) average_signs_step(codes, v_set1(s), b, error, i, LANES);
-  if (i < n) average_signs_step(codes, v_set1(s), b, error, i, (int)(n - i));
+  for (i = 0; i + LANES <= n; i += LANES) quantize_average_step(codes, v_set1(s), b, error, i, LANES);
+  if (i < n) quantize_average_step(codes, v_set1(s), b, error, i, (int)(n - i));
 }
 
 void DC_BODY(average_signs)(uint8_t *codes, float *scales, int64_t block, const uint8_t *rows, int64_t count,
                             int64_t stride, int64_t offset, int64_t first, float *error, float factor, int64_t n) {
   for (int64_t begin = 0; begin < n; begin += block, first++) {
-    const average_block b = {rows + offset + first * block / 8, rows + first * 4, count, stride, v_set1(factor)};
+    const quantize_rows b = {rows + offset + first * block / 8, rows + first * 4, count, stride, v_set1(factor)};
     const int64_t len = n - begin < block ? n - begin : block;
-    average_signs_block(codes + begin / 8, scales++, &b, error + begin, len);
+    quantize_average_block(codes + begin / 8, scales++, &b, error + begin, len);
   }
 }
 

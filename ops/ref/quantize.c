@@ -60,8 +60,8 @@ void dc__quantize_scalar(uint8_t *codes, float *scales, int bits, int64_t block,
 }
 
 /* ---- the average of 1-bit payloads ------------------------------------------------------------------------------- */
-static float average_signs_value(int64_t block, const uint8_t *rows, int64_t count, int64_t stride, int64_t offset,
-                                 int64_t first, const float *error, float factor, int64_t i) {
+static float quantize_average_value(int64_t block, const uint8_t *rows, int64_t count, int64_t stride, int64_t offset,
+                                    int64_t first, const float *error, float factor, int64_t i) {
   float sum = 0.0f;
   for (int64_t k = 0; k < count; k++) {
     const uint8_t *row = rows + k * stride;
@@ -81,10 +81,10 @@ void dc__average_signs_scalar(uint8_t *codes, float *scales, int64_t block, cons
     double acc[16] = {0};
     for (int64_t i = begin; i < end; i++)
       acc[(i - begin) % 16] += fabs(
-          (double)average_signs_value(block, rows, count, stride, offset, first, error, factor, i));
+          (double)quantize_average_value(block, rows, count, stride, offset, first, error, factor, i));
     const float s = *scales = dc__sign_scale(dc__tree16(acc), end - begin);
     for (int64_t i = begin; i < end; i++) {
-      const float v = average_signs_value(block, rows, count, stride, offset, first, error, factor, i);
+      const float v = quantize_average_value(block, rows, count, stride, offset, first, error, factor, i);
       const uint8_t bit = (uint8_t)(dc__bits_of_f32(v) >> 31 << (i % 8));
       codes[i / 8] = (uint8_t)((i % 8 ? codes[i / 8] : 0) | (s == s ? bit : 0));
       if (s == s) error[i] = v - copysignf(s, v);

@@ -152,6 +152,14 @@ OPCHECKS = {
     ),
     "dequantize_blocks": lambda: (packed_bytes(200), torch.empty(200), 8, 128),
     "add_dequantized": lambda: (packed_bytes(200), make(200, torch.float32), 8, 128, 0.5),
+    "average_signs": lambda: (
+        torch.zeros(2 * 44, dtype=torch.uint8),
+        torch.zeros(44, dtype=torch.uint8),
+        make(200, torch.float32, 1),
+        2,
+        64,
+        0.5,
+    ),
     "select_topk": lambda: (
         make(200, torch.float16),
         torch.zeros(60, dtype=torch.uint8),
