@@ -577,12 +577,24 @@ static int stream_window(dc_stream *s, int array, int64_t begin, int64_t elems, 
   return DC_OK;
 }
 
+/* After a failure: writes under way then are waited for, so that what became of them, which has the same cause, is not
+ * told to a later call, whose cause is gone. Cells that could not be written stay in memory. */
+static int stream_settle(dc_stream *s, int rc) {
+  if (!rc || !s || s->walking || dc__file_mine(s->file)) return rc;
+  char text[512];
+  strncpy(text, dc_last_error(), sizeof text - 1);
+  text[sizeof text - 1] = 0;
+  for (int i = 0; i < s->nslots; i++)
+    if (s->slots[i].state == SLOT_WRITING) (void)stream_finish_write(s, &s->slots[i]);
+  return DC_FAIL(rc, "%s", text);
+}
+
 int dc_stream_read(dc_stream *s, int array, int64_t begin, int64_t elems, void *data) {
-  return stream_window(s, array, begin, elems, data, NULL);
+  return stream_settle(s, stream_window(s, array, begin, elems, data, NULL));
 }
 
 int dc_stream_write(dc_stream *s, int array, int64_t begin, int64_t elems, const void *data) {
-  return stream_window(s, array, begin, elems, NULL, data);
+  return stream_settle(s, stream_window(s, array, begin, elems, NULL, data));
 }
 
 int dc_stream_drop(dc_stream *s, int array, int64_t cell) {

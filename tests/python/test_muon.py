@@ -99,11 +99,11 @@ def test_what_is_refused():
     p[0].grad = torch.zeros(2, 2).to_sparse()
     with pytest.raises(ArgumentError, match="dense"):
         deepc.optim.Muon(p).step()
-    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "."}, "stage": 2}
-    with pytest.raises(UnsupportedError, match="Muon with offload to nvme"):
-        deepc.initialize(model=tiny.make_model(), config=_config(2, 1, zero_optimization=offload))
-    with pytest.raises(UnsupportedError, match="Muon with offload to nvme"):
-        deepc.estimate(tiny.make_model(), _config(2, 1, zero_optimization=offload))
+    offload = {"offload_param": {"device": "nvme", "nvme_path": "."}, "stage": 3}
+    with pytest.raises(UnsupportedError, match="Muon with offload_param nvme"):
+        deepc.initialize(model=tiny.make_model(), config=_config(3, 1, zero_optimization=offload))
+    with pytest.raises(UnsupportedError, match="Muon with offload_param nvme"):
+        deepc.estimate(tiny.make_model(), _config(3, 1, zero_optimization=offload))
 
 
 def test_rates_of_both_parts():

@@ -25,7 +25,7 @@ import torch
 
 from ..core import dtypes
 from ..core import lib as _lib
-from ..errors import ArgumentError, CheckpointError, CheckpointTypeError
+from ..errors import ArgumentError, CheckpointError, CheckpointTypeError, DiskError
 
 MAX_HEADER_BYTES = 100_000_000
 CRC_KEY, SLICES_KEY = "deepc.crc32c", "deepc.slices"
@@ -127,12 +127,15 @@ def write_all(fd: int, data: memoryview | bytes, path: str) -> None:
 
 
 def fsync_dir(path: str) -> None:
-    """Makes names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Makes names in a directory durable. CheckpointError."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise CheckpointError(f"can't make the names in {path} durable: {exc.strerror}") from exc
 
 
 def write_file(
@@ -154,6 +157,8 @@ def write_file(
         if fsync:
             os.fsync(fd)
         done = True
+    except DiskError:  # of what was to be written: a part could not be read
+        raise
     except OSError as exc:
         raise CheckpointError(f"can't write {path}: {exc.strerror}") from exc
     finally:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import ctypes
 import errno
 import json
@@ -287,16 +288,24 @@ def _unseal(data: bytes, path: str) -> dict[str, Any]:
 def _read_bytes(path: str) -> bytes:
     try:
         with open(path, "rb") as f:
-            return f.read()
+            data: bytes | None = f.read()
     except OSError as exc:
         raise CheckpointError(f"can't read {path}: {exc.strerror}") from exc
+    if data is None:  # Python's word for EAGAIN
+        raise CheckpointError(f"can't read {path}: the kernel says to try again")
+    return data
 
 
 def _replace_file(path: str, data: bytes, token: str) -> None:
     """Puts a file in place in one instant, durable."""
     tmp = f"{path}.tmp-{token}"
     write_file(tmp, [data])
-    os.replace(tmp, path)
+    try:
+        os.replace(tmp, path)
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
+        raise CheckpointError(f"can't put {path} in place: {exc.strerror}") from exc
     fsync_dir(os.path.dirname(path))
 
 

@@ -171,6 +171,7 @@ class EngineBase(ModelWrapper):
     _scaled = False
     _grad_norm: float | None = None
     _last = StepResult(False, "no step yet")
+    broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
 
     # ---- the configuration -------------------------------------------------------------------------------------------

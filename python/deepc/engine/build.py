@@ -546,6 +546,7 @@ def make_plans(engine: EngineBase, named: Named, group_of: dict[int, int]) -> di
             part=group.part_of(rank),
             moments=engine.optimizer.moments,
             state_bytes=engine.optimizer.state_bytes,
+            on_disk=engine.optimizer.form_on_disk,
             whole_blocks=engine.optimizer.whole_blocks,
             dtype=dtype_of(dtype),
         )
@@ -586,6 +587,12 @@ def check_disk(engine: EngineBase) -> None:
     """Whether there is room for what the plan puts on disk, and an optimizer that can be stepped there. The same on all
     ranks of a node, and nothing is allocated yet."""
     plan = engine.plan
+    if engine._config.zero.offload_optimizer.device == "nvme" and plan.disk is None and plan.layout.total:
+        say(
+            engine,
+            f"zero_optimization.offload_optimizer.device nvme: {type(engine.optimizer.base).__name__} has nothing that"
+            " would lie there; without masters (fp32) what it keeps is in memory",
+        )
     if not plan.updates_on_disk:
         return
     if plan.disk is not None and not engine.optimizer.core:
@@ -659,7 +666,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
     config, plan = engine._config, engine.plan
     tier = None
     if plan.disk is not None:
-        names = [*(["master"] if plan.has_master else []), *engine.optimizer.state_names()]
+        names = [*(["master"] if plan.has_master else []), *engine.optimizer.names_on_disk()]
         failure: Exception | None = None
         try:
             tier = DiskTier(plan.disk, names, plan.owned_elems)

@@ -111,10 +111,12 @@ class Engine(EngineBase):
                 self.hooks.give_up()
         if told := failures(self.group, mine):
             self.hooks.give_up()
+            self.broken_pass = True
             raise _kind_of(told)(
                 "backward broke off, because what lies on disk could not be moved: "
-                f"{'; '.join(map(str, told))}. Nothing but this micro-batch's gradients is lost: call"
-                " engine.zero_grad() on every rank and go on with a new forward, or load a checkpoint if it is damage"
+                f"{'; '.join(map(str, told))}. The gradients since the last step are lost, and nothing else: call"
+                " engine.zero_grad() on every rank and go on with the step's first micro-batch, or load a checkpoint if"
+                " it is damage"
             ) from mine
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -270,9 +272,12 @@ class Engine(EngineBase):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
-        collective)."""
+        collective; if the disk broke it off, the next micro-batch is the step's first one)."""
         if self.broken_step:
             raise DeepcError(self.broken_step)
+        if self.broken_pass:
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            self.broken_pass = False
         self.hooks.discard()
         self.step_policy.discard()
         self.events.end("discard")

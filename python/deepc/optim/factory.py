@@ -126,7 +126,25 @@ def _states_of(rule: CoreRule, group: Mapping[str, Any], p: torch.Tensor) -> int
 def steps_whole_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its states on disk must be cut at edges of blocks: it sums over them."""
     rule = core_rule(optimizer)
-    return rule is not None and rule.kind == LAMB
+    return rule is not None and rule.kind in (LAMB, ADAFACTOR)
+
+
+def names_on_disk(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The arrays of its states on disk, beside masters. Muon's first one has momentum and first moments; Adafactor's
+    states stay in memory, being small."""
+    rule = core_rule(optimizer)
+    if rule is None or rule.kind == ADAFACTOR:
+        return ()
+    return ("first_moment", "second_moment") if rule.kind == MUON else rule.names
+
+
+def form_on_disk(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """(how many such arrays there are, bytes of 256 elements of one), for the plan; of torch's optimizers as
+    moments_of."""
+    rule = core_rule(optimizer)
+    if rule is not None and rule.kind in (MUON, ADAFACTOR):
+        return len(names_on_disk(optimizer)), BYTES_OF_256["fp32"]
+    return moments_of(optimizer), state_bytes_of(optimizer)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> None:
@@ -161,12 +179,13 @@ def check_format(
         raise UnsupportedError(
             f"LAMB with {where} does not exist: use CPU ranks with parameters in memory, or another optimizer"
         )
-    if rule is not None and rule.kind == MUON and on_disk:
+    if rule is not None and rule.kind == MUON and parameters_on_disk:
         raise UnsupportedError(
-            "Muon with offload to nvme does not exist: its matrices are made whole of momentum in memory. Use cpu,"
-            " or another optimizer"
+            "Muon with offload_param nvme does not exist: its matrices are made whole of gradients in memory. Use"
+            " offload_optimizer nvme alone, or another optimizer"
         )
-    if rule is not None and rule.kind == ADAFACTOR and (device != "cpu" or on_disk):
+    if rule is not None and rule.kind == ADAFACTOR and (device != "cpu" or parameters_on_disk):
+        where = "offload_param nvme" if device == "cpu" else where
         raise UnsupportedError(
             f"Adafactor with {where} does not exist: its passes go over parameters and gradients in the memory of CPU"
             " ranks. Use those, or another optimizer"

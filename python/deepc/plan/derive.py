@@ -104,13 +104,15 @@ def derive(
     part: int | None = None,
     moments: int = 2,
     state_bytes: int = 1024,
+    on_disk: tuple[int, int] | None = None,
     whole_blocks: bool = False,
     dtype: str | DType = "",
 ) -> Plan:
     """The plan of one rank. meta: all parameters of the model in the order of registration. part: the rank's place in
     the layout (default: the rank itself; see comm/groups.py). moments: state arrays of the optimizer per element.
-    state_bytes: of 256 elements of one of them. whole_blocks: on disk it steps whole blocks alone. dtype: what the
-    model computes in, if it is not what the configuration says (precision "auto").
+    state_bytes: of 256 elements of one of them. on_disk: both of those that go to disk, if they are others (where these
+    are none, states stay in memory). whole_blocks: on disk it steps whole blocks alone. dtype: what the model computes
+    in, if it is not what the configuration says (precision "auto").
 
     Raises UnsupportedError or ConfigError for what these ranks and this machine rule out."""
     mesh.require_data_parallel()
@@ -144,11 +146,13 @@ def derive(
     has_master = kind != FLOAT32 or bool(parameters_as)
     owned = layout.total if stage == 0 else layout.shard_elems
     offload = config.zero.offload_optimizer
+    arrays, array_bytes = on_disk or (moments, state_bytes)
     disk = (
-        disk_states(config, moments, has_master, owned, offload.nvme_path or "", state_bytes, whole_blocks)
+        disk_states(config, arrays, has_master, owned, offload.nvme_path or "", array_bytes, whole_blocks)
         if offload.device == "nvme"
         else None
     )
+    here = moments if disk is None or not arrays else 0
     raw = _lib.BytesIn(
         total=layout.total,
         shard=layout.shard_elems,
@@ -162,8 +166,8 @@ def derive(
         grad_wire_size=wire.itemsize,
         master=int(has_master and disk is None),
         state_size=4,
-        nstates=moments if disk is None else 0,
-        state_block=moments * state_bytes if disk is None and state_bytes != 1024 else 0,
+        nstates=here,
+        state_block=here * state_bytes if state_bytes != 1024 else 0,
         resident=int(stage == 3 and not sharded),
         exchange=_exchange_bytes(layout, nodes, FLOAT32 if tree else wire, gradients_as),
         grad_buffers=tree,

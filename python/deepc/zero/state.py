@@ -15,12 +15,13 @@ from ..comm.internode.crossing import requantized
 from ..core import memory
 from ..core.lib import call
 from ..core.ops import code, torch_dtype
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, DiskError, UnsupportedError
 from ..plan.layout import BLOCK, Segment
 from ..plan.plan import Plan
 from .parameters.gathered import Params, Whole
 from .parameters.param import Released, share, version_of
 from .step.collective import TorchReducer
+from .tiers.agree import together
 from .tiers.disk import DiskTier
 from .tiers.windows import Array, Window
 
@@ -161,14 +162,23 @@ class ModelState:
         copies exist in this process. Collective."""
         self._refuse_shared_memory()
         pieces = self._segments_by_param()
+        failure: DiskError | None = None  # of this rank's disk; what comes after it is made for the other ranks alone
         for i, p in enumerate(self.trained):
             value = self.flats.value(self, p)
-            self.flats.put(self, i, value, pieces[i])
-            for s in pieces[i] if self.master is not None else ():
-                self.window(s).write(value[s.param_begin : s.param_begin + s.length])
+            try:
+                self.flats.put(self, i, value, pieces[i])
+                for s in pieces[i] if self.master is not None else ():
+                    self.window(s).write(value[s.param_begin : s.param_begin + s.length])
+            except DiskError as exc:
+                failure = failure or exc
             p.data = self.flats.home(self, i, p)
         for _, p in self.frozen:
-            self.flats.put_frozen(self, p)
+            try:
+                self.flats.put_frozen(self, p)
+            except DiskError as exc:
+                failure = failure or exc
+        if self.plan.updates_on_disk:
+            together(self.group, failure)
         if self.plan.stage == 3 or self.master is not None:  # writes of others must be seen: to refuse, or to follow
             for p in self.trained:
                 share(p)

@@ -196,8 +196,8 @@ class _Access:
         return out.view(self.param.shape)
 
     def _together(self, failure: DiskError | None) -> None:
-        """What the disk of some rank refused is an error on all. Collective, where states lie on disk."""
-        if self.engine.plan.disk is not None:
+        """What the disk of some rank refused is an error on all. Collective, where something lies on disk."""
+        if self.engine.plan.updates_on_disk:
             together(self.engine.group, failure)
 
     def _write_together(self, write: Callable[[], None]) -> None:
@@ -244,7 +244,14 @@ class _Access:
 
     # ---- fp32 weights ------------------------------------------------------------------------------------------------
     def value(self) -> torch.Tensor:
-        return self.engine.state.full_param(self.index).clone().view(self.param.shape)
+        failure: DiskError | None = None
+        found = torch.empty(0)
+        try:
+            found = self.engine.state.full_param(self.index)
+        except DiskError as exc:
+            failure = exc
+        self._together(failure)
+        return found.clone().view(self.param.shape)
 
     def _catch_up(self) -> None:
         """Stages 0 to 2: what the user wrote into the replica counts; the step would make the master follow, a reader

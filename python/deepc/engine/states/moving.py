@@ -92,6 +92,8 @@ def _check(engine: EngineBase) -> None:
         if engine.device.type != "cpu"
         else f"of {type(engine.optimizer.base).__name__}, which torch steps in memory"
         if not engine.optimizer.core
+        else f"of {type(engine.optimizer.base).__name__}, which keeps them for rows, columns or matrices"
+        if not engine.optimizer.states and engine.optimizer.moments
         else f"of state_dtype {form}"
         if form
         else 'with "precision": "auto"'

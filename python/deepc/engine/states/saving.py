@@ -307,6 +307,7 @@ def load(
         failure = exc
     together(engine, f"loading checkpoint {tag or 'latest'} of {directory}", failure)
     engine.step_is_whole()
+    engine.broken_pass = False
     engine.hooks.reset()
     engine.skips.applied()
     engine.publish()
@@ -327,14 +328,12 @@ def _begin_anew(engine: EngineBase, everything: bool) -> None:
     walk = engine.state.walk()
     if everything and walk is not None:
         walk.forget()
-    if not engine.broken_step:
-        return
-    if not everything:
+    if engine.broken_step and not everything:
         raise CheckpointError(
             f"{engine.broken_step} Load the checkpoint with its optimizer states (load_optimizer_states=True) and"
             " load_module_strict=True, so that nothing of the broken step is left"
         )
-    if engine.state.tier is not None:
+    if everything and engine.state.tier is not None:  # a save or a view may have found damage, not only a step
         engine.state.tier.begin_anew()
 
 

@@ -29,6 +29,7 @@ from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedE
 from ...optim.factory import (
     check_format,
     check_optimizer,
+    form_on_disk,
     make_optimizer,
     moments_of,
     state_bytes_of,
@@ -233,7 +234,7 @@ def state_rows(
         put(f"gradients ({plan.accumulator.short})", _block(b["grads_private"], "acc"), host=states_in_host)
     put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
     if plan.disk is not None:
-        moments = 0
+        moments = moments if b["states_private"] else 0
         put("cells of states on disk", _block(plan.disk.buffer_bytes, "master"), host=True)
     elif plan.has_master:
         put("fp32 masters", _block(b["master_private"], "master"), host=states_in_host)
@@ -524,6 +525,7 @@ class _Case:
             machine,
             moments=moments_of(base),
             state_bytes=state_bytes_of(base),
+            on_disk=form_on_disk(base),
             whole_blocks=steps_whole_blocks(base),
         )
 

@@ -18,7 +18,15 @@ from ...core.lib import C, LambArgs, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
-from ...optim.factory import check_optimizer, moments_of, state_bytes_of, steps_whole_blocks, twin_over
+from ...optim.factory import (
+    check_optimizer,
+    form_on_disk,
+    moments_of,
+    names_on_disk,
+    state_bytes_of,
+    steps_whole_blocks,
+    twin_over,
+)
 from ...optim.kinds.lamb import set_scalars, trust_ratio
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, ONEBIT, CoreRule, Scalars, core_rule
@@ -33,6 +41,7 @@ from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
+from .across.stored import MatrixUpdateOnDisk
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
@@ -140,9 +149,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether states on disk are stepped in whole blocks alone (for the plan)."""
         return steps_whole_blocks(self.base)
 
-    def state_names(self) -> tuple[str, ...]:
-        """Of the fp32 states that the C step keeps per element."""
-        return self._core.names
+    @property
+    def form_on_disk(self) -> tuple[int, int]:
+        """(state arrays on disk, bytes of 256 elements of one), for the plan."""
+        return form_on_disk(self.base)
+
+    def names_on_disk(self) -> tuple[str, ...]:
+        """Of the state arrays on disk."""
+        return names_on_disk(self.base)
 
     def attach(self, state: ModelState, group_of: list[int]) -> None:
         """Binds the update to this rank's share. group_of[i]: param group of flat parameter i."""
@@ -163,7 +177,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if rule.kind in ACROSS:
             self.states: dict[str, Array] = {}
             more = (cast(OneBitOptimizer, self.base),) if rule.kind == ONEBIT else ()
-            self._across = ACROSS[rule.kind](st, self.param_groups, self._group_of, *more)
+            kind = MatrixUpdateOnDisk if rule.kind == MUON and st.tier is not None else ACROSS[rule.kind]
+            self._across = kind(st, self.param_groups, self._group_of, *more)
             return
         owned = st.plan.owned_elems
         self.states = {n: self._new_state(n, owned) for n in rule.names}
@@ -410,7 +425,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.core:
             self._update_torch(grad_scale)
         elif self._across is not None:
-            self._across.update(grad_scale, self._steps)
+            try:
+                self._across.update(grad_scale, self._steps)
+            except DiskError:
+                self._unfinished = grad_scale
+                raise
             self._to_device()
         elif self._state.state_device.type == "cpu":
             self._update_host(grad_scale)
@@ -420,12 +439,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def finish(self) -> None:
         """The rest of an update that a DiskError broke off; nothing if none was."""
-        if self._unfinished is not None:
+        if self._unfinished is None:
+            return
+        if self._across is not None:
+            self._across.finish()
+            self._unfinished = None
+        else:
             self._update_host(self._unfinished)
 
     def forget_unfinished(self) -> None:
         """All states are written anew: there is no rest."""
         self._forget_passes()
+        if self._across is not None:
+            self._across.forget()
         if self.core and self._walk is not None:
             self._walk.forget()
 

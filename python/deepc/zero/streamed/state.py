@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...core import memory
-from ...errors import CommError
+from ...errors import CommError, DiskError
 from ...plan.layout import Segment, padded
 from ..parameters.gathered import Params, Whole
 from ..parameters.param import share
@@ -18,6 +18,7 @@ from ..shards import give
 from ..sources import CollectiveSource, NodeSource, Piece, Source
 from ..state import Flats, ModelState
 from ..step.collective import RoundsReducer, TorchReducer
+from ..tiers.agree import together
 from .cells import CELL_ELEMS, CellWalk, cells_of
 from .disk import DiskFlats
 from .gradients import DiskNodeReducer, DiskReducer, GradientStore
@@ -165,8 +166,13 @@ class StreamedState(ModelState):
 
     def _choose_flats(self) -> Flats:
         if self.plan.gradients_on:
-            self.store = GradientStore(self.plan.gradients_on, self.plan.owned_elems, self.partial)
-            self.acc = cast(Any, self.store.values)
+            failure: DiskError | None = None
+            try:
+                self.store = GradientStore(self.plan.gradients_on, self.plan.owned_elems, self.partial)
+            except DiskError as exc:
+                failure = exc
+            together(self.group, failure)
+            self.acc = cast(Any, cast(GradientStore, self.store).values)
         if self.plan.parameters_on:
             return DiskFlats(self.plan.parameters_on)
         return ShardFlats() if self.plan.sharded else NodeFlats()

@@ -17,7 +17,7 @@ from ....optim.kinds.muon import orthogonalize_as, scale_of
 from ....optim.rules import SGD_RULE
 from ....plan.layout import Segment, padded
 from ...state import ModelState
-from ...tiers.windows import Window
+from ...tiers.windows import Array, Window
 
 ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
 
@@ -60,16 +60,22 @@ class MatrixUpdate:
         self._state, self._groups, self._group_of = state, groups, group_of
         segments = sorted(state.plan.segments, key=lambda s: (s.param, s.param_begin))
         self._mine: dict[int, list[Segment]] = {}
-        self._at: dict[Segment, int] = {}  # where a segment's states begin in their arrays
-        ends = {True: 0, False: 0}
         for s in segments:
             self._mine.setdefault(s.param, []).append(s)
-            kind = self.is_matrix(s.param)
-            self._at[s], ends[kind] = ends[kind], ends[kind] + padded(s.length)
-        self._arrays = {"momentum_buffer": state.zeros(ends[True], torch.float32, "exp_avg")}
-        for name in ("exp_avg", "exp_avg_sq"):
-            self._arrays[name] = state.zeros(ends[False], torch.float32, name)
+        self._at: dict[Segment, int] = {}  # where a segment's states begin in their arrays
+        self._arrays: dict[str, Array] = {}
+        self._make_arrays()
         self.leave_out(frozenset())
+
+    def _make_arrays(self) -> None:
+        ends = {True: 0, False: 0}
+        for segments in self._mine.values():
+            for s in segments:
+                kind = self.is_matrix(s.param)
+                self._at[s], ends[kind] = ends[kind], ends[kind] + padded(s.length)
+        self._arrays["momentum_buffer"] = self._state.zeros(ends[True], torch.float32, "exp_avg")
+        for name in ("exp_avg", "exp_avg_sq"):
+            self._arrays[name] = self._state.zeros(ends[False], torch.float32, name)
 
     def is_matrix(self, param: int) -> bool:
         return bool(self._groups[self._group_of[param]]["use_muon"])
@@ -118,6 +124,12 @@ class MatrixUpdate:
         for group, segments in zip(self._groups, self._rest):
             if segments:
                 self._step_rest(group, segments, grad_scale, step)
+
+    def finish(self) -> None:
+        """The rest of an update that a disk has broken off: there is none in memory."""
+
+    def forget(self) -> None:
+        """All states are written anew: there is no rest."""
 
     def _directions(self, r: Round, grad_scale: float) -> dict[Segment, torch.Tensor]:
         """Steps the momentum of this rank's parts of the round's matrices. What is to be made orthogonal of each."""
@@ -211,24 +223,41 @@ class MatrixUpdate:
     def _apply(self, updates: dict[Segment, torch.Tensor]) -> None:
         """p = p - lr * (scale * update + decay * p), on this rank's parts."""
         for s, update in updates.items():
-            group = self._groups[self._group_of[s.param]]
-            lr, scale = float(group["lr"]), scale_of(group, *self._state.trained[s.param].shape)
-            params, lowps = self._targets([s])
-            decay = float(group["weight_decay"]) / scale
-            torch.ops.deepc.step_rule(
-                params, [update], [], lowps, SGD_RULE, lr * scale, 0.0, 0.0, 0.0, decay, 1.0, 2, False
-            )
+            self._apply_to(*self._targets([s]), s, update)
+
+    def _apply_to(
+        self, params: list[torch.Tensor], lowps: list[torch.Tensor], s: Segment, update: torch.Tensor
+    ) -> None:
+        group = self._groups[self._group_of[s.param]]
+        lr, scale = float(group["lr"]), scale_of(group, *self._state.trained[s.param].shape)
+        decay = float(group["weight_decay"]) / scale
+        torch.ops.deepc.step_rule(
+            params, [update], [], lowps, SGD_RULE, lr * scale, 0.0, 0.0, 0.0, decay, 1.0, 2, False
+        )
 
     def _step_rest(self, group: Mapping[str, Any], segments: list[Segment], grad_scale: float, step: int) -> None:
         params, lowps = self._targets(segments)
         grads = [self._state.acc[s.shard_begin : s.shard_begin + s.length] for s in segments]
         m, v = ([self._window(name, s) for s in segments] for name in ("exp_avg", "exp_avg_sq"))
+        self._adamw(params, lowps, grads, m, v, group, grad_scale, step)
+
+    @staticmethod
+    def _adamw(
+        params: list[torch.Tensor],
+        lowps: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        m: list[torch.Tensor],
+        v: list[torch.Tensor],
+        group: Mapping[str, Any],
+        grad_scale: float,
+        step: int,
+    ) -> None:
         beta1, beta2 = (float(b) for b in group["adam_betas"])
         scalars = (float(group["lr"]), beta1, beta2, float(group["adam_eps"]), float(group["weight_decay"]))
         torch.ops.deepc.step_adamw(params, grads, m, v, [], lowps, *scalars, grad_scale, step, True)
 
     def _window(self, name: str, s: Segment) -> torch.Tensor:
-        return self._arrays[name][self._at[s] : self._at[s] + s.length]
+        return Window(self._arrays[name], self._at[s], s.length).view
 
     def _targets(self, segments: Sequence[Segment]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(what is updated of each, what gets it in 16 bits: none if there are no masters, or the engine makes the

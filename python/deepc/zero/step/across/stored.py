@@ -1,0 +1,169 @@
+"""Muon's update with momentum, moments and masters on disk. A round's parts are read, stepped and written back a window
+at a time, between the exchanges of matrices; what of a matrix is in memory is what the exchange needs of it.
+
+A part is stepped once, whatever the disk does: what could not be written is written again before the work goes on
+(`Work`), and the ranks agree before each exchange whether all of them have come there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....errors import DiskError
+from ....plan.layout import Segment
+from ...state import ModelState
+from ...tiers.agree import together
+from ...tiers.windows import PART, Window
+from .matrices import MatrixUpdate, Round
+
+Written = list[tuple[Window, torch.Tensor]]
+
+
+class Work:
+    """Parts of an update: each reads, computes, and says what is to be written where. A part that could not be read has
+    changed nothing."""
+
+    def __init__(self, parts: Sequence[Callable[[], Written]]) -> None:
+        self._parts, self._at = parts, 0
+        self._made: Written | None = None  # of part `at`, not written to the end
+
+    def do(self) -> None:
+        """All that is left. DiskError: a call goes on there."""
+        while self._at < len(self._parts):
+            if self._made is None:
+                self._made = self._parts[self._at]()
+            for window, values in self._made:
+                window.write(values)
+            self._made = None
+            self._at += 1
+
+
+class MatrixUpdateOnDisk(MatrixUpdate):
+    """The same bits as MatrixUpdate's. first_moment: [owned] the momentum of matrices and AdamW's of the rest;
+    second_moment: [owned] of the rest, zeros that nobody moves elsewhere."""
+
+    def __init__(self, state: ModelState, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
+        self._work: Work | None = None
+        super().__init__(state, groups, group_of)
+
+    def _make_arrays(self) -> None:
+        assert self._state.tier is not None  # who makes one has looked
+        first, second = (self._state.tier.arrays[n] for n in ("first_moment", "second_moment"))
+        self._arrays = {"momentum_buffer": first, "exp_avg": first, "exp_avg_sq": second}
+        self._at = {s: s.shard_begin for segments in self._mine.values() for s in segments}
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+    def update(self, grad_scale: float, step: int) -> None:
+        """Collective, where there are several ranks. DiskError: `finish` does the rest."""
+        self._scale, self._step, self._round = grad_scale, step, 0
+        self._work = None
+        self.finish()
+
+    def forget(self) -> None:
+        self._work = None
+
+    def finish(self) -> None:
+        if self._work is None:
+            self._next([])
+        while self._round < len(self._rounds):
+            r, pieces = self._rounds[self._round]
+            self._do()
+            lows = self._lows
+            updates = self._orthogonal(r, pieces, lows) if pieces else self._orthogonal_of_all(r, lows)
+            self._round += 1
+            self._next([part for s, update in updates.items() for part in self._applied(s, update)])
+        assert self._work is not None  # made above
+        self._work.do()
+        self._work = None
+
+    def _do(self) -> None:
+        """The work before an exchange; if a disk breaks it off, on all ranks."""
+        assert self._work is not None
+        failure: DiskError | None = None
+        try:
+            self._work.do()
+        except DiskError as exc:
+            failure = exc
+        if self._state.plan.world > 1:
+            together(self._state.group, failure)
+        elif failure is not None:
+            raise failure
+
+    def _next(self, before: list[Callable[[], Written]]) -> None:
+        """The work until the next exchange: what is left of the last round, and the directions of the next one, or
+        after the last all that is no matrix."""
+        self._lows: dict[Segment, torch.Tensor] = {}
+        if self._round < len(self._rounds):
+            r = self._rounds[self._round][0]
+            self._work = Work([*before, *self._directed(r)])
+        else:
+            rest = [(g, s) for g, of in zip(self._groups, self._rest) for s in of]
+            self._work = Work([*before, *(part for g, s in rest for part in self._stepped(g, s)), self._flush])
+
+    def _flush(self) -> Written:
+        """Everything is on disk when the step is made."""
+        assert self._state.tier is not None  # who makes one has looked
+        self._state.tier.stream.flush()
+        return []
+
+    @staticmethod
+    def _of_parts(s: Segment, work: Callable[[int, int], Written]) -> Iterator[Callable[[], Written]]:
+        """work(begin, end) of each part of a segment that is in memory at a time."""
+        for lo in range(0, s.length, PART):
+            yield functools.partial(work, lo, min(lo + PART, s.length))
+
+    def _state_of(self, name: str, s: Segment, lo: int, hi: int) -> Window:
+        return Window(self._arrays[name], self._at[s] + lo, hi - lo)
+
+    def _gradient(self, s: Segment, lo: int, hi: int) -> torch.Tensor:
+        return self._state.acc[s.shard_begin + lo : s.shard_begin + hi]
+
+    def _target(self, s: Segment, lo: int, hi: int) -> tuple[torch.Tensor, list[torch.Tensor], Written]:
+        """(what is updated, what gets it in 16 bits, what is to be written then)."""
+        st = self._state
+        flat = st.flat[s.flat_begin + lo : s.flat_begin + hi]
+        if st.master is None:
+            return flat, [], []
+        window = Window(st.master, s.shard_begin + lo, hi - lo)
+        master = window.read()
+        return master, [] if st.plan.parameters_as else [flat], [(window, master)]
+
+    def _directed(self, r: Round) -> Iterator[Callable[[], Written]]:
+        """The momentum's parts of a round; fills `_lows` with what is to be made orthogonal."""
+        for p in r.owner:
+            group = self._groups[self._group_of[p]]
+            for s in self._mine.get(p, ()):
+                self._lows[s] = torch.empty(s.length, dtype=r.dtype)
+                yield from self._of_parts(s, functools.partial(self._direct, s, self._lows[s], group))
+
+    def _direct(self, s: Segment, lows: torch.Tensor, group: Mapping[str, Any], lo: int, hi: int) -> Written:
+        window, low = self._state_of("momentum_buffer", s, lo, hi), lows[lo:hi]
+        momentum, grad = window.read(), self._gradient(s, lo, hi)
+        if group["nesterov"]:
+            ahead = torch.empty_like(momentum)
+            self._lerp([momentum], [grad], [ahead], group, self._scale)
+            self._lerp([ahead], [grad], [low], group, self._scale)
+        else:
+            self._lerp([momentum], [grad], [low], group, self._scale)
+        return [(window, momentum)]
+
+    def _applied(self, s: Segment, update: torch.Tensor) -> Iterator[Callable[[], Written]]:
+        def part(lo: int, hi: int) -> Written:
+            target, lowps, written = self._target(s, lo, hi)
+            self._apply_to([target], lowps, s, update[lo:hi])
+            return written
+
+        return self._of_parts(s, part)
+
+    def _stepped(self, group: Mapping[str, Any], s: Segment) -> Iterator[Callable[[], Written]]:
+        def part(lo: int, hi: int) -> Written:
+            windows = [self._state_of(name, s, lo, hi) for name in ("exp_avg", "exp_avg_sq")]
+            m, v = (w.read() for w in windows)
+            target, lowps, written = self._target(s, lo, hi)
+            self._adamw([target], lowps, [self._gradient(s, lo, hi)], [m], [v], group, self._scale, self._step)
+            return [*zip(windows, (m, v)), *written]
+
+        return self._of_parts(s, part)
