@@ -77,6 +77,12 @@ class MomentumUpdate:
                     st.flat[s.flat_begin : s.flat_begin + s.length].copy_(item.param)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """The rest of an update that a disk has broken off: there is none in memory."""
+
+    def forget(self) -> None:
+        """All states are written anew: there is no rest."""
+
     def numbers(self) -> dict[str, Any]:
         """JSON: what `take_own` needs before it, and counts."""
         method = self.method
