@@ -561,6 +561,31 @@ static inline int check_attention_array(const void *p, int dt, int64_t count, co
   return check_array(p, check_size(dt), count, what);
 }
 
+static inline int check_attention_groups(const int32_t *group, int64_t n, const char *what) {
+  DC_TRY(check_array(group, sizeof *group, n, what));
+  for (int64_t i = 0; i < n; i++)
+    if (group[i] < -(1 << 24) || group[i] > 1 << 24)
+      return CHECK_FAIL(DC_E_INVALID, "%s[%lld] = %d is outside -2^24 to 2^24", what, (long long)i, group[i]);
+  return DC_OK;
+}
+
+static inline int check_attention_mask(const dc_attention_mask *m, int64_t batch, int64_t heads, int64_t rows,
+                                       int64_t keys) {
+  if (m->layout && (m->block < 16 || m->block > 128 || m->block % 16))
+    return CHECK_FAIL(DC_E_INVALID, "block = %lld; it must be a multiple of 16 from 16 to 128", (long long)m->block);
+  if (m->layout && m->layout_heads != 1 && m->layout_heads != heads)
+    return CHECK_FAIL(DC_E_INVALID, "layout_heads = %lld; it must be 1 or heads = %lld", (long long)m->layout_heads,
+                      (long long)heads);
+  if (!m->q_group != !m->k_group)
+    return CHECK_FAIL(DC_E_INVALID, "q_group and k_group: one of them is NULL; give both or neither");
+  if (m->q_group) DC_TRY(check_attention_groups(m->q_group, batch * rows, "q_group"));
+  if (m->q_group) DC_TRY(check_attention_groups(m->k_group, batch * keys, "k_group"));
+  for (int64_t h = 0; m->slope && h < heads; h++)
+    if (!isfinite(m->slope[h]))
+      return CHECK_FAIL(DC_E_INVALID, "slope[%lld] = %g; it must be finite", (long long)h, (double)m->slope[h]);
+  return DC_OK;
+}
+
 static inline int check_attention(const dc_attention_args *given, dc_attention_args *a) {
   DC_TRY(CHECK_TAKE(dc_attention_args, causal, given, a));
   DC_TRY(check_low(a->dtype, "q"));
@@ -571,6 +596,7 @@ static inline int check_attention(const dc_attention_args *given, dc_attention_a
   DC_TRY(check_attention_array(a->k, a->dtype, pairs * a->dim, a->k_stride, "k"));
   DC_TRY(check_attention_array(a->v, a->dtype, pairs * a->dim, a->v_stride, "v"));
   DC_TRY(check_attention_array(a->out, a->dtype, queries * a->dim, a->out_stride, "out"));
+  DC_TRY(check_attention_mask(&a->mask, a->batch, a->heads, a->rows, a->keys));
   return check_array(a->lse, sizeof *a->lse, queries, "lse");
 }
 
@@ -588,6 +614,7 @@ static inline int check_attention_grad(const dc_attention_grad_args *given, dc_a
   DC_TRY(check_attention_array(a->dq, a->dtype, queries * a->dim, a->dq_stride, "dq"));
   DC_TRY(check_attention_array(a->dk, a->dtype, pairs * a->dim, a->dk_stride, "dk"));
   DC_TRY(check_attention_array(a->dv, a->dtype, pairs * a->dim, a->dv_stride, "dv"));
+  DC_TRY(check_attention_mask(&a->mask, a->batch, a->heads, a->rows, a->keys));
   return check_array(a->lse, sizeof *a->lse, queries, "lse");
 }
 

@@ -129,16 +129,28 @@ DC_API int dc_rotary(const dc_rotary_args *args);
  * stride[1] + i * stride[2] + c. Sums are fp32. Where the processor multiplies pairs of bf16 (AVX512-BF16), bf16 is not
  * widened: probabilities are rounded to bf16 before they meet v; there, and only there, bits differ between instruction
  * sets. They never depend on the number of threads. */
+/* Which keys a query sees, beyond causality; of what is NULL, all. All that hides counts. Tiles (pairs of runs of 16 to
+ * 64 queries and keys) of which nothing is visible are neither computed nor read. */
+typedef struct dc_attention_mask {
+  const uint8_t *layout; /* [layout_heads, ceil(rows / block), ceil(keys / block)]: 0 hides the block (block-sparse
+                            attention: Child et al., arXiv:1904.10509) */
+  int64_t block, layout_heads; /* with a layout: a multiple of 16 from 16 to 128; 1 (for all heads) or heads */
+  const int32_t *q_group, *k_group; /* [batch, rows] and [batch, keys], both or neither, -2^24 to 2^24: a query sees
+                                       the keys of its own number (sequences packed in a row, padding) */
+  const float *slope; /* [heads]: adds slope[h] * (j - i - diagonal) to s[j] (ALiBi, Press et al., arXiv:2108.12409) */
+} dc_attention_mask;
+
 typedef struct dc_attention_args {
   size_t struct_size; /* sizeof(dc_attention_args): see base.h */
   const void *q, *k, *v; /* [batch, heads, rows, dim]; [batch, kv_heads, keys, dim] both */
-  void *out;             /* [batch, heads, rows, dim]; of dtype, as q, k and v are */
-  float *lse;            /* [batch, heads, rows] without stride */
+  void *out; /* [batch, heads, rows, dim]; of dtype, as q, k and v are */
+  float *lse; /* [batch, heads, rows] without stride */
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];
   int64_t batch, heads, kv_heads, rows, keys, dim; /* heads a multiple of kv_heads; dim <= 256 */
-  int64_t diagonal;                                /* used if causal */
-  float scale;                                     /* finite, > 0 */
+  int64_t diagonal; /* used if causal, and by slopes */
+  float scale; /* finite, > 0 */
   int32_t dtype, causal;
+  dc_attention_mask mask;
 } dc_attention_args;
 DC_API int dc_attention(const dc_attention_args *args);
 
@@ -149,13 +161,14 @@ DC_API int dc_attention(const dc_attention_args *args);
 typedef struct dc_attention_grad_args {
   size_t struct_size; /* sizeof(dc_attention_grad_args): see base.h */
   const void *dout, *q, *k, *v, *out; /* as in dc_attention */
-  const float *lse;                   /* of dc_attention */
-  void *dq, *dk, *dv;                 /* shapes of q, k, v */
+  const float *lse; /* of dc_attention */
+  void *dq, *dk, *dv; /* shapes of q, k, v */
   int64_t dout_stride[3], q_stride[3], k_stride[3], v_stride[3], out_stride[3], dq_stride[3], dk_stride[3],
       dv_stride[3];
   int64_t batch, heads, kv_heads, rows, keys, dim, diagonal;
   float scale;
   int32_t dtype, causal;
+  dc_attention_mask mask; /* of dc_attention */
 } dc_attention_grad_args;
 DC_API int dc_attention_grad(const dc_attention_grad_args *args);
 

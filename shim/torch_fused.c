@@ -375,38 +375,102 @@ static bool fused_result_heads(dct_call *c, outputs *o, const rows *like, int64_
   return fused_result(c, o, 4, like->size, step, like->v.dtype, ptr);
 }
 
-/* q, k, v, causal, scale */
-static void fused_attention(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+/* A mask's tensor of one dtype and size; an empty one stands for none, then *ptr is NULL. */
+static bool fused_look_mask(dct_call *c, dct_value value, const char *name, int dtype, int64_t n, const void **ptr) {
+  dct_view v;
+  *ptr = NULL;
+  if (!dct__look(c, value_tensor(value), name, &v)) return false;
+  if (v.n == 0) return true;
+  if (v.dtype != dtype)
+    return dct__fail(c, "'%s' is %s; it must be %s", name, dc_dtype_name(v.dtype), dc_dtype_name(dtype));
+  if (n >= 0 && v.n != n) return dct__fail(c, "'%s' has %" PRId64 " elements; it must have %" PRId64, name, v.n, n);
+  *ptr = v.ptr;
+  return true;
+}
+
+/* [1 or heads, blocks of rows, blocks of keys] */
+static bool fused_look_layout(dct_call *c, dct_value value, int64_t block, const rows *q, const rows *k,
+                              dc_attention_mask *m) {
+  rows l;
+  const void *ptr;
+  if (!fused_look_shape(c, value_tensor(value), "layout", &l)) return false;
+  if (l.v.n == 0) return true;
+  if (block < 1) return dct__fail(c, "block = %" PRId64 "; it must be a multiple of 16 from 16 to 128", block);
+  const int64_t down = (q->size[2] + block - 1) / block, across = (k->size[2] + block - 1) / block;
+  if (l.dim != 3 || l.size[1] != down || l.size[2] != across)
+    return dct__fail(c,
+                     "'layout' must be [1 or heads, %" PRId64 ", %" PRId64 "]: %" PRId64 " rows and %" PRId64
+                     " keys in blocks of %" PRId64,
+                     down, across, q->size[2], k->size[2], block);
+  if (!fused_look_mask(c, value, "layout", DC_U8, -1, &ptr)) return false;
+  m->layout = ptr, m->block = block, m->layout_heads = l.size[0];
+  return true;
+}
+
+/* layout, block, q_group, k_group, slope: five values from `at` on. */
+static bool fused_look_masks(dct_call *c, const dct_value *at, const rows *q, const rows *k, dc_attention_mask *m) {
+  const void *q_group, *k_group, *slope;
+  if (!fused_look_layout(c, at[0], (int64_t)at[1], q, k, m) ||
+      !fused_look_mask(c, at[2], "q_group", DC_I32, q->size[0] * q->size[2], &q_group) ||
+      !fused_look_mask(c, at[3], "k_group", DC_I32, k->size[0] * k->size[2], &k_group) ||
+      !fused_look_mask(c, at[4], "slope", DC_F32, q->size[1], &slope))
+    return false;
+  m->q_group = q_group, m->k_group = k_group, m->slope = slope;
+  return true;
+}
+
+/* The mask's four tensors stand behind `inputs` others, with the number `block` among them. */
+static void fused_leave_masked(dct_call *c, dct_value *stack, int inputs, bool masked, outputs *o, int line) {
+  if (masked) {
+    dct__delete_tensors(stack + inputs, 1);
+    dct__delete_tensors(stack + inputs + 2, 3);
+  }
+  fused_leave(c, stack, inputs, o, line);
+}
+
+/* q, k, v, causal, scale; masked: q, k, v, layout, block, q_group, k_group, slope, causal, diagonal, scale */
+static void fused_attend(dct_value *stack, bool masked) {
   dct_call c;
-  dct__begin(&c, "attention");
+  dct__begin(&c, masked ? "block_sparse_attention" : "attention");
   outputs o = {.n = 0};
   rows q, k, v;
   void *lse = NULL;
-  dc_attention_args a = {
-      .struct_size = sizeof a, .causal = value_bool(stack[3]), .scale = (float)value_double(stack[4])};
+  const int at = masked ? 8 : 3;
+  dc_attention_args a = {.struct_size = sizeof a,
+                         .causal = value_bool(stack[at]),
+                         .diagonal = masked ? (int64_t)stack[at + 1] : 0,
+                         .scale = (float)value_double(stack[at + 1 + masked])};
   bool ok = fused_look_heads(&c, value_tensor(stack[0]), "q", NULL, &q, a.q_stride) &&
             fused_look_heads(&c, value_tensor(stack[1]), "k", &q, &k, a.k_stride) &&
             fused_look_heads(&c, value_tensor(stack[2]), "v", &q, &v, a.v_stride) &&
-            fused_same_shape(&c, &v, "v", &k, "k") && fused_result_heads(&c, &o, &q, a.out_stride, &a.out) &&
-            fused_result_like(&c, &o, &q, DC_F32, 3, &lse);
+            fused_same_shape(&c, &v, "v", &k, "k") && (!masked || fused_look_masks(&c, stack + 3, &q, &k, &a.mask)) &&
+            fused_result_heads(&c, &o, &q, a.out_stride, &a.out) && fused_result_like(&c, &o, &q, DC_F32, 3, &lse);
   if (ok) {
     a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.lse = lse, a.dtype = q.v.dtype;
     a.batch = q.size[0], a.heads = q.size[1], a.kv_heads = k.size[1], a.rows = q.size[2], a.keys = k.size[2],
     a.dim = q.size[3];
     dct__status(&c, dc_attention(&a));
   }
-  fused_leave(&c, stack, 3, &o, __LINE__);
+  fused_leave_masked(&c, stack, 3, masked, &o, __LINE__);
 }
 
-/* dout, q, k, v, out, lse, causal, scale */
-static void fused_attention_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+static void fused_attention(dct_value *stack, uint64_t num_args, uint64_t num_outputs) { fused_attend(stack, false); }
+static void fused_sparse_attention(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_attend(stack, true);
+}
+
+/* dout, q, k, v, out, lse, causal, scale; masked: six, then as above from `layout` on */
+static void fused_attend_grad(dct_value *stack, bool masked) {
   dct_call c;
-  dct__begin(&c, "attention_grad");
+  dct__begin(&c, masked ? "block_sparse_attention_grad" : "attention_grad");
   outputs o = {.n = 0};
   rows dout, q, k, v, out;
   dct_view lse;
-  dc_attention_grad_args a = {
-      .struct_size = sizeof a, .causal = value_bool(stack[6]), .scale = (float)value_double(stack[7])};
+  const int at = masked ? 11 : 6;
+  dc_attention_grad_args a = {.struct_size = sizeof a,
+                              .causal = value_bool(stack[at]),
+                              .diagonal = masked ? (int64_t)stack[at + 1] : 0,
+                              .scale = (float)value_double(stack[at + 1 + masked])};
   bool ok = fused_look_heads(&c, value_tensor(stack[1]), "q", NULL, &q, a.q_stride) &&
             fused_look_heads(&c, value_tensor(stack[0]), "dout", &q, &dout, a.dout_stride) &&
             fused_same_shape(&c, &dout, "dout", &q, "q") &&
@@ -414,8 +478,9 @@ static void fused_attention_grad(dct_value *stack, uint64_t num_args, uint64_t n
             fused_look_heads(&c, value_tensor(stack[3]), "v", &q, &v, a.v_stride) &&
             fused_same_shape(&c, &v, "v", &k, "k") &&
             fused_look_heads(&c, value_tensor(stack[4]), "out", &q, &out, a.out_stride) &&
-            fused_same_shape(&c, &out, "out", &q, "q") && dct__look(&c, value_tensor(stack[5]), "lse", &lse) &&
-            dct__must_be_f32(&c, &lse, "lse");
+            fused_same_shape(&c, &out, "out", &q, "q") &&
+            (!masked || fused_look_masks(&c, stack + 6, &q, &k, &a.mask)) &&
+            dct__look(&c, value_tensor(stack[5]), "lse", &lse) && dct__must_be_f32(&c, &lse, "lse");
   if (ok && lse.n != q.size[0] * q.size[1] * q.size[2])
     ok = dct__fail(&c, "'lse' has %" PRId64 " elements; it must have one of each row of 'q'", lse.n);
   ok = ok && fused_result_heads(&c, &o, &q, a.dq_stride, &a.dq) && fused_result_heads(&c, &o, &k, a.dk_stride, &a.dk) &&
@@ -426,7 +491,14 @@ static void fused_attention_grad(dct_value *stack, uint64_t num_args, uint64_t n
     a.keys = k.size[2], a.dim = q.size[3];
     dct__status(&c, dc_attention_grad(&a));
   }
-  fused_leave(&c, stack, 6, &o, __LINE__);
+  fused_leave_masked(&c, stack, 6, masked, &o, __LINE__);
+}
+
+static void fused_attention_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_attend_grad(stack, false);
+}
+static void fused_sparse_attention_grad(dct_value *stack, uint64_t num_args, uint64_t num_outputs) {
+  fused_attend_grad(stack, true);
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
@@ -458,6 +530,16 @@ static const dct_operator fused_operators[] = {
      "attention_grad(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float scale) -> "
      "(Tensor, Tensor, Tensor)",
      fused_attention_grad},
+    {"block_sparse_attention",
+     "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor layout, int block, Tensor q_group, Tensor k_group, "
+     "Tensor slope, bool causal, int diagonal, float scale) -> (Tensor, Tensor)",
+     fused_sparse_attention},
+    {"block_sparse_attention_grad",
+     "block_sparse_attention_grad(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor layout, "
+     "int "
+     "block, Tensor q_group, Tensor k_group, Tensor slope, bool causal, int diagonal, float scale) -> (Tensor, Tensor, "
+     "Tensor)",
+     fused_sparse_attention_grad},
 };
 
 const dct_operator *dct__fused(size_t *count) {

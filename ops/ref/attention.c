@@ -12,48 +12,64 @@ static float att_dot(const void *a, const void *b, int dt, int64_t dim) {
   return sum;
 }
 
-static int att_visible(int64_t keys, int causal, int64_t diagonal, int64_t i, int64_t j) {
-  return j < keys && !(causal && j > i + diagonal);
+static int att_visible(const att_sight *s, int64_t i, int64_t j) {
+  if (j >= s->keys || (s->causal && j > i + s->diagonal)) return 0;
+  if (s->layout && !s->layout[i / s->block * s->across + j / s->block]) return 0;
+  return !s->q_group || s->q_group[i] == s->k_group[j];
+}
+
+static float att_biased(const att_sight *s, float x, int64_t i, int64_t j) {
+  return s->biased ? fmaf(s->slope, (float)j - (float)(i + s->diagonal), x) : x;
 }
 
 typedef struct att_state {
   float max, sum, *out; /* out: [dim] */
 } att_state;
 
-/* n keys from c on; their scores become probabilities in s. */
-static void att_add_chunk(const dc_attention_args *a, int64_t b, int64_t kv, int64_t h, int64_t i, int64_t c, int64_t n,
-                          float *s, att_state *o) {
+/* n keys, runs of `run` from first[0], first[1] .. on; their scores become probabilities in s. */
+static void att_add_chunk(const dc_attention_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
+                          int64_t i, const int64_t *first, int64_t run, int64_t n, float *s, att_state *o) {
   const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i);
   float max = -HUGE_VALF, sum = 0.0f;
-  for (int64_t j = 0; j < n; j++) {
-    s[j] = -HUGE_VALF;
-    if (att_visible(a->keys, a->causal, a->diagonal, i, c + j))
-      s[j] = att_dot(att_row(a->k, a->dtype, a->k_stride, b, kv, c + j), q, a->dtype, a->dim);
-    max = dc__max_f32(max, s[j]);
+  for (int64_t t = 0; t < n; t++) {
+    const int64_t j = first[t / run] + t % run;
+    s[t] = -HUGE_VALF;
+    if (att_visible(sight, i, j))
+      s[t] = att_biased(sight, att_dot(att_row(a->k, a->dtype, a->k_stride, b, kv, j), q, a->dtype, a->dim), i, j);
+    max = dc__max_f32(max, s[t]);
   }
   max = dc__max_f32(dc__max_f32(o->max, max * a->scale), -3e38f);
-  for (int64_t j = 0; j < n; j++) {
-    s[j] = dc__exp_nonpos(fmaf(s[j], a->scale, -max));
-    sum += s[j];
+  for (int64_t t = 0; t < n; t++) {
+    s[t] = dc__exp_nonpos(fmaf(s[t], a->scale, -max));
+    sum += s[t];
   }
   const float keep = dc__exp_nonpos(o->max - max);
   o->sum = fmaf(o->sum, keep, sum), o->max = max;
   for (int64_t d = 0; d < a->dim; d++) {
     o->out[d] *= keep;
-    for (int64_t j = 0; j < n; j++)
-      o->out[d] = fmaf(c + j < a->keys ? dc__get(att_row(a->v, a->dtype, a->v_stride, b, kv, c + j), a->dtype, d)
-                                       : 0.0f,
-                       s[j], o->out[d]);
+    for (int64_t t = 0; t < n; t++) {
+      const int64_t j = first[t / run] + t % run;
+      const float v = j < a->keys ? dc__get(att_row(a->v, a->dtype, a->v_stride, b, kv, j), a->dtype, d) : 0.0f;
+      o->out[d] = fmaf(v, s[t], o->out[d]);
+    }
   }
 }
 
 static void att_one_query(const dc_attention_args *a, int64_t b, int64_t kv, int64_t h, int64_t i, float *scratch) {
-  const int64_t end = att_least(i / ATT_QUERIES * ATT_QUERIES + ATT_QUERIES, tile_round(a->rows, ATT_QUERIES));
-  const int64_t limit = att_limit(a->keys, a->causal, a->diagonal, end);
+  const att_sight sight = ATT_SIGHT(a, b, h);
   att_state o = {-HUGE_VALF, 0.0f, scratch};
   for (int64_t d = 0; d < a->dim; d++) o.out[d] = 0.0f;
-  for (int64_t c = 0; c < limit; c += ATT_CHUNK)
-    att_add_chunk(a, b, kv, h, i, c, att_chunk(limit, c), scratch + TILE_DIM, &o);
+  if (att_masked(&a->mask)) {
+    const int64_t tile = att_tile_keys(&a->mask), queries = att_tile_queries(&a->mask);
+    int64_t first[ATT_CHUNK / ATT_STEP], at = 0;
+    for (int n; (n = att_next_tiles(&sight, i / queries * queries, queries, tile, &at, first)) > 0;)
+      att_add_chunk(a, &sight, b, kv, h, i, first, tile, n * tile, scratch + TILE_DIM, &o);
+  } else {
+    const int64_t end = att_least(i / ATT_QUERIES * ATT_QUERIES + ATT_QUERIES, tile_round(a->rows, ATT_QUERIES));
+    const int64_t limit = att_limit(a->keys, a->causal, a->diagonal, end);
+    for (int64_t c = 0; c < limit; c += ATT_CHUNK)
+      att_add_chunk(a, &sight, b, kv, h, i, &c, ATT_CHUNK, att_chunk(limit, c), scratch + TILE_DIM, &o);
+  }
   char *out = (char *)(uintptr_t)att_row(a->out, a->dtype, a->out_stride, b, h, i);
   for (int64_t d = 0; d < a->dim; d++) dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] / o.sum);
   a->lse[(b * a->heads + h) * a->rows + i] = o.sum == 0.0f ? HUGE_VALF : dc__canonical_f32(o.max + logf(o.sum));
@@ -80,26 +96,26 @@ static float att_delta(const void *dout, const void *out, int dt, int64_t dim) {
 }
 
 /* One pair; p and ds come back. */
-static void att_pair(const dc_attention_grad_args *a, int64_t b, int64_t kv, int64_t h, int64_t i, int64_t j, float *p,
-                     float *ds) {
+static void att_pair(const dc_attention_grad_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
+                     int64_t i, int64_t j, float *p, float *ds) {
   const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i), *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
   const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
-  const float s = att_dot(k, q, a->dtype, a->dim);
+  const float s = att_biased(sight, att_dot(k, q, a->dtype, a->dim), i, j);
   const float dp = att_dot(att_row(a->v, a->dtype, a->v_stride, b, kv, j), dout, a->dtype, a->dim);
   const float delta = att_delta(dout, att_row(a->out, a->dtype, a->out_stride, b, h, i), a->dtype, a->dim);
   const float lse = a->lse[(b * a->heads + h) * a->rows + i];
-  *p = att_visible(a->keys, a->causal, a->diagonal, i, j) ? dc__exp_nonpos(dc__min_f32(fmaf(s, a->scale, -lse), 0.0f))
-                                                          : 0.0f;
+  *p = att_visible(sight, i, j) ? dc__exp_nonpos(dc__min_f32(fmaf(s, a->scale, -lse), 0.0f)) : 0.0f;
   *ds = *p * (dp - delta) * a->scale;
 }
 
-static void att_block(const dc_attention_grad_args *a, int64_t b, int64_t kv, int64_t h, int64_t i0, int64_t j0,
-                      const att_sums *o) {
-  const int64_t rows = att_least(a->rows - i0, ATT_QUERIES), keys = att_least(a->keys - j0, ATT_KEYS), dim = a->dim;
+/* Queries from i0 on and keys from j0 on: at most as many as a block has. */
+static void att_block(const dc_attention_grad_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
+                      int64_t i0, int64_t queries, int64_t j0, int64_t most, const att_sums *o) {
+  const int64_t rows = att_least(a->rows - i0, queries), keys = att_least(a->keys - j0, most), dim = a->dim;
   for (int64_t j = j0; j < j0 + keys; j++)
     for (int64_t i = i0; i < i0 + rows; i++) {
       float p, ds;
-      att_pair(a, b, kv, h, i, j, &p, &ds);
+      att_pair(a, sight, b, kv, h, i, j, &p, &ds);
       const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i),
                  *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
       const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
@@ -124,9 +140,11 @@ void dc__attention_grad_scalar(const dc_attention_grad_args *a, int64_t b, int64
   memset(o.dk, 0, (size_t)(2 * a->keys * dim) * sizeof(float));
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
     memset(o.dq, 0, (size_t)(a->rows * dim) * sizeof(float));
-    for (int64_t j = 0; j < a->keys; j += ATT_KEYS)
-      for (int64_t i = 0; i < a->rows; i += ATT_QUERIES)
-        if (!(a->causal && j > i + ATT_QUERIES - 1 + a->diagonal)) att_block(a, b, kv, h, i, j, &o);
+    const att_sight sight = ATT_SIGHT(a, b, h);
+    const int64_t tile = att_tile_keys(&a->mask), queries = att_tile_queries(&a->mask);
+    for (int64_t j = 0; j < a->keys; j += tile)
+      for (int64_t i = 0; i < a->rows; i += queries)
+        if (att_tile_visible(&sight, i, queries, j, tile)) att_block(a, &sight, b, kv, h, i, queries, j, tile, &o);
     att_give(a->dq, a->dtype, a->dq_stride, b, h, a->rows, dim, o.dq);
   }
   att_give(a->dk, a->dtype, a->dk_stride, b, kv, a->keys, dim, o.dk);

@@ -3,6 +3,8 @@
 #ifndef DEEPC_OPS_ATTENTION_H
 #define DEEPC_OPS_ATTENTION_H
 
+#include <stddef.h>
+
 #include "ops.h"
 #include "ref/tile.h"
 
@@ -23,8 +25,82 @@ static inline int64_t att_chunk(int64_t limit, int64_t c) {
 /* 4-byte numbers that a body needs for a head: what it packs and what it sums. */
 static inline int64_t dc__attention_words(int64_t rows, int64_t keys, int64_t dim, int gradient) {
   const int64_t w = tile_round(dim, TILE_WIDTH), kp = tile_round(keys, ATT_CHUNK), qp = tile_round(rows, ATT_QUERIES);
-  if (!gradient) return 2 * kp * w + ATT_QUERIES * (2 * w + 2 * ATT_CHUNK + 4);
+  if (!gradient) return (2 * kp + ATT_CHUNK) * w + ATT_QUERIES * (2 * w + 2 * ATT_CHUNK + 4);
   return 5 * kp * w + 5 * qp * w + 2 * qp + 5 * ATT_QUERIES * ATT_KEYS;
+}
+
+/* ---- masks: what one head's queries see ----------------------------------------------------------------------------
+ */
+typedef struct att_sight {
+  const uint8_t *layout; /* of the head; NULL: all blocks */
+  const int32_t *q_group, *k_group; /* of the batch's entry; NULL: one group */
+  int64_t block, across; /* across: blocks of keys in a row of the layout */
+  int64_t rows, keys, diagonal;
+  int causal, biased;
+  float slope; /* in units of scores before they are scaled */
+} att_sight;
+enum att_part { ATT_HIDDEN, ATT_SOME, ATT_WHOLE };
+
+static inline int att_masked(const dc_attention_mask *m) { return m->layout || m->q_group || m->slope; }
+/* Tiles: runs of keys and of queries that are skipped, or computed, together. */
+static inline int64_t att_tile_keys(const dc_attention_mask *m) {
+  return !m->layout || m->block % 64 == 0 ? 64 : m->block % 32 == 0 ? 32 : 16;
+}
+static inline int64_t att_tile_queries(const dc_attention_mask *m) { return att_tile_keys(m) == 64 ? 64 : 32; }
+
+#define ATT_SIGHT(a, b, h) att_sight_of(&(a)->mask, (a)->rows, (a)->keys, (a)->diagonal, (a)->causal, (a)->scale, b, h)
+static inline att_sight att_sight_of(const dc_attention_mask *m, int64_t rows, int64_t keys, int64_t diagonal,
+                                     int causal, float scale, int64_t b, int64_t h) {
+  att_sight s = {.rows = rows, .keys = keys, .diagonal = diagonal, .causal = causal, .biased = m->slope != NULL};
+  if (m->layout) {
+    s.block = m->block, s.across = (keys + m->block - 1) / m->block;
+    s.layout = m->layout + (m->layout_heads == 1 ? 0 : h) * ((rows + m->block - 1) / m->block) * s.across;
+  }
+  if (m->q_group) s.q_group = m->q_group + b * rows, s.k_group = m->k_group + b * keys;
+  if (m->slope) s.slope = m->slope[h] / scale;
+  return s;
+}
+
+typedef struct att_span {
+  int32_t low, high;
+} att_span;
+static inline att_span att_groups(const int32_t *group, int64_t begin, int64_t end) {
+  att_span r = {group[begin], group[begin]};
+  for (int64_t i = begin + 1; i < end; i++) {
+    if (group[i] < r.low) r.low = group[i];
+    if (group[i] > r.high) r.high = group[i];
+  }
+  return r;
+}
+
+/* Of queries [i, i + 16) and keys [j, j + n), neither of which leaves its block of the layout. */
+static inline enum att_part att_part_of(const att_sight *s, int64_t i, int64_t j, int64_t n) {
+  enum att_part part = ATT_WHOLE;
+  if (i >= s->rows || j >= s->keys) return ATT_HIDDEN;
+  if (s->layout && !s->layout[i / s->block * s->across + j / s->block]) return ATT_HIDDEN;
+  if (s->causal && j > i + ATT_STEP - 1 + s->diagonal) return ATT_HIDDEN;
+  if (j + n > s->keys || (s->causal && j + n - 1 > i + s->diagonal)) part = ATT_SOME;
+  if (!s->q_group) return part;
+  const att_span q = att_groups(s->q_group, i, att_least(i + ATT_STEP, s->rows));
+  const att_span k = att_groups(s->k_group, j, att_least(j + n, s->keys));
+  if (q.low > k.high || k.low > q.high) return ATT_HIDDEN;
+  return q.low == q.high && k.low == k.high ? part : ATT_SOME;
+}
+
+static inline int att_tile_visible(const att_sight *s, int64_t i, int64_t queries, int64_t j, int64_t n) {
+  for (int64_t g = 0; g < queries; g += ATT_STEP)
+    if (att_part_of(s, i + g, j, n) != ATT_HIDDEN) return 1;
+  return 0;
+}
+
+/* The next tiles of keys, at most ATT_CHUNK keys, of which queries [i, i + n) see some: their first keys and how many;
+ * *at: where the search goes on. */
+static inline int att_next_tiles(const att_sight *s, int64_t i, int64_t n, int64_t tile, int64_t *at, int64_t *first) {
+  const int64_t limit = att_limit(s->keys, s->causal, s->diagonal, i + n);
+  int count = 0;
+  for (; *at < limit && count < ATT_CHUNK / tile; *at += tile)
+    if (att_tile_visible(s, i, n, *at, tile)) first[count++] = *at;
+  return count;
 }
 
 #endif

@@ -2,6 +2,7 @@
 // multiplied in pairs: within its rounding), the reference against its definition in double; masks, shared heads, odd
 // sizes, strides, arguments, threads.
 #include <cmath>
+#include <map>
 
 #include "op_cases.h"
 
@@ -15,7 +16,53 @@ struct Case {
   bool causal;
   int64_t diagonal;
   bool turned; // [batch, rows, heads, dim] in memory
+  int64_t block = 0, layout_heads = 1; // with a block: about half of the pairs of blocks are hidden
+  bool packed = false, biased = false; // groups of the rows and keys; slopes
 };
+
+// What a case's mask points to; the same for every case of its sizes.
+struct Mask {
+  std::vector<uint8_t> layout;
+  std::vector<int32_t> q_group, k_group;
+  std::vector<float> slope;
+};
+
+const Mask &mask_of(const Case &c) {
+  static std::map<std::string, Mask> made;
+  const std::string key = std::to_string(c.rows) + " " + std::to_string(c.keys) + " " + std::to_string(c.block) + " " +
+                          std::to_string(c.heads) + " " + std::to_string(c.batch) + std::to_string(c.layout_heads);
+  const auto found = made.find(key);
+  if (found != made.end()) return found->second;
+  Mask &m = made[key];
+  std::mt19937_64 rng(5);
+  if (c.block)
+    m.layout.resize((size_t)(c.layout_heads * ((c.rows + c.block - 1) / c.block) * ((c.keys + c.block - 1) / c.block)));
+  for (auto &x : m.layout) x = rng() % 2;
+  for (auto [group, n] : {std::pair{&m.q_group, c.rows}, std::pair{&m.k_group, c.keys}})
+    for (int64_t b = 0; b < c.batch; b++)
+      for (int64_t i = 0; i < n; i++) group->push_back((int32_t)(b + i * 5 / n) - 2); // five in a row
+  for (int64_t h = 0; h < c.heads; h++) m.slope.push_back(0.5f / (float)(1 << h));
+  return m;
+}
+
+void fill_mask(dc_attention_mask &to, const Case &c) {
+  const Mask &m = mask_of(c);
+  if (c.block) to.layout = m.layout.data(), to.block = c.block, to.layout_heads = c.layout_heads;
+  if (c.packed) to.q_group = m.q_group.data(), to.k_group = m.k_group.data();
+  if (c.biased) to.slope = m.slope.data();
+}
+
+// The score that query i gives key j beyond the product; -HUGE_VAL: none.
+double bias_of(const Case &c, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const Mask &m = mask_of(c);
+  if (c.causal && j > i + c.diagonal) return -HUGE_VAL;
+  const int64_t down = c.block ? (c.rows + c.block - 1) / c.block : 0,
+                across = c.block ? (c.keys + c.block - 1) / c.block : 0;
+  if (c.block && !m.layout[(size_t)(((c.layout_heads == 1 ? 0 : h) * down + i / c.block) * across + j / c.block)])
+    return -HUGE_VAL;
+  if (c.packed && m.q_group[(size_t)(b * c.rows + i)] != m.k_group[(size_t)(b * c.keys + j)]) return -HUGE_VAL;
+  return c.biased ? (double)m.slope[(size_t)h] * (double)(j - i - c.diagonal) : 0;
+}
 
 int64_t count_of(const Case &c, int64_t heads, int64_t rows) { return c.batch * heads * rows * c.dim; }
 
@@ -31,6 +78,7 @@ template <class Args> void fill_sizes(Args &a, const Case &c) {
   a.struct_size = sizeof a;
   a.batch = c.batch, a.heads = c.heads, a.kv_heads = c.kv_heads, a.rows = c.rows, a.keys = c.keys, a.dim = c.dim;
   a.diagonal = c.diagonal, a.scale = scale_of(c), a.dtype = c.dt, a.causal = c.causal;
+  fill_mask(a.mask, c);
   strides(c, c.heads, c.rows, a.q_stride), strides(c, c.heads, c.rows, a.out_stride);
   strides(c, c.kv_heads, c.keys, a.k_stride), strides(c, c.kv_heads, c.keys, a.v_stride);
 }
@@ -70,14 +118,25 @@ int backward(const Case &c, const std::vector<uint8_t *> &p) {
 
 std::string about(const Case &c) {
   return "dtype " + std::to_string(c.dt) + ", rows " + std::to_string(c.rows) + ", keys " + std::to_string(c.keys) +
-         ", dim " + std::to_string(c.dim) + (c.causal ? ", causal" : "");
+         ", dim " + std::to_string(c.dim) + (c.causal ? ", causal" : "") + ", block " + std::to_string(c.block);
 }
 
 std::vector<Case> cases(int dt) {
-  return {{dt, 2, 4, 2, 37, 37, 24, true, 0, true},    {dt, 1, 2, 2, 64, 64, 64, false, 0, false},
-          {dt, 1, 2, 1, 65, 257, 40, true, 192, true}, {dt, 1, 1, 1, 130, 300, 33, false, 0, false},
-          {dt, 1, 3, 1, 1, 100, 128, false, 0, true},  {dt, 1, 1, 1, 100, 70, 16, true, -20, false},
-          {dt, 1, 1, 1, 5, 1, 1, true, 0, false}};
+  return {{dt, 2, 4, 2, 37, 37, 24, true, 0, true},
+          {dt, 1, 2, 2, 64, 64, 64, false, 0, false},
+          {dt, 1, 2, 1, 65, 257, 40, true, 192, true},
+          {dt, 1, 1, 1, 130, 300, 33, false, 0, false},
+          {dt, 1, 3, 1, 1, 100, 128, false, 0, true},
+          {dt, 1, 1, 1, 100, 70, 16, true, -20, false},
+          {dt, 1, 1, 1, 5, 1, 1, true, 0, false},
+          // some of the keys
+          {dt, 1, 2, 1, 130, 330, 24, false, 0, true, 16, 2},
+          {dt, 2, 2, 2, 90, 90, 33, true, 0, false, 32, 1, true},
+          {dt, 1, 2, 2, 200, 200, 16, true, 0, true, 64, 2, false, true},
+          {dt, 1, 1, 1, 150, 400, 16, true, 250, false, 128, 1, true, true},
+          {dt, 2, 2, 1, 70, 100, 16, false, 0, false, 0, 1, true},
+          {dt, 1, 2, 2, 40, 40, 8, true, 0, false, 0, 1, false, true},
+          {dt, 1, 1, 1, 100, 100, 8, true, 0, false, 48, 1}};
 }
 
 bool in_pairs(int dt, int isa) { return dt == DC_BF16 && isa == DC_ISA_AVX512_BF16; }
@@ -129,7 +188,7 @@ Exact exact(const Case &c, const std::vector<std::vector<uint8_t>> &b) {
         for (int64_t j = 0; j < c.keys; j++) {
           double s = 0;
           for (int64_t d = 0; d < c.dim; d++) s += q[row + (size_t)d] * k[key(j) + (size_t)d];
-          p[(size_t)j] = c.causal && j > i + c.diagonal ? 0 : std::exp(s * (double)scale_of(c));
+          p[(size_t)j] = std::exp(s * (double)scale_of(c) + bias_of(c, x, h, i, j));
           sum += p[(size_t)j];
         }
         e.lse.push_back(sum > 0 ? std::log(sum) : HUGE_VAL);
@@ -233,6 +292,14 @@ TEST_F(Attention, RefusesWhatItCannotDo) {
   says("rows = -1", [](auto &a) { a.rows = -1; });
   says("k is NULL", [](auto &a) { a.k = nullptr; });
   says("stride[1] = -4", [](auto &a) { a.v_stride[1] = -4; });
+  const uint8_t layout[1] = {1};
+  const int32_t groups[3] = {0, 1 << 25, 0};
+  const float slopes[2] = {0, HUGE_VALF};
+  says("block = 24", [&](auto &a) { a.mask.layout = layout, a.mask.block = 24, a.mask.layout_heads = 1; });
+  says("layout_heads = 3", [&](auto &a) { a.mask.layout = layout, a.mask.block = 16, a.mask.layout_heads = 3; });
+  says("one of them is NULL", [&](auto &a) { a.mask.q_group = groups; });
+  says("q_group[1] = 33554432", [&](auto &a) { a.mask.q_group = a.mask.k_group = groups; });
+  says("slope[1] = inf", [&](auto &a) { a.mask.slope = slopes; });
   says("dtype", [](auto &a) { a.dtype = DC_I64; });
   says("struct_size", [](auto &a) { a.struct_size = 8; });
   Case none = good;

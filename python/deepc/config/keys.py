@@ -885,7 +885,9 @@ KEYS: tuple[Key, ...] = (
     _later("data_efficiency", "gated", None, "data efficiency (curriculum sampling, random-LTD, dynamic batching)"),
     _later("curriculum_learning", "gated", None, "curriculum learning"),
     _later("elasticity", "gated", None, "elastic training"),
-    _later("sparse_attention", "object", None, "block-sparse attention"),
+    _later(
+        "sparse_attention", "object", None, "block-sparse attention by configuration (deepc.nn.attention.use_layout)"
+    ),
     # ---- removed from DeepSpeed, not planned -------------------------------------------------------------------------
     _removed("amp", "gated", "use fp16 or bf16"),
     _removed("nebula", "gated", "checkpoints are written by deepc itself"),

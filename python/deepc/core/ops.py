@@ -328,6 +328,43 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+@fake("block_sparse_attention")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: torch.Tensor,
+    block: int,
+    q_group: torch.Tensor,
+    k_group: torch.Tensor,
+    slope: torch.Tensor,
+    causal: bool,
+    diagonal: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), _stats(q)
+
+
+@fake("block_sparse_attention_grad")
+def _(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    layout: torch.Tensor,
+    block: int,
+    q_group: torch.Tensor,
+    k_group: torch.Tensor,
+    slope: torch.Tensor,
+    causal: bool,
+    diagonal: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 def _no_second(name: str) -> None:
     """No formula is registered for the gradients' own gradients; torch would return wrong numbers with a warning, this
     raises."""
@@ -341,7 +378,7 @@ def _no_second(name: str) -> None:
     torch.library.register_autograd(f"deepc::{name}", backward)
 
 
-for _name in ("norm_grad", "swiglu_grad", "gelu_grad", "attention_grad"):
+for _name in ("norm_grad", "swiglu_grad", "gelu_grad", "attention_grad", "block_sparse_attention_grad"):
     _no_second(_name)
 
 
@@ -449,6 +486,29 @@ def _attention_backward(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[to
 
 
 torch.library.register_autograd("deepc::attention", _attention_backward, setup_context=_attention_setup)
+
+
+def _sparse_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, layout, ctx.block, q_group, k_group, slope, *ctx.plain = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, layout, q_group, k_group, slope)
+
+
+def _sparse_attention_backward(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
+    none = (None,) * 8
+    if dout is None:
+        return None, None, None, *none
+    *tensors, layout, q_group, k_group, slope = ctx.saved_tensors
+    grads = torch.ops.deepc.block_sparse_attention_grad(
+        _inner_dense(dout), *tensors, layout, ctx.block, q_group, k_group, slope, *ctx.plain
+    )
+    return *grads, *none
+
+
+torch.library.register_autograd(
+    "deepc::block_sparse_attention", _sparse_attention_backward, setup_context=_sparse_attention_setup
+)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -572,4 +632,47 @@ def attention(
     out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[
         0
     ]
+    return out
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: torch.Tensor | None = None,
+    block: int = 64,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    groups: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    slopes: torch.Tensor | None = None,
+    diagonal: int = 0,
+) -> torch.Tensor:
+    """`attention` of which whole blocks are left out (Child et al., arXiv:1904.10509): what is hidden costs nothing.
+
+    q, k, v, scale and the result: as in `attention`. layout: [1 or heads, ceil(rows / block), ceil(keys / block)], bool
+    or an integer type, where 0 hides a block; None: no block is hidden. block: a multiple of 16 from 16 to 128.
+    is_causal: within visible blocks query i sees keys up to i + diagonal. groups: int32 numbers between -2^24 and
+    2^24, [batch, rows] (or one such tensor for the rows and one [batch, keys] for the keys): a query sees the keys of
+    its own number only: sequences packed in a row, padding. slopes: [heads] float32, adds slopes[h] * (key - query -
+    diagonal) to the scores (ALiBi, arXiv:2108.12409). A query that sees no key has a result of 0. Memory is linear in
+    rows and keys. Differentiable once in q, k and v. RuntimeError for other shapes and dtypes.
+    """
+    none = q.new_empty(0, dtype=torch.uint8)
+    blocks = none if layout is None else layout.ne(0).view(torch.uint8).contiguous()
+    of_q, of_k = groups if isinstance(groups, tuple) else (groups, groups)
+    wide = none.view(torch.int32)
+    out: torch.Tensor = torch.ops.deepc.block_sparse_attention(
+        _inner_dense(q),
+        _inner_dense(k),
+        _inner_dense(v),
+        blocks,
+        block,
+        wide if of_q is None else of_q.to(torch.int32).contiguous(),
+        wide if of_k is None else of_k.to(torch.int32).contiguous(),
+        q.new_empty(0, dtype=torch.float32) if slopes is None else slopes.float().contiguous(),
+        is_causal,
+        diagonal,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+    )[0]
     return out

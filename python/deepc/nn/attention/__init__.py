@@ -1,0 +1,32 @@
+"""Block-sparse attention: layouts (which blocks a query sees), a module, and an attention of transformers' models.
+
+docs/sparse-attention.md."""
+
+from .hub import NAME, use_layout
+from .layouts import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+    choose_blocks,
+    from_config,
+)
+from .module import SparseSelfAttention
+
+__all__ = [
+    "NAME",
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+    "choose_blocks",
+    "from_config",
+    "use_layout",
+]

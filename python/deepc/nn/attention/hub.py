@@ -1,0 +1,178 @@
+"""Block-sparse attention as an attention implementation of transformers: `attn_implementation="deepc_sparse"`."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...core import ops
+from ...errors import ArgumentError, ConfigError, UnsupportedError
+from .layouts import SparsityConfig, from_config
+
+NAME = "deepc_sparse"
+SECTION = "sparse_attention"
+"""Where a model's config keeps the layout, as a ds_config has it."""
+
+_NOT_BUILT = ("position_bias", "softcap", "s_aux")
+
+
+class _Layouts:
+    """Layouts of one configuration. Lengths are rounded up to powers of two, of which shorter sequences see the upper
+    left part; random blocks are drawn from the configuration and that length alone: the same on all ranks and after a
+    resume."""
+
+    LEAST = 64  # blocks: windows need some
+
+    def __init__(self, section: Mapping[str, Any], config: SparsityConfig) -> None:
+        self.section, self.config = section, config
+        self._made = torch.empty(0, 0, 0, dtype=torch.bool)
+
+    def of(self, keys: int) -> torch.Tensor:
+        """bool [1 or heads, blocks, blocks] for `keys`."""
+        blocks = -(-keys // self.config.block)
+        size = max(self.LEAST, 1 << (blocks - 1).bit_length())
+        if self._made.shape[1] != size:
+            self.config.random = random.Random(f"{sorted(self.section.items())} {size}")
+            self._made = self.config.make_layout(size * self.config.block)[: self.config.num_layout_heads].bool()
+        return self._made[:, :blocks, :blocks]
+
+
+# By the identity of a model's config, which itself is written to JSON and copied.
+_known: dict[int, tuple[weakref.ref[Any], int, _Layouts]] = {}
+
+
+def _remember(config: Any, heads: int, layouts: _Layouts) -> _Layouts:
+    key = id(config)
+    _known[key] = (weakref.ref(config, lambda _: _known.pop(key, None)), heads, layouts)
+    return layouts
+
+
+def _layouts(module: torch.nn.Module, heads: int) -> _Layouts:
+    """Of the module's model."""
+    config: Any = module.config
+    section = getattr(config, SECTION, None)
+    if section is None:
+        raise ConfigError(
+            f"attn_implementation={NAME!r} needs a layout: set model.config.{SECTION} = "
+            '{"mode": "fixed", "block": 64, ...}, or the same in the configuration of deepc.initialize'
+        )
+    found = _known.get(id(config))
+    if found and found[0]() is config and found[1] == heads and found[2].section == section:
+        return found[2]
+    return _remember(config, heads, _of_section(section, heads))
+
+
+def _of_section(section: Mapping[str, Any], heads: int) -> _Layouts:
+    return _Layouts(dict(section), from_config(section, heads if section.get("different_layout_per_head") else 1))
+
+
+def _groups(mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, keys: int) -> Any:
+    """Of a padding mask [batch, keys] (padding sees padding), or of position ids that begin again (packed rows)."""
+    if mask is not None:
+        seen = mask[:, -keys:].int()
+        return seen[:, keys - rows :], seen
+    if positions is None or rows != keys or positions.dim() != 2 or not bool((positions[:, 1:] == 0).any()):
+        return None
+    group = (positions == 0).cumsum(1).int()
+    return group, group
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """With the signature of transformers' attention functions. query: [batch, heads, rows, dim]; key and value:
+    [batch, kv_heads, keys, dim], keys at least rows (a cache). attention_mask: None or [batch, keys], 0 for padding.
+    Returns ([batch, rows, heads, dim], None)."""
+    batch, heads, rows, dim = query.shape
+    keys = key.shape[2]
+    if dropout:
+        raise UnsupportedError(f"dropout = {dropout} of attention is not built for {NAME!r}; set the model's to 0")
+    if asked := [k for k in _NOT_BUILT if kwargs.get(k) is not None]:
+        raise UnsupportedError(f"{NAME!r} has no {asked[0]}; take attn_implementation='eager' for this model")
+    if (window := kwargs.get("sliding_window")) and keys > window:
+        raise UnsupportedError(
+            f"sliding_window = {window} of the model beside a layout; set it to None and take mode 'local'"
+        )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(
+            f"an attention mask of shape {tuple(attention_mask.shape)}: {NAME!r} takes [batch, keys]"
+        )
+    layouts = _layouts(module, heads)
+    block = layouts.config.block
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if layouts.config.attention not in ("either", "unidirectional" if is_causal else "bidirectional"):
+        raise ConfigError(
+            f"{SECTION}.attention = {layouts.config.attention!r}, and {type(module).__name__} is "
+            f"{'causal' if is_causal else 'not causal'}: take {'unidirectional' if is_causal else 'bidirectional'!r}"
+        )
+    groups = _groups(attention_mask, kwargs.get("position_ids"), rows, keys)
+    layout = layouts.of(keys)
+    past = keys - rows
+    ahead = past % block  # rows of zeros, so that the queries begin with a block
+    if past:
+        query = torch.nn.functional.pad(query, (0, 0, ahead, 0))
+        if groups is not None:
+            groups = torch.nn.functional.pad(groups[0], (ahead, 0), value=-1), groups[1]
+    out = ops.block_sparse_attention(
+        query,
+        key,
+        value,
+        layout[:, past // block :],
+        block,
+        is_causal=is_causal,
+        scale=scaling,
+        groups=groups,
+        diagonal=past - ahead,
+    )
+    return out[:, :, ahead:].transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Makes the name known to transformers. Calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, flash_attention_mask)  # [batch, keys], or None where nothing is padding
+
+
+def use_layout(model: torch.nn.Module, section: Mapping[str, Any] | SparsityConfig) -> torch.nn.Module:
+    """Switches a model of transformers to block-sparse attention, in place.
+
+    section: {"mode": "fixed", "block": 64, ...} as in a configuration's `sparse_attention` (it is saved with the
+    model's config), or a SparsityConfig. Returns the model. ConfigError for a wrong section, UnsupportedError for a
+    model that is not transformers' or whose attention can't be chosen."""
+    config: Any = getattr(model, "config", None)
+    choose = getattr(model, "set_attn_implementation", None)
+    heads = next((n for k in ("num_attention_heads", "n_head", "num_heads") if (n := getattr(config, k, None))), None)
+    if config is None or choose is None or not isinstance(heads, int):
+        raise UnsupportedError(
+            f"{type(model).__name__} is no model of transformers whose attention can be chosen; put "
+            "deepc.nn.attention.SparseSelfAttention or ops.block_sparse_attention into it"
+        )
+    if isinstance(section, SparsityConfig):
+        if section.num_heads != heads:
+            raise ArgumentError(f"the layout has {section.num_heads} heads; {type(model).__name__} has {heads}")
+        layouts = _Layouts({"mode": type(section).__name__}, section)
+    else:
+        layouts = _of_section(section, heads)
+    setattr(config, SECTION, dict(layouts.section))
+    _remember(config, heads, layouts)
+    register()
+    choose(NAME)
+    if config._attn_implementation != NAME:
+        raise UnsupportedError(f"{type(model).__name__} keeps attn_implementation={config._attn_implementation!r}")
+    return model
