@@ -199,20 +199,21 @@ DC_INLINE void att_queries(const dc_attention_args *a, const att_scratch *s, con
 
 /* ---- forward, some of the keys -------------------------------------------------------------------------------------
  */
-/* As att_largest, of tiles of keys that begin at first[0], first[1] ..; adds the bias. */
-DC_INLINE vf att_largest_seen(const att_sight *s, float *at, int64_t i, const int64_t *first, int count, int64_t tile) {
+/* As att_largest, of queries g to g + 16 of the tiles, i being the first of them; adds the bias. */
+DC_INLINE vf att_largest_seen(const att_sight *s, float *at, int64_t i, int64_t g, const att_tile *tiles, int count,
+                              int64_t tile) {
   const vf hidden = v_set1(-HUGE_VALF), group = s->q_group ? att_group_lanes(s, i) : hidden;
   vf max = hidden;
   for (int t = 0; t < count; t++) {
-    const enum att_part part = att_part_of(s, i, first[t], tile);
+    const enum att_part part = tiles[t].part[g / ATT_STEP];
     for (int64_t r = 0; r < tile; r++, at += NR) {
       vf x = v_load32(at, LANES);
       if (part == ATT_WHOLE && !s->biased) {
         max = v_max(max, x);
         continue;
       }
-      if (s->biased) x = att_add_bias(x, s, i, first[t] + r);
-      if (part == ATT_SOME) x = att_mask_some(x, hidden, s, group, i, first[t] + r);
+      if (s->biased) x = att_add_bias(x, s, i, tiles[t].first + r);
+      if (part == ATT_SOME) x = att_mask_some(x, hidden, s, group, i, tiles[t].first + r);
       if (part == ATT_HIDDEN) x = hidden;
       v_store32(at, LANES, x);
       max = v_max(max, x);
@@ -222,21 +223,21 @@ DC_INLINE vf att_largest_seen(const att_sight *s, float *at, int64_t i, const in
 }
 
 /* Scores of the tiles: neighbours in one product. */
-DC_INLINE void att_score_tiles(const att_scratch *s, tile_panels query, const int64_t *first, int count, int64_t tile,
+DC_INLINE void att_score_tiles(const att_scratch *s, tile_panels query, const att_tile *tiles, int count, int64_t tile,
                                int64_t panels, int64_t w, int pairs) {
   for (int t = 0, n; t < count; t += n) {
-    for (n = 1; t + n < count && first[t + n] == first[t] + n * tile;) n++;
-    tile_multiply((tile_panels){s->score + t * tile * NR, ATT_CHUNK * NR}, s->k + first[t] * w, w, query, n * tile,
-                  panels, w, pairs, 0);
+    for (n = 1; t + n < count && tiles[t + n].first == tiles[t].first + n * tile;) n++;
+    tile_multiply((tile_panels){s->score + t * tile * NR, ATT_CHUNK * NR}, s->k + tiles[t].first * w, w, query,
+                  n * tile, panels, w, pairs, 0);
   }
 }
 
 /* v of the tiles, side by side. */
-DC_INLINE void att_choose(const att_scratch *s, const int64_t *first, int count, int64_t tile, int64_t width,
+DC_INLINE void att_choose(const att_scratch *s, const att_tile *tiles, int count, int64_t tile, int64_t width,
                           int pairs) {
   const int64_t words = tile_words(tile, pairs), chunk = tile_words(ATT_CHUNK, pairs);
   for (int t = 0; t < count; t++) {
-    const float *from = s->v + first[t] * tile_words(width, pairs);
+    const float *from = s->v + tiles[t].first * tile_words(width, pairs);
     for (int64_t c = 0; c < width; c++)
       memcpy(s->chosen + c * chunk + t * words, from + c * words, (size_t)words * sizeof *from);
   }
@@ -249,20 +250,21 @@ DC_INLINE void att_some_queries(const dc_attention_args *a, const att_sight *sig
   const int64_t panels = queries / NR;
   const tile_panels query = {s->q, w * NR}, out = {s->out, width * NR};
   const tile_panels p = pairs ? (tile_panels){s->p, chunk * NR} : (tile_panels){s->score, ATT_CHUNK * NR};
-  int64_t first[ATT_CHUNK / ATT_STEP], at = 0;
+  att_tile tiles[ATT_CHUNK / ATT_STEP];
+  int64_t at = 0;
   int begun = 0;
   for (int64_t r = 0; r < queries; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
   memset(s->out, 0, (size_t)(queries * width) * sizeof *s->out);
   tile_pack_across(s->q, q, dt, i, queries, pairs);
-  for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, first)) > 0; begun = 1) {
+  for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, tiles)) > 0; begun = 1) {
     const int64_t n = count * tile;
-    att_score_tiles(s, query, first, count, tile, panels, w, pairs);
+    att_score_tiles(s, query, tiles, count, tile, panels, w, pairs);
     for (int64_t g = 0; g < queries; g += LANES) {
       float *score = s->score + g / NR * ATT_CHUNK * NR + g % NR;
-      const vf top = att_largest_seen(sight, score, i + g, first, count, tile);
+      const vf top = att_largest_seen(sight, score, i + g, g, tiles, count, tile);
       att_absorb(s, a->scale, g, score, top, n, width, begun, pairs);
     }
-    att_choose(s, first, count, tile, width, pairs);
+    att_choose(s, tiles, count, tile, width, pairs);
     tile_multiply(out, s->chosen, chunk, p, width, panels, tile_words(n, pairs), pairs, 1);
   }
 }
@@ -410,17 +412,14 @@ DC_INLINE void att_block(const dc_attention_grad_args *a, const att_back *s, con
   const int64_t w = tile_words(width, pairs), q_words = tile_words(queries, pairs), k_words = tile_words(keys, pairs);
   const int64_t q = i * w, down = i * tile_words(width, pairs), across = width / NR, panels = queries / NR;
   const tile_panels score = {s->score, keys * NR}, dp = {s->dp, keys * NR};
-  enum att_part part[ATT_QUERIES / LANES];
-  int whole = 1, seen = 0;
-  for (int64_t g = 0; g < queries; g += LANES) {
-    part[g / LANES] = att_part_of(sight, i + g, j, keys);
-    whole &= part[g / LANES] == ATT_WHOLE, seen |= part[g / LANES] != ATT_HIDDEN;
-  }
-  if (!seen) return;
+  att_tile t;
+  if (!att_look(sight, i, queries, j, keys, &t)) return;
+  int plain = !sight->biased;
+  for (int64_t g = 0; g < queries; g += LANES) plain &= t.part[g / LANES] == ATT_WHOLE;
   tile_multiply(score, s->k + j * w, w, (tile_panels){s->q + q, w * NR}, keys, panels, w, pairs, 0);
   tile_multiply(dp, s->v + j * w, w, (tile_panels){s->dout + q, w * NR}, keys, panels, w, pairs, 0);
-  if (whole && !sight->biased) att_block_ds(a, s, sight, part, i, queries, j, keys, 1, pairs);
-  else att_block_ds(a, s, sight, part, i, queries, j, keys, 0, pairs);
+  if (plain) att_block_ds(a, s, sight, t.part, i, queries, j, keys, 1, pairs);
+  else att_block_ds(a, s, sight, t.part, i, queries, j, keys, 0, pairs);
   const tile_panels dk = {s->dk + j * width, keys * NR}, dv = {s->dv + j * width, keys * NR};
   tile_multiply(dv, s->p_rows, q_words, (tile_panels){s->dout_down + down, q_words * NR}, keys, across, q_words, pairs,
                 1);

@@ -26,13 +26,13 @@ typedef struct att_state {
   float max, sum, *out; /* out: [dim] */
 } att_state;
 
-/* n keys, runs of `run` from first[0], first[1] .. on; their scores become probabilities in s. */
+/* n keys, `run` of each tile; their scores become probabilities in s. */
 static void att_add_chunk(const dc_attention_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
-                          int64_t i, const int64_t *first, int64_t run, int64_t n, float *s, att_state *o) {
+                          int64_t i, const att_tile *tiles, int64_t run, int64_t n, float *s, att_state *o) {
   const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i);
   float max = -HUGE_VALF, sum = 0.0f;
   for (int64_t t = 0; t < n; t++) {
-    const int64_t j = first[t / run] + t % run;
+    const int64_t j = tiles[t / run].first + t % run;
     s[t] = -HUGE_VALF;
     if (att_visible(sight, i, j))
       s[t] = att_biased(sight, att_dot(att_row(a->k, a->dtype, a->k_stride, b, kv, j), q, a->dtype, a->dim), i, j);
@@ -48,7 +48,7 @@ static void att_add_chunk(const dc_attention_args *a, const att_sight *sight, in
   for (int64_t d = 0; d < a->dim; d++) {
     o->out[d] *= keep;
     for (int64_t t = 0; t < n; t++) {
-      const int64_t j = first[t / run] + t % run;
+      const int64_t j = tiles[t / run].first + t % run;
       const float v = j < a->keys ? dc__get(att_row(a->v, a->dtype, a->v_stride, b, kv, j), a->dtype, d) : 0.0f;
       o->out[d] = fmaf(v, s[t], o->out[d]);
     }
@@ -61,14 +61,17 @@ static void att_one_query(const dc_attention_args *a, int64_t b, int64_t kv, int
   for (int64_t d = 0; d < a->dim; d++) o.out[d] = 0.0f;
   if (att_masked(&a->mask)) {
     const int64_t tile = att_tile_keys(&a->mask), queries = att_tile_queries(&a->mask);
-    int64_t first[ATT_CHUNK / ATT_STEP], at = 0;
-    for (int n; (n = att_next_tiles(&sight, i / queries * queries, queries, tile, &at, first)) > 0;)
-      att_add_chunk(a, &sight, b, kv, h, i, first, tile, n * tile, scratch + TILE_DIM, &o);
+    att_tile tiles[ATT_CHUNK / ATT_STEP];
+    int64_t at = 0;
+    for (int n; (n = att_next_tiles(&sight, i / queries * queries, queries, tile, &at, tiles)) > 0;)
+      att_add_chunk(a, &sight, b, kv, h, i, tiles, tile, n * tile, scratch + TILE_DIM, &o);
   } else {
     const int64_t end = att_least(i / ATT_QUERIES * ATT_QUERIES + ATT_QUERIES, tile_round(a->rows, ATT_QUERIES));
     const int64_t limit = att_limit(a->keys, a->causal, a->diagonal, end);
-    for (int64_t c = 0; c < limit; c += ATT_CHUNK)
-      att_add_chunk(a, &sight, b, kv, h, i, &c, ATT_CHUNK, att_chunk(limit, c), scratch + TILE_DIM, &o);
+    for (int64_t c = 0; c < limit; c += ATT_CHUNK) {
+      const att_tile all = {.first = c};
+      att_add_chunk(a, &sight, b, kv, h, i, &all, ATT_CHUNK, att_chunk(limit, c), scratch + TILE_DIM, &o);
+    }
   }
   char *out = (char *)(uintptr_t)att_row(a->out, a->dtype, a->out_stride, b, h, i);
   for (int64_t d = 0; d < a->dim; d++) dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] / o.sum);
@@ -143,8 +146,10 @@ void dc__attention_grad_scalar(const dc_attention_grad_args *a, int64_t b, int64
     const att_sight sight = ATT_SIGHT(a, b, h);
     const int64_t tile = att_tile_keys(&a->mask), queries = att_tile_queries(&a->mask);
     for (int64_t j = 0; j < a->keys; j += tile)
-      for (int64_t i = 0; i < a->rows; i += queries)
-        if (att_tile_visible(&sight, i, queries, j, tile)) att_block(a, &sight, b, kv, h, i, queries, j, tile, &o);
+      for (int64_t i = 0; i < a->rows; i += queries) {
+        att_tile t;
+        if (att_look(&sight, i, queries, j, tile, &t)) att_block(a, &sight, b, kv, h, i, queries, j, tile, &o);
+      }
     att_give(a->dq, a->dtype, a->dq_stride, b, h, a->rows, dim, o.dq);
   }
   att_give(a->dk, a->dtype, a->dk_stride, b, kv, a->keys, dim, o.dk);

@@ -87,19 +87,29 @@ static inline enum att_part att_part_of(const att_sight *s, int64_t i, int64_t j
   return q.low == q.high && k.low == k.high ? part : ATT_SOME;
 }
 
-static inline int att_tile_visible(const att_sight *s, int64_t i, int64_t queries, int64_t j, int64_t n) {
-  for (int64_t g = 0; g < queries; g += ATT_STEP)
-    if (att_part_of(s, i + g, j, n) != ATT_HIDDEN) return 1;
-  return 0;
+/* Keys from `first` on, and what each 16 of the queries see of them. */
+typedef struct att_tile {
+  int64_t first;
+  enum att_part part[ATT_QUERIES / ATT_STEP];
+} att_tile;
+
+/* Of queries [i, i + queries) and keys [j, j + n). Returns whether something is visible. */
+static inline int att_look(const att_sight *s, int64_t i, int64_t queries, int64_t j, int64_t n, att_tile *t) {
+  int seen = 0;
+  t->first = j;
+  for (int64_t g = 0; g < queries; g += ATT_STEP) {
+    t->part[g / ATT_STEP] = att_part_of(s, i + g, j, n);
+    seen |= t->part[g / ATT_STEP] != ATT_HIDDEN;
+  }
+  return seen;
 }
 
-/* The next tiles of keys, at most ATT_CHUNK keys, of which queries [i, i + n) see some: their first keys and how many;
- * *at: where the search goes on. */
-static inline int att_next_tiles(const att_sight *s, int64_t i, int64_t n, int64_t tile, int64_t *at, int64_t *first) {
+/* The next tiles of `keys` keys, at most ATT_CHUNK keys, of which queries [i, i + n) see some, and how many; *at: where
+ * the search goes on. */
+static inline int att_next_tiles(const att_sight *s, int64_t i, int64_t n, int64_t keys, int64_t *at, att_tile *tiles) {
   const int64_t limit = att_limit(s->keys, s->causal, s->diagonal, i + n);
   int count = 0;
-  for (; *at < limit && count < ATT_CHUNK / tile; *at += tile)
-    if (att_tile_visible(s, i, n, *at, tile)) first[count++] = *at;
+  for (; *at < limit && count < ATT_CHUNK / keys; *at += keys) count += att_look(s, i, n, *at, keys, &tiles[count]);
   return count;
 }
 
