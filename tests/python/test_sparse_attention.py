@@ -85,9 +85,7 @@ def test_choosing_blocks_by_the_data():
     k = q.clone()
     layout = sparse.choose_blocks(q, k, 16, 1, is_causal=True)
     assert layout.shape == (2, 2, 4, 4) and layout.diagonal(dim1=2, dim2=3).all() and not layout.triu(1).any()
-    from deepc.nn.attention.module import attend
-
-    out = attend(q, k, k, layout, 16, is_causal=True)
+    out = sparse.attend(q, k, k, layout, 16, is_causal=True)
     for b in range(2):
         one = ops.block_sparse_attention(q[b : b + 1], k[b : b + 1], k[b : b + 1], layout[b], 16, is_causal=True)
         assert torch.equal(out[b : b + 1], one)

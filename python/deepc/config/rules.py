@@ -619,14 +619,11 @@ class Loader:
                 "another optimizer, or set zero_allow_untested_optimizer to true.",
             )
         auto = ("lr", "betas", "eps", "weight_decay")
-        own = params.get("freeze_step") == AUTO and kind in WHOLE_STATES
-        checked = {k: v for k, v in params.items() if not (own and k == "freeze_step")}
+        own = {"freeze_step"} if kind in WHOLE_STATES else set()  # whose "auto" is the optimizer's
+        checked = {k: v for k, v in params.items() if v != AUTO or k not in own}
         self._check_signature(cls, "optimizer.params", checked, auto=auto, skip=1)
-        if own:
-            return OptimizerConfig(
-                kind, {k: v for k, v in params.items() if v != AUTO or k == "freeze_step"}, backend, kind != "Adam"
-            )
-        return OptimizerConfig(kind, {k: v for k, v in params.items() if v != AUTO}, backend, kind != "Adam")
+        given = {k: v for k, v in params.items() if v != AUTO or k in own}
+        return OptimizerConfig(kind, given, backend, kind != "Adam")
 
     def _scheduler(self) -> SchedulerConfig | None:
         kind, params = self.values.get("scheduler.type"), self.values.get("scheduler.params")

@@ -31,11 +31,10 @@ import torch.distributed as dist
 
 from ...core.codecs import OneBit
 from ...errors import ArgumentError, MismatchError
-from .. import shared
 from ..failures import translated
 from ..groups import own_store
 from ..place import discover
-from .link import Link
+from .hierarchy import open_hierarchy
 
 Group = Optional[dist.ProcessGroup]  # None: the default group  # noqa: UP045
 
@@ -138,22 +137,10 @@ class _Nodes:
         places = discover(store, self.rank, size, what=f"group {label}")
         self.topology = places.topology
         self.node, self.local = self.topology.node_of[self.rank], self.topology.local_of[self.rank]
-        mine = self.topology.nodes[self.node]
-        self.comm = shared.open_comm(
-            dist.PrefixStore(f"node{self.node}/", store),
-            self.local,
-            len(mine),
-            label=label,
-            timeout=timeout,
-            slot_bytes=_STAGING[0],
-            slots=_STAGING[1],
-            global_ranks=[names[r] for r in mine],
+        self._opened = open_hierarchy(
+            store, self.rank, size, label=label, timeout=timeout, global_ranks=names, staging=_STAGING, places=places
         )
-        try:
-            self.link = Link(places, self.rank, names, lambda: (self.comm,), label=label, timeout=timeout, store=store)
-        except BaseException:
-            self.comm.close()
-            raise
+        self.comm, self.link = self._opened.node, self._opened.link
 
     def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
         return self._waiting(self.link.exchange(out, send), out, send)
@@ -168,8 +155,7 @@ class _Nodes:
         return wait
 
     def close(self) -> None:
-        self.link.close()
-        self.comm.close()
+        self._opened.close()
 
 
 def _nothing() -> None:

@@ -160,16 +160,14 @@ class OneBitSteps(Plain):
         return self._parts if self._keeps else super().parts
 
     def after_step(self, result: StepResult) -> StepResult:
-        sent, before = self.update.method.exchange.sent_bytes, self._sent
+        sent = self.update.method.exchange.sent_bytes
         whole = 8.0 * (self._engine.world_size - 1) / self._engine.world_size * sum(self._engine.plan.layout.numels)
-        self._sent, self._exchanged = (
-            sent,
-            {
-                "bytes": sent - before + (0.0 if self._kept else whole),
-                "uncompressed_bytes": whole,
-                "frozen_after": float(getattr(self.update.method, "frozen_at", 0)),
-            },
-        )
+        self._exchanged = {
+            "bytes": sent - self._sent + (0.0 if self._kept else whole),
+            "uncompressed_bytes": whole,
+            "frozen_after": float(getattr(self.update.method, "frozen_at", 0)),
+        }
+        self._sent = sent
         self.loaded()
         return super().after_step(result)
 

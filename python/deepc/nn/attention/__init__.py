@@ -14,7 +14,7 @@ from .layouts import (
     choose_blocks,
     from_config,
 )
-from .module import SparseSelfAttention
+from .module import SparseSelfAttention, attend
 
 __all__ = [
     "NAME",
@@ -26,6 +26,7 @@ __all__ = [
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
+    "attend",
     "choose_blocks",
     "from_config",
     "use_layout",

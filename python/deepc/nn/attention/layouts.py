@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, ConfigError
+from ...errors import ArgumentError, ConfigError, UnsupportedError
 
 ATTENTIONS = ("unidirectional", "bidirectional")
 
@@ -70,7 +70,9 @@ class SparsityConfig:
 
     def _fill(self, layout: torch.Tensor, head: int, row: torch.Tensor, col: torch.Tensor) -> None:
         """One head's layout [blocks, blocks]; row, col: indices that broadcast to it."""
-        raise NotImplementedError(f"{type(self).__name__} has no make_layout")
+        raise UnsupportedError(
+            f"{type(self).__name__} has no pattern: take one of its subclasses, or write one with make_layout(seq_len)"
+        )
 
     def _take_attention(self, attention: str, horizontal: bool = False) -> None:
         if attention not in ATTENTIONS:
@@ -327,7 +329,7 @@ def choose_blocks(
     best (arXiv:2502.11089, without its learned compression), and the `local` blocks up to its own.
 
     q: [batch, heads, rows, dim]; k: [batch, kv_heads, rows, dim]; rows a multiple of block. Returns bool [batch, heads,
-    blocks, blocks] for deepc.nn.attention's operators. No gradient flows through the choice."""
+    blocks, blocks], for `attend`. No gradient flows through the choice."""
     batch, heads, rows, dim = q.shape
     if rows % block or k.shape[2] != rows:
         raise ArgumentError(f"q and k have {rows} and {k.shape[2]} rows; both must be one multiple of block = {block}")

@@ -61,7 +61,7 @@ class OneBitAdamMethod(Frozen):
 
     def step(self, scale: float) -> None:
         self.steps += 1
-        items = list(self.stepped())
+        items = [item for _, item in self.stepped()]
         if not self.frozen_at:
             self.adam(items, scale)
             self.look()

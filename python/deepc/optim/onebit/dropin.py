@@ -17,6 +17,7 @@ from .exchange import exchange_over
 from .freeze import check_freeze_step
 from .lamb import OneBitLambMethod
 from .method import Item, Method
+from .places import Places
 from .zeroone import ZeroOneAdamMethod
 
 KEY = "onebit"  # of a state_dict: what is not a state of a parameter
@@ -233,8 +234,6 @@ def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if errors[0]:
         owed = sum(e["worker"] for e in errors) / world + torch.cat([e["server"] for e in errors])
         sizes = [t.numel() for t in _states_of(states[0])]
-        from .places import Places
-
         out[KEY]["errors"] = {"worker": owed[: Places(sizes, 1).used].clone(), "server": torch.empty(0)}
     return out
 

@@ -12,7 +12,7 @@ from ..kinds.lamb import step_lamb
 from ..states.norms import sum_in_order
 from .adam import Frozen
 from .exchange import Exchange
-from .method import NO_CORRECTION, Item, Zeros
+from .method import NO_CORRECTION, Item, Zeros, by_group, gradient_of
 
 
 class OneBitLambMethod(Frozen):
@@ -35,7 +35,7 @@ class OneBitLambMethod(Frozen):
     def step(self, scale: float) -> None:
         self.steps += 1
         self.coefficients = []
-        items = [(i, item) for i, item in enumerate(self.items) if not item.out and item.grad is not None]
+        items = self.stepped()
         if not self.frozen_at:
             self._warm(items, scale)
             self.look()
@@ -51,22 +51,16 @@ class OneBitLambMethod(Frozen):
             self._apply(i, item, last)
 
     def _warm(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
-        by_group: dict[int, list[tuple[int, Item]]] = {}
-        for i, item in items:
-            by_group.setdefault(id(item.group), []).append((i, item))
         ratios: dict[int, float] = {}
-        for found in by_group.values():
-            tensors = [
-                (item.param, item.grad, item.states["exp_avg"], item.states["exp_avg_sq"])
-                for _, item in found
-                if item.grad is not None
-            ]
+        for found in by_group([item for _, item in items]):
+            tensors = [(i.param, gradient_of(i), i.states["exp_avg"], i.states["exp_avg_sq"]) for i in found]
             steps = [NO_CORRECTION] * len(found)
-            ratios.update(zip((i for i, _ in found), step_lamb(tensors, found[0][1].group, steps, scale)))
-        for i, _ in items:
-            self.coefficients.append(ratios[i])
-            if ratios[i] != 1.0:
-                self.means[i] = self._beta * self.means[i] + (1 - self._beta) * ratios[i]
+            ratios.update(zip(map(id, found), step_lamb(tensors, found[0].group, steps, scale)))
+        for i, item in items:
+            ratio = ratios[id(item)]
+            self.coefficients.append(ratio)
+            if ratio != 1.0:
+                self.means[i] = self._beta * self.means[i] + (1 - self._beta) * ratio
 
     def _apply(self, i: int, item: Item, last: torch.Tensor) -> None:
         """last: the momentum before this step."""

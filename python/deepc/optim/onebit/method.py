@@ -109,8 +109,9 @@ class Method(abc.ABC):
         return self.exchange.errors()
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
-    def stepped(self) -> Iterator[Item]:
-        return (item for item in self.items if not item.out and item.grad is not None)
+    def stepped(self) -> list[tuple[int, Item]]:
+        """(its index in items, item) of what takes part in this step."""
+        return [(i, item) for i, item in enumerate(self.items) if not item.out and item.grad is not None]
 
     def add_gradients(self, items: Sequence[Item], scale: float) -> None:
         """exp_avg = beta1 * exp_avg + (1 - beta1) * scale * grad."""
@@ -120,10 +121,7 @@ class Method(abc.ABC):
 
     def adam(self, items: Sequence[Item], scale: float) -> None:
         """Adam's step with decoupled decay and without corrections of the bias, by the C kernel."""
-        by_group: dict[int, list[Item]] = {}
-        for item in items:
-            by_group.setdefault(id(item.group), []).append(item)
-        for found in by_group.values():
+        for found in by_group(items):
             group = found[0].group
             torch.ops.deepc.step_adamw(
                 [i.param for i in found],
@@ -163,6 +161,14 @@ class Method(abc.ABC):
     def tell(self, text: str) -> None:
         if self.exchange.rank == 0:
             logger.info("%s: %s", self.title, text)
+
+
+def by_group(items: Sequence[Item]) -> list[list[Item]]:
+    """The items of each param group, in the order in which they come."""
+    found: dict[int, list[Item]] = {}
+    for item in items:
+        found.setdefault(id(item.group), []).append(item)
+    return list(found.values())
 
 
 def gradient_of(item: Item) -> torch.Tensor:

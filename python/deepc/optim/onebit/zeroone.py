@@ -10,6 +10,8 @@ import torch
 from .exchange import Exchange
 from .method import Item, Method, Zeros, apply_momentum, gradient_of, root_of
 
+_COUNTS = ("steps", "var_interval", "var_counter", "local_interval", "local_counter")
+
 
 class ZeroOneAdamMethod(Method):
     """Up to step var_freeze_step gradients are averaged uncompressed at the steps that update the variance, which come
@@ -49,7 +51,7 @@ class ZeroOneAdamMethod(Method):
     def step(self, scale: float) -> None:
         averaged, frozen = self.averages, self.frozen
         self.steps += 1
-        items = [(i, item) for i, item in enumerate(self.items) if not item.out and item.grad is not None]
+        items = self.stepped()
         if frozen:
             self._local(items, scale)
             return
@@ -126,11 +128,10 @@ class ZeroOneAdamMethod(Method):
                 yield name, item, item.states[name]
 
     def numbers(self) -> dict[str, Any]:
-        names = ("steps", "var_interval", "var_counter", "local_interval", "local_counter")
-        return {**{name: getattr(self, name) for name in names}, "lrs": list(self.lrs)}
+        return {**{name: getattr(self, name) for name in _COUNTS}, "lrs": list(self.lrs)}
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
-        for name in ("steps", "var_interval", "var_counter", "local_interval", "local_counter"):
+        for name in _COUNTS:
             setattr(self, name, int(saved[name]))
         self.lrs = list(map(float, saved["lrs"]))
         for i, item in enumerate(self.items):

@@ -26,9 +26,10 @@ from ...state import ModelState
 from ...tiers.agree import together
 from ...tiers.disk import DiskTier
 from ...tiers.windows import Window
+from .base import AcrossUpdate
 
 
-class FactoredUpdate:
+class FactoredUpdate(AcrossUpdate):
     """The update of an optimizer of class Adafactor on one rank's share."""
 
     def __init__(self, state: ModelState, groups: Sequence[dict[str, Any]], group_of: Sequence[int]) -> None:
@@ -55,7 +56,6 @@ class FactoredUpdate:
         self.leave_out(frozenset())
 
     def forget(self) -> None:
-        """All states are written anew: there is no rest of an update."""
         self._has_norms = self._has_rates = False
 
     def _make_norms(self) -> Norms:

@@ -18,6 +18,7 @@ from ....optim.rules import SGD_RULE
 from ....plan.layout import Segment, padded
 from ...state import ModelState
 from ...tiers.windows import Array, Window
+from .base import AcrossUpdate
 
 ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
 
@@ -52,7 +53,7 @@ def rounds_of(matrices: Sequence[tuple[int, int, int, torch.dtype]], world: int)
     return out
 
 
-class MatrixUpdate:
+class MatrixUpdate(AcrossUpdate):
     """The update of an optimizer of class Muon on one rank's share. States: momentum for matrices, AdamW's two for the
     rest, in arrays without room for what a parameter has not."""
 
@@ -124,12 +125,6 @@ class MatrixUpdate:
         for group, segments in zip(self._groups, self._rest):
             if segments:
                 self._step_rest(group, segments, grad_scale, step)
-
-    def finish(self) -> None:
-        """The rest of an update that a disk has broken off: there is none in memory."""
-
-    def forget(self) -> None:
-        """All states are written anew: there is no rest."""
 
     def _directions(self, r: Round, grad_scale: float) -> dict[Segment, torch.Tensor]:
         """Steps the momentum of this rank's parts of the round's matrices. What is to be made orthogonal of each."""

@@ -14,6 +14,7 @@ from ....optim.onebit.method import Item, Method
 from ....plan.layout import Segment
 from ...state import ModelState
 from ...tiers.windows import Window
+from .base import AcrossUpdate
 
 SERVER, WORKER = "server_error", "worker_error"
 
@@ -26,7 +27,7 @@ class OwnState:
         self.name, self.param, self.begin, self.values = name, param, begin, values
 
 
-class MomentumUpdate:
+class MomentumUpdate(AcrossUpdate):
     """The update of a 1-bit optimizer (optim/onebit)."""
 
     def __init__(
@@ -45,7 +46,7 @@ class MomentumUpdate:
         make = lambda n: state.zeros(n, torch.float32, "exp_avg")
         self.method: Method = type(base).kind(items, exchange_over(base.group), make, base.options)
         base.method = self.method
-        self._index = {s.param: i for i, s in enumerate(self._segments)}
+        self._param_of = {id(item): s.param for s, item in zip(self._segments, self.method.items)}
 
     # ---- states ------------------------------------------------------------------------------------------------------
     def names_of(self, param: int) -> tuple[str, ...]:
@@ -71,18 +72,16 @@ class MomentumUpdate:
             item.param = st.piece(s)
             item.grad = st.acc[s.shard_begin : s.shard_begin + s.length]
         self.method.step(grad_scale)
-        if st.master is not None:
-            for s, item in zip(self._segments, self.method.items):
-                if not item.out:
-                    st.flat[s.flat_begin : s.flat_begin + s.length].copy_(item.param)
+        self._publish([not item.out for item in self.method.items])
+
+    def _publish(self, which: Sequence[bool]) -> None:
+        """The parameters that the model computes with follow the masters, of the items where `which` says so."""
+        st = self._state
+        for s, item, new in zip(self._segments, self.method.items, which) if st.master is not None else ():
+            if new:
+                st.flat[s.flat_begin : s.flat_begin + s.length].copy_(item.param)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
-    def finish(self) -> None:
-        """The rest of an update that a disk has broken off: there is none in memory."""
-
-    def forget(self) -> None:
-        """All states are written anew: there is no rest."""
-
     def numbers(self) -> dict[str, Any]:
         """JSON: what `take_own` needs before it, and counts."""
         method = self.method
@@ -96,8 +95,7 @@ class MomentumUpdate:
     def own_states(self) -> Iterator[OwnState]:
         """What this rank alone has: under a name of its own ("worker_error.rank0"), but for the server's errors, of
         which each rank has a part."""
-        method, rank = self.method, self.method.exchange.rank
-        param_of = {id(item): s.param for s, item in zip(self._segments, method.items)}
+        method, rank, param_of = self.method, self.method.exchange.rank, self._param_of
         for name, item, values in method.own():
             yield OwnState(f"{name}.rank{rank}", param_of[id(item)], 0, values)
         if errors := method.errors():
@@ -112,8 +110,7 @@ class MomentumUpdate:
         over ranks, which is what an exchange makes, is what it was."""
         method = self.method
         world, rank = method.exchange.world, method.exchange.rank
-        then = int(saved["world"])
-        param_of = {id(item): s.param for s, item in zip(self._segments, method.items)}
+        then, param_of = int(saved["world"]), self._param_of
 
         def mean(name: str, item: Item, out: torch.Tensor) -> None:
             if then == world:
@@ -153,7 +150,4 @@ class MomentumUpdate:
 
     def after_load(self) -> None:
         """The parameters that the model computes with follow what `take_own` has read."""
-        st = self._state
-        for s, item in zip(self._segments, self.method.items):
-            if st.master is not None:
-                st.flat[s.flat_begin : s.flat_begin + s.length].copy_(item.param)
+        self._publish([True] * len(self.method.items))

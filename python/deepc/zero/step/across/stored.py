@@ -87,10 +87,7 @@ class MatrixUpdateOnDisk(MatrixUpdate):
             self._work.do()
         except DiskError as exc:
             failure = exc
-        if self._state.plan.world > 1:
-            together(self._state.group, failure)
-        elif failure is not None:
-            raise failure
+        together(self._state.group, failure)
 
     def _next(self, before: list[Callable[[], Written]]) -> None:
         """The work until the next exchange: what is left of the last round, and the directions of the next one, or
