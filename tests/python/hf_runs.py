@@ -27,10 +27,11 @@ def use(library: str) -> None:
     if library == "deepc":
         importlib.import_module("deepc.compat.deepspeed")
         return
-    importlib.import_module("deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
         None
     )  # it would be compiled here, and only changes how sums travel
+    deepspeed.init_distributed("gloo")  # Trainer does not with use_cpu, and zero.Init then counts one rank
     state = importlib.import_module("accelerate.state").PartialState
     choose = state._prepare_backend
     # Accelerate takes CPU ranks for worlds of one each; deepc.compat answers for it, a real DeepSpeed does not.

@@ -418,6 +418,34 @@ def test_a_model_that_an_earlier_engine_trains(deepspeed, stage):
     assert not torch.equal(second.full_fp32_param(next(model.parameters())), weights[0])
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_an_engine_for_evaluation_leaves_the_one_that_trains(deepspeed, stage, tmp_path):
+    """Trainer makes one where another Trainer evaluates the model. An engine that was destroyed says so."""
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    engine = engine_of(stage)
+    watcher = deepspeed.initialize(
+        model=engine.module, config={k: v for k, v in config(stage).items() if k != "optimizer"}
+    )[0]
+    with torch.no_grad():
+        seen = watcher(x)
+    assert torch.equal(seen, engine.module(x))
+    watcher.destroy()
+    engine.backward((engine(x) - y).square().mean())
+    assert engine.step().applied and not torch.equal(seen, engine.module(x))
+    loss = (engine(x) - y).square().mean()
+    engine.destroy()
+    with pytest.raises(MisuseError, match=r"engine\.backward\(\) of an engine that was destroyed"):
+        engine.backward(loss)
+    for call in (
+        engine.step,
+        engine.zero_grad,
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.load_checkpoint(tmp_path),
+    ):
+        with pytest.raises(MisuseError, match="destroyed"):
+            call()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_16_bit_model_without_a_section_trains_in_its_dtype(deepspeed, dtype, stage):

@@ -15,6 +15,7 @@ import torch
 
 from ..core import memory
 from ..core.foreign import private
+from ..errors import MisuseError
 from ..parallel.pipeline.part import further_names
 from .policy.precision import name_of
 
@@ -163,6 +164,7 @@ class EngineBase(ModelWrapper):
     profile: Any  # what observe/profile has on this engine, or None
 
     _undo: contextlib.ExitStack  # what destroy() undoes
+    destroyed = False  # by destroy()
     resumes_data = True  # load_checkpoint takes training_dataloader to where it was
 
     # Counters of the loop. _scaled: engine.scale was called, and a bare backward follows.
@@ -173,6 +175,14 @@ class EngineBase(ModelWrapper):
     _last = StepResult(False, "no step yet")
     broken_pass = False  # the disk broke a backward off, and nobody has called zero_grad since
     broken_step = ""  # why the last step is done in part (its states on disk could not be moved), or ""
+
+    def require_alive(self, call: str) -> None:
+        """MisuseError if the engine was destroyed."""
+        if self.destroyed:
+            raise MisuseError(
+                f"engine.{call}() of an engine that was destroyed (by engine.destroy(), or by deepspeed.initialize of"
+                " the same model, whose newer engine trains it); use the newer engine, or make one"
+            )
 
     # ---- the configuration -------------------------------------------------------------------------------------------
     @property

@@ -42,7 +42,9 @@ class Engine(EngineBase):
         self._undo = build.assemble(self, model, config, watchers, build.Given(**given))
 
     def destroy(self) -> None:
-        """Leaves the group and removes the hooks. Parameters stay readable."""
+        """Leaves the group and removes the hooks. Parameters stay readable, and the model runs; training and
+        checkpoints are a MisuseError from then on."""
+        self.destroyed = True
         self.events.close()
         self._undo.close()
 
@@ -70,6 +72,7 @@ class Engine(EngineBase):
         1/accumulation steps (unless scale_wrt_gas=False) and by the loss scale; returns the loss scaled by the former.
         May be called several times before step.
         """
+        self.require_alive("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ArgumentError(
                 "backward takes a scalar loss tensor, got"
@@ -131,6 +134,7 @@ class Engine(EngineBase):
         """At an accumulation boundary: unscale, clip, update, publish the new parameters, advance the LR schedule.
         Collective. A step whose gradients are not finite is skipped, in every precision, and says so. After a DiskError
         of states on disk it is done in part: the next call does the rest."""
+        self.require_alive("step")
         result = None
         self.events.begin("step")
         try:
@@ -273,6 +277,7 @@ class Engine(EngineBase):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what has been accumulated since the last step, and what a backward that raised has left (then
         collective; if the disk broke it off, the next micro-batch is the step's first one)."""
+        self.require_alive("zero_grad")
         if self.broken_step:
             raise DeepcError(self.broken_step)
         if self.broken_pass:
@@ -351,6 +356,8 @@ class Engine(EngineBase):
         JSON types; anything else is a CheckpointTypeError. Collective."""
         from .states.saving import save
 
+        self.require_alive("save_checkpoint")
+
         if not save_dir:
             raise ArgumentError(
                 f"save_checkpoint(save_dir={save_dir!r}): give the folder that is to hold the checkpoint"
@@ -373,6 +380,8 @@ class Engine(EngineBase):
         """Loads what save_checkpoint wrote, from any number of ranks and any stage. Returns (path, client_state);
         (None, {}) if `load_dir` holds no checkpoint and no tag was given. Collective."""
         from .states.saving import load
+
+        self.require_alive("load_checkpoint")
 
         if custom_load_fn is not None:
             raise UnsupportedError(

@@ -110,6 +110,7 @@ class PipelineEngine(Engine):
         """Takes gradient_accumulation_steps micro-batches (of `data_iter`, or of training_data, which begins again at
         its end), trains on them and steps. Ranks with the first or last stage read data: those of one pipeline must get
         the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
+        self.require_alive("train_batch")
         batches = self._draw_together(data_iter, self.micro_batches, trains=True)
         if self.unequal_batches is not None:
             self.unequal_batches(batches)

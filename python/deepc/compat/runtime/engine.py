@@ -501,8 +501,9 @@ def initialize(
             "the configuration is given twice, as initialize(config=...) and as args.deepspeed_config; keep one"
         )
     init_distributed(distributed_port=distributed_port or 29500, dist_init_required=dist_init_required)
-    models.leave_earlier(model)
-    given = models.with_own_precision(model, given if given is not None else named)
+    given = given if given is not None else named
+    models.leave_earlier(model, optimizer, given)
+    given = models.with_own_precision(model, given)
     models.mark_leaves(model, given)
     made = build.initialize(
         DeepSpeedEngine,

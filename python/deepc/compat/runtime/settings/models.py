@@ -19,8 +19,12 @@ from ...helpers.utils import (
 from .sections import DeepSpeedZeroLeafModuleConfig
 
 
-def leave_earlier(model: Any) -> None:
-    """An engine of the same model that still lives is destroyed: the new one trains it. Collective."""
+def leave_earlier(model: Any, optimizer: Any, source: Any) -> None:
+    """An engine of the same model that still lives is destroyed: the new one trains it. One for evaluation (without any
+    optimizer) leaves it alone, and sees what it trains. Collective."""
+    raw = source.raw if isinstance(source, Config) else read(source)[0]
+    if optimizer is None and raw.get("optimizer") is None:
+        return
     for engine in owners.alive():
         if engine.module is model:
             log_dist("the model belongs to an earlier engine, which is destroyed: the new one trains it", ranks=[0])
