@@ -154,7 +154,7 @@ def check_values(ranks, owns_all):
     [
         pytest.param(1, 3, "bf16", marks=pytest.mark.full),
         (2, 0, "bf16"),
-        (2, 1, "fp32"),
+        pytest.param(2, 1, "fp32", marks=pytest.mark.full),
         (2, 2, "fp16"),
         pytest.param(2, 2, "bf16", marks=pytest.mark.full),
         (2, 3, "fp32"),
@@ -170,7 +170,7 @@ def test_values_are_whole_and_can_be_set(world, stage, precision):
     "stage, precision, zero",
     [
         (0, "fp32", {}),
-        (2, "bf16", {}),
+        pytest.param(2, "bf16", {}, marks=pytest.mark.full),
         *(pytest.param(3, p, {}, marks=pytest.mark.full) for p in ("fp32", "bf16")),
         (3, "bf16", QUANTIZED),
     ],

@@ -104,7 +104,7 @@ def test_an_engine_name_that_nobody_has_is_told_of_the_layer(deepspeed):
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
-def test_zero_config_by_keywords(deepspeed):
+def test_zero_config_by_keywords(deepspeed, caplog):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,
@@ -115,6 +115,7 @@ def test_zero_config_by_keywords(deepspeed):
     assert plain.stage == 0 and plain.offload_optimizer is None and plain.overlap_comm is False
     assert plain.reduce_bucket_size == 500_000_000 and plain == DeepSpeedZeroConfig(stage="auto")
     full = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=12345.0, offload_param={}, elastic_checkpoint=True)
+    assert "elastic checkpointing is deprecated" in caplog.text
     assert full.overlap_comm is True and full.prefetch_bucket_size == full.stage3_prefetch_bucket_size == 12345
     assert isinstance(full.offload_param, DeepSpeedZeroOffloadParamConfig) and full.offload_param.device == "none"
     old = DeepSpeedZeroConfig(cpu_offload=True, stage3_gather_fp16_weights_on_model_save=True)

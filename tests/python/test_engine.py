@@ -92,7 +92,9 @@ def test_stages_equal_plain_pytorch_and_each_other(world, gas):
             assert ranks[0][3][3]["adamw_elements"] < ranks[0][0][3]["adamw_elements"]
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "plain"])
+@pytest.mark.parametrize(
+    "variant", ["all", *(pytest.param(v, marks=pytest.mark.full) for v in VARIANTS if v not in ("plain", "all"))]
+)
 def test_kinds_of_parameters(variant):
     options = VARIANTS[variant]
     want = tiny.plain_training(6, weight_decay=0.0, **options)
@@ -114,7 +116,7 @@ def _train_variant(rank, world, steps, options):
     return out
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_16_bit_stages_are_bit_equal_and_learn(precision):
     ranks = run_ranks(train_all_stages, 2, 2, 2, precision, 12, {"batches": 1})  # one batch again and again: learnable
     reference = tiny.plain_training(12, batches=1)[0]
@@ -620,6 +622,7 @@ def test_bad_input_is_a_clear_error():
     engine.destroy()
 
 
+@pytest.mark.full
 def test_compile_of_a_stage_3_model():
     import deepc
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ NAME = re.compile(r"DEEPC_[A-Z0-9_]+")
 NOT_IN_THE_TABLE = {"DEEPC_CUDA", "DEEPC_TEST"}
 
 
+@functools.cache
 def sources() -> list[tuple[str, ast.Module]]:
     return [
         (p.relative_to(PACKAGE).as_posix(), ast.parse(p.read_text(encoding="utf-8")))

@@ -313,6 +313,7 @@ def test_the_shadow_heap_counts_what_malloc_takes_and_gives_back() -> None:
     assert 0 <= r["small"] <= 5 << 20  # holes of the heap that are resident already cost nothing
 
 
+@pytest.mark.full
 def test_a_dry_run_that_waits_for_a_lock_it_was_forked_with_is_made_again(tmp_path: Path) -> None:
     lock = threading.Lock()
 

@@ -258,6 +258,7 @@ def test_plain_python_trains_on_other_data_within_minutes(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 1
 
 
+@pytest.mark.full
 def test_torchrun_runs_it_with_a_config_file(tmp_path):
     config = tmp_path / "ds_config.json"
     config.write_text(

@@ -106,7 +106,11 @@ def one_rank() -> list[tuple[list[int], list[tuple[int, int]]]]:
 
 @pytest.mark.parametrize(
     "stage, bf16, world",
-    [pytest.param(3, False, 2, marks=pytest.mark.full), (3, True, 2), (0, False, 1)],
+    [
+        pytest.param(3, False, 2, marks=pytest.mark.full),
+        (3, True, 2),
+        pytest.param(0, False, 1, marks=pytest.mark.full),
+    ],
 )
 def test_a_step_takes_no_fresh_memory(stage: int, bf16: bool, world: int) -> None:
     for faults, held in one_rank() if (stage, bf16, world) == (0, False, 1) else ranks_of(world, stage, bf16):

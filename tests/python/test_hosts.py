@@ -308,7 +308,7 @@ def test_moves(on_hosts, name: str) -> None:
     on_hosts(PLACEMENTS[name], move_everything, [0, 5, 1003, 40001], list(MOVED))
 
 
-@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 2]])
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], pytest.param([0, 1, 2], marks=pytest.mark.full)])
 def test_same_as_gloo(on_hosts, placement: list[int]) -> None:
     on_hosts(placement, same_as_gloo, 12)
 
@@ -577,8 +577,8 @@ def mismatched(rank: int, world: int, odd: list[int], kind: str) -> tuple[str, s
 @pytest.mark.parametrize(
     "kind, odd",
     [
-        *(("count", [2, 3]), ("small", [3]), ("op", [2, 3]), ("dtype", [3]), ("counts", [2, 3])),
-        *(pytest.param(k, [3], marks=pytest.mark.full) for k in ("count", "op", "counts")),
+        *(("count", [2, 3]), ("op", [2, 3]), ("dtype", [3]), ("counts", [2, 3])),
+        *(pytest.param(k, [3], marks=pytest.mark.full) for k in ("count", "small", "op", "counts")),
         *(pytest.param(k, [2, 3], marks=pytest.mark.full) for k in ("small", "dtype")),
     ],
 )

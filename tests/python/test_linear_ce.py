@@ -226,6 +226,7 @@ def test_never_makes_all_logits(dtype, wants):
     assert watch.peak < n * v * size / 4
 
 
+@pytest.mark.full
 def test_compiles_in_one_graph_with_dynamic_lengths():
     hidden, weight, labels, bias = subject(n=64)
 

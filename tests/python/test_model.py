@@ -38,21 +38,21 @@ def explore(folder: Path, model: str, *defines: str, optimize: str = "-O1") -> t
 
 # Together they cover all kinds of calls and places; these take seconds.
 SOUND = [
-    ("sleep", "RANKS=2", "STEPS=6"),
-    ("sleep", "RANKS=3", "STEPS=4"),
     ("sleep", "RANKS=3", "STEPS=3", "BELL"),
     ("calm", "RANKS=3", "PIECES=3"),
-    ("calm", "RANKS=3", "PIECES=2"),
     ("exchange", "RANKS=2", "CALLS=4", "PLACES=5"),
-    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3"),
-    ("exchange", "RANKS=3", "CALLS=3", "PLACES=2"),
     ("exchange", "RANKS=2", "CALLS=3", "PLACES=4", "DIE"),
     ("exchange", "RANKS=2", "CALLS=3", "PLACES=1", "ODD"),
-    ("team", "RANKS=3", "CALLS=3"),
     ("team", "RANKS=3", "CALLS=3", "BUSY"),
     ("team", "RANKS=3", "CALLS=2", "DIE"),
 ]
 SOUND_FULL = [
+    ("sleep", "RANKS=2", "STEPS=6"),
+    ("sleep", "RANKS=3", "STEPS=4"),
+    ("calm", "RANKS=3", "PIECES=2"),
+    ("exchange", "RANKS=2", "CALLS=3", "WAYS=3", "PLACES=3"),
+    ("exchange", "RANKS=3", "CALLS=3", "PLACES=2"),
+    ("team", "RANKS=3", "CALLS=3"),
     ("sleep", "RANKS=3", "STEPS=4", "FENCES"),
     ("sleep", "RANKS=4", "STEPS=3"),
     ("exchange", "RANKS=2", "CALLS=4", "PLACES=6"),

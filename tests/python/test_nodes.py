@@ -269,6 +269,7 @@ def test_page_checksums_over_nodes():
     run_ranks(_debug, 4)
 
 
+@pytest.mark.full
 def test_each_quantization_alone():
     only_w = run_ranks(_train, 2, 2, "blocks", (0, 3), 4, 1, "fp32", 3, {"zero_quantized_weights": True}, {})[0]
     only_g = run_ranks(_train, 2, 2, "blocks", (0, 3), 4, 1, "fp32", 3, {"zero_quantized_gradients": True}, {})[0]
@@ -476,7 +477,7 @@ def _checkpoint(rank, world, folder, nodes, zero, resume):
     return out[-3:], params, masters
 
 
-@pytest.mark.parametrize("zero", [{}, QUANTIZED])
+@pytest.mark.parametrize("zero", [pytest.param({}, marks=pytest.mark.full), QUANTIZED])
 def test_checkpoints_over_nodes_resume_bit_exactly_and_load_on_one_node(tmp_path, zero):
     went_on = run_ranks(_checkpoint, 4, str(tmp_path), 2, zero, False)
     resumed = run_ranks(_checkpoint, 4, str(tmp_path), 2, zero, True)

@@ -286,7 +286,7 @@ def _train(rank, world, kinds, precision):
         pytest.param(1, "fp32", marks=pytest.mark.full),
         (2, "fp32"),
         pytest.param(2, "bf16", marks=pytest.mark.full),
-        (2, "fp16"),
+        pytest.param(2, "fp16", marks=pytest.mark.full),
     ],
 )
 def test_all_stages_have_equal_bits_and_follow_torch(world, precision):

@@ -70,7 +70,12 @@ def test_the_same_bits_as_in_memory(world, zero, kinds, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "world, precision, gas", [(1, "bf16", 1), pytest.param(2, "bf16", 2, marks=pytest.mark.full), (1, "fp16", 2)]
+    "world, precision, gas",
+    [
+        (1, "bf16", 1),
+        pytest.param(2, "bf16", 2, marks=pytest.mark.full),
+        pytest.param(1, "fp16", 2, marks=pytest.mark.full),
+    ],
 )
 def test_16_bit_and_accumulation(world, precision, gas, tmp_path):
     base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
@@ -194,7 +199,7 @@ def _everything(rank, world, cfg, out):
     return found
 
 
-@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize("world, precision", [pytest.param(1, "fp32", marks=pytest.mark.full), (2, "bf16")])
 def test_access_writes_freezing_and_checkpoints(world, precision, tmp_path):
     base = tiny.config(3, micro=2, precision=precision, deepc={"bucket_elems": 8192})
     folder = tmp_path / "disk"

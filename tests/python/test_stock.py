@@ -334,6 +334,7 @@ def test_fsdp2(form):
     equal(out[0][4], {k: v + 1 for k, v in out[0][1].items()}, "weights that rank 0 sent")
 
 
+@pytest.mark.full
 def test_hsdp():
     as_on_gloo(fsdp, 4, "hsdp22", core=["coll_all_gather", "coll_reduce_scatter", "coll_all_reduce"])
 
@@ -639,7 +640,9 @@ def functional(rank, world, compiler):
     return out, value.detach(), x.grad
 
 
-@pytest.mark.parametrize("compiler", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "compiler", [None, *(pytest.param(c, marks=pytest.mark.full) for c in ("aot_eager", "inductor"))]
+)
 def test_functional_collectives(compiler):
     core = [f"coll_{n}" for n in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")]
     as_on_gloo(functional, 2, compiler, core=core)

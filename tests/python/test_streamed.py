@@ -232,7 +232,7 @@ def check(ranks, persistent=False):
         pytest.param(2, NO_LIMITS, list(TINY), marks=pytest.mark.full),
         (2, LIMITS, ["plain", "unused", "recompute", "all-reentrant"]),
         (1, LIMITS, ["all"]),
-        (3, LIMITS, ["all"]),
+        pytest.param(3, LIMITS, ["all"], marks=pytest.mark.full),
     ],
     ids=["2", "2-limits", "1-limits", "3-limits"],
 )
@@ -251,7 +251,7 @@ def test_the_same_bits_as_resident_mode(world, zero, kinds):
                 )
 
 
-@pytest.mark.parametrize("precision, gas", [("bf16", 2), ("fp16", 1)])
+@pytest.mark.parametrize("precision, gas", [("bf16", 2), pytest.param("fp16", 1, marks=pytest.mark.full)])
 def test_16_bit_and_accumulation(precision, gas):
     base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
     check(
@@ -674,6 +674,7 @@ def _over_a_network(rank, world, cases):
     return _against_stage_2(rank, world, _tiny_training, cases, LIMITS, "bf16")
 
 
+@pytest.mark.full
 @needs_hosts
 def test_uneven_hosts():
     """Two ranks on one host and one on another, with a network between them."""

@@ -149,7 +149,7 @@ def test_two_ranks_give_the_bits_of_states_in_memory(tmp_path, stage, precision)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c != "plain"])
-@pytest.mark.parametrize("stage, precision", [(1, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize("stage, precision", [pytest.param(1, "bf16", marks=pytest.mark.full), (3, "fp32")])
 def test_whatever_the_step_does(tmp_path, stage, precision, case):
     run_quietly(_same_bits, 2, str(tmp_path), stage, precision, case)
 
@@ -221,7 +221,9 @@ def _access(rank, world, folder, stage, precision):
         e.destroy()
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    "stage, precision", [*(pytest.param(s, "bf16", marks=pytest.mark.full) for s in (0, 2)), (1, "fp32"), (3, "bf16")]
+)
 def test_states_are_read_and_written_through_windows(tmp_path, stage, precision):
     run_quietly(_access, 2, str(tmp_path), stage, precision)
 
@@ -313,7 +315,9 @@ def _checkpoints(rank, world, folder, saves, stage, precision):
 
 
 @pytest.mark.parametrize("saves", [0, 1], ids=["from memory", "from disk"])
-@pytest.mark.parametrize("stage, precision", [(0, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    "stage, precision", [(0, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.full), (3, "bf16")]
+)
 def test_checkpoints_go_from_disk_to_memory_and_back(tmp_path, saves, stage, precision):
     run_quietly(_checkpoints, 2, str(tmp_path), saves, stage, precision)
 
@@ -385,8 +389,13 @@ def _goes_on(rank, world, folder, stage, precision, bad_rank, share, case="plain
         e.destroy()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.95])
-@pytest.mark.parametrize("stage, precision", [(1, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(
+    "stage, precision, share",
+    [
+        *((1, "bf16", 0.5), (3, "fp32", 0.5)),
+        *(pytest.param(*c, s, marks=pytest.mark.full) for c in ((1, "bf16"), (3, "fp32")) for s in (0.0, 0.95)),
+    ],
+)
 def test_a_step_that_the_disk_broke_off_goes_on(tmp_path, stage, precision, share):
     run_quietly(_goes_on, 2, str(tmp_path), stage, precision, 1, share)
 

@@ -159,6 +159,7 @@ def _with_and_without(rank, world, cases):
     return [[_training(rank, world, *case, init) for init in (False, True)] for case in cases]
 
 
+@pytest.mark.full
 def test_training_has_the_same_bits_as_without_init():
     for cases in run_ranks(_with_and_without, 3, [(3, "fp32"), (2, "fp32")]):
         for without, built in cases:

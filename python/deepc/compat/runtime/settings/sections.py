@@ -267,6 +267,8 @@ class DeepSpeedZeroConfig(Section):
             self.overlap_comm = self.stage == ZeroStageEnum.weights
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1 and self.stage != 3:
             raise MisuseError("DeepSpeedZeroConfig: offload_optimizer.ratio < 1 needs stage 3")
+        if self.elastic_checkpoint and self.stage == ZeroStageEnum.weights:
+            logger.warning("elastic checkpointing is deprecated at stage 3, and every checkpoint of deepc is elastic")
 
 
 # ---- monitors --------------------------------------------------------------------------------------------------------
