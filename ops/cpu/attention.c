@@ -18,29 +18,24 @@ DC_INLINE tile_rows att_head(const void *p, int dt, const int64_t *stride, int64
                      tile_round(dim, TILE_WIDTH)};
 }
 
-/* Left operand, inner dimension down the rows: [width][words of n]. */
-DC_INLINE void att_pack_columns(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int pairs) {
-  float words[TILE_DIM];
-  const int64_t lda = tile_words(n, pairs);
-  for (int64_t i = 0; i < lda; i++) {
-    tile_down(words, x, dt, begin, i, pairs);
-    for (int64_t c = 0; c < x->width; c++) to[c * lda + i] = words[c];
-  }
-}
-
-/* Right operand, inner dimension down the rows: [panels of width][words of n][NR]. */
-DC_INLINE void att_pack_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int pairs) {
+/* Inner dimension down the rows, in panels of nr columns: [panels of width][words of n][nr]. A right operand, and by
+ * nr = the rows of a product a left one. */
+DC_INLINE void att_pack_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int nr, int pairs) {
   float words[TILE_DIM];
   const int64_t k = tile_words(n, pairs);
   for (int64_t i = 0; i < k; i++) {
     tile_down(words, x, dt, begin, i, pairs);
-    for (int64_t c = 0; c < x->width; c += NR) memcpy(to + (c / NR * k + i) * NR, words + c, NR * sizeof *to);
+    for (int64_t c = 0; c < x->width; c += nr) memcpy(to + (c / nr * k + i) * nr, words + c, (size_t)nr * sizeof *to);
   }
 }
+/* What it packed, as a left operand from row `begin` on; n: rows that were packed. */
+DC_INLINE tile_left att_columns(const float *at, int64_t begin, int64_t n, int mr, int pairs) {
+  return (tile_left){at + tile_words(begin, pairs) * mr, 1, mr, tile_words(n, pairs) * mr};
+}
 
-/* The same by tiles of n rows: [tiles][width][words of n]. */
-DC_INLINE void att_pack_tiles(float *to, const tile_rows *x, int dt, int64_t end, int64_t n, int pairs) {
-  for (int64_t c = 0; c < end; c += n) att_pack_columns(to + c * tile_words(x->width, pairs), x, dt, c, n, pairs);
+/* Columns of panels [width][nr], 16 of them, become rows of width. */
+DC_INLINE void att_rows_of(float *row, const float *panels, int64_t i, int64_t width, int nr) {
+  tile_turn(row, width, panels + i / nr * width * nr + i % nr, nr, width, LANES);
 }
 
 /* ---- masks ------------------------------------------------------------------------------------------------------- */
@@ -76,11 +71,11 @@ DC_INLINE vf att_add_bias(vf x, const att_sight *s, int64_t i, int64_t j) {
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 typedef struct att_scratch {
-  float *k, *v; /* [keys][words], [chunks][width][words] */
-  float *q, *p; /* right operands: [PANELS][words][NR], [PANELS][words of a chunk][NR] */
-  float *score, *out; /* [PANELS][ATT_CHUNK][NR], [PANELS][width][NR] */
+  float *k, *v; /* left operands: [keys][words], [width / rows of a product][words of keys][those rows] */
+  float *q, *p; /* right operands, in panels of nr queries: [words][nr], [words of a chunk][nr] */
+  float *score, *out; /* in such panels: [ATT_CHUNK][nr], [width][nr] */
   float *max, *sum; /* [ATT_QUERIES] */
-  float *chosen; /* of v: [width][words of a chunk] */
+  int64_t keys; /* whole chunks */
 } att_scratch;
 
 DC_INLINE att_scratch att_lay_out(float *at, int64_t keys, int64_t width) {
@@ -88,7 +83,7 @@ DC_INLINE att_scratch att_lay_out(float *at, int64_t keys, int64_t width) {
   att_scratch s;
   s.k = at, s.v = s.k + kp * width, s.q = s.v + kp * width, s.out = s.q + ATT_QUERIES * width;
   s.score = s.out + ATT_QUERIES * width, s.p = s.score + ATT_QUERIES * ATT_CHUNK;
-  s.max = s.p + ATT_QUERIES * ATT_CHUNK, s.sum = s.max + ATT_QUERIES, s.chosen = s.sum + 3 * ATT_QUERIES;
+  s.max = s.p + ATT_QUERIES * ATT_CHUNK, s.sum = s.max + ATT_QUERIES, s.keys = kp;
   return s;
 }
 
@@ -110,66 +105,66 @@ DC_INLINE vf att_largest(const dc_attention_args *a, float *at, int64_t i, int64
 }
 
 /* Scores become probabilities; their sums. */
-DC_INLINE vf att_exponentials(float *p, float *at, int64_t n, vf scale, vf max, int pairs) {
+DC_INLINE vf att_exponentials(float *p, float *at, int64_t n, vf scale, vf max, int nr, int pairs) {
   vf sum = v_set1(0.0f);
   const vf base = v_sub(v_set1(0.0f), max);
 #if defined(__AVX512BF16__)
   if (pairs) {
     for (int64_t j = 0; j < n; j += 2) {
-      const vf even = v_exp_nonpos(v_fma(v_load32(at + j * NR, LANES), scale, base));
-      const vf odd = v_exp_nonpos(v_fma(v_load32(at + (j + 1) * NR, LANES), scale, base));
+      const vf even = v_exp_nonpos(v_fma(v_load32(at + j * nr, LANES), scale, base));
+      const vf odd = v_exp_nonpos(v_fma(v_load32(at + (j + 1) * nr, LANES), scale, base));
       sum = v_add(v_add(sum, even), odd);
-      vi_store(p + j / 2 * NR, v_pair_bf16(even, odd));
+      vi_store(p + j / 2 * nr, v_pair_bf16(even, odd));
     }
     return sum;
   }
 #endif
   (void)pairs;
   for (int64_t j = 0; j < n; j++) {
-    const vf e = v_exp_nonpos(v_fma(v_load32(at + j * NR, LANES), scale, base));
+    const vf e = v_exp_nonpos(v_fma(v_load32(at + j * nr, LANES), scale, base));
     sum = v_add(sum, e);
-    v_store32(p + j * NR, LANES, e);
+    v_store32(p + j * nr, LANES, e);
   }
   return sum;
 }
 
 /* What was summed so far counts e^(old - new maximum) of itself. */
-DC_INLINE void att_shrink(float *out, int64_t width, vf keep) {
-  for (int64_t c = 0; c < width; c++) v_store32(out + c * NR, LANES, v_mul(v_load32(out + c * NR, LANES), keep));
+DC_INLINE void att_shrink(float *out, int64_t width, vf keep, int nr) {
+  for (int64_t c = 0; c < width; c++) v_store32(out + c * nr, LANES, v_mul(v_load32(out + c * nr, LANES), keep));
 }
 
 /* n scores of 16 queries, number g of the block, become probabilities. top: the largest of them; begun: there were keys
  * before. */
 DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *at, vf top, int64_t n, int64_t width,
-                          int begun, int pairs) {
+                          int begun, int nr, int pairs) {
   const vf scale = v_set1(factor), old = v_load32(s->max + g, LANES);
-  float *out = s->out + g / NR * width * NR + g % NR;
-  float *p = pairs ? s->p + g / NR * (ATT_CHUNK / 2) * NR + g % NR : at;
+  float *out = s->out + g / nr * width * nr + g % nr;
+  float *p = pairs ? s->p + g / nr * (ATT_CHUNK / 2) * nr + g % nr : at;
   vf max = v_max(old, v_mul(top, scale));
   max = v_max(max, v_set1(ATT_LOWEST));
-  const vf sum = att_exponentials(p, at, n, scale, max, pairs), keep = v_exp_nonpos(v_sub(old, max));
+  const vf sum = att_exponentials(p, at, n, scale, max, nr, pairs), keep = v_exp_nonpos(v_sub(old, max));
   v_store32(s->sum + g, LANES, v_fma(v_load32(s->sum + g, LANES), keep, sum));
   v_store32(s->max + g, LANES, max);
-  if (begun) att_shrink(out, width, keep);
+  if (begun) att_shrink(out, width, keep, nr);
 }
 
 DC_INLINE void att_softmax(const dc_attention_args *a, const att_scratch *s, int64_t i, int64_t c, int64_t n,
                            int64_t width, int pairs) {
   for (int64_t g = 0; g < ATT_QUERIES; g += LANES) {
     float *at = s->score + g / NR * ATT_CHUNK * NR + g % NR;
-    att_absorb(s, a->scale, g, at, att_largest(a, at, i + g, c, n), n, width, c > 0, pairs);
+    att_absorb(s, a->scale, g, at, att_largest(a, at, i + g, c, n), n, width, c > 0, NR, pairs);
   }
 }
 
 /* out^T, divided by the sums, goes to its rows. */
 DC_INLINE void att_finish(const dc_attention_args *a, const att_scratch *s, int dt, int64_t b, int64_t h, int64_t i,
-                          int64_t queries, int64_t width) {
+                          int64_t queries, int64_t width, int nr) {
   const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
-  float *lse = a->lse + (b * a->heads + h) * a->rows, row[TILE_DIM];
+  float *lse = a->lse + (b * a->heads + h) * a->rows, rows[LANES * TILE_DIM];
   for (int64_t r = 0; r < queries && i + r < a->rows; r++) {
-    const float *from = s->out + r / NR * width * NR + r % NR, sum = s->sum[r];
+    const float *row = rows + r % LANES * width, sum = s->sum[r];
     char *to = (char *)(uintptr_t)out.at + (i + r) * out.stride;
-    for (int64_t c = 0; c < width; c++) row[c] = from[c * NR];
+    if (r % LANES == 0) att_rows_of(rows, s->out, r, width, nr);
     for (int64_t c = 0; c < a->dim; c += LANES)
       v_put(to, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
             sum == 0.0f ? v_set1(0.0f) : v_div(v_load32(row + c, LANES), v_set1(sum)));
@@ -185,28 +180,28 @@ DC_INLINE void att_queries(const dc_attention_args *a, const att_scratch *s, con
   const tile_panels p = pairs ? (tile_panels){s->p, chunk * NR} : score;
   for (int r = 0; r < ATT_QUERIES; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
   if (limit <= 0) memset(s->out, 0, (size_t)(ATT_QUERIES * width) * sizeof *s->out);
-  tile_pack_across(s->q, q, dt, i, ATT_QUERIES, pairs);
+  tile_pack_across(s->q, q, dt, i, ATT_QUERIES, NR, pairs);
   for (int64_t c = 0; c < limit; c += ATT_CHUNK) {
     const int64_t n = att_chunk(limit, c);
-    tile_multiply(score, s->k + c * w, w, query, n, PANELS, w, pairs, 0);
+    tile_multiply(score, tile_by_rows(s->k + c * w, w, MR), query, n, PANELS, w, NR, pairs, 0);
     att_softmax(a, s, i, c, n, width, pairs);
-    if (c == 0) tile_multiply(out, s->v, chunk, p, width, PANELS, tile_words(n, pairs), pairs, 0);
-    else
-      tile_multiply(out, s->v + c * tile_words(width, pairs), chunk, p, width, PANELS, tile_words(n, pairs), pairs, 1);
+    const tile_left v = att_columns(s->v, c, s->keys, MR, pairs);
+    if (c == 0) tile_multiply(out, v, p, width, PANELS, tile_words(n, pairs), NR, pairs, 0);
+    else tile_multiply(out, v, p, width, PANELS, tile_words(n, pairs), NR, pairs, 1);
   }
-  att_finish(a, s, dt, b, h, i, ATT_QUERIES, width);
+  att_finish(a, s, dt, b, h, i, ATT_QUERIES, width, NR);
 }
 
 /* ---- forward, some of the keys -------------------------------------------------------------------------------------
  */
 /* As att_largest, of queries g to g + 16 of the tiles, i being the first of them; adds the bias. */
 DC_INLINE vf att_largest_seen(const att_sight *s, float *at, int64_t i, int64_t g, const att_tile *tiles, int count,
-                              int64_t tile) {
+                              int64_t tile, int nr) {
   const vf hidden = v_set1(-HUGE_VALF), group = s->q_group ? att_group_lanes(s, i) : hidden;
   vf max = hidden;
   for (int t = 0; t < count; t++) {
     const enum att_part part = tiles[t].part[g / ATT_STEP];
-    for (int64_t r = 0; r < tile; r++, at += NR) {
+    for (int64_t r = 0; r < tile; r++, at += nr) {
       vf x = v_load32(at, LANES);
       if (part == ATT_WHOLE && !s->biased) {
         max = v_max(max, x);
@@ -224,49 +219,48 @@ DC_INLINE vf att_largest_seen(const att_sight *s, float *at, int64_t i, int64_t 
 
 /* Scores of the tiles: neighbours in one product. */
 DC_INLINE void att_score_tiles(const att_scratch *s, tile_panels query, const att_tile *tiles, int count, int64_t tile,
-                               int64_t panels, int64_t w, int pairs) {
+                               int64_t panels, int64_t w, int nr, int pairs) {
   for (int t = 0, n; t < count; t += n) {
     for (n = 1; t + n < count && tiles[t + n].first == tiles[t].first + n * tile;) n++;
-    tile_multiply((tile_panels){s->score + t * tile * NR, ATT_CHUNK * NR}, s->k + tiles[t].first * w, w, query,
-                  n * tile, panels, w, pairs, 0);
+    tile_multiply((tile_panels){s->score + t * tile * nr, ATT_CHUNK * nr},
+                  tile_by_rows(s->k + tiles[t].first * w, w, tile_mr(nr)), query, n * tile, panels, w, nr, pairs, 0);
   }
 }
 
-/* v of the tiles, side by side. */
-DC_INLINE void att_choose(const att_scratch *s, const att_tile *tiles, int count, int64_t tile, int64_t width,
-                          int pairs) {
-  const int64_t words = tile_words(tile, pairs), chunk = tile_words(ATT_CHUNK, pairs);
-  for (int t = 0; t < count; t++) {
-    const float *from = s->v + tiles[t].first * tile_words(width, pairs);
-    for (int64_t c = 0; c < width; c++)
-      memcpy(s->chosen + c * chunk + t * words, from + c * words, (size_t)words * sizeof *from);
-  }
+/* Probabilities of the tiles times their v. */
+DC_INLINE void att_add_tiles(const att_scratch *s, tile_panels out, tile_panels p, const att_tile *tiles, int count,
+                             int64_t tile, int64_t width, int64_t panels, int nr, int pairs, int begun) {
+  int64_t first[ATT_CHUNK / ATT_STEP];
+  for (int t = 0; t < count; t++) first[t] = tile_words(tiles[t].first, pairs);
+  const tile_runs runs = {first, count, tile_words(tile, pairs)};
+  const tile_left v = att_columns(s->v, 0, s->keys, tile_mr(nr), pairs);
+  if (begun) tile_multiply_runs(out, v, p, width, panels, runs, nr, pairs, 1);
+  else tile_multiply_runs(out, v, p, width, panels, runs, nr, pairs, 0);
 }
 
 /* `queries` from i on; tile: keys that are seen or not together. */
 DC_INLINE void att_some_queries(const dc_attention_args *a, const att_sight *sight, const att_scratch *s,
-                                const tile_rows *q, int dt, int64_t i, int64_t queries, int64_t tile, int pairs) {
+                                const tile_rows *q, int dt, int64_t i, int64_t queries, int64_t tile, int nr,
+                                int pairs) {
   const int64_t width = q->width, w = tile_words(width, pairs), chunk = tile_words(ATT_CHUNK, pairs);
-  const int64_t panels = queries / NR;
-  const tile_panels query = {s->q, w * NR}, out = {s->out, width * NR};
-  const tile_panels p = pairs ? (tile_panels){s->p, chunk * NR} : (tile_panels){s->score, ATT_CHUNK * NR};
+  const int64_t panels = queries / nr;
+  const tile_panels query = {s->q, w * nr}, out = {s->out, width * nr};
+  const tile_panels p = pairs ? (tile_panels){s->p, chunk * nr} : (tile_panels){s->score, ATT_CHUNK * nr};
   att_tile tiles[ATT_CHUNK / ATT_STEP];
   int64_t at = 0;
   int begun = 0;
   for (int64_t r = 0; r < queries; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
-  memset(s->out, 0, (size_t)(queries * width) * sizeof *s->out);
-  tile_pack_across(s->q, q, dt, i, queries, pairs);
+  tile_pack_across(s->q, q, dt, i, queries, nr, pairs);
   for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, tiles)) > 0; begun = 1) {
-    const int64_t n = count * tile;
-    att_score_tiles(s, query, tiles, count, tile, panels, w, pairs);
+    att_score_tiles(s, query, tiles, count, tile, panels, w, nr, pairs);
     for (int64_t g = 0; g < queries; g += LANES) {
-      float *score = s->score + g / NR * ATT_CHUNK * NR + g % NR;
-      const vf top = att_largest_seen(sight, score, i + g, g, tiles, count, tile);
-      att_absorb(s, a->scale, g, score, top, n, width, begun, pairs);
+      float *score = s->score + g / nr * ATT_CHUNK * nr + g % nr;
+      const vf top = att_largest_seen(sight, score, i + g, g, tiles, count, tile, nr);
+      att_absorb(s, a->scale, g, score, top, count * tile, width, begun, nr, pairs);
     }
-    att_choose(s, tiles, count, tile, width, pairs);
-    tile_multiply(out, s->chosen, chunk, p, width, panels, tile_words(n, pairs), pairs, 1);
+    att_add_tiles(s, out, p, tiles, count, tile, width, panels, nr, pairs, begun);
   }
+  if (!begun) memset(s->out, 0, (size_t)(queries * width) * sizeof *s->out);
 }
 
 DC_INLINE void att_some_head(const dc_attention_args *a, const att_scratch *s, int dt, int64_t b, int64_t h,
@@ -275,9 +269,10 @@ DC_INLINE void att_some_head(const dc_attention_args *a, const att_scratch *s, i
   const att_sight sight = ATT_SIGHT(a, b, h);
   const int64_t queries = att_tile_queries(&a->mask), tile = att_tile_keys(&a->mask);
   for (int64_t i = 0; i < a->rows; i += queries) {
-    if (tile == 64) att_some_queries(a, &sight, s, &q, dt, i, 64, 64, pairs);
-    else att_some_queries(a, &sight, s, &q, dt, i, 32, tile, pairs);
-    att_finish(a, s, dt, b, h, i, queries, width);
+    if (tile == 64) att_some_queries(a, &sight, s, &q, dt, i, 64, 64, NR, pairs);
+    else if (tile == 32) att_some_queries(a, &sight, s, &q, dt, i, 32, 32, NR, pairs);
+    else att_some_queries(a, &sight, s, &q, dt, i, 16, 16, LANES, pairs);
+    att_finish(a, s, dt, b, h, i, queries, width, tile == 16 ? LANES : NR);
   }
 }
 
@@ -289,7 +284,8 @@ DC_INLINE void att_forward(const dc_attention_args *a, int dt, int64_t b, int64_
   const att_scratch s = att_lay_out(scratch, a->keys, k.width);
   tile_pack_rows(s.k, &k, dt, 0, kp, pairs);
   const int some = att_masked(&a->mask);
-  att_pack_tiles(s.v, &v, dt, kp, some ? att_tile_keys(&a->mask) : ATT_CHUNK, pairs);
+  if (some && att_tile_keys(&a->mask) == 16) att_pack_down(s.v, &v, dt, 0, kp, tile_mr(LANES), pairs);
+  else att_pack_down(s.v, &v, dt, 0, kp, MR, pairs);
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
     if (some) {
       att_some_head(a, &s, dt, b, h, k.width, pairs);
@@ -307,9 +303,9 @@ void DC_BODY(attention)(const dc_attention_args *a, int64_t b, int64_t kv, float
 /* ---- gradient ---------------------------------------------------------------------------------------------------- */
 /* A block is `queries` x `keys`, of which the scratch has room for ATT_QUERIES x ATT_KEYS. */
 typedef struct att_back {
-  float *k, *v, *kt; /* left: [keys][words] twice, [blocks][width][words of keys] */
+  float *k, *v, *kt; /* left: [keys][words] twice, [words of keys][width] (k itself but for pairs) */
   float *q, *dout, *q_down, *dout_down; /* right, by blocks of queries */
-  float *dq, *dk, *dv; /* [panels of NR queries][width][NR]; [blocks][width / NR][keys][NR] */
+  float *dq, *dk, *dv; /* [panels of nr queries][width][nr]; [blocks][width / NR][keys][NR] */
   float *lse, *delta; /* [queries] */
   float *score, *dp, *p_rows, *ds_rows, *ds; /* a block */
 } att_back;
@@ -373,35 +369,37 @@ DC_INLINE att_two att_probability(const dc_attention_grad_args *a, const att_bac
 DC_INLINE void att_block_ds(const dc_attention_grad_args *a, const att_back *s, const att_sight *sight,
                             const enum att_part *part, int64_t i, int64_t queries, int64_t j, int64_t keys, int plain,
                             int pairs) {
+  const int nr = queries < NR ? LANES : NR, both = queries > LANES; /* vectors of 16 queries at a time */
   for (int64_t r = 0; r < keys; r += 2)
-    for (int64_t g = 0; g < queries; g += 2 * LANES) {
+    for (int64_t g = 0; g < queries; g += (both + 1) * LANES) {
       att_two t[2][2];
       for (int k = 0; k < 2; k++)
-        for (int u = 0; u < 2; u++) {
+        for (int u = 0; u <= both; u++) {
           const int64_t c = g + u * LANES;
-          t[k][u] = att_probability(a, s, sight, part[c / LANES], (c / NR * keys + r + k) * NR + c % NR, i + c,
+          t[k][u] = att_probability(a, s, sight, part[c / LANES], (c / nr * keys + r + k) * nr + c % nr, i + c,
                                     j + r + k, plain);
         }
 #if defined(__AVX512BF16__)
       if (pairs) {
-        for (int k = 0; k < 2; k++) {
-          vi_store(s->p_rows + ((r + k) * queries + g) / 2, v_join_bf16(t[k][0].p, t[k][1].p));
-          vi_store(s->ds_rows + ((r + k) * queries + g) / 2, v_join_bf16(t[k][0].ds, t[k][1].ds));
+        for (int k = 0; k <= both; k++) { /* a row of 32 queries, or two rows of 16 */
+          const att_two *x = &t[k][0], *y = both ? &t[k][1] : &t[1][0];
+          vi_store(s->p_rows + ((r + k) * queries + g) / 2, v_join_bf16(x->p, y->p));
+          vi_store(s->ds_rows + ((r + k) * queries + g) / 2, v_join_bf16(x->ds, y->ds));
         }
-        for (int u = 0; u < 2; u++) {
+        for (int u = 0; u <= both; u++) {
           const int64_t c = g + u * LANES;
-          vi_store(s->ds + (c / NR * (keys / 2) + r / 2) * NR + c % NR, v_pair_bf16(t[0][u].ds, t[1][u].ds));
+          vi_store(s->ds + (c / nr * (keys / 2) + r / 2) * nr + c % nr, v_pair_bf16(t[0][u].ds, t[1][u].ds));
         }
         continue;
       }
 #endif
       (void)pairs;
       for (int k = 0; k < 2; k++)
-        for (int u = 0; u < 2; u++) {
+        for (int u = 0; u <= both; u++) {
           const int64_t c = g + u * LANES;
           v_store32(s->p_rows + (r + k) * queries + c, LANES, t[k][u].p);
           v_store32(s->ds_rows + (r + k) * queries + c, LANES, t[k][u].ds);
-          v_store32(s->ds + (c / NR * keys + r + k) * NR + c % NR, LANES, t[k][u].ds);
+          v_store32(s->ds + (c / nr * keys + r + k) * nr + c % nr, LANES, t[k][u].ds);
         }
     }
 }
@@ -410,23 +408,26 @@ DC_INLINE void att_block_ds(const dc_attention_grad_args *a, const att_back *s, 
 DC_INLINE void att_block(const dc_attention_grad_args *a, const att_back *s, const att_sight *sight, int64_t i,
                          int64_t queries, int64_t j, int64_t keys, int64_t width, int pairs) {
   const int64_t w = tile_words(width, pairs), q_words = tile_words(queries, pairs), k_words = tile_words(keys, pairs);
-  const int64_t q = i * w, down = i * tile_words(width, pairs), across = width / NR, panels = queries / NR;
-  const tile_panels score = {s->score, keys * NR}, dp = {s->dp, keys * NR};
+  const int nr = queries < NR ? LANES : NR, mr = tile_mr(nr);
+  const int64_t q = i * w, across = width / NR, panels = queries / nr;
+  const tile_panels score = {s->score, keys * nr}, dp = {s->dp, keys * nr};
   att_tile t;
   if (!att_look(sight, i, queries, j, keys, &t)) return;
   int plain = !sight->biased;
   for (int64_t g = 0; g < queries; g += LANES) plain &= t.part[g / LANES] == ATT_WHOLE;
-  tile_multiply(score, s->k + j * w, w, (tile_panels){s->q + q, w * NR}, keys, panels, w, pairs, 0);
-  tile_multiply(dp, s->v + j * w, w, (tile_panels){s->dout + q, w * NR}, keys, panels, w, pairs, 0);
+  tile_multiply(score, tile_by_rows(s->k + j * w, w, mr), (tile_panels){s->q + q, w * nr}, keys, panels, w, nr, pairs,
+                0);
+  tile_multiply(dp, tile_by_rows(s->v + j * w, w, mr), (tile_panels){s->dout + q, w * nr}, keys, panels, w, nr, pairs,
+                0);
   if (plain) att_block_ds(a, s, sight, t.part, i, queries, j, keys, 1, pairs);
   else att_block_ds(a, s, sight, t.part, i, queries, j, keys, 0, pairs);
   const tile_panels dk = {s->dk + j * width, keys * NR}, dv = {s->dv + j * width, keys * NR};
-  tile_multiply(dv, s->p_rows, q_words, (tile_panels){s->dout_down + down, q_words * NR}, keys, across, q_words, pairs,
-                1);
-  tile_multiply(dk, s->ds_rows, q_words, (tile_panels){s->q_down + down, q_words * NR}, keys, across, q_words, pairs,
-                1);
-  tile_multiply((tile_panels){s->dq + i * width, width * NR}, s->kt + j * w, k_words,
-                (tile_panels){s->ds, k_words * NR}, width, panels, k_words, pairs, 1);
+  tile_multiply(dv, tile_by_rows(s->p_rows, q_words, MR), (tile_panels){s->dout_down + q, q_words * NR}, keys, across,
+                q_words, NR, pairs, 1);
+  tile_multiply(dk, tile_by_rows(s->ds_rows, q_words, MR), (tile_panels){s->q_down + q, q_words * NR}, keys, across,
+                q_words, NR, pairs, 1);
+  tile_multiply((tile_panels){s->dq + i * width, width * nr}, tile_by_columns(s->kt + j * w, width, mr),
+                (tile_panels){s->ds, k_words * nr}, width, panels, k_words, nr, pairs, 1);
 }
 
 DC_INLINE void att_store_row(void *to, int dt, const float *row, int64_t dim) {
@@ -437,13 +438,12 @@ DC_INLINE void att_store_row(void *to, int dt, const float *row, int64_t dim) {
 }
 
 DC_INLINE void att_give_queries(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h,
-                                int64_t width) {
+                                int64_t width, int nr) {
   const tile_rows to = att_head(a->dq, dt, a->dq_stride, b, h, a->rows, a->dim);
-  float row[TILE_DIM];
+  float rows[LANES * TILE_DIM];
   for (int64_t i = 0; i < a->rows; i++) {
-    const float *from = s->dq + i / NR * NR * width + i % NR;
-    for (int64_t c = 0; c < width; c++) row[c] = from[c * NR];
-    att_store_row((char *)(uintptr_t)to.at + i * to.stride, dt, row, a->dim);
+    if (i % LANES == 0) att_rows_of(rows, s->dq, i, width, nr);
+    att_store_row((char *)(uintptr_t)to.at + i * to.stride, dt, rows + i % LANES * width, a->dim);
   }
 }
 
@@ -464,18 +464,21 @@ DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s,
   const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
   const tile_rows dout = att_head(a->dout, dt, a->dout_stride, b, h, a->rows, a->dim);
   const int64_t w = tile_words(q.width, pairs), qp = tile_round(a->rows, ATT_QUERIES);
+  const int nr = queries < NR ? LANES : NR;
   const att_sight sight = ATT_SIGHT(a, b, h);
   for (int64_t i = 0; i < qp; i += queries) {
-    tile_pack_across(s->q + i * w, &q, dt, i, queries, pairs);
-    tile_pack_across(s->dout + i * w, &dout, dt, i, queries, pairs);
-    att_pack_down(s->q_down + i * w, &q, dt, i, queries, pairs);
-    att_pack_down(s->dout_down + i * w, &dout, dt, i, queries, pairs);
+    tile_pack_across(s->q + i * w, &q, dt, i, queries, nr, pairs);
+    tile_pack_across(s->dout + i * w, &dout, dt, i, queries, nr, pairs);
+    att_pack_down(s->q_down + i * w, &q, dt, i, queries, NR, pairs);
+    att_pack_down(s->dout_down + i * w, &dout, dt, i, queries, NR, pairs);
   }
   att_deltas(a, s, dt, b, h);
   memset(s->dq, 0, (size_t)(qp * q.width) * sizeof *s->dq);
   for (int64_t j = 0; j < a->keys; j += keys)
-    for (int64_t i = 0; i < a->rows; i += queries) att_block(a, s, &sight, i, queries, j, keys, q.width, pairs);
-  att_give_queries(a, s, dt, b, h, q.width);
+    for (int64_t i = att_next_query(&sight, 0, j, queries); i < a->rows;
+         i = att_next_query(&sight, i + queries, j, queries))
+      att_block(a, s, &sight, i, queries, j, keys, q.width, pairs);
+  att_give_queries(a, s, dt, b, h, q.width, nr);
 }
 
 DC_INLINE void att_backward(const dc_attention_grad_args *a, int dt, int64_t b, int64_t kv, float *scratch) {
@@ -483,16 +486,18 @@ DC_INLINE void att_backward(const dc_attention_grad_args *a, int dt, int64_t b, 
   const int64_t group = a->heads / a->kv_heads, kp = tile_round(a->keys, ATT_KEYS);
   const tile_rows k = att_head(a->k, dt, a->k_stride, b, kv, a->keys, a->dim);
   const tile_rows v = att_head(a->v, dt, a->v_stride, b, kv, a->keys, a->dim);
-  const att_back s = att_lay_out_back(scratch, a->rows, a->keys, k.width);
+  att_back s = att_lay_out_back(scratch, a->rows, a->keys, k.width);
+  if (!pairs) s.kt = s.k;
   tile_pack_rows(s.k, &k, dt, 0, kp, pairs);
   tile_pack_rows(s.v, &v, dt, 0, kp, pairs);
   const int64_t keys = att_tile_keys(&a->mask);
-  att_pack_tiles(s.kt, &k, dt, kp, keys, pairs);
+  if (pairs) att_pack_down(s.kt, &k, dt, 0, kp, (int)k.width, pairs);
   memset(s.dk, 0, (size_t)(kp * k.width) * sizeof *s.dk);
   memset(s.dv, 0, (size_t)(kp * k.width) * sizeof *s.dv);
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
     if (keys == ATT_KEYS) att_back_head(a, &s, dt, b, h, ATT_QUERIES, ATT_KEYS, pairs);
-    else att_back_head(a, &s, dt, b, h, 32, keys, pairs);
+    else if (keys == 32) att_back_head(a, &s, dt, b, h, 32, 32, pairs);
+    else att_back_head(a, &s, dt, b, h, 16, 16, pairs);
   }
   att_give_keys(a->dk, a->dk_stride, a, dt, b, kv, s.dk, keys, k.width);
   att_give_keys(a->dv, a->dv_stride, a, dt, b, kv, s.dv, keys, k.width);

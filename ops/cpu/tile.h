@@ -1,8 +1,9 @@
 /* tile.h: products of small matrices, for attention.c.
  *
- * `tile_product` holds MR x NR sums in registers and walks the inner dimension. Its left operand lies row by row, its
- * right one in panels of NR columns. Elements are 4-byte words: a float, or, where the processor has VDPBF16PS, a pair
- * of bf16 that are neighbours in the inner dimension (`pairs`), so one text serves both. */
+ * `tile_product` holds MR x NR sums in registers (or twice the rows of half the columns) and walks the inner
+ * dimension. Its left operand lies by rows or by columns, its right one in panels of NR (or 16) columns. Elements are
+ * 4-byte words: a float, or, where the processor has VDPBF16PS, a pair of bf16 that are neighbours in the inner
+ * dimension (`pairs`), so one text serves both. */
 #ifndef DEEPC_OPS_CPU_TILE_H
 #define DEEPC_OPS_CPU_TILE_H
 
@@ -15,7 +16,7 @@ enum { MR = 8, NV = 2 };
 enum { MR = 4, NV = 1 };
 #endif
 enum { NR = NV * LANES };
-#define TILE_UNROLL _Pragma("GCC unroll 8")
+#define TILE_UNROLL _Pragma("GCC unroll 16")
 
 #if defined(__AVX512BF16__)
 #define TILE_PAIRS(dt) ((dt) == DC_BF16)
@@ -34,32 +35,106 @@ DC_INLINE vf tile_madd(vf sum, const float *a, vf b, int pairs) {
   return v_fma(v_set1(*a), b, sum);
 }
 
-/* c[MR][NR] (+)= a[MR][k] b[k][NR]; k in words. */
-DC_INLINE void tile_product(float *c, const float *a, int64_t lda, const float *b, int64_t k, int pairs, int add) {
-  vf sum[MR][NV];
-  TILE_UNROLL for (int r = 0; r < MR; r++) TILE_UNROLL for (int j = 0; j < NV; j++)
-      sum[r][j] = add ? v_load32(c + r * NR + j * LANES, LANES) : v_set1(0.0f);
-  for (int64_t i = 0; i < k; i++) {
-    vf right[NV];
-    TILE_UNROLL for (int j = 0; j < NV; j++) right[j] = v_load32(b + i * NR + j * LANES, LANES);
-    TILE_UNROLL for (int r = 0; r < MR; r++) TILE_UNROLL for (int j = 0; j < NV; j++)
-        sum[r][j] = tile_madd(sum[r][j], a + r * lda + i, right[j], pairs);
+/* A left operand: element (r, i) of the rows of block n lies at n * block + r * row + i * step. */
+typedef struct tile_left {
+  const float *at;
+  int64_t row, step, block;
+} tile_left;
+
+/* Rows one after the other: [rows][lda]. */
+DC_INLINE tile_left tile_by_rows(const float *at, int64_t lda, int mr) { return (tile_left){at, lda, 1, mr * lda}; }
+/* Its columns one after the other: [k][ld]. */
+DC_INLINE tile_left tile_by_columns(const float *at, int64_t ld, int mr) { return (tile_left){at, 1, ld, mr}; }
+
+/* Which parts of the inner dimension the left operand gives, `words` each, from these words on. */
+typedef struct tile_runs {
+  const int64_t *first;
+  int count;
+  int64_t words;
+} tile_runs;
+
+/* c[mr][nv * LANES] (+)= a[mr][k] b[k][nv * LANES]; mr * nv = MR * NV. */
+DC_INLINE void tile_product(float *c, tile_left a, const float *b, tile_runs k, int mr, int nv, int pairs, int add) {
+  enum { MOST = 16 };
+  const int nr = nv * LANES;
+  vf sum[MOST][NV];
+  TILE_UNROLL for (int r = 0; r < mr; r++) TILE_UNROLL for (int j = 0; j < nv; j++)
+      sum[r][j] = add ? v_load32(c + r * nr + j * LANES, LANES) : v_set1(0.0f);
+  for (int t = 0; t < k.count; t++) {
+    const float *at = a.at + k.first[t] * a.step;
+    for (int64_t i = 0; i < k.words; i++, b += nr) {
+      vf right[NV];
+      TILE_UNROLL for (int j = 0; j < nv; j++) right[j] = v_load32(b + j * LANES, LANES);
+      TILE_UNROLL for (int r = 0; r < mr; r++) TILE_UNROLL for (int j = 0; j < nv; j++)
+          sum[r][j] = tile_madd(sum[r][j], at + r * a.row + i * a.step, right[j], pairs);
+    }
   }
-  TILE_UNROLL for (int r = 0; r < MR; r++) TILE_UNROLL for (int j = 0; j < NV; j++)
-      v_store32(c + r * NR + j * LANES, LANES, sum[r][j]);
+  TILE_UNROLL for (int r = 0; r < mr; r++) TILE_UNROLL for (int j = 0; j < nv; j++)
+      v_store32(c + r * nr + j * LANES, LANES, sum[r][j]);
 }
 
-typedef struct tile_panels { /* [panels][rows][NR], and the words from one panel to the next */
+/* One text for each kind, called: inlined everywhere, they are most of a body's code and of its time to compile. */
+#define TILE_PRODUCT(name, mr, nv, pairs, add)                                                                   \
+  static __attribute__((noinline)) void name(float *c, const tile_left *a, const float *b, const tile_runs *k) { \
+    tile_product(c, *a, b, *k, mr, nv, pairs, add);                                                              \
+  }
+TILE_PRODUCT(tile_wide_set, MR, NV, 0, 0)
+TILE_PRODUCT(tile_wide_add, MR, NV, 0, 1)
+TILE_PRODUCT(tile_slim_set, MR *NV, 1, 0, 0)
+TILE_PRODUCT(tile_slim_add, MR *NV, 1, 0, 1)
+#if defined(__AVX512BF16__)
+TILE_PRODUCT(tile_wide_set_pairs, MR, NV, 1, 0)
+TILE_PRODUCT(tile_wide_add_pairs, MR, NV, 1, 1)
+TILE_PRODUCT(tile_slim_set_pairs, MR *NV, 1, 1, 0)
+TILE_PRODUCT(tile_slim_add_pairs, MR *NV, 1, 1, 1)
+#endif
+DC_INLINE void tile_one(float *c, const tile_left *a, const float *b, const tile_runs *k, int nr, int pairs, int add) {
+#if defined(__AVX512BF16__)
+  if (pairs) {
+    if (nr == NR) (add ? tile_wide_add_pairs : tile_wide_set_pairs)(c, a, b, k);
+    else (add ? tile_slim_add_pairs : tile_slim_set_pairs)(c, a, b, k);
+    return;
+  }
+#endif
+  (void)pairs;
+  if (nr == NR) (add ? tile_wide_add : tile_wide_set)(c, a, b, k);
+  else (add ? tile_slim_add : tile_slim_set)(c, a, b, k);
+}
+
+typedef struct tile_panels { /* [panels][rows][columns of a panel], and the words from one panel to the next */
   float *at;
   int64_t step;
 } tile_panels;
 
-/* c[panels][rows][NR] (+)= a[rows][k] b[panels][k][NR]; rows a multiple of MR. */
-DC_INLINE void tile_multiply(tile_panels c, const float *a, int64_t lda, tile_panels b, int64_t rows, int64_t panels,
-                             int64_t k, int pairs, int add) {
-  for (int64_t p = 0; p < panels; p++)
-    for (int64_t r = 0; r < rows; r += MR)
-      tile_product(c.at + p * c.step + r * NR, a + r * lda, lda, b.at + p * b.step, k, pairs, add);
+/* Rows of a product with panels of nr columns: what the registers hold. */
+DC_INLINE int tile_mr(int nr) { return MR * NR / nr; }
+
+/* c[panels][rows][nr] (+)= a[rows][k] b[panels][k][nr]; nr is NR or LANES, rows a multiple of tile_mr(nr). */
+DC_INLINE void tile_multiply_runs(tile_panels c, tile_left a, tile_panels b, int64_t rows, int64_t panels, tile_runs k,
+                                  int nr, int pairs, int add) {
+  const int mr = tile_mr(nr);
+  for (int64_t p = 0; p < panels; p++) {
+    tile_left left = a;
+    for (int64_t r = 0; r < rows; r += mr, left.at += a.block)
+      tile_one(c.at + p * c.step + r * nr, &left, b.at + p * b.step, &k, nr, pairs, add);
+  }
+}
+
+DC_INLINE void tile_multiply(tile_panels c, tile_left a, tile_panels b, int64_t rows, int64_t panels, int64_t k, int nr,
+                             int pairs, int add) {
+  const int64_t all = 0;
+  tile_multiply_runs(c, a, b, rows, panels, (tile_runs){&all, 1, k}, nr, pairs, add);
+}
+
+/* to[c * ldt + r] = from[r * ldf + c]: words, 16 by 16. */
+DC_INLINE void tile_turn(float *to, int64_t ldt, const float *from, int64_t ldf, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r += LANES)
+    for (int64_t c = 0; c < columns; c += LANES) {
+      vf x[LANES];
+      for (int i = 0; i < LANES; i++) x[i] = v_load32(from + (r + i) * ldf + c, LANES);
+      v_turn(x);
+      for (int i = 0; i < LANES; i++) v_store32(to + (c + i) * ldt + r, LANES, x[i]);
+    }
 }
 
 /* ---- operands from rows ------------------------------------------------------------------------------------------ */
@@ -107,14 +182,13 @@ DC_INLINE void tile_pack_rows(float *to, const tile_rows *x, int dt, int64_t beg
   for (int64_t i = 0; i < n; i++) tile_row(to + i * w, x, dt, begin + i, pairs);
 }
 
-/* Right operand, inner dimension across the rows: [panels of n][words of width][NR]. */
-DC_INLINE void tile_pack_across(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int pairs) {
-  float words[TILE_DIM];
+/* Right operand, inner dimension across the rows: [panels of n][words of width][nr]; n a multiple of 16. */
+DC_INLINE void tile_pack_across(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int nr, int pairs) {
+  float words[LANES * TILE_DIM];
   const int64_t w = tile_words(x->width, pairs);
-  for (int64_t i = 0; i < n; i++) {
-    float *column = to + i / NR * w * NR + i % NR;
-    tile_row(words, x, dt, begin + i, pairs);
-    for (int64_t c = 0; c < w; c++) column[c * NR] = words[c];
+  for (int64_t i = 0; i < n; i += LANES) {
+    tile_pack_rows(words, x, dt, begin + i, LANES, pairs);
+    tile_turn(to + i / nr * w * nr + i % nr, nr, words, w, LANES, w);
   }
 }
 

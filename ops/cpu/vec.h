@@ -155,6 +155,24 @@ DC_INLINE void v_stream16(void *p, __m256i h) { _mm256_stream_si256(p, h); }
 DC_INLINE void v_stream_line(void *dst, const void *src) { _mm512_stream_si512(dst, _mm512_loadu_si512(src)); }
 
 /* Integers: codes of quantised numbers and magnitudes, which order as the bits of |a| do. */
+/* 16 vectors as rows of a matrix become its columns. */
+DC_INLINE void v_turn(vf *x) {
+  __m512 t[LANES];
+  for (int i = 0; i < LANES; i += 4) { /* 4 x 4 within each quarter */
+    const __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    const __m512 c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+    t[i] = _mm512_shuffle_ps(a, c, 0x44), t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm512_shuffle_ps(b, d, 0x44), t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; i++) { /* the quarters among themselves */
+    const __m512 a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
+    const __m512 c = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88),
+                 d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xdd);
+    x[i] = _mm512_shuffle_f32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    x[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
 typedef __m512i vi;
 DC_INLINE vi vi_set1(int i) { return _mm512_set1_epi32(i); }
 DC_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
@@ -404,6 +422,28 @@ DC_INLINE void v_stream_line(void *dst, const void *src) {
   const __m256i lo = _mm256_loadu_si256(src), hi = _mm256_loadu_si256((const __m256i *)src + 1);
   _mm256_stream_si256(dst, lo);
   _mm256_stream_si256((__m256i *)dst + 1, hi);
+}
+
+DC_INLINE void v_turn8(__m256 *to, const __m256 *x) {
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 4) { /* 4 x 4 within each half */
+    const __m256 a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    const __m256 c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+    t[i] = _mm256_shuffle_ps(a, c, 0x44), t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm256_shuffle_ps(b, d, 0x44), t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    to[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+    to[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+  }
+}
+/* 16 vectors as rows of a matrix become its columns. */
+DC_INLINE void v_turn(vf *x) {
+  __m256 from[4][8], to[4][8]; /* quarters: above and below, left and right of it */
+  for (int i = 0; i < 8; i++)
+    from[0][i] = x[i].a, from[1][i] = x[i].b, from[2][i] = x[i + 8].a, from[3][i] = x[i + 8].b;
+  for (int k = 0; k < 4; k++) v_turn8(to[k], from[k]);
+  for (int i = 0; i < 8; i++) x[i] = (vf){to[0][i], to[2][i]}, x[i + 8] = (vf){to[1][i], to[3][i]};
 }
 
 /* Integers: codes of quantised numbers and magnitudes, which order as the bits of |a| do. */

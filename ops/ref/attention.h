@@ -4,6 +4,7 @@
 #define DEEPC_OPS_ATTENTION_H
 
 #include <stddef.h>
+#include <string.h>
 
 #include "ops.h"
 #include "ref/tile.h"
@@ -46,7 +47,8 @@ static inline int att_masked(const dc_attention_mask *m) { return m->layout || m
 static inline int64_t att_tile_keys(const dc_attention_mask *m) {
   return !m->layout || m->block % 64 == 0 ? 64 : m->block % 32 == 0 ? 32 : 16;
 }
-static inline int64_t att_tile_queries(const dc_attention_mask *m) { return att_tile_keys(m) == 64 ? 64 : 32; }
+/* As many queries: a tile lies within one block of the layout. */
+static inline int64_t att_tile_queries(const dc_attention_mask *m) { return att_tile_keys(m); }
 
 #define ATT_SIGHT(a, b, h) att_sight_of(&(a)->mask, (a)->rows, (a)->keys, (a)->diagonal, (a)->causal, (a)->scale, b, h)
 static inline att_sight att_sight_of(const dc_attention_mask *m, int64_t rows, int64_t keys, int64_t diagonal,
@@ -104,12 +106,39 @@ static inline int att_look(const att_sight *s, int64_t i, int64_t queries, int64
   return seen;
 }
 
+/* The first key from j on, a tile's first, whose block the layout shows to query i; keys or more: none. */
+static inline int64_t att_next_key(const att_sight *s, int64_t i, int64_t j) {
+  if (!s->layout || j >= s->keys) return j;
+  const uint8_t *row = s->layout + i / s->block * s->across;
+  int64_t b = j / s->block;
+  if (row[b]) return j;
+  for (uint64_t eight; b + 8 <= s->across; b += 8) {
+    memcpy(&eight, row + b, sizeof eight);
+    if (eight) break;
+  }
+  while (b < s->across && !row[b]) b++;
+  return b * s->block;
+}
+
+/* The first query from i on, a tile's first, to whom key j may be visible by the layout and causality. */
+static inline int64_t att_next_query(const att_sight *s, int64_t i, int64_t j, int64_t n) {
+  if (s->causal && i < j - s->diagonal - n + 1) i = tile_round(j - s->diagonal - n + 1, n);
+  if (!s->layout || i >= s->rows) return i;
+  const int64_t down = (s->rows + s->block - 1) / s->block;
+  const uint8_t *column = s->layout + j / s->block;
+  int64_t b = i / s->block;
+  if (column[b * s->across]) return i;
+  while (b < down && !column[b * s->across]) b++;
+  return b * s->block;
+}
+
 /* The next tiles of `keys` keys, at most ATT_CHUNK keys, of which queries [i, i + n) see some, and how many; *at: where
  * the search goes on. */
 static inline int att_next_tiles(const att_sight *s, int64_t i, int64_t n, int64_t keys, int64_t *at, att_tile *tiles) {
   const int64_t limit = att_limit(s->keys, s->causal, s->diagonal, i + n);
   int count = 0;
-  for (; *at < limit && count < ATT_CHUNK / keys; *at += keys) count += att_look(s, i, n, *at, keys, &tiles[count]);
+  for (*at = att_next_key(s, i, *at); *at < limit && count < ATT_CHUNK / keys; *at = att_next_key(s, i, *at + keys))
+    count += att_look(s, i, n, *at, keys, &tiles[count]);
   return count;
 }
 
