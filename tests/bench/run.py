@@ -28,7 +28,7 @@ import peers
 from common import EXTENSIONS, HERE, REPO, die_with_parent, load_average, machine
 from contenders import ALLOCATORS
 
-BENCHES = ("ops", "adamw", "update", "collectives", "train")
+BENCHES = ("ops", "adamw", "update", "sparse_attention", "collectives", "train")
 LIMIT_S = 3600  # of one bench process: a hang ends
 
 
@@ -40,6 +40,7 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
         return {
             "adamw": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3", "--foreach"])],
             "update": [(2, ["--case", "smoke", "--threads", "2", "--rounds", "3"])],
+            "sparse_attention": [(2, ["--tokens", "256", "--rounds", "2"])],
             "collectives": [
                 (
                     1,
@@ -79,6 +80,9 @@ def plan(mode: str, has_deepspeed: bool) -> dict[str, list[tuple[int, list[str]]
             for c, t, f in adamw
         ],
         "update": [(t, ["--threads", str(t), "--rounds", rounds]) for t in ([2] if quick else [2, 1])],
+        "sparse_attention": [
+            (2, ["--quick"] if quick else ["--tokens", "1024", "4096", "16384", "--blocks", "16", "64", "--flex"])
+        ],
         "collectives": [(1, ["--ranks", "2", "--quick", "--budget", "80"])]
         if quick
         else [(1, ["--ranks", str(n)]) for n in (2, 4)],
@@ -232,6 +236,11 @@ HEADS = {
     "update": (
         "Unscale, global norm, clip, AdamW on fp32 masters, bf16 write-back, on GPT-2's 148 tensors. \"Norm from the"
         " reduction\": as in the engine, where the gradients' reduction has made the squared sums already."
+    ),
+    "sparse_attention": (
+        "Attention of 12 heads of 64 (`tests/bench/sparse_attention.py`): torch's scaled_dot_product_attention (SDPA),"
+        " dense deepc, and deepc where each block of queries sees a random part of the keys. A density's ratio is that"
+        " density times dense deepc over its own time: 1.00 is the ideal."
     ),
     "collectives": (
         'Microseconds of the slowest rank, one thread a rank; bytes of the larger tensor of the call. "C core": called'

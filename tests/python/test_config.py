@@ -394,7 +394,6 @@ LATER = [
     ("activation_checkpointing.partition_activations", True, "activation checkpointing"),
     ("curriculum_learning.enabled", True, "curriculum"),
     ("data_efficiency.enabled", True, "data efficiency"),
-    ("sparse_attention", {"mode": "fixed"}, "block-sparse attention"),
     ("hybrid_engine.enabled", True, "hybrid engine"),
     ("bf16.bf16_optimizer_states", True, "bf16 optimizer states"),
     ("fp16.fp16_master_weights_and_grads", True, "fp16 master weights"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import deepc
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ def dense(layout: torch.Tensor, block: int, rows: int) -> torch.Tensor:
     return layout.bool().repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :rows, :rows]
 
 
-def compare(dtype, layout, block, seen, bias=None, bound=None, **options):
+def compare(dtype, layout, block, seen, bias=None, bound=None, floor=0.0, **options):
     """Result and gradients against scaled_dot_product_attention in float64 with a mask, heads shared by two."""
     rows, heads = seen.shape[-1], layout.shape[0] if layout.shape[0] > 1 else 4
     torch.manual_seed(1)
@@ -33,7 +34,7 @@ def compare(dtype, layout, block, seen, bias=None, bound=None, **options):
     alive = seen.any(-1, keepdim=True).expand(2, heads, rows, 1)
     (want * g.double() * alive).sum().backward()
     for got, exact in zip((out, q.grad, k.grad, v.grad), (want, *(t.grad.nan_to_num(0.0) for t in wide))):
-        assert (got.double() - exact).abs().max() <= bound * exact.abs().max()
+        assert (got.double() - exact).abs().max() <= bound * max(exact.abs().max().item(), floor)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
@@ -45,6 +46,63 @@ def test_equals_masked_attention(dtype, bound, block):
     layout = (torch.rand(4, blocks, blocks) < 0.4) | torch.eye(blocks, dtype=torch.bool)
     seen = dense(layout, block, rows) & torch.ones(rows, rows, dtype=torch.bool).tril()
     compare(dtype, layout, block, seen, bound=bound, is_causal=True)
+
+
+def _one_random_layout(seed: int) -> None:
+    """A layout, block, length and shape drawn from the seed, in fp32 against float64 with a dense mask: result and
+    gradients within 64 roundings of fp32 of the tensor's largest, or of 1 (where each row sees one key, q and k have
+    gradients of 0 that are differences of such)."""
+    rng = random.Random(seed)
+    block, rows, heads = rng.choice(range(16, 129, 16)), rng.randint(1, 260), rng.choice((2, 4))
+    blocks = -(-rows // block)
+    torch.manual_seed(seed)
+    layout = torch.rand(rng.choice((1, heads)), blocks, blocks) < rng.random()
+    causal = rng.random() < 0.5
+    seen = dense(layout, block, rows).expand(heads, rows, rows)
+    if causal:
+        seen = seen & torch.ones(rows, rows, dtype=torch.bool).tril()
+    if layout.shape[0] == 1 and heads == 2:
+        layout = layout.expand(2, -1, -1)
+    compare(torch.float32, layout, block, seen, bound=64 * 2**-24, floor=1.0, is_causal=causal)
+
+
+@pytest.mark.parametrize("first, count", [(0, 12), pytest.param(12, 988, marks=pytest.mark.full)])
+def test_random_layouts(first, count):
+    for seed in range(first, first + count):
+        _one_random_layout(seed)
+
+
+def test_gradient_is_that_of_the_function():
+    """Central differences of the float64 function that the operator is compared with would say nothing of the operator,
+    which has no float64: directional differences of the operator itself, in fp32."""
+    torch.manual_seed(0)
+    layout = torch.rand(1, 5, 5) < 0.6
+    q, k, v, g = (torch.randn(1, 2, 80, 16, requires_grad=True) for _ in range(4))
+    (ops.block_sparse_attention(q, k, v, layout, 16, is_causal=True) * g.detach()).sum().backward()
+    for x in (q, k, v):
+        way = torch.randn_like(x) * 1e-2
+        at = [
+            (ops.block_sparse_attention(*(y + s * way if y is x else y for y in (q, k, v)), layout, 16, is_causal=True)
+             .double() * g.double()).sum()
+            for s in (1, -1)
+        ]  # fmt: skip
+        torch.testing.assert_close((at[0] - at[1]) / 2, (x.grad * way).double().sum(), rtol=1e-3, atol=1e-3)
+
+
+def test_compiles_whole():
+    layout = torch.rand(1, 4, 4) < 0.6
+
+    def block(x, w):
+        q, k, v = (x @ w).view(1, 64, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return ops.block_sparse_attention(q, k, v, layout, 16, is_causal=True).square().sum()
+
+    x, w = torch.randn(1, 64, 16), torch.randn(16, 48, requires_grad=True)
+    want = block(x, w)
+    want.backward()
+    grad, w.grad = w.grad, None
+    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x, w)
+    got.backward()
+    assert torch.equal(got, want) and torch.equal(w.grad, grad)
 
 
 def test_packed_sequences_slopes_and_rows_that_see_nothing():
@@ -152,3 +210,73 @@ def test_models_of_transformers_take_it():
         model.config.sparse_attention = {"mode": "fixed", "attention": "bidirectional"}
         with pytest.raises(ConfigError, match="take 'unidirectional'"):
             model(x)
+
+
+def _gpt2(**more):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=96, n_positions=128, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+
+
+def test_the_configuration_key():
+    """Trains with the layout, beside deepc.fuse, and gives the model its own attention back."""
+    section = {"mode": "local", "block": 16, "num_sliding_window_blocks": 3, "attention": "unidirectional"}
+    x = torch.randint(96, (2, 80))
+    model, same = _gpt2(), sparse.use_layout(_gpt2(), section)
+    before = model.config._attn_implementation
+    want = same(x, labels=x).loss
+    want.backward()
+    config = {"train_micro_batch_size_per_gpu": 2, "sparse_attention": section, "deepc": {"fuse": "auto"}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}
+    engine, *_ = deepc.initialize(model=model, config=config)
+    loss = engine(x, labels=x).loss
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(_gpt2()(x, labels=x).loss, want)
+    engine.backward(loss)
+    engine.step()
+    torch.testing.assert_close(
+        model.transformer.h[0].attn.c_attn.weight.detach(),
+        (same.transformer.h[0].attn.c_attn.weight - 0.5 * same.transformer.h[0].attn.c_attn.weight.grad).detach(),
+    )
+    engine.destroy()
+    assert model.config._attn_implementation == before and not hasattr(model.config, "sparse_attention")
+    with pytest.raises(ConfigError, match="sparse_attention.mode = 'fix'"):
+        deepc.initialize(model=model, config=config | {"sparse_attention": {"mode": "fix"}})
+
+
+def test_bert_under_deepspeeds_names(deepspeed):
+    from deepspeed.ops.sparse_attention import BertSparseSelfAttention, DenseSparsityConfig, SparseAttentionUtils
+
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, max_position_embeddings=32, pad_token_id=0))
+    model.eval()
+    old = model.bert.embeddings.position_embeddings.weight.detach().clone()
+    utils = SparseAttentionUtils
+    assert utils.extend_position_embedding(model, 80) is model
+    table = model.bert.embeddings.position_embeddings.weight
+    assert torch.equal(table, torch.cat([old, old, old[:16]])) and table.requires_grad
+    x = torch.randint(1, 64, (2, 70))
+    mask = torch.ones_like(x)
+    mask[0, 50:] = 0
+    want = model(x, attention_mask=mask).logits
+    utils.replace_model_self_attention_with_sparse_self_attention(model, 80, DenseSparsityConfig(2, block=16))
+    added, ids, seen, types, positions, none = utils.pad_to_block_size(16, x, mask, None, None, None, 0, None)
+    assert added == 10 and ids.shape == seen.shape == (2, 80) and types is positions is none is None
+    got = utils.unpad_sequence_output(added, model(ids, attention_mask=seen).logits)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
+    layer = BertSparseSelfAttention(model.config, DenseSparsityConfig(2, block=16), max_seq_length=80)
+    h, own = torch.randn(2, 80, 32), model.bert.encoder.layer[0].attention.self
+    layer.load_state_dict(own.state_dict(), strict=False)
+    q, k, v = (layer.transpose_for_scores(f(h)) for f in (own.query, own.key, own.value))
+    padding = torch.zeros(2, 1, 1, 80).masked_fill(seen.view(2, 1, 1, 80) == 0, -10000.0)
+    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=padding).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer(h, padding)[seen.bool()], exact[seen.bool()], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ArgumentError, match="neither .bert nor .roberta"):
+        utils.extend_position_embedding(torch.nn.Linear(2, 2), 80)

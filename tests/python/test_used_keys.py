@@ -522,6 +522,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "pipeline.stages": ({}, 2, refused),
     "tensor_parallel.autotp_size": ({}, 2, refused),
     "sequence_parallel_size": ({}, 2, refused),
+    "sparse_attention": ({}, {"mode": "dense"}, refused),
     "tensor_parallel.preset_model": ({"tensor_parallel": {"autotp_size": 2}}, "bert", shards),
     "tensor_parallel.vocab_parallel_lm_head": ({"tensor_parallel": {"autotp_size": 2}}, False, shards),
     "tensor_parallel.partition_config": (

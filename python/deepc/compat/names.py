@@ -22,6 +22,11 @@ _FLOPS = """
     deepc.observe.profile.flops.text: number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string
     """
 
+_SPARSE = (
+    "deepc.nn.attention: SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig"
+    " BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
+)
+
 MODULES: dict[str, str] = {
     "": (
         """
@@ -92,6 +97,13 @@ MODULES: dict[str, str] = {
     "ops.adagrad": "deepc.compat.runtime.optimizers: DeepSpeedCPUAdagrad",
     "ops.adagrad.cpu_adagrad": "deepc.compat.runtime.optimizers: DeepSpeedCPUAdagrad",
     "ops.adam": _OPTIMIZERS,
+    "ops.sparse_attention": _SPARSE,
+    "ops.sparse_attention.sparsity_config": _SPARSE,
+    "ops.sparse_attention.sparse_self_attention": _SPARSE,
+    "ops.sparse_attention.bert_sparse_self_attention": _SPARSE,
+    "ops.sparse_attention.sparse_attention_utils": _SPARSE,
+    "ops.sparse_attention.matmul": "",
+    "ops.sparse_attention.softmax": "",
     "ops.adam.cpu_adam": _OPTIMIZERS,
     "ops.adam.fused_adam": _OPTIMIZERS,
     "ops.lamb": "deepc.compat.runtime.optimizers: FusedLamb",
@@ -331,7 +343,8 @@ LACKING: dict[str, str] = {
     "ops.quantizer": "quantized training is not built yet",
     "ops.op_builder": _BUILD,
     "ops.random_ltd": _DATA,
-    "ops.sparse_attention": "block-sparse attention is not built yet; " + _GONE,
+    "ops.sparse_attention.matmul": "deepc has its own kernel: deepc.core.ops.block_sparse_attention",
+    "ops.sparse_attention.softmax": "deepc has its own kernel: deepc.core.ops.block_sparse_attention",
     "ops.transformer": _KERNEL,
     "ops.triton_ops": _KERNEL,
     "runtime.compiler": "use torch.compile",

@@ -885,8 +885,12 @@ KEYS: tuple[Key, ...] = (
     _later("data_efficiency", "gated", None, "data efficiency (curriculum sampling, random-LTD, dynamic batching)"),
     _later("curriculum_learning", "gated", None, "curriculum learning"),
     _later("elasticity", "gated", None, "elastic training"),
-    _later(
-        "sparse_attention", "object", None, "block-sparse attention by configuration (deepc.nn.attention.use_layout)"
+    _active(
+        "sparse_attention",
+        "object",
+        None,
+        "Layout of block-sparse attention, for the attention of a model of transformers: {mode: fixed, block: 64, ...}"
+        " (docs/sparse-attention.md).",
     ),
     # ---- removed from DeepSpeed, not planned -------------------------------------------------------------------------
     _removed("amp", "gated", "use fp16 or bf16"),

@@ -322,6 +322,7 @@ class Config:
     pipeline: PipelineConfig
     tensor_parallel: TensorParallelConfig
     sequence_parallel_size: int
+    sparse_attention: dict[str, Any] | None
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
     flops_profiler: FlopsProfilerConfig

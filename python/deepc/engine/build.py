@@ -221,6 +221,7 @@ def assemble(
         undo.callback(owners.leave, engine)
         join_group(engine, given.part, undo)
         check_stages(engine)
+        choose_attention(engine, undo)
         fused = fuse_model(engine, undo)
         base = make_base_optimizer(engine, given)
         engine.step_policy = choose_policy(engine, base)
@@ -270,6 +271,16 @@ def open_events(engine: EngineBase, watchers: Sequence[Watcher], undo: contextli
     for watch in watchers:
         watch(engine)
     engine.events.begin("initialize")
+
+
+def choose_attention(engine: EngineBase, undo: contextlib.ExitStack) -> None:
+    """sparse_attention of the configuration; whoever ends the engine has the model's own attention back."""
+    section = engine._config.sparse_attention
+    if section is None:
+        return
+    from ..nn.attention import use_asked
+
+    undo.callback(use_asked(engine.module, section))
 
 
 def fuse_model(engine: EngineBase, undo: contextlib.ExitStack) -> FuseSummary | None:

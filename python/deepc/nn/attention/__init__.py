@@ -2,7 +2,8 @@
 
 docs/sparse-attention.md."""
 
-from .hub import NAME, use_layout
+from .bert import BertSparseSelfAttention, SparseAttentionUtils
+from .hub import NAME, use_asked, use_layout
 from .layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -19,15 +20,18 @@ from .module import SparseSelfAttention, attend
 __all__ = [
     "NAME",
     "BSLongformerSparsityConfig",
+    "BertSparseSelfAttention",
     "BigBirdSparsityConfig",
     "DenseSparsityConfig",
     "FixedSparsityConfig",
     "LocalSlidingWindowSparsityConfig",
+    "SparseAttentionUtils",
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
     "attend",
     "choose_blocks",
     "from_config",
+    "use_asked",
     "use_layout",
 ]

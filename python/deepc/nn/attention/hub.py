@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ...core import ops
 from ...errors import ArgumentError, ConfigError, UnsupportedError
 from .layouts import SparsityConfig, from_config
+from .module import SparseSelfAttention
 
 NAME = "deepc_sparse"
 SECTION = "sparse_attention"
@@ -176,3 +177,24 @@ def use_layout(model: torch.nn.Module, section: Mapping[str, Any] | SparsityConf
     if config._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} keeps attn_implementation={config._attn_implementation!r}")
     return model
+
+
+def use_asked(model: torch.nn.Module, section: Mapping[str, Any]) -> Callable[[], None]:
+    """use_layout for a configuration's `sparse_attention`. A model that has SparseSelfAttention modules of its own has
+    chosen where the layout goes: the section is only checked. Returns what gives the model its own attention back."""
+    if any(isinstance(m, SparseSelfAttention) for m in model.modules()):
+        from_config(section, 1)
+        return lambda: None
+    config: Any = getattr(model, "config", None)
+    before, own = getattr(config, "_attn_implementation", None), getattr(config, SECTION, None)
+    use_layout(model, section)
+
+    def undo() -> None:
+        if own is None:
+            delattr(config, SECTION)
+        else:
+            setattr(config, SECTION, own)
+        choose: Any = model.set_attn_implementation
+        choose(before)
+
+    return undo
