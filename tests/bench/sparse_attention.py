@@ -25,18 +25,18 @@ import time
 
 from common import cpu_model, emit, paired, require_deepc, skip
 
-BENCH, HEADS, DIM = "sparse_attention", 12, 64
+BENCH, DIM = "sparse_attention", 64
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 1.0)
 MASK_MOST = 8192  # tokens: above, dense with a mask takes minutes and GBs
 
 
-def inputs(tokens: int, dtype: str):
+def inputs(tokens: int, dtype: str, heads: int = 12):
     """(q, k, v, dout)"""
     import torch
 
     torch.manual_seed(0)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    q, k, v, dout = (torch.randn(1, HEADS, tokens, DIM).to(kind) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, heads, tokens, DIM).to(kind) for _ in range(4))
     return [x.requires_grad_() for x in (q, k, v)], dout
 
 
@@ -101,18 +101,19 @@ def contenders(tokens: int, block: int, args) -> dict:
 
 
 def measure(tokens: int, dtype: str, block: int, args) -> None:
-    (q, k, v), dout = inputs(tokens, dtype)
+    (q, k, v), dout = inputs(tokens, dtype, args.heads)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     them = contenders(tokens, block, args)
     forward: dict[str, list[float]] = {n: [] for n in them}
     both: dict[str, list[float]] = {n: [] for n, (_, _, back) in them.items() if back}
     for r in range(-1, args.rounds):
         for name, (run, _, back) in them.items():
-            begin = time.perf_counter()
+            begin = clock()
             out = run(q, k, v)
-            middle = time.perf_counter()
+            middle = clock()
             if back:
                 out.backward(dout)
-            end = time.perf_counter()
+            end = clock()
             q.grad = k.grad = v.grad = None
             if r >= 0:
                 forward[name].append(1e3 * (middle - begin))
@@ -123,7 +124,12 @@ def measure(tokens: int, dtype: str, block: int, args) -> None:
 
 
 def tell(figure: str, them: dict, times: dict[str, list[float]], args) -> None:
-    more = {"threads": args.threads, "processor": cpu_model()}
+    more = {
+        "threads": args.threads,
+        "heads": args.heads,
+        "clock": "CPU" if args.cpu_time else "wall",
+        "processor": cpu_model(),
+    }
     dense = times.get("deepc, dense")
     for name, values in times.items():
         real = them[name][1]
@@ -227,6 +233,8 @@ def main() -> None:
     parser.add_argument("--flex", action="store_true", help="FlexAttention too: compiles for a minute")
     parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="dense ones take minutes at 64 k")
     parser.add_argument("--mask-most", type=int, default=MASK_MOST, metavar="TOKENS")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--cpu-time", action="store_true", help="with --threads 1: for machines that other work shares")
     parser.add_argument("--quick", action="store_true", help="what `make bench` runs")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--longest", type=int, metavar="MIB")
