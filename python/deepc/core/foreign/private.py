@@ -134,6 +134,12 @@ NAMES = (
         "torch.compile of a whole streamed model fails without saying why",
     ),
     Private(
+        "torch._compile._disable_dynamo",
+        "plan/predict: whether a dry run has called torch's checkpoint, whose wrapper imports the compiler",
+        "2.3",
+        "estimates of models with activation checkpoints lack the compiler's 65 MB",
+    ),
+    Private(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "comm/c10d: the compiler leaves the methods of the process group alone",
         "2.7",
@@ -241,6 +247,13 @@ def load_compiler() -> bool:
         return False
     importlib.import_module("torch._dynamo")
     return True
+
+
+def has_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint has been called in this process, which imports the compiler."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    checkpoint = getattr(getattr(module, "checkpoint", None), "__wrapped__", None)
+    return hasattr(checkpoint, "__dynamo_disable")  # set by the first call through torch._compile._disable_dynamo
 
 
 def skip_in_compiler(codes: list[Any], inside: bool = True) -> None:

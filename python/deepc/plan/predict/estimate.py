@@ -454,7 +454,6 @@ class _Case:
 
     def work(self) -> dict[str, Any]:
         from ...nn.fuse import fuse_as_asked
-        from ...optim.states.dense import Optimizer
         from . import dryrun
 
         loaded = dryrun.load_compiler()  # here already, for the fake tensors
@@ -474,7 +473,7 @@ class _Case:
             named=named,
             group_of=group_of,
             steps=self.steps,
-            loaded=0 if isinstance(base, Optimizer) else loaded,
+            loaded=loaded,
         )
         return _with(found, nodes=self.nodes).to_dict()
 
@@ -543,7 +542,10 @@ def predict(
     steps: int = 3,
     loaded: int = 0,
 ) -> MemoryEstimate:
-    """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt."""
+    """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt.
+    loaded: what torch's compiler takes, which torch's own optimizers and its checkpoint import, and nothing else."""
+    from ...core.foreign.private import has_checkpointed
+    from ...optim.states.dense import Optimizer
     from . import dryrun
 
     core = takes_core_path(base)
@@ -575,6 +577,8 @@ def predict(
             keeps_frozen=plan.stage < 3,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
         )
+    if isinstance(base, Optimizer) and not has_checkpointed():
+        loaded = 0
     moments = moments_of(base) if core else 0
     return _assemble(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base))
 
