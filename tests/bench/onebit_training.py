@@ -133,7 +133,11 @@ def train(job: str, kind: str, steps: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model, loss_of = make()
     family, options = KINDS[kind]
-    options = {k: max(1, int(v * steps)) if isinstance(v, float) else v for k, v in options.items()}
+    options = {
+        k: max(1, int(v * steps)) if isinstance(v, float) and k != "max_update" else v for k, v in options.items()
+    }
+    if options:  # 1-bit: two ranks of this machine stand for two nodes
+        options["hierarchical"] = False
     lr, cls = LR[job][family], getattr(deepc.optim, kind.split()[0])
     opt = cls(model.parameters(), lr=lr, betas=BETAS, weight_decay=0.01, **options)
     curve = []

@@ -14,13 +14,14 @@ class Exchange:
     """Sign times mean magnitude of a block, with worker and server errors (Tang et al., arXiv:2102.02888). A tensor
     has blocks of its own; the last one is filled with repeats of what the tensor has in it."""
 
-    def __init__(self, numels, world):
+    def __init__(self, numels, world, parts=None):
         self.numels, self.world, self.undecided, self.seen = numels, world, 0, 0
         self.ends, at = [], 0
         for n in numels:
             at += -(-n // BLOCK) * BLOCK
             self.ends.append(at)
-        self.total = -(-at // (BLOCK * world)) * BLOCK * world
+        whole = BLOCK * (parts or world)
+        self.total = -(-at // whole) * whole
 
     def lay_out(self, tensors):
         out, at = np.zeros(self.total), 0

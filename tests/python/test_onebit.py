@@ -7,11 +7,11 @@ import numpy as np
 import onebit_reference as reference
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import on_nodes, run_ranks
 
 full = pytest.mark.full
 SHAPES = [(70, 40), (33,), (2, 2048)]
-OPTIONS = dict(lr=2e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.05)
+OPTIONS = dict(lr=2e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.05, hierarchical=False)
 EXTRA = {
     "OneBitAdam": dict(freeze_step=6),
     "OneBitLamb": dict(freeze_step=6, factor_min=0.9, factor_max=1.05, factor_threshold=0.03),
@@ -32,35 +32,64 @@ def gradients(rank, step):
     return [torch.randn(s, generator=g) + 0.5 * torch.randn(s, generator=common) for s in SHAPES]
 
 
-def snapshot(opt, world):
+def spread(method):
+    """What a rank owes, where it lies in the whole buffer."""
+    out = {k: torch.zeros(method.places.total) for k in ("worker", "server")}
+    if errors := method.errors():
+        for k, spans in method.exchange.owned(method.places.total).items():
+            parts = errors[k].split([end - begin for begin, end in spans]) if spans else ()
+            for (begin, end), part in zip(spans, parts):
+                out[k][begin:end] = part
+    return out
+
+
+def snapshot(opt):
     """What a rank has, as arrays."""
-    method = opt.method
-    errors = method.errors() or {
-        "worker": torch.zeros(method.places.total),
-        "server": torch.zeros(method.places.total // world),
-    }
+    method, errors = opt.method, spread(opt.method)
     out = {"p": [i.param.numpy().copy() for i in method.items], "numbers": method.numbers()}
     for name in method.names:
         out[name] = [i.states[name].numpy().copy() for i in method.items]
     return {**out, **{k: t.numpy().copy() for k, t in errors.items()}}
 
 
-def _trace(rank, world, name, steps, options):
+def _trace(rank, world, name, steps, options, nodes):
+    with on_nodes(rank, world, nodes):
+        return _trace_here(rank, name, steps, options)
+
+
+def _trace_here(rank, name, steps, options):
     params = [torch.nn.Parameter(x) for x in gradients(0, -1)]
     opt = make(name, params, **options)
     opt._made()
-    out = [snapshot(opt, world)]
+    out = [snapshot(opt)]
     for step in range(steps):
         for p, g in zip(params, gradients(rank, step)):
             p.grad = g
         opt.step()
-        out.append(snapshot(opt, world))
+        out.append(snapshot(opt))
     return out
 
 
-def check_against_paper(name, world, steps, **options):
-    traces = run_ranks(_trace, world, args=(name, steps, options))
-    exchange = reference.Exchange([int(np.prod(s)) for s in SHAPES], world)
+def _worker(ranks, steps, worker, world, per):
+    """Of all ranks' traces that of one worker, with the slice of the server's errors that is its in the paper."""
+    mine = ranks[worker * per : (worker + 1) * per]
+    out = []
+    for step in range(steps + 1):
+        for other in mine[1:]:
+            assert all(np.array_equal(a, b) for a, b in zip(mine[0][step]["p"], other[step]["p"]))
+        server = sum(r[step]["server"] for r in ranks)
+        owed = {"worker": sum(r[step]["worker"] for r in mine), "server": np.split(server, world)[worker]}
+        out.append({**mine[0][step], **owed})
+    return out
+
+
+def check_against_paper(name, world, steps, ranks_per_worker=1, **options):
+    """world: of workers."""
+    ranks = run_ranks(
+        _trace, world * ranks_per_worker, args=(name, steps, options, world if ranks_per_worker > 1 else 1)
+    )
+    traces = [_worker(ranks, steps, w, world, ranks_per_worker) for w in range(world)]
+    exchange = reference.Exchange([int(np.prod(s)) for s in SHAPES], world, world * ranks_per_worker)
     o = {**MORE, **OPTIONS, **EXTRA[name], **options}
     o.update(b1=o["betas"][0], b2=o["betas"][1], wd=o["weight_decay"])
     method = getattr(reference, name)(exchange, o)
@@ -70,7 +99,13 @@ def check_against_paper(name, world, steps, **options):
     }
     for step in range(steps):
         before, after = ([wide(t[k]) for t in traces] for k in (step, step + 1))
-        grads = [[g.numpy().ravel().astype(np.float64) for g in gradients(r, step)] for r in range(world)]
+        grads = [
+            [
+                sum(g.numpy().ravel().astype(np.float64) for g in same) / ranks_per_worker
+                for same in zip(*(gradients(r * ranks_per_worker + k, step) for k in range(ranks_per_worker)))
+            ]
+            for r in range(world)
+        ]
         want = method.step(before, grads, after)
         for r in range(world):
             for k in ("p", *(k for k in after[r] if k.startswith("exp_avg") or k == "momentum_accumulator")):
@@ -103,6 +138,12 @@ def check_against_paper(name, world, steps, **options):
 @pytest.mark.parametrize("name", list(EXTRA))
 def test_every_step_is_the_papers(name):
     check_against_paper(name, 2, 20)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("OneBitLamb", marks=full)])
+def test_nodes_are_the_papers_workers(name):
+    """Two nodes of two ranks: the mean inside is exact, and each rank carries half of the elements across."""
+    check_against_paper(name, 2, 12, 2, hierarchical=True)
 
 
 @full
@@ -156,7 +197,12 @@ def test_the_engine_and_a_plain_loop_give_equal_bits(name):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-def _saved(rank, world, name, folder, options, more, steps, save_after):
+def _saved(rank, world, name, folder, options, more, steps, save_after, nodes=1):
+    with on_nodes(rank, world, nodes):
+        return _saved_here(rank, world, name, folder, options, more, steps, save_after)
+
+
+def _saved_here(rank, world, name, folder, options, more, steps, save_after):
     """Trains up to step `steps`, with a checkpoint after step `save_after`; 0: from the checkpoint on. Returns weights,
     what this rank owes at the checkpoint and at the end, and its numbers."""
     import deepc
@@ -167,8 +213,9 @@ def _saved(rank, world, name, folder, options, more, steps, save_after):
     method = engine.optimizer.base.method
 
     def owed():
-        errors = {k: t.clone() for k, t in method.errors().items()}
-        return [method.places.of(errors["worker"], i) for i in range(len(method.sent))], errors["server"]
+        share = {"worker": 1 / method.exchange.workers, "server": 1}
+        errors = sum(t * share[k] for k, t in spread(method).items())
+        return [method.places.of(errors, i) for i in range(len(method.sent))]
 
     then = None
     if not save_after:
@@ -189,10 +236,7 @@ def _saved(rank, world, name, folder, options, more, steps, save_after):
 
 def _total(results):
     """What all ranks owe to the mean, by tensor."""
-    workers, servers = zip(*(r[1] for r in results))
-    exchange = reference.Exchange([w.numel() for w in workers[0]], len(results))
-    server = exchange.tensors(torch.cat(servers).double().numpy())
-    return [sum(w.double().numpy() for w in ws) / len(ws) + s for ws, s in zip(zip(*workers), server)]
+    return [sum(parts).double().numpy() for parts in zip(*(r[1] for r in results))]
 
 
 LOCAL = dict(var_freeze_step=3, local_step_scaler=1, local_step_clipper=4)
@@ -217,7 +261,7 @@ def test_a_checkpoint_has_the_errors(name, options, precision, tmp_path):
         assert a[3] == b[3]
         assert all(torch.equal(w, b[0][n]) for n, w in a[0].items())
         for k in (1, 2):
-            assert all(torch.equal(x, y) for x, y in zip((*a[k][0], a[k][1]), (*b[k][0], b[k][1])))
+            assert all(torch.equal(x, y) for x, y in zip(a[k], b[k]))
     owed = _total(whole)
     assert max(abs(x).max() for x in owed) > 0
     if name == "OneBitAdam":
@@ -225,6 +269,21 @@ def test_a_checkpoint_has_the_errors(name, options, precision, tmp_path):
         for x, y in zip(owed, _total(more_ranks)):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * abs(x).max())
         assert all(torch.equal(w, more_ranks[3][0][n]) for n, w in more_ranks[0][0].items())
+
+
+def test_a_checkpoint_of_nodes_goes_on_and_loads_into_other_workers(tmp_path):
+    options, more = {"freeze_step": 2, "hierarchical": True}, {"precision": "bf16"}
+    args = ("OneBitAdam", str(tmp_path), options, more)
+    whole = run_ranks(_saved, 4, args=(*args, 8, 5, 2))
+    for a, b in zip(whole, run_ranks(_saved, 4, args=(*args, 8, 0, 2))):
+        assert all(torch.equal(w, b[0][n]) for n, w in a[0].items())
+        assert all(torch.equal(x, y) for k in (1, 2) for x, y in zip(a[k], b[k]))
+    owed = _total(whole)
+    assert max(abs(x).max() for x in owed) > 0
+    for world, own in ((2, True), (2, False)):  # a node is one worker; two ranks are two
+        others = run_ranks(_saved, world, args=(*args[:2], {**options, "hierarchical": own}, more, 6, 0))
+        for x, y in zip(owed, _total(others)):
+            np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * abs(x).max())
 
 
 def _overflow(rank, world):
@@ -283,7 +342,7 @@ def _loop(rank, world):
             {"params": ps[1:3]},
             {"params": [ps[3]], "non_freeze": True},
         ]
-        return ps, OneBitAdam(groups, lr=1e-2, betas=(0.9, 0.9), freeze_step=3)
+        return ps, OneBitAdam(groups, lr=1e-2, betas=(0.9, 0.9), freeze_step=3, hierarchical=False)
 
     def train(ps, opt, begin, end):
         for step in range(begin, end):

@@ -176,6 +176,15 @@ def _nodes_of(group: Group, timeout: datetime.timedelta) -> _Nodes:
     return found
 
 
+def grid_of(group: Group, hierarchical: bool, timeout: datetime.timedelta | None = None) -> tuple[int, int, int, bool]:
+    """(workers, this rank's, columns, whether this rank carries one) of a OneBitAllReduce over a group of several
+    ranks. Collective."""
+    if not hierarchical:
+        return dist.get_world_size(group), dist.get_rank(group), 1, True
+    nodes = _nodes_of(group, timeout or dist.default_pg_timeout)
+    return nodes.topology.count, nodes.node, nodes.topology.leaders, nodes.local < nodes.topology.leaders
+
+
 # ---- the collective --------------------------------------------------------------------------------------------------
 class OneBitAllReduce:
     """Averages of tensors of `numel` elements over a group, 1 bit an element across. See the module.
@@ -429,6 +438,11 @@ class OneBitAllReduce:
             part.masked_fill_(self._holes[begin : begin + part.numel()], 0.0)
 
     # ---- errors ------------------------------------------------------------------------------------------------------
+    @property
+    def errors(self) -> dict[str, torch.Tensor]:
+        """ "worker", "server", fp32: of the elements that `owned` names. Borrowed."""
+        return self._errors
+
     def reset(self) -> None:
         """Forgets what is owed."""
         for error in self._errors.values():

@@ -8,19 +8,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.codecs import OneBit
 from ...errors import UnsupportedError
-from ...optim.onebit.exchange import BLOCK, connect
-from ..c10d.compressed import ErrorFeedback, all_reduce
+from ...optim.onebit.exchange import BLOCK, Spans, connect
+from .compressed import CHUNK, OneBitAllReduce, grid_of
 
 
 class GroupExchange:
     """See Exchange. CPU tensors."""
 
-    def __init__(self, group: Any = None) -> None:
-        self._group, self._feedback, self._codec = group, ErrorFeedback(), OneBit(BLOCK)
+    def __init__(self, group: Any = None, hierarchical: bool = True) -> None:
+        self._group, self._hierarchical = group, hierarchical
+        self._wire: OneBitAllReduce | None = None  # from the first call on: its errors are as large as the buffer
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.workers, self.worker, self._columns, self._carries = grid_of(group, hierarchical)
+        self.parts = self.workers * self._columns
         self.sent_bytes = 0
+
+    def dense_bytes(self, numel: int) -> int:
+        return 2 * (self.workers - 1) * numel * 4 // self.parts if self._carries else 0
 
     def mean(self, tensors: Sequence[torch.Tensor]) -> None:
         if not tensors:
@@ -30,14 +35,22 @@ class GroupExchange:
         flat.mul_(1.0 / self.world)
         for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
             t.copy_(values.view(t.shape))
-        self.sent_bytes += 2 * (self.world - 1) * flat.numel() * 4 // self.world
+        self.sent_bytes += self.dense_bytes(flat.numel())
 
     def compressed(self, buffer: torch.Tensor) -> None:
         if buffer.device.type != "cpu":
             raise UnsupportedError(
                 f"1-bit exchange of a buffer on {buffer.device} does not exist: parameters must be on the CPU"
             )
-        self.sent_bytes += all_reduce(buffer, self._group, self._codec, self._feedback, op="avg")
+        self.sent_bytes += self._made(buffer.numel()).all_reduce_(buffer)
+
+    def _made(self, numel: int) -> OneBitAllReduce:
+        """Chunks and their slices are whole blocks, so that no tensor shares a magnitude with another. Collective."""
+        if self._wire is None or self._wire.numel != numel:
+            whole = self.parts * BLOCK
+            chunk = max(1, CHUNK // whole) * whole
+            self._wire = OneBitAllReduce(numel, self._group, block=BLOCK, hierarchical=self._hierarchical, chunk=chunk)
+        return self._wire
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         mine = torch.tensor(list(values), dtype=torch.float64)
@@ -46,15 +59,19 @@ class GroupExchange:
         return [t.tolist() for t in out]
 
     def errors(self) -> dict[str, torch.Tensor]:
-        worker, server = self._feedback.worker, self._feedback.server
-        return {} if worker is None or server is None else {"worker": worker, "server": server}
+        return {} if self._wire is None else self._wire.errors
 
-    def set_errors(self, worker: torch.Tensor, server: torch.Tensor) -> None:
-        place = {"elements": worker.numel(), "world": self.world, "rank": self.rank}
-        self._feedback.load_state_dict({**place, "worker": worker, "server": server})
+    def owned(self, numel: int) -> Spans:
+        return self._made(numel).owned()
+
+    def set_errors(self, numel: int, worker: torch.Tensor, server: torch.Tensor) -> None:
+        mine = self._made(numel).errors
+        mine["worker"].copy_(worker)
+        mine["server"].copy_(server)
 
     def clear_errors(self) -> None:
-        self._feedback.reset()
+        if self._wire is not None:
+            self._wire.reset()
 
 
 connect(GroupExchange)

@@ -160,8 +160,8 @@ class OneBitSteps(Plain):
         return self._parts if self._keeps else super().parts
 
     def after_step(self, result: StepResult) -> StepResult:
-        sent = self.update.method.exchange.sent_bytes
-        whole = 8.0 * (self._engine.world_size - 1) / self._engine.world_size * sum(self._engine.plan.layout.numels)
+        exchange = self.update.method.exchange
+        sent, whole = exchange.sent_bytes, float(exchange.dense_bytes(sum(self._engine.plan.layout.numels)))
         self._exchanged = {
             "bytes": sent - self._sent + (0.0 if self._kept else whole),
             "uncompressed_bytes": whole,

@@ -17,7 +17,7 @@ from .exchange import exchange_over
 from .freeze import check_freeze_step
 from .lamb import OneBitLambMethod
 from .method import Item, Method
-from .places import Places
+from .places import Places, taken
 from .zeroone import ZeroOneAdamMethod
 
 KEY = "onebit"  # of a state_dict: what is not a state of a parameter
@@ -29,7 +29,7 @@ class OneBitOptimizer(Optimizer):
     kind: type[Any]  # of Method
     options: dict[str, Any]
     group: Any = None
-    average_gradients = True
+    average_gradients = hierarchical = True
     method: Method | None = None
     _wide: dict[int, torch.Tensor]
 
@@ -41,6 +41,7 @@ class OneBitOptimizer(Optimizer):
         refused: Mapping[str, Any],
         group: Any,
         average_gradients: bool,
+        hierarchical: bool,
     ) -> None:
         """The constructor. refused: arguments of DeepSpeed's that ask for what is not there, if they are set."""
         name = type(self).__name__
@@ -54,6 +55,7 @@ class OneBitOptimizer(Optimizer):
         if options["max_update"] is not None and not float(options["max_update"]) > 0:
             raise ArgumentError(f"max_update={options['max_update']!r}: it must be above 0, or None")
         self.options, self.group, self.average_gradients = options, group, average_gradients
+        self.hierarchical = bool(hierarchical)
         defaults["betas"] = tuple(float(b) for b in defaults["betas"])
         super().__init__(params, defaults)
         if not isinstance(self, OneBitAdam) and any(g.get("non_freeze") for g in self.param_groups):
@@ -80,7 +82,7 @@ class OneBitOptimizer(Optimizer):
     def _made(self) -> Method:
         if self.method is not None:
             return self.method
-        exchange, items = exchange_over(self.group), []
+        exchange, items = exchange_over(self.group, self.hierarchical), []
         self._params = [p for g in self.param_groups for p in g["params"]]
         for group in self.param_groups:
             for p in group["params"]:
@@ -159,6 +161,8 @@ class OneBitOptimizer(Optimizer):
                 "numbers": method.numbers(),
                 "world": method.exchange.world,
                 "rank": method.exchange.rank,
+                "workers": method.exchange.workers,
+                "owned": method.exchange.owned(method.places.total) if method.errors() else {},
                 "own": [(name, index[id(item)], t.clone()) for name, item, t in method.own()],
                 "errors": {name: t.clone() for name, t in method.errors().items()},
             }
@@ -201,23 +205,25 @@ class OneBitOptimizer(Optimizer):
             else:
                 (anchors[id(item)] if name == "anchor" else item.states[name]).copy_(values)
         if (errors := found["errors"]) and (method.errors_in_warm_up or not method.averages):
-            worker, server = _refit(errors["worker"], errors["server"], method)
-            exchange.set_errors(worker, server)
+            _take_errors(method, found, errors)
         self._show()
 
 
-def _refit(worker: torch.Tensor, server: torch.Tensor, method: Method) -> tuple[torch.Tensor, torch.Tensor]:
-    """Folded errors are as long as the blocks in use: the rest of the buffer owes nothing."""
-    places = method.places
-    if worker.numel() == places.used and not server.numel():
-        worker = torch.cat([worker, torch.zeros(places.total - places.used)])
-        server = torch.zeros(places.total // places.world)
-    if (worker.numel(), server.numel()) != (places.total, places.total // places.world):
+def _take_errors(method: Method, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
+    """Folded errors are as long as the blocks in use: the rest of the buffer owes nothing. Collective."""
+    exchange, places = method.exchange, method.places
+    owned = exchange.owned(places.total)
+    worker, server = errors["worker"], errors["server"]
+    if not found["world"] and worker.numel() == places.used:
+        whole = torch.cat([worker, torch.zeros(places.total - places.used)])
+        worker, server = taken(whole, owned["worker"]), torch.zeros(sum(e - b for b, e in owned["server"]))
+    elif {k: [tuple(x) for x in v] for k, v in found["owned"].items()} != owned:
         raise ArgumentError(
-            f"the state_dict's errors are of a buffer of {worker.numel()} elements, this optimizer's has"
-            f" {places.total}: it is of another model"
+            f"the state_dict's errors are of elements {found['owned'] or worker.numel()}, this rank's are of {owned}:"
+            " it is of another model, or of ranks that lay on other nodes. Load deepc.optim.onebit.dropin.folded(all"
+            " ranks' state_dicts) on every rank"
         )
-    return worker, server
+    exchange.set_errors(places.total, worker, server)
 
 
 def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -232,9 +238,15 @@ def folded(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for k, (name, i, _) in enumerate(parts[0]["own"]):
         out[KEY]["own"].append((name, i, sum(p["own"][k][2] for p in parts) / world))
     if errors[0]:
-        owed = sum(e["worker"] for e in errors) / world + torch.cat([e["server"] for e in errors])
-        sizes = [t.numel() for t in _states_of(states[0])]
-        out[KEY]["errors"] = {"worker": owed[: Places(sizes, 1).used].clone(), "server": torch.empty(0)}
+        owed = torch.zeros(Places([t.numel() for t in _states_of(states[0])], 1).used)
+        for p, e in zip(parts, errors):
+            for kind, share in (("worker", 1.0 / p["workers"]), ("server", 1.0)):
+                at = 0
+                for begin, end in p["owned"][kind]:
+                    used = owed[begin:end]  # what lies behind owes nothing
+                    used.add_(e[kind][at : at + used.numel()], alpha=share)
+                    at += end - begin
+        out[KEY]["errors"] = {"worker": owed, "server": torch.empty(0)}
     return out
 
 
@@ -254,7 +266,8 @@ class OneBitAdam(OneBitOptimizer):
     1 / (1 - beta2) steps. max_update: bound on an element's exp_avg over the root of its variance where it came in 1
     bit; None: none, as in the paper. Keys of param groups: `exp_avg_mask` (1 where there are gradients, 0 where there
     never are), `non_freeze` (True: gradients averaged without compression throughout). group: the torch.distributed
-    group of the ranks. average_gradients: the warm-up averages them here; False: somebody has
+    group of the ranks. hierarchical: ranks of one node average exactly, through its memory, and a node is a worker;
+    False: every rank is one, as in the paper. average_gradients: the warm-up averages them here; False: somebody has
     (DistributedDataParallel). bias_correction, cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
     """
 
@@ -279,12 +292,15 @@ class OneBitAdam(OneBitOptimizer):
         max_update: float | None = None,
         group: Any = None,
         average_gradients: bool = True,
+        hierarchical: bool = True,
     ) -> None:
         check_freeze_step("freeze_step", freeze_step)
         options = dict(freeze_step=freeze_step, var_freeze_threshold=_share(var_freeze_threshold))
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients)
+        self._start(
+            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
+        )
 
 
 class OneBitLamb(OneBitOptimizer):
@@ -321,6 +337,7 @@ class OneBitLamb(OneBitOptimizer):
         max_update: float | None = None,
         group: Any = None,
         average_gradients: bool = True,
+        hierarchical: bool = True,
     ) -> None:
         check_freeze_step("freeze_step", freeze_step)
         if not 0.0 <= float(min_coeff) <= float(max_coeff):
@@ -341,7 +358,9 @@ class OneBitLamb(OneBitOptimizer):
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff
         )
-        self._start(params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients)
+        self._start(
+            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
+        )
 
     def get_lamb_coeffs(self) -> list[float]:
         """The factors on lr of the last step, in the order of the parameters."""
@@ -378,6 +397,7 @@ class ZeroOneAdam(OneBitOptimizer):
         max_update: float | None = None,
         group: Any = None,
         average_gradients: bool = True,
+        hierarchical: bool = True,
     ) -> None:
         options = dict(
             var_freeze_step=var_freeze_step,
@@ -389,7 +409,9 @@ class ZeroOneAdam(OneBitOptimizer):
             check_freeze_step(name, value, auto=False)
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._start(params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients)
+        self._start(
+            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
+        )
 
 
 def _share(value: float) -> float:

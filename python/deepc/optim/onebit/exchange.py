@@ -14,34 +14,48 @@ import torch.distributed as dist
 from ...errors import MisuseError
 
 BLOCK = 2048  # elements with one scale
+Spans = dict[str, list[tuple[int, int]]]  # "worker", "server": elements [begin, end) of the buffer
 
 
 class Exchange(Protocol):
-    """Between the ranks that train one model. Every method is collective but `errors`, `set_errors` and
-    `clear_errors`."""
+    """Between the ranks that train one model. Every method is collective but `errors`, `clear_errors` and
+    `dense_bytes`."""
 
     world: int
     rank: int
+    workers: int
+    """Who has errors of its own: nodes, or ranks."""
+    worker: int
+    """This rank's."""
+    parts: int
+    """Of a buffer, each of which one rank adds up: a buffer has so many times the same number of blocks."""
     sent_bytes: int
     """What this rank has put on the wire so far."""
+
+    def dense_bytes(self, numel: int) -> int:
+        """What an uncompressed fp32 all-reduce between the workers puts on the wire on this rank."""
 
     def mean(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each becomes the mean over ranks, uncompressed, with equal bits on all."""
 
     def compressed(self, buffer: torch.Tensor) -> None:
-        """buffer [world * k * BLOCK] fp32 becomes the mean over ranks of what 1 bit an element carries of it: sign
+        """buffer [parts * k * BLOCK] fp32 becomes the mean over workers of what 1 bit an element carries of it: sign
         times mean magnitude of a block, with a worker's and a server's error feedback (Tang et al., arXiv:2102.02888).
-        Equal bits on all ranks. With one rank nothing happens."""
+        Ranks of one worker average exactly before. Equal bits on all ranks. With one rank nothing happens."""
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """What each rank says, in rank order."""
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """ "worker": [n], "server": [n / world], of elements [rank * n / world, ...); they are borrowed. Empty before
+        """ "worker", "server": of the elements that `owned` names, one after the other; they are borrowed. Empty before
         the first `compressed`."""
 
-    def set_errors(self, worker: torch.Tensor, server: torch.Tensor) -> None:
-        """Copies of these."""
+    def owned(self, numel: int) -> Spans:
+        """The elements of a buffer of `numel` that this rank's errors are of, in ascending order. What the mean still
+        lacks is the sum over ranks of worker / workers, and of server."""
+
+    def set_errors(self, numel: int, worker: torch.Tensor, server: torch.Tensor) -> None:
+        """Copies of these, of a buffer of `numel` elements."""
 
     def clear_errors(self) -> None:
         """They begin with zeros again."""
@@ -50,7 +64,10 @@ class Exchange(Protocol):
 class Alone:
     """One rank."""
 
-    world, rank, sent_bytes = 1, 0, 0
+    world, rank, workers, worker, parts, sent_bytes = 1, 0, 1, 0, 1, 0
+
+    def dense_bytes(self, numel: int) -> int:
+        return 0
 
     def mean(self, tensors: Sequence[torch.Tensor]) -> None:
         """It is the mean."""
@@ -64,28 +81,31 @@ class Alone:
     def errors(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def set_errors(self, worker: torch.Tensor, server: torch.Tensor) -> None:
+    def owned(self, numel: int) -> Spans:
+        return {"worker": [], "server": []}
+
+    def set_errors(self, numel: int, worker: torch.Tensor, server: torch.Tensor) -> None:
         """There are none."""
 
     def clear_errors(self) -> None:
         """There are none."""
 
 
-_connected: list[Callable[[Any], Exchange]] = []
+_connected: list[Callable[[Any, bool], Exchange]] = []
 
 
-def connect(make: Callable[[Any], Exchange]) -> None:
-    """make(group): over a torch.distributed group (None: the default one) of several ranks."""
+def connect(make: Callable[[Any, bool], Exchange]) -> None:
+    """make(group, hierarchical): over a torch.distributed group (None: the default one) of several ranks."""
     _connected[:] = [make]
 
 
-def exchange_over(group: Any = None) -> Exchange:
+def exchange_over(group: Any = None, hierarchical: bool = True) -> Exchange:
     """The ranks of a torch.distributed group; None: of the default one. One rank where torch.distributed is not
-    initialised."""
+    initialised. hierarchical: a node is a worker, else a rank is. Collective."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
     if dist.get_rank(group) < 0:
         raise MisuseError("this rank is not in the process group that the 1-bit optimizer was given")
-    return _connected[0](group)
+    return _connected[0](group, hierarchical)

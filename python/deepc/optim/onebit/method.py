@@ -62,7 +62,7 @@ class Method(abc.ABC):
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
         self.steps = 0
         self.sent = [item for item in self.items if not item.group.get("non_freeze")]
-        self.places = Places([item.param.numel() for item in self.sent], exchange.world)
+        self.places = Places([item.param.numel() for item in self.sent], exchange.parts)
         self.buffer = zeros(self.places.total)
         for name in self.names:
             for i, item in enumerate(self.sent):

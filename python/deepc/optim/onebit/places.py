@@ -13,9 +13,9 @@ class Places:
     """`begins[i]`: where tensor i of `numels` begins in a buffer of `total` elements. Each begins a block of its own,
     so that no block's one magnitude is that of two tensors; what is left of its last block is filled with repeats of
     the elements there (fill), whose mean magnitude then is theirs. `used` is the end of the last tensor's last block;
-    each of `world` ranks gets the same number of blocks."""
+    each of `parts` parts gets the same number of blocks."""
 
-    def __init__(self, numels: Sequence[int], world: int) -> None:
+    def __init__(self, numels: Sequence[int], parts: int) -> None:
         self.numels, self.begins = list(numels), []
         at, to, source = 0, [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         for n in numels:
@@ -26,8 +26,8 @@ class Places:
                 to.append(torch.arange(end, at))
                 source.append(end - tail + torch.arange(at - end) % tail)
         self._to, self._source = torch.cat(to), torch.cat(source)
-        self.used, self.world = at, world
-        self.total = -(-at // (world * BLOCK)) * world * BLOCK
+        self.used = at
+        self.total = -(-at // (parts * BLOCK)) * parts * BLOCK
 
     def of(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         """[numels[i]], a view."""
@@ -38,16 +38,19 @@ class Places:
         if self._to.numel():
             buffer[self._to] = buffer[self._source]
 
-    def slice_of(self, rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements that a rank adds up."""
-        return self.total // self.world * rank, self.total // self.world * (rank + 1)
-
-    def shares(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """(tensor, its element, where in the rank's slice, how many) of every tensor's part in it."""
-        begin, end = self.slice_of(rank)
-        out = []
-        for i, (at, n) in enumerate(zip(self.begins, self.numels)):
-            lo, hi = max(begin, at), min(end, at + n)
-            if lo < hi:
-                out.append((i, lo - at, lo - begin, hi - lo))
+    def shares(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+        """(tensor, its element, where in the spans put one after the other, how many) of every tensor's part in
+        elements [begin, end) of the buffer."""
+        out, before = [], 0
+        for begin, end in spans:
+            for i, (at, n) in enumerate(zip(self.begins, self.numels)):
+                lo, hi = max(begin, at), min(end, at + n)
+                if lo < hi:
+                    out.append((i, lo - at, before + lo - begin, hi - lo))
+            before += end - begin
         return out
+
+
+def taken(whole: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The spans' elements, one after the other."""
+    return torch.cat([whole[begin:end] for begin, end in spans]) if spans else whole[:0].clone()

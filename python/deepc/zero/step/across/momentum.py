@@ -11,6 +11,7 @@ import torch
 from ....optim.onebit.dropin import OneBitOptimizer
 from ....optim.onebit.exchange import exchange_over
 from ....optim.onebit.method import Item, Method
+from ....optim.onebit.places import taken
 from ....plan.layout import Segment
 from ...state import ModelState
 from ...tiers.windows import Window
@@ -44,7 +45,7 @@ class MomentumUpdate(AcrossUpdate):
             for s in self._segments
         ]
         make = lambda n: state.zeros(n, torch.float32, "exp_avg")
-        self.method: Method = type(base).kind(items, exchange_over(base.group), make, base.options)
+        self.method: Method = type(base).kind(items, exchange_over(base.group, base.hierarchical), make, base.options)
         base.method = self.method
         self._param_of = {id(item): s.param for s, item in zip(self._segments, self.method.items)}
 
@@ -88,62 +89,56 @@ class MomentumUpdate(AcrossUpdate):
         return {
             **method.numbers(),
             "world": method.exchange.world,
+            "workers": method.exchange.workers,
             "own": sorted({name for name, _, _ in method.own()}),
             "errors": bool(method.errors()),
         }
 
     def own_states(self) -> Iterator[OwnState]:
-        """What this rank alone has: under a name of its own ("worker_error.rank0"), but for the server's errors, of
-        which each rank has a part."""
-        method, rank, param_of = self.method, self.method.exchange.rank, self._param_of
+        """What this rank alone has, under a name of its own ("anchor.rank0"), and its share of its worker's errors
+        ("worker_error.worker0") and of the server's."""
+        method, exchange, param_of = self.method, self.method.exchange, self._param_of
         for name, item, values in method.own():
-            yield OwnState(f"{name}.rank{rank}", param_of[id(item)], 0, values)
+            yield OwnState(f"{name}.rank{exchange.rank}", param_of[id(item)], 0, values)
         if errors := method.errors():
-            for i, item in enumerate(method.sent):
-                yield OwnState(f"{WORKER}.rank{rank}", param_of[id(item)], 0, method.places.of(errors["worker"], i))
-            for i, begin, at, n in method.places.shares(rank):
-                yield OwnState(SERVER, param_of[id(method.sent[i])], begin, errors["server"][at : at + n])
+            owned = exchange.owned(method.places.total)
+            for kind, name in (("worker", f"{WORKER}.worker{exchange.worker}"), ("server", SERVER)):
+                for i, begin, at, n in method.places.shares(owned[kind]):
+                    yield OwnState(name, param_of[id(method.sent[i])], begin, errors[kind][at : at + n])
 
     def take_own(self, saved: Mapping[str, Any], read: Callable[[str, int, torch.Tensor, int], None]) -> None:
         """After load_numbers. read(name, parameter, out, begin): fills `out` from the checkpoint's state of that name.
-        As many ranks as then: each takes its own. Another number: each takes the mean of what all had, so that the mean
-        over ranks, which is what an exchange makes, is what it was."""
-        method = self.method
-        world, rank = method.exchange.world, method.exchange.rank
-        then, param_of = int(saved["world"]), self._param_of
+        As many ranks as then: each takes its own, as many workers: each its errors. Another number: each takes the mean
+        of what all had, so that the mean over them, which is what an exchange makes, is what it was. Collective."""
+        method, exchange, param_of = self.method, self.method.exchange, self._param_of
 
-        def mean(name: str, item: Item, out: torch.Tensor) -> None:
-            if then == world:
-                read(f"{name}.rank{rank}", param_of[id(item)], out, 0)
+        def mean(name: str, then: int, now: int, mine: int, item: Item, out: torch.Tensor) -> None:
+            if then == now:
+                read(f"{name}{mine}", param_of[id(item)], out, 0)
                 return
             total, part = torch.zeros_like(out), torch.empty_like(out)
             for r in range(then):
-                read(f"{name}.rank{r}", param_of[id(item)], part, 0)
+                read(f"{name}{r}", param_of[id(item)], part, 0)
                 total.add_(part, alpha=1.0 / then)
             out.copy_(total)
 
         for name, item, values in list(method.own()):
-            mean(name, item, values)
-        if not saved["errors"] or world == 1 or method.averages and not method.errors_in_warm_up:
-            method.exchange.clear_errors()
+            mean(f"{name}.rank", int(saved["world"]), exchange.world, exchange.rank, item, values)
+        if not saved["errors"] or exchange.world == 1 or method.averages and not method.errors_in_warm_up:
+            exchange.clear_errors()
             return
-        places = method.places
-        worker, server = torch.zeros(places.total), torch.zeros(places.total // world)
+        places, then, now = method.places, int(saved["workers"]), exchange.workers
+        worker, server = torch.zeros(places.total), torch.zeros(places.total)
         for i, item in enumerate(method.sent):
-            mine = places.of(worker, i)
-            mean(WORKER, item, mine)
-            if then != world:
-                owed = torch.empty_like(mine)
-                read(SERVER, param_of[id(item)], owed, 0)
-                mine.add_(owed)
-        places.fill(worker)
-        if then == world:
-            whole = torch.zeros(places.total)
-            for i, item in enumerate(method.sent):
-                read(SERVER, param_of[id(item)], places.of(whole, i), 0)
+            mean(f"{WORKER}.worker", then, now, exchange.worker, item, places.of(worker, i))
+            read(SERVER, param_of[id(item)], places.of(server, i), 0)
+        for whole in (worker, server):
             places.fill(whole)
-            server.copy_(whole[slice(*places.slice_of(rank))])
-        method.exchange.set_errors(worker, server)
+        if then != now:
+            worker.add_(server)
+            server.zero_()
+        owned = exchange.owned(places.total)
+        exchange.set_errors(places.total, taken(worker, owned["worker"]), taken(server, owned["server"]))
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         self.method.load_numbers(saved)
