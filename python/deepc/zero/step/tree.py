@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -199,14 +199,66 @@ class MicroBatchSampler(torch.utils.data.Sampler[list[int]]):
     def __len__(self) -> int:
         return self._per_rank
 
+    def _order(self) -> list[int]:
+        """The samples in the order of this epoch, each once."""
+        if not self._shuffle:
+            return list(range(self._samples))
+        generator = torch.Generator()
+        generator.manual_seed(self._seed + self.epoch)
+        order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+        return order
+
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self._samples))
-        if self._shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._samples, generator=generator).tolist()
+        order = self._order()
         self.epoch += 1
         first, self.start = self.start // self._size, 0
         for m in range(first, self._per_rank):
             at = (m * self._world + self._rank) * self._size
             yield [order[i % self._samples] for i in range(at, at + self._size)]
+
+
+class BucketSampler(MicroBatchSampler):
+    """MicroBatchSampler whose steps have samples of similar lengths, so that padding to the longest adds little.
+
+    lengths: of each sample, in tokens. pool: steps whose samples are sorted together; more of them pad less and mix
+    less. An epoch is drawn as MicroBatchSampler draws it, each pool of it sorted by length and cut into steps, and the
+    order of the pool's steps drawn. All of that comes from (seed, epoch) alone: a step has the same samples in any
+    number of ranks whose per_step is the same, and its micro-batches are of similar lengths on all of them. What is
+    left of an epoch after whole steps is its last step, a random part of the data.
+
+    To go on after `n` steps of an epoch: set_epoch(epoch), then start = n * per_step // world * micro_batch.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        micro_batch: int,
+        world: int,
+        rank: int,
+        *,
+        per_step: int | None = None,
+        pool: int = 50,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            lengths, micro_batch, world, rank, per_step=per_step, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        if pool < 1:
+            raise ArgumentError(f"pool {pool} must be >= 1 step")
+        self._lengths, self._pool = lengths, pool
+        self._step = micro_batch * (world if per_step is None else per_step)
+
+    def _order(self) -> list[int]:
+        order, step = super()._order(), self._step
+        whole = len(order) // step * step
+        draw = torch.Generator()
+        draw.manual_seed(self._seed + self.epoch)
+        out: list[int] = []
+        for first in range(0, whole, self._pool * step):
+            pool = sorted(order[first : min(first + self._pool * step, whole)], key=self._lengths.__getitem__)
+            steps = len(pool) // step
+            for k in torch.randperm(steps, generator=draw).tolist() if self._shuffle else range(steps):
+                out += pool[k * step : (k + 1) * step]
+        return out + sorted(order[whole:], key=self._lengths.__getitem__)
