@@ -99,6 +99,12 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failed test is named at once: who breaks a long run off, or whose run is broken off, has it."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nfailed: {report.nodeid} ({report.when})", file=sys.__stderr__, flush=True)
+
+
 @pytest.fixture
 def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """deepc under the name deepspeed."""
