@@ -212,6 +212,8 @@ typedef struct dc__fork_entry {
 } dc__fork_entry;
 /* Any thread, once per row, before the lock is first taken: from a constructor. The entry lives for ever. */
 void dc__at_fork(const dc__fork_entry *entry);
+/* The row of one of enum dc__fork_order; NULL where none is registered. */
+const dc__fork_entry *dc__fork_row(int order);
 /* Registers a lock of this file when the library is loaded. */
 #define DC__AT_FORK(name, order_, lock_, child_)               \
   __attribute__((constructor)) static void name(void) {        \

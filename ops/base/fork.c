@@ -37,10 +37,14 @@ void dc__at_fork(const dc__fork_entry *entry) {
   atomic_store_explicit(&fork_rows[entry->order], entry, memory_order_release);
 }
 
+const dc__fork_entry *dc__fork_row(int order) {
+  return order < 0 || order >= DC__FORK_COUNT ? NULL : atomic_load_explicit(&fork_rows[order], memory_order_acquire);
+}
+
 static void fork_before(void) {
   pthread_mutex_lock(&fork_turn);
   for (int i = 0; i < DC__FORK_COUNT; i++) {
-    fork_held[i] = atomic_load_explicit(&fork_rows[i], memory_order_acquire);
+    fork_held[i] = dc__fork_row(i);
     if (fork_held[i]) pthread_mutex_lock(fork_held[i]->lock);
   }
 }

@@ -155,3 +155,22 @@ def test_statics_begin_with_their_files_name(path: Path) -> None:
         assert any(_is_short_for(prefix, word) for word in words), (
             f"{path.relative_to(ROOT)}: statics begin with {prefix}_, which is no word of the file's name"
         )
+
+
+def test_every_process_wide_lock_is_known_to_forks() -> None:
+    """A mutex outside of functions has its own row (DC__AT_FORK) or is made anew in the child by its file's row."""
+    locks, rows = set(), set()
+    for folder in ("ops", "zero", "offload", "comm"):
+        for path in (ROOT / folder).rglob("*.c"):
+            code = _code(path)
+            for found in re.finditer(r"(\.?)(\w+)\s*=\s*PTHREAD_MUTEX_INITIALIZER", code):
+                owner = re.findall(r"\b(\w+)\s*=\s*\{", code[: found.start()]) if found[1] else []
+                locks.add((path.name, f"{owner[-1]}.{found[2]}" if owner else found[2]))
+            rows |= {(path.name, lock) for lock in re.findall(r"DC__AT_FORK\(\s*\w+,\s*\w+,\s*&([\w.]+)", code)}
+    excused = {
+        ("fork.c", "fork_turn"),  # the forks' own
+        ("pool.c", "pool.owner"),  # made anew in the child by the row of pool.lock
+        ("adafactor.c", "j.lock"),  # of one job, on the stack of the thread that forks or waits
+    }
+    assert len(rows) == 11 and excused < locks
+    assert locks - excused == rows
