@@ -344,8 +344,12 @@ def live(training, folder, rank, world, store, at, out):
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     timeout = datetime.timedelta(seconds=20)
+    host, port, prefix = store
     try:
-        dist.init_process_group("deepc", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+        client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        dist.init_process_group(
+            "deepc", store=dist.PrefixStore(prefix, client), rank=rank, world_size=world, timeout=timeout
+        )
     except RuntimeError as exc:  # torch's, whose group of all ranks could not be made
         os.write(out, f"never began: {exc}".encode()[:100])
         return
@@ -360,9 +364,7 @@ def live(training, folder, rank, world, store, at, out):
     except RankDiedError:
         os.write(out, b"another rank died")
         return
-    except RuntimeError as exc:  # torch's store, in which a rank that died before it came there has no key
-        if "Timeout waiting for key" not in str(exc):
-            raise
+    except dist.DistStoreError as exc:  # torch's store, in which a rank that died before it came there has no key
         os.write(out, f"never began: {exc}".encode()[:100])
         return
     os.write(out, f"{digest(found)} {begun} {lib.disk_fault_calls()}".encode())
@@ -410,6 +412,9 @@ def lives(rank, world_of_one, training, world, folder, deaths, seed):
     nvme, saves = os.path.join(folder, "nvme"), os.path.join(folder, "saves")
     os.makedirs(nvme, exist_ok=True)
     wanted, calls, seconds = None, 0, 0.0
+    # Of this process, which nobody kills: a FileStore that a rank died in while it wrote is read for ever, at full
+    # speed and past any timeout (torch 2.13).
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     while wanted is None or seen["deaths"] < deaths:
         shutil.rmtree(saves, ignore_errors=True)
         done = False
@@ -418,7 +423,7 @@ def lives(rank, world_of_one, training, world, folder, deaths, seed):
             by_call = not first and draw.random() < 0.5
             victim, all_die = draw.randrange(world), draw.random() < 0.5
             at = draw.randrange(calls) if by_call else FOREVER
-            store = os.path.join(folder, f"store{seen['lives']}")
+            store = (server.host, server.port, f"life{seen['lives']}")
             begun = time.monotonic()
             ranks = [born(training, folder, r, world, store, at if r == victim else FOREVER) for r in range(world)]
             if not first and not by_call:
@@ -434,7 +439,6 @@ def lives(rank, world_of_one, training, world, folder, deaths, seed):
                 assert code in (0, -signal.SIGKILL), f"{training}: a rank ended with {code}, seed {seed}, {dict(seen)}"
                 said.append("died" if code else text)
             seconds = max(0.8 * seconds, time.monotonic() - begun)
-            os.unlink(store) if os.path.exists(store) else None
             assert os.listdir(nvme) == [], "nothing of a life is left"
             seen["lives"] += 1
             seen["deaths"] += said.count("died")

@@ -218,7 +218,8 @@ for kind in OURS.values():
     parameters[0].grad = torch.ones(4, 4)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    if "OneBit" not in kind.__name__ and "ZeroOne" not in kind.__name__:  # those are laid out by their first step
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     assert "torch._dynamo" not in sys.modules, kind
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
 engine = deepc.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
@@ -228,9 +229,10 @@ engine.save_checkpoint(sys.argv[1])
 engine.load_checkpoint(sys.argv[1])
 assert "torch._dynamo" not in sys.modules
 import torch._dynamo
+optimizer = deepc.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
 group = {"params": [torch.nn.Parameter(torch.ones(2))]}
 torch.compile(lambda: optimizer.add_param_group(group), backend="eager")()
-assert len(optimizer.param_groups) == 3, optimizer.param_groups
+assert len(optimizer.param_groups) == 2, optimizer.param_groups
 """
 
 
