@@ -478,6 +478,22 @@ def test_what_does_not_exist_says_so(more, says):
         assert part in text, text
 
 
+@pytest.mark.parametrize("name", list(EXTRA))
+def test_an_empty_parameter_changes_nothing(name):
+    found = []
+    for more in ([], [torch.nn.Parameter(torch.empty(0, 3))]):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
+        opt = make(name, [p, *more])
+        for i in range(12):
+            (p * (i + 1.0)).sin().sum().backward()
+            for empty in more:
+                empty.grad = torch.empty(0, 3)
+            opt.step()
+            opt.zero_grad()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)
+
+
 def test_deepspeeds_names():
     import subprocess
     import sys

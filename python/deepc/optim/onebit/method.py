@@ -110,8 +110,12 @@ class Method(abc.ABC):
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
     def stepped(self) -> list[tuple[int, Item]]:
-        """(its index in items, item) of what takes part in this step."""
-        return [(i, item) for i, item in enumerate(self.items) if not item.out and item.grad is not None]
+        """(its index in items, item) of what takes part in this step: not what is empty."""
+        return [
+            (i, item)
+            for i, item in enumerate(self.items)
+            if not item.out and item.grad is not None and item.param.numel()
+        ]
 
     def add_gradients(self, items: Sequence[Item], scale: float) -> None:
         """exp_avg = beta1 * exp_avg + (1 - beta1) * scale * grad."""
