@@ -78,3 +78,14 @@ def test_failures_are_told_and_leave_it_usable(handle, tmp_path):
     with pytest.raises(ArgumentError, match="name a file"):
         handle.async_pwrite(good)
     assert handle.sync_pwrite(good, str(short), 0) == 1
+
+
+def test_scripts_may_ask_for_rocm_and_are_told_that_nothing_is_built(deepspeed, monkeypatch):
+    from deepc.errors import UnsupportedError
+    from deepspeed.ops.op_builder import OpBuilder
+
+    assert OpBuilder.installed_rocm_version() == (0, 0) and not OpBuilder.is_rocm_pytorch()
+    monkeypatch.setattr(torch.version, "hip", "6.2.41133-dd7f95766")
+    assert OpBuilder.installed_rocm_version() == (6, 2) and OpBuilder.is_rocm_pytorch()
+    with pytest.raises(UnsupportedError, match="compiles nothing"):
+        OpBuilder()

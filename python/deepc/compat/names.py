@@ -111,7 +111,11 @@ MODULES: dict[str, str] = {
     "ops.lion": "deepc.compat.runtime.optimizers: DeepSpeedCPULion FusedLion",
     "ops.lion.cpu_lion": "deepc.compat.runtime.optimizers: DeepSpeedCPULion",
     "ops.lion.fused_lion": "deepc.compat.runtime.optimizers: FusedLion",
-    "ops.op_builder": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
+    "ops.op_builder": """
+        deepc.compat.helpers.devices.aio: AsyncIOBuilder
+        deepc.compat.helpers.devices.builder: OpBuilder
+    """,
+    "ops.op_builder.builder": "deepc.compat.helpers.devices.builder: OpBuilder",
     "ops.op_builder.async_io": "deepc.compat.helpers.devices.aio: AsyncIOBuilder",
     "ops.transformer": "",
     "pipe": """
