@@ -45,6 +45,8 @@ typedef struct dc_comm_config {
   int32_t flags; /* 0 */
   const uint8_t *secret; /* [DC_COMM_SECRET] random bytes that only the group's ranks know, the same on all: who
                             does not know them is not let in. Borrowed for the call. NULL: zeros */
+  const int32_t *pid; /* [size] the ranks' processes as this one numbers them, 0: not known. One that ends before it
+                         has joined is DC_E_PEER_DIED for all. Borrowed for the call. NULL: none is known */
 } dc_comm_config;
 
 /* Joins the group. Collective. *out is owned: dc_comm_close. */

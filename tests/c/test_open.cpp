@@ -107,6 +107,58 @@ TEST(Opening, OutOfDescriptorsIsSaidAtOnce) {
   EXPECT_EQ(out[0].text, "");
 }
 
+// A rank that is killed between telling the others of itself and joining; who waits knows its process only. The
+// time-out is long: without the look the test would end in it.
+TEST(Opening, ADeathBeforeJoiningIsToldToAll) {
+  for (int victim : {0, 2}) {
+    const std::string address = fresh_address();
+    int known[2];
+    ASSERT_EQ(pipe(known), 0);
+    const pid_t late = fork(); // stands for rank `victim`, which never joins
+    if (late == 0) {
+      char all;
+      for (int i = 0; i < 2; i++) (void)!read(known[0], &all, 1);
+      usleep(300000); // most likely the others are waiting by then; if not, they find it dead
+      _exit(0);
+    }
+    auto out = run_ranks(3, [&](int rank) -> std::string {
+      if (rank == victim) return "";
+      int32_t pid[3] = {0, 0, 0};
+      pid[victim] = late;
+      dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, 300000);
+      k.pid = pid;
+      dc_comm *c = nullptr;
+      WANT(write(known[1], "x", 1) == 1, "pipe");
+      WANT_STATUS(DC_E_PEER_DIED, dc_comm_open(&k, &c));
+      WANT_TEXT(fmt("rank %d (pid %d) died before it joined", victim, (int)late).c_str());
+      return "";
+    });
+    expect_all_fine(out);
+    waitpid(late, nullptr, 0);
+    for (int fd : known) close(fd);
+  }
+}
+
+// A process that is known and alive is waited for, and its place in the group costs no descriptor afterwards.
+TEST(Opening, ALateRankIsWaitedFor) {
+  const std::string address = fresh_address();
+  const pid_t here = getpid();
+  auto out = run_ranks(3, [&](int rank) -> std::string {
+    int32_t pid[3] = {here, here, here}; // alive as long as the test
+    dc_comm_config k = config_of(address.c_str(), rank, 3, 2, 4096, 60000);
+    k.pid = pid;
+    if (rank != 1) usleep(rank == 0 ? 250000 : 500000);
+    const int before = open_descriptors();
+    dc_comm *c = nullptr;
+    FINE(dc_comm_open(&k, &c));
+    FINE(dc_barrier(c, 0));
+    WANT(open_descriptors() - before == 3 + 1, "%d descriptors", open_descriptors() - before);
+    FINE(dc_comm_close(c));
+    return "";
+  });
+  expect_all_fine(out);
+}
+
 // ---- descriptors
 // -----------------------------------------------------------------------------------------------------
 TEST(Descriptors, OnePerPeerHoweverManyGroups) {

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
+import signal
 import weakref
 
 import pytest
@@ -157,3 +159,36 @@ def _errors(rank: int, world: int, folder: str) -> None:
 def test_errors(tmp_path):
     (tmp_path / "late").mkdir()
     run_ranks(_errors, 2, args=(str(tmp_path),), backend=None)
+
+
+def _never_comes(rank: int, world: int, victim: int, folder: str) -> str:
+    """The victim is killed when the others know of it and before they can meet it."""
+    from deepc.comm import place, shared
+    from deepc.errors import RankDiedError
+
+    store = dist.FileStore(folder + "/store", world)
+    store.set_timeout(datetime.timedelta(minutes=30))
+    places = place.discover(store, rank, world)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankDiedError) as told:
+        shared.open_comm(
+            store,
+            rank,
+            world,
+            label="late",
+            timeout=datetime.timedelta(minutes=30),
+            slot_bytes=4096,
+            slots=2,
+            places=places,
+        )
+    return str(told.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_before_it_joins_is_told_to_all(tmp_path, victim):
+    # rank 0: before it leaves the address that the others wait for; rank 1: before it connects there
+    told = run_ranks(_never_comes, 3, args=(victim, str(tmp_path)), backend=None, may_die=[victim])
+    for rank, text in enumerate(told):
+        assert (text is None) == (rank == victim)
+        assert text is None or f"group late: rank {victim} (pid " in text and "died before it joined" in text, text

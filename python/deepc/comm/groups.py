@@ -98,9 +98,12 @@ class NodeGroup(_OneNode):
         label: str,
         timeout: datetime.timedelta,
         names: list[int] | None = None,
+        places: Places | None = None,
     ) -> None:
+        """names: the ranks in messages. places: where they lie, from a caller that has asked already."""
         self.rank, self.world, self.ranks_per_node, self.local_rank, self.leader = rank, world, world, rank, rank == 0
         self._store, self._label, self._timeout, self._opened = store, label, timeout, 0
+        self._places = places
         self.names = list(range(world)) if names is None else names
         self._comms: list[Comm] = []
         self.comm = self.open_comm("control", CONTROL_SLOT_BYTES, 2)
@@ -121,6 +124,7 @@ class NodeGroup(_OneNode):
             slot_bytes=(slot_bytes + 4095) // 4096 * 4096,
             slots=slots,
             global_ranks=self.names,
+            places=self._places,
         )
         if self._comms:  # one loop calls them all, so ranks that wait in different ones are told
             comm.relate(self._comms[0])
@@ -211,6 +215,7 @@ class MultiNodeGroup:
             f"{label} on node {self.node}",
             timeout,
             [names[r] for r in self._nodes[self.node]],
+            places.of(self._nodes[self.node]),
         )
         try:
             self.link = Link(places, rank, names, self.inside.comms, label=label, timeout=timeout, store=store)
@@ -429,7 +434,7 @@ def open_group(
         watch.end()
     places = found.topology
     if places.count == 1:
-        return NodeGroup(store, rank, world, label, timeout, list(names))
+        return NodeGroup(store, rank, world, label, timeout, list(names), found)
     if places.even:
         return MultiNodeGroup(store, rank, found, label, timeout, names)
     uneven = "; ".join(

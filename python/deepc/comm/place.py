@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import socket
 import sys
 import time
@@ -100,14 +101,34 @@ class Places:
         p = self.processes[rank]
         return f"rank {name} (pid {p.pid} on {p.host}, node {self.topology.node_of[rank]})"
 
+    def of(self, ranks: Sequence[int]) -> Places:
+        """Those of a part of the ranks, numbered as they are given."""
+        return Places([self.processes[r] for r in ranks])
+
+    def pids(self, rank: int) -> list[int]:
+        """The ranks' processes as `rank` numbers them; 0: on another node, or not seen from its pid namespace."""
+        mine = self.processes[rank]
+        return [p.pid if p.node == mine.node and p.pid_namespace == mine.pid_namespace else 0 for p in self.processes]
+
     def neighbours(self, rank: int) -> list[int]:
         """Pids of the other ranks of its node, as far as `rank` can see processes of their names."""
-        mine = self.processes[rank].pid_namespace
-        return [
-            self.processes[r].pid
-            for r in self.topology.nodes[self.topology.node_of[rank]]
-            if r != rank and self.processes[r].pid_namespace == mine
-        ]
+        return [pid for r, pid in enumerate(self.pids(rank)) if pid and r != rank]
+
+
+def ended(pid: int) -> bool:
+    """Whether this process of our pid namespace has ended, be it waited for by its parent or not."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # no descriptor is left, or it may not be asked: not known to have ended
+        return False
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(fd)
 
 
 def _pid_namespace() -> int:
@@ -125,23 +146,24 @@ def discover(
     never come. what: the group, for the line that names who is missing after LATE_S."""
     store.set(f"place{rank}", json.dumps(Process(node_id(), socket.gethostname(), os.getpid(), _pid_namespace())))
     if watch is not None:
-        _await(store, rank, size, watch, what)
+        await_keys(store, rank, {r: f"place{r}" for r in range(size) if r != rank}, watch, what)
     return Places([Process(*json.loads(store.get(f"place{r}"))) for r in range(size)])
 
 
-def _await(store: dist.Store, rank: int, size: int, watch: Callable[[int], None], what: str) -> None:
-    """Returns when all have told the store their places, or its own time is over."""
-    missing = [r for r in range(size) if r != rank]
+def await_keys(store: dist.Store, rank: int, keys: dict[int, str], watch: Callable[[int], None], what: str) -> None:
+    """Returns when each of these other ranks has set its key in the store, or the store's time is over. watch, what:
+    as of `discover`."""
+    missing = dict(keys)
     began, pause, told = time.monotonic(), 0.0005, False
     while time.monotonic() - began < store.timeout.total_seconds():  # type: ignore[attr-defined]  # torch's stub lacks it
-        missing = [r for r in missing if not store.check([f"place{r}"])]
+        missing = {r: key for r, key in missing.items() if not store.check([key])}
         if not missing:
             break
         if pause >= _LOOK_S:
-            watch(missing[0])
+            watch(next(iter(missing)))
         if not told and time.monotonic() - began > LATE_S:
             told = True
-            names = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+            names = ", ".join(map(str, list(missing)[:8])) + (" ..." if len(missing) > 8 else "")
             print(f"deepc: rank {rank} waits for rank {names} to open {what}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, _LOOK_S)

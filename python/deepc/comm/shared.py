@@ -17,8 +17,8 @@ from ..core.lib import C, CommConfig, call, check
 from ..core.memory import tensor_at
 from ..core.ops import CODES
 from ..core.telemetry.caller import Caller, caller_line
-from ..errors import ArgumentError, UnsupportedError
-from .place import discover
+from ..errors import ArgumentError, RankDiedError, UnsupportedError
+from .place import Places, await_keys, discover, ended
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -417,24 +417,36 @@ def open_comm(
     slot_bytes: int,
     slots: int,
     global_ranks: Sequence[int] | None = None,
+    places: Places | None = None,
 ) -> Comm:
     """Opens a communicator of `size` ranks of one node. Collective.
 
     store: a torch.distributed store that is this group's own (use a PrefixStore); ranks exchange their node, a random
     address, and a secret that lets only them in, through it. slot_bytes (a multiple of 4096) and slots (>= 2): staging
-    per rank. timeout: of joining and of every wait. global_ranks: names of the ranks in messages. Raises
-    UnsupportedError if the ranks lie on several nodes, CommError and its subclasses if joining fails."""
-    found = discover(store, rank, size)
+    per rank. timeout: of joining and of every wait. global_ranks: names of the ranks in messages. places: where these
+    ranks lie, from a caller that has asked already. Raises UnsupportedError if the ranks lie on several nodes,
+    CommError and its subclasses if joining fails, RankDiedError as soon as one whose place is known has ended."""
+    found = discover(store, rank, size, what=f"group {label}") if places is None else places
     if found.topology.count != 1:
-        places = ", ".join(f"rank {r}: {p.node}" for r, p in enumerate(found.processes))
+        where = ", ".join(f"rank {r}: {p.node}" for r, p in enumerate(found.processes))
         raise UnsupportedError(
-            f"group {label} spans several nodes ({places}); shared memory reaches one. If they are one machine, set "
+            f"group {label} spans several nodes ({where}); shared memory reaches one. If they are one machine, set "
             "DEEPC_NODE_ID"
         )
     if rank == 0:
         store.set("address", f"deepc-{secrets.token_hex(16)} {secrets.token_hex(_SECRET_BYTES)}")
-    address, secret = store.get("address").split()
     names = (ctypes.c_int32 * size)(*(global_ranks or range(size)))
+    pids = found.pids(rank)
+
+    def watch(missing: int) -> None:
+        if pids[missing] and ended(pids[missing]):
+            raise RankDiedError(
+                f"group {label}: rank {names[missing]} (pid {pids[missing]}) died before it joined the group"
+            )
+
+    if rank != 0:
+        await_keys(store, rank, {0: "address"}, watch, f"group {label}")
+    address, secret = store.get("address").split()
     config = CommConfig(
         rank=rank,
         size=size,
@@ -446,6 +458,7 @@ def open_comm(
         slots=slots,
         flags=0,
         secret=bytes.fromhex(secret.decode()),
+        pid=(ctypes.c_int32 * size)(*pids),
     )
     handle = ctypes.c_void_p()
     check(C.dc_comm_open(ctypes.byref(config), ctypes.byref(handle)))

@@ -59,6 +59,7 @@ class CommConfig(Sized):
         ("slots", c_int32),
         ("flags", c_int32),
         ("secret", c_char_p),
+        ("pid", POINTER(c_int32)),
     ]
 
 

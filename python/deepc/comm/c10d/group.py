@@ -203,6 +203,7 @@ class DeepcProcessGroup(dist.ProcessGroup, FastPaths):
             slot_bytes=slot_bytes,
             slots=slots,
             global_ranks=self._global_ranks,
+            places=places,
         )
         mode = choose(comm)
         _log.debug("group %s: %d ranks of one node, asynchronous calls run %s", self._label, self._size, mode)

@@ -331,6 +331,7 @@ def open_hierarchy(
         slot_bytes=staging[0],
         slots=staging[1],
         global_ranks=[names[r] for r in mine],
+        places=places.of(mine),
     )
     try:
         link = Link(places, rank, names, lambda: (comm,), label=label, timeout=timeout, store=store)
