@@ -34,7 +34,7 @@
 #include "comm.h"
 
 #define DC__COMM_MAGIC 0x31304d4f43434544ull /* "DECCOM01" */
-#define DC__COMM_VERSION 7
+#define DC__COMM_VERSION 8
 #define DC__ALGO \
   256 /* in a fingerprint, op = dc_call_op + DC__ALGO * number of the forced row of the algorithm table */
 #define DC__CALL_OPS 24 /* above every dc_call_op */
@@ -62,15 +62,16 @@ typedef struct dc__seat {
  * of a broadcast) can run ahead of the others with small calls.
  *
  * `hash` is over all calls of this rank so far: comparing it finds a difference also in calls that did not wait for
- * each other. Atomic words, because a diagnosis may read them while their owner writes the next ones: then the text may
- * be mixed, but nothing is undefined. `data` is read only between wait and done. */
+ * each other. Atomic words, because a diagnosis may read them while their owner writes the next ones. `filling` tells
+ * it: it is stored before them and `posted` after them, so words that were read between an equal `posted` and an equal
+ * `filling` are of that step. `data` is read only between wait and done. */
 enum { DC__CALL_WORDS = 3, DC__WHERE_WORDS = 8, DC__CELLS = 64, DC__SMALLS = 16, DC__SMALLS_ROUND = 3 };
 #define DC__INLINE ((int64_t)16)     /* bytes of a call's data that fit into its cell */
 #define DC__SMALL ((int64_t)16384)   /* and into a small slot */
 #define DC__SMALL_STRIDE (DC__SMALL + 3 * DC__LINE) /* not congruent, see DC__SLOT_COLOR */
 typedef struct dc__cell {
   _Alignas(DC__LINE) _Atomic uint32_t posted; /* number of the step + 1, modulo 2^32 */
-  uint32_t reserved;
+  _Atomic uint32_t filling; /* what `posted` will be once the words below are those of the step */
   _Atomic uint64_t call[DC__CALL_WORDS]; /* the fingerprint: a dc_call, packed */
   _Atomic uint64_t hash;
   _Atomic uint32_t seq, done; /* calls so far; steps that the owner had done when it posted; modulo 2^32 */
@@ -237,14 +238,6 @@ static inline bool dc__holds(const dc_comm *c, int rank, int64_t step) {
 /* The same call, and the same calls before it. */
 static inline bool dc__same_hash(const dc__cell *a, const dc__cell *b) {
   return atomic_load_explicit(&a->hash, memory_order_relaxed) == atomic_load_explicit(&b->hash, memory_order_relaxed);
-}
-
-static inline bool dc__same_call(const dc__cell *a, const dc__cell *b) {
-  uint64_t diff = 0;
-  for (int i = 0; i < DC__CALL_WORDS; i++)
-    diff |= atomic_load_explicit(&a->call[i], memory_order_relaxed) ^
-            atomic_load_explicit(&b->call[i], memory_order_relaxed);
-  return diff == 0;
 }
 
 static inline char *dc__slot(const dc_comm *c, int rank, int64_t step) {

@@ -87,11 +87,36 @@ void dc__tell_step(dc__text *t, const dc_comm *c, int rank, int64_t step) {
 }
 
 /* ---- how two calls differ ---------------------------------------------------------------------------------------- */
-/* "rank 0, rank 2" of those that have posted the same call as `f`; returns how many. */
-static int tell_callers(dc__text *t, const dc_comm *c, int64_t step, const dc__cell *f) {
+typedef struct tell_record {
+  uint64_t w[DC__CALL_WORDS];
+  uint32_t seq;
+  char where[DC__WHERE];
+} tell_record;
+
+/* What `rank` called as `step`; false if its cell is another step's, or becomes that meanwhile: a rank that waits for
+ * nobody may run ahead and fill it again. acquire: `filling` is read after the words. */
+static bool tell_read(const dc_comm *c, int rank, int64_t step, tell_record *x) {
+  const dc__cell *cell = dc__cell_of(c, rank, step);
+  if (!dc__holds(c, rank, step)) return false;
+  for (int i = 0; i < DC__CALL_WORDS; i++) x->w[i] = atomic_load_explicit(&cell->call[i], memory_order_acquire);
+  x->seq = atomic_load_explicit(&cell->seq, memory_order_acquire);
+  dc__where_text(c->wheres[cell - c->cell].w, x->where);
+  return atomic_load_explicit(&cell->filling, memory_order_relaxed) == (uint32_t)(step + 1);
+}
+
+static bool tell_same(const tell_record *a, const tell_record *b) { return memcmp(a->w, b->w, sizeof a->w) == 0; }
+
+static void tell_record_add(dc__text *t, const dc_comm *c, const tell_record *x) {
+  const dc_call call = tell_unpack(x->w);
+  dc__tell_call(t, &call, c->seq + (int32_t)(x->seq - (uint32_t)c->seq), x->where);
+}
+
+/* "rank 0, rank 2" of those that have posted the same call as rank `of`, whose record is `f`; returns how many. */
+static int tell_callers(dc__text *t, const dc_comm *c, int64_t step, int of, const tell_record *f) {
   int n = 0;
   for (int r = 0; r < c->size; r++) {
-    if (!dc__holds(c, r, step) || !dc__same_call(f, dc__cell_of(c, r, step))) continue;
+    tell_record x;
+    if (r != of && (!tell_read(c, r, step, &x) || !tell_same(f, &x))) continue;
     if (n++ >= 16) continue;
     text_add(t, n == 1 ? " " : ", ");
     text_add_rank(t, c, r);
@@ -100,26 +125,26 @@ static int tell_callers(dc__text *t, const dc_comm *c, int64_t step, const dc__c
   return n;
 }
 
-/* The first step at which the calls of a and b differ; -1 if that is too long ago. */
-static int64_t tell_first_difference(const dc_comm *c, int64_t step, int a, int b) {
+/* The first step at which the calls of a and b differ, with both; -1 if that is too long ago. */
+static int64_t tell_first_difference(const dc_comm *c, int64_t step, int a, int b, tell_record f[2]) {
   for (int64_t s = step - c->cells + 1 > 0 ? step - c->cells + 1 : 0; s <= step; s++)
-    /* held before and after the look: a rank that runs ahead may fill the cell meanwhile */
-    if (dc__holds(c, a, s) && dc__holds(c, b, s) && !dc__same_call(dc__cell_of(c, a, s), dc__cell_of(c, b, s)) &&
-        dc__holds(c, a, s) && dc__holds(c, b, s))
-      return s;
+    if (tell_read(c, a, s, &f[0]) && tell_read(c, b, s, &f[1]) && !tell_same(&f[0], &f[1])) return s;
   return -1;
 }
 
 void dc__tell_mismatch(dc__text *t, const dc_comm *c, int64_t now, int a, int b) {
   int told = 0;
-  const int64_t found = tell_first_difference(c, now, a, b), step = found < 0 ? now : found;
+  const int of[2] = {a, b};
+  tell_record f[2];
+  const int64_t found = tell_first_difference(c, now, a, b, f), step = found < 0 ? now : found;
   text_add(t, "ranks called different collectives in group %s (step %lld%s):", c->label, (long long)(step - c->base),
            found < 0 ? "; the first difference was earlier, in calls that are not kept any more" : "");
   for (int side = 0; side < 2; side++) {
-    const dc__cell *f = dc__cell_of(c, side ? b : a, step);
-    told += tell_callers(t, c, step, f);
+    /* nobody fills a cell of `now` again: we have not done it */
+    if (found < 0) tell_read(c, of[side], now, &f[side]);
+    told += tell_callers(t, c, step, of[side], &f[side]);
     text_add(t, " called ");
-    tell_cell(t, c, f);
+    tell_record_add(t, c, &f[side]);
     text_add(t, side ? "." : ";");
   }
   if (told < c->size) text_add(t, " Others have not arrived or called something else again.");

@@ -679,6 +679,50 @@ TEST(Mismatch, EveryPartOfTheFingerprintCounts) {
   }
 }
 
+// This process' cell that holds a call with `tag`, in the memory that all ranks map: the first is rank 0's.
+struct Cell {
+  uint32_t posted, filling;
+  uint64_t call[3], rest[4];
+};
+static_assert(sizeof(Cell) == 64, "as dc__cell");
+Cell *cell_with(uint64_t tag) {
+  FILE *maps = fopen("/proc/self/maps", "r");
+  Cell *found = nullptr;
+  char line[512];
+  while (maps && !found && fgets(line, sizeof line, maps)) {
+    unsigned long from, to;
+    if (!strstr(line, "memfd:") || sscanf(line, "%lx-%lx rw-s", &from, &to) != 2) continue;
+    for (Cell *x = (Cell *)from; x < (Cell *)to && !found; x++)
+      if (x->call[2] == tag) found = x;
+  }
+  if (maps) fclose(maps);
+  return found;
+}
+
+// A rank that waits for nobody fills cells again that others compare meanwhile: what is half written is of no step.
+// Here rank 0 stops in the middle of it, as the writer may be when its core is taken away.
+TEST(Mismatch, ACellThatIsBeingFilledIsNotCompared) {
+  std::string address = fresh_address();
+  expect_all_fine(run_ranks(2, [&](int rank) -> std::string {
+    dc_comm_config k = config_of(address.c_str(), rank, 2);
+    dc_comm *c;
+    FINE(dc_comm_open(&k, &c));
+    for (int i = 0; i < 4; i++) FINE(dc_barrier(c, 0x5eed0000 + i));
+    if (rank == 0) {
+      Cell *old = cell_with(0x5eed0001);
+      WANT(old, "no cell has the tag");
+      WANT(old->filling == old->posted, "%u is not %u", old->filling, old->posted);
+      __atomic_store_n(&old->filling, old->posted + 64, __ATOMIC_SEQ_CST);
+      __atomic_store_n(&old->call[2], 0x5eed0041, __ATOMIC_SEQ_CST);
+    }
+    WANT_STATUS(DC_E_MISMATCH, dc_barrier(c, rank ? 20 : 10));
+    WANT_TEXT("rank 0 called barrier(tag 10) [call 5]");
+    WANT_TEXT("rank 1 called barrier(tag 20) [call 5]");
+    FINE(dc_comm_close(c));
+    return "";
+  }));
+}
+
 // Rank 2 never calls: ranks 0 and 1 learn of their mismatch without it.
 TEST(Mismatch, IsToldBeforeTheLastRankArrives) {
   std::string address = fresh_address();
