@@ -29,8 +29,6 @@
 #include "p2p.h"
 #include "team.h"
 
-enum { LOOK_MS = 100 }; /* who has not come after it is looked at: sooner costs descriptors that nobody needs */
-
 /* ---- messages ---------------------------------------------------------------------------------------------------- */
 enum { FDS_PER_MSG = 64 };
 enum { MSG_HELLO = 1, MSG_PIDFDS, MSG_SEGMENT, MSG_READY, MSG_GO };
@@ -43,9 +41,9 @@ typedef struct rdv_msg {
   int32_t rank, size, slots, pid, first; /* hello; first: number of the first pidfd of a MSG_PIDFDS */
   int64_t slot_bytes, bytes;
   uint64_t process; /* hello: dc__process_number() */
-  dc__spot spot; /* hello */
+  dc__spot spot;    /* hello */
   union {
-    char text[1024]; /* why, if status != DC_OK */
+    char text[1024];                /* why, if status != DC_OK */
     uint64_t processes[FDS_PER_MSG]; /* MSG_PIDFDS */
   };
 } rdv_msg;
@@ -212,6 +210,7 @@ typedef struct rdv_joining {
   dc__spot spot[DC_COMM_MAX_RANKS];
   int pending[DC_COMM_MAX_RANKS + 64], npending; /* connections that have not said hello */
   int absent[DC_COMM_MAX_RANKS]; /* pidfds of ranks that are waited for, once they are looked at */
+  int64_t look_ns; /* from when on: sooner costs descriptors that nobody needs */
   /* the first rank that could not open, and why: all are told when all are there */
   int status;
   char why[1024];
@@ -259,7 +258,13 @@ static void rdv_refuse(const rdv_joining *j, int sock, int status) {
   DC_FAIL(status, "%s", no.text); /* restored: sending may have failed */
 }
 
+static void rdv_look_away(rdv_joining *j, int rank) {
+  if (j->absent[rank] >= 0) close(j->absent[rank]);
+  j->absent[rank] = -1;
+}
+
 static int rdv_welcome(rdv_joining *j, int sock, const rdv_msg *m, int pidfd) {
+  rdv_look_away(j, m->rank);
   j->sock[m->rank] = sock;
   j->pid[m->rank] = m->pid;
   j->process[m->rank] = m->process;
@@ -310,14 +315,11 @@ static int rdv_greet(rdv_joining *j) {
   return DC_OK;
 }
 
-static int rdv_never_came(const rdv_joining *j, int rank) {
-  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died before it joined the group", j->c->label,
-                 j->c->global_rank[rank], j->k->pid[rank]);
-}
-
-static int rdv_lost(rdv_joining *j, int rank) {
-  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died while the group was joining", j->c->label,
-                 j->c->global_rank[rank], j->pid[rank]);
+static int rdv_lost(const rdv_joining *j, int rank) {
+  const bool came = j->sock[rank] >= 0;
+  return DC_FAIL(DC_E_PEER_DIED, "group %s: rank %d (pid %d) died %s", j->c->label, j->c->global_rank[rank],
+                 came ? j->pid[rank] : j->k->pid[rank],
+                 came ? "while the group was joining" : "before it joined the group");
 }
 
 /* Looks at a rank that has not come, if the configuration tells its process. A number may be another process' by now:
@@ -326,17 +328,11 @@ static int rdv_look(rdv_joining *j, int rank) {
   const int pid = j->k->pid ? j->k->pid[rank] : 0;
   if (pid <= 0 || j->absent[rank] >= 0) return DC_OK;
   j->absent[rank] = (int)syscall(SYS_pidfd_open, pid, 0);
-  return j->absent[rank] < 0 && errno == ESRCH ? rdv_never_came(j, rank) : DC_OK;
-}
-
-static void rdv_look_away(rdv_joining *j, int rank) {
-  if (j->absent[rank] >= 0) close(j->absent[rank]);
-  j->absent[rank] = -1;
+  return j->absent[rank] < 0 && errno == ESRCH ? rdv_lost(j, rank) : DC_OK;
 }
 
 static int rdv_gather(rdv_joining *j) {
   dc_comm *c = j->c;
-  const int64_t look_ns = dc__now_ns() + LOOK_MS * 1000000ll;
   for (int joined = 1;;) {
     joined = 1;
     for (int r = 1; r < c->size; r++) joined += j->sock[r] >= 0;
@@ -348,23 +344,22 @@ static int rdv_gather(rdv_joining *j) {
       return DC_FAIL(DC_E_TIMEOUT, "group %s: %d of %d ranks joined in %lld ms; missing: rank %s", c->label, joined,
                      c->size, (long long)j->k->timeout_ms, who);
     }
-    const bool looking = dc__now_ns() >= look_ns;
+    const int until_look = rdv_ms_left(j->look_ns);
     struct pollfd p[2 * DC_COMM_MAX_RANKS + 65];
     int who[2 * DC_COMM_MAX_RANKS + 65], n = 0;
     p[n] = (struct pollfd){.fd = j->listener, .events = POLLIN};
     who[n++] = 0;
     for (int r = 1; r < c->size; r++) {
-      if (j->sock[r] >= 0) rdv_look_away(j, r);
-      else if (looking) DC_TRY(rdv_look(j, r));
+      if (j->sock[r] < 0 && until_look == 0) DC_TRY(rdv_look(j, r));
       /* either has nothing to say now: readable means gone; poll() passes over one below 0 */
       p[n] = (struct pollfd){.fd = j->sock[r] >= 0 ? j->sock[r] : j->absent[r], .events = POLLIN};
       who[n++] = r;
     }
     int first_pending = n;
     for (int i = 0; i < j->npending; i++) p[n++] = (struct pollfd){.fd = j->pending[i], .events = POLLIN};
-    if (poll(p, (nfds_t)n, looking || left < LOOK_MS ? left : LOOK_MS) <= 0) continue;
+    if (poll(p, (nfds_t)n, until_look && until_look < left ? until_look : left) <= 0) continue;
     for (int i = 1; i < first_pending; i++)
-      if (p[i].revents) return j->sock[who[i]] >= 0 ? rdv_lost(j, who[i]) : rdv_never_came(j, who[i]);
+      if (p[i].revents) return rdv_lost(j, who[i]);
     for (int i = n - 1; i >= first_pending; i--) /* backwards: rdv_hear() fills the gap with the last one */
       if (p[i].revents) DC_TRY(rdv_hear(j, i - first_pending));
     if (p[0].revents) DC_TRY(rdv_greet(j));
@@ -459,7 +454,7 @@ static int rdv_connect(rdv_joining *j) {
   struct sockaddr_un a;
   socklen_t len;
   rdv_address(j->k, &a, &len);
-  for (const int64_t look_ns = dc__now_ns() + LOOK_MS * 1000000ll;;) {
+  for (;;) {
     int s = -1;
     DC_TRY(rdv_socket(&s));
     if (connect(s, (struct sockaddr *)&a, len) == 0) {
@@ -477,9 +472,9 @@ static int rdv_connect(rdv_joining *j) {
       return DC_FAIL(DC_E_TIMEOUT,
                      "group %s: rank %d did not listen within %lld ms (same node? same network namespace?)", c->label,
                      c->global_rank[0], (long long)j->k->timeout_ms);
-    if (dc__now_ns() >= look_ns) DC_TRY(rdv_look(j, 0));
+    if (rdv_ms_left(j->look_ns) == 0) DC_TRY(rdv_look(j, 0));
     struct pollfd leader = {.fd = j->absent[0], .events = POLLIN};
-    if (poll(&leader, 1, 1) > 0) return rdv_never_came(j, 0);
+    if (poll(&leader, 1, 1) > 0) return rdv_lost(j, 0);
   }
 }
 
@@ -579,6 +574,7 @@ int dc__join(dc_comm *c, const dc_comm_config *k, int status) {
   static const uint8_t none[DC_COMM_SECRET];
   if (status && c->size == 1) return status;
   rdv_joining j = {.c = c, .k = k, .secret = k->secret ? k->secret : none, .listener = -1, .memfd = -1};
+  j.look_ns = dc__now_ns() + 100000000; /* 100 ms */
   j.deadline_ns = dc__now_ns() + c->timeout_ns;
   j.status = status;
   if (status)

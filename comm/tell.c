@@ -46,14 +46,28 @@ static dc_call tell_unpack(const uint64_t w[DC__CALL_WORDS]) {
                    .tag = (int64_t)w[2]};
 }
 
-static void tell_cell(dc__text *t, const dc_comm *c, const dc__cell *cell) {
+typedef struct tell_record {
   uint64_t w[DC__CALL_WORDS];
+  uint32_t seq;
   char where[DC__WHERE];
-  for (int i = 0; i < DC__CALL_WORDS; i++) w[i] = atomic_load_explicit(&cell->call[i], memory_order_relaxed);
-  const dc_call call = tell_unpack(w);
-  dc__where_text(c->wheres[cell - c->cell].w, where);
-  int64_t seq = c->seq + (int32_t)(atomic_load_explicit(&cell->seq, memory_order_relaxed) - (uint32_t)c->seq);
-  dc__tell_call(t, &call, seq, where);
+} tell_record;
+
+/* acquire: what is read after this is read after the words. */
+static void tell_copy(const dc_comm *c, const dc__cell *cell, tell_record *x) {
+  for (int i = 0; i < DC__CALL_WORDS; i++) x->w[i] = atomic_load_explicit(&cell->call[i], memory_order_acquire);
+  x->seq = atomic_load_explicit(&cell->seq, memory_order_acquire);
+  dc__where_text(c->wheres[cell - c->cell].w, x->where);
+}
+
+static void tell_add(dc__text *t, const dc_comm *c, const tell_record *x) {
+  const dc_call call = tell_unpack(x->w);
+  dc__tell_call(t, &call, c->seq + (int32_t)(x->seq - (uint32_t)c->seq), x->where);
+}
+
+static void tell_cell(dc__text *t, const dc_comm *c, const dc__cell *cell) {
+  tell_record x;
+  tell_copy(c, cell, &x);
+  tell_add(t, c, &x);
 }
 
 /* The cell that `rank` posted last, NULL if it has posted nothing; *posted: its steps, modulo 2^32. */
@@ -87,29 +101,16 @@ void dc__tell_step(dc__text *t, const dc_comm *c, int rank, int64_t step) {
 }
 
 /* ---- how two calls differ ---------------------------------------------------------------------------------------- */
-typedef struct tell_record {
-  uint64_t w[DC__CALL_WORDS];
-  uint32_t seq;
-  char where[DC__WHERE];
-} tell_record;
-
 /* What `rank` called as `step`; false if its cell is another step's, or becomes that meanwhile: a rank that waits for
- * nobody may run ahead and fill it again. acquire: `filling` is read after the words. */
+ * nobody may run ahead and fill it again. */
 static bool tell_read(const dc_comm *c, int rank, int64_t step, tell_record *x) {
   const dc__cell *cell = dc__cell_of(c, rank, step);
   if (!dc__holds(c, rank, step)) return false;
-  for (int i = 0; i < DC__CALL_WORDS; i++) x->w[i] = atomic_load_explicit(&cell->call[i], memory_order_acquire);
-  x->seq = atomic_load_explicit(&cell->seq, memory_order_acquire);
-  dc__where_text(c->wheres[cell - c->cell].w, x->where);
+  tell_copy(c, cell, x);
   return atomic_load_explicit(&cell->filling, memory_order_relaxed) == (uint32_t)(step + 1);
 }
 
 static bool tell_same(const tell_record *a, const tell_record *b) { return memcmp(a->w, b->w, sizeof a->w) == 0; }
-
-static void tell_record_add(dc__text *t, const dc_comm *c, const tell_record *x) {
-  const dc_call call = tell_unpack(x->w);
-  dc__tell_call(t, &call, c->seq + (int32_t)(x->seq - (uint32_t)c->seq), x->where);
-}
 
 /* "rank 0, rank 2" of those that have posted the same call as rank `of`, whose record is `f`; returns how many. */
 static int tell_callers(dc__text *t, const dc_comm *c, int64_t step, int of, const tell_record *f) {
@@ -144,7 +145,7 @@ void dc__tell_mismatch(dc__text *t, const dc_comm *c, int64_t now, int a, int b)
     if (found < 0) tell_read(c, of[side], now, &f[side]);
     told += tell_callers(t, c, step, of[side], &f[side]);
     text_add(t, " called ");
-    tell_record_add(t, c, &f[side]);
+    tell_add(t, c, &f[side]);
     text_add(t, side ? "." : ";");
   }
   if (told < c->size) text_add(t, " Others have not arrived or called something else again.");

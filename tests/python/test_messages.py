@@ -7,6 +7,8 @@ import datetime
 import gc
 import os
 import signal
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -192,3 +194,18 @@ def test_a_rank_that_dies_before_it_joins_is_told_to_all(tmp_path, victim):
     for rank, text in enumerate(told):
         assert (text is None) == (rank == victim)
         assert text is None or f"group late: rank {victim} (pid " in text and "died before it joined" in text, text
+
+
+def test_what_has_ended(monkeypatch):
+    from deepc.comm.place import ended
+
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not ended(child.pid) and not ended(os.getpid())
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert ended(child.pid), "as a zombie"
+    monkeypatch.delattr(os, "pidfd_open")  # a Python that was built with an old kernel's headers
+    assert not ended(child.pid), "not known"
+    monkeypatch.undo()
+    child.wait()
+    assert ended(child.pid), "waited for"

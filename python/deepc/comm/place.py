@@ -121,7 +121,7 @@ def ended(pid: int) -> bool:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    except OSError:  # no descriptor is left, or it may not be asked: not known to have ended
+    except (OSError, AttributeError):  # no descriptor is left, or a Python without: not known to have ended
         return False
     try:
         poll = select.poll()

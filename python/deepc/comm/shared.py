@@ -426,7 +426,7 @@ def open_comm(
     per rank. timeout: of joining and of every wait. global_ranks: names of the ranks in messages. places: where these
     ranks lie, from a caller that has asked already. Raises UnsupportedError if the ranks lie on several nodes,
     CommError and its subclasses if joining fails, RankDiedError as soon as one whose place is known has ended."""
-    found = discover(store, rank, size, what=f"group {label}") if places is None else places
+    found = discover(store, rank, size) if places is None else places
     if found.topology.count != 1:
         where = ", ".join(f"rank {r}: {p.node}" for r, p in enumerate(found.processes))
         raise UnsupportedError(
