@@ -197,6 +197,36 @@ def test_one_kind_only(kind):
     assert_same(got_grads, want_grads)
 
 
+def test_a_forward_with_decorators_keeps_them(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    calls = []
+
+    def decorated(times):
+        def around(function):
+            @functools.wraps(function)
+            def forward(*args, **kwargs):
+                calls.append(times)
+                return function(*args, **kwargs)
+
+            return forward
+
+        return around
+
+    monkeypatch.setattr(LlamaAttention, "forward", decorated("outer")(decorated("inner")(LlamaAttention.forward)))
+    model, inputs = make("llama")
+    plain = copy.deepcopy(model)
+    summary = deepc.fuse(model, only=("rotary", "attention"))
+    layers = model.config.num_hidden_layers
+    assert len(summary.replaced["rotary"]) == len(summary.replaced["attention"]) == layers and not summary.skipped
+    want, want_grads = loss_and_grads(plain, inputs)
+    on_plain = list(calls)
+    got, got_grads = loss_and_grads(model, inputs)
+    assert on_plain == ["outer", "inner"] * layers and calls == 2 * on_plain
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-6, atol=0)
+    assert_same(got_grads, want_grads)
+
+
 def test_the_operators_ran_and_the_logits_did_not():
     model, inputs = make("llama")
     deepc.fuse(model)

@@ -356,19 +356,45 @@ class _Rebuilt(_Fused):
 
     @classmethod
     def _deepc_body(cls, original: type[nn.Module]) -> dict[str, Any]:
-        function: Any = original.forward
-        names = {k: v for k, v in function.__globals__.items() if k != "__name__"}
+        *around, inner = _layers(original.forward)
+        names = {k: v for k, v in inner.__globals__.items() if k != "__name__"}
         names |= {k: fused(names[k]) for k, fused in cls._deepc_names.items()}
-        made = types.FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-        )
-        made.__kwdefaults__ = function.__kwdefaults__
-        return {"forward": functools.update_wrapper(made, function)}
+        made = functools.update_wrapper(_function_as(inner, names, inner.__closure__), inner)
+        for outer in reversed(around):
+            cells = tuple(types.CellType(made) if _holds(cell, inner) else cell for cell in outer.__closure__ or ())
+            inner, within = outer, made
+            made = functools.update_wrapper(_function_as(outer, outer.__globals__, cells), outer)
+            made.__wrapped__ = within  # type: ignore[attr-defined]
+        return {"forward": made}
+
+
+def _function_as(function: Any, names: dict[str, Any], cells: tuple[types.CellType, ...] | None) -> Any:
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _holds(cell: types.CellType, function: Any) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:  # empty
+        return False
+
+
+def _layers(function: Any) -> list[Any]:
+    """A function's decorators from the outermost on, then what they decorate (a renamed argument is taken under its old
+    name by one around each forward, since transformers 5.24)."""
+    found = [function]
+    while isinstance(inner := getattr(found[-1], "__wrapped__", None), types.FunctionType):
+        if not any(_holds(cell, inner) for cell in getattr(found[-1], "__closure__", None) or ()):
+            break  # not what it calls: a function that update_wrapper gave another's looks
+        found.append(inner)
+    return found
 
 
 def _calls(module: nn.Module, name: str) -> bool:
-    function = type(module).forward
-    return isinstance(function, types.FunctionType) and name in function.__code__.co_names
+    layers = _layers(type(module).forward)
+    return all(isinstance(f, types.FunctionType) for f in layers) and name in layers[-1].__code__.co_names
 
 
 def _fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
