@@ -3,7 +3,7 @@
  * Owns every block that dc_mem_alloc returned, in one table (so that dc_mem_free can refuse a pointer that is not ours,
  * and so that no header disturbs the alignment). Asks what is available (available.c) before it maps: past the limit
  * the kernel kills the process instead of failing the call. */
-#include "base.h"
+#include "commit.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -109,7 +109,7 @@ static void mem_fault_range(int64_t begin, int64_t end, void *ctx) {
   if (e) atomic_store(&fault->error, e);
 }
 
-static int mem_fault_in(void *base, size_t length) {
+int dc__mem_fault_in(void *base, size_t length) {
   struct fault fault = {.base = base};
   dc_parallel_for((int64_t)length, (int64_t)mem_fault_step, mem_fault_range, &fault);
   int error = atomic_load(&fault.error);
@@ -117,7 +117,7 @@ static int mem_fault_in(void *base, size_t length) {
   return DC_OK;
 }
 
-static int mem_check_available(size_t bytes, size_t length) {
+int dc__mem_check_available(size_t bytes, size_t length) {
   int64_t available;
   DC_TRY(dc__mem_room("/proc", (int64_t)length, &available));
   if (length > (uint64_t)available)
@@ -143,14 +143,14 @@ static int mem_alloc_large(size_t bytes, size_t offset, void **ptr) {
     return DC_FAIL(DC_E_NOMEM, "asked for %zu bytes, more than an address space holds; check the size for an overflow",
                    bytes);
   size_t length = mem_large_length(bytes, offset);
-  DC_TRY(mem_check_available(bytes, length));
+  DC_TRY(dc__mem_check_available(bytes, length));
   char *base = dc__map_aligned(length, 0, -1);
   if (!base)
     return DC_FAIL(DC_E_NOMEM, "mmap of %zu bytes: %s; look at ulimit -v and vm.max_map_count", length,
                    strerror(errno));
   /* Advice: a kernel without transparent huge pages refuses it, and small pages then serve. */
   (void)madvise(base, length, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  int rc = mem_fault_in(base, length);
+  int rc = dc__mem_fault_in(base, length);
   if (rc == DC_OK && !mem_remember((struct block){base + offset, base, length}))
     rc = DC_FAIL(DC_E_NOMEM, "no memory to note a block of %zu bytes", bytes);
   if (rc != DC_OK) {

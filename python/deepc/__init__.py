@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .engine.states.access import view
     from .engine.states.averages import EMA
     from .launch import notebook
+    from .nn.dynamic import DynamicTensor
     from .nn.fuse import fuse
     from .observe import profile
     from .optim.schedules import Scheduler
@@ -62,6 +63,7 @@ __version__ = VERSION
 __all__ = [
     "EMA",
     "DeepcError",
+    "DynamicTensor",
     "InferenceEngine",
     "add_config_arguments",
     "counters",
@@ -212,6 +214,7 @@ def initialize(
 
 
 _LATER = {
+    "DynamicTensor": ("nn.dynamic", "DynamicTensor"),
     "EMA": ("engine.states.averages", "EMA"),
     "InferenceEngine": ("engine.serve.inference", "InferenceEngine"),
     "checkpoint": ("checkpoint", None),

@@ -76,6 +76,14 @@ class HeapStats(ctypes.Structure):
     )
 
 
+class DynamicStats(Sized):
+    _fields_ = (
+        ("struct_size", c_size_t),
+        *((n, c_int64) for n in ("reserved", "used", "committed", "most_committed", "granted", "released")),
+        *((n, c_int64) for n in ("grows", "shrinks", "commits", "releases")),
+    )
+
+
 class FlightRow(ctypes.Structure):
     _fields_ = (
         [("number", ctypes.c_uint64)]
@@ -484,6 +492,10 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "dc_lease_end": (c_int, c_void_p),
     "dc_lease_close": (c_int, c_void_p),
     "dc_lease_bytes": (c_int, c_void_p, _P(c_int64), _P(c_int64)),
+    "dc_dynamic_open": (c_int, c_size_t, c_double, _P(c_void_p), _P(c_void_p)),
+    "dc_dynamic_resize": (c_int, c_void_p, c_size_t),
+    "dc_dynamic_read": (c_int, c_void_p, _P(DynamicStats)),
+    "dc_dynamic_close": (c_int, c_void_p),
     "dc_reducer_lease": (c_int, c_void_p, c_void_p),
     "dc_heap_keep_small": (c_int, c_int, _P(c_int)),
     "dc_heap_trim": (c_int,),

@@ -1,0 +1,195 @@
+"""DynamicTensor: a tensor whose leading sizes change where it lies (docs/dynamic-tensors.md)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
+
+import torch
+
+from ..core.lib import C, DynamicStats, call
+from ..core.memory import tensor_at
+from ..errors import ArgumentError, UnsupportedError
+
+
+class Stats(NamedTuple):
+    """Bytes: addresses `reserved`; `used` by the tensor's elements; `committed`, what has memory now, and
+    `most_committed` at any time; `granted` by the system and `released` to it since the start. Calls: `grows` and
+    `shrinks`, and `commits` and `releases`, where the system was asked. No byte is ever moved."""
+
+    reserved: int
+    used: int
+    committed: int
+    most_committed: int
+    granted: int
+    released: int
+    grows: int
+    shrinks: int
+    commits: int
+    releases: int
+
+
+class DynamicTensor:
+    """A CPU tensor whose leading sizes change at run time without a copy: addresses are reserved once, for `most`, and
+    their pages are given and taken as it grows and shrinks (ops/base/dynamic.c).
+
+    size: its shape now. most: a shape whose number of elements it never exceeds; addresses cost no memory, so be
+    generous. dtype: torch's default if None. slack: the memory that it may keep without using it, as a part of what it
+    uses (or less than a page). Pages are dear to take: with more, a small tensor whose length goes up and down is
+    faster (math.inf: what it once had it keeps).
+
+    `tensor` is a plain, contiguous tensor, and torch's functions take the DynamicTensor itself for it:
+
+        cache = DynamicTensor((0, 768), most=(1_000_000, 768))
+        cache.append(keys)                      # [n, 768]
+        scores = torch.matmul(query, cache.tensor.T)
+        cache.resize(0)                         # its memory is the system's again
+
+    What it holds keeps its place in memory order (as with Tensor.resize_): rows stay when the first size changes. What
+    it grows by is zero. What was made of it before stays valid when it grows, in autograd too; when it shrinks, the
+    tensors of before must not be read (they would read zeros) nor written, and a backward that needs one raises torch's
+    "modified by an inplace operation".
+
+    ArgumentError names a size that does not fit; OutOfMemoryError comes before the kernel would kill, and nothing has
+    changed then. Memory is freed with the last tensor over it. For one thread at a time. No GPU yet: UnsupportedError.
+    """
+
+    _living: ClassVar[WeakSet[DynamicTensor]] = WeakSet()
+
+    def __init__(
+        self,
+        size: Sequence[int],
+        most: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        slack: float = 1 / 32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if torch.device(device).type != "cpu":
+            raise UnsupportedError(f"DynamicTensor(device={str(device)!r}) does not exist yet: it lives on the CPU")
+        self._dtype = dtype or torch.get_default_dtype()
+        self._shape = _checked(size, "size")
+        self._most = math.prod(_checked(most, "most"))
+        if not self._most:
+            raise ArgumentError(f"most is {tuple(most)}, of no elements; give the largest shape that may come")
+        if not slack >= 0:
+            raise ArgumentError(f"slack is {slack}; it must be a number >= 0 (math.inf: nothing is given back)")
+        self._range = _Range(self._most * self._dtype.itemsize, slack)
+        self._base = tensor_at(self._range.address, self._most, self._dtype, self._range)
+        # Writes of append: with a version of their own, since they change nothing that anybody has seen.
+        self._unseen = tensor_at(self._range.address, self._most, self._dtype, self._range)
+        self._tensor = self._sized(self._shape, 0)
+        self._living.add(self)
+
+    def resize(self, *size: int) -> torch.Tensor:
+        """The tensor with other leading sizes: as many as are given are replaced, the sizes behind them stay. Returns
+        `tensor`. ArgumentError for more sizes than it has, or more elements than `most`."""
+        given = _checked(size, "resize")
+        if not given or len(given) > len(self._shape):
+            raise ArgumentError(f"resize{given}: give 1 to {len(self._shape)} leading sizes of {tuple(self._shape)}")
+        shape = (*given, *self._shape[len(given) :])
+        self._tensor = self._sized(shape, math.prod(self._shape))
+        self._shape = shape
+        return self._tensor
+
+    def append(self, rows: torch.Tensor) -> torch.Tensor:
+        """Grows the first size by rows.shape[0] and copies `rows` [n, *shape[1:]] there (cast to its dtype; nothing
+        flows back to them). Returns `tensor`. ArgumentError for rows of another shape."""
+        if rows.dim() != len(self._shape) or tuple(rows.shape[1:]) != self._shape[1:]:
+            raise ArgumentError(
+                f"append: rows of shape {tuple(rows.shape)} do not go behind a tensor of shape {self._shape}; give"
+                f" [n, {', '.join(map(str, self._shape[1:]))}]"
+            )
+        at = math.prod(self._shape)
+        self.resize(self._shape[0] + rows.shape[0])
+        with torch.no_grad():
+            self._unseen[at : at + rows.numel()].view(rows.shape).copy_(rows)
+        return self._tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As it is now: contiguous, no gradient (requires_grad_() makes this one a leaf, until the next resize)."""
+        return self._tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        return f"DynamicTensor({tuple(self._shape)}, most={self._most} elements, dtype={self._dtype})"
+
+    def stats(self) -> Stats:
+        """Bytes and calls of this tensor."""
+        read = DynamicStats()
+        call("dc_dynamic_read", self._range.handle, ctypes.byref(read))
+        return Stats(*(getattr(read, name) for name in Stats._fields))
+
+    @classmethod
+    def stats_of_all(cls) -> Stats:
+        """The sums over all that live; `most_committed` is each one's own most."""
+        each = [d.stats() for d in cls._living]
+        return Stats(*map(sum, zip(*each, strict=True))) if each else Stats(*[0] * len(Stats._fields))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch's functions take it for its tensor."""
+        kwargs = {k: _plain(v) for k, v in (kwargs or {}).items()}
+        return function(*map(_plain, args), **kwargs)
+
+    def _sized(self, shape: tuple[int, ...], before: int) -> torch.Tensor:
+        count = math.prod(shape)
+        if count > self._most:
+            raise ArgumentError(
+                f"a DynamicTensor of shape {shape} has {count} elements, more than the {self._most} that addresses were"
+                " reserved for; give a larger `most`"
+            )
+        call("dc_dynamic_resize", self._range.handle, count * self._dtype.itemsize)
+        if count < before:  # a graph that saved one of before would read what is no longer there
+            torch.autograd.graph.increment_version(self._base)
+        with torch.no_grad():
+            return self._base[:count].view(shape).detach()
+
+
+class _Range:
+    """Owns one dc_dynamic."""
+
+    def __init__(self, nbytes: int, slack: float) -> None:
+        self.handle: int | None = None
+        handle, address = ctypes.c_void_p(), ctypes.c_void_p()
+        call("dc_dynamic_open", nbytes, slack, ctypes.byref(handle), ctypes.byref(address))
+        self.handle, self.address = handle.value, address.value or 0
+
+    def __del__(self) -> None:
+        C.dc_dynamic_close(self.handle)
+
+
+def _checked(size: Sequence[int], what: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(torch.Size(size))
+    except TypeError as e:
+        raise ArgumentError(f"{what}: {size!r} is no sequence of sizes") from e
+    if any(n < 0 for n in shape) or (what != "resize" and not shape):
+        raise ArgumentError(f"{what}: {shape} must be one or more sizes, each >= 0")
+    return shape
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DynamicTensor):
+        return value.tensor
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value

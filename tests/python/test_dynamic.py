@@ -1,0 +1,174 @@
+"""DynamicTensor: changes its leading sizes where it lies, is a tensor to torch and to autograd, and refuses what it
+can't do before anything has changed."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import random
+
+import pytest
+import torch
+from deepc import DynamicTensor
+from deepc.errors import ArgumentError, DeepcError, OutOfMemoryError, UnsupportedError
+
+PAGE = mmap.PAGESIZE
+
+
+def test_it_grows_in_place_and_what_it_grows_by_is_zero():
+    d = DynamicTensor((4, 3), most=(100_000, 3))
+    before = d.tensor
+    before.copy_(torch.arange(12.0).view(4, 3))
+    after = d.resize(90_000)
+    assert after.data_ptr() == before.data_ptr() and after.shape == (90_000, 3) and after.is_contiguous()
+    assert torch.equal(after[:4], torch.arange(12.0).view(4, 3)) and not after[4:].any()
+    assert before.shape == (4, 3), "what was there before is as it was"
+
+
+def test_all_leading_sizes_may_change_and_the_rest_stays():
+    d = DynamicTensor((2, 3, 4), most=(8, 8, 4), dtype=torch.bfloat16)
+    assert d.resize(5).shape == (5, 3, 4)
+    assert d.resize(1, 8).shape == (1, 8, 4) == d.shape
+    assert d.resize(0).numel() == 0 and len(d) == 0
+    assert d.resize(8, 8, 4).dtype == torch.bfloat16 == d.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_random_sizes_against_a_plain_tensor(dtype):
+    """60 sizes: contents as Tensor.resize_ would keep them (zeros where that leaves anything), the address never
+    changes, and what has memory is at most 1/32 more than what is used, or a page."""
+    rng = random.Random(0)
+    d = DynamicTensor((0, 24), most=(20_000, 24), dtype=dtype)
+    plain, address = torch.zeros(0, 24, dtype=dtype), None
+    for _ in range(60):
+        rows = rng.randrange(20_000)
+        kept = plain[:rows]
+        plain = torch.zeros(rows, 24, dtype=dtype)
+        plain[: len(kept)] = kept
+        x = d.resize(rows)
+        assert torch.equal(x, plain)
+        assert address in (None, x.data_ptr()) or not rows
+        address = x.data_ptr() if rows else address
+        x[: rows // 2].fill_(rng.randrange(100))
+        plain[: rows // 2] = x[: rows // 2]
+        s = d.stats()
+        assert s.used == x.nbytes and s.used <= s.committed <= s.used + max(s.used // 32, PAGE)
+    assert s.granted - s.released == s.committed
+
+
+def test_append_is_the_concatenation_and_takes_any_dtype():
+    rows = [torch.randn(n, 2, 5) for n in (3, 0, 1, 700)]
+    d = DynamicTensor((0, 2, 5), most=(1_000, 2, 5), dtype=torch.float64)
+    for r in rows:
+        x = d.append(r)
+    assert torch.equal(x, torch.cat(rows).double())
+    assert d.stats().grows == 3
+
+
+class TestAutograd:
+    def test_gradients_are_those_of_a_plain_tensor(self):
+        d = DynamicTensor((6, 4), most=(64, 4), dtype=torch.float64)
+        w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+        x = d.resize(9)
+        x.normal_()
+        assert torch.autograd.gradcheck(lambda w: torch.tanh(torch.nn.functional.linear(d, w)), (w,))
+        leaf = d.tensor.requires_grad_()
+        (torch.tanh(leaf @ w) ** 2).sum().backward()
+        plain = x.detach().clone().requires_grad_()
+        (torch.tanh(plain @ w) ** 2).sum().backward()
+        assert torch.equal(leaf.grad, plain.grad)
+
+    def test_growing_and_appending_leave_a_graph_of_before_whole(self):
+        d = DynamicTensor((6, 4), most=(100_000, 4))
+        d.tensor.normal_()
+        w = torch.randn(4, 4, requires_grad=True)
+        wanted = torch.autograd.grad((d.tensor.clone() @ w).square().sum(), w)[0]
+        loss = (d.tensor @ w).square().sum()
+        d.append(torch.randn(50_000, 4))
+        loss.backward()
+        assert torch.equal(w.grad, wanted)
+
+    def test_backward_after_a_shrinking_raises_and_is_never_wrong(self):
+        d = DynamicTensor((6, 4), most=(64, 4))
+        w = torch.randn(4, 4, requires_grad=True)
+        loss = (d.tensor @ w).sum()
+        d.resize(5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_a_write_into_it_is_seen_by_autograd(self):
+        d = DynamicTensor((6, 4), most=(64, 4))
+        w = torch.randn(4, 4, requires_grad=True)
+        loss = (d.tensor @ w).sum()
+        d.tensor.fill_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_torch_takes_it_for_its_tensor():
+    d = DynamicTensor((3, 2), most=(9, 2))
+    d.tensor.copy_(torch.arange(6.0).view(3, 2))
+    assert torch.equal(torch.cat([d, d]), torch.cat([d.tensor, d.tensor]))
+    assert torch.equal(torch.add(d, other=d), d.tensor * 2)
+    layer = torch.nn.Linear(2, 5)
+    assert torch.equal(layer(d), layer(d.tensor))
+    assert "DynamicTensor((3, 2)" in repr(d)
+
+
+def test_memory_lives_as_long_as_a_tensor_over_it():
+    rows = DynamicTensor((1 << 20,), most=(1 << 22,)).tensor
+    gc.collect()
+    rows.fill_(3.0)
+    assert rows.sum() == 3 * (1 << 20)
+
+
+def test_stats_of_all_are_the_sums_of_those_that_live():
+    gc.collect()
+    before = DynamicTensor.stats_of_all()
+    a, b = DynamicTensor((100,), most=(1_000,)), DynamicTensor((PAGE,), most=(4 * PAGE,), dtype=torch.uint8)
+    now = DynamicTensor.stats_of_all()
+    assert now.used - before.used == 400 + PAGE and now.reserved - before.reserved == 4_000 + 4 * PAGE
+    del a, b
+    gc.collect()
+    assert DynamicTensor.stats_of_all() == before
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("wrong", "names"),
+        [
+            (lambda d: d.resize(65), "65.*260 elements.*256"),
+            (lambda d: d.resize(), "1 to 2 leading sizes"),
+            (lambda d: d.resize(1, 2, 3), r"\(1, 2, 3\)"),
+            (lambda d: d.resize(-1), r"-1"),
+            (lambda d: d.append(torch.zeros(4)), r"\(4,\)"),
+            (lambda d: d.append(torch.zeros(1, 5)), r"\(1, 5\)"),
+            (lambda d: d.append(torch.zeros(64, 4)), "70"),
+            (lambda _: DynamicTensor((1,), most=(0,)), "most"),
+            (lambda _: DynamicTensor((5,), most=(4,)), "5 elements.*4"),
+            (lambda _: DynamicTensor((), most=(4,)), "size"),
+            (lambda _: DynamicTensor(("a",), most=(4,)), "'a'"),
+        ],
+    )
+    def test_a_wrong_size_is_named_and_nothing_changes(self, wrong, names):
+        d = DynamicTensor((6, 4), most=(64, 4))
+        d.tensor.fill_(2.0)
+        before = d.stats()
+        with pytest.raises(ArgumentError, match=names):
+            wrong(d)
+        assert d.stats() == before and d.shape == (6, 4) and (d.tensor == 2.0).all()
+
+    def test_more_than_the_machine_has(self):
+        d = DynamicTensor((8,), most=(1 << 42,))
+        d.tensor.fill_(2.0)
+        with pytest.raises(OutOfMemoryError, match="available"):
+            d.resize(1 << 42)
+        assert d.shape == (8,) and (d.tensor == 2.0).all()
+
+    def test_more_addresses_than_there_are(self):
+        with pytest.raises(DeepcError, match="reserve less|addresses"):
+            DynamicTensor((8,), most=(1 << 59,))
+
+    def test_gpus_are_not_there_yet(self):
+        with pytest.raises(UnsupportedError, match="cuda"):
+            DynamicTensor((8,), most=(8,), device="cuda")
