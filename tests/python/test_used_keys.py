@@ -119,6 +119,7 @@ def run(
         out.seen = model.seen
         streamed = engine.state.streamed if engine.plan.mode == "streamed" else None
         out.gathers = streamed.stats()["gathers"] if streamed is not None else 0
+        out.recomputed = engine.recomputation.stats().get("calls", 0)
         out.spilled = engine.activations.stats()["bytes_written"]
         engine.destroy()
     return out
@@ -515,6 +516,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
         collectives,
     ),
     "activation_checkpointing.cpu_checkpointing": (ACTIVATIONS, False, of("spilled")),
+    "activation_checkpointing.budget": ({"activation_checkpointing": {"budget": "1GB"}}, None, of("recomputed")),
     "deepc.activations.nvme_path": (ACTIVATIONS, None, of("spilled")),
     "deepc.activations.all": (ACTIVATIONS, False, of("spilled")),
     "deepc.activations.min_bytes": (ACTIVATIONS, 1 << 16, of("spilled")),

@@ -725,6 +725,13 @@ KEYS: tuple[Key, ...] = (
         "Inputs of torch.utils.checkpoint's blocks lie in host memory until backward (a GPU run), or on disk"
         " (deepc.activations.nvme_path).",
     ),
+    _active(
+        "activation_checkpointing.budget",
+        "any",
+        None,
+        'Bytes that autograd may hold between forward and backward: a number, or text such as "8GB" or "8 GiB". Blocks'
+        " are recomputed in backward so that it is kept, those that cost the least time (docs/recomputation.md).",
+    ),
     _later("activation_checkpointing.contiguous_memory_optimization", "bool", False, _ACT),
     _later("activation_checkpointing.number_checkpoints", "any", None, _ACT, ok=ANY),
     _later("activation_checkpointing.synchronize_checkpoint_boundary", "bool", False, _ACT),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -112,6 +113,7 @@ class Loader:
         self._precision_rules()
         self._offload_rules()
         self._activation_rules()
+        self._budget_rules()
         self._zeropp_rules()
         self._timeline_rules()
         self._mesh_rules()
@@ -378,6 +380,21 @@ class Loader:
             for key in (f"{section}.nvme_path", f"{section}.all", f"{section}.min_bytes"):
                 if self.values.get(key):
                     self.inert.append(InertKey(key, self.values[key], needs))
+
+    def _budget_rules(self) -> None:
+        """activation_checkpointing.budget, which becomes bytes."""
+        path = "activation_checkpointing.budget"
+        given = self.values.get(path)
+        if given is None:
+            return
+        nbytes = _bytes(given)
+        if nbytes is None:
+            self.fail(path, given, 'must be a number of bytes above 0, or text such as "8GB", "500 MiB".')
+            return
+        self.values[path] = nbytes
+        for key, least in (("pipeline.stages", 1), ("tensor_parallel.autotp_size", 1), ("sequence_parallel_size", 1)):
+            if isinstance(value := self.get(key), int) and value > least:
+                self.fail(path, given, f"does not exist together with {key} = {value} yet. Remove one of them.")
 
     def _nvme_rules(self, path: str) -> None:
         """Optimizer states on disk."""
@@ -670,6 +687,25 @@ class Loader:
         for a in arguments:
             if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD and a.name not in params:
                 self.errors.append(f"{self.name}: {prefix}.{a.name} is missing: {cls.__name__} needs it.")
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("b", 1000), ("ib", 1024), ("", 1000))
+}
+
+
+def _bytes(value: Any) -> int | None:
+    """8_000_000_000 of 8e9, "8GB", "8 gb"; GiB are 2**30. None for anything else."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        if found is None or found[2].lower() not in _UNITS:
+            return None
+        value = float(found[1]) * _UNITS[found[2].lower()]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < 2**62:
+        return None
+    return int(value)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -235,9 +235,10 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ActivationCheckpointingConfig:
-    """Section activation_checkpointing."""
+    """Section activation_checkpointing. budget: bytes."""
 
     cpu_checkpointing: bool
+    budget: int | None
 
 
 @dataclass(frozen=True)

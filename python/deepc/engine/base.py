@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .events import Events
     from .policy.precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
     from .states.activations import Activations
+    from .states.recompute import Recomputation
 
 logger = logging.getLogger("deepc")
 
@@ -153,6 +154,7 @@ class EngineBase(ModelWrapper):
     guard: Guard
     hooks: GradientHooks
     activations: Activations  # where what autograd saves goes
+    recomputation: Recomputation  # what it does not save
     scaler: StaticLossScaler | DynamicLossScaler | None
     lr_scheduler: Scheduler | None
     skips: Skips  # the steps that were skipped since the last applied one

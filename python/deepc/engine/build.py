@@ -53,6 +53,7 @@ from .events import Events, Watcher
 from .policy import precision
 from .policy.choose import choose_policy
 from .states.activations import Activations
+from .states.recompute import Recomputation
 
 if TYPE_CHECKING:
     from ..nn.fuse import FuseSummary
@@ -722,6 +723,9 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
         undo.callback(engine.activations.close)
     except DeepcError as exc:
         failure = exc
+    budget = engine._config.activation_checkpointing.budget
+    engine.recomputation = Recomputation(engine.module, budget)  # alike on all ranks, and so are its refusals
+    undo.callback(engine.recomputation.close)
     if engine._config.deepc.activations.nvme_path:
         together(engine.group, failure)
 

@@ -59,7 +59,7 @@ class Engine(EngineBase):
             self.unequal_batches = None
         self.events.begin("forward", (inputs, kwargs))
         try:
-            with self.activations.around():
+            with self.activations.around(), self.recomputation.around((inputs, kwargs)):
                 out = self.step_policy.forward(inputs, kwargs)
             if torch.is_grad_enabled():
                 self.hooks.watch(out)

@@ -1,0 +1,372 @@
+"""Recomputation by budget (activation_checkpointing.budget): the choice is the best there is, what autograd holds stays
+within the budget, and every number is the one of no recomputation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import weakref
+
+import pytest
+import tiny
+import torch
+from deepc.errors import ConfigError
+from deepc.plan.predict import recompute
+from deepc.plan.predict.recompute import Call
+from ranks import run_ranks as _run_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KEY = "activation_checkpointing"
+
+
+def run_ranks(fn, world, *args, **kw):
+    return _run_ranks(fn, world, args=args, env={"DEEPC_LOG_LEVEL": "WARNING"}, **kw)
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+def cases(n: int):
+    rng = random.Random(n)
+    for _ in range(n):
+        outside, calls = 0, []
+        for _ in range(rng.randint(1, 9)):
+            outside += rng.choice([0, 0, rng.randint(0, 30)])
+            calls.append(Call(rng.randint(0, 50), rng.randint(0, 10), outside, rng.choice([1.0, rng.random()])))
+        outside += rng.randint(0, 40)
+        lo, hi = recompute.least(calls, outside), recompute.peak(calls, outside, [False] * len(calls))
+        yield calls, outside, rng.randint(lo, hi)
+
+
+def best_of_all(calls, outside, budget):
+    return min(
+        sum(c.seconds for c, again in zip(calls, way, strict=True) if again)
+        for way in itertools.product([False, True], repeat=len(calls))
+        if recompute.peak(calls, outside, way) <= budget
+    )
+
+
+def test_the_choice_is_the_best_of_all():
+    for calls, outside, budget in cases(400):
+        found = recompute.choose(calls, outside, budget)
+        assert found.peak == recompute.peak(calls, outside, found.recomputed) <= budget
+        assert found.seconds == pytest.approx(best_of_all(calls, outside, budget), abs=1e-12)
+
+
+def test_recomputing_everything_needs_the_least_and_less_is_refused():
+    for calls, outside, _ in cases(200):
+        ways = itertools.product([False, True], repeat=len(calls))
+        least = min(recompute.peak(calls, outside, way) for way in ways)
+        assert recompute.least(calls, outside) == least
+        assert recompute.choose(calls, outside, least - 1) is None
+        assert recompute.choose(calls, outside, least).peak == least
+
+
+def test_many_different_blocks_stay_within_the_budget(monkeypatch):
+    """Where states are rounded, the choice is still within the budget and near the best."""
+    monkeypatch.setattr(recompute, "MOST_STATES", 64)
+    rng = random.Random(1)
+    calls = [Call(rng.randint(10**6, 10**8), rng.randint(10**5, 10**6), 0, rng.random()) for _ in range(48)]
+    whole, least = recompute.peak(calls, 0, [False] * 48), recompute.least(calls, 0)
+    for part in (0.3, 0.5, 0.8):
+        budget = max(least, int(part * whole))
+        found = recompute.choose(calls, 0, budget)
+        assert found.peak <= budget
+        assert found.seconds < sum(c.seconds for c in calls) * (1.15 - part)
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+class Held(TorchDispatchMode):
+    """Bytes of living storages that were made inside: not those of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self._take(t.untyped_storage())
+        return out
+
+    def _take(self, storage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def make(kind: str):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        cfg = transformers.GPT2Config(n_embd=64, n_layer=5, n_head=4, vocab_size=97, n_positions=64)
+        model = transformers.GPT2LMHeadModel(cfg)  # with dropout
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=64,
+                intermediate_size=160,
+                num_hidden_layers=5,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=97,
+            )
+        )
+    return model.train()
+
+
+def config(budget=None, **more):
+    cfg = tiny.config(0, micro=4) | more
+    return cfg if budget is None else cfg | {KEY: {"budget": budget}}
+
+
+def run(kind: str, budget, steps: int = 3):
+    """Gradients and losses of each step; bytes that lived at the end of the last forward and at most in its backward,
+    above what lived before; and the engine's numbers."""
+    import deepc
+
+    engine = deepc.initialize(model=make(kind), config=config(budget))[0]
+    out = []
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        ids = torch.randint(97, (4, 48))
+        with Held(engine.module) as held:
+            loss = engine(input_ids=ids, labels=ids).loss
+            at_end = held.now
+            engine.backward(loss)
+        grads = {n: engine.full_grad(p).clone() for n, p in engine.module.named_parameters()}
+        engine.step()
+        out.append((loss.item(), grads))
+    stats = engine.recomputation.stats()
+    engine.destroy()
+    return out, at_end, held.most, stats
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_ten_budgets_are_kept_and_no_bit_differs(kind):
+    wanted, end, _, none = run(kind, None)
+    assert none == {}
+    _, _, _, generous = run(kind, "1TB")
+    least, whole = generous["least_bytes"], generous["whole_bytes"]
+    assert generous["recomputed"] == 0 and generous["peak_bytes"] == whole
+    assert abs(end - whole) < 0.02 * whole, "what is measured is what lives"
+    workspace = run(kind, least)[2] - least  # of a block's backward, and gradients: beside the budget
+    assert workspace < whole / 4
+    counts = set()
+    for i in range(10):
+        budget = least + i * (whole - least) // 9
+        got, at_end, at_most, stats = run(kind, budget)
+        for (loss, grads), (loss_before, before) in zip(got, wanted, strict=True):
+            assert loss == loss_before
+            for name, grad in grads.items():
+                assert torch.equal(grad, before[name]), (budget, name)
+        assert stats["peak_bytes"] <= budget
+        assert at_end <= budget + 0.02 * whole
+        assert at_most <= budget + workspace + 0.02 * whole
+        counts.add(stats["recomputed"])
+    assert counts >= {0, 1, 2, 3, 4}
+    assert at_end > 1.3 * run(kind, least)[1], "it does save memory"
+
+
+class Waves(nn.Module):
+    """Blocks whose backward has next to no workspace: six saved tensors of UNIT bytes each, of which three are alive
+    beside them at most."""
+
+    UNIT = 256 * 512 * 4
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            for _ in range(3):
+                x = torch.sin(torch.exp(-x * x)) * self.scale
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self.Block() for _ in range(6)))
+        self.inner = nn.Linear(512, 512)
+
+    def forward(self, x):
+        return self.blocks(self.inner(x)).mean()
+
+
+def test_backward_stays_within_the_budget_too():
+    """The moment that counts is the recomputation of the last block, when all before it are still held."""
+    import deepc
+
+    def peaks(budget):
+        torch.manual_seed(0)
+        engine = deepc.initialize(model=Waves(), config=config(budget))[0]
+        for _ in range(2):
+            with Held(engine.module) as held:
+                loss = engine(torch.randn(256, 512))
+                engine.backward(loss)
+            engine.step()
+        stats = engine.recomputation.stats()
+        engine.destroy()
+        return held.most, stats
+
+    _, all_kept = peaks("1TB")
+    least, whole, room = all_kept["least_bytes"], all_kept["whole_bytes"], 4 * Waves.UNIT
+    assert whole - least > 3 * room
+    assert peaks(None)[0] > whole - Waves.UNIT
+    for i in range(5):
+        budget = least + i * (whole - least) // 5
+        most, stats = peaks(budget)
+        assert stats["recomputed"] > 0
+        assert most <= budget + room, (i, most / Waves.UNIT, budget / Waves.UNIT, stats)
+
+
+def test_too_small_a_budget_names_the_least_one():
+    import deepc
+
+    engine = deepc.initialize(model=make("gpt2"), config=config(1000))[0]
+    ids = torch.randint(97, (4, 48))
+    with pytest.raises(ConfigError, match=r"budget = 1000 bytes.*Give as much") as told:
+        engine(input_ids=ids, labels=ids)
+    engine.destroy()
+    least = int(str(told.value).split("recomputes every block: ")[1].split()[0])
+    assert run("gpt2", least, 1)[3]["recomputed"] == 5
+    with pytest.raises(ConfigError, match=str(least)):
+        run("gpt2", least - 1, 1)
+
+
+class Blocks(nn.Module):
+    """Blocks of the user's own: keywords, several outputs, dropout, one that is called twice."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.2)
+
+        def forward(self, x, *, scale=None, carry=()):
+            y = self.drop(torch.tanh(self.up(x)))
+            return x + self.down(y) * scale, (*carry, y.mean())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x):
+        x, carry = self.first(x), ()
+        for block in (*self.blocks, self.blocks[1]):
+            x, carry = block(x, scale=torch.ones(16) * 0.5, carry=carry)
+        return self.last(x).square().mean() + sum(carry)
+
+
+def _own_blocks(rank, world, stage, budgets, extra):
+    import deepc
+
+    out = []
+    for budget in budgets:
+        torch.manual_seed(0)
+        cfg = tiny.config(stage, micro=32) | extra | ({} if budget is None else {KEY: {"budget": budget}})
+        engine = deepc.initialize(model=Blocks(), config=cfg)[0]
+        losses = []
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            loss = engine(torch.randn(32, 8))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        state = {n: t.clone() for n, t in engine.module_state_dict().items()}
+        out.append((losses, state, engine.recomputation.stats()))
+        copied = copy.deepcopy(engine.module) if stage == 0 else None
+        if copied is not None:  # runs with weights of its own
+            with torch.no_grad():
+                copied.blocks[0].down.weight.zero_()
+            assert copied(torch.ones(2, 8)).requires_grad
+        assert {type(b).__name__ for b in engine.module.blocks} == {"Block"}
+        engine.destroy()
+        assert all(type(b) is Blocks.Block for b in engine.module.blocks), "destroy leaves them as they were"
+    return out
+
+
+@pytest.mark.parametrize(
+    "stage, world, streamed", [(0, 1, False), (1, 2, False), (2, 2, False), (3, 2, False), (3, 2, True)]
+)
+def test_zero_stages_have_the_same_bits(stage, world, streamed):
+    budgets = (None, "1GB", 50_000, 100_000)
+    env = {"DEEPC_LOG_LEVEL": "WARNING"} | ({"DEEPC_STREAMED": "1"} if streamed else {})
+    extra = {"gradient_accumulation_steps": 2, "train_batch_size": 64 * world}
+    for plain, *others in _run_ranks(_own_blocks, world, args=(stage, budgets, extra), env=env):
+        counts = [stats["recomputed"] for _, _, stats in others]
+        assert counts[0] == 0 < counts[2] < counts[1] <= 5
+        for losses, state, _ in others:
+            assert losses == plain[0]
+            for name, value in state.items():
+                assert torch.equal(value, plain[1][name]), name
+
+
+def test_longer_batches_are_measured_and_shorter_ones_keep_more():
+    import deepc
+
+    torch.manual_seed(0)
+    engine = deepc.initialize(model=Blocks(), config=config(200_000))[0]
+
+    def peak(rows):
+        engine.backward(engine(torch.randn(rows, 8)))
+        engine.step()
+        return engine.recomputation.stats()
+
+    small = peak(4)
+    assert small["recomputed"] == 0
+    large = peak(64)
+    assert large["recomputed"] > 0 and large["peak_bytes"] <= 200_000 < large["whole_bytes"]
+    assert peak(60) == large, "one that is a little smaller has its plan"
+    with torch.no_grad():
+        engine(torch.randn(64, 8))
+    with pytest.raises(ConfigError, match="less than this forward needs"):
+        engine(torch.randn(4096, 8))
+    assert peak(64)["recomputed"] == large["recomputed"], "and the engine goes on"
+    engine.destroy()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("wrong", ["8 apples", 0, -1, True, "", [1], "GB"])
+    def test_what_is_no_size(self, wrong):
+        import deepc
+
+        with pytest.raises(ConfigError, match=r"activation_checkpointing.budget.*number of bytes"):
+            deepc.initialize(model=Blocks(), config=config() | {KEY: {"budget": wrong}})
+
+    @pytest.mark.parametrize(
+        "text, nbytes", [("8GB", 8 * 10**9), ("1.5 GiB", 3 << 29), ("500 mib", 500 << 20), (12345, 12345), ("7", 7)]
+    )
+    def test_what_is_one(self, text, nbytes):
+        from deepc.config.tree import Config
+
+        assert Config.load(config() | {KEY: {"budget": text}}, world_size=1).activation_checkpointing.budget == nbytes
+
+    def test_a_model_that_recomputes_already(self):
+        import deepc
+
+        model = make("llama")
+        model.gradient_checkpointing_enable()
+        with pytest.raises(ConfigError, match="recomputes already"):
+            deepc.initialize(model=model, config=config("1GB"))
+
+    def test_a_model_without_blocks(self):
+        import deepc
+
+        with pytest.raises(ConfigError, match="no torch.nn.ModuleList"):
+            deepc.initialize(model=nn.Linear(3, 3), config=config("1GB"))
+
+    def test_pipelines(self):
+        from deepc.config.tree import Config
+
+        with pytest.raises(ConfigError, match="pipeline.stages = 2"):
+            Config.load(config("1GB") | {"pipeline": {"stages": 2}}, world_size=2)
