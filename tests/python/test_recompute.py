@@ -11,6 +11,7 @@ import weakref
 import pytest
 import tiny
 import torch
+from deepc.engine.states.recompute import Recomputation
 from deepc.errors import ConfigError
 from deepc.plan.predict import recompute
 from deepc.plan.predict.recompute import Call
@@ -309,6 +310,57 @@ def test_zero_stages_have_the_same_bits(stage, world, streamed):
             assert losses == plain[0]
             for name, value in state.items():
                 assert torch.equal(value, plain[1][name]), name
+
+
+def test_inputs_of_recomputed_blocks_may_lie_on_disk(tmp_path):
+    """Together with cpu_checkpointing on a folder: the same bits."""
+    found = []
+    for more in ({}, {"cpu_checkpointing": True}):
+        import deepc
+
+        torch.manual_seed(0)
+        cfg = config(40_000) | {"deepc": {"activations": {"nvme_path": str(tmp_path), "min_bytes": 1024}}}
+        cfg[KEY] |= more
+        engine = deepc.initialize(model=Blocks(), config=cfg)[0]
+        for step in range(3):
+            torch.manual_seed(step)
+            engine.backward(engine(torch.randn(32, 8)))
+            engine.step()
+        assert engine.recomputation.stats()["recomputed"] >= 4
+        found.append({n: t.clone() for n, t in engine.module_state_dict().items()})
+        assert (engine.activations.stats()["bytes_written"] > 0) == bool(more)
+        engine.destroy()
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_streamed_parameters_are_not_counted():
+    """What autograd saves of a parameter is a recipe there: the plan is the one of parameters that stay."""
+    for kept, streamed in zip(
+        _run_ranks(_one_plan, 2, env={"DEEPC_LOG_LEVEL": "WARNING"}),
+        _run_ranks(_one_plan, 2, env={"DEEPC_LOG_LEVEL": "WARNING", "DEEPC_STREAMED": "1"}),
+        strict=True,
+    ):
+        assert {k: v for k, v in kept.items() if k != "seconds"} == {
+            k: v for k, v in streamed.items() if k != "seconds"
+        }
+
+
+def _one_plan(rank, world):
+    return _own_blocks(rank, world, 3, ("1GB",), {})[0][2]
+
+
+def test_two_engines_of_one_model_are_one_recomputation():
+    """A second one (Trainer's for evaluation) leaves the blocks to the first."""
+    import deepc
+
+    engine = deepc.initialize(model=make("llama"), config=config("1GB"))[0]
+    other = Recomputation(engine.module, 10**9)
+    assert other.budget is None
+    other.close()
+    ids = torch.randint(97, (4, 48))
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    assert engine.recomputation.stats()["calls"] == 5
+    engine.destroy()
 
 
 def test_longer_batches_are_measured_and_shorter_ones_keep_more():

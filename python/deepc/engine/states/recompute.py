@@ -113,7 +113,7 @@ class Recomputation:
     @contextlib.contextmanager
     def _forward(self, budget: int, shapes: _Shapes) -> Iterator[None]:
         plan = self._plan_for(shapes)
-        measured = _Measured(self._held_anyway()) if plan is None else None
+        measured = _Measured(self._held_anyway) if plan is None else None
         self._now, self._count = plan or measured, 0
         try:
             with contextlib.nullcontext() if measured is None else measured.hooks():
@@ -132,6 +132,7 @@ class Recomputation:
         return None
 
     def _held_anyway(self) -> set[int]:
+        """Storages of the model itself, as far as they are there (streamed parameters come and go)."""
         held = [p for p in self._module.parameters() if not isinstance(p, Released)]
         return {t.untyped_storage().data_ptr() for t in (*held, *self._module.buffers())}
 
@@ -178,6 +179,7 @@ class Recomputation:
         self._blocks = []
 
     # ---- a block -----------------------------------------------------------------------------------------------------
+    @private.uncompiled_itself
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A block's forward, in a forward of the engine."""
         now = self._now
@@ -192,9 +194,9 @@ class Recomputation:
 
 
 class _Measured:
-    """What a forward saves, in which all blocks are recomputed. held: storages of the model itself."""
+    """What a forward saves, in which all blocks are recomputed. held: tells the storages of the model itself."""
 
-    def __init__(self, held: set[int]) -> None:
+    def __init__(self, held: Callable[[], set[int]]) -> None:
         self._held = held
         self._outside: dict[int, int] = {}  # storage -> bytes
         self._calls: dict[int, Call] = {}
@@ -205,21 +207,25 @@ class _Measured:
         return _seen_by(self._see)
 
     def _see(self, x: torch.Tensor) -> None:
-        if not isinstance(x, Released) and (at := x.untyped_storage().data_ptr()) not in self._held:
-            self._outside.setdefault(at, x.untyped_storage().nbytes())
+        storage = _storage(x)
+        if storage is not None and (at := storage.data_ptr()) not in self._outside and at not in self._held():
+            self._outside[at] = storage.nbytes()
 
+    @private.uncompiled_itself
     def call(self, k: int, function: Callable[..., Any], *args: Any) -> Any:
         """The k-th call, inside its checkpoint: once in the forward, which is measured, and once in backward."""
         if k in self._calls:
             return function(*args)
-        given = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(function, args)}
-        mine = {at: n for at, n in given.items() if at not in self._inputs and at not in self._held}
+        storages = map(_storage, _tensors(function, args))
+        given = {s.data_ptr(): s.nbytes() for s in storages if s is not None}
+        held = self._held()
+        mine = {at: n for at, n in given.items() if at not in self._inputs and at not in held}
         self._inputs.update(mine)
         saved: dict[int, torch.UntypedStorage] = {}  # they live until the end: no address is another's meanwhile
 
         def see(x: torch.Tensor) -> None:
-            if not isinstance(x, Released) and (at := x.untyped_storage().data_ptr()) not in self._held:
-                saved[at] = x.untyped_storage()
+            if (storage := _storage(x)) is not None:
+                saved[storage.data_ptr()] = storage
 
         outside = sum(n for at, n in self._outside.items() if at not in self._inputs)
         _wait(args)
@@ -228,7 +234,8 @@ class _Measured:
             out = function(*args)
         _wait(args)
         seconds = time.perf_counter() - begin
-        nbytes = sum(s.nbytes() for at, s in saved.items() if at not in given)
+        model = self._held()  # while the block's own parameters are there
+        nbytes = sum(s.nbytes() for at, s in saved.items() if at not in given and at not in model)
         self._calls[k] = Call(nbytes, sum(mine.values()), outside, seconds)
         return out
 
@@ -270,7 +277,12 @@ def _tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[torch.
     """What a block gets; keywords are bound in `function` (transformers' and ours)."""
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     found = private.tree_leaves((args, keywords))
-    return [t for t in found if isinstance(t, torch.Tensor) and not isinstance(t, Released)]
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def _storage(x: torch.Tensor) -> torch.UntypedStorage | None:
+    """None where it has none: sparse, or a parameter that is released."""
+    return None if isinstance(x, Released) or x.layout != torch.strided else x.untyped_storage()
 
 
 def _shapes(given: Any) -> _Shapes:
@@ -288,6 +300,7 @@ def _covers(larger: _Shapes, shapes: _Shapes) -> bool:
     )
 
 
+@private.uncompiled_itself
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
