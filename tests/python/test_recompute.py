@@ -4,6 +4,7 @@ within the budget, and every number is the one of no recomputation."""
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
 import weakref
@@ -11,7 +12,7 @@ import weakref
 import pytest
 import tiny
 import torch
-from deepc.engine.states.recompute import Recomputation
+from deepc.engine.states.recompute import Recomputation, _Hand
 from deepc.errors import ConfigError
 from deepc.plan.predict import recompute
 from deepc.plan.predict.recompute import Call
@@ -361,6 +362,17 @@ def test_two_engines_of_one_model_are_one_recomputation():
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     assert engine.recomputation.stats()["calls"] == 5
     engine.destroy()
+
+
+@pytest.mark.parametrize("model", [Blocks, lambda: make("llama")])
+def test_blocks_of_an_owner_that_is_gone_are_taken_again(model):
+    model = model()
+    blocks = len(Recomputation(model, 10**9)._blocks)  # never closed
+    gc.collect()
+    again = Recomputation(model, 10**9)
+    assert again.budget == 10**9 and len(again._blocks) == blocks >= 4
+    again.close()
+    assert not any(isinstance(v, _Hand) for m in model.modules() for v in m.__dict__.values())
 
 
 def test_longer_batches_are_measured_and_shorter_ones_keep_more():

@@ -80,7 +80,7 @@ class Recomputation:
                 f"{KEY}: {type(module).__name__} has no torch.nn.ModuleList or Sequential of blocks that could be"
                 " recomputed; use torch.utils.checkpoint inside the model, and remove the key"
             )
-        if any(_is_taken(block) for block in self._blocks):  # another engine's, of the same model
+        if any(h is not None and h.leads for h in map(_hand_of, self._blocks)):  # another engine's, of the same model
             self.budget, self._blocks = None, []
             return
         hand = _Hand(weakref.ref(self))
@@ -89,7 +89,7 @@ class Recomputation:
 
     def _refuse(self) -> None:
         for name, m in self._module.named_modules():
-            if getattr(m, "gradient_checkpointing", False) and not _is_taken(m):
+            if getattr(m, "gradient_checkpointing", False) and _hand_of(m) is None:
                 raise ConfigError(
                     f"{KEY} chooses what is recomputed, but {name or 'the model'} recomputes already; leave"
                     " gradient_checkpointing_enable() (gradient_checkpointing of TrainingArguments) out, or remove the"
@@ -316,6 +316,11 @@ class _Hand:
     def __init__(self, owner: weakref.ref[Recomputation] | None = None) -> None:
         self._owner = owner
 
+    @property
+    def leads(self) -> bool:
+        """Whether there is somebody to ask."""
+        return self._owner is not None and self._owner() is not None
+
     @private.uncompiled_itself
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         owner = self._owner() if self._owner is not None else None
@@ -359,11 +364,13 @@ def _take(block: torch.nn.Module, hand: _Hand) -> None:
         block.gradient_checkpointing, block._gradient_checkpointing_func = True, hand  # type: ignore[assignment]
         return
     block.__dict__[_HAND] = hand
-    block.__class__ = _asking(type(block))
+    if not isinstance(block, _Asks):
+        block.__class__ = _asking(type(block))
 
 
-def _is_taken(block: torch.nn.Module) -> bool:
-    return any(isinstance(block.__dict__.get(n), _Hand) for n in (_HAND, "_gradient_checkpointing_func"))
+def _hand_of(block: torch.nn.Module) -> _Hand | None:
+    hands = (block.__dict__.get(n) for n in (_HAND, "_gradient_checkpointing_func"))
+    return next((h for h in hands if isinstance(h, _Hand)), None)
 
 
 def _leave(block: torch.nn.Module) -> None:
