@@ -3,7 +3,6 @@ at all while they are off."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -14,7 +13,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from deepc import profile
+from deepc import memory, profile
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, DeepcError
 from deepc.observe.profile.timeline import Recorder, _asked, timeline
@@ -166,7 +165,7 @@ def test_a_body_that_raises_still_leaves_its_file(tmp_path):
 
 def test_memory_counts_what_is_allocated(tmp_path):
     with timeline(tmp_path, memory_ms=0) as recorder:
-        ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of other tests is resident already
+        memory.trim_heap()  # what malloc and the core's heap keep of other tests is resident already
         recorder.sample()
         block = torch.ones(64 << 20, dtype=torch.uint8)
         recorder.sample()

@@ -138,19 +138,20 @@ def run(kind: str, budget, steps: int = 3):
 
     engine = deepc.initialize(model=make(kind), config=config(budget))[0]
     out = []
-    for step in range(steps):
-        torch.manual_seed(100 + step)
-        ids = torch.randint(97, (4, 48))
-        with Held(engine.module) as held:
-            loss = engine(input_ids=ids, labels=ids).loss
-            at_end = held.now
-            engine.backward(loss)
-        grads = {n: engine.full_grad(p).clone() for n, p in engine.module.named_parameters()}
-        engine.step()
-        out.append((loss.item(), grads))
-    stats = engine.recomputation.stats()
-    engine.destroy()
-    return out, at_end, held.most, stats
+    try:
+        for step in range(steps):
+            torch.manual_seed(100 + step)
+            ids = torch.randint(97, (4, 48))
+            with Held(engine.module) as held:
+                loss = engine(input_ids=ids, labels=ids).loss
+                at_end = held.now
+                engine.backward(loss)
+            grads = {n: engine.full_grad(p).clone() for n, p in engine.module.named_parameters()}
+            engine.step()
+            out.append((loss.item(), grads))
+        return out, at_end, held.most, engine.recomputation.stats()
+    finally:
+        engine.destroy()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
