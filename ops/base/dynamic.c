@@ -23,6 +23,8 @@
 
 static const size_t dynamic_ask = (size_t)16 << 20; /* is committed between two looks at what the machine has left */
 
+static const double dynamic_ahead = 1.0 / 32;
+
 struct dc_dynamic {
   char *base;
   size_t page;      /* the kernel's */
@@ -40,10 +42,9 @@ static size_t dynamic_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static size_t dynamic_min(size_t a, size_t b) { return a < b ? a : b; }
 static size_t dynamic_max(size_t a, size_t b) { return a > b ? a : b; }
 
-/* The bytes to commit for `bytes`: they leave some to grow into without a call, so that appending row by row asks the
- * kernel a number of times that is logarithmic in the size. */
-static size_t dynamic_target(const dc_dynamic *d, size_t bytes) {
-  double spare = (double)bytes * d->slack;
+/* `bytes` and what may be committed beside them, of which there is at most `slack` of it, or less than a page. */
+static size_t dynamic_target(const dc_dynamic *d, size_t bytes, double slack) {
+  double spare = (double)bytes * slack;
   size_t room = d->length - bytes, extra = spare < (double)room ? (size_t)spare : room;
   size_t page = d->huge && extra >= DC_HUGE_PAGE ? DC_HUGE_PAGE : d->page;
   return dynamic_min(dynamic_max(dynamic_up(bytes, page), (bytes + extra) / page * page), d->length);
@@ -134,9 +135,13 @@ int dc_dynamic_resize(dc_dynamic *d, size_t bytes) {
   if (bytes > d->reserved)
     return DC_FAIL(DC_E_INVALID, "dc_dynamic_resize: %zu bytes are more than the %zu that were reserved; reserve more",
                    bytes, d->reserved);
-  size_t target = dynamic_target(d, bytes);
-  if (bytes > d->committed) DC_TRY(dynamic_commit(d, bytes, target));
-  else if (target < d->committed) DC_TRY(dynamic_release(d, target));
+  /* Growing leaves some to grow into without a call, so that appending row by row asks the kernel a number of times
+   * that is logarithmic in the size. Of a large slack it takes that much only: the rest is for what was committed
+   * before. */
+  size_t grown = dynamic_target(d, bytes, d->slack < dynamic_ahead ? d->slack : dynamic_ahead);
+  size_t kept = dynamic_target(d, bytes, d->slack);
+  if (bytes > d->committed) DC_TRY(dynamic_commit(d, bytes, grown));
+  else if (kept < d->committed) DC_TRY(dynamic_release(d, kept));
   if (bytes > d->used && d->zero_from > d->used) /* kept although not used: what was there is not to be seen */
     memset(d->base + d->used, 0, dynamic_min(bytes, d->zero_from) - d->used);
   d->zero_from = dynamic_max(d->zero_from, bytes);

@@ -125,6 +125,18 @@ TEST_P(DynamicSlack, RandomSizesHoldTheirBytesAndLittleMore) {
 }
 INSTANTIATE_TEST_SUITE_P(Slacks, DynamicSlack, ::testing::Values(0.0, 1.0 / 32, 0.5, INFINITY));
 
+// A slack is for memory that was used once: it takes none for itself.
+TEST_P(DynamicSlack, GrowingCommitsNoMoreThanALittleAhead) {
+  Open(256 * kMiB, GetParam());
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  for (size_t bytes : {1 * kKiB, 3 * kMiB, 40 * kMiB, 70 * kMiB}) {
+    ASSERT_EQ(dc_dynamic_resize(range_, bytes), DC_OK) << dc_last_error();
+    dc_dynamic_stats s = Stats();
+    EXPECT_LE(s.committed - s.used, std::max(s.used / 32, page)) << bytes;
+    EXPECT_EQ(Resident(), s.committed);
+  }
+}
+
 TEST_F(Dynamic, AppendingAsksTheKernelSeldom) {
   Open(64 * kMiB);
   for (size_t bytes = 0; bytes <= 32 * kMiB; bytes += 512) ASSERT_EQ(dc_dynamic_resize(range_, bytes), DC_OK);

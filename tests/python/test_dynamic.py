@@ -4,6 +4,7 @@ can't do before anything has changed."""
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import random
 
@@ -54,6 +55,18 @@ def test_random_sizes_against_a_plain_tensor(dtype):
         s = d.stats()
         assert s.used == x.nbytes and s.used <= s.committed <= s.used + max(s.used // 32, PAGE)
     assert s.granted - s.released == s.committed
+
+
+def test_slack_keeps_what_was_used_and_takes_nothing_ahead():
+    d = DynamicTensor((0, 256), most=(100_000, 256), slack=math.inf)
+    assert d.resize(1_000).nbytes == 1_024_000 and d.stats().committed < 1_100_000
+    d.resize(8_000)
+    committed = d.stats().committed
+    d.resize(10)
+    assert d.stats().committed == committed and not d.resize(8_000).any()
+    assert d.stats().commits == 2 and d.stats().releases == 0
+    with pytest.raises(ArgumentError, match="slack is -1"):
+        DynamicTensor((1,), most=(1,), slack=-1)
 
 
 def test_append_is_the_concatenation_and_takes_any_dtype():
