@@ -431,7 +431,7 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     "gradient_clipping": (SGD, 0, of("weights")),
     "prescale_gradients": ({"gradient_predivide_factor": 8}, True, of("sums")),
     "gradient_predivide_factor": ({}, 8, of("sums")),
-    "gradient_allreduce_op": (SGD, "sum", on_ranks("weights")),
+    "gradient_allreduce_op": ({**SGD, "gradient_clipping": 0.0}, "sum", on_ranks("weights")),  # clipped, both are alike
     "communication_data_type": (SGD, "bf16", on_ranks("weights")),
     "data_types.grad_accum_dtype": (ADAM, "bf16", of("weights")),
     "zero_optimization.stage": ({}, 2, of("stage")),

@@ -91,6 +91,36 @@ def plain_training(steps: int, *, lr=1e-3, weight_decay=0.01, clip=1.0, samples=
     return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+def plain_training_16(
+    steps: int, dtype: torch.dtype, *, micro: int, gas: int, world: int, scale=1.0, lr=1e-3, weight_decay=0.01, clip=1.0
+) -> list[float]:
+    """Losses of plain PyTorch that trains a 16-bit model with fp32 masters on one batch, cut into micro-batches as
+    engine_training cuts it, whose gradients (of scale / gas times the loss) are added up in fp32."""
+    masters = [p.detach().clone().requires_grad_() for p in make_model().parameters()]
+    model = make_model().to(dtype)
+    opt = torch.optim.AdamW(masters, lr=lr, weight_decay=weight_decay)
+    x, y = make_batch(0, micro * gas * world)
+    losses = []
+    for _ in range(steps):
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        total = 0.0
+        for part, labels in zip(x.split(micro), y.split(micro), strict=True):
+            loss = model(part, labels)
+            model.zero_grad()
+            (loss * (scale / gas)).backward()
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad += p.grad.float() / (scale * world)
+            total += loss.item() / (gas * world)
+        torch.nn.utils.clip_grad_norm_(masters, clip)
+        opt.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        losses.append(total)
+    return losses
+
+
 def config(
     stage: int, *, micro: int, gas: int = 1, precision: str = "fp32", clip=1.0, lr=1e-3, weight_decay=0.01, **extra
 ) -> dict:
