@@ -386,6 +386,27 @@ def test_memory_by_category(recorded):
     assert min(streamed) < max(streamed) <= size * 1.5
 
 
+def two_engines(rank, world, folder):
+    """Every sample's bytes of parameters, and those of the two engines."""
+    import deepc
+
+    engines = [
+        deepc.initialize(model=model, config=tiny.config(0, micro=2))[0]
+        for model in (torch.nn.Linear(8, 8), tiny.make_model())
+    ]
+    with timeline(folder, memory_ms=0) as recorder:
+        engines[1](*tiny.make_batch(0, 2))
+    sizes = [e.state.flat.numel() * e.state.flat.element_size() for e in engines]
+    for engine in engines:
+        engine.destroy()
+    return [s["parameters"] for _, s in recorder.counters], sizes
+
+
+def test_a_sample_has_all_engines(tmp_path):
+    samples, sizes = run_ranks(two_engines, 1, args=(str(tmp_path),), fresh=True)[0]
+    assert min(sizes) > 0 and set(samples) == {sum(sizes)} and len(samples) >= 3
+
+
 def ends_early(rank, world, folder):
     import deepc
 

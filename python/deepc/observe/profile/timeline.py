@@ -79,7 +79,9 @@ class Recorder:
         waits.tap(self._waited_for)
         self._watch_loaders()
         for engine in engines:
-            self.watch(engine)
+            self._listen_to(engine)
+        if self._listeners:
+            self.sample()  # not before all are known: it would be the memory of some
         if isinstance(self._modules, torch.nn.Module):
             self._hook_modules(self._modules)
         if self._memory_s > 0:
@@ -88,13 +90,16 @@ class Recorder:
 
     def watch(self, engine: Any) -> None:
         """Also this engine."""
+        self._listen_to(engine)
+        self.sample()
+
+    def _listen_to(self, engine: Any) -> None:
         spans = Spans(self, engine)
         probe_of(engine).add(spans)
         self._listeners.append((weakref.ref(engine), spans))
         self._states[id(engine)] = categories.optimizer_states(engine)
         if self._modules is True:
             self._hook_modules(engine.module)
-        self.sample()
 
     def stop(self) -> None:
         """Ends the recording of this process; nothing of it is left in it."""
