@@ -127,6 +127,8 @@ class ModelState:
         )
         self.trained: list[torch.nn.Parameter] = [p for _, p, _ in by_index]
         self.names: list[str] = [n for _, _, n in by_index]
+        shapes = {info.index: info.shape for info in plan.params}
+        self.shapes = [shapes[i] for i in range(len(self.trained))]  # a parameter's own may be gone for a while
         self.frozen: list[tuple[str, torch.nn.Parameter]] = [
             (info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None
         ]

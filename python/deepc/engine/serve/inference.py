@@ -182,7 +182,9 @@ class _Builder:
             int8.convert(self.model, self.dtype, self._chosen_by_file(), values=False)
         self._leave_meta()
         found = self._found() if self.weights is not None else []
-        read = {id(t): functools.partial(cast(Weights, self.weights).tensor, stored) for _, t, stored in found}
+        read: dict[int, Callable[[], torch.Tensor]] = {
+            id(t): functools.partial(cast(Weights, self.weights).tensor, stored) for _, t, stored in found
+        }
         if self.int8 and not self.stored_int8:
             self._quantize_late(late, read)
         for _, t, _ in found:

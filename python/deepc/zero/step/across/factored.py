@@ -42,8 +42,8 @@ class FactoredUpdate(AcrossUpdate):
         self._factors_at: dict[int, int] = {}  # where a parameter's rows begin among all rows and columns
         self._variance_at: dict[Segment, int] = {}
         factors = variances = 0
-        for i, (p, n) in enumerate(zip(state.trained, state.plan.layout.numels)):
-            matrices = matrices_of(p.shape) if n else None
+        for i, (shape, n) in enumerate(zip(state.shapes, state.plan.layout.numels)):
+            matrices = matrices_of(shape) if n else None
             if matrices is not None:
                 self._matrices[i], self._factors_at[i] = matrices, factors
                 factors += matrices.factors
@@ -88,7 +88,7 @@ class FactoredUpdate(AcrossUpdate):
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(name, parameter, the state) of every state that all ranks have whole."""
         for param, m in self._matrices.items():
-            shape = self._state.trained[param].shape
+            shape = self._state.shapes[param]
             begin, rows = self._factors_at[param], m.number * m.rows
             for name, at, n in (("row_var", begin, rows), ("col_var", begin + rows, m.number * m.cols)):
                 yield name, param, self._factors[at : at + n].view(m.shape_of(name, shape))
