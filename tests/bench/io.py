@@ -1,10 +1,11 @@
-"""Writing and reading one file past the page cache: deepc.offload over both rings, plain calls in threads, and fio over
-libaio and io_uring, in turns.
+"""Writing and reading one file past the page cache: deepc.offload over both rings, plain calls in threads, fio over
+libaio and io_uring, and DeepSpeed's asynchronous I/O handle, in turns.
 
     python tests/bench/io.py --folder /nvme [--mib 1024] [--rounds 7]
 
 MB/s; writes end when they are durable. A ratio is deepc's rate over the peer's, the median of the rounds' own. Without
-fio its rows are skipped (apt install fio)."""
+fio its rows are skipped (apt install fio), and DeepSpeed's without deepspeed, libaio-dev and a compiler, with which it
+builds its handle (TORCH_EXTENSIONS_DIR says where; not timed)."""
 
 from __future__ import annotations
 
@@ -32,6 +33,41 @@ def fio(path: Path, nbytes: int, how: str, engine: str, depth: int) -> float:
     return nbytes / (job["job_runtime"] / 1e3) / 1e6  # with the fsync at the end
 
 
+class DeepSpeedAio:
+    """DeepSpeed's handle in blocks of 1 MiB, as its tuning (ds_nvme_tune) sets it, from and into its own locked
+    memory."""
+
+    def __init__(self, path: Path, data, depth: int, threads: int) -> None:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        aio = AsyncIOBuilder().load(verbose=False)
+        self._handle = aio.aio_handle(1 << 20, depth, False, True, threads)
+        self._buffer = self._handle.new_cpu_locked_tensor(data.numel(), data)
+        self._buffer.copy_(data)
+        self._path = str(path)
+
+    def __call__(self, how: str) -> None:
+        if how == "read":
+            self._handle.sync_pread(self._buffer, self._path, 0)
+            return
+        self._handle.sync_pwrite(self._buffer, self._path, 0)
+        fd = os.open(self._path, os.O_RDWR)
+        os.fsync(fd)
+        os.close(fd)
+
+    def close(self) -> None:
+        self._handle.free_cpu_locked_tensor(self._buffer)
+
+
+def deepspeed_handles(path: Path, data, depth: int) -> dict:
+    """With one thread, its default, and with one a core."""
+    try:
+        return {f"DeepSpeed aio, {n} thread{'s' * (n > 1)}": DeepSpeedAio(path, data, depth, n) for n in (1, 2)}
+    except Exception as exc:
+        skip("io", "DeepSpeed aio", f"its handle can't be had: {str(exc).splitlines()[0][:200]}")
+        return {}
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--folder", default=".")
@@ -57,6 +93,7 @@ def main() -> int:
         ours = {disk.PLAIN: disk.Plain(path, data, given.direct)}
         for ring in ["io_uring"] * given.io_uring + ["threads"]:
             ours[f"deepc, {ring}"] = disk.Ours(path, data, ring, given.direct)
+        ours.update(deepspeed_handles(path, data, args.depth))
         for how in ("write", "read"):
             rates: dict[str, list[float]] = {n: [] for n in [*ours, *(f"fio, {e}" for e in engines)]}
             for r in range(-1, args.rounds):

@@ -64,6 +64,14 @@ TRAININGS = {
     "Lamb": ("fp32", ("states",), {"type": "Lamb", "params": {"lr": 1e-2}}, {}),
     "Muon": ("bf16", ("states",), {"type": "Muon", "params": {"lr": 2e-2, "ns_dtype": "float32"}}, {}),
     "Adafactor": ("bf16", ("states",), {"type": "Adafactor", "params": {"lr": 1e-2}}, {}),
+    "Lamb, all": ("fp32", ("states", "parameters"), {"type": "Lamb", "params": {"lr": 1e-2}}, {}),
+    "Muon, all": (
+        "bf16",
+        ("states", "parameters"),
+        {"type": "Muon", "params": {"lr": 2e-2, "ns_dtype": "float32"}},
+        {},
+    ),
+    "Adafactor, all": ("bf16", ("states", "parameters"), {"type": "Adafactor", "params": {"lr": 1e-2}}, {}),
     "activations": ("fp32", ("activations",), ADAMW, {}),
 }
 
@@ -472,6 +480,10 @@ def cases_of(cases):
             for row in (
                 ("Muon", "uring", 2, "nvme", 90),
                 ("Adafactor", "uring", 2, "nvme", 90),
+                ("Lamb, all", "uring", 2, "nvme", 90),
+                ("Muon, all", "threads", 1, "nvme", 90),
+                ("Muon, all", "uring", 2, "nvme", 90),
+                ("Adafactor, all", "uring", 2, "nvme", 90),
                 ("all", "uring", 1, "nvme", 180),
                 ("all", "threads", 2, "nvme", 90),
                 ("all, fp32, accumulation", "uring", 1, "nvme", 90),

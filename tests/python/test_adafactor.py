@@ -10,7 +10,7 @@ import tiny
 import torch
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, UnsupportedError
-from deepc.optim.factory import state_bytes_of
+from deepc.optim.factory import check_format, state_bytes_of
 from ranks import run_ranks
 
 SHAPES = [(), (7,), (5000,), (33, 65), (3, 1500), (4, 3, 5, 3), (1, 1)]
@@ -97,9 +97,8 @@ def test_what_is_refused():
     raw = {"train_batch_size": 1, "optimizer": {"type": "AdaFactor", "params": {"beta2_deca": -0.5}}}
     with pytest.raises(ConfigError, match="Adafactor has no such argument. Did you mean .*beta2_decay"):
         Config.load(raw, world_size=1)
-    disk = {"offload_param": {"device": "nvme", "nvme_path": "."}, "stage": 3}
-    with pytest.raises(UnsupportedError, match="Adafactor with offload_param nvme"):
-        deepc.initialize(model=tiny.make_model(), config=_config(3, 1, zero_optimization=disk))
+    with pytest.raises(UnsupportedError, match="Adafactor with ranks on cuda does not exist"):
+        check_format(deepc.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))]), "cuda", False)
 
 
 def test_the_plan_counts_its_states():

@@ -12,6 +12,7 @@ import tiny
 import torch
 from deepc.config import Config
 from deepc.errors import ArgumentError, ConfigError, DiskFullError, UnsupportedError
+from deepc.optim.factory import check_format
 from ranks import run_ranks
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -111,9 +112,8 @@ def test_what_is_refused():
     raw = {"train_batch_size": 1, "optimizer": {"type": "Lamb", "params": {"max_coef": 2}}}
     with pytest.raises(ConfigError, match="Lamb has no such argument. Did you mean .*max_coeff"):
         Config.load(raw, world_size=1)
-    offload = {"offload_param": {"device": "nvme", "nvme_path": "."}, "stage": 3}
-    with pytest.raises(UnsupportedError, match="LAMB with offload_param nvme"):
-        deepc.initialize(model=tiny.make_model(), config=_config(3, 1, zero_optimization=offload))
+    with pytest.raises(UnsupportedError, match="Lamb with ranks on cuda does not exist"):
+        check_format(deepc.optim.Lamb([torch.nn.Parameter(torch.zeros(2, 2))]), "cuda", False)
 
 
 def test_deepspeeds_class():
@@ -238,7 +238,7 @@ def _on_disk(rank, world, folder, stage, precision):
                     with pytest.raises(DiskFullError, match=rf"done in part.*rank {world - 1}: "):
                         disk.step()
         elif step == 2 and disk.plan.has_master:  # the masters
-            squares, limit = disk.optimizer._norms.squares, _full_disk()
+            squares, limit = disk.optimizer._ratios.norms.squares, _full_disk()
 
             def after_the_norms(squares=squares, limit=limit):
                 found = squares()
@@ -246,12 +246,12 @@ def _on_disk(rank, world, folder, stage, precision):
                     limit.__enter__()
                 return found
 
-            disk.optimizer._norms.squares = after_the_norms
+            disk.optimizer._ratios.norms.squares = after_the_norms
             with pytest.raises(DiskFullError, match="done in part"):
                 disk.step()
             if rank == world - 1:
                 limit.__exit__(None, None, None)
-            disk.optimizer._norms.squares = squares
+            disk.optimizer._ratios.norms.squares = squares
         assert disk.step().applied
         found, wanted = _values(disk), _values(memory)
         assert all(torch.equal(v, wanted[n]) for n, v in found.items()), step

@@ -87,6 +87,27 @@ def test_a_thousand_steps_follow_the_formula_in_double(kind, options):
             torch.testing.assert_close(state.double(), ref.state[b][name].double(), rtol=3e-5, atol=1e-5)
 
 
+ADAM = [
+    ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    ("AdamW", {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "maximize": True}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01, "amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize("kind, options", [ADAM[0], *(pytest.param(*c, marks=pytest.mark.full) for c in ADAM[1:])])
+def test_a_thousand_steps_of_adam_follow_torch_in_double(kind, options):
+    """The bound: a few roundings of each step, of the size of its rate."""
+    mine = parameters()
+    theirs = [torch.nn.Parameter(p.detach().double()) for p in mine]
+    opt, ref = getattr(deepc.optim, kind)(mine, **options), getattr(torch.optim, kind)(theirs, **options)
+    run_both(mine, opt, theirs, ref, 1000)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a.double(), b, rtol=3e-5, atol=3e-5 * float(b.detach().abs().max()) + 1e-6)
+        for name, state in opt.state[a].items():
+            torch.testing.assert_close(state.double(), ref.state[b][name].double(), rtol=3e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind, options", CASES[:7])
 def test_equals_torch_in_fp32(kind, options):
     mine, theirs = parameters(), parameters()

@@ -9,6 +9,7 @@ import os
 import pytest
 import tiny
 import torch
+from ranks import on_nodes
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from test_streamed import LIMITS, NO_LIMITS, ODD, TINY, _odd_training, _tiny_training, same
@@ -28,7 +29,24 @@ def on_disk(cfg: dict, folder, *, states: bool = False, **zero) -> dict:
     return cfg
 
 
+# Their step of an element depends on more than the element: passes over cells, or windows (zero/step/across).
+ACROSS = {
+    "Lamb": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+    "Muon": {"type": "Muon", "params": {"lr": 2e-2, "ns_dtype": "float32"}},
+    "Adafactor": {"type": "Adafactor", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+}
+
+
 # ---- the same bits ---------------------------------------------------------------------------------------------------
+def _on_two_nodes(rank, world, fn, *args):
+    with on_nodes(rank, world, 2):
+        return fn(rank, world, *args)
+
+
+def _alone(rank, world, fn, *args):
+    return fn(rank, world, *args)
+
+
 def _against_memory(rank, world, train, cases, base, folder, zero):
     """In memory; parameters on disk; all on disk."""
     out = {}
@@ -81,6 +99,83 @@ def test_16_bit_and_accumulation(world, precision, gas, tmp_path):
     base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
     cases = {n: TINY[n] for n in ("plain", "all")}
     check(run_ranks(_against_memory, world, _tiny_training, cases, base, str(tmp_path), LIMITS), tmp_path, True)
+
+
+@pytest.mark.parametrize(
+    "kind, world, precision, gas",
+    [
+        ("Lamb", 1, "fp32", 1),
+        ("Muon", 2, "bf16", 1),
+        ("Adafactor", 2, "fp32", 1),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("Lamb", 2, "bf16", 2),
+                ("Lamb", 2, "fp32", 1),
+                ("Muon", 1, "fp32", 1),
+                ("Muon", 2, "fp32", 2),
+                ("Muon", 1, "fp16", 1),
+                ("Adafactor", 1, "bf16", 2),
+                ("Adafactor", 2, "bf16", 1),
+            )
+        ),
+    ],
+)
+def test_optimizers_that_look_at_more_than_an_element(kind, world, precision, gas, tmp_path):
+    base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 8192})
+    base["optimizer"] = ACROSS[kind]
+    cases = {n: TINY[n] for n in ("tied+frozen", "unused")}
+    check(run_ranks(_against_memory, world, _tiny_training, cases, base, str(tmp_path), LIMITS), tmp_path, True)
+
+
+# ---- several nodes ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "world, precision, gas, kind",
+    [
+        (4, "bf16", 2, ""),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                (2, "fp32", 1, ""),
+                (4, "fp32", 2, ""),
+                (4, "fp32", 1, "Lamb"),
+                (4, "bf16", 1, "Muon"),
+                (4, "bf16", 1, "Adafactor"),
+            )
+        ),
+    ],
+)
+def test_several_nodes_have_the_bits_of_memory(world, precision, gas, kind, tmp_path):
+    base = tiny.config(3, micro=2, gas=gas, precision=precision, deepc={"bucket_elems": 32768})
+    base["optimizer"] = ACROSS.get(kind, base["optimizer"])
+    cases = {"tied+frozen": TINY["tied+frozen"]}
+    ranks = run_ranks(_on_two_nodes, world, _against_memory, _tiny_training, cases, base, str(tmp_path), LIMITS)
+    check(ranks, tmp_path, True)
+
+
+def _crossed(rank, world, cfgs):
+    """Bytes that this rank sends to the other node, with parameters in memory and on disk; different first values on
+    each rank; the losses."""
+    import deepc
+
+    out = []
+    for cfg in cfgs:
+        engine = deepc.initialize(model=tiny.make_model(seed=rank, frozen=True), config=cfg)[0]
+        losses, first = _steps(engine, 1, rank, world), engine.comm_bytes
+        losses += _steps(engine, 2, rank, world, 1)
+        sent = {k: v - first[k] for k, v in engine.comm_bytes.items() if k in ("gradients", "parameters")}
+        mine = sum(s.length for s in engine.plan.slices) * engine.plan.dtype.itemsize
+        out.append((losses, sent, mine))
+        engine.destroy()
+    return out
+
+
+@pytest.mark.full
+def test_a_shard_crosses_once_per_node_and_step(tmp_path):
+    base = tiny.config(3, micro=2, precision="bf16", deepc={"bucket_elems": 32768})
+    disk = on_disk(base, tmp_path, states=True, **LIMITS)
+    for memory, found in run_ranks(_on_two_nodes, 4, _crossed, [base, disk]):
+        assert memory == found and found[1]["parameters"] == 2 * found[2]
 
 
 def _other_gradients(rank, world, cfgs, folder):
@@ -161,7 +256,7 @@ def _everything(rank, world, cfg, out):
     engine = deepc.initialize(model=tiny.make_model(frozen=True, layers=3), config=cfg)[0]
     found: dict = {"losses": _steps(engine, 2, rank, world)}
     p = engine.module.blocks[1].up.weight
-    found["fp32"], found["moment"] = deepc.view(p).fp32, deepc.view(p).state["exp_avg"]
+    found["fp32"], found["moments"] = deepc.view(p).fp32, {n: t.clone() for n, t in deepc.view(p).state.items()}
     with GatheredParameters([p], modifier_rank=0):
         if rank == 0:
             with torch.no_grad():
@@ -199,13 +294,33 @@ def _everything(rank, world, cfg, out):
     return found
 
 
-@pytest.mark.parametrize("world, precision", [pytest.param(1, "fp32", marks=pytest.mark.full), (2, "bf16")])
-def test_access_writes_freezing_and_checkpoints(world, precision, tmp_path):
+@pytest.mark.parametrize(
+    "world, precision, kind",
+    [
+        (2, "bf16", ""),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                (4, "bf16", ""),
+                (4, "fp32", "Lamb"),
+                (1, "fp32", ""),
+                (1, "bf16", "Lamb"),
+                (2, "fp32", "Lamb"),
+                (2, "fp32", "Muon"),
+                (1, "bf16", "Muon"),
+                (2, "bf16", "Adafactor"),
+                (1, "fp32", "Adafactor"),
+            )
+        ),
+    ],
+)
+def test_access_writes_freezing_and_checkpoints(world, precision, kind, tmp_path):
     base = tiny.config(3, micro=2, precision=precision, deepc={"bucket_elems": 8192})
+    base["optimizer"] = ACROSS.get(kind, base["optimizer"])
     folder = tmp_path / "disk"
     folder.mkdir()
     runs = [
-        run_ranks(_everything, world, cfg, str(tmp_path / str(i)))
+        run_ranks(_on_two_nodes if world == 4 else _alone, world, _everything, cfg, str(tmp_path / str(i)))
         for i, cfg in enumerate((base, on_disk(base, folder, **LIMITS), on_disk(base, folder, states=True, **LIMITS)))
     ]
     for memory, disk in [*zip(runs[0], runs[1]), *zip(runs[0], runs[2])]:
@@ -376,7 +491,7 @@ def _failing(rank, world, cfg, steps):
     from deepc.offload import array
 
     engine = deepc.initialize(model=tiny.make_model(), config=cfg)[0]
-    assert engine.plan.gradients_on and engine.plan.disk is not None
+    assert engine.plan.gradients_on
     count, at, whole, losses, said = 0, -1, array.DiskArray._finish, [], []
 
     def finish(self, handle):
@@ -439,12 +554,34 @@ def _unfailing(rank, world, cfg, steps):
     return losses, state
 
 
-@pytest.mark.parametrize("world, precision", [(1, "fp32"), (2, "bf16")])
-def test_a_transfer_that_fails_loses_nothing(world, precision, tmp_path):
+@pytest.mark.parametrize(
+    "world, precision, kind",
+    [
+        (1, "fp32", ""),
+        (2, "bf16", ""),
+        (2, "fp32", "Lamb"),
+        (2, "bf16", "Muon"),
+        (2, "fp32", "Adafactor"),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                (4, "bf16", ""),
+                (4, "fp32", "Muon"),
+                (1, "bf16", "Lamb"),
+                (1, "fp32", "Muon"),
+                (2, "fp32", "Muon"),
+                (2, "bf16", "Adafactor"),
+            )
+        ),
+    ],
+)
+def test_a_transfer_that_fails_loses_nothing(world, precision, kind, tmp_path):
     base = tiny.config(3, micro=2, precision=precision, deepc={"bucket_elems": 8192})
+    base["optimizer"] = ACROSS.get(kind, base["optimizer"])
     cfg = on_disk(base, tmp_path, states=True, **LIMITS)
     steps = 12
-    failing, memory = run_ranks(_failing, world, cfg, steps), run_ranks(_unfailing, world, base, steps)
+    how = _on_two_nodes if world == 4 else _alone
+    failing, memory = (run_ranks(how, world, *run, steps) for run in ((_failing, cfg), (_unfailing, base)))
     for (losses, state, said), (wanted, wanted_state) in zip(failing, memory):
         assert losses == wanted
         same_bits(state, wanted_state)

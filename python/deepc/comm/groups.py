@@ -37,6 +37,7 @@ class _OneNode:
     """What a group without other nodes answers."""
 
     nodes, node = 1, 0
+    rank: int
     uneven = ""  # why this is no MultiNodeGroup, if that is because the nodes have different numbers of ranks
 
     @property
@@ -59,6 +60,10 @@ class _OneNode:
     def spread(self, tensor: torch.Tensor, rank: int = 0) -> None:
         """Node-shared memory `tensor` (the same place on every node) of the node of `rank` to all other nodes. Fences
         are the caller's."""
+
+    def carries(self, rank: int) -> bool:
+        """Whether this rank stands for `rank` on its node: what `spread` of that rank's brings comes to it."""
+        return rank == self.rank
 
 
 class SoloGroup(_OneNode):
@@ -255,6 +260,9 @@ class MultiNodeGroup:
         doing = f"a gather of {what}"
         with self.link.errors(doing):
             return Sent(self.link, doing, self.link.collect(out, mine), out, mine)
+
+    def carries(self, rank: int) -> bool:
+        return self._nodes[self._node_of(rank)].index(rank) == self.local_rank
 
     def spread(self, tensor: torch.Tensor, rank: int = 0) -> None:
         root = self._node_of(rank)

@@ -136,21 +136,26 @@ def _places(model: nn.Module, chosen: dict[int, int]) -> Iterator[tuple[nn.Modul
                 yield parent, name, child
 
 
-def convert(model: nn.Module, dtype: torch.dtype, chosen: dict[int, int], *, values: bool = True) -> None:
+def convert(
+    model: nn.Module, dtype: torch.dtype, chosen: dict[int, int], *, values: bool = True
+) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]:
     """Replaces the layers of the `chosen` weights, in place, by int8 ones; embeddings give `dtype`. values=False: the
-    int8 values are still to be loaded. Raises ArgumentError if the model itself is such a layer."""
+    int8 values are still to be loaded. Returns (weight, its int8 values, their scales) of each. Raises ArgumentError if
+    the model itself is such a layer."""
     if id(model._parameters.get("weight")) in chosen:
         raise ArgumentError(
             f"the model is a {type(model).__name__} itself and can't be replaced in place; put it into a module "
             "(nn.Sequential(model))"
         )
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    weights: dict[int, nn.Parameter] = {}
     layers: dict[int, nn.Module] = {}
     kept: list[nn.Module] = []  # an id stays that of its layer
     for parent, name, child in _places(model, chosen):
         if id(child) not in layers:
             weight = cast(nn.Parameter, child.weight)
             if id(weight) not in made:
+                weights[id(weight)] = weight
                 made[id(weight)] = _int8_of(weight, chosen[id(weight)], values)
             layers[id(child)] = _int8_layer(child, *made[id(weight)], dtype)
             kept.append(child)
@@ -158,6 +163,7 @@ def convert(model: nn.Module, dtype: torch.dtype, chosen: dict[int, int], *, val
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0  # its fused path in evaluation reads the weights past their layers
+    return [(weights[i], *pair) for i, pair in made.items()]
 
 
 def _int8_of(weight: nn.Parameter, axis: int, values: bool) -> tuple[nn.Parameter, nn.Parameter]:
@@ -167,7 +173,7 @@ def _int8_of(weight: nn.Parameter, axis: int, values: bool) -> tuple[nn.Paramete
         shape = [1, 1]
         shape[axis] = weight.shape[axis]
         q, scale = (
-            torch.empty_like(weight, dtype=torch.int8),
+            torch.empty(weight.shape, dtype=torch.int8, device=weight.device),
             torch.empty(shape, dtype=torch.float32, device=weight.device),
         )
     return nn.Parameter(q, requires_grad=False), nn.Parameter(scale, requires_grad=False)

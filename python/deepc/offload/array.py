@@ -381,6 +381,11 @@ class Window:
         self.unsaved: dict[int, int] = {}  # lo -> hi
         self._failure: DiskError | None = None
 
+    @staticmethod
+    def blocks(lo: int, hi: int) -> tuple[int, int]:
+        """The whole blocks that elements [lo, hi) lie in."""
+        return lo // BLOCK * BLOCK, -(-hi // BLOCK) * BLOCK
+
     def tensor(self, lo: int, hi: int) -> torch.Tensor:
         """[hi - lo]: the memory of these elements."""
         return tensor_at(self.base + lo * self._size, hi - lo, self.array.dtype, self._map)

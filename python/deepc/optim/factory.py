@@ -174,21 +174,10 @@ def check_format(
     form = "" if rule is None else rule.form
     on_disk = states_on_disk or parameters_on_disk
     where = "offload to nvme" if on_disk else f"ranks on {device}"
-    if rule is not None and rule.kind == LAMB and (device != "cpu" or parameters_on_disk):
-        where = "offload_param nvme" if device == "cpu" else where
+    if rule is not None and rule.kind in (LAMB, ADAFACTOR) and device != "cpu":
         raise UnsupportedError(
-            f"LAMB with {where} does not exist: use CPU ranks with parameters in memory, or another optimizer"
-        )
-    if rule is not None and rule.kind == MUON and parameters_on_disk:
-        raise UnsupportedError(
-            "Muon with offload_param nvme does not exist: its matrices are made whole of gradients in memory. Use"
-            " offload_optimizer nvme alone, or another optimizer"
-        )
-    if rule is not None and rule.kind == ADAFACTOR and (device != "cpu" or parameters_on_disk):
-        where = "offload_param nvme" if device == "cpu" else where
-        raise UnsupportedError(
-            f"Adafactor with {where} does not exist: its passes go over parameters and gradients in the memory of CPU"
-            " ranks. Use those, or another optimizer"
+            f"{type(optimizer).__name__} with ranks on {device} does not exist: its passes go over parameters and"
+            " gradients of CPU ranks. Use those, or another optimizer"
         )
     if rule is not None and rule.kind == ONEBIT and (device != "cpu" or on_disk):
         raise UnsupportedError(

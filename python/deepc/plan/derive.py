@@ -15,7 +15,7 @@ from ..core import lib as _lib
 from ..core.dtypes import FLOAT32, STATE_FORMATS, DType
 from ..core.dtypes import dtype as dtype_named
 from ..errors import ConfigError, UnsupportedError
-from .layout import BLOCK, Layout, Slice, padded
+from .layout import BLOCK, Layout, Slice, keeps_bytes, padded, slots_of
 from .mesh import Mesh
 from .plan import MAX_BUCKET_ELEMS, RING, SLOTS, DiskStates, ParamInfo, Plan, Sizes, payload_bytes
 
@@ -33,12 +33,14 @@ class ParamMeta(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as the model has it; a plan's own dtype is the configuration's
     group: int | None
+    keeps_bytes: bool = False  # see layout.keep_bytes
 
 
 def meta_of(named: Iterable[tuple[str, Any]], group_of: Mapping[int, int]) -> tuple[ParamMeta, ...]:
     """Of (name, parameter) pairs of any framework, in the order of registration; group_of: id(parameter) -> group."""
     return tuple(
-        ParamMeta(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), group_of.get(id(p))) for n, p in named
+        ParamMeta(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), group_of.get(id(p)), keeps_bytes(p))
+        for n, p in named
     )
 
 
@@ -137,7 +139,11 @@ def derive(
     params = tuple(ParamInfo(m.name, m.shape, prod(m.shape), m.group, index.get(i)) for i, m in enumerate(rows))
     asked = config.deepc.bucket_elems or zero.reduce_bucket_size
     layout = Layout([params[i].numel for i in trained], mesh.dp, max(1, min(asked, MAX_BUCKET_ELEMS)))
-    frozen = sum(padded(p.numel) for p in params if p.index is None)
+    frozen = sum(
+        padded(slots_of(p.numel, dtype_named(m.dtype).itemsize, kind.itemsize) if m.keeps_bytes else p.numel)
+        for p, m in zip(params, rows)
+        if p.index is None
+    )
     segments = layout.whole_segments() if stage == 0 else layout.segments(part)
     slices = [Slice(0, 0, layout.total)] if stage == 0 else layout.slices(part)
     if sharded:  # flat_begin: in the shard, which is all that a rank holds
@@ -286,12 +292,12 @@ def _check_places(config: Config, mesh: Mesh, machine: Machine, transport: str) 
             f"{'start equally many ranks on each node' if machine.uneven else 'use CPU nodes'}, or remove the key"
         )
     if zero.offload_param.device == "nvme" and (
-        transport not in ("local", "node") or not machine.device.startswith("cpu")
+        transport not in ("local", "node", "nodes") or not machine.device.startswith("cpu")
     ):
-        where = "on a GPU" if not machine.device.startswith("cpu") else "over several nodes"
+        where = "on a GPU" if not machine.device.startswith("cpu") else f"over {uneven}"
         raise UnsupportedError(
-            f'zero_optimization.offload_param.device = "nvme" {where} does not exist yet: one CPU node has it; set it'
-            ' to "none"'
+            f'zero_optimization.offload_param.device = "nvme" {where} does not exist yet: CPU nodes with equally many'
+            ' ranks each have it; set it to "none"'
         )
     if zero.offload_param.device == zero.offload_optimizer.device == "nvme":
         if config.data_types.grad_accum_dtype != "fp32":

@@ -18,6 +18,21 @@ def padded(numel: int) -> int:
     return (numel + ALIGN - 1) // ALIGN * ALIGN
 
 
+def keep_bytes(p: object) -> None:
+    """Of a frozen parameter `p` on disk: its bytes stay as they are, in its own dtype (int8 weights, their scales),
+    whatever its engine computes in. There they take the place of elements of the engine's dtype (slots_of)."""
+    p._deepc_keeps_bytes = True  # type: ignore[attr-defined]  # a mark; parameters take attributes
+
+
+def keeps_bytes(p: object) -> bool:
+    return getattr(p, "_deepc_keeps_bytes", False)
+
+
+def slots_of(numel: int, itemsize: int, slot: int) -> int:
+    """Elements of `slot` bytes that `numel` elements of `itemsize` bytes take."""
+    return -(-numel * itemsize // slot)
+
+
 class Segment(NamedTuple):
     """`length` consecutive elements of parameter `param`, from `param_begin`, at `flat_begin` of the flat space and
     `shard_begin` of the owner's shard."""

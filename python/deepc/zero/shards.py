@@ -277,16 +277,19 @@ class Late:
 
     def __init__(self) -> None:
         self._read: dict[int, Callable[[], torch.Tensor]] = {}
+        self._together: set[int] = set()  # id(parameter) of those whose `read` is collective
 
-    def take(self, p: torch.nn.Parameter, read: Callable[[], torch.Tensor]) -> None:
-        """`p` is released, its memory gone; its values will be what `read` returns, of its shape. Collective if a
-        zero.Init has released it."""
+    def take(self, p: torch.nn.Parameter, read: Callable[[], torch.Tensor], together: bool = False) -> None:
+        """`p` is released, its memory gone; its values will be what `read` returns, of its shape. together: all ranks
+        must call it. Collective if a zero.Init has released it."""
         give(p)
         with torch.no_grad():
             set_data(p, without_memory(p))
         p.__class__ = released_class(type(p))
         p._deepc_owner = self  # type: ignore[attr-defined]
         self._read[id(p)] = read
+        if together:
+            self._together.add(id(p))
 
     def touched(self, p: torch.nn.Parameter, func: Callable[..., Any]) -> None:
         """See param.Owner."""
@@ -304,7 +307,7 @@ class Late:
 
     def give(self, p: torch.nn.Parameter, read: bool) -> None:
         """`p` is an ordinary parameter from now on, with its values, or unless `read` with any."""
-        value = self._read.pop(id(p))
+        value, read = self._read.pop(id(p)), read or id(p) in self._together
         p.__class__ = torch.nn.Parameter
         del p._deepc_owner  # type: ignore[attr-defined]
         with torch.no_grad():

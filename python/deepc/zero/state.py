@@ -38,18 +38,37 @@ class Cell(NamedTuple):
     flat: tuple[tuple[int, int], ...]
 
 
+class Pass(NamedTuple):
+    """What a pass over cells wants of what lies on disk: the old parameters, the new ones on disk, gradients."""
+
+    reads: bool = True
+    stores: bool = True
+    gradients: bool = True
+
+
 class Walk(Protocol):
     """See streamed/cells.py."""
 
     cells: Sequence[Cell]
     at: int
 
-    def begin(self, reads: bool) -> None: ...
+    def begin(self, what: Pass) -> None: ...
     def ready(self) -> Cell: ...
     def done(self) -> None: ...
     def end(self) -> None: ...
     def pause(self) -> None: ...
     def forget(self) -> None: ...
+
+
+class Addressed(Protocol):
+    """An array on disk that has addresses: offload.array.Window."""
+
+    def blocks(self, lo: int, hi: int) -> tuple[int, int]: ...
+    def tensor(self, lo: int, hi: int) -> torch.Tensor: ...
+    def fetch(self, lo: int, hi: int) -> None: ...
+    def ready(self, lo: int) -> None: ...
+    def store(self, lo: int, hi: int) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Flats(Protocol):
@@ -108,6 +127,8 @@ class ModelState:
         )
         self.trained: list[torch.nn.Parameter] = [p for _, p, _ in by_index]
         self.names: list[str] = [n for _, _, n in by_index]
+        shapes = {info.index: info.shape for info in plan.params}
+        self.shapes = [shapes[i] for i in range(len(self.trained))]  # a parameter's own may be gone for a while
         self.frozen: list[tuple[str, torch.nn.Parameter]] = [
             (info.name, p) for info, (_, p) in zip(plan.params, named) if info.index is None
         ]
@@ -391,6 +412,11 @@ class ModelState:
     def lowp_address(self) -> int:
         """Where the update of the host writes parameters: element 0 of the flat space."""
         return (self.flat if self.flat_host is None else self.flat_host).data_ptr()
+
+    @property
+    def flat_on_disk(self) -> Addressed | None:
+        """The flat space, where it lies on disk."""
+        return None
 
     def walk(self) -> Walk | None:
         """How the update brings the parameters to `lowp_address` and the gradients to `acc_address`, cell after cell;

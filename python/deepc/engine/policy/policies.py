@@ -28,7 +28,7 @@ from ..data import cast_floats
 from .precision import AutoPrecision, name_of, torch_dtype
 
 if TYPE_CHECKING:
-    from ...comm.groups import NodeGroup
+    from ...comm.groups import MultiNodeGroup, NodeGroup
     from ...comm.shared import Comm
     from ...zero.step.hooks import GradientHooks
     from ...zero.step.norm import Parts, Rider
@@ -82,6 +82,9 @@ class Plain:
         between ranks that share memory."""
         engine, plan, state = self._engine, self._engine.plan, self._engine.state
         wire = tensor_dtype(plan.wire)
+        if plan.transport == "nodes" and plan.gradients_on:
+            group = cast("MultiNodeGroup", engine.group)
+            return cast("StreamedState", state).disk_reducer_over_nodes(group, wire, self.pre_scale)
         if plan.transport == "nodes":
             return NodesReducer(plan, cast(Any, engine.group), state.acc, state.partial, wire, self.pre_scale)
         if not plan.core_reduces:

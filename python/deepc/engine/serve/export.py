@@ -167,7 +167,7 @@ class _Source:
                 yield name, q
                 yield name + int8.SCALE, scale
             elif id(t) in scales and dtype != torch.int8:
-                yield name, int8.dequantize(t, scales[id(t)], floats)
+                yield name, int8.dequantize(self._read(t), self._read(scales[id(t)]), floats)
             elif id(t) not in as_scales or dtype == torch.int8:
                 yield name, self._read(t).to(t.dtype if not t.is_floating_point() else floats)
 

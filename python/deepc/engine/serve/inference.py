@@ -16,7 +16,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,7 +25,9 @@ from ...comm import start as comm
 from ...config.tree import Config
 from ...errors import ArgumentError, CheckpointError, UnsupportedError
 from ...nn import int8
+from ...plan.layout import keep_bytes
 from ...zero.init import Home, Init
+from ...zero.parameters.param import Released
 from ...zero.shards import Late, without_memory
 from ..base import EngineBase, Served
 from ..policy import precision
@@ -62,7 +64,7 @@ def inference(
     lie once per node in shared memory (CPU; collective; read-only from then on; with a checkpoint, a node's first rank
     reads it). zero: a zero_optimization section; with its offload_param.device "nvme" they lie once per node on disk
     (nvme_path), at stage 3, and are read ahead of their use: the model may be larger than the memory, and is never
-    whole in it (one CPU node; collective to make, each rank runs and generates by itself; not int8). strict: names that
+    whole in it (one CPU node; collective to make, each rank runs and generates by itself). strict: names that
     are missing in the checkpoint, or that the model lacks, are an error.
 
     Raises ArgumentError, CheckpointError, UnsupportedError."""
@@ -171,21 +173,29 @@ class _Builder:
         from ..build import initialize
         from ..engine import Engine
 
-        if self.int8:
-            raise UnsupportedError(
-                "int8 weights on disk (zero's offload_param.device nvme) do not exist: ask for bf16, fp16 or fp32, or"
-                " leave zero out, and int8 weights stay in memory"
-            )
         if self.dtype not in _ON_DISK:
-            raise UnsupportedError(f"weights in {self.dtype} on disk do not exist: ask for dtype fp32, bf16 or fp16")
-        if self.weights is not None:
-            self._leave_meta()
-            late = Late()
-            for _, t, stored in self._found():
-                if isinstance(t, torch.nn.Parameter):
-                    late.take(t, functools.partial(self.weights.tensor, stored))
-                else:
-                    t.data.copy_(self.weights.tensor(stored))
+            raise UnsupportedError(
+                f"weights in {self.dtype} on disk do not exist: ask for dtype fp32, bf16, fp16 or int8"
+            )
+        late = Late()
+        if self.stored_int8:
+            int8.convert(self.model, self.dtype, self._chosen_by_file(), values=False)
+        self._leave_meta()
+        found = self._found() if self.weights is not None else []
+        read: dict[int, Callable[[], torch.Tensor]] = {
+            id(t): functools.partial(cast(Weights, self.weights).tensor, stored) for _, t, stored in found
+        }
+        if self.int8 and not self.stored_int8:
+            self._quantize_late(late, read)
+        for _, t, _ in found:
+            if not isinstance(t, torch.nn.Parameter):
+                t.data.copy_(read[id(t)]())
+            elif id(t) in read:
+                late.take(t, read[id(t)])
+        for layer in self.model.modules():
+            if isinstance(layer, (int8.Int8Linear, int8.Int8Embedding)):
+                keep_bytes(layer.weight)
+                keep_bytes(layer.weight_scale)
         with torch.no_grad():
             for b in self.model.buffers() if self._cast_buffers else ():  # as in memory (_cast)
                 b.data = b.data.to(self.dtype) if b.is_floating_point() else b.data
@@ -194,6 +204,18 @@ class _Builder:
             Engine, watchers=(), model=self.model, config=config.raw, device=self.device, evaluates=True
         )[0]
         return InferenceEngine(self.model, self.dtype, trainer=engine, ours=True)
+
+    def _quantize_late(self, late: Late, read: dict[int, Callable[[], torch.Tensor]]) -> None:
+        """The weights that become int8 are quantised when they go to the disk, one at a time. read: id(parameter) ->
+        what reads its values from the file; those of the weights go. What a zero.Init has released is read from
+        there, else from memory."""
+        chosen, names = int8.quantizable(self.model, self.keep), {id(p): n for n, p in self.model.named_parameters()}
+        for weight, q, scale in int8.convert(self.model, self.dtype, chosen, values=False):
+            of_file = read.pop(id(weight), None)
+            source = _Quantized(weight, of_file, chosen[id(weight)], names[id(weight)])
+            together = of_file is None and isinstance(weight, Released)
+            late.take(q, source.values, together)
+            late.take(scale, source.scale, together)
 
     def _chosen_by_file(self) -> dict[int, int]:
         """The weights that the file has as int8."""
@@ -331,6 +353,37 @@ class _Builder:
                 f"{weights.path}: '{stored}' has shape {tuple(shape)} there and {tuple(t.shape)} in the model "
                 f"('{name}')"
             )
+
+
+class _Quantized:
+    """A weight of a linear layer that becomes int8 when its values are asked for. read: gives them (None: the weight
+    has them); axis: its output channels. Values and scales are asked for once each, one after the other."""
+
+    def __init__(
+        self, weight: torch.nn.Parameter, read: Callable[[], torch.Tensor] | None, axis: int, name: str
+    ) -> None:
+        self._weight, self._read, self._axis, self._name = weight, read, axis, name
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _make(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._made is None:
+            w = self._weight
+            # What a file has is rounded to the model's dtype first, as where the model is in memory.
+            value = self._read().to(w.dtype) if self._read is not None else _value_of(w)
+            self._made = int8.quantize(value, self._axis, self._name)
+            return self._made
+        made, self._made = self._made, None
+        return made
+
+    def values(self) -> torch.Tensor:
+        return self._make()[0]
+
+    def scale(self) -> torch.Tensor:
+        return self._make()[1]
+
+
+def _value_of(p: torch.nn.Parameter) -> torch.Tensor:
+    return p._deepc_owner.copy_of(p) if isinstance(p, Released) else p.detach()
 
 
 def _persistent(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

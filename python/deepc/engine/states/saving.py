@@ -26,7 +26,7 @@ from ...checkpoint.store import (
     write_model,
 )
 from ...core.ops import name_of
-from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError
+from ...errors import CheckpointError, CheckpointTagError, CheckpointTypeError, DiskError
 from ...parallel.expert.spread import gather_experts, name_among_all
 from ...zero.tiers.windows import Window
 from ..base import say
@@ -310,7 +310,7 @@ def load(
     engine.broken_pass = False
     engine.hooks.reset()
     engine.skips.applied()
-    engine.publish()
+    _publish(engine)
     _load_engine_state(engine, state["engine"], optimizer_states, lr_scheduler_states)
     engine.step_policy.loaded()
     if optimizer_states and engine.resumes_data:
@@ -321,6 +321,17 @@ def load(
         set_rng_state(own["rng"])
     engine.everyone.barrier()
     return result
+
+
+def _publish(engine: EngineBase) -> None:
+    """What reads parameters sees the loaded ones; the disk of some rank may refuse them. Collective."""
+    failure: Exception | None = None
+    try:
+        engine.publish()
+    except DiskError as exc:
+        failure = exc
+    if engine.plan.parameters_on:
+        together(engine, "loading a checkpoint", failure)
 
 
 def _begin_anew(engine: EngineBase, everything: bool) -> None:

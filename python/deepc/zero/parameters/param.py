@@ -13,7 +13,7 @@ import torch
 from ...core.foreign import private
 from ...core.ops import name_of
 from ...errors import UnitStateError
-from ...plan.layout import padded
+from ...plan.layout import keeps_bytes, padded, slots_of
 
 _data: Any = private.data_of_tensor  # the C getset descriptor; torch's stub says that it is a Tensor
 
@@ -258,6 +258,28 @@ def version_of(p: torch.Tensor) -> int:
         return p._version
 
 
+# ---- parameters that keep their bytes (plan/layout.py) among those of the engine's dtype -----------------------------
+def slots(p: torch.nn.Parameter, numel: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype`, the engine's, that `p` of `numel` elements takes."""
+    return slots_of(numel, p.dtype.itemsize, dtype.itemsize) if keeps_bytes(p) else numel
+
+
+def as_slots(p: torch.nn.Parameter, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[slots] of `dtype`: the bytes of `value`, of p's dtype, behind which there may be some that nobody reads; of
+    another parameter its elements as they are."""
+    flat = value.detach().reshape(-1)
+    if not keeps_bytes(p):
+        return flat
+    out = torch.zeros(slots(p, flat.numel(), dtype), dtype=dtype)
+    out.view(torch.uint8)[: flat.nbytes].copy_(flat.view(torch.uint8))
+    return out
+
+
+def of_slots(p: torch.nn.Parameter, shape: Sequence[int], flat: torch.Tensor) -> torch.Tensor:
+    """The opposite: a view of `flat` [slots], of p's dtype and the shape."""
+    return (flat.view(p.dtype)[: math.prod(shape)] if keeps_bytes(p) else flat).view(tuple(shape))
+
+
 # ---- parameters that come and go together ----------------------------------------------------------------------------
 class UnitState(enum.Enum):
     """Of a Unit: what this rank has of its parameters."""
@@ -407,12 +429,12 @@ class FlatUnit(Unit):
         places: elements, where the values of each begin on a disk: they begin as far from a page in the storage."""
         super().__init__(index, name, params, UnitState.STALE)
         self._params = list(params)
-        self.numels = numels = [math.prod(shape) for shape in shapes]
+        self.numels = numels = [slots(p, math.prod(shape), like.dtype) for p, shape in zip(params, shapes)]
         self.offsets, total = _offsets(numels, places, _PAGE // like.element_size())
         self.elems, self.persistent, self.trained = sum(numels), persistent, trained
         self.flat = like.new_zeros(total)
         for p, shape, offset, n in zip(params, shapes, self.offsets, numels):
-            p.data = self.flat[offset : offset + n].view(tuple(shape))
+            p.data = of_slots(p, shape, self.flat[offset : offset + n])
         self.storage = self.flat.untyped_storage()
         self.nbytes, self.key = self.storage.nbytes(), self.storage._cdata
         self._own_references = private.storage_use_count(self.key)

@@ -22,12 +22,13 @@ from ...core import lib as _lib
 from ...core import memory
 from ...core.lib import C, check
 from ...core.ops import code
-from ...errors import UnsupportedError
+from ...errors import DiskError, UnsupportedError
 from ...plan.plan import RING, SLOTS, Plan
 from .reducer import RingReducer, Tree
 
 if TYPE_CHECKING:
     from ...comm.groups import MultiNodeGroup, Sent
+    from ...offload.array import Window as Addressed
     from ...plan.layout import Layout
 
 
@@ -190,6 +191,57 @@ class NodesReducer(RingReducer):
             self._arrived(flat, *pending.popleft())
         if not resident:
             self._inside(flat)
+
+    def publish_on_disk(self, flat: Addressed) -> DiskError | None:
+        """The same where each node has a file of all parameters: the owners' slices are read there, cross once per
+        node, and go to the files of the others. A fence of the node is the caller's. A failure of this rank's disk is
+        returned, so that nobody waits for it; a call after that does all of it again. Collective."""
+        flat.forget()  # what could not be written before comes again
+        failure: DiskError | None = None
+        reads: collections.deque[tuple[torch.Tensor, Any]] = collections.deque()
+        pending: collections.deque[Any] = collections.deque()
+
+        def ask(b: int) -> None:
+            nonlocal failure
+            _, part, m = self._part(b)
+            mine = torch.empty(m, dtype=flat.array.dtype)
+            try:
+                reads.append((mine, flat.array.read_async(part, mine)))
+            except DiskError as exc:
+                failure = failure or exc
+                reads.append((mine, None))
+
+        def arrived(b: int, sent: Sent) -> None:
+            sent.wait()
+            at, part, m = self._part(b)
+            flat.store(at, part)
+            flat.drop(part, part + m)  # it is there
+            flat.store(part + m, at + self._nodes * m)
+            flat.settle(2 * RING)
+
+        buckets = self._plan.layout.nbuckets
+        for b in range(min(RING, buckets)):
+            ask(b)
+        for b in range(buckets):
+            if len(pending) == RING:
+                arrived(*pending.popleft())
+            mine, read = reads.popleft()
+            try:
+                if read is not None:
+                    read.wait()
+            except DiskError as exc:  # the others get anything instead, and the step is not whole
+                failure = failure or exc
+            at, _, m = self._part(b)
+            pending.append((b, self._group.collect(flat.tensor(at, at + self._nodes * m), mine, "parameters")))
+            if b + RING < buckets:
+                ask(b + RING)
+        while pending:
+            arrived(*pending.popleft())
+        try:
+            flat.flush()
+        except DiskError as exc:
+            failure = failure or exc
+        return failure
 
     def _offer(self, flat: torch.Tensor, master: torch.Tensor | None, b: int) -> tuple[Sent, torch.Tensor | None]:
         at, part, m = self._part(b)

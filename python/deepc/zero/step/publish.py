@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     import torch
 
+    from ...offload.array import Window
     from ...plan.plan import Plan
     from ..state import ModelState
     from .nodes import NodesReducer
@@ -50,9 +51,18 @@ def send_shared(state: ModelState, group: Any, reducer: Reducer) -> None:
     group.node_barrier()
 
 
+def send_on_disk(state: ModelState, group: Any, reducer: Reducer) -> None:
+    """Stage 3 over several nodes, each with a file of the parameters. DiskError: of this rank's disk; the ranks agree
+    where it is caught."""
+    failure = cast("NodesReducer", reducer).publish_on_disk(cast("Window", state.flat_on_disk))
+    group.node_barrier()
+    if failure is not None:
+        raise failure
+
+
 def choose(plan: Plan) -> Publish:
     if plan.world == 1 or plan.stage == 0:
         return keep
     if plan.nodes > 1:
-        return send_shared if plan.stage == 3 else send_replicas
+        return send_replicas if plan.stage < 3 else send_on_disk if plan.parameters_on else send_shared
     return fence if plan.stage == 3 else complete_replicas

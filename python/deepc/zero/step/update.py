@@ -8,13 +8,15 @@ elementwise torch optimizers run on views of the shard.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from ...core.dtypes import UNIT
-from ...core.lib import C, LambArgs, StepArgs, check
+from ...core.lib import C, StepArgs, check
 from ...core.ops import code, torch_dtype
 from ...errors import ConfigError, DiskError, UnsupportedError
 from ...offload import Cell as DiskCell
@@ -27,21 +29,20 @@ from ...optim.factory import (
     steps_whole_blocks,
     twin_over,
 )
-from ...optim.kinds.lamb import set_scalars, trust_ratio
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.rules import ADAFACTOR, ADAMW, DECOUPLED, LAMB, MUON, NESTEROV, ONEBIT, CoreRule, Scalars, core_rule
 from ...optim.states.formats import FORMATS, SCALE, is_coded, scale_units
-from ...optim.states.norms import Norms, Stretch
-from ...plan.layout import BLOCK, Segment
-from ..state import ModelState, Walk
-from ..tiers.agree import together
+from ...plan.layout import Segment
+from ..state import ModelState, Pass
 from ..tiers.coded import Coded, CodedOnDisk
 from ..tiers.disk import DiskTier
 from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
+from .across.ratios import RatioUpdate
 from .across.stored import MatrixUpdateOnDisk
+from .passes import Passes
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
@@ -90,13 +91,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.core = self.rule is not None
         self._state: ModelState  # from attach on
         self._steps = 0
-        self._walk: Walk | None = None
+        self._passes: Passes | None = None
+        self._ratios: RatioUpdate | None = None  # of LAMB
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
-        self._squares: dict[int, tuple[float, float]] | None = None  # of whole parameters, once LAMB's norms are known
-        self._has_moments = False
-        self._forget_passes()
         self.overflow = False
         self.loss_scale = 1.0
         check_optimizer(base, stage, allow_untested)
@@ -177,7 +176,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if rule.kind in ACROSS:
             self.states: dict[str, Array] = {}
             more = (cast(OneBitOptimizer, self.base),) if rule.kind == ONEBIT else ()
-            kind = MatrixUpdateOnDisk if rule.kind == MUON and st.tier is not None else ACROSS[rule.kind]
+            on_disk = st.tier is not None or bool(st.plan.parameters_on)
+            kind = MatrixUpdateOnDisk if rule.kind == MUON and on_disk else ACROSS[rule.kind]
             self._across = kind(st, self.param_groups, self._group_of, *more)
             return
         owned = st.plan.owned_elems
@@ -209,26 +209,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_args(self) -> None:
         """The stretches that the C step walks, without those of parameters that are left out."""
-        st = self._state
+        st, self._passes = self._state, Passes(self._state)
         if self._across is not None:
             self._across.leave_out(self._left_out)
             return
+        if self._core.kind == LAMB and st.state_device.type == "cpu":
+            self._ratios = RatioUpdate(st, self.param_groups, self._group_of, self.states, self._left_out)
+            return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]
-        self._walk = st.walk() if st.state_device.type == "cpu" else None
         if self._core.form:  # a scale, and a parameter's random bits, are of one parameter's elements
             segments = [s for s in st.plan.segments if groups[s.param] >= 0]
             self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
             self._numbers = [(s.shard_begin, self._number(s)) for s in segments]
-        if self._core.kind == LAMB:
-            self._make_norms(groups)
-        if st.state_device.type != "cpu" or st.tier is not None or self._walk is not None:
+        if st.state_device.type != "cpu" or not self._passes.in_memory:
             return  # a cell's arguments are made when it is there
-        if self._core.kind == LAMB:
-            memory = cast("dict[str, torch.Tensor]", {**self.states, "master": st.master})
-            self._args = LambArgs.array(max(1, len(self._runs)))
-            self._aim_lamb(self._args, self._runs, lambda name, own: memory[name].data_ptr() + 4 * own)
-            return
         if self._core.form:
             self._aim_formed()
             return
@@ -251,93 +246,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         a.n, a.rule = run.n, rule.kind
         a.param_dtype = a.state_dtype = code(torch.float32)
         a.grad_dtype = code(acc_dtype)
-
-    def _make_norms(self, groups: Sequence[int]) -> None:
-        """LAMB's runs, one for each segment, and where the sums of all ranks' blocks lie."""
-        st, plan = self._state, self._state.plan
-        alone = plan.own_all or plan.world == 1
-        ranks = [plan.segments] if alone else [plan.layout.segments(st.group.part_of(r)) for r in range(plan.world)]
-        stretches = [[Stretch(s.param, self._number(s), s.length) for s in one] for one in ranks]
-        self._norms = Norms(stretches, 0 if alone else plan.rank, None if alone else st.group.gather_all)
-        segments = [s for s in plan.segments if groups[s.param] >= 0]
-        self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
-        self._lamb = [(s.shard_begin, Stretch(s.param, self._number(s), s.length)) for s in segments]
-
-    def _stretch_of(self, run: Run) -> tuple[int, Stretch]:
-        """Where in the share the segment begins that `run` is of, and LAMB's name of it."""
-        return self._lamb[bisect.bisect_right(self._lamb, run.own, key=lambda row: row[0]) - 1]
-
-    def _aim_lamb(self, args: Any, runs: Sequence[Run], at: Address) -> None:
-        """What of LAMB's arguments does not change from step to step. runs: parts of segments, cut at edges of
-        blocks."""
-        st, plan = self._state, self._state.plan
-        lowp, acc_dtype = st.master is not None, torch_dtype(plan.accumulator)
-        m, v = self._core.names
-        for a, run in zip(args, runs):
-            begin, place = self._stretch_of(run)
-            a.param = at("master", run.own) if lowp else st.lowp_address + 4 * run.flat
-            a.grad = st.acc_address + acc_dtype.itemsize * run.own
-            a.exp_avg, a.exp_avg_sq = at(m, run.own), at(v, run.own)
-            if lowp and not plan.parameters_as:
-                a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * run.flat, code(st.dtype)
-            a.n, a.first, a.grad_dtype = run.n, place.first + run.own - begin, code(acc_dtype)
-            skipped = 8 * (a.first // BLOCK - place.first // BLOCK)
-            a.param_sums, a.update_sums = (self._norms.address(kind, place) + skipped for kind in (0, 1))
-
-    def _scale_lamb(self, args: Any, runs: Sequence[Run], grad_scale: float) -> None:
-        """The rest of them, with the ratios if the norms are known."""
-        for a, run in zip(args, runs):
-            group = self.param_groups[run.group]
-            set_scalars(a, group, self._steps, grad_scale)
-            if self._squares is not None:
-                a.trust = trust_ratio(*self._squares[self._stretch_of(run)[1].param], group)
-
-    def _update_lamb(self, grad_scale: float) -> None:
-        """Collective, unless every rank has everything."""
-        if self._state.tier is not None:
-            self._update_lamb_cells(self._state.tier, grad_scale)
-            return
-        self._squares = None
-        self._scale_lamb(self._args, self._runs, grad_scale)
-        check(C.dc_lamb_moments(self._args, len(self._runs)))
-        self._squares = self._norms.squares()
-        self._scale_lamb(self._args, self._runs, grad_scale)
-        check(C.dc_lamb_apply(self._args, len(self._runs)))
-
-    def _update_lamb_cells(self, tier: DiskTier, grad_scale: float) -> None:
-        """The same with states on disk, which are gone through twice. Between the passes the ranks agree whether all
-        of them have come so far; one that the disk broke off takes the others back to there."""
-        plan, names = self._state.plan, self._core.names
-
-        def run(cell: DiskCell) -> None:
-            runs = within(self._runs, cell.begin, cell.end)
-            args = LambArgs.array(max(1, len(runs)))
-            self._aim_lamb(args, runs, lambda name, own: tier.address(cell, name, own))
-            self._scale_lamb(args, runs, grad_scale)
-            check((C.dc_lamb_moments if self._squares is None else C.dc_lamb_apply)(args, len(runs)))
-
-        try:
-            if self._squares is None:
-                failure: DiskError | None = None
-                try:
-                    if not self._has_moments:
-                        tier.update(run, names)
-                        self._has_moments = True
-                except DiskError as exc:
-                    failure = exc
-                if failure is not None and (plan.own_all or plan.world == 1):
-                    raise failure
-                if not plan.own_all:
-                    together(self._state.group, failure)
-                self._squares = self._norms.squares()
-            tier.update(run, ["master"] if self._state.master is not None else [])
-        except DiskError:
-            self._unfinished = grad_scale
-            raise
-        self._forget_passes()
-
-    def _forget_passes(self) -> None:
-        self._squares, self._has_moments, self._unfinished = None, False, None
 
     def _aim_formed(self) -> None:
         """The arguments where states have a format: one run for each segment."""
@@ -421,15 +329,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One step on this rank's share; `grad_scale` multiplies every accumulated gradient. After a DiskError a part
         of the share is updated: `finish` does the rest."""
         self._steps += 1
-        self._forget_passes()
+        self._forget_rest()
         if not self.core:
             self._update_torch(grad_scale)
         elif self._across is not None:
-            try:
+            with self._unfinished_at(grad_scale):
                 self._across.update(grad_scale, self._steps)
-            except DiskError:
-                self._unfinished = grad_scale
-                raise
             self._to_device()
         elif self._state.state_device.type == "cpu":
             self._update_host(grad_scale)
@@ -443,31 +348,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         if self._across is not None:
             self._across.finish()
-            self._unfinished = None
         else:
             self._update_host(self._unfinished)
+        self._unfinished = None
+
+    @contextlib.contextmanager
+    def _unfinished_at(self, grad_scale: float) -> Iterator[None]:
+        try:
+            yield
+        except DiskError:
+            self._unfinished = grad_scale
+            raise
+
+    def _forget_rest(self) -> None:
+        self._unfinished = None
+        if self._ratios is not None:
+            self._ratios.forget()
 
     def forget_unfinished(self) -> None:
         """All states are written anew: there is no rest."""
-        self._forget_passes()
+        self._forget_rest()
         if self._across is not None:
             self._across.forget()
-        if self.core and self._walk is not None:
-            self._walk.forget()
+        if self._passes is not None:
+            self._passes.forget()
 
     def _update_host(self, grad_scale: float) -> None:
-        if self._core.kind == LAMB:
-            self._update_lamb(grad_scale)
-            return
+        with self._unfinished_at(grad_scale):
+            if self._ratios is not None:
+                self._ratios.update(grad_scale, self._steps)
+            else:
+                self._step_elements(grad_scale)
+        self._to_device()
+
+    def _step_elements(self, grad_scale: float) -> None:
         groups = [
             (self._core.scalars(g, self._steps), -grad_scale if g.get("maximize") else grad_scale)
             for g in self.param_groups
         ]
-        if self._state.tier is not None or self._walk is not None:
-            self._update_cells(grad_scale, groups)
-        else:
+        if self._passes is None or self._passes.in_memory:
             self._step_runs(self._args, self._runs, groups)
-        self._to_device()
+        else:
+            self._update_cells(self._passes, groups)
 
     def _to_device(self) -> None:
         """Where states are offloaded: the new parameters go back to the device."""
@@ -484,45 +406,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             a.step = self._steps
         check(C.dc_step(args, len(runs)))
 
-    def _update_cells(self, grad_scale: float, groups: Sequence[tuple[Scalars, float]]) -> None:
-        """The same where something lies on disk: masters and moments (the tier), parameters and gradients (the walk).
-        The update of an element depends on that element alone, so it may be cut anywhere."""
-        tier, walk = self._state.tier, self._walk
+    def _update_cells(self, passes: Passes, groups: Sequence[tuple[Scalars, float]]) -> None:
+        """The same where something lies on disk. The update of an element depends on that element alone, so it may be
+        cut anywhere."""
+        arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": self._state.master})
 
-        def run(begin: int, end: int, at: Address, cell: DiskCell | None = None) -> None:
-            if walk is not None:
-                walk.ready()
+        def work(begin: int, end: int, cell: DiskCell | None) -> None:
             runs = within(self._runs, begin, end)
             args = StepArgs.array(max(1, len(runs)))
+            at = (
+                (lambda name, own: arrays[name].data_ptr() + 4 * own)
+                if cell is None
+                else functools.partial(cast(DiskTier, passes.tier).address, cell)
+            )
             for a, r in zip(args, runs):
                 self._aim(a, r, at)
             scales = self._aim_in_cell(args, runs, cell) if self._core.form and cell is not None else []
             self._step_runs(args, runs, groups)
             for units, places, scale in scales:
                 units[places] = scale
-            if walk is not None:
-                walk.done()
 
-        try:
-            if walk is not None:
-                walk.begin(self._state.master is None or bool(self._left_out))
-            if tier is not None:
-                tier.update(lambda c: run(c.begin, c.end, lambda name, own: tier.address(c, name, own), c))
-            else:
-                arrays = cast("dict[str, torch.Tensor]", {**self.states, "master": self._state.master})
-                for cell in cast("Walk", walk).cells[cast("Walk", walk).at :]:
-                    run(cell.begin, cell.end, lambda name, own: arrays[name].data_ptr() + 4 * own)
-            if walk is not None:
-                walk.end()
-        except BaseException as exc:
-            if walk is not None:
-                walk.pause()
-                if tier is not None:
-                    tier.at = walk.at
-            if isinstance(exc, DiskError):
-                self._unfinished = grad_scale
-            raise
-        self._unfinished = None
+        passes.run(work, Pass(reads=self._state.master is None or bool(self._left_out)))
 
     def _aim_in_cell(
         self, args: Any, runs: Sequence[Run], cell: DiskCell

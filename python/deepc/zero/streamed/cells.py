@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...offload.array import Window
 from ...plan.layout import Slice
-from ..state import Cell
+from ..state import Cell, Pass
 
 AHEAD = 6  # cells that are read before their turn; as many may wait for their writes
 CELL_ELEMS = 1 << 18  # where the plan says nothing
@@ -34,26 +34,27 @@ def cells_of(slices: Sequence[Slice], elems: int) -> list[Cell]:
 
 class CellWalk:
     """begin; for each cell from `at` on { ready; work on it; done }; end. After a DiskError `pause`: cells that are
-    done are done, what could not be written stays in memory, and `begin` goes on from `at`.
+    done are done, what could not be written stays in memory, and `begin` goes on from `at`. A step has one walk or
+    several, whose passes (state.Pass) say what each wants.
 
     flat: the window of the flat space; sums: of the shard's gradients on disk, or None."""
 
     def __init__(self, cells: Sequence[Cell], flat: Window, sums: Window | None) -> None:
         self.cells, self.at = cells, 0
         self._flat, self._sums = flat, sums
-        self._reads = True
+        self._what = Pass()
 
-    def begin(self, reads: bool) -> None:
-        """reads: the old parameters are wanted; else they are overwritten."""
-        self._reads = reads
+    def begin(self, what: Pass) -> None:
+        """Where parameters are stored that are not wanted, they are overwritten whole."""
+        self._what = what
         self._flat.flush()
         for cell in self.cells[self.at : self.at + AHEAD]:
             self._fetch(cell)
 
     def _fetch(self, cell: Cell) -> None:
-        for lo, hi in cell.flat if self._reads else ():
+        for lo, hi in cell.flat if self._what.reads else ():
             self._flat.fetch(lo, hi)
-        if self._sums is not None:
+        if self._sums is not None and self._what.gradients:
             self._sums.fetch(cell.begin, cell.end)
 
     def ready(self) -> Cell:
@@ -68,11 +69,12 @@ class CellWalk:
         return cell
 
     def done(self) -> None:
-        """It goes to the disk. Raises nothing: what becomes of the write, `end` tells."""
+        """It goes to the disk, if the pass stores it. Raises nothing: what becomes of the write, `end` tells."""
         cell = self.cells[self.at]
         self.at += 1
+        leave = self._flat.store if self._what.stores else self._flat.drop
         for lo, hi in cell.flat:
-            self._flat.store(lo, hi)
+            leave(lo, hi)
         self._flat.settle(AHEAD * len(cell.flat))
         if self._sums is not None:
             self._sums.drop(cell.begin, cell.end)

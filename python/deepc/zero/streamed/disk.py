@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
+from ...comm.groups import MultiNodeGroup
 from ...core import memory
 from ...errors import DiskError, UnsupportedError
 from ...offload.array import BLOCK, DiskArray, DiskRead, Place, Window
-from ...plan.layout import ALIGN, Segment, padded
+from ...plan.layout import ALIGN, Segment, keeps_bytes, padded
 from ...plan.plan import Plan
 from ..parameters.gathered import Params
-from ..parameters.param import FlatUnit
+from ..parameters.param import FlatUnit, as_slots, slots
 from ..resident import broadcast
 from ..shards import give
 from ..sources import Piece, Source
 from ..state import ModelState
+from ..tiers.agree import together
 from ..tiers.windows import OnDisk
 from ..tiers.windows import Window as Part
 
@@ -92,8 +94,9 @@ class DiskFlats:
         group, what = state.group, "the parameters"
         if group.world == 1:
             return DiskArray(self._folder, numel, state.dtype, what)
+        node = group.inside if isinstance(group, MultiNodeGroup) else cast("NodeGroup", group)
         blocks = max(1, -(-numel // BLOCK))
-        self._segment = cast("NodeGroup", group).segment(max(4096, 4 * blocks))
+        self._segment = node.segment(max(4096, 4 * blocks))
         sums = self._segment.tensor(torch.int32, 0, blocks)
         array: DiskArray | None = None
         failure: DiskError | None = None
@@ -104,7 +107,7 @@ class DiskFlats:
                 place = torch.tensor(array.place())
         except DiskError as exc:
             failure = exc
-        group.broadcast(place, 0)
+        node.broadcast(place, 0)
         made = Place(*place.tolist())
         try:
             if not group.leader and made.process:
@@ -123,7 +126,8 @@ class DiskFlats:
     def value(self, state: ModelState, p: torch.nn.Parameter) -> torch.Tensor:
         known = give(p)  # the same on all ranks
         value = p.data.reshape(-1)
-        if state.master is not None and state.plan.world > 1 and not known:  # rank 0's, unrounded
+        apart = state.master is not None or state.plan.nodes > 1  # else the leader's alone is asked for
+        if apart and state.plan.world > 1 and not known:  # rank 0's, unrounded
             value = value.to(dtype=torch.float32, copy=True)
             state.group.broadcast(value, 0)
         return value
@@ -136,24 +140,54 @@ class DiskFlats:
         return torch.empty(0, dtype=state.dtype)  # a view of its unit soon
 
     def put_frozen(self, state: ModelState, p: torch.nn.Parameter) -> None:
-        give(p, read=state.group.leader)
-        if not p.is_floating_point():
+        known = give(p, read=state.group.leader)
+        if not p.is_floating_point() and not keeps_bytes(p):
             broadcast(state.group, p.data)
             return
         self._frozen_at[id(p)] = self._frozen_end
+        value = as_slots(p, p.data, state.dtype)
+        if state.plan.nodes > 1 and not known:
+            value = value.clone()
+            state.group.spread(value, 0)
         if state.group.leader:
-            self.array.put(self._frozen_end, p.data.reshape(-1))
-        self._frozen_end += padded(p.numel())
-        p.data = torch.empty(0, dtype=state.dtype)
+            self.array.put(self._frozen_end, value)
+        self._frozen_end += padded(slots(p, p.numel(), state.dtype))
+        p.data = torch.empty(0, dtype=p.dtype if keeps_bytes(p) else state.dtype)
 
     def spread(self, state: ModelState) -> None:
         state.group.barrier()
 
     def follow(self, state: ModelState, index: int) -> None:
-        for s in state.plan.segments if state.master is not None else ():
-            if s.param == index:
-                state.window(s).copy_into(Part(state.flat, s.flat_begin, s.length))
-        state.group.barrier()
+        failure: DiskError | None = None
+        for rank, s in state.owners(index):
+            try:
+                if rank == state.plan.rank and state.master is not None:
+                    state.window(s).copy_into(Part(state.flat, s.flat_begin, s.length))
+            except DiskError as exc:
+                failure = failure or exc
+            failure = self._spread_part(state, rank, s.flat_begin, s.length) or failure
+        together(state.group, failure)
+
+    def _spread_part(self, state: ModelState, rank: int, begin: int, n: int) -> DiskError | None:
+        """What `rank` has written there goes to the files of other nodes; a failure of this rank's disk. Collective
+        between nodes."""
+        group = state.group
+        if group.nodes == 1 or not group.carries(rank):
+            return None
+        value = torch.zeros(n, dtype=state.dtype)
+        failure: DiskError | None = None
+        try:
+            if rank == group.rank:
+                self.array.read(begin, value)
+        except DiskError as exc:
+            failure = exc
+        group.spread(value, rank)
+        try:
+            if rank != group.rank:
+                self.array.put(begin, value)
+        except DiskError as exc:
+            failure = exc
+        return failure
 
     # ---- units -------------------------------------------------------------------------------------------------------
     def source(self, state: Streams) -> Source:
@@ -172,7 +206,13 @@ class DiskFlats:
             state.units.write(p, p.detach())
 
     def spread_written(self, state: Streams, params: Params, writer: int) -> None:
-        pass  # all ranks read the same file
+        if state.plan.nodes == 1:
+            return  # all ranks read the same file
+        failure: DiskError | None = None
+        for p in params:
+            n = slots(p, p.numel(), self.array.dtype)
+            failure = self._spread_part(cast(ModelState, state), writer, self.begin_of(p), n) or failure
+        together(cast(ModelState, state).group, failure)
 
     def close(self) -> None:
         self.array.close()

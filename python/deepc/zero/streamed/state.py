@@ -10,6 +10,7 @@ import torch
 
 from ...core import memory
 from ...errors import CommError, DiskError
+from ...offload.array import Window
 from ...plan.layout import Segment, padded
 from ..parameters.gathered import Params, Whole
 from ..parameters.param import share
@@ -22,10 +23,11 @@ from ..tiers.agree import together
 from .cells import CELL_ELEMS, CellWalk, cells_of
 from .disk import DiskFlats
 from .gradients import DiskNodeReducer, DiskReducer, GradientStore
+from .nodes import DiskNodesReducer
 from .units import HONOURED, StreamedUnits
 
 if TYPE_CHECKING:
-    from ...comm.groups import TorchGroup
+    from ...comm.groups import MultiNodeGroup, TorchGroup
     from ...comm.shared import Comm
     from ...config.tree import ZeroConfig
     from ..step.reducer import Reducer
@@ -249,6 +251,10 @@ class StreamedState(ModelState):
     def acc_address(self) -> int:
         return super().acc_address if self.store is None else self.store.window.base
 
+    @property
+    def flat_on_disk(self) -> Window | None:
+        return None if self.disk is None else self.disk.window
+
     def walk(self) -> CellWalk | None:
         if self.disk is None:
             return None
@@ -270,6 +276,11 @@ class StreamedState(ModelState):
         if comm is None:
             return DiskReducer(self.plan, self.store, pre_scale)
         return DiskNodeReducer(self.plan, comm, self.store, wire, pre_scale)
+
+    def disk_reducer_over_nodes(self, group: MultiNodeGroup, wire: torch.dtype, pre_scale: float) -> Reducer:
+        """The same over several nodes. Collective."""
+        assert self.store is not None
+        return DiskNodesReducer(self.plan, group, self.store, self.partial, wire, pre_scale)
 
     # ---- the interface of ModelState ---------------------------------------------------------------------------------
     def bump_versions(self) -> None:

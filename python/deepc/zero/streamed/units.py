@@ -28,9 +28,10 @@ import torch
 from ...core.foreign import private
 from ...core.telemetry import waits
 from ...errors import ReleasedParameterError
+from ...plan.layout import keeps_bytes
 from ...plan.order import Order, order_of
 from ...plan.units import Node, cut
-from ..parameters.param import FlatUnit, UnitState
+from ..parameters.param import FlatUnit, UnitState, as_slots, of_slots, slots
 from ..sources import Piece, Source
 from .saved import SavedTensors
 
@@ -124,8 +125,10 @@ class StreamedUnits:
         config: ZeroConfig,
     ) -> None:
         place = {id(p): i for i, p in enumerate(trained)}
-        wanted = {*place, *(id(p) for p in frozen if p.is_floating_point())}
-        elems = {i: math.prod(self._shapes[i]) for i in wanted}
+        wanted = {*place, *(id(p) for p in frozen if p.is_floating_point() or keeps_bytes(p))}
+        elems = {
+            id(p): slots(p, math.prod(self._shapes[id(p)]), like.dtype) for p in (*trained, *frozen) if id(p) in wanted
+        }
         kept = self._persistent(elems, config)
         tree, modules = tree_of(self._model)
         made = cut(tree, {i: n for i, n in elems.items() if i not in kept})
@@ -409,7 +412,7 @@ class StreamedUnits:
         unit = self._saved.unit_of(x)
         if unit is None or not unit.ready:
             return None
-        at = x.storage_offset()
+        at = x.storage_offset() * x.element_size() // unit.flat.element_size()
         return next((p for p, o in zip(unit.params, unit.offsets) if o == at and self._shapes[id(p)] == x.shape), None)
 
     def settle(self) -> None:
@@ -489,19 +492,19 @@ class StreamedUnits:
         i = unit.place(p)
         if (value := self._source.read(unit, i)) is None:
             self._ensure(unit)
-            value = unit.flat[unit.offsets[i] : unit.offsets[i] + math.prod(p.shape)]
+            value = unit.flat[unit.offsets[i] : unit.offsets[i] + unit.numels[i]]
             if self._copied is not unit:  # the last one stays: parameters of a unit are asked for one after the other
                 if self._copied is not None:
                     self._release(self._copied)
                 self._copied = unit
-        return value.view(p.shape).clone()
+        return of_slots(p, p.shape, value).clone()
 
     @torch.no_grad()
     def write(self, p: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Changes what `p` is gathered from; see the source's `write`. What is gathered now stays as it is until
         `refresh`."""
         unit = self._unit_of[id(p)]
-        self._source.write(unit, unit.place(p), value.reshape(-1))
+        self._source.write(unit, unit.place(p), as_slots(p, value, unit.flat.dtype))
 
     def replaced(self, p: torch.nn.Parameter) -> bool:
         """Whether a user put other memory under `p`."""
@@ -513,7 +516,8 @@ class StreamedUnits:
         self._holds += 1 if on else -1
 
     def holds(self, p: torch.nn.Parameter) -> bool:
-        """Whether `p` comes and goes, or is persistent; False for parameters that are not floating-point."""
+        """Whether `p` comes and goes, or is persistent; False for parameters that are not floating-point, unless they
+        keep their bytes."""
         return id(p) in self._unit_of
 
     def origin(self, p: torch.nn.Parameter) -> torch.Tensor | None:

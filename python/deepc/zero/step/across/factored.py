@@ -3,15 +3,16 @@ its elements the largest of every row and column, then their sums of squares, th
 space, and the ranks put together what they found. The first two do not depend on the order of elements (ops.h), the
 last is added up in the order of the flat space. So all stages and numbers of ranks give equal bits.
 
-Second moments of rows and columns are whole on every rank; `variance`, of what is no matrix, lies in shards. With a
-tier only masters lie on disk, the states that are so small stay in memory: the passes over masters, norms and steps,
-go through its cells. After a DiskError `finish` does the rest."""
+Second moments of rows and columns are whole on every rank; `variance`, of what is no matrix, lies in shards. States so
+small stay in memory. Where masters, parameters or gradients lie on disk the passes go over cells; after a DiskError
+`finish` does the rest."""
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,11 +23,13 @@ from ....offload import Cell
 from ....optim.kinds.adafactor import FACTORS, Matrices, Scratch, matrices_of, rate_of, set_scalars
 from ....optim.states.norms import Norms, Stretch
 from ....plan.layout import BLOCK, Segment, padded
-from ...state import ModelState
-from ...tiers.agree import together
-from ...tiers.disk import DiskTier
+from ...state import ModelState, Pass
 from ...tiers.windows import Window
+from ..passes import Passes
 from .base import AcrossUpdate
+
+_PASSES = ("tops", "sums", "norms", "apply")  # dc_adafactor_*: the last two look at parameters
+_LAST = len(_PASSES) - 1
 
 
 class FactoredUpdate(AcrossUpdate):
@@ -39,8 +42,8 @@ class FactoredUpdate(AcrossUpdate):
         self._factors_at: dict[int, int] = {}  # where a parameter's rows begin among all rows and columns
         self._variance_at: dict[Segment, int] = {}
         factors = variances = 0
-        for i, (p, n) in enumerate(zip(state.trained, state.plan.layout.numels)):
-            matrices = matrices_of(p.shape) if n else None
+        for i, (shape, n) in enumerate(zip(state.shapes, state.plan.layout.numels)):
+            matrices = matrices_of(shape) if n else None
             if matrices is not None:
                 self._matrices[i], self._factors_at[i] = matrices, factors
                 factors += matrices.factors
@@ -51,16 +54,17 @@ class FactoredUpdate(AcrossUpdate):
         self._factors = torch.zeros(factors)
         self._variance = state.zeros(variances, torch.float32, "exp_avg_sq")
         self._scratch = Scratch(factors)
+        self._passes = Passes(state)
+        self._alone = self._passes.alone
         self._norms = self._make_norms()
         self.forget()
         self.leave_out(frozenset())
 
     def forget(self) -> None:
-        self._has_norms = self._has_rates = False
+        self._at, self._made = 0, False  # the pass that comes next, and whether this rank has made it
 
     def _make_norms(self) -> Norms:
         state, plan = self._state, self._state.plan
-        self._alone = plan.own_all or plan.world == 1
         ranks = [plan.segments] if self._alone else [self._segments_of(rank) for rank in range(plan.world)]
         stretches = [[self._stretch(s) for s in one] for one in ranks]
         return Norms(stretches, 0 if self._alone else plan.rank, None if self._alone else state.group.gather_all)
@@ -84,7 +88,7 @@ class FactoredUpdate(AcrossUpdate):
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(name, parameter, the state) of every state that all ranks have whole."""
         for param, m in self._matrices.items():
-            shape = self._state.trained[param].shape
+            shape = self._state.shapes[param]
             begin, rows = self._factors_at[param], m.number * m.rows
             for name, at, n in (("row_var", begin, rows), ("col_var", begin + rows, m.number * m.cols)):
                 yield name, param, self._factors[at : at + n].view(m.shape_of(name, shape))
@@ -106,7 +110,8 @@ class FactoredUpdate(AcrossUpdate):
         """The arguments of a segment that do not change from step to step."""
         st, acc_dtype, place = self._state, torch_dtype(self._state.plan.accumulator), self._stretch(s)
         a.grad = st.acc_address + acc_dtype.itemsize * s.shard_begin
-        a.param = st.piece(s).data_ptr() if st.tier is None else a.grad  # of a cell later; no other pass looks at it
+        # Of a cell, where something lies on disk; the first passes do not look at it.
+        a.param = st.piece(s).data_ptr() if self._passes.in_memory else a.grad
         if st.master is not None and not st.plan.parameters_as:
             a.lowp, a.lowp_dtype = st.lowp_address + st.dtype.itemsize * s.flat_begin, code(st.dtype)
         a.n, a.begin, a.first = s.length, s.param_begin, place.first
@@ -125,66 +130,93 @@ class FactoredUpdate(AcrossUpdate):
     def update(self, grad_scale: float, step: int) -> None:
         """Collective, where there are several ranks."""
         self.forget()
-        stepped, factored = (self._args, len(self._stepped)), (self._whole, len(self._factored))
         for a, param in (*zip(self._args, (s.param for s in self._stepped)), *zip(self._whole, self._factored)):
             set_scalars(a, self._groups[self._group_of[param]], step, grad_scale, torch.float32)
         self._scratch.clear()
-        check(C.dc_adafactor_tops(*stepped))
-        if not self._alone:
-            self._scratch.tops.copy_(self._state.group.gather_all(self._scratch.tops).amax(0))
-        check(C.dc_adafactor_sums(*stepped))
-        if not self._alone:
-            self._scratch.sums.copy_(self._state.group.gather_all(self._scratch.sums).sum(0))
-        check(C.dc_adafactor_factors(*factored))
         self._step = step
-        if self._state.tier is not None:
-            self.finish()
-            return
-        check(C.dc_adafactor_norms(*stepped))
-        self._set_rates(self._norms.squares(), step)
-        check(C.dc_adafactor_apply(*stepped))
+        self.finish()
 
     def finish(self) -> None:
-        """The passes over masters on disk, from where the last call has come to. DiskError; the ranks agree between the
-        two whether all have made the first one."""
-        tier, failure = self._state.tier, None
-        assert tier is not None  # nothing else is ever unfinished
-        if not self._has_rates:
+        """The passes that are left, the first from where it has come to. DiskError; the ranks agree after each that
+        another one follows whether all have made it."""
+        while self._at < _LAST:
+            failure: DiskError | None = None
             try:
-                if not self._has_norms:
-                    tier.update(lambda cell: self._in_cell(C.dc_adafactor_norms, tier, cell), [])
-                    self._has_norms = True
+                if not self._made:
+                    self._pass()
+                    self._made = True
             except DiskError as exc:
                 failure = exc
-            if failure is not None and self._alone:
-                raise failure
-            if not self._alone:
-                together(self._state.group, failure)
-            self._set_rates(self._norms.squares(), self._step)
-            self._has_rates = True
-        tier.update(lambda cell: self._in_cell(C.dc_adafactor_apply, tier, cell), ["master"])
+            self._passes.agree(failure)
+            self._put_together()
+            self._at, self._made = self._at + 1, False
+        self._pass()
         self.forget()
 
-    def _in_cell(self, find: Callable[[Any, int], int], tier: DiskTier, cell: Cell) -> None:
-        """A pass over the parts of segments in `cell`, which is cut at edges of blocks."""
+    def _pass(self) -> None:
+        """The pass that comes next, over this rank's share."""
+        name, passes, st = _PASSES[self._at], self._passes, self._state
+        find, tier = getattr(C, f"dc_adafactor_{name}"), passes.tier
+        wants, last = self._at >= _LAST - 1, self._at == _LAST
+        if passes.walk is None and (tier is None or not wants):
+            check(find(self._args, len(self._stepped)))
+            return
+        # Where there are masters, parameters are read only to keep what is not stepped.
+        reads = wants and (st.master is None or (last and len(self._stepped) < len(self._segments)))
+
+        def work(begin: int, end: int, cell: Cell | None) -> None:
+            at = None if cell is None or tier is None else functools.partial(tier.address, cell, "master")
+            self._in_cell(find, begin, end, self._param_at(at) if wants else None)
+
+        passes.run(work, Pass(reads, last), states=wants, writes=["master"] if last else [])
+
+    def _param_at(self, master: Callable[[int], int] | None) -> Callable[[Segment, int], int]:
+        """Where element `own` of the share, which is of a segment, has its parameter or master. master: in a cell on
+        disk, or None."""
+        st = self._state
+        if master is not None:
+            return lambda s, own: master(own)
+        if st.master is None:
+            return lambda s, own: st.lowp_address + 4 * (s.flat_begin + own - s.shard_begin)
+        return lambda s, own: cast(torch.Tensor, st.master).data_ptr() + 4 * own
+
+    def _put_together(self) -> None:
+        """What the ranks have found in the pass. Collective."""
+        scratch, group = self._scratch, self._state.group
+        if self._at == 0 and not self._alone:
+            scratch.tops.copy_(group.gather_all(scratch.tops).amax(0))
+        elif self._at == 1:
+            if not self._alone:
+                scratch.sums.copy_(group.gather_all(scratch.sums).sum(0))
+            check(C.dc_adafactor_factors(self._whole, len(self._factored)))
+        elif self._at == 2:
+            self._set_rates(self._norms.squares(), self._step)
+
+    def _in_cell(
+        self, find: Callable[[Any, int], int], begin: int, end: int, param_at: Callable[[Segment, int], int] | None
+    ) -> None:
+        """A pass over the parts of segments in elements [begin, end) of the share, which are cut at edges of blocks.
+        param_at: see _param_at; None: the pass does not look at parameters."""
         parts: list[tuple[int, int, int]] = []
-        for i in range(bisect.bisect_right(self._ends, cell.begin), len(self._stepped)):
+        for i in range(bisect.bisect_right(self._ends, begin), len(self._stepped)):
             s = self._stepped[i]
-            if s.shard_begin >= cell.end:
+            if s.shard_begin >= end:
                 break
-            lo = max(s.shard_begin, cell.begin)
-            parts.append((i, lo, min(self._ends[i], cell.end) - lo))
+            lo = max(s.shard_begin, begin)
+            parts.append((i, lo, min(self._ends[i], end) - lo))
         args = AdafactorArgs.array(max(1, len(parts)))
-        item = torch_dtype(self._state.plan.accumulator).itemsize
+        st, item = self._state, torch_dtype(self._state.plan.accumulator).itemsize
         for a, (i, lo, n) in zip(args, parts):
             whole = self._args[i]
             for name, *_ in whole._fields_:
                 setattr(a, name, getattr(whole, name))
-            skipped = lo - self._stepped[i].shard_begin
-            a.param, a.grad, a.n = tier.address(cell, "master", lo), whole.grad + item * skipped, n
+            s = self._stepped[i]
+            skipped = lo - s.shard_begin
+            a.grad, a.n = whole.grad + item * skipped, n
+            a.param = a.grad if param_at is None else param_at(s, lo)
             a.begin, a.first = whole.begin + skipped, whole.first + skipped
             if whole.lowp:
-                a.lowp = whole.lowp + self._state.dtype.itemsize * skipped
+                a.lowp = whole.lowp + st.dtype.itemsize * skipped
             if whole.variance:
                 a.variance = whole.variance + 4 * skipped
             blocks = 8 * (a.first // BLOCK - whole.first // BLOCK)

@@ -97,9 +97,8 @@ class MatrixUpdate(AcrossUpdate):
 
     def leave_out(self, indices: frozenset[int]) -> None:
         """These parameters are not updated until the next call; the same on all ranks."""
-        trained = self._state.trained
         found = [
-            (i, *trained[i].shape, self._products(i))
+            (i, *self._state.shapes[i], self._products(i))
             for i, n in enumerate(self._state.plan.layout.numels)
             if n and i not in indices and self.is_matrix(i)
         ]
@@ -212,7 +211,7 @@ class MatrixUpdate(AcrossUpdate):
     def _multiply(self, param: int, flat: torch.Tensor) -> torch.Tensor:
         """[numel] the orthogonal matrix of one."""
         group, state = self._groups[self._group_of[param]], self._state
-        matrix = flat.to(state.device).view(state.trained[param].shape)
+        matrix = flat.to(state.device).view(state.shapes[param])
         return orthogonalize_as(group, matrix, matrix.dtype).contiguous().view(-1).to(state.state_device)
 
     def _apply(self, updates: dict[Segment, torch.Tensor]) -> None:
@@ -224,7 +223,7 @@ class MatrixUpdate(AcrossUpdate):
         self, params: list[torch.Tensor], lowps: list[torch.Tensor], s: Segment, update: torch.Tensor
     ) -> None:
         group = self._groups[self._group_of[s.param]]
-        lr, scale = float(group["lr"]), scale_of(group, *self._state.trained[s.param].shape)
+        lr, scale = float(group["lr"]), scale_of(group, *self._state.shapes[s.param])
         decay = float(group["weight_decay"]) / scale
         torch.ops.deepc.step_rule(
             params, [update], [], lowps, SGD_RULE, lr * scale, 0.0, 0.0, 0.0, decay, 1.0, 2, False

@@ -1,5 +1,6 @@
-"""Muon's update with momentum, moments and masters on disk. A round's parts are read, stepped and written back a window
-at a time, between the exchanges of matrices; what of a matrix is in memory is what the exchange needs of it.
+"""Muon's update with momentum, moments and masters, or parameters and gradients, on disk. A round's parts are read,
+stepped and written back a window at a time, between the exchanges of matrices; what of a matrix is in memory is what
+the exchange needs of it.
 
 A part is stepped once, whatever the disk does: what could not be written is written again before the work goes on
 (`Work`), and the ranks agree before each exchange whether all of them have come there."""
@@ -8,18 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ....errors import DiskError
 from ....plan.layout import Segment
-from ...state import ModelState
+from ...state import Addressed, ModelState
 from ...tiers.agree import together
 from ...tiers.windows import PART, Window
 from .matrices import MatrixUpdate, Round
 
-Written = list[tuple[Window, torch.Tensor]]
+
+class Place(Protocol):
+    """Where values are written. A call that has raised a DiskError is made again."""
+
+    def write(self, value: torch.Tensor) -> None: ...
+
+
+Written = list[tuple[Place, torch.Tensor]]
 
 
 class Work:
@@ -41,16 +49,38 @@ class Work:
             self._at += 1
 
 
+class _Blocks:
+    """Elements [lo, hi) of the flat space on disk, at their addresses, with the rest of their blocks. Read when it is
+    made."""
+
+    def __init__(self, flat: Addressed, lo: int, hi: int) -> None:
+        flat.flush()  # what was there before shares blocks with it
+        self._flat, self._stored = flat, False
+        self._begin, self._end = flat.blocks(lo, hi)
+        flat.fetch(self._begin, self._end)
+        flat.ready(self._begin)
+        self.values = flat.tensor(lo, hi)
+
+    def write(self, value: torch.Tensor) -> None:
+        """`value`, which is `values`, goes to the disk. What becomes of it the next flush tells; until it is written it
+        stays in memory."""
+        if not self._stored:
+            self._stored = True
+            self._flat.store(self._begin, self._end)
+
+
 class MatrixUpdateOnDisk(MatrixUpdate):
-    """The same bits as MatrixUpdate's. first_moment: [owned] the momentum of matrices and AdamW's of the rest;
-    second_moment: [owned] of the rest, zeros that nobody moves elsewhere."""
+    """The same bits as MatrixUpdate's. With states on disk: first_moment, [owned] the momentum of matrices and AdamW's
+    of the rest; second_moment, [owned] of the rest, zeros that nobody moves elsewhere."""
 
     def __init__(self, state: ModelState, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
         self._work: Work | None = None
         super().__init__(state, groups, group_of)
 
     def _make_arrays(self) -> None:
-        assert self._state.tier is not None  # who makes one has looked
+        if self._state.tier is None:
+            super()._make_arrays()
+            return
         first, second = (self._state.tier.arrays[n] for n in ("first_moment", "second_moment"))
         self._arrays = {"momentum_buffer": first, "exp_avg": first, "exp_avg_sq": second}
         self._at = {s: s.shard_begin for segments in self._mine.values() for s in segments}
@@ -102,8 +132,10 @@ class MatrixUpdateOnDisk(MatrixUpdate):
 
     def _flush(self) -> Written:
         """Everything is on disk when the step is made."""
-        assert self._state.tier is not None  # who makes one has looked
-        self._state.tier.stream.flush()
+        if self._state.tier is not None:
+            self._state.tier.stream.flush()
+        if (flat := self._state.flat_on_disk) is not None:
+            flat.flush()
         return []
 
     @staticmethod
@@ -116,17 +148,22 @@ class MatrixUpdateOnDisk(MatrixUpdate):
         return Window(self._arrays[name], self._at[s] + lo, hi - lo)
 
     def _gradient(self, s: Segment, lo: int, hi: int) -> torch.Tensor:
-        return self._state.acc[s.shard_begin + lo : s.shard_begin + hi]
+        return Window(self._state.acc, s.shard_begin + lo, hi - lo).read()
 
     def _target(self, s: Segment, lo: int, hi: int) -> tuple[torch.Tensor, list[torch.Tensor], Written]:
         """(what is updated, what gets it in 16 bits, what is to be written then)."""
         st = self._state
-        flat = st.flat[s.flat_begin + lo : s.flat_begin + hi]
+        written: Written = []
+        if st.flat_on_disk is None:
+            flat = st.flat[s.flat_begin + lo : s.flat_begin + hi]
+        else:
+            blocks = _Blocks(st.flat_on_disk, s.flat_begin + lo, s.flat_begin + hi)
+            flat, written = blocks.values, [(blocks, blocks.values)]
         if st.master is None:
-            return flat, [], []
+            return flat, [], written
         window = Window(st.master, s.shard_begin + lo, hi - lo)
         master = window.read()
-        return master, [] if st.plan.parameters_as else [flat], [(window, master)]
+        return master, [] if st.plan.parameters_as else [flat], [*written, (window, master)]
 
     def _directed(self, r: Round) -> Iterator[Callable[[], Written]]:
         """The momentum's parts of a round; fills `_lows` with what is to be made orthogonal."""

@@ -1,0 +1,107 @@
+"""Gradients on disk where the ranks lie on several CPU nodes: a part that has come from all nodes is added up and goes
+to the owner's disk, as the accumulator in memory would have it, bit for bit."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...core.lib import C, check
+from ...offload.array import DiskRead
+from ...offload.file import Handle
+from ...offload.place import empty
+from ...plan.plan import RING
+from ..step.nodes import NodesReducer
+from ..step.reducer import RingReducer
+
+if TYPE_CHECKING:
+    from ...comm.groups import MultiNodeGroup
+    from ...plan.plan import Plan
+    from .gradients import GradientStore
+
+
+class DiskNodesReducer(NodesReducer):
+    """The reducer of several nodes (step/nodes.py) whose sums lie on disk. A later micro-batch's part is added to what
+    is read back, RING buckets ahead."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: MultiNodeGroup,
+        store: GradientStore,
+        partial: torch.Tensor,
+        wire: torch.dtype,
+        pre_scale: float,
+    ) -> None:
+        super().__init__(plan, group, torch.empty(0), partial, wire, pre_scale)
+        self._store = store
+        self._old: dict[int, tuple[DiskRead | None, torch.Tensor]] = {}
+        self._writes: collections.deque[tuple[Handle | None, torch.Tensor]] = collections.deque()
+
+    def begin(self, assign: bool, norm: bool) -> None:
+        self._abandon()
+        self._store.begin()
+        super().begin(assign, norm)
+        for b in range(min(RING, self._plan.layout.nbuckets)):
+            self._ask(b)
+
+    def _ask(self, b: int) -> None:
+        """Starts to read what bucket b is added to."""
+        if not self._assign and b < self._plan.layout.nbuckets:
+            own = self._plan.slices[b]
+            before = empty(own.length)
+            self._old[b] = self._store.ask(own.shard_begin, own.length, before), before
+
+    def _take_oldest(self) -> None:
+        b, sent = self._under_way.popleft()
+        sent.wait()
+        own, m = self._plan.slices[b], self._part(b)[2]
+        k, size = b % RING, self._nbytes(m)
+        if (old := self._old.pop(b, None)) is not None:
+            self._store.wait(old[0])
+        values = old[1] if old is not None else self._room(m)
+        slot = self._slots[k, self._here * m : (self._here + 1) * m]
+        self._crossing.add(values, self._in[k, : self._nodes * size], slot, self._assign)
+        self._store.fold(own.shard_begin, values, None, None)
+        self._writes.append((self._store.write(own.shard_begin, values), values))
+        self._taken += 1
+        check(C.dc_reducer_give_back(self.handle, self._taken))
+        self._ask(b + RING)
+
+    def _room(self, m: int) -> torch.Tensor:
+        """Memory for a part: that of the oldest write, once there are RING."""
+        if len(self._writes) < RING:
+            return empty(m)
+        handle, values = self._writes.popleft()
+        self._store.wait(handle)
+        return values if values.numel() == m else empty(m)
+
+    def finish(self) -> None:
+        RingReducer.finish(self)
+        while self._writes:
+            self._store.wait(self._writes.popleft()[0])
+        self._store.end()
+
+    def settle(self) -> None:
+        pass
+
+    def sums(self, begin: int, length: int) -> torch.Tensor:
+        return self._store.sums(begin, length)
+
+    def _abandon(self) -> None:
+        """What a pass that failed has left."""
+        for read, _ in self._old.values():
+            if read is not None:
+                read.abandon()
+        self._old.clear()
+        while self._writes:
+            self._store.wait(self._writes.popleft()[0])
+
+    def close(self) -> None:
+        if hasattr(self, "_store"):  # else its making has failed
+            self._abandon()
+        super().close()
+
+    __del__ = close
