@@ -41,6 +41,7 @@ from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
+from .across.sharers import Sharers
 from .across.stored import MatrixUpdateOnDisk
 from .tree import LayoutOrder
 
@@ -92,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._walk: Walk | None = None
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
+        self._sharers: Sharers | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self._squares: dict[int, tuple[float, float]] | None = None  # of whole parameters, once LAMB's norms are known
@@ -158,9 +160,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Of the state arrays on disk."""
         return names_on_disk(self.base)
 
-    def attach(self, state: ModelState, group_of: list[int]) -> None:
-        """Binds the update to this rank's share. group_of[i]: param group of flat parameter i."""
-        self._state, self._group_of = state, group_of
+    def attach(self, state: ModelState, group_of: list[int], sharers: Sharers | None = None) -> None:
+        """Binds the update to this rank's share. group_of[i]: param group of flat parameter i. sharers: the ranks that
+        hold the other shards of parameters, where these are cut."""
+        self._state, self._group_of, self._sharers = state, group_of, sharers
         if self.core:
             self._attach_core()
         else:
@@ -176,9 +179,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         st, rule = self._state, self._core
         if rule.kind in ACROSS:
             self.states: dict[str, Array] = {}
-            more = (cast(OneBitOptimizer, self.base),) if rule.kind == ONEBIT else ()
             kind = MatrixUpdateOnDisk if rule.kind == MUON and st.tier is not None else ACROSS[rule.kind]
-            self._across = kind(st, self.param_groups, self._group_of, *more)
+            more = cast(OneBitOptimizer, self.base) if rule.kind == ONEBIT else self._sharers
+            self._across = kind(st, self.param_groups, self._group_of, cast(Any, more))
             return
         owned = st.plan.owned_elems
         self.states = {n: self._new_state(n, owned) for n in rule.names}
@@ -258,7 +261,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         alone = plan.own_all or plan.world == 1
         ranks = [plan.segments] if alone else [plan.layout.segments(st.group.part_of(r)) for r in range(plan.world)]
         stretches = [[Stretch(s.param, self._number(s), s.length) for s in one] for one in ranks]
-        self._norms = Norms(stretches, 0 if alone else plan.rank, None if alone else st.group.gather_all)
+        gather = None if alone else st.group.gather_all
+        self._norms = Norms(stretches, 0 if alone else plan.rank, gather, self._sharers is not None)
         segments = [s for s in plan.segments if groups[s.param] >= 0]
         self._runs = [Run(groups[s.param], s.flat_begin, s.shard_begin, s.length) for s in segments]
         self._lamb = [(s.shard_begin, Stretch(s.param, self._number(s), s.length)) for s in segments]
@@ -301,6 +305,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scale_lamb(self._args, self._runs, grad_scale)
         check(C.dc_lamb_moments(self._args, len(self._runs)))
         self._squares = self._norms.squares()
+        if self._sharers is not None:
+            self._squares = self._sharers.squares(self._squares)
         self._scale_lamb(self._args, self._runs, grad_scale)
         check(C.dc_lamb_apply(self._args, len(self._runs)))
 
