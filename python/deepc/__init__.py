@@ -183,7 +183,8 @@ def initialize(
     model(*batch) or model(**batch); with it the peak memory is predicted, activations included (deepc.estimate),
     printed, and refused if the node has not so much left. loss_fn(output, batch): its loss, where the model's output is
     none. distributed_port: of the meeting of ranks that mpirun or srun started. dist_init_required: False says that
-    torch.distributed is initialised already; else it is made so if it is not. mpu: UnsupportedError.
+    torch.distributed is initialised already; else it is made so if it is not. mpu: Megatron-LM's, of
+    a model whose layers it has cut, or that deepc is to cut over its ranks (parallel/mpu.py).
 
     Returns (engine, optimizer, data loader or None, LR scheduler or None). Raises ConfigError for a wrong
     configuration, OutOfMemoryError before anything is allocated if the plan does not fit."""

@@ -58,8 +58,8 @@ _COMMANDS: dict[str, Command] = {
             "deepc plan --schedule 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg",
         ),
         f"0; {_TWO}",
-        "plan.predict.estimate:plan_arguments",
-        "plan.predict.estimate:run_plan",
+        "plan.predict.estimate.command:plan_arguments",
+        "plan.predict.estimate.command:run_plan",
     ),
     "tune": Command(
         "find the fastest configuration of a script by short trials",
@@ -98,8 +98,8 @@ _COMMANDS: dict[str, Command] = {
             "deepc estimate --params 7e9 --largest-layer 131072000 --ranks 8",
         ),
         f"0 it fits here, 1 it does not; {_TWO}",
-        "plan.predict.estimate:add_arguments",
-        "plan.predict.estimate:run_estimate",
+        "plan.predict.estimate.command:add_arguments",
+        "plan.predict.estimate.command:run_estimate",
     ),
     "config": Command(
         "explain a ds_config.json, list all keys",

@@ -2,7 +2,7 @@
 
     python tests/bench/stage_times.py --rounds 7
 
-One process: the costs of the units as "pipeline.stages" measures them, the cut of whole blocks and the cut with halves
+One process: the costs of the units as "pipeline.stages" measures them, the cut of whole blocks and the cut with parts
 made of them, and then the time of the stages of both cuts, measured anew in other rounds, as the sum of their units'
 medians. A line is one model and number of stages: the dearest stage against the mean of all, which is what a pipeline
 loses (1.0: nothing), and the dearest against the cheapest."""
@@ -60,18 +60,15 @@ def main() -> None:
         costs = measured()
         again = dict(zip(units, measured()))
         for stages in options.stages:
-            whole, sums = joined(units, costs, range(len(chain.blocks)))
-            chosen = {"blocks": (whole, balance.cut(sums, stages)), "chosen": best(units, costs, stages)}
-            for cut, (cut_units, cuts) in chosen.items():
-                times = []
-                for a, b in zip(cuts, cuts[1:]):
-                    parts = [
-                        u
-                        for unit in cut_units[a:b]
-                        for u in units
-                        if u.block == unit.block and unit.half in (None, u.half)
-                    ]
-                    times.append(1e3 * sum(again[u] for u in parts))
+            _, sums = joined(units, costs, lambda _: 0)
+            finest = best(chain, units, costs, stages)
+            chosen = {
+                "blocks": (lambda _: 0, balance.cut(sums, stages)),
+                "chosen": (lambda i, c=finest.chain: len(c.points.get(i, ())), finest.cuts),
+            }
+            for cut, (places, cuts) in chosen.items():
+                _, sums = joined(units, list(map(again.__getitem__, units)), places)
+                times = [1e3 * sum(sums[a:b]) for a, b in zip(cuts, cuts[1:])]
                 emit(
                     "stage_times",
                     f"{name}, {stages} stages",

@@ -42,6 +42,39 @@ def normed():
     return Normed(), lambda ids: (ids / 61.0,)
 
 
+class TwoStreams(nn.Module):
+    """One of the blocks of Streams."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, a, b, scale=1.0):
+        a = a + scale * self.one(b).tanh()
+        return a, "nothing", b + self.two(a).tanh()
+
+
+class Streams(nn.Module):
+    """Two tensors go from block to block."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.other = nn.Linear(17, 8), nn.Linear(17, 8)
+        self.blocks = nn.ModuleList(TwoStreams() for _ in range(4))
+        self.after = nn.Linear(8, 1)
+
+    def forward(self, x):
+        a, b = self.before(x), self.other(x)
+        for block in self.blocks:
+            a, _, b = block(a, b=b, scale=0.5)
+        return self.after(a * b).square().mean()
+
+
+def streams():
+    torch.manual_seed(1)
+    return Streams(), lambda ids: (ids / 61.0,)
+
+
 def transformer(kind):
     import transformers as t
 
@@ -157,6 +190,10 @@ def test_transformers_are_cut_without_a_sample(kind, schedule):
     check("transformer", kind, 2, 2, {"deepc": {"pipeline": {"schedule": schedule}}}, False)
 
 
+def test_several_tensors_go_from_block_to_block():
+    check("streams", None, 2, 2, {}, True)
+
+
 # ---- cuts inside of blocks -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("kind", "schedule"),
@@ -199,10 +236,10 @@ class Residual(nn.Module):
 
 
 def test_what_two_halves_are_is_seen_and_what_only_looks_so():
-    from deepc.parallel.pipeline.cutting.inside import find
+    from deepc.parallel.pipeline.cutting.inside import find_halves
 
     def halves(block):
-        return find(block.eval(), (torch.randn(2, 5, 8),), {})
+        return find_halves(block.eval(), (torch.randn(2, 5, 8),), {})
 
     found = halves(Residual("plain"))
     assert (found.first, found.turn, found.adds) == (("norm", "one"), "turn", True)
@@ -214,14 +251,14 @@ def test_what_two_halves_are_is_seen_and_what_only_looks_so():
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "turn", "adds"),
+    ("kind", "first", "turn", "adds", "at"),
     [
-        ("gpt2", ("ln_1", "attn"), "ln_2", True),
-        ("llama", ("input_layernorm", "self_attn"), "post_attention_layernorm", True),
-        ("bert", ("attention",), "intermediate", False),
+        ("gpt2", ("ln_1", "attn"), "ln_2", True, "mlp.c_proj"),
+        ("llama", ("input_layernorm", "self_attn"), "post_attention_layernorm", True, "mlp.down_proj"),
+        ("bert", ("attention",), "intermediate", False, "output.dense"),
     ],
 )
-def test_the_halves_of_transformers_blocks(kind, first, turn, adds):
+def test_the_parts_of_transformers_blocks(kind, first, turn, adds, at):
     pytest.importorskip("transformers")
     from deepc.parallel.pipeline.cutting.chain import trace
 
@@ -229,9 +266,14 @@ def test_the_halves_of_transformers_blocks(kind, first, turn, adds):
     chain, _ = trace(
         model, lambda: model(**form(torch.randint(0, 61, (2, 17))), **({"use_cache": False} if kind != "bert" else {}))
     )
-    assert sorted(chain.halves) == [0, 1, 2, 3]
-    for halves in chain.halves.values():
-        assert (halves.first, halves.turn, halves.adds) == (first, turn, adds)
+    assert sorted(chain.points) == [0, 1, 2, 3]
+    for halves, inner in chain.points.values():
+        assert (halves.first, halves.turn, halves.adds, halves.at) == (first, turn, adds, "")
+        assert (inner.first, inner.turn, inner.adds, inner.at) == (first, turn, adds, at)
+    units = [unit for unit in chain.units() if unit.block == 1]
+    weights = [{id(p) for p in chain.parameters(unit)} for unit in units]
+    assert len(units) == 3 and all(weights) and sum(map(len, weights)) == len(set().union(*weights))
+    assert set().union(*weights) == {id(p) for p in chain.blocks[1].parameters()}
     assert all(p.grad is None for p in model.parameters())
     assert not any("forward" in m.__dict__ for m in model.modules())
 
@@ -298,10 +340,6 @@ def _refused(rank, world):
     with pytest.raises(DeepcError) as caught:
         engine.module(torch.ones(2, 4))
     texts.append(str(caught.value))
-    for whole in (engine.module_state_dict, engine._zero3_consolidated_16bit_state_dict):
-        with pytest.raises(UnsupportedError) as caught:
-            whole()
-        texts.append(str(caught.value))
     return texts
 
 
@@ -319,8 +357,6 @@ def test_what_is_no_chain_is_refused_with_the_reason():
         "does not divide the 2 rank(s)",
         "does not divide the 2 rank(s)",
         "train_batch",
-        "a part of the weights",
-        "a part of the weights",
     ]
     for texts in run_ranks(_refused, 2):
         assert all(want in text for want, text in zip(wants, texts, strict=True)), texts
@@ -349,18 +385,59 @@ def _saves(rank, world, folder, stages, load):
         engine.save_checkpoint(folder)
     away = engine.elsewhere()
     weights = {n: p.detach().clone() for n, p in engine.module.named_parameters() if id(p) not in away}
+    whole = {n: t.clone() for n, t in engine.module_state_dict().items()}
+    engine.save_16bit_model(f"{folder}/model-{stages}")
     moments = {n: engine.full_optimizer_state(p, "exp_avg") for n, p in zip(engine.state.names, engine.state.trained)}
     engine.destroy()
-    return weights, moments
+    return weights, moments, whole
 
 
 def test_a_pipelines_checkpoint_loads_into_the_whole_model(tmp_path):
     parts = run_ranks(_saves, 2, str(tmp_path), 2, False)
-    ((weights, moments),) = run_ranks(_saves, 1, str(tmp_path), 1, True)
-    for values, states in parts:
+    ((weights, moments, whole),) = run_ranks(_saves, 1, str(tmp_path), 1, True)
+    for values, states, together in parts:
         assert all(torch.equal(weights[n], v) for n, v in values.items())
         assert all(torch.equal(moments[n], v) for n, v in states.items())
-    assert {n for values, _ in parts for n in values} == set(weights) == {n for _, s in parts for n in s}
+        assert list(together) == list(whole) and all(torch.equal(t, whole[n]) for n, t in together.items())
+    assert {n for values, *_ in parts for n in values} == set(weights) == {n for _, s, _ in parts for n in s}
+    files = [(tmp_path / f"model-{stages}" / "model.safetensors").read_bytes() for stages in (1, 2)]
+    assert files[0] == files[1]
+
+
+def _sets_ties(rank, world):
+    """A tied weight that is set by deepc.view on the rank that trains it reaches the copies before anything runs."""
+    import deepc
+
+    model, form = transformer("gpt2")
+    batch = next(batches(form, 0, 1, 1))
+    engine, *_ = deepc.initialize(
+        model=model,
+        sample_batch=batch,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "pipeline": {"stages": 2},
+        },
+    )
+    plain, _ = transformer("gpt2")
+    new = torch.randn(plain.transformer.wte.weight.shape, generator=torch.Generator().manual_seed(3))
+    before = float(engine.eval_batch(iter([batch]), num_micro_batches=1))
+    if engine.is_first_stage():
+        deepc.view(engine.module.transformer.wte.weight).fp32 = new
+    after = float(engine.eval_batch(iter([batch]), num_micro_batches=1))
+    plain.eval()
+    with torch.no_grad():
+        wants = [float(plain(**batch).loss)]
+        plain.transformer.wte.weight.copy_(new)
+        wants.append(float(plain(**batch).loss))
+    engine.destroy()
+    return [before, after], wants
+
+
+def test_a_tied_weight_that_is_set_reaches_its_copies_at_once():
+    for got, wants in run_ranks(_sets_ties, 2):
+        assert got == pytest.approx(wants, rel=1e-5)
+        assert abs(wants[0] - wants[1]) > 0.1
 
 
 def _statistics(rank, world, folder, stages):

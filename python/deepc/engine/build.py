@@ -24,11 +24,12 @@ from ..core.ops import dtype_of
 from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, UnsupportedError
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
-from ..optim.rules import LAMB
+from ..optim.rules import LAMB, ONEBIT
 from ..parallel.expert.group import expert_group
 from ..parallel.expert.layer import MoE
 from ..parallel.expert.spread import ranks_of_experts, share_gradients, spread_parameters
 from ..parallel.judged import Parts
+from ..parallel.mpu import as_mpu_says, refuse_another_order
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
 from ..parallel.tensor.group import refuse_unequal, tensor_group
@@ -42,6 +43,7 @@ from ..zero.parameters import gathered, owners
 from ..zero.parameters.guard import ModelWatch, make_guard
 from ..zero.resident import ResidentState
 from ..zero.state import ModelState
+from ..zero.step.across.sharers import Sharers
 from ..zero.step.hooks import GradientHooks
 from ..zero.step.norm import Skips
 from ..zero.step.update import ACROSS, ShardedOptimizer
@@ -110,8 +112,6 @@ def initialize(
         )
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
-    if mpu is not None:
-        raise UnsupportedError("mpu= (Megatron model parallelism) does not exist in deepc yet; see docs/status.md")
     source = config
     if source is None and args is not None:
         source = getattr(args, "deepspeed_config", None)
@@ -127,6 +127,8 @@ def initialize(
     comm.init_distributed(distributed_port=distributed_port)
     device = torch.device(device) if device is not None else comm.default_device()
     source = as_noted(model, source)
+    if mpu is not None:
+        source = as_mpu_says(model, source, mpu)
     parsed = Config.load(source, world_size=ranks_to_share(model, source), device_type=device.type)
     parsed.require_resolved()
     if parsed.log_level:
@@ -135,6 +137,8 @@ def initialize(
         model.to(device)
     cut_as_asked(model, parsed)
     part = part_of(model, parsed, given)
+    if mpu is not None:
+        refuse_another_order(mpu, part.mesh if part is not None else mesh_asked(parsed, 1))
     made = kind if part is None else pipelined
     if made is None:
         raise UnsupportedError("a PipelineModule is trained and evaluated (deepc.initialize, engine.eval_batch) only")
@@ -375,11 +379,13 @@ def check_shards(engine: EngineBase) -> None:
         return
     rule, config = engine.optimizer.rule, engine._config
     here = {
-        f"{type(engine.optimizer.base).__name__} (its step of an element depends on the whole weight)": engine.cuts
+        f"{type(engine.optimizer.base).__name__}": engine.cuts and rule is not None and rule.kind == ONEBIT,
+        "GPUs": engine.device.type != "cpu",
+        f"states of {type(engine.optimizer.base).__name__} on disk": config.zero.on_disk[0]
+        and engine.cuts
         and rule is not None
         and (rule.kind in ACROSS or rule.kind == LAMB),
-        "GPUs": engine.device.type != "cpu",
-        "states or parameters on disk": any(config.zero.on_disk),
+        "parameters on disk": config.zero.on_disk[1],
         '"precision": "auto"': engine.auto_precision is not None,
         'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
     }
@@ -621,7 +627,7 @@ def check_disk(engine: EngineBase) -> None:
                     say(engine, f"what lies on disk will come slower than it could: {what}", logging.WARNING)
     except DiskError as exc:
         failure = exc
-    together(engine.group, failure)
+    together(engine.everyone, failure)
 
 
 # ---- the model and its states ----------------------------------------------------------------------------------------
@@ -685,7 +691,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
             undo.callback(tier.close)
         except DeepcError as exc:
             failure = exc
-        together(engine.group, failure)
+        together(engine.everyone, failure)
     engine.state = state_class(plan)(
         plan,
         named,
@@ -695,7 +701,7 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         accumulates=(config.gradient_accumulation_steps or 1) > 1,
         tier=tier,
     )
-    engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained])
+    engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained], sharers_of(engine))
     at = engine.mesh.coordinates(engine.everyone.rank)
     if engine.parts is not None and (at.tp > 0 or at.ep > 0):
         own = engine.spread.union(engine.cuts)
@@ -715,6 +721,15 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         engine.guard.publish()  # from the start on the parameters are what other nodes get of the masters
 
 
+def sharers_of(engine: EngineBase) -> Sharers | None:
+    """The ranks that hold the other shards of trained parameters; None: nothing is cut."""
+    cuts = {i: engine.cuts[id(p)] for i, p in enumerate(engine.state.trained) if id(p) in engine.cuts}
+    if not engine.cuts:
+        return None
+    group = tensor_group(engine.mesh)
+    return Sharers(cuts, group.rank, group.size, lambda mine, widths: group.gather(mine, 0, widths))
+
+
 def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
     """Where what autograd saves goes. Fails on all ranks."""
     failure: Exception | None = None
@@ -727,7 +742,7 @@ def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
     engine.recomputation = Recomputation(engine.module, budget)  # alike on all ranks, and so are its refusals
     undo.callback(engine.recomputation.close)
     if engine._config.deepc.activations.nvme_path:
-        together(engine.group, failure)
+        together(engine.everyone, failure)
 
 
 def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:

@@ -112,7 +112,7 @@ class Engine(EngineBase):
             mine = exc
             with contextlib.suppress(DiskError):
                 self.hooks.give_up()
-        if told := failures(self.group, mine):
+        if told := failures(self.everyone, mine):
             self.hooks.give_up()
             self.broken_pass = True
             raise _kind_of(told)(
@@ -231,7 +231,7 @@ class Engine(EngineBase):
             part()
         except DiskError as exc:
             mine = exc
-        told = failures(self.group, mine)
+        told = failures(self.everyone, mine)
         if not told:
             return
         kind = _kind_of(told)

@@ -21,12 +21,11 @@ from ..parallel.pipeline.layers import PipelineModule
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
 from ..parallel.tensor.group import tensor_group
+from ..zero.parameters.param import version_of
 from .base import StepResult, say
 from .engine import Engine
 
 if TYPE_CHECKING:
-    import os
-
     from ..config.tree import Config
     from ..parallel.pipeline.part import Part
     from .events import Watcher
@@ -96,7 +95,7 @@ class PipelineEngine(Engine):
     def _refuse_what_is_not_there(self) -> None:
         here = {
             "GPUs": self.device.type != "cpu",
-            "parameters or optimizer states on disk": self.plan.updates_on_disk,
+            "parameters on disk": bool(self.plan.parameters_on),
             "ZeRO stage 3 over several nodes": self.plan.mode == "streamed",
             '"precision": "auto"': self.auto_precision is not None,
             'deepc.deterministic = "layout"': self.step_policy.one_gradient,
@@ -209,7 +208,9 @@ class PipelineEngine(Engine):
             batches = self._draw(data_iter, count)
         except Exception as exc:  # told to the other ranks, then raised
             failure = exc
-        said = self.everyone.gather_all(torch.tensor([failure is not None, trains, count], dtype=torch.int64)).tolist()
+        mine = [failure is not None, trains, count, self._lent_versions != self._versions_of_lent()]
+        *said, written = zip(*self.everyone.gather_all(torch.tensor(mine, dtype=torch.int64)).tolist())
+        said = list(zip(*said))
         if failure is not None:
             raise failure
         if bad := [str(rank) for rank, (failed, *_) in enumerate(said) if failed]:
@@ -219,6 +220,8 @@ class PipelineEngine(Engine):
         if any(other != said[0] for other in said):
             asked = (f"rank {r} {'train' if t else 'eval'}_batch of {n}" for r, (_, t, n) in enumerate(said))
             raise MisuseError(f"all ranks run the same batch: {', '.join(asked)} micro-batches")
+        if any(written):
+            self._spread_ties()
         return batches
 
     @contextlib.contextmanager
@@ -364,6 +367,12 @@ class PipelineEngine(Engine):
         for i, copy, owner in self._copies:
             copy.data = self._stages.receive_tie(i, torch.empty(copy.shape, dtype=self.dtype), owner)
         self._stages.hops.finish()
+        self._lent_versions = self._versions_of_lent()
+
+    def _versions_of_lent(self) -> list[int]:
+        """They change with each write that is not a step's (deepc.view, GatheredParameters): the next batch begins with
+        the copies' new values."""
+        return [version_of(p) for _, p, _ in self._lent]
 
     # ---- what a pipeline does not do ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -373,28 +382,14 @@ class PipelineEngine(Engine):
         raise UnsupportedError(_ONLY)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepResult:
+        """The rest of a step that a disk broke off; train_batch makes the others."""
+        if self.broken_step:
+            return super().step(lr_kwargs)
         raise UnsupportedError(_ONLY)
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        raise UnsupportedError(
-            "a rank of a pipeline has a part of the weights, and module_state_dict is for whole ones:"
-            " engine.module.state_dict() has those that are here, engine.save_checkpoint(folder) writes all"
-        )
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        return self.module_state_dict(exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(state_dict, strict)
         self._spread_ties()
-
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
-        raise UnsupportedError(
-            "save_16bit_model over the stages of a pipeline does not exist: engine.save_checkpoint(folder), then `deepc"
-            " ckpt export folder OUT` gives the same files"
-        )
 
 
 def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

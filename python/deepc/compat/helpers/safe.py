@@ -45,17 +45,18 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Gradient of `param` between backward and step, averaged over the ranks, summed over the micro-batches so far
     (each counts 1/accumulation steps), times the loss scale, before clipping; None before a backward. A gradient that
     no_sync() left in param.grad is returned as it is. Collective."""
-    if param.grad is not None:
-        return param.grad
     access = _access(param)
+    if param.grad is not None:
+        return param.grad if access is None else access.joined(param.grad)
     return None if access is None else access.grad(_scaled(access))
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets it, in the same scale; the step's norm and clipping follow. Between backward and step. Collective."""
+    access = _access(param)
     if param.grad is not None:
-        param.grad.copy_(value)
-    elif (access := _access(param)) is not None:
+        param.grad.copy_(value if access is None else access.shard(value))
+    elif access is not None:
         access.set_grad(value, _scaled(access))
 
 
@@ -77,9 +78,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """gradient = update_func(gradient, param) for each parameter, whole, one after the other. Collective."""
     for p in param_list:
-        if p.grad is not None:
-            p.grad.copy_(update_func(p.grad, p))
-        elif (old := safe_get_full_grad(p)) is not None:
+        if (old := safe_get_full_grad(p)) is not None:
             safe_set_full_grad(p, update_func(old, p))
 
 

@@ -7,11 +7,13 @@ written.
 
 Every whole value, read or written, is collective: all ranks ask for the same parameters in the same order. So is
 writing `local.fp32`, because what the model computes with follows at once. The other local values are this rank's own.
+Of a parameter that is cut over tensor-parallel ranks whole values are of the whole, local ones of this rank's shard.
 
 utils.py has DeepSpeed's names for the same (safe_get_full_grad, ...)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,12 +22,13 @@ import torch
 from ...core.foreign import private
 from ...errors import ArgumentError, DiskError, UnsupportedError
 from ...parallel.expert.spread import gather_experts, own_experts
-from ...parallel.tensor.group import tensor_group, whole_of
+from ...parallel.tensor.group import tensor_group, whole_of, whole_state_dict
 from ...plan.layout import Segment
 from ...zero.parameters import owners
 from ...zero.parameters.gathered import GatheredParameters, SharedMemory
 from ...zero.tiers.agree import together
 from ...zero.tiers.windows import Window
+from .stages import of_all_stages
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
@@ -91,7 +94,7 @@ class View:
     def __repr__(self) -> str:
         dtype = self._access.engine.plan.dtype.name
         return (
-            f"deepc.view('{self.name}', shape {tuple(self.param.shape)}, {dtype}, states"
+            f"deepc.view('{self.name}', shape {self._access.shape}, {dtype}, states"
             f" {', '.join(self.state) or 'none yet'})"
         )
 
@@ -121,7 +124,8 @@ class States(Mapping[str, torch.Tensor]):
 
 class Local:
     """This rank's part of one parameter: 1-D fp32 copies, empty where it owns nothing of it. `ranges`: which elements
-    of the flattened parameter they are, as [begin, end), in this order. At stage 0 every rank owns all."""
+    of the flattened parameter (of its shard, where tensor parallelism cuts it) they are, as [begin, end), in this
+    order. At stage 0 every rank owns all."""
 
     def __init__(self, access: _Access) -> None:
         self._access = access
@@ -165,7 +169,8 @@ class _Access:
     """Reads and writes the states of one parameter. `mine`: this rank's segments of it, in the parameter's order."""
 
     def __init__(self, engine: EngineBase, p: torch.Tensor) -> None:
-        self.engine, self.param = engine, p
+        self.engine, self.param, self.cut = engine, p, engine.cuts.get(id(p))
+        self.shape = tuple(p.shape) if self.cut is None else self.cut.shape
         self.index: int = next((i for i, q in enumerate(engine.state.trained) if q is p), -1)
         if self.index < 0:
             raise ArgumentError(f"this parameter of shape {tuple(p.shape)} is not trained by this engine")
@@ -193,7 +198,21 @@ class _Access:
             if not alone:
                 engine.group.broadcast(part, rank)
         self._together(failure)
-        return out.view(self.param.shape)
+        return self.joined(out.view(self.param.shape))
+
+    def joined(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole parameter (or a tensor of its shape) of this rank's shard of it, which is the whole where nothing
+        is cut. Collective."""
+        return shard if self.cut is None else whole_of(shard, self.cut, tensor_group(self.engine.mesh))
+
+    def shard(self, value: torch.Tensor) -> torch.Tensor:
+        """The reverse."""
+        return value if self.cut is None else self.cut.take(value.detach().view(self.shape))
+
+    @property
+    def numel(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.shape)
 
     def _together(self, failure: DiskError | None) -> None:
         """What the disk of some rank refused is an error on all. Collective, where something lies on disk."""
@@ -220,7 +239,7 @@ class _Access:
     @torch.no_grad()
     def _put(self, pieces: _Pieces, value: torch.Tensor, factor: float = 1.0) -> None:
         """This rank's pieces = its elements of the whole `value` * factor."""
-        flat = self._checked(value, self.param.numel(), "the parameter's").reshape(-1)
+        flat = self.shard(self._checked(value, self.numel, "the parameter's")).reshape(-1)
         for s in self.mine:
             pieces(s).write(flat[s.param_begin : s.param_begin + s.length], factor)
 
@@ -251,7 +270,7 @@ class _Access:
         except DiskError as exc:
             failure = exc
         self._together(failure)
-        return found.clone().view(self.param.shape)
+        return self.joined(found.clone().view(self.param.shape))
 
     def _catch_up(self) -> None:
         """Stages 0 to 2: what the user wrote into the replica counts; the step would make the master follow, a reader
@@ -270,7 +289,7 @@ class _Access:
         return self._mine(self.engine.state.window)
 
     def set_fp32(self, value: torch.Tensor) -> None:
-        self._checked(value, self.param.numel(), "the parameter's")
+        self._checked(value, self.numel, "the parameter's")
         self._write_fp32(lambda: self._put(self.engine.state.window, value))
 
     def set_local_fp32(self, value: torch.Tensor) -> None:
@@ -340,7 +359,7 @@ class _Access:
         self.engine.hooks.norm_ready = False  # the norm was made of the old one
 
     def set_grad(self, value: torch.Tensor, factor: float) -> None:
-        self._checked(value, self.param.numel(), "the parameter's")
+        self._checked(value, self.numel, "the parameter's")
         self._take_left_behind()
         self._need_grad()
         self._put(self._grad_piece, value, 1.0 / factor)
@@ -392,7 +411,7 @@ class _Access:
             self._checked(value, whole.numel(), "the state's")
             whole.view(-1).copy_(value.reshape(-1))
             return
-        self._checked(value, self.param.numel(), "the parameter's")
+        self._checked(value, self.numel, "the parameter's")
         views = self._agreed_views(name)
         self._write_together(lambda: self._put(views.__getitem__, value))
 
@@ -415,19 +434,18 @@ class _Access:
 
 
 # ---- the model's values, for saving ----------------------------------------------------------------------------------
-def module_state_dict(engine: EngineBase, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+def module_state_dict(
+    engine: EngineBase, exclude_frozen_parameters: bool = False, keeps: bool = True
+) -> dict[str, torch.Tensor]:
     """The module's state_dict, whole, on every rank, in the training precision; at every stage. As with torch, its
-    tensors are the model's own memory (of released parameters, and of those that are cut over tensor-parallel ranks:
-    copies). Collective."""
+    tensors are the model's own memory (of released parameters, of those that are cut over tensor-parallel ranks, and of
+    the stages of a pipeline: copies). keeps: this rank wants it; else the result is empty. Collective."""
     engine.group.barrier()  # other ranks' updates are complete
+    if engine.part is not None:
+        return of_all_stages(engine, exclude_frozen_parameters, keeps)
     out: dict[str, torch.Tensor] = engine.module.state_dict()
     if engine.cuts:
-        wholes: dict[int, torch.Tensor] = {}
-        for name, p in engine.module.named_parameters(remove_duplicate=False):
-            if (cut := engine.cuts.get(id(p))) is not None and name in out:
-                if id(p) not in wholes:
-                    wholes[id(p)] = whole_of(out[name], cut, tensor_group(engine.mesh))
-                out[name] = wholes[id(p)]
+        out.update(whole_state_dict(engine.module, out, tensor_group(engine.mesh)))
     if engine.spread:
         out = gather_experts(out, engine.module)
     if exclude_frozen_parameters:
@@ -444,7 +462,7 @@ def consolidated_state_dict(
     engine: EngineBase, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor] | None:
     """module_state_dict on the CPU on rank 0, None on the others. Collective."""
-    whole = module_state_dict(engine, exclude_frozen_parameters)
+    whole = module_state_dict(engine, exclude_frozen_parameters, engine.everyone.rank == 0)
     if engine.everyone.rank != 0:
         return None
     return type(whole)((n, t.detach().cpu() if isinstance(t, torch.Tensor) else t) for n, t in whole.items())

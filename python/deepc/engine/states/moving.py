@@ -10,6 +10,7 @@ import torch
 from ...core import memory
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...optim.factory import check_format
+from ...optim.rules import LAMB
 from ...plan.derive import disk_states, with_states
 from ...zero.tiers.agree import together
 from ...zero.tiers.disk import DiskTier, preflight
@@ -54,7 +55,7 @@ def offload(engine: EngineBase, folder: str | None) -> None:
             tier.stream.flush()
         except DeepcError as exc:
             failure = exc
-        together(engine.group, failure)
+        together(engine.everyone, failure)
         undo.pop_all()
     engine._undo.callback(tier.close)
     engine.state.tier = tier
@@ -75,7 +76,7 @@ def reload(engine: EngineBase) -> None:
         _copy(dict(tier.arrays), arrays)
     except DeepcError as exc:
         failure = exc
-    together(engine.group, failure)
+    together(engine.everyone, failure)
     state.tier = None
     _take(engine, with_states(engine.plan, engine.optimizer.moments, None), arrays)
     tier.close()
@@ -94,6 +95,8 @@ def _check(engine: EngineBase) -> None:
         if not engine.optimizer.core
         else f"of {type(engine.optimizer.base).__name__}, which keeps them for rows, columns or matrices"
         if not engine.optimizer.states and engine.optimizer.moments
+        else f"of {type(engine.optimizer.base).__name__} over tensor-parallel ranks"
+        if engine.cuts and engine.optimizer.rule is not None and engine.optimizer.rule.kind == LAMB
         else f"of state_dtype {form}"
         if form
         else 'with "precision": "auto"'

@@ -162,8 +162,9 @@ def save(
 def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_frozen: bool) -> None:
     """Collective. See Engine.save_16bit_model."""
     failure: Exception | None = None
-    whole = module_state_dict(engine)
-    frozen = {n for n, _ in engine.state.frozen} if exclude_frozen else set()
+    staged = engine.part is not None
+    whole = module_state_dict(engine, exclude_frozen and staged, keeps=engine.everyone.rank == 0)
+    frozen = {n for n, _ in engine.state.frozen} if exclude_frozen and not staged else set()
     if engine.spread:
         frozen = set(gather_experts({n: torch.zeros(1) for n in sorted(frozen)}, engine.module))
     if engine.everyone.rank == 0:

@@ -36,9 +36,14 @@ class Norms:
     that they do not depend on who has them."""
 
     def __init__(
-        self, ranks: Sequence[Sequence[Stretch]], mine: int, gather: Callable[[torch.Tensor], torch.Tensor] | None
+        self,
+        ranks: Sequence[Sequence[Stretch]],
+        mine: int,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None,
+        all_parameters: bool = False,
     ) -> None:
-        """ranks: the stretches of each. gather: all ranks' rows of one rank's [n]; None: this rank has everything."""
+        """ranks: the stretches of each. gather: all ranks' rows of one rank's [n]; None: this rank has everything.
+        all_parameters: the norms are wanted of those too of which this rank has nothing."""
         self._gather = gather
         self._at: dict[tuple[int, Stretch], int] = {}
         sizes = []
@@ -51,7 +56,7 @@ class Norms:
         self._size = max(sizes, default=0)
         self.sums = torch.zeros(2, self._size, dtype=torch.float64)
         self._mine = mine
-        needed = {s.param for s in ranks[mine]}
+        needed = {s.param for of in (ranks if all_parameters else [ranks[mine]]) for s in of}
         self._places: dict[int, list[tuple[int, int, int]]] = {p: [] for p in needed}
         for (rank, s), at in sorted(self._at.items(), key=lambda item: item[0][1].first):
             if s.param in needed:

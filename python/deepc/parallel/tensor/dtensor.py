@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ...core.foreign import private
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import UnsupportedError
 from .cut import Cut, cuts_of
-from .group import TensorGroup
+from .group import TensorGroup, group_of
 
 
 def dtensors(model: torch.nn.Module) -> dict[str, DTensor]:
     """model.state_dict() with every tensor a DTensor over the ranks that share the model (one dimension, "tp"): shards
     where it is cut, replicas elsewhere. No bytes move, and memory is the model's own. Collective at the first call of
     a group: it makes the DeviceMesh. ArgumentError for a model that is not cut."""
-    group = next(_groups(model), None)
-    if group is None:
-        raise ArgumentError(f"no module of {type(model).__name__} is cut over tensor-parallel ranks")
+    group = group_of(model)
     mesh = _mesh_of(group)
     cuts = cuts_of(model)
     of_name = {n: cuts.get(id(p)) for n, p in model.named_parameters(remove_duplicate=False)}
@@ -36,12 +32,6 @@ def dtensors(model: torch.nn.Module) -> dict[str, DTensor]:
         )
         for name, t in model.state_dict().items()
     }
-
-
-def _groups(model: torch.nn.Module) -> Iterator[TensorGroup]:
-    for module in model.modules():
-        if (region := getattr(module, "region", None)) is not None and isinstance(region.group, TensorGroup):
-            yield region.group
 
 
 def _mesh_of(group: TensorGroup) -> DeviceMesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from ...comm.c10d.tensors import are_fake
 from ...core.lib import C
-from ...errors import MisuseError
+from ...errors import ArgumentError, MisuseError
 from ...plan.mesh import Mesh
 from ..axes import axis_group
-from .cut import Cut
+from .cut import Cut, cuts_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -130,6 +130,20 @@ def tensor_group(mesh: Mesh, backend: str = "deepc") -> TensorGroup:
     return axis_group(mesh, "tp", TensorGroup.of, backend)
 
 
+def groups_of(model: torch.nn.Module) -> Iterator[TensorGroup]:
+    """Those that the layers of a model are cut over."""
+    for module in model.modules():
+        if isinstance(group := getattr(getattr(module, "region", None), "group", None), TensorGroup):
+            yield group
+
+
+def group_of(model: torch.nn.Module) -> TensorGroup:
+    """ArgumentError for a model that is not cut."""
+    if (group := next(groups_of(model), None)) is None:
+        raise ArgumentError(f"no module of {type(model).__name__} is cut over tensor-parallel ranks")
+    return group
+
+
 @torch.no_grad()
 def whole_of(shard: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
     """The parameter (or a tensor of its shape) of which `shard` is this rank's part. Collective over the group."""
@@ -139,6 +153,20 @@ def whole_of(shard: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
     for rank, part in enumerate(rows.split(widths, cut.dim)):
         cut.put(whole, part, rank)
     return whole
+
+
+def whole_state_dict(
+    model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor], group: TensorGroup
+) -> dict[str, torch.Tensor]:
+    """Of the tensors of `state_dict` that are shards of the model's parameters: the wholes, by their names; what is
+    tied has one. Collective over the group."""
+    cuts, wholes, out = cuts_of(model), dict[int, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (cut := cuts.get(id(p))) is not None and name in state_dict:
+            if id(p) not in wholes:
+                wholes[id(p)] = whole_of(state_dict[name], cut, group)
+            out[name] = wholes[id(p)]
+    return out
 
 
 def refuse_unequal(batch: Any, group: TensorGroup) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...nn.fuse import fuse
 from .cut import Cut, cuts_of
-from .group import TensorGroup
+from .group import TensorGroup, group_of, whole_state_dict
 from .layers import Region, cut_module, is_conv1d
 from .random import same_state
 from .regions import sum_gradients
@@ -97,7 +99,7 @@ def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] |
             summary.loss = bool(fuse(model, "loss").total)
         except UnsupportedError:  # a model of whose loss nothing is known gets whole logits
             summary.loss = False
-    _guard_saving(model)
+    _save_whole(model)
     return summary
 
 
@@ -178,15 +180,35 @@ def _check_ties(model: nn.Module, done: dict[int, Cut]) -> None:
                     )
 
 
-def _guard_saving(model: nn.Module) -> None:
+def _save_whole(model: nn.Module) -> None:
     """transformers' save_pretrained would write the shards of one rank under the names of the whole."""
     if hasattr(model, "save_pretrained"):
+        cast(Any, model).save_pretrained = types.MethodType(_save_pretrained, model)  # a copy of the model has its own
 
-        def save_pretrained(*args: Any, **kwargs: Any) -> None:
-            raise UnsupportedError(
-                "save_pretrained of a model that is cut over tensor-parallel ranks would write one rank's shards:"
-                " engine.save_16bit_model(folder) writes the whole, model.config.save_pretrained(folder) its"
-                " configuration"
-            )
 
-        cast(Any, model).save_pretrained = save_pretrained
+def _save_pretrained(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool | None = None,
+    state_dict: Mapping[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """transformers' save_pretrained of the whole model. Without state_dict it comes from all ranks' shards: collective
+    over all ranks, of which rank 0 writes (is_main_process says who, as there). With one, which has the whole
+    (engine.module_state_dict()), it writes that, and nobody else is needed."""
+    cuts = cuts_of(model)
+    if state_dict is None:
+        state_dict = model.state_dict()
+        state_dict = {**state_dict, **whole_state_dict(model, state_dict, group_of(model))}
+    else:
+        for name, p in model.named_parameters(remove_duplicate=False):
+            given, cut = state_dict.get(name), cuts.get(id(p))
+            if cut is not None and given is not None and tuple(given.shape) != cut.shape:
+                raise ArgumentError(
+                    f"save_pretrained(state_dict=...): {name} has shape {tuple(given.shape)} there, a rank's shard of"
+                    f" {cut.shape}; pass engine.module_state_dict(), or nothing, on all ranks"
+                )
+    if not (dist.get_rank() == 0 if is_main_process is None else is_main_process):
+        return None
+    return type(model).save_pretrained(model, save_directory, True, state_dict, *args, **kwargs)

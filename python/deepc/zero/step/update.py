@@ -41,6 +41,7 @@ from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
 from .across.ratios import RatioUpdate
+from .across.sharers import Sharers
 from .across.stored import MatrixUpdateOnDisk
 from .passes import Passes
 from .tree import LayoutOrder
@@ -94,6 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._passes: Passes | None = None
         self._ratios: RatioUpdate | None = None  # of LAMB
         self._across: MatrixUpdate | FactoredUpdate | MomentumUpdate | None = None
+        self._sharers: Sharers | None = None
         self._left_out: frozenset[int] = frozenset()
         self._unfinished: float | None = None  # grad_scale of an update that the disk broke off
         self.overflow = False
@@ -157,9 +159,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Of the state arrays on disk."""
         return names_on_disk(self.base)
 
-    def attach(self, state: ModelState, group_of: list[int]) -> None:
-        """Binds the update to this rank's share. group_of[i]: param group of flat parameter i."""
-        self._state, self._group_of = state, group_of
+    def attach(self, state: ModelState, group_of: list[int], sharers: Sharers | None = None) -> None:
+        """Binds the update to this rank's share. group_of[i]: param group of flat parameter i. sharers: the ranks that
+        hold the other shards of parameters, where these are cut."""
+        self._state, self._group_of, self._sharers = state, group_of, sharers
         if self.core:
             self._attach_core()
         else:
@@ -175,10 +178,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         st, rule = self._state, self._core
         if rule.kind in ACROSS:
             self.states: dict[str, Array] = {}
-            more = (cast(OneBitOptimizer, self.base),) if rule.kind == ONEBIT else ()
             on_disk = st.tier is not None or bool(st.plan.parameters_on)
             kind = MatrixUpdateOnDisk if rule.kind == MUON and on_disk else ACROSS[rule.kind]
-            self._across = kind(st, self.param_groups, self._group_of, *more)
+            more = cast(OneBitOptimizer, self.base) if rule.kind == ONEBIT else self._sharers
+            self._across = kind(st, self.param_groups, self._group_of, cast(Any, more))
             return
         owned = st.plan.owned_elems
         self.states = {n: self._new_state(n, owned) for n in rule.names}
@@ -214,7 +217,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._across.leave_out(self._left_out)
             return
         if self._core.kind == LAMB and st.state_device.type == "cpu":
-            self._ratios = RatioUpdate(st, self.param_groups, self._group_of, self.states, self._left_out)
+            self._ratios = RatioUpdate(
+                st, self.param_groups, self._group_of, self.states, self._left_out, self._sharers
+            )
             return
         groups = [-1 if i in self._left_out else g for i, g in enumerate(self._group_of)]
         self._runs = [Run(*r) for r in st.runs(groups) if r[0] >= 0]

@@ -10,44 +10,86 @@ import torch
 from ....errors import ArgumentError, UnsupportedError
 from ..deferred import in_checkpoint
 from . import inside
-from .calls import IN_CHECKPOINT, evaluating, every_tensor, first_tensor, hidden_of
+from .calls import IN_CHECKPOINT, evaluating, every_tensor, first_tensor
+
+LONE = -1  # in place of a number: a block returns the tensor itself
 
 
 class Unit(NamedTuple):
-    """What a stage has all of or nothing: block number `block`, or a half of it (0 or 1; None: the whole)."""
+    """What a stage has all of or nothing: block number `block`, or part number `part` of it (None: the whole)."""
 
     block: int
-    half: int | None = None
+    part: int | None = None
 
 
 class Chain(NamedTuple):
     """What a trace has found. name: of the list of blocks. blocks: its modules. before: the modules with parameters of
-    their own that run before the first block; the others run after the last. pairs: whether a block returns a tuple,
-    whose first element is what it hands on. halves: of the blocks that can be cut inside, by their numbers."""
+    their own that run before the first block; the others run after the last. slots: which arguments of a block are what
+    the one before returned: numbers, or names of keywords. links: of each block but the last, which elements of what it
+    returns they are (LONE: it returns the one tensor). others: what it returns besides, with None in their places.
+    points: where the blocks can be cut inside, by their numbers."""
 
     name: str
     blocks: list[torch.nn.Module]
     before: list[torch.nn.Module]
     after: list[torch.nn.Module]
-    pairs: list[tuple[Any, ...] | None]
-    halves: dict[int, inside.Halves]
+    slots: tuple[int | str, ...]
+    links: list[tuple[int, ...]]
+    others: list[tuple[Any, ...]]
+    points: dict[int, list[inside.Point]]
 
     def units(self) -> list[Unit]:
-        """The blocks, in halves where they can be cut inside."""
+        """The blocks, in parts where they can be cut inside."""
         return [
             unit
             for i in range(len(self.blocks))
-            for unit in ((Unit(i, 0), Unit(i, 1)) if i in self.halves else (Unit(i),))
+            for unit in ([Unit(i, k) for k in range(len(self.points[i]) + 1)] if i in self.points else [Unit(i)])
         ]
+
+    def handed_on(self, i: int, out: Any) -> Any:
+        """What goes from block `i`, which returned `out`, to the next one: a tensor, or a tuple of several."""
+        values = tuple(out if j == LONE else out[j] for j in self.links[i])
+        return values if len(values) > 1 else values[0]
+
+    def passed_by(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What block `i` returns where it does not run: what it got."""
+        values = [args[slot] if isinstance(slot, int) else kwargs[slot] for slot in self.slots]
+        if self.links[i] == (LONE,):
+            return values[0]
+        out = list(self.others[i])
+        for value, j in zip(values, self.links[i]):
+            out[j] = value
+        return tuple(out)
+
+    def given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], received: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a block with what the stage before has sent."""
+        values = received if isinstance(received, tuple) else (received,)
+        new, named = list(args), dict(kwargs)
+        for slot, value in zip(self.slots, values):
+            if isinstance(slot, int):
+                new[slot] = value
+            else:
+                named[slot] = value
+        return tuple(new), named
+
+    def begin(self, unit: Unit) -> inside.Point | None:
+        """The place inside of a block at which a unit begins; None: it begins a block."""
+        return self.points[unit.block][unit.part - 1] if unit.part else None
 
     def modules(self, unit: Unit) -> list[torch.nn.Module]:
         """Those of a unit, with all inside of them."""
-        block = self.blocks[unit.block]
-        if unit.half is None:
+        block, points = self.blocks[unit.block], self.points.get(unit.block, [])
+        if unit.part is None:
             return list(block.modules())
-        first = [m for name in self.halves[unit.block].first for m in block.get_submodule(name).modules()]
-        known = {id(m) for m in first}
-        return first if unit.half == 0 else [m for m in block.modules() if id(m) not in known]
+
+        def before(point: inside.Point) -> list[torch.nn.Module]:
+            return [m for name in point.before for m in block.get_submodule(name).modules()]
+
+        behind = {id(m) for m in before(points[unit.part - 1])} if unit.part else set()
+        here = before(points[unit.part]) if unit.part < len(points) else list(block.modules())
+        return [m for m in here if id(m) not in behind]
 
     def parameters(self, unit: Unit) -> list[torch.nn.Parameter]:
         return [p for m in self.modules(unit) for p in m._parameters.values() if p is not None]
@@ -66,7 +108,7 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
             " a pipeline needs them in one place. deepc.pipe.PipelineModule takes models as layers"
         )
     order: list[Any] = []  # block numbers, and other modules
-    seen: list[tuple[Any, Any]] = []  # (first tensor, output) of the blocks
+    outs: list[Any] = []  # of the blocks
     calls: list[tuple[Any, Any]] = []  # their arguments
     handles = []
     for i, block in enumerate(blocks):
@@ -75,10 +117,14 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
             if in_checkpoint():
                 raise UnsupportedError(IN_CHECKPOINT)
             order.append(i)
-            hidden = first_tensor(args, kwargs)
-            seen.append((hidden, out))
+            known = {id(t) for t in every_tensor(outs[-1])} if outs else {id(t) for t in every_tensor((args, kwargs))}
+            outs.append(out)
             calls.append((args, kwargs))
-            if any(t.requires_grad and t is not hidden for t in every_tensor((args, kwargs))):
+            if order[-2:] == [i - 1, i] and any(
+                t.requires_grad and id(t) not in known for t in every_tensor((args, kwargs))
+            ):
+                if not known.intersection(map(id, every_tensor((args, kwargs)))):
+                    return  # said below
                 raise UnsupportedError(
                     f"pipeline.stages: {name}.{i} gets another tensor that depends on parameters, besides what the"
                     " block before it returned. deepc.pipe.PipelineModule takes models as layers"
@@ -99,12 +145,7 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
             f"pipeline.stages: the blocks of {name} ran in the order {numbers[:12]}; a pipeline needs each of them"
             " once, one after the other"
         )
-    for i, ((_, out), (given, _)) in enumerate(zip(seen, seen[1:])):
-        if hidden_of(out) is not given:
-            raise ArgumentError(
-                f"pipeline.stages: {name}.{i + 1} does not get what {name}.{i} returned; a pipeline needs a chain of"
-                " blocks. deepc.pipe.PipelineModule takes models as layers"
-            )
+    slots, links = _links(name, outs, calls)
     first, last = order.index(0), order.index(len(blocks) - 1)
     middle = [m for m in order[first:last] if not isinstance(m, int)]
     before = [m for m in order[:first] if not isinstance(m, int)]
@@ -117,27 +158,61 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
             " has parameters; a pipeline needs them in one place. deepc.pipe.PipelineModule takes models as layers"
         )
     unused = [m for m in alone if not any(m is x for x in order)]
-    pairs = [_others(name, i, out) for i, (_, out) in enumerate(seen)]
+    others = [_others(name, i, out, taken) for i, (out, taken) in enumerate(zip(outs, links))]
     with evaluating(model):
-        halves = _halves(blocks, calls)
+        alone = len(slots) == 1 and all(_slot(call, slots[0]) is first_tensor(*call) for call in calls)
+        points = _points(blocks, calls) if alone else {}
     return Chain(
-        name, blocks, list(dict.fromkeys(before)), list(dict.fromkeys([*after, *unused])), pairs, halves
+        name, blocks, list(dict.fromkeys(before)), list(dict.fromkeys([*after, *unused])), slots, links, others, points
     ), whole
 
 
-def _halves(blocks: list[torch.nn.Module], calls: list[tuple[Any, Any]]) -> dict[int, inside.Halves]:
+def _points(blocks: list[torch.nn.Module], calls: list[tuple[Any, Any]]) -> dict[int, list[inside.Point]]:
     """Looked for in the first block of each kind, and tried in the others."""
-    kinds: dict[Any, inside.Halves | None] = {}
-    halves = {}
+    kinds: dict[Any, list[inside.Point]] = {}
+    points = {}
     for i, (block, call) in enumerate(zip(blocks, calls)):
         kind = type(block), tuple((name, p.shape) for name, p in block.named_parameters())
         if kind not in kinds:
             found = kinds[kind] = inside.find(block, *call)
-        elif (found := kinds[kind]) is not None and not inside.proves(block, *call, found):
-            found = None
-        if found is not None:
-            halves[i] = found
-    return halves
+        else:
+            found = [point for point in kinds[kind] if inside.proves(block, *call, point)]
+        if found:
+            points[i] = found
+    return points
+
+
+def _slot(call: tuple[Any, Any], slot: int | str) -> Any:
+    args, kwargs = call
+    if isinstance(slot, int):
+        return args[slot] if slot < len(args) else None
+    return kwargs.get(slot)
+
+
+def _links(name: str, outs: list[Any], calls: list[tuple[Any, Any]]) -> tuple[tuple[int | str, ...], list[Any]]:
+    """(slots, links) of a Chain. ArgumentError where a block gets nothing of what the one before returned, or has it
+    elsewhere among its arguments than the others."""
+    slots: tuple[int | str, ...] = ()
+    links = []
+    for i, (out, (args, kwargs)) in enumerate(zip(outs, calls[1:])):
+        elements = list(out) if isinstance(out, (tuple, list)) else [out]
+        where = {id(t): j for j, t in enumerate(elements) if isinstance(t, torch.Tensor)}
+        given = [*enumerate(args), *kwargs.items()]
+        found = {key: where[id(t)] for key, t in given if isinstance(t, torch.Tensor) and id(t) in where}
+        if not found:
+            raise ArgumentError(
+                f"pipeline.stages: {name}.{i + 1} does not get what {name}.{i} returned; a pipeline needs a chain of"
+                " blocks. deepc.pipe.PipelineModule takes models as layers"
+            )
+        slots = slots or tuple(found)
+        if tuple(found) != slots or not all(isinstance(_slot(calls[0], s), torch.Tensor) for s in slots):
+            raise ArgumentError(
+                f"pipeline.stages: {name}.{i + 1} gets what {name}.{i} returned as its arguments {list(found)}, another"
+                f" block as {list(slots)}; a pipeline needs blocks that are called alike. deepc.pipe.PipelineModule"
+                " takes models as layers"
+            )
+        links.append(tuple(found.values()) if isinstance(out, (tuple, list)) else (LONE,))
+    return slots, links
 
 
 def _longest_list(model: torch.nn.Module) -> tuple[str, list[torch.nn.Module]]:
@@ -154,13 +229,14 @@ def _longest_list(model: torch.nn.Module) -> tuple[str, list[torch.nn.Module]]:
     return max(lists, key=lambda found: sum(p.numel() for block in found[1] for p in block.parameters()))
 
 
-def _others(name: str, i: int, out: Any) -> tuple[Any, ...] | None:
-    """What a block returns besides what it hands on."""
+def _others(name: str, i: int, out: Any, taken: tuple[int, ...]) -> tuple[Any, ...]:
+    """What a block returns besides what it hands on, with None in the places of that."""
     if isinstance(out, torch.Tensor):
-        return None
-    if type(out) is not tuple or any(isinstance(x, torch.Tensor) for x in out[1:]):
+        return ()
+    rest = [None if j in taken else x for j, x in enumerate(out)]
+    if type(out) is not tuple or any(every_tensor(x) for x in rest):
         raise UnsupportedError(
-            f"pipeline.stages: {name}.{i} returns {type(out).__name__} with more than one tensor; between stages goes"
-            " one. deepc.pipe.PipelineModule takes models as layers"
+            f"pipeline.stages: {name}.{i} returns {type(out).__name__} with a tensor that the next block does not get;"
+            " between stages goes what blocks get. deepc.pipe.PipelineModule takes models as layers"
         )
-    return out[1:]
+    return tuple(rest)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from .. import balance
 from .chain import Chain, Unit
@@ -19,7 +19,7 @@ def costs_of(chain: Chain, units: Sequence[Unit], rounds: Sequence[Sequence[floa
     kinds: dict[Any, list[int]] = {}
     for i, unit in enumerate(units):
         size = sum(p.numel() for p in chain.parameters(unit))
-        kinds.setdefault((type(chain.blocks[unit.block]), unit.half, size), []).append(i)
+        kinds.setdefault((type(chain.blocks[unit.block]), unit.part, size), []).append(i)
     for alike in kinds.values():
         middle = statistics.median(costs[i] for i in alike)
         for i in alike:
@@ -29,23 +29,41 @@ def costs_of(chain: Chain, units: Sequence[Unit], rounds: Sequence[Sequence[floa
     return costs
 
 
-def joined(units: list[Unit], costs: list[float], whole: Collection[int]) -> tuple[list[Unit], list[float]]:
-    """With the halves of the blocks in `whole` counted together."""
+def joined(
+    units: Sequence[Unit], costs: Sequence[float], places: Callable[[int], int]
+) -> tuple[list[Unit], list[float]]:
+    """With the parts of each block counted together behind its first places(block) places, of which 0 leave it
+    whole."""
     joined: dict[Unit, float] = {}
     for unit, cost in zip(units, costs):
-        unit = Unit(unit.block) if unit.block in whole else unit
+        if unit.part is not None:
+            n = places(unit.block)
+            unit = Unit(unit.block, min(unit.part, n) if n else None)
         joined[unit] = joined.get(unit, 0.0) + cost
     return list(joined), list(joined.values())
 
 
-def best(units: list[Unit], costs: list[float], stages: int) -> tuple[list[Unit], list[int]]:
-    """The units, and the cuts between them. A block is cut inside where stages get cheaper by it."""
-    whole, sums = joined(units, costs, {unit.block for unit in units})
-    if len(whole) < stages <= len(units):
-        return units, balance.cut(costs, stages)
-    cuts, finer = balance.cut(sums, stages), balance.cut(costs, stages)
+class Cutting(NamedTuple):
+    """chain: with the places inside of blocks that its units know. cuts: between the units."""
 
-    def dearest(costs: Sequence[float], cuts: Sequence[int]) -> float:
-        return max(sum(costs[a:b]) for a, b in zip(cuts, cuts[1:]))
+    chain: Chain
+    units: list[Unit]
+    cuts: list[int]
 
-    return (units, finer) if dearest(costs, finer) < _GAIN * dearest(sums, cuts) else (whole, cuts)
+
+def best(chain: Chain, units: Sequence[Unit], costs: Sequence[float], stages: int) -> Cutting:
+    """Blocks are cut inside, between halves or further, where stages get cheaper by it. ArgumentError for more stages
+    than parts."""
+    found: tuple[float, Cutting] | None = None
+    most = max((unit.part or 0 for unit in units), default=0)
+    for places in range(most + 1):
+        coarse, sums = joined(units, costs, lambda _, places=places: places)  # type: ignore[misc]  # of this turn
+        if len(coarse) < stages and places < most:
+            continue
+        cuts = balance.cut(sums, stages)
+        dearest = max(sum(sums[a:b]) for a, b in zip(cuts, cuts[1:]))
+        if found is None or dearest < _GAIN * found[0]:
+            known = {i: points[:places] for i, points in chain.points.items() if places}
+            found = dearest, Cutting(chain._replace(points=known), coarse, cuts)
+    assert found is not None  # the last turn always finds one, or raises
+    return found[1]

@@ -20,17 +20,17 @@ def clock(chain: Chain, units: Sequence[Unit], run: Callable[[], torch.Tensor]) 
     back: dict[int, float] = {}
     handles, recomputed = [], set()
     for i, unit in enumerate(units):
-        block = chain.blocks[unit.block]
+        block, point = chain.blocks[unit.block], chain.begin(unit)
 
         def begins(_: Any, args: Any, kwargs: Any, i: int = i, unit: Unit = unit) -> None:
-            if unit.half == 1 and in_checkpoint():
+            if unit.part and in_checkpoint():
                 recomputed.add(unit.block)
             if len(marks) > i:
                 return  # run again, in backward
             marks.append(time.perf_counter())
             when_gradient_comes(first_tensor(args, kwargs), lambda: back.setdefault(i, time.perf_counter()))
 
-        at = block.get_submodule(chain.halves[unit.block].turn) if unit.half == 1 else block
+        at = block if point is None else block.get_submodule(point.name)
         handles.append(at.register_forward_pre_hook(begins, with_kwargs=True))
 
     def ends(_: Any, __: Any, out: Any) -> None:

@@ -1,10 +1,14 @@
-"""Blocks that can be cut in two: most are one half and then another (attention, then a network of each token), with one
-tensor between them.
+"""Blocks that can be cut inside: most are one half and then another (attention, then a network of each token), with one
+tensor between them, and the network is two halves itself (up and down), with two: what the network is added to, and
+what it is made of.
 
 The second half alone is the block's own forward, given that tensor as its input, with the modules of the first half
 stood in for. Two ways exist. In the blocks of GPT-2 and Llama (normalized before), x + first(x) goes on: the stand-ins
 give zeros, and x + 0 has the bits of x. In BERT's (normalized after), first(x) goes on: the stand-ins hand on what they
-get. Which way it is, if any, is seen by trying."""
+get. Which way it is, if any, is seen by trying.
+
+Inside of the network the same is done, its first modules give zeros, and the module behind the cut gets the second
+tensor instead of what they made."""
 
 from __future__ import annotations
 
@@ -16,20 +20,39 @@ import torch
 
 from .calls import every_tensor, first_tensor, mapped, with_first
 
+_WORTH = 0.15  # of the second half's weights, at least, between two places
 
-class Halves(NamedTuple):
-    """first: the names of the block's children that run before the cut. turn: of the one whose first tensor is what
-    goes from half to half. adds: the stand-ins of `first` give zeros; else they hand on their input. others: what they
-    return besides, by name (None: they return the tensor alone)."""
+
+class Point(NamedTuple):
+    """A place inside of a block. first: the names of the block's children that run before its second half. turn: of the
+    one whose first tensor is what goes from half to half. adds: the stand-ins of `first` give zeros; else they hand on
+    their input. others: what they return besides, by name (None: they return the tensor alone).
+
+    at: the module whose first tensor goes along, where the place is inside of the second half ("": it is between the
+    halves). skipped: the modules of the second half that have run then, and the features that each one makes."""
 
     first: tuple[str, ...]
     turn: str
     adds: bool
     others: dict[str, tuple[Any, ...] | None]
+    at: str = ""
+    skipped: dict[str, int] = {}  # nobody changes it
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The modules that run before, with all in them."""
+        return (*self.first, *self.skipped)
+
+    @property
+    def name(self) -> str:
+        """The module before which it is."""
+        return self.at or self.turn
 
     def stand_in(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the child returns where the second half runs alone."""
+        """What a module of `before` returns where what comes behind runs alone."""
         given = first_tensor(args, kwargs)
+        if name in self.skipped:
+            return given.new_zeros(()).expand(*given.shape[:-1], self.skipped[name])
         out = given.new_zeros(()).expand(given.shape) if self.adds else given
         others = self.others[name]
         return out if others is None else (out, *others)
@@ -42,7 +65,51 @@ class _Call(NamedTuple):
     out: Any
 
 
-def find(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Halves | None:
+def find(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Point]:
+    """The places at which `block`, called with these arguments for evaluation, can be cut, in the order in which they
+    come: between its halves, and inside of the second."""
+    halves = find_halves(block, args, kwargs)
+    return [] if halves is None else [halves, *_finer(block, args, kwargs, halves)]
+
+
+def _finer(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], halves: Point) -> list[Point]:
+    """Places in the second half: before a module with weights that is called once, where the weights on both sides are
+    worth a cut. Not where tensor parallelism has cut the block: ranks draw other random numbers between those modules
+    (parallel/tensor/random.py)."""
+    if any(hasattr(m, "cuts") for m in block.modules()):
+        return []
+    names = [n for n, m in block.named_modules() if n and not any(True for _ in m.children())]
+    calls, _ = _run(block, args, kwargs, {}, names)
+    order = [c.name for c in calls]
+    within = [i for i, c in enumerate(calls) if not _is_in(c.name, halves.first)]
+    if len(set(order)) != len(order) or not within:
+        return []
+    weights = {n: sum(p.numel() for p in block.get_submodule(n).parameters()) for n in order}
+    total = sum(weights[order[i]] for i in within)
+    found, least = [], _WORTH * total
+    for i in within:
+        before = [calls[j] for j in within if j < i]
+        done = sum(weights[c.name] for c in before)
+        if min(done, total - done) < least or not weights[order[i]] or not all(map(_is_by_row, before)):
+            continue
+        point = halves._replace(at=order[i], skipped={c.name: c.out.shape[-1] for c in before})
+        if proves(block, args, kwargs, point):
+            found.append(point)
+            least = done + _WORTH * total
+    return found
+
+
+def _is_in(name: str, parents: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") for p in parents)
+
+
+def _is_by_row(call: _Call) -> bool:
+    """Whether what it returns has the shape of what it got but for the features, and its dtype."""
+    out = call.out
+    return isinstance(out, torch.Tensor) and out.shape[:-1] == call.given.shape[:-1] and out.dtype == call.given.dtype
+
+
+def find_halves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Point | None:
     """How `block`, called with these arguments for evaluation, can be cut in two with the parameters of its halves as
     equal as can be; None: it can't. It is run several times, with other values in the place of what the first half
     makes, so that a network that adds nothing yet (initialized with zeros) is not taken for none. A block with
@@ -59,7 +126,7 @@ def find(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         before = calls[:k]
         if turn.given.shape == hidden.shape and all(_keeps_shape(c) for c in before):
             for adds in (True, False):
-                halves = Halves(tuple(names[:k]), turn.name, adds, {c.name: _others(c.out) for c in before})
+                halves = Point(tuple(names[:k]), turn.name, adds, {c.name: _others(c.out) for c in before})
                 if proves(block, args, kwargs, halves):
                     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in block.named_children()}
                     first = sum(sizes[n] for n in halves.first)
@@ -77,24 +144,36 @@ def _keeps_shape(call: _Call) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == call.given.shape and out.dtype == call.given.dtype
 
 
-def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], halves: Halves) -> bool:
-    """Whether the second half, given what goes between, does what it does in the whole block: each of its modules gets
-    equal bits, and so comes out. The first half's modules give noise meanwhile."""
+def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], point: Point) -> bool:
+    """Whether what comes behind a place, given what goes over it, does what it does in the whole block: each of its
+    modules gets equal bits, and so comes out. The modules before give noise meanwhile."""
+    names = [n for n, _ in block.named_children()]
+    if point.at:
+        names = [*dict.fromkeys([point.turn, *point.before, *_leaves_behind(block, point)])]
 
     def noise(name: str, real: Any, a: Any, k: Any) -> Any:
         return mapped(real(*a, **k), lambda t: torch.randn_like(t) if t.is_floating_point() else t)
 
     with torch.random.fork_rng(devices=[]):
-        whole, wanted = _run(block, args, kwargs, dict.fromkeys(halves.first, noise))
-    between = next((c.given for c in whole if c.name == halves.turn), None)
-    if between is None:
+        whole, wanted = _run(block, args, kwargs, dict.fromkeys(point.before, noise), names)
+    first = {c.name: c.given for c in reversed(whole)}
+    between, inner = first.get(point.turn), first.get(point.name)
+    if between is None or inner is None:
         return False
 
     def stand_in(name: str, real: Any, a: Any, k: Any) -> Any:
-        return halves.stand_in(name, a, k)
+        return point.stand_in(name, a, k)
 
-    alone, made = _run(block, *with_first(args, kwargs, between), dict.fromkeys(halves.first, stand_in))
-    second, again = whole[len(halves.first) :], alone[len(halves.first) :]
+    def behind(name: str, real: Any, a: Any, k: Any) -> Any:
+        a, k = with_first(a, k, inner)
+        return real(*a, **k)
+
+    instead = {**dict.fromkeys(point.before, stand_in), **({point.at: behind} if point.at else {})}
+    alone, made = _run(block, *with_first(args, kwargs, between), instead, names)
+    if point.at:  # what it gets instead is seen by what comes of it
+        second, again = ([c for c in calls if c.name not in (*point.before, point.at)] for calls in (whole, alone))
+    else:
+        second, again = whole[len(point.first) :], alone[len(point.first) :]
     return (
         [c.name for c in whole] == [c.name for c in alone]
         and all(_same(a.tensors, b.tensors) for a, b in zip(second, again))
@@ -106,13 +185,20 @@ def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-def _run(block: torch.nn.Module, args: Any, kwargs: Any, instead: dict[str, Any]) -> tuple[list[_Call], Any]:
-    """The calls of the children of the block, and what it returned; instead[name](name, child, args, kwargs) stands
-    for a child."""
+def _leaves_behind(block: torch.nn.Module, point: Point) -> list[str]:
+    leaves = [n for n, m in block.named_modules() if n and not any(True for _ in m.children())]
+    return [n for n in leaves if not _is_in(n, point.before)]
+
+
+def _run(
+    block: torch.nn.Module, args: Any, kwargs: Any, instead: dict[str, Any], names: list[str] | None = None
+) -> tuple[list[_Call], Any]:
+    """The calls of the modules `names` of the block (None: its children), and what it returned; instead[name](name,
+    module, args, kwargs) stands for a module."""
     calls: list[_Call] = []
     with contextlib.ExitStack() as stack:
-        for name, child in block.named_children():
-            stack.enter_context(_watched(name, child, instead.get(name), calls))
+        for name in names if names is not None else [n for n, _ in block.named_children()]:
+            stack.enter_context(_watched(name, block.get_submodule(name), instead.get(name), calls))
         with torch.enable_grad():  # torch's own layers take a fused path without
             out = block(*args, **kwargs)
     return calls, mapped(out, torch.Tensor.detach)

@@ -30,7 +30,6 @@ from .calls import (
     evaluating,
     every_tensor,
     first_tensor,
-    hidden_of,
     mapped,
     to_meta,
     with_first,
@@ -39,14 +38,15 @@ from .calls import (
 from .chain import Unit, trace
 from .choose import best, costs_of, joined
 from .clock import clock
+from .inside import Point
 
 _ROUNDS = 3  # of measuring, after one to warm up
 
 
 class _ReachedError(Exception):
-    """The stage's last block has run."""
+    """What the stage has of the blocks has run. hidden: what goes to the next stage, a tensor or several."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         self.hidden = hidden
 
 
@@ -82,10 +82,11 @@ class CutModel:
             self._chain, whole = trace(model, lambda: self._call_whole(batch))
             units, costs = self._weighed(None if dummy is not None else sample)
         stages = order.stages
-        self._units, self._cuts = best(units, costs, stages)
+        self._chain, self._units, self._cuts = best(self._chain, units, costs, stages)
         self._rank_of = [order.rank_of(s) for s in range(stages)]
         self._here = mesh.coordinates(dist.get_rank()).pp
         self._running: tuple[int, Any] | None = None
+        self._between: torch.Tensor | None = None  # what goes from half to half of the block in which the stage ends
         self.names = further_names(model)
         self.ties, self.elsewhere = self._share_out()
         self._take_over()
@@ -120,7 +121,7 @@ class CutModel:
         costs = costs_of(chain, units, rounds[1:])
         total = torch.tensor(costs, dtype=torch.float64)
         dist.all_reduce(total)
-        return joined(units, total.tolist(), recomputed)
+        return joined(units, total.tolist(), lambda i: 0 if i in recomputed else len(chain.points.get(i, ())))
 
     def _share_out(self) -> tuple[list[Tie], frozenset[int]]:
         """Which ranks have a parameter, and what of the model goes to the meta device here."""
@@ -176,48 +177,65 @@ class CutModel:
     def _take_over(self) -> None:
         for i, block in enumerate(self._chain.blocks):
             call_instead(block, lambda real, args, kwargs, i=i: self._block(i, real, args, kwargs))
-        for u in self._cuts[1:-1]:
-            if self._units[u].half == 1:
-                self._take_over_inside(u)
+        begun = [self._units[u] for u in self._cuts[1:-1]]
+        for number in dict.fromkeys(unit.block for unit in begun if unit.part):
+            self._take_over_inside(number, [unit for unit in begun if unit.block == number and unit.part])
         for module in self._chain.before:
             here = not any(p.is_meta for p in module._parameters.values() if p is not None)
             call_instead(
                 module, lambda real, args, kwargs, m=module, here=here: self._before(m, here, real, args, kwargs)
             )
 
-    def _take_over_inside(self, u: int) -> None:
-        """Unit u is the second half of a block, and begins a stage."""
-        block, halves = self._chain.blocks[self._units[u].block], self._chain.halves[self._units[u].block]
+    def _take_over_inside(self, number: int, units: Sequence[Unit]) -> None:
+        """These units of block `number` begin stages inside of it."""
+        block = self._chain.blocks[number]
+        points = [point for unit in units if (point := self._chain.begin(unit)) is not None]
 
-        def first(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            begins = self._cuts[self._now()[0]] == u
-            return halves.stand_in(name, args, kwargs) if begins else real(*args, **kwargs)
-
-        def turn(real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if in_checkpoint():
-                raise UnsupportedError(IN_CHECKPOINT)
-            if self._cuts[self._now()[0] + 1] == u:
-                raise _ReachedError(first_tensor(args, kwargs))
+        def call(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            begin, end, received = self._edges(number)
+            if begin is not None and name in begin.before:
+                return begin.stand_in(name, args, kwargs)
+            if begin is not None and name == begin.at:
+                args, kwargs = with_first(args, kwargs, received[1])
+            if end is not None and name in (end.turn, end.at):
+                if in_checkpoint():
+                    raise UnsupportedError(IN_CHECKPOINT)
+                if name == end.turn:
+                    self._between = first_tensor(args, kwargs)
+                if name == end.name:
+                    between = received[0] if self._between is None else self._between  # the stage began behind the turn
+                    raise _ReachedError((between, first_tensor(args, kwargs)) if end.at else between)
             return real(*args, **kwargs)
 
-        for name in halves.first:
-            call_instead(block.get_submodule(name), lambda real, args, kwargs, n=name: first(n, real, args, kwargs))
-        call_instead(block.get_submodule(halves.turn), turn)
+        names = dict.fromkeys(name for point in points for name in (*point.before, point.turn, point.at) if name)
+        for name in names:
+            call_instead(block.get_submodule(name), lambda real, args, kwargs, n=name: call(n, real, args, kwargs))
+
+    def _edges(self, number: int) -> tuple[Point | None, Point | None, Any]:
+        """Where the stage that runs begins and where it ends inside of block `number`, and what it has received."""
+        stage, received = self._now()
+        begin, end = self._units[self._cuts[stage]], self._cuts[stage + 1]
+        after = self._units[end] if end < len(self._units) else None
+        return (
+            self._chain.begin(begin) if begin.block == number else None,
+            self._chain.begin(after) if after is not None and after.block == number else None,
+            received,
+        )
 
     def _block(self, i: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage, received = self._now()
         units = self._units[self._cuts[stage] : self._cuts[stage + 1]]
         first, last = units[0].block, units[-1].block
         if i < first:
-            hidden, others = first_tensor(args, kwargs), self._chain.pairs[i]
-            return hidden if others is None else (hidden, *others)
+            return self._chain.passed_by(i, args, kwargs)
         if i in (first, last) and in_checkpoint():
             raise UnsupportedError(IN_CHECKPOINT)
         if i == first and stage > 0:
-            args, kwargs = with_first(args, kwargs, received)
+            inside = self._chain.begin(units[0])
+            args, kwargs = self._chain.given(args, kwargs, received[0] if inside and inside.at else received)
         out = real(*args, **kwargs)
         if i == last and stage < len(self._cuts) - 2:
-            raise _ReachedError(hidden_of(out))
+            raise _ReachedError(self._chain.handed_on(i, out))
         return out
 
     def _before(
@@ -244,20 +262,23 @@ class CutModel:
 
     @contextlib.contextmanager
     def _at(self, stage: int, received: Any) -> Iterator[None]:
-        self._running = stage, received
+        self._running, self._between = (stage, received), None
         try:
             yield
         finally:
-            self._running = None
+            self._running = self._between = None
 
     # ---- as a part of a pipeline -------------------------------------------------------------------------------------
     def describe(self) -> str:
         return " | ".join(self._describe(begin, end - 1) for begin, end in zip(self._cuts, self._cuts[1:]))
 
     def _describe(self, first: int, last: int) -> str:
-        a, b, halves = self._units[first], self._units[last], self._chain.halves
-        begin = f" from {halves[a.block].turn}" if a.half == 1 else ""
-        end = f" before {halves[b.block].turn}" if b.half == 0 else ""
+        a, b = self._units[first], self._units[last]
+        point = self._chain.begin(a)
+        begin = "" if point is None else f" from {point.name}"
+        end = ""
+        if b.part is not None and b.part < len(self._chain.points[b.block]):
+            end = f" before {self._chain.points[b.block][b.part].name}"
         whole = f"{self._chain.name}.{a.block}{begin}"
         return f"{whole}{end}" if a.block == b.block else f"{whole} to {b.block}{end}"
 

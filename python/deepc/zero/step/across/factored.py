@@ -1,7 +1,8 @@
 """Adafactor over shards. An element's step depends on its row, its column and its parameter's norms. Each rank finds of
 its elements the largest of every row and column, then their sums of squares, then those of the blocks of the flat
 space, and the ranks put together what they found. The first two do not depend on the order of elements (ops.h), the
-last is added up in the order of the flat space. So all stages and numbers of ranks give equal bits.
+last is added up in the order of the flat space. So all stages and numbers of ranks give equal bits. Of a matrix that
+tensor parallelism has cut (`CutFactors`), the ranks of all shards put together in the same way what each found of its.
 
 Second moments of rows and columns are whole on every rank; `variance`, of what is no matrix, lies in shards. States so
 small stay in memory. Where masters, parameters or gradients lie on disk the passes go over cells; after a DiskError
@@ -18,7 +19,7 @@ import torch
 
 from ....core.lib import AdafactorArgs, C, check
 from ....core.ops import code, torch_dtype
-from ....errors import DiskError
+from ....errors import DiskError, UnsupportedError
 from ....offload import Cell
 from ....optim.kinds.adafactor import FACTORS, Matrices, Scratch, matrices_of, rate_of, set_scalars
 from ....optim.states.norms import Norms, Stretch
@@ -27,6 +28,7 @@ from ...state import ModelState, Pass
 from ...tiers.windows import Window
 from ..passes import Passes
 from .base import AcrossUpdate
+from .sharers import Sharers
 
 _PASSES = ("tops", "sums", "norms", "apply")  # dc_adafactor_*: the last two look at parameters
 _LAST = len(_PASSES) - 1
@@ -35,8 +37,14 @@ _LAST = len(_PASSES) - 1
 class FactoredUpdate(AcrossUpdate):
     """The update of an optimizer of class Adafactor on one rank's share."""
 
-    def __init__(self, state: ModelState, groups: Sequence[dict[str, Any]], group_of: Sequence[int]) -> None:
-        self._state, self._groups, self._group_of = state, groups, group_of
+    def __init__(
+        self,
+        state: ModelState,
+        groups: Sequence[dict[str, Any]],
+        group_of: Sequence[int],
+        sharers: Sharers | None = None,
+    ) -> None:
+        self._state, self._groups, self._group_of, self._sharers = state, groups, group_of, sharers
         self._segments = list(state.plan.segments)
         self._matrices: dict[int, Matrices] = {}
         self._factors_at: dict[int, int] = {}  # where a parameter's rows begin among all rows and columns
@@ -56,6 +64,7 @@ class FactoredUpdate(AcrossUpdate):
         self._scratch = Scratch(factors)
         self._passes = Passes(state)
         self._alone = self._passes.alone
+        self._cut = None if sharers is None else CutFactors(sharers, self._matrices, self._factors_at)
         self._norms = self._make_norms()
         self.forget()
         self.leave_out(frozenset())
@@ -67,7 +76,13 @@ class FactoredUpdate(AcrossUpdate):
         state, plan = self._state, self._state.plan
         ranks = [plan.segments] if self._alone else [self._segments_of(rank) for rank in range(plan.world)]
         stretches = [[self._stretch(s) for s in one] for one in ranks]
-        return Norms(stretches, 0 if self._alone else plan.rank, None if self._alone else state.group.gather_all)
+        gather = None if self._alone else state.group.gather_all
+        return Norms(stretches, 0 if self._alone else plan.rank, gather, self._sharers is not None)
+
+    def _squares(self) -> Mapping[int, tuple[float, float]]:
+        """Of whole parameters. Collective."""
+        found = self._norms.squares()
+        return found if self._sharers is None else self._sharers.squares(found)
 
     def _segments_of(self, rank: int) -> Sequence[Segment]:
         return self._state.plan.layout.segments(self._state.group.part_of(rank))
@@ -88,6 +103,9 @@ class FactoredUpdate(AcrossUpdate):
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(name, parameter, the state) of every state that all ranks have whole."""
         for param, m in self._matrices.items():
+            if self._cut is not None and param in self._cut:
+                yield from self._cut.states_of(param)
+                continue
             shape = self._state.shapes[param]
             begin, rows = self._factors_at[param], m.number * m.rows
             for name, at, n in (("row_var", begin, rows), ("col_var", begin + rows, m.number * m.cols)):
@@ -101,7 +119,9 @@ class FactoredUpdate(AcrossUpdate):
         self._args = AdafactorArgs.array(max(1, len(self._stepped)))
         for a, s in zip(self._args, self._stepped):
             self._aim(a, s)
-        self._factored = [i for i in self._matrices if i not in indices]
+        self._factored = [i for i in self._matrices if i not in indices and (self._cut is None or i not in self._cut)]
+        if self._cut is not None:
+            self._cut.leave_out(indices)
         self._whole = AdafactorArgs.array(max(1, len(self._factored)))
         for a, param in zip(self._whole, self._factored):
             self._aim_factors(a, param)
@@ -130,7 +150,9 @@ class FactoredUpdate(AcrossUpdate):
     def update(self, grad_scale: float, step: int) -> None:
         """Collective, where there are several ranks."""
         self.forget()
-        for a, param in (*zip(self._args, (s.param for s in self._stepped)), *zip(self._whole, self._factored)):
+        cut = [] if self._cut is None else self._cut.arguments()
+        stepped, factored = zip(self._args, (s.param for s in self._stepped)), zip(self._whole, self._factored)
+        for a, param in (*stepped, *factored, *cut):
             set_scalars(a, self._groups[self._group_of[param]], step, grad_scale, torch.float32)
         self._scratch.clear()
         self._step = step
@@ -183,14 +205,19 @@ class FactoredUpdate(AcrossUpdate):
     def _put_together(self) -> None:
         """What the ranks have found in the pass. Collective."""
         scratch, group = self._scratch, self._state.group
-        if self._at == 0 and not self._alone:
-            scratch.tops.copy_(group.gather_all(scratch.tops).amax(0))
+        if self._at == 0:
+            if not self._alone:
+                scratch.tops.copy_(group.gather_all(scratch.tops).amax(0))
+            if self._cut is not None:
+                self._cut.share_tops(scratch)
         elif self._at == 1:
             if not self._alone:
                 scratch.sums.copy_(group.gather_all(scratch.sums).sum(0))
             check(C.dc_adafactor_factors(self._whole, len(self._factored)))
+            if self._cut is not None:
+                self._cut.make_factors(scratch, self._factors)
         elif self._at == 2:
-            self._set_rates(self._norms.squares(), self._step)
+            self._set_rates(self._squares(), self._step)
 
     def _in_cell(
         self, find: Callable[[Any, int], int], begin: int, end: int, param_at: Callable[[Segment, int], int] | None
@@ -224,6 +251,109 @@ class FactoredUpdate(AcrossUpdate):
         check(find(args, len(parts)))
 
     def _set_rates(self, squares: Mapping[int, tuple[float, float]], step: int) -> None:
-        numels = self._state.plan.layout.numels
+        numels: Sequence[int] = self._state.plan.layout.numels
+        if self._sharers is not None:
+            numels = self._sharers.numels(numels)
         for a, s in zip(self._args, self._stepped):
             a.rate = rate_of(squares[s.param], numels[s.param], self._groups[self._group_of[s.param]], step)
+
+
+class CutFactors:
+    """The second moments of matrices whose shards several ranks hold: whole on each of them. Rows that are cut (or
+    columns) are one rank's; what all have a part of, the others, is put together."""
+
+    def __init__(self, sharers: Sharers, matrices: Mapping[int, Matrices], at: Mapping[int, int]) -> None:
+        """matrices: of the shards here. at: where each one's rows begin among all rows and columns here."""
+        self._sharers, self._at = sharers, at
+        self._local = {p: matrices[p] for p in sharers.cuts if p in matrices}
+        self._whole: dict[int, Matrices] = {}
+        self._whole_at: dict[int, int] = {}
+        factors = 0
+        for p in self._local:
+            cut = sharers.cuts[p]
+            m = matrices_of(cut.shape)
+            if m is None or m.number != 1:
+                raise UnsupportedError(
+                    f"Adafactor with tensor parallelism steps weights of two dimensions, and one of shape {cut.shape}"
+                    " is cut; use AdamW, or leave that weight whole (partition_type skip)"
+                )
+            self._whole[p], self._whole_at[p] = m, factors
+            factors += m.factors
+        self._factors, self._scratch = torch.zeros(factors), Scratch(factors)
+        self.leave_out(frozenset())
+
+    def __contains__(self, param: int) -> bool:
+        return param in self._whole
+
+    def states_of(self, param: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(name, parameter, the state), whole."""
+        m, begin, shape = self._whole[param], self._whole_at[param], self._sharers.cuts[param].shape
+        for name, at, n in (("row_var", begin, m.rows), ("col_var", begin + m.rows, m.cols)):
+            yield name, param, self._factors[at : at + n].view(m.shape_of(name, shape))
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        self._stepped = [p for p in self._whole if p not in indices]
+        self._args = AdafactorArgs.array(max(1, len(self._stepped)))
+        for a, p in zip(self._args, self._stepped):
+            m, at = self._whole[p], self._whole_at[p]
+            row = self._factors.data_ptr() + 4 * at
+            self._scratch.aim(a, m, at, row, row + 4 * m.rows)
+
+    def arguments(self) -> list[tuple[Any, int]]:
+        """(those of dc_adafactor_factors, parameter)."""
+        return list(zip(self._args, self._stepped))
+
+    def _halves(self, p: int) -> tuple[slice, slice]:
+        """Where the rows and the columns of a shard lie among all here."""
+        m, at = self._local[p], self._at[p]
+        return slice(at, at + m.rows), slice(at + m.rows, at + m.factors)
+
+    def share_tops(self, scratch: Scratch) -> None:
+        """Of what all ranks have a part of, the largest. Collective."""
+        shared = [self._halves(p)[1 - self._sharers.cuts[p].dim] for p in self._stepped]
+        if not shared:
+            return
+        tops = self._sharers.rows(torch.cat([scratch.tops[s] for s in shared])).amax(0)
+        for s, row in zip(shared, tops.split([s.stop - s.start for s in shared])):
+            scratch.tops[s] = row
+
+    def make_factors(self, scratch: Scratch, factors: torch.Tensor) -> None:
+        """From the sums here (`scratch`) to those of whole matrices, their second moments, and to what the shards'
+        steps read of these: `scratch` and `factors`. Collective."""
+        if not self._stepped:
+            return
+        ranks = range(self._sharers.size)
+        sizes = [[sum(self._local_sizes(p, r)) for p in self._stepped] for r in ranks]
+        mine = torch.cat([scratch.sums[self._at[p] : self._at[p] + self._local[p].factors] for p in self._stepped])
+        found = mine.new_zeros(max(map(sum, sizes)))
+        found[: mine.numel()] = mine
+        self._scratch.sums.zero_()
+        for r, row in zip(ranks, self._sharers.rows(found)):
+            for p, sums in zip(self._stepped, row[: sum(sizes[r])].split(sizes[r])):
+                self._add(p, r, sums)
+        check(C.dc_adafactor_factors(self._args, len(self._stepped)))
+        for p in self._stepped:
+            rows, cols = self._halves(p)
+            at, whole = self._whole_at[p], self._whole[p]
+            scratch.factors[rows] = self._here(p, 0, self._scratch.factors[at : at + whole.rows])
+            factors[cols] = self._here(p, 1, self._factors[at + whole.rows : at + whole.factors])
+
+    def _local_sizes(self, p: int, rank: int) -> tuple[int, int]:
+        rows, cols = self._sharers.cuts[p].local_shape(rank)
+        return rows, cols
+
+    def _add(self, p: int, rank: int, sums: torch.Tensor) -> None:
+        """A rank's sums of its rows and columns to those of the whole matrix."""
+        cut, m, at = self._sharers.cuts[p], self._whole[p], self._whole_at[p]
+        whole = self._scratch.sums[at : at + m.rows], self._scratch.sums[at + m.rows : at + m.factors]
+        halves = sums.split(self._local_sizes(p, rank))
+        whole[1 - cut.dim].add_(halves[1 - cut.dim])
+        begin = 0
+        for lo, hi in cut.parts[rank]:
+            whole[cut.dim][lo:hi] = halves[cut.dim][begin : begin + hi - lo]
+            begin += hi - lo
+
+    def _here(self, p: int, dim: int, whole: torch.Tensor) -> torch.Tensor:
+        """Of values of all rows (dim 0) or columns (1) those of the shard."""
+        cut = self._sharers.cuts[p]
+        return whole if dim != cut.dim else torch.cat([whole[lo:hi] for lo, hi in cut.parts[self._sharers.rank]])

@@ -3,7 +3,9 @@ of its elements step the momentum where it lies, send their parts to the rank th
 their parts of the orthogonal matrix back. What is no matrix is stepped by AdamW where it lies.
 
 The arithmetic per element is the core's, whose bits do not depend on where a shard ends, and a matrix is multiplied
-whole, so that all stages and numbers of ranks give equal bits (with equally many threads of torch)."""
+whole, so that all stages and numbers of ranks give equal bits (with equally many threads of torch). Where tensor
+parallelism has cut it, the rank that would have it whole has its shard, and the ranks of all shards put it together and
+divide the products among them."""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from ....plan.layout import Segment, padded
 from ...state import ModelState
 from ...tiers.windows import Array, Window
 from .base import AcrossUpdate
+from .sharers import Sharers
 
 ROUND_BYTES = 32 << 20  # of matrices on their way at a time, over all ranks; more where one a rank is more
 
@@ -57,8 +60,14 @@ class MatrixUpdate(AcrossUpdate):
     """The update of an optimizer of class Muon on one rank's share. States: momentum for matrices, AdamW's two for the
     rest, in arrays without room for what a parameter has not."""
 
-    def __init__(self, state: ModelState, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
-        self._state, self._groups, self._group_of = state, groups, group_of
+    def __init__(
+        self,
+        state: ModelState,
+        groups: Sequence[Mapping[str, Any]],
+        group_of: Sequence[int],
+        sharers: Sharers | None = None,
+    ) -> None:
+        self._state, self._groups, self._group_of, self._sharers = state, groups, group_of, sharers
         segments = sorted(state.plan.segments, key=lambda s: (s.param, s.param_begin))
         self._mine: dict[int, list[Segment]] = {}
         for s in segments:
@@ -98,7 +107,7 @@ class MatrixUpdate(AcrossUpdate):
     def leave_out(self, indices: frozenset[int]) -> None:
         """These parameters are not updated until the next call; the same on all ranks."""
         found = [
-            (i, *self._state.shapes[i], self._products(i))
+            (i, *self._shape(i), self._products(i))  # of whole matrices: ranks with other shards deal them alike
             for i, n in enumerate(self._state.plan.layout.numels)
             if n and i not in indices and self.is_matrix(i)
         ]
@@ -111,6 +120,11 @@ class MatrixUpdate(AcrossUpdate):
         for s in self._at:
             if s.param not in indices and not self.is_matrix(s.param):
                 self._rest[self._group_of[s.param]].append(s)
+
+    def _shape(self, param: int) -> tuple[int, int]:
+        """Of the whole matrix."""
+        local = tuple(self._state.shapes[param])
+        return cast("tuple[int, int]", local if self._sharers is None else self._sharers.shape(param, local))
 
     def _products(self, param: int) -> torch.dtype:
         return cast(torch.dtype, getattr(torch, self._groups[self._group_of[param]]["ns_dtype"]))
@@ -176,8 +190,7 @@ class MatrixUpdate(AcrossUpdate):
         for source, block in enumerate(came):
             for s, part in _parts(pieces[source][rank], block):
                 whole[s.param][s.param_begin : s.param_begin + s.length].copy_(part)
-        for p in whole:
-            whole[p] = self._multiply(p, whole[p])
+        whole = self._multiply(r, whole)
         back = [whole[s.param][s.param_begin : s.param_begin + s.length] for of in pieces for s in of[rank]]
         row = _row(back, r.dtype, state.state_device)
         blocks = swap(state.group, row, [list(column) for column in zip(*counts)])
@@ -187,7 +200,7 @@ class MatrixUpdate(AcrossUpdate):
         """The same where every rank has every gradient: each rank makes its matrices, and all get them."""
         state, plan = self._state, self._state.plan
         segments = {s.param: s for s in mine}
-        made = {p: self._multiply(p, mine[segments[p]]) for p in r.of(plan.rank)}
+        made = self._multiply(r, {p: mine[segments[p]] for p in r.of(plan.rank)})
         if plan.world == 1:
             return {segments[p]: value for p, value in made.items()}
         sizes = [[plan.layout.numels[p] for p in r.of(rank)] for rank in range(plan.world)]
@@ -208,10 +221,21 @@ class MatrixUpdate(AcrossUpdate):
             out[owner].extend(sorted(found, key=lambda s: s.param_begin))
         return out
 
-    def _multiply(self, param: int, flat: torch.Tensor) -> torch.Tensor:
-        """[numel] the orthogonal matrix of one."""
+    def _multiply(self, r: Round, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """[numel] the orthogonal matrix of each, of what is here of it. Collective over the ranks that have the other
+        shards."""
+        sharers = self._sharers
+        cut = {p: flat for p, flat in given.items() if sharers is not None and p in sharers.cuts}
+        made = {p: self._orthogonal_to(p, flat) for p, flat in given.items() if p not in cut}
+        if sharers is not None and cut:
+            whole = sharers.wholes(cut)
+            made.update(sharers.shared_out(whole, lambda p: self._orthogonal_to(p, whole[p]), r.dtype))
+        return {p: made[p] for p in given}
+
+    def _orthogonal_to(self, param: int, matrix: torch.Tensor) -> torch.Tensor:
+        """[numel] of the whole matrix."""
         group, state = self._groups[self._group_of[param]], self._state
-        matrix = flat.to(state.device).view(state.shapes[param])
+        matrix = matrix.to(state.device).view(self._shape(param))
         return orthogonalize_as(group, matrix, matrix.dtype).contiguous().view(-1).to(state.state_device)
 
     def _apply(self, updates: dict[Segment, torch.Tensor]) -> None:
@@ -223,7 +247,7 @@ class MatrixUpdate(AcrossUpdate):
         self, params: list[torch.Tensor], lowps: list[torch.Tensor], s: Segment, update: torch.Tensor
     ) -> None:
         group = self._groups[self._group_of[s.param]]
-        lr, scale = float(group["lr"]), scale_of(group, *self._state.shapes[s.param])
+        lr, scale = float(group["lr"]), scale_of(group, *self._shape(s.param))
         decay = float(group["weight_decay"]) / scale
         torch.ops.deepc.step_rule(
             params, [update], [], lowps, SGD_RULE, lr * scale, 0.0, 0.0, 0.0, decay, 1.0, 2, False

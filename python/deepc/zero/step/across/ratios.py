@@ -20,6 +20,7 @@ from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
 from ...tiers.windows import Array
 from ..passes import Passes
+from .sharers import Sharers
 
 if TYPE_CHECKING:
     from ....offload import Cell
@@ -47,8 +48,9 @@ class RatioUpdate:
         group_of: Sequence[int],
         states: Mapping[str, Array],
         left_out: frozenset[int],
+        sharers: Sharers | None = None,
     ) -> None:
-        self._state, self._groups, self._group_of = state, groups, group_of
+        self._state, self._groups, self._group_of, self._sharers = state, groups, group_of, sharers
         self._states = states
         self._moments = list(states)
         self._passes = Passes(state)
@@ -56,7 +58,8 @@ class RatioUpdate:
         alone = self._passes.alone
         ranks = [plan.segments] if alone else [plan.layout.segments(state.group.part_of(r)) for r in range(plan.world)]
         stretches = [[self._stretch(s) for s in one] for one in ranks]
-        self.norms = Norms(stretches, 0 if alone else plan.rank, None if alone else state.group.gather_all)
+        gather = None if alone else state.group.gather_all
+        self.norms = Norms(stretches, 0 if alone else plan.rank, gather, sharers is not None)
         self._segments = [s for s in plan.segments if s.param not in left_out]
         self._ends = [s.shard_begin + s.length for s in self._segments]
         # Where parameters are written that masters are the truth of, those of the disk are wanted for what is left out.
@@ -69,6 +72,11 @@ class RatioUpdate:
 
     def _stretch(self, s: Segment) -> Stretch:
         return Stretch(s.param, self._state.plan.layout.offsets[s.param] + s.param_begin, s.length)
+
+    def _whole_squares(self) -> dict[int, tuple[float, float]]:
+        """Of whole parameters. Collective."""
+        found = self.norms.squares()
+        return found if self._sharers is None else self._sharers.squares(found)
 
     def forget(self) -> None:
         """There is no rest of an update."""
@@ -108,7 +116,7 @@ class RatioUpdate:
             self._squares = None
             self._scale(self._args, self._parts, grad_scale, step)
             check(C.dc_lamb_moments(self._args, len(self._parts)))
-            self._squares = self.norms.squares()
+            self._squares = self._whole_squares()
             self._scale(self._args, self._parts, grad_scale, step)
             check(C.dc_lamb_apply(self._args, len(self._parts)))
         else:
@@ -134,7 +142,7 @@ class RatioUpdate:
             except DiskError as exc:
                 failure = exc
             self._passes.agree(failure)
-            self._squares = self.norms.squares()
+            self._squares = self._whole_squares()
         self._passes.run(work, Pass(self._old, True, False), writes=["master"] if has_master else [])
 
     def _places(self, cell: Cell | None) -> _Address:

@@ -19,6 +19,7 @@ from ...state import Addressed, ModelState
 from ...tiers.agree import together
 from ...tiers.windows import PART, Window
 from .matrices import MatrixUpdate, Round
+from .sharers import Sharers
 
 
 class Place(Protocol):
@@ -73,9 +74,15 @@ class MatrixUpdateOnDisk(MatrixUpdate):
     """The same bits as MatrixUpdate's. With states on disk: first_moment, [owned] the momentum of matrices and AdamW's
     of the rest; second_moment, [owned] of the rest, zeros that nobody moves elsewhere."""
 
-    def __init__(self, state: ModelState, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        groups: Sequence[Mapping[str, Any]],
+        group_of: Sequence[int],
+        sharers: Sharers | None = None,
+    ) -> None:
         self._work: Work | None = None
-        super().__init__(state, groups, group_of)
+        super().__init__(state, groups, group_of, sharers)
 
     def _make_arrays(self) -> None:
         if self._state.tier is None:

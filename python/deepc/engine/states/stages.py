@@ -1,0 +1,78 @@
+"""The whole model of a pipeline, from its stages: each rank has the values of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ...parallel.tensor.group import tensor_group, whole_state_dict
+
+if TYPE_CHECKING:
+    from ..base import EngineBase
+
+
+class Told(NamedTuple):
+    """A tensor that a rank has of the model's state_dict."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def of_all_stages(engine: EngineBase, exclude_frozen_parameters: bool, keeps: bool) -> dict[str, torch.Tensor]:
+    """The state_dict of the whole model, copies, in the order of the stages; tied names have one tensor. Each tensor
+    goes from the first rank of its stage to all. keeps: this rank wants it; else it has one tensor at a time, and the
+    result is empty. Collective."""
+    mine = _own(engine, exclude_frozen_parameters)
+    at = engine.mesh.coordinates(engine.everyone.rank)
+    first = at.dp == at.sp == at.tp == 0
+    whole: dict[str, torch.Tensor] = {}
+    for rank, told in enumerate(_told(engine, mine if first else {})):
+        for name, shape, dtype in told:
+            value = (
+                mine[name].detach().contiguous() if rank == engine.everyone.rank else torch.empty(shape, dtype=dtype)
+            )
+            if value.numel():
+                engine.everyone.broadcast(value.view(-1).view(torch.uint8), rank)
+            if keeps:
+                whole[name] = value.clone() if rank == engine.everyone.rank else value
+    assert engine.part is not None  # who asks has looked
+    for name, stored in engine.part.names.items():
+        if stored in whole:
+            whole[name] = whole[stored]
+    known = [n for n in engine.module.state_dict() if n in whole]  # a model that is cut where it stands knows its order
+    return {**{n: whole[n] for n in known}, **whole} if keeps else {}
+
+
+def _own(engine: EngineBase, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
+    """What this rank answers for: its parameters, and no copies of others'; buffers that it saves. Collective over
+    tensor-parallel ranks and those with the same stage."""
+    assert engine.part is not None  # who asks has looked
+    module, away = engine.module, engine.elsewhere()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    out = module.state_dict()
+    if engine.cuts:
+        here = {n: t for n, t in out.items() if n not in named or id(named[n]) not in away}
+        out = {**here, **whole_state_dict(module, here, tensor_group(engine.mesh))}
+    found = {}
+    for name, t in out.items():
+        p = named.get(name)
+        if name in engine.part.names or not isinstance(t, torch.Tensor) or t.is_meta:
+            continue
+        if id(p) in away if p is not None else not engine.part.has_buffer(name):
+            continue
+        if p is None or p.requires_grad or not exclude_frozen_parameters:
+            found[name] = t
+    return found
+
+
+def _told(engine: EngineBase, mine: dict[str, torch.Tensor]) -> list[list[Told]]:
+    """What each rank has to send. Collective."""
+    rows = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()]
+    text = json.dumps(rows).encode()
+    sizes = engine.everyone.gather_all(torch.tensor([len(text)])).view(-1).tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+    texts = [bytes(row[:n].tolist()) for row, n in zip(engine.everyone.gather_all(padded), sizes)]
+    return [[Told(n, tuple(shape), getattr(torch, dtype)) for n, shape, dtype in json.loads(t)] for t in texts]

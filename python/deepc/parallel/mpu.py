@@ -1,0 +1,111 @@
+"""`initialize(mpu=)`: an object with Megatron-LM's questions about who shares a model, get_{model,data}_parallel_{rank,
+group,world_size}(), whose layers have cut the model already. It is asked once: the ranks must stand as deepc's mesh has
+them (tensor-parallel ranks next to each other), and parameters that say how they are cut (`tensor_model_parallel`,
+`partition_dim`, `partition_stride`) get a Cut, by which norms count and checkpoints know the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config.source import read
+from ..config.tree import Config
+from ..errors import ArgumentError, ConfigError, UnsupportedError
+from ..plan.mesh import Mesh
+from .tensor.cut import Cut, cuts_of
+
+_TENSOR = ("tensor_model", "slice", "model")  # Megatron's name, that of DeepSpeed's grids, and the old one of both
+_STAGES = ("pipeline_model", "pipe")
+
+
+def _ask(mpu: Any, kinds: tuple[str, ...], what: str) -> Any:
+    """What the first of get_<kind>_parallel_<what>() that there is says; None: there is none."""
+    for kind in kinds:
+        if callable(question := getattr(mpu, f"get_{kind}_parallel_{what}", None)):
+            return question()
+    return None
+
+
+def as_mpu_says(model: torch.nn.Module, source: Any, mpu: Any) -> Any:
+    """The configuration with mpu's number of tensor-parallel ranks, and the model with the cuts that its parameters
+    tell of. ArgumentError, ConfigError where they contradict each other."""
+    size = _ask(mpu, _TENSOR, "world_size")
+    if size is None or _ask(mpu, ("data",), "world_size") is None:
+        raise ArgumentError(
+            f"initialize(mpu=...) takes an object with get_model_parallel_world_size(), get_data_parallel_world_size()"
+            f" and the rank and group of each, as Megatron-LM's mpu; {type(mpu).__name__} lacks"
+            f" get_{'model' if size is None else 'data'}_parallel_world_size"
+        )
+    raw = dict(read(source.raw if isinstance(source, Config) else source)[0])
+    section: Mapping[str, Any] = raw.get("tensor_parallel") or {}
+    asked = section.get("autotp_size") or size
+    if asked != size:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {asked}, and mpu has {size} model-parallel rank{'s' * (size != 1)}; make"
+            " them equal, or leave the key out"
+        )
+    if size == 1:
+        return source
+    _take_cuts(model, size, _ask(mpu, _TENSOR, "rank"))
+    if "autotp_size" not in section and not cuts_of(model):
+        raise ArgumentError(
+            f"initialize(mpu=...) has {size} model-parallel ranks, and no parameter of {type(model).__name__} says that"
+            " it is cut (tensor_model_parallel and partition_dim, as Megatron-LM's layers have them); set"
+            " tensor_parallel.autotp_size, and deepc cuts the model"
+        )
+    return {**raw, "tensor_parallel": {**section, "autotp_size": size}}
+
+
+def _take_cuts(model: torch.nn.Module, ranks: int, rank: int) -> None:
+    """From the marks that Megatron-LM's layers leave on parameters."""
+    for path, module in model.named_modules():
+        cuts: dict[str, Cut] = dict(getattr(module, "cuts", None) or {})
+        for name, p in module._parameters.items():
+            if p is None or name in cuts or not _is_cut(p):
+                continue
+            dim = getattr(p, "partition_dim", -1)
+            parts = getattr(p, "partition_stride", getattr(p, "stride", 1) if hasattr(p, "model_parallel") else 1)
+            if not isinstance(dim, int) or not 0 <= dim < p.dim():
+                raise UnsupportedError(
+                    f"initialize(mpu=...): {path}.{name} is cut, and its partition_dim is {dim!r}: a dimension from 0"
+                    f" to {p.dim() - 1} is needed to know the whole"
+                )
+            shape = [n * ranks if i == dim else n for i, n in enumerate(p.shape)]
+            blocks = [shape[dim] // parts] * parts if isinstance(parts, int) and parts > 1 else []
+            cuts[name] = Cut.even(shape, dim, ranks, rank, blocks)
+        if cuts:
+            module.cuts = cuts  # type: ignore[assignment]  # cut.py's
+
+
+def _is_cut(p: torch.Tensor) -> bool:
+    return bool(getattr(p, "tensor_model_parallel", getattr(p, "model_parallel", False)))
+
+
+def refuse_another_order(mpu: Any, mesh: Mesh) -> None:
+    """ConfigError if mpu has the ranks elsewhere than the mesh."""
+    rank = dist.get_rank()
+    sizes = {
+        "model-parallel ranks": (_ask(mpu, _TENSOR, "world_size"), mesh.tp),
+        "pipeline stages": (_ask(mpu, _STAGES, "world_size") or mesh.pp, mesh.pp),
+        "data-parallel ranks": (_ask(mpu, ("data",), "world_size"), mesh.dp * mesh.sp),
+    }
+    if found := [f"{theirs} {what} (here {ours})" for what, (theirs, ours) in sizes.items() if theirs != ours]:
+        raise ConfigError(
+            f"initialize(mpu=...) has {', '.join(found)}; the configuration's tensor_parallel.autotp_size,"
+            f" pipeline.stages and sequence_parallel_size give the mesh {mesh}"
+        )
+    groups = {
+        "model": (_ask(mpu, _TENSOR, "group"), mesh.group("tp", rank)),
+        "data": (_ask(mpu, ("data",), "group"), mesh.replicas(rank)),
+    }
+    for kind, (group, ours) in groups.items():
+        theirs = tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ours
+        if sorted(theirs) != sorted(ours):
+            raise ConfigError(
+                f"initialize(mpu=...): rank {rank} is {kind}-parallel with the ranks {list(theirs)}, and in deepc's"
+                f" order with {list(ours)}: ranks that share tensors are neighbours, then come data-parallel ranks,"
+                " then stages (Megatron-LM's order tp-dp-pp)"
+            )

@@ -1,0 +1,112 @@
+"""The check of an engine's plan before it allocates, and of the prediction after its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ....config.tree import Config
+from ....core import memory
+from ....errors import OutOfMemoryError, UnsupportedError
+from .case import Case, predict
+from .figures import MIB, MemoryEstimate, changed, from_dict
+from .options import by_nodes, options_by_counts, options_of, refusal
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...plan import Plan
+    from .case import Named
+
+
+def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
+    """Raises OutOfMemoryError, before anything is allocated, if the model states (and `further` bytes) don't fit into
+    what this node has left; says what would."""
+    if plan.device != "cpu":
+        return
+    have = memory.available()
+    if plan.bytes["node_total"] + further > have:
+        fix = " or ".join(options_by_counts(plan, have)) or f"nothing on this node; {by_nodes(plan, have)}"
+        raise OutOfMemoryError(
+            f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model"
+            f" states{f' and {further / 2**30:.2f} GiB to change the precision' if further else ''}, and"
+            f" {have / 2**30:.2f} GiB are left (memory cgroup and MemAvailable). What would fit:"
+            f" {fix}.\n{plan.describe()}"
+        )
+
+
+class FirstStep:
+    """The traced step: what the kernel's high-water mark says of a prediction after the first real one."""
+
+    def __init__(self, prediction: MemoryEstimate) -> None:
+        self.prediction, self.before = prediction, memory.process_bytes()
+        self.measured = 0  # bytes of this rank's peak above the process before initialize, once report() could tell
+
+    def report(self) -> str:
+        """In words: predicted and measured peak of this process; "" where the mark tells nothing, because it was higher
+        before."""
+        now, told = memory.process_bytes(), self.prediction
+        if not told.known or told.device != "cpu" or now["peak_rss_bytes"] <= self.before["peak_rss_bytes"]:
+            return ""
+        self.measured = now["peak_rss_bytes"] - self.before["rss_bytes"]
+        return (
+            f"memory: peak of this rank so far {self.measured / MIB:.1f} MiB above the process before initialize;"
+            f" predicted through {told.steps} steps: {told.rank_peak / MIB:.1f} + {told.shared / MIB:.1f} shared"
+        )
+
+
+class Ranks(Protocol):
+    """What the check asks of the engine's group."""
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+
+    def gather_all(self, mine: torch.Tensor) -> torch.Tensor:
+        """[ranks, n] of every rank's [n]. Collective."""
+
+
+def check_plan(
+    plan: Plan,
+    model: torch.nn.Module,
+    base: torch.optim.Optimizer,
+    config: Config,
+    named: Named,
+    group_of: dict[int, int],
+    group: Ranks,
+    sample_batch: Any,
+    loss_fn: Callable[..., Any] | None,
+) -> MemoryEstimate:
+    """For the engine, before it allocates: the prediction for its plan, refused with OutOfMemoryError on every rank of
+    a node if it does not fit there. Collective."""
+    import torch
+
+    from .. import dryrun
+
+    def work() -> dict[str, Any]:
+        return predict(model, plan, base, config, sample_batch, loss_fn, named=named, group_of=group_of).to_dict()
+
+    failure = ""
+    try:
+        e = from_dict(work() if sample_batch is None else dryrun.forked(work))
+    except UnsupportedError as exc:
+        failure = str(exc)
+        e = predict(model, plan, base, config, None, None, named=named, group_of=group_of)
+        e = changed(e, notes=(*e.notes, failure))
+    if plan.device != "cpu":
+        return e
+    have = memory.available()
+    rows = group.gather_all(
+        torch.tensor([float(e.rank_peak), float(have), float(group.node)], dtype=torch.float64)
+    ).tolist()
+    mine = [r for r in rows if r[2] == group.node]
+    e = changed(e, node_peak=int(sum(r[0] for r in mine)) + e.shared, available=int(min(r[1] for r in mine)))
+    if all(
+        sum(r[0] for r in rows if r[2] == n) + e.shared <= min(r[1] for r in rows if r[2] == n)
+        for n in {r[2] for r in rows}
+    ):
+        return e
+    if sample_batch is not None and not failure:
+        case = Case(model, config, sample_batch, loss_fn, plan.ranks_per_node, plan.nodes, base, plan.device, 3)
+        e = changed(e, options=tuple(options_of(case, e.available or 0)))
+    raise OutOfMemoryError(refusal(e))

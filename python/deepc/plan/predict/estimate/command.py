@@ -1,0 +1,178 @@
+"""`deepc estimate` and `deepc plan`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ....core import memory
+from ....errors import ArgumentError
+from .. import timeline
+from ..search import command as search
+from .ask import estimate, plan_text
+from .counts import estimate_zero2_model_states_mem_needs_all_cold, estimate_zero3_model_states_mem_needs_all_cold
+from .figures import changed
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `deepc estimate`."""
+    _plan_arguments(parser)
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]SHAPE:DTYPE",
+        help=(
+            "one rank's micro-batch, a tensor each, in the order of forward's arguments or by name: 8x1024:int64 or"
+            " input_ids=8x1024:int64"
+        ),
+    )
+    parser.add_argument(
+        "--loss", metavar="MODULE:FUNCTION", help="loss_fn(output, batch), where the model's output is not the loss"
+    )
+    parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps of the dry run (3)")
+    parser.add_argument("--suggest", action="store_true", help="also what would take less, with its figures")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--params", type=float, metavar="N", help="instead of --model: number of parameters (model states only)"
+    )
+    parser.add_argument(
+        "--largest-layer", type=float, default=0, metavar="N", help="with --params: parameters of the largest layer"
+    )
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `deepc plan`."""
+    _plan_arguments(parser)
+    timeline.add_arguments(parser)
+    search.add_arguments(parser)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON")
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that makes the model; MODULE: package.module, or train.py",
+    )
+    parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks of a node (1)")
+    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="nodes (1)")
+
+
+def _count(text: str) -> int:
+    import argparse
+
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """`deepc estimate`. Exit code 1: it does not fit here."""
+    import json
+
+    if args.params is not None:
+        if not 1 <= args.params < float("inf") or not 0 <= args.largest_layer <= args.params:
+            raise ArgumentError(
+                f"--params {args.params:g} --largest-layer {args.largest_layer:g}: parameters are counted from 1 on,"
+                " and a layer has at most all of them"
+            )
+        estimate_zero2_model_states_mem_needs_all_cold(args.params, args.ranks, args.nodes, 1.0)
+        estimate_zero3_model_states_mem_needs_all_cold(args.params, args.largest_layer, args.ranks, args.nodes, 1.0)
+        return 0
+    if not args.model or not args.config:
+        raise ArgumentError(
+            "give --model and --config, or --params. For example: deepc estimate --config ds_config.json --model"
+            " train.py:make_model"
+        )
+    result = estimate(
+        _named(args.model),
+        args.config,
+        _batch(args.batch),
+        _named(args.loss) if args.loss else None,
+        ranks_per_node=args.ranks,
+        nodes=args.nodes,
+        steps=args.steps,
+        suggest=args.suggest,
+    )
+    result = changed(result, available=result.available if result.available is not None else memory.available())
+    print(json.dumps(result.to_dict(), indent=2) if args.json else result)
+    return 0 if result.fits else 1
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """`deepc plan`."""
+    if args.schedule:
+        return timeline.run(args)
+    if option := timeline.stray(args):
+        raise ArgumentError(f"{option} is an option of --schedule; name a schedule, or leave it out")
+    if args.cluster:
+        return search.run(args, _named)
+    if option := search.stray(args):
+        raise ArgumentError(f"{option} is an option of --cluster; give a cluster's description, or leave it out")
+    if not args.model or not args.config:
+        raise ArgumentError(
+            "give --config and --model, or --cluster and --model, or --schedule. For example: deepc plan --config"
+            " ds_config.json --model train.py:make_model"
+        )
+    print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes))
+    return 0
+
+
+def _named(text: str) -> Any:
+    """The object that "package.module:attribute" or "file.py:attribute" names."""
+    import importlib
+    import importlib.util
+
+    where, _, what = text.partition(":")
+    if not where or not what:
+        raise ArgumentError(
+            f"{text!r} is not MODULE:FUNCTION, such as train.py:make_model or package.module:make_model"
+        )
+    if where.endswith(".py") and not os.path.isfile(where):
+        raise ArgumentError(f"can't find {text!r}: there is no file {where} (looked in {os.getcwd()})")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd())
+    try:
+        found = importlib.import_module(os.path.basename(where)[:-3] if where.endswith(".py") else where)
+        for part in what.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as exc:
+        raise ArgumentError(f"can't find {text!r}: {exc}") from exc
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise ArgumentError(f"{text!r} is a value ({type(found).__name__}), and must be a function")
+    return found
+
+
+def _batch(specs: Sequence[str]) -> Any:
+    """Tensors without values: a dict if they have names, a tuple if not, None if there are none."""
+    import torch
+
+    named: dict[str, torch.Tensor] = {}
+    plain: list[torch.Tensor] = []
+    for spec in specs:
+        name, _, rest = spec.rpartition("=")
+        shape, _, dtype = rest.partition(":")
+        try:
+            sizes = [int(n) for n in shape.split("x")]
+            kind = getattr(torch, dtype or "float32")
+            if not isinstance(kind, torch.dtype) or min(sizes) < 1:
+                raise ValueError
+        except (ValueError, AttributeError):
+            raise ArgumentError(
+                f"--batch {spec!r} is not [NAME=]SHAPE:DTYPE, such as 8x1024:int64 (sizes of at least 1, a dtype of"
+                " torch)"
+            ) from None
+        tensor = torch.empty(sizes, dtype=kind, device="meta")
+        named.update({name: tensor}) if name else plain.append(tensor)
+    if named and plain:
+        raise ArgumentError("--batch mixes tensors with and without names")
+    return named or tuple(plain) or None

@@ -1,0 +1,189 @@
+"""Model states by arithmetic: what initialize allocates for a plan, and the sum with what a dry run has found."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ....core import memory
+from ....core.lib import call
+from ...plan import CONTROL_SLOT_BYTES, SLOTS
+from .figures import MemoryEstimate, Row
+
+if TYPE_CHECKING:
+    from ...plan import Plan
+
+HUGE_PAGE = 2 << 20
+PAGE = 4096
+CODE_BYTES = (
+    33 << 20
+    # libraries' pages (17 MiB) and buffers that torch, oneDNN and MKL keep, first touched by a training step (measured,
+    # torch 2.13)
+)
+CODE_BYTES_16BIT = 40 << 20  # the same with oneDNN's generated 16-bit kernels
+
+
+def _block(nbytes: int, color: str) -> int:
+    """What a state array takes of the machine's memory; `color` is its name in memory.COLORS."""
+    taken = ctypes.c_size_t()
+    call("dc_mem_alloc_bytes", nbytes, memory.COLORS[color], ctypes.byref(taken))
+    return taken.value if nbytes else 0
+
+
+def _round(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _comm_bytes(ranks: int, slot_bytes: int, slots: int) -> int:
+    """Shared memory of one communicator."""
+    found = ctypes.c_int64()
+    call("dc_comm_bytes", ranks, slots, _round(slot_bytes, PAGE), ctypes.byref(found))
+    return found.value
+
+
+def state_rows(
+    plan: Plan, moments: int, host_states: bool, leased: bool = False, state_bytes: int = 1024
+) -> tuple[list[Row], int]:
+    """(rows of what initialize allocates for `plan`, bytes of them that are there before the moments). moments: of our
+    own optimizer's arrays; 0 for a torch optimizer, whose states the dry run finds. leased: the accumulators' memory is
+    the heap's (state.leases_gradients), whose peak has it.
+    """
+    b, gpu, rows = plan.bytes, plan.device != "cpu", []
+    item = plan.dtype.itemsize
+
+    def put(name: str, nbytes: int, *, host: bool) -> None:
+        if nbytes:
+            rows.append(Row(name, host=nbytes if host else 0, device=0 if host else nbytes))
+
+    in_host = not gpu
+    if plan.parameters_on:
+        pass  # on disk; what is gathered at a time is the run's matter
+    elif plan.stage == 3 and plan.transport in ("node", "nodes"):
+        rows.append(Row("parameters", shared=_round((plan.layout.total + plan.frozen_elems) * item, HUGE_PAGE)))
+    else:
+        put(
+            "parameters",
+            _block((plan.layout.shard_elems if plan.sharded else plan.layout.total) * item, "params"),
+            host=in_host,
+        )
+    states_in_host = in_host or host_states
+    if leased:
+        one = plan.owned_elems * plan.accumulator.itemsize
+        put("gradients (fp32) of the tree of micro-batches", b["grads_private"] - one, host=True)
+    else:
+        put(f"gradients ({plan.accumulator.short})", _block(b["grads_private"], "acc"), host=states_in_host)
+    put("norm", plan.owned_elems // 4096 * 8, host=states_in_host)
+    if plan.disk is not None:
+        moments = moments if b["states_private"] else 0
+        put("cells of states on disk", _block(plan.disk.buffer_bytes, "master"), host=True)
+    elif plan.has_master:
+        put("fp32 masters", _block(b["master_private"], "master"), host=states_in_host)
+    if host_states and gpu:
+        put("parameters on their way to the device", _block(plan.layout.total * item, "lowp"), host=True)
+    early = sum(r.host for r in rows)
+    for _, color in zip(range(moments), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")):
+        put("optimizer states", _block(plan.owned_elems * state_bytes // 256, color), host=states_in_host)
+    put("on the way between nodes", b["exchange_private"], host=in_host)
+    if plan.transport in ("node", "nodes"):
+        n = plan.ranks_per_node
+        wire = max(plan.wire.itemsize, item)
+        rows.append(
+            Row(
+                "gradient buckets and control",
+                shared=_comm_bytes(n, CONTROL_SLOT_BYTES, 2) + _comm_bytes(n, plan.layout.bucket_elems * wire, SLOTS),
+            )
+        )
+    return _merge(rows), early
+
+
+def _merge(rows: Sequence[Row]) -> list[Row]:
+    out: dict[str, Row] = {}
+    for r in rows:
+        o = out.get(r.name, Row(r.name))
+        out[r.name] = Row(r.name, o.host + r.host, o.shared + r.shared, o.device + r.device)
+    return list(out.values())
+
+
+def assembled(
+    plan: Plan,
+    moments: int,
+    torch_states: bool,
+    host_states: bool,
+    run: dict[str, Any] | None,
+    loaded: int,
+    steps: int,
+    state_bytes: int = 1024,
+) -> MemoryEstimate:
+    leased = run is not None and run["leased"]
+    rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
+    gpu, notes = plan.device != "cpu", []
+    trained = sum(p.numel for p in plan.params if p.index is not None)
+    largest = max((p.numel for p in plan.params if p.index is not None), default=0)
+    shared = sum(r.shared for r in rows)
+    host = sum(r.host for r in rows)
+    freed = run["freed"] if run is not None else -trained * 4
+    code = 0 if gpu else CODE_BYTES if plan.dtype.itemsize == 4 else CODE_BYTES_16BIT
+    copy_ = (
+        largest * 4 if plan.has_master and plan.world > 1 else 0
+    )  # one parameter at a time goes to all ranks in fp32
+    init = (early + copy_ if not gpu else 0) + loaded
+    rows.append(Row("the model's own parameters, freed", host=0 if gpu else freed, device=freed if gpu else 0))
+    live = heap = saved = 0
+    if run is not None and gpu:
+        notes.append("activations are those that the CPU's kernels save")
+    if run is not None:
+        live, saved = run["live"], run["saved"]
+        heap = max(run["resident"], live) if not gpu else live
+        rows.append(Row("activations, saved for backward", host=0 if gpu else saved, device=saved if gpu else 0))
+        more = live - saved
+        what = "more at the peak" + (", with optimizer states" if torch_states else "")
+        rows.append(Row(what, host=0 if gpu else more, device=more if gpu else 0))
+        if heap > live:
+            rows.append(
+                Row(
+                    f"gradients ({plan.accumulator.short}) in the heap's free memory, holes"
+                    if leased
+                    else "holes that the heap keeps",
+                    host=heap - live,
+                )
+            )
+        notes.append(f"the peak of live tensors is in {run['at']}")
+        if not run["malloc"]:
+            notes.append("the C library's malloc is replaced here: what its heap keeps is not predicted")
+        if run["guesses"]:
+            notes.append(
+                f"the model reads values of tensors ({', '.join(run['guesses'])}); full masks and ones were assumed"
+            )
+    else:
+        notes.append("activations are not included: pass a sample batch")
+        if torch_states:
+            notes.append("states of a torch optimizer are not included: pass a sample batch")
+    if loaded or code:
+        rows.append(Row("Python modules and kernels, loaded once", host=loaded + code))
+    rank = max(init, host + (0 if gpu else freed + heap) + loaded) + code
+    device = sum(r.device for r in rows if r.device) if gpu else 0
+    return MemoryEstimate(
+        stage=plan.stage,
+        world=plan.world,
+        ranks_per_node=plan.ranks_per_node,
+        nodes=plan.nodes,
+        dtype=plan.dtype.name,
+        parameters=trained,
+        device=plan.device,
+        rows=tuple(_merge(rows)),
+        rank_peak=rank,
+        init_peak=init,
+        shared=shared,
+        node_peak=rank * plan.ranks_per_node + shared,
+        device_peak=device,
+        activations=saved,
+        live_peak=live,
+        heap_peak=heap,
+        largest_gradient=largest * plan.dtype.itemsize,
+        between_steps=plan.node_states,
+        backward_bound=plan.backward_bound,
+        known=run is not None,
+        steps=steps,
+        notes=tuple(notes),
+    )
