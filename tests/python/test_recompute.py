@@ -12,9 +12,10 @@ import weakref
 import pytest
 import tiny
 import torch
-from deepc.engine.states.recompute import Recomputation, _Hand
+from deepc.engine.states.recompute import Recomputation
 from deepc.errors import ConfigError
 from deepc.plan.predict import recompute
+from deepc.plan.predict.blocks import Hand
 from deepc.plan.predict.recompute import Call
 from ranks import run_ranks as _run_ranks
 from torch import nn
@@ -373,7 +374,7 @@ def test_blocks_of_an_owner_that_is_gone_are_taken_again(model):
     again = Recomputation(model, 10**9)
     assert again.budget == 10**9 and len(again._blocks) == blocks >= 4
     again.close()
-    assert not any(isinstance(v, _Hand) for m in model.modules() for v in m.__dict__.values())
+    assert not any(isinstance(v, Hand) for m in model.modules() for v in m.__dict__.values())
 
 
 def test_longer_batches_are_measured_and_shorter_ones_keep_more():

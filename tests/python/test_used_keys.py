@@ -158,6 +158,84 @@ def files(raw: dict, tmp: Path) -> list[str]:
     return sorted({str(p.relative_to(tmp).parent) for p in tmp.rglob("*") if p.is_file()})
 
 
+def lengths(raw: dict, tmp: Path) -> list[Any]:
+    """What a model that takes curriculum_seqlen is told, and the length of what it gets, from the loader."""
+    seen: list[Any] = []
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(4, 8)
+
+        def forward(self, x: torch.Tensor, curriculum_seqlen: int | None = None) -> torch.Tensor:
+            seen.append((curriculum_seqlen, x.shape[1]))
+            return self.words(x).square().mean()
+
+    data = torch.utils.data.TensorDataset(torch.zeros(32, 12, dtype=torch.long))
+    engine, _, loader, _ = deepc.initialize(model=Told(), config=_merge(BASE, raw), training_data=data)
+    kind = engine._config.curriculum_learning
+    if kind.enabled and kind.schedule_type == "custom":
+        engine.set_custom_curriculum_learning_schedule(lambda step: 7)
+    for (x,), _ in zip(loader, range(5)):
+        engine.backward(engine(x))
+        engine.step()
+    engine.destroy()
+    return [*seen, engine.curriculum.by_length]
+
+
+def checkpoints_told(raw: dict, tmp: Path) -> int:
+    """Lines that deepspeed.checkpointing.checkpoint has told."""
+    from deepc.compat.runtime import checkpointing
+
+    checkpointing.configure(None, deepspeed_config=_merge(BASE, raw))
+    try:
+        with _messages() as (lines, log):
+            log.setLevel(logging.INFO)
+            checkpointing.checkpoint(torch.sin, torch.ones(3, requires_grad=True)).sum().backward()
+        return sum("checkpoint " in line for line in lines)
+    finally:
+        checkpointing.configure(None)
+
+
+def contiguous(raw: dict, tmp: Path) -> tuple[bool, bool]:
+    """Whether inputs of checkpoints have a piece of memory, and one for many."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.linear, x * 1, use_reentrant=False).mean()
+
+    try:
+        engine = deepc.initialize(model=Again(), config=_merge(BASE, raw))[0]
+    except deepc.errors.ConfigError:
+        return False, False
+    engine.backward(engine(torch.ones(400, 64)))
+    committed = engine.activations.stats()["contiguous_committed"]
+    engine.destroy()
+    return committed > 0, committed > 1 << 20
+
+
+def _parted(rank: int, world: int, raw: dict) -> int:
+    from test_tensor_parallel import transformer
+
+    model = transformer("gpt2").train()
+    model.gradient_checkpointing_enable()
+    engine = deepc.initialize(model=model, config=_merge(BASE, raw))[0]
+    ids = torch.zeros(4, 16, dtype=torch.long)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    cut = engine.activations.stats()["bytes_cut"]
+    engine.destroy()
+    return cut
+
+
+def parted(raw: dict, tmp: Path) -> list[int]:
+    """Bytes of checkpoints' inputs of which two tensor-parallel ranks keep a part each."""
+    return run_ranks(_parted, 2, args=(raw,), env={"DEEPC_LOG_LEVEL": "WARNING"})
+
+
 def computed_again(raw: dict, tmp: Path) -> int:
     """How often the first layer of a PipelineModule ran for one micro-batch."""
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)]
@@ -387,6 +465,29 @@ ACTIVATIONS = {
     "activation_checkpointing": {"cpu_checkpointing": True},
     "deepc": {"activations": {"nvme_path": ".", "all": True, "min_bytes": 1}},
 }
+PARTED = {
+    "tensor_parallel": {"autotp_size": 2},
+    "activation_checkpointing": {"partition_activations": True},
+    "deepc": {"activations": {"min_bytes": 1024}},
+}
+CONTIGUOUS = {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 1}}
+CURRICULUM = {
+    "curriculum_learning": {
+        "enabled": True,
+        "min_difficulty": 2,
+        "max_difficulty": 10,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2},
+    }
+}
+_METRICS = {"seqlen_truncate": CURRICULUM["curriculum_learning"]}
+EFFICIENCY = {
+    "data_efficiency": {
+        "enabled": True,
+        "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": _METRICS}},
+    }
+}
+_SAMPLING = "data_efficiency.data_sampling"
 AUTO = {"precision": "auto", "deepc": {"precision": {"fp32_steps": 10}}}
 COMMS = {"comms_logger": {"enabled": True}}
 CSV = {"csv_monitor": {"enabled": True}}
@@ -517,6 +618,29 @@ ROWS: dict[str, tuple[dict, Any, Look]] = {
     ),
     "activation_checkpointing.cpu_checkpointing": (ACTIVATIONS, False, of("spilled")),
     "activation_checkpointing.budget": ({"activation_checkpointing": {"budget": "1GB"}}, None, of("recomputed")),
+    "activation_checkpointing.partition_activations": (PARTED, False, parted),
+    "activation_checkpointing.contiguous_memory_optimization": (CONTIGUOUS, False, contiguous),
+    "activation_checkpointing.number_checkpoints": (CONTIGUOUS, 16, contiguous),
+    "activation_checkpointing.profile": ({}, True, checkpoints_told),
+    "curriculum_learning.enabled": (CURRICULUM, False, lengths),
+    "curriculum_learning.curriculum_type": (CURRICULUM, "words", lengths),
+    "curriculum_learning.min_difficulty": (CURRICULUM, 8, lengths),
+    "curriculum_learning.max_difficulty": (CURRICULUM, 8, lengths),
+    "curriculum_learning.schedule_type": (CURRICULUM, "custom", lengths),
+    "curriculum_learning.schedule_config": (
+        CURRICULUM,
+        {"total_curriculum_step": 2, "difficulty_step": 2},
+        lengths,
+    ),
+    "data_efficiency.enabled": (EFFICIENCY, False, lengths),
+    f"{_SAMPLING}.enabled": (EFFICIENCY, False, lengths),
+    f"{_SAMPLING}.curriculum_learning.enabled": (EFFICIENCY, False, lengths),
+    f"{_SAMPLING}.curriculum_learning.curriculum_metrics": (
+        EFFICIENCY,
+        {"seqlen_truncate": {**CURRICULUM["curriculum_learning"], "min_difficulty": 6}},
+        lengths,
+    ),
+    "deepc.curriculum": (CURRICULUM, "truncate", lengths),
     "deepc.activations.nvme_path": (ACTIVATIONS, None, of("spilled")),
     "deepc.activations.all": (ACTIVATIONS, False, of("spilled")),
     "deepc.activations.min_bytes": (ACTIVATIONS, 1 << 16, of("spilled")),

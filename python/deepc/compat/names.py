@@ -144,6 +144,8 @@ MODULES: dict[str, str] = {
             MAX_GRAD_NORM FP16 BFLOAT16 STEPS_PER_PRINT ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE
         """
     ),
+    "runtime.data_pipeline": "",
+    "runtime.data_pipeline.curriculum_scheduler": "deepc.optim.curriculum: CurriculumScheduler",
     "runtime.dataloader": "deepc.compat.helpers.utils: RepeatingLoader DeepSpeedDataLoader",
     "runtime.engine": (
         """
@@ -305,7 +307,7 @@ _GONE = "it was removed from DeepSpeed as well"
 _NVME = "deepc has its own files on NVMe (deepc.offload); offload_optimizer {device: nvme} works"
 _BUILD = "deepc compiles nothing on your machine, so there are no op builders; `deepc doctor` shows which kernels run"
 _COMPRESSION = "it was removed from DeepSpeed as well; quantize after training"
-_DATA = "curriculum and data efficiency are not built yet"
+_DATA = "random-LTD, sampling by difficulty and the analysis of data are not built yet"
 
 LACKING: dict[str, str] = {
     "DualPipeVEngine": _DUAL,

@@ -90,7 +90,6 @@ _AIO = "blocks go to io_uring, many at a time, from one thread (or to threads of
 _OVERLAPS = "with device nvme, reads, arithmetic and writes always overlap"
 _NO_BUFFERS = "parameters are read from the disk straight into the memory that the model computes with"
 _OWN_WRITER = "deepc has one checkpoint writer, which streams tensors straight from memory"
-_ACT = "DeepSpeed's own activation checkpointing (torch.utils.checkpoint works)"
 _WITH_THE_CORE = "sums over tensor-parallel ranks run on the cores that compute"
 _NO_TP = "there are no tensor-parallel ranks"
 _COMPILE = "DeepCompile (torch.compile on the module works)"
@@ -717,7 +716,13 @@ KEYS: tuple[Key, ...] = (
     _inert("checkpoint.writer", "object", None, "Fast writer.", _OWN_WRITER),
     _later("datastates_ckpt", "gated", None, "DataStates checkpoints"),
     # ---- later capabilities ------------------------------------------------------------------------------------------
-    _later("activation_checkpointing.partition_activations", "bool", False, _ACT),
+    _active(
+        "activation_checkpointing.partition_activations",
+        "bool",
+        False,
+        "With tensor-parallel ranks: of the inputs of checkpointed blocks each rank keeps a part until backward"
+        " (docs/activations.md).",
+    ),
     _active(
         "activation_checkpointing.cpu_checkpointing",
         "bool",
@@ -732,10 +737,33 @@ KEYS: tuple[Key, ...] = (
         'Bytes that autograd may hold between forward and backward: a number, or text such as "8GB" or "8 GiB". Blocks'
         " are recomputed in backward so that it is kept, those that cost the least time (docs/recomputation.md).",
     ),
-    _later("activation_checkpointing.contiguous_memory_optimization", "bool", False, _ACT),
-    _later("activation_checkpointing.number_checkpoints", "any", None, _ACT, ok=ANY),
-    _later("activation_checkpointing.synchronize_checkpoint_boundary", "bool", False, _ACT),
-    _later("activation_checkpointing.profile", "bool", False, _ACT),
+    _active(
+        "activation_checkpointing.contiguous_memory_optimization",
+        "bool",
+        False,
+        "Inputs of checkpointed blocks lie in one piece of memory, which stays from step to step. CPUs.",
+    ),
+    _active(
+        "activation_checkpointing.number_checkpoints",
+        "any",
+        None,
+        "With contiguous_memory_optimization: how many checkpoints a forward has; memory for as many is taken at once."
+        " A number; null and false: not said.",
+    ),
+    _inert(
+        "activation_checkpointing.synchronize_checkpoint_boundary",
+        "bool",
+        False,
+        "Waits for the device where a call of deepspeed.checkpointing.checkpoint begins and ends, in backward too.",
+        "a CPU computes when it is asked",
+        inert_on="cpu",
+    ),
+    _active(
+        "activation_checkpointing.profile",
+        "bool",
+        False,
+        "Logs what each call of deepspeed.checkpointing.checkpoint takes in forward and backward.",
+    ),
     _active("aio.block_size", "int", 1048576, "Bytes of a transfer, with device nvme; a multiple of 4096.", gt=0),
     _active("aio.queue_depth", "int", 8, "Transfers on their way at a time, with device nvme; absent: 64.", gt=0),
     _inert("aio.intra_op_parallelism", "int", 1, "Threads of a transfer.", _AIO, gt=0),
@@ -889,8 +917,70 @@ KEYS: tuple[Key, ...] = (
     _later("compile.keep_int_input_tensors", "bool", True, _COMPILE, ok=ANY),
     _later("compile.keep_all_input_tensors", "bool", False, _COMPILE, ok=ANY),
     _later("compile.passes", "strings", None, _COMPILE),
-    _later("data_efficiency", "gated", None, "data efficiency (curriculum sampling, random-LTD, dynamic batching)"),
-    _later("curriculum_learning", "gated", None, "curriculum learning"),
+    _active("data_efficiency.enabled", "bool", False, "Curriculum over metrics of the samples (docs/curriculum.md)."),
+    _inert(
+        "data_efficiency.seed", "int", 1234, "Seed of the draw.", "the loader of training_data draws as it always does"
+    ),
+    _active("data_efficiency.data_sampling.enabled", "bool", False, "The part of data_efficiency that deepc has."),
+    _inert(
+        "data_efficiency.data_sampling.num_epochs", "int", 1000, "Length of the data.", "loops say when they end", ge=1
+    ),
+    _inert(
+        "data_efficiency.data_sampling.num_workers",
+        "int",
+        0,
+        "Workers of the loader.",
+        "the loader of training_data reads in this process",
+        ge=0,
+    ),
+    _inert(
+        "data_efficiency.data_sampling.pin_memory", "bool", False, "Page-locked batches.", "batches stay where they are"
+    ),
+    _active("data_efficiency.data_sampling.curriculum_learning.enabled", "bool", False, "Follow the schedules below."),
+    _inert(
+        "data_efficiency.data_sampling.curriculum_learning.data_cluster_path",
+        "str",
+        None,
+        "Folder for lists of samples.",
+        "without sampling by difficulty there are none",
+    ),
+    _active(
+        "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
+        "object",
+        None,
+        "{name: {min_difficulty, max_difficulty, schedule_type, schedule_config, ...}}, as of curriculum_learning;"
+        " seqlen_truncate cuts what the loader gives, others are for engine.set_data_post_process_func.",
+    ),
+    _later("data_efficiency.data_sampling.dynamic_batching", "gated", None, "dynamic batching"),
+    _later("data_efficiency.data_routing", "gated", None, "random-LTD (token dropping)"),
+    _active(
+        "curriculum_learning.enabled",
+        "bool",
+        False,
+        "Sequences begin short and become longer (docs/curriculum.md).",
+    ),
+    _active(
+        "curriculum_learning.curriculum_type",
+        "str",
+        "seqlen",
+        "seqlen: the difficulty is the length of sequences; another name: engine.curriculum.scheduler has it.",
+    ),
+    _active("curriculum_learning.min_difficulty", "int", None, "The length at the beginning.", ge=0),
+    _active("curriculum_learning.max_difficulty", "int", None, "The length at the end.", ge=0),
+    _active(
+        "curriculum_learning.schedule_type",
+        "str",
+        None,
+        "How the one becomes the other; custom: engine.set_custom_curriculum_learning_schedule.",
+        choices=("fixed_linear", "fixed_root", "fixed_discrete", "custom"),
+    ),
+    _active(
+        "curriculum_learning.schedule_config",
+        "object",
+        None,
+        "fixed_linear: total_curriculum_step, difficulty_step; fixed_root: root_degree also; fixed_discrete: lists"
+        " difficulty, max_step.",
+    ),
     _later("elasticity", "gated", None, "elastic training"),
     _active(
         "sparse_attention",
@@ -928,6 +1018,14 @@ KEYS: tuple[Key, ...] = (
         None,
         "Elements of one gradient bucket; null: from zero_optimization.reduce_bucket_size and the model.",
         gt=0,
+    ),
+    _active(
+        "deepc.curriculum",
+        "str",
+        "auto",
+        "With a curriculum by length: forward: the model's forward gets curriculum_seqlen; truncate: batches are cut;"
+        " auto: forward where it takes that argument, or any (but transformers' models).",
+        choices=("auto", "forward", "truncate"),
     ),
     _active(
         "deepc.deterministic",

@@ -114,6 +114,7 @@ class Loader:
         self._offload_rules()
         self._activation_rules()
         self._budget_rules()
+        self._curriculum_rules()
         self._zeropp_rules()
         self._timeline_rules()
         self._mesh_rules()
@@ -368,16 +369,43 @@ class Loader:
                     self.inert.append(InertKey(key, self.values[key], reason))
 
     def _activation_rules(self) -> None:
-        path, section = "activation_checkpointing.cpu_checkpointing", "deepc.activations"
-        on, folder = self.get(path), self.get(f"{section}.nvme_path")
+        checkpoints, section = "activation_checkpointing", "deepc.activations"
+        path, cut, piece = (
+            f"{checkpoints}.{name}"
+            for name in ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
+        )
+        number = f"{checkpoints}.number_checkpoints"
+        on, folder, count = self.get(path), self.get(f"{section}.nvme_path"), self.get(number)
+        contiguous = self.get(piece)
+        if count is False:
+            count = self.values[number] = None
+        elif count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            self.fail(number, count, "must be a number of checkpoints, 1 or more, null or false.")
         if on and folder and self.device != "cpu":
             self.fail(f"{section}.nvme_path", folder, f"exists on CPUs, and this run is on {self.device}. Remove it.")
         elif on and not folder and self.device == "cpu":
             reason = f"a CPU run keeps everything in host memory anyway; {section}.nvme_path puts activations on disk"
             self.inert.append(InertKey(path, on, reason))
+        shared = self.get(cut) and (self.get("tensor_parallel.autotp_size") or 1) > 1
+        if self.get(cut) and not shared:
+            reason = "without tensor-parallel ranks (tensor_parallel.autotp_size) nobody else has the other parts"
+            self.inert.append(InertKey(cut, True, reason))
+        if contiguous and self.device != "cpu":
+            self.fail(piece, True, f"exists on CPUs, and this run is on {self.device}. Remove it.")
+        elif contiguous and on and folder:
+            self.fail(
+                piece, True, f"does not go with {path} and {section}.nvme_path, which put it on disk. Remove one."
+            )
+        elif contiguous and count is None:
+            self.fail(piece, True, f"needs {checkpoints}.number_checkpoints, the checkpoints of a forward. Add it.")
+        elif count is not None and not contiguous:
+            self.inert.append(InertKey(number, count, f"it needs {piece}"))
         if not on or (self.device == "cpu" and not folder):
             needs = f"it needs {path}" + (f" and {section}.nvme_path" if self.device == "cpu" else "")
-            for key in (f"{section}.nvme_path", f"{section}.all", f"{section}.min_bytes"):
+            keys = ["all"]
+            if self.device != "cpu" or self.get(f"{checkpoints}.budget") is None:
+                keys += ["nvme_path", *["min_bytes"] * (not shared and not contiguous)]
+            for key in (f"{section}.{k}" for k in keys):
                 if self.values.get(key):
                     self.inert.append(InertKey(key, self.values[key], needs))
 
@@ -392,9 +420,46 @@ class Loader:
             self.fail(path, given, 'must be a number of bytes above 0, or text such as "8GB", "500 MiB".')
             return
         self.values[path] = nbytes
-        for key, least in (("pipeline.stages", 1), ("tensor_parallel.autotp_size", 1), ("sequence_parallel_size", 1)):
-            if isinstance(value := self.get(key), int) and value > least:
-                self.fail(path, given, f"does not exist together with {key} = {value} yet. Remove one of them.")
+        if isinstance(value := self.get("pipeline.stages"), int) and value > 1:
+            self.fail(path, given, f"does not exist together with pipeline.stages = {value} yet. Remove one of them.")
+
+    def _curriculum_rules(self) -> None:
+        from ..optim.curriculum import CurriculumScheduler
+
+        def check(path: str, schedule: Any) -> None:
+            try:
+                CurriculumScheduler(schedule)
+            except ConfigError as exc:
+                self.errors.append(f"{self.name}: {path}: {exc}")
+
+        section = "curriculum_learning"
+        names = ("curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
+        if self.get(f"{section}.enabled"):
+            check(section, {n: self.get(f"{section}.{n}") for n in names})
+        else:
+            for key in (*(f"{section}.{n}" for n in names), "deepc.curriculum"):
+                if self.values.get(key) is not None:
+                    self.inert.append(InertKey(key, self.values[key], f"it needs {section}.enabled"))
+        section = "data_efficiency.data_sampling.curriculum_learning"
+        if not all(self.get(f"{s}.enabled") for s in ("data_efficiency", "data_efficiency.data_sampling", section)):
+            return
+        path = f"{section}.curriculum_metrics"
+        metrics = self.get(path)
+        if not metrics:
+            self.fail(path, metrics, "must be an object {name: {min_difficulty, max_difficulty, schedule_type, ...}}.")
+            return
+        for name, metric in metrics.items():
+            if not isinstance(metric, Mapping):
+                self.fail(f"{path}.{name}", metric, "must be an object {min_difficulty, max_difficulty, ...}.")
+                continue
+            if (kind := metric.get("clustering_type", "single_cluster")) != "single_cluster":
+                self.fail(
+                    f"{path}.{name}.clustering_type",
+                    kind,
+                    "asks for samples drawn by their difficulty, which deepc does not have yet. Set it to"
+                    ' "single_cluster", and see to the difficulty in engine.set_data_post_process_func.',
+                )
+            check(f"{path}.{name}", metric)
 
     def _nvme_rules(self, path: str) -> None:
         """Optimizer states on disk."""

@@ -237,8 +237,61 @@ class PrecisionConfig:
 class ActivationCheckpointingConfig:
     """Section activation_checkpointing. budget: bytes."""
 
+    partition_activations: bool
     cpu_checkpointing: bool
+    contiguous_memory_optimization: bool
+    number_checkpoints: int | None
+    synchronize_checkpoint_boundary: bool
+    profile: bool
     budget: int | None
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Section curriculum_learning."""
+
+    enabled: bool
+    curriculum_type: str
+    min_difficulty: int | None
+    max_difficulty: int | None
+    schedule_type: str | None
+    schedule_config: dict[str, Any] | None
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """As optim/curriculum.py takes it."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class DataCurriculumConfig:
+    """Section data_efficiency.data_sampling.curriculum_learning."""
+
+    enabled: bool
+    curriculum_metrics: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class DataSamplingConfig:
+    """Section data_efficiency.data_sampling."""
+
+    enabled: bool
+    curriculum_learning: DataCurriculumConfig
+
+
+@dataclass(frozen=True)
+class DataEfficiencyConfig:
+    """Section data_efficiency."""
+
+    enabled: bool
+    data_sampling: DataSamplingConfig
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The schedules to follow, by the metric's name; {} if something is off."""
+        sampling = self.data_sampling
+        on = self.enabled and sampling.enabled and sampling.curriculum_learning.enabled
+        return (sampling.curriculum_learning.curriculum_metrics or {}) if on else {}
 
 
 @dataclass(frozen=True)
@@ -281,6 +334,7 @@ class DeepcConfig:
     """Section deepc: our own keys."""
 
     bucket_elems: int | None
+    curriculum: str
     deterministic: str | None
     fuse: bool | str | tuple[str, ...]
     max_lost_steps: int
@@ -323,6 +377,8 @@ class Config:
     pipeline: PipelineConfig
     tensor_parallel: TensorParallelConfig
     sequence_parallel_size: int
+    curriculum_learning: CurriculumConfig
+    data_efficiency: DataEfficiencyConfig
     sparse_attention: dict[str, Any] | None
     checkpoint: CheckpointConfig
     comms_logger: CommsLoggerConfig
@@ -432,7 +488,7 @@ def _fill(asked: Loader, cls: type[_T], prefix: str, **given: Any) -> _T:
 
 
 def _build(asked: Loader) -> Config:
-    zero = "zero_optimization"
+    zero, sampling = "zero_optimization", "data_efficiency.data_sampling"
     stage, overlap = asked.get(f"{zero}.stage"), asked.get(f"{zero}.overlap_comm")
     batch = dict(zip(TRIANGLE, asked.triangle or (asked.values.get(k) for k in TRIANGLE), strict=True))
     return _fill(
@@ -457,6 +513,18 @@ def _build(asked: Loader) -> Config:
         data_types=DataTypesConfig(asked.get("data_types.grad_accum_dtype") or "fp32"),
         pipeline=_fill(asked, PipelineConfig, "pipeline"),
         tensor_parallel=_fill(asked, TensorParallelConfig, "tensor_parallel"),
+        curriculum_learning=_fill(asked, CurriculumConfig, "curriculum_learning"),
+        data_efficiency=_fill(
+            asked,
+            DataEfficiencyConfig,
+            "data_efficiency",
+            data_sampling=_fill(
+                asked,
+                DataSamplingConfig,
+                sampling,
+                curriculum_learning=_fill(asked, DataCurriculumConfig, f"{sampling}.curriculum_learning"),
+            ),
+        ),
         checkpoint=_fill(asked, CheckpointConfig, "checkpoint"),
         comms_logger=_fill(asked, CommsLoggerConfig, "comms_logger"),
         flops_profiler=_fill(asked, FlopsProfilerConfig, "flops_profiler"),

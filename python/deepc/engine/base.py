@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .events import Events
     from .policy.precision import AutoPrecision, DynamicLossScaler, StaticLossScaler
     from .states.activations import Activations
+    from .states.curriculum import Curriculum
     from .states.recompute import Recomputation
 
 logger = logging.getLogger("deepc")
@@ -155,6 +156,7 @@ class EngineBase(ModelWrapper):
     hooks: GradientHooks
     activations: Activations  # where what autograd saves goes
     recomputation: Recomputation  # what it does not save
+    curriculum: Curriculum  # what of its batches a step gets
     scaler: StaticLossScaler | DynamicLossScaler | None
     lr_scheduler: Scheduler | None
     skips: Skips  # the steps that were skipped since the last applied one

@@ -25,6 +25,7 @@ from ..errors import ArgumentError, ConfigError, DeepcError, DiskError, Unsuppor
 from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..optim.rules import LAMB, ONEBIT
+from ..parallel.axes import axis_group
 from ..parallel.expert.group import expert_group
 from ..parallel.expert.layer import MoE
 from ..parallel.expert.spread import ranks_of_experts, share_gradients, spread_parameters
@@ -32,7 +33,7 @@ from ..parallel.judged import Parts
 from ..parallel.mpu import as_mpu_says, refuse_another_order
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
 from ..parallel.tensor.cut import cuts_of
-from ..parallel.tensor.group import refuse_unequal, tensor_group
+from ..parallel.tensor.group import TensorGroup, refuse_unequal, tensor_group
 from ..parallel.tensor.rules import as_noted
 from ..plan.derive import Machine, derive, meta_of
 from ..plan.mesh import Mesh
@@ -54,7 +55,8 @@ from .data import make_loader
 from .events import Events, Watcher
 from .policy import precision
 from .policy.choose import choose_policy
-from .states.activations import Activations
+from .states.activations import Activations, Moves
+from .states.curriculum import Curriculum
 from .states.recompute import Recomputation
 
 if TYPE_CHECKING:
@@ -247,6 +249,7 @@ def assemble(
         choose_matmul(engine)
         make_states(engine, named, group_of, undo)
         make_activations(engine, undo)
+        engine.curriculum = Curriculum(config, engine.module, engine.part is not None)
         engine.scaler, engine.skips = precision.make_scaler(config), Skips(config.deepc.max_lost_steps)
         engine.lr_scheduler = make_scheduler(engine, given.lr_scheduler)
         engine.training_dataloader = make_loader(
@@ -259,6 +262,10 @@ def assemble(
             rank=engine.mesh.coordinates(engine.everyone.rank).dp,
             make_sampler=engine.step_policy.make_sampler,
         )
+        if engine.training_dataloader is not None and engine.curriculum.metrics:
+            engine.training_dataloader.changes = lambda batch: engine.curriculum.of_loader(
+                engine.global_steps + 1, batch
+            )
         hold_parameters(engine, undo)
         owners.enter(engine)
         engine.model_watch = ModelWatch(model)
@@ -731,18 +738,32 @@ def sharers_of(engine: EngineBase) -> Sharers | None:
 
 
 def make_activations(engine: EngineBase, undo: contextlib.ExitStack) -> None:
-    """Where what autograd saves goes. Fails on all ranks."""
+    """Where what autograd saves goes, and what it does not save. Fails on all ranks."""
+    section, asked, mesh = engine._config.activation_checkpointing, engine._config.deepc.activations, engine.mesh
     failure: Exception | None = None
+    moves: Moves | None = None
+    together_with = [tensor_group(mesh)] if mesh.tp > 1 else []
     try:
-        engine.activations = Activations(engine.module, engine._config, engine.device)
+        engine.activations = Activations(
+            engine.module, engine._config, engine.device, together_with[0] if together_with else None
+        )
         undo.callback(engine.activations.close)
+        if section.budget is not None and asked.nvme_path and engine.plan.mode != "streamed":
+            moves = Moves(asked.nvme_path, asked.min_bytes)
+            undo.callback(moves.close)
     except DeepcError as exc:
         failure = exc
-    budget = engine._config.activation_checkpointing.budget
-    engine.recomputation = Recomputation(engine.module, budget)  # alike on all ranks, and so are its refusals
-    undo.callback(engine.recomputation.close)
-    if engine._config.deepc.activations.nvme_path:
+    if asked.nvme_path:
         together(engine.everyone, failure)
+    if mesh.sp > 1:
+        together_with.append(axis_group(mesh, "sp", TensorGroup.of))
+
+    def most(t: torch.Tensor) -> None:
+        for group in together_with:
+            group.add_up(t, "max")
+
+    engine.recomputation = Recomputation(engine.module, section.budget, most if together_with else None, moves)
+    undo.callback(engine.recomputation.close)
 
 
 def hold_parameters(engine: EngineBase, undo: contextlib.ExitStack) -> None:
@@ -786,6 +807,8 @@ def report(engine: EngineBase, given: Given, fused: FuseSummary | None, reordere
             logging.WARNING,
         )
     if told := engine.step_policy.describe():
+        say(engine, told)
+    if told := engine.curriculum.describe():
         say(engine, told)
     for key, value, reason in engine.state.inert(engine._config.inert):
         say(engine, f"config: {key} = {value!r} has no effect here: {reason}")

@@ -68,7 +68,7 @@ class _TimedIterator:
         finally:
             waits.add("data", time.perf_counter() - began)
         self._loader.given(self)
-        return batch
+        return batch if self._loader.changes is None else self._loader.changes(batch)
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]
@@ -82,6 +82,7 @@ class TimedLoader(torch.utils.data.DataLoader[Any]):
     and the samples that had been given at the engine's last step, which a checkpoint keeps (state_dict); after
     load_state_dict the next iteration goes on there, in any number of ranks."""
 
+    changes: Callable[[Any], Any] | None = None  # what is made of a batch before it is given
     _dealt: DealtSampler | MicroBatchSampler | None = None  # who deals the samples out; None: a stream
     _ranks = 1
     _micro = 0

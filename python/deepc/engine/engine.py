@@ -57,6 +57,8 @@ class Engine(EngineBase):
         if self.unequal_batches is not None and torch.is_grad_enabled():
             self.unequal_batches((inputs, kwargs))
             self.unequal_batches = None
+        if self.curriculum.scheduler is not None and self.module.training:
+            inputs, kwargs = self.curriculum.forward(self.global_steps + 1, inputs, kwargs)
         self.events.begin("forward", (inputs, kwargs))
         try:
             with self.activations.around(), self.recomputation.around((inputs, kwargs)):
@@ -102,7 +104,7 @@ class Engine(EngineBase):
         """A pass of the hooks around it. Where parameters or activations lie on disk: if the disk of some rank breaks
         it off, the pass comes to its end, and the error is the same on all ranks."""
         boundary = self.is_gradient_accumulation_boundary()
-        if not self.plan.parameters_on and not self.activations.on_disk:
+        if not (self.plan.parameters_on or self.activations.on_disk or self.recomputation.on_disk):
             self.hooks.run(backward, boundary, self.loss_scale)
             return
         mine: DiskError | None = None
@@ -286,6 +288,16 @@ class Engine(EngineBase):
         self.hooks.discard()
         self.step_policy.discard()
         self.events.end("discard")
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Any) -> None:
+        """The schedules of type custom: {metric: function}, or one function; of a step (the first is 1), the
+        difficulty. For curriculum_learning the metric is its curriculum_type."""
+        self.curriculum.set_custom(schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """function(batch, {"current_difficulties": {metric: difficulty}, "curriculum_step"}) -> batch, of what the
+        loader of training_data gives, with the metrics of data_efficiency."""
+        self.curriculum.post_process = post_process_func
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # torch has no annotation for its own
         """Compiles the module in place (torch.nn.Module.compile). Hooks stay outside of the graph. In streamed mode

@@ -111,6 +111,8 @@ class PipelineEngine(Engine):
         the same. Returns the mean loss of all micro-batches and pipelines, on every rank. Collective."""
         self.require_alive("train_batch")
         batches = self._draw_together(data_iter, self.micro_batches, trains=True)
+        if self.curriculum.scheduler is not None:
+            batches = self.curriculum.micro_batches(self.global_steps + 1, batches)
         if self.unequal_batches is not None:
             self.unequal_batches(batches)
             self.unequal_batches = None

@@ -24,7 +24,7 @@ from ...observe import watch
 from ..helpers.groups import engine_has
 from ..helpers.timer import ThroughputTimer
 from ..helpers.utils import DeepSpeedDataLoader
-from . import optimizers, zero_to_fp32
+from . import checkpointing, optimizers, zero_to_fp32
 from .parameters import NoHooks
 from .settings import models
 from .zero import grad as zero_grad
@@ -35,7 +35,6 @@ _UNSUPPORTED_METHODS = {
         " engine.backward(loss); engine.step()"
     ),
     "eval_batch": ("it belongs to engines of a deepspeed.pipe.PipelineModule; run engine(batch) under torch.no_grad()"),
-    "set_custom_curriculum_learning_schedule": "curriculum learning is not built yet",
     "register_compile_pass": "DeepCompile does not exist in deepc; use engine.compile() (torch.compile)",
     "sparse_allreduce": "gradients are reduced by backward",
     "allreduce_bucket": "gradients are reduced by backward",
@@ -256,6 +255,30 @@ class DeepSpeedEngine(Engine):
     @property
     def communication_data_type(self) -> torch.dtype:
         return torch_dtype(self.plan.wire)
+
+    # ---- curriculum --------------------------------------------------------------------------------------------------
+    def curriculum_enabled_legacy(self) -> bool:
+        return self._config.curriculum_learning.enabled
+
+    def curriculum_params_legacy(self) -> dict[str, Any]:
+        return {k: v for k, v in self._section("curriculum_learning").items() if k != "enabled"}
+
+    @property
+    def curriculum_scheduler_legacy(self) -> Any:
+        return self.curriculum.scheduler
+
+    def data_efficiency_enabled(self) -> bool:
+        return self._config.data_efficiency.enabled
+
+    def curriculum_learning_enabled(self) -> bool:
+        return bool(self.curriculum.metrics)
+
+    def curriculum_learning_config(self) -> dict[str, Any]:
+        section = self._section("data_efficiency").get("data_sampling", {}).get("curriculum_learning", {})
+        return dict(section)
+
+    def random_ltd_enabled(self) -> bool:
+        return False
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.config.get(name)
@@ -521,4 +544,5 @@ def initialize(
         config=given,
     )
     engine_has(made[0].mesh)
+    checkpointing.follow(made[0]._config.activation_checkpointing)
     return made

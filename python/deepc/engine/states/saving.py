@@ -265,6 +265,7 @@ def _engine_state(engine: EngineBase) -> dict[str, Any]:
             else None
         ),
         "data": engine.training_dataloader.state_dict() if engine.training_dataloader is not None else None,
+        "curriculum": engine.curriculum.state_dict(),
         "averages": {label: average.updates for label, average in engine.averages.items()},
     }
 
@@ -507,6 +508,7 @@ def _load_engine_state(
 ) -> None:
     engine.global_steps, engine.global_samples = saved["global_steps"], saved["global_samples"]
     engine.micro_steps, engine.skipped_steps = saved["micro_steps"], saved["skipped_steps"]
+    engine.curriculum.load_state_dict(saved.get("curriculum", {}))
     if saved["world_size"] != engine.everyone.world or engine.micro_steps % engine.gradient_accumulation_steps():
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if optimizer_states:

@@ -90,6 +90,17 @@ class TensorGroup:
             _all_gather(rows.view(-1), t.view(-1), group=self.process_group)
         return torch.cat([rows[r].narrow(dim, 0, w) for r, w in enumerate(widths)], dim)
 
+    def rows_of(self, t: torch.Tensor) -> torch.Tensor:
+        """[size * n]: all ranks' `t` [n] (contiguous), one after the other."""
+        if self.size == 1:
+            return t
+        rows = torch.empty(self.size * t.numel(), dtype=t.dtype, device=t.device)
+        if (core := self._core(t)) is not None:
+            core.all_gather(rows, t)
+        else:
+            _all_gather(rows, t, group=self.process_group)
+        return rows
+
     def scatter_sum(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's of equal parts, along `dim`, of all ranks' `t` added up."""
         if self.size == 1:

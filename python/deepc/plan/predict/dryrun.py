@@ -34,6 +34,7 @@ from ...core import memory
 from ...core.foreign import patches, private
 from ...core.lib import C, call
 from ...errors import ArgumentError, DeepcError, UnsupportedError
+from .shapes import WithoutValues, Work
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -660,6 +661,7 @@ def run(
     update: Callable[..., Callable[[], Any]] | None,
     keeps_frozen: bool,
     cast_inputs: bool = False,
+    budget: int | None = None,
 ) -> dict[str, Any]:
     """`steps` steps of `accumulation` micro-batches each, as the engine does them. Only in a child: the model is
     spoilt.
@@ -691,7 +693,9 @@ def run(
         p.register_post_accumulate_grad_hook(reducer.hook(i))
     saved = largest = 0
     step = update(fake.trained, mode, tracker) if update is not None else None
-    with mode, tracker:
+    work = Work()
+    again = WithoutValues(model, budget, work)
+    with mode, tracker, contextlib.nullcontext() if budget is None else work:
         batch = tree_map_only(
             torch.Tensor,
             lambda t: torch.empty_strided(
@@ -706,9 +710,10 @@ def run(
         for _ in range(steps):
             for _ in range(accumulation):
                 reducer.begin()
-                loss = loss_of(call_model(model, batch), batch, loss_fn)
-                if not saved:
-                    saved = tracker.live
+                with again.around(batch):
+                    loss = loss_of(call_model(model, batch), batch, loss_fn)
+                if not saved or budget is not None:  # the first forward recomputes all
+                    saved = max(saved, tracker.live)
                 (loss / accumulation if accumulation > 1 else loss).backward()
                 reducer.finish()
                 del loss

@@ -1,47 +1,84 @@
-"""Recomputation by budget: which blocks keep what autograd saves, and which compute it again in backward. Data only."""
+"""Recomputation by budget: which blocks keep what autograd saves, which compute it again in backward, and of which it
+lies on disk meanwhile. Data only."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-# bytes held, seconds, and the path: (the path before, whether the last call is recomputed), () at the start
-_State = tuple[int, float, tuple[Any, ...]]
 MOST_STATES = 4096  # of the search, after a call; beyond it bytes are rounded up
 
 
 @dataclass(frozen=True)
 class Call:
     """A block's call in a forward. Bytes: `saved` by autograd inside, beside `inputs`, which nothing before it held;
-    `outside`: what the forward saved before, outside of all blocks. seconds: of the forward."""
+    `outside`: what the forward saved before, outside of all blocks; `movable`: of `saved`, what could lie on disk;
+    `moving`: of that, what is in memory on its way there or back at most. seconds: of the forward."""
 
     saved: int
     inputs: int
     outside: int
     seconds: float
+    movable: int = 0
+    moving: int = 0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a disk. Seconds per byte: of a write, of a read, and `busy`, what both take of the processor together."""
+
+    write: float
+    read: float
+    busy: float
 
 
 @dataclass(frozen=True)
 class Choice:
-    """recomputed: per call; peak: bytes held at most, seconds: spent on computing again."""
+    """recomputed, moved (to disk): per call; peak: bytes held at most, seconds: spent on computing again and on waiting
+    for the disk."""
 
     recomputed: tuple[bool, ...]
     peak: int
     seconds: float
+    moved: tuple[bool, ...] = ()
 
 
-def peak(calls: Sequence[Call], outside: int, recomputed: Sequence[bool]) -> int:
+def peak(calls: Sequence[Call], outside: int, recomputed: Sequence[bool], moved: Sequence[bool] = ()) -> int:
     """Bytes that a forward and its backward hold at most. outside: saved by the whole forward outside of the calls.
 
     A call that keeps holds its inputs and what it saved, from its forward until its backward; one that is recomputed
-    its inputs, and the rest while its backward runs, when all behind it has gone."""
+    its inputs, and the rest while its backward runs, when all behind it has gone. One whose values lie on disk holds
+    them in its forward and in its backward, and beside them what is on its way."""
+    moved = moved or (False,) * len(calls)
     held = most = 0
-    for call, again in zip(calls, recomputed, strict=True):
-        if again:
+    for call, again, away in zip(calls, recomputed, moved, strict=True):
+        if again or away:
             most = max(most, call.outside + held + call.inputs + call.saved)
-        held += call.inputs + (0 if again else call.saved)
-    return max(most, outside + held)
+        held += call.inputs + (0 if again else call.saved - call.movable * away)
+    return max(most, outside + held) + _on_their_way(calls, moved)
+
+
+def _on_their_way(calls: Sequence[Call], moved: Sequence[bool]) -> int:
+    return max((c.moving for c, away in zip(calls, moved) if away), default=0)
+
+
+def waiting(calls: Sequence[Call], nbytes: int, rates: Rates) -> float:
+    """Seconds that `nbytes` on disk cost: writes go on beside the forward, reads beside the backward, which takes twice
+    as long; what is more than that is waited for."""
+    forward = sum(c.seconds for c in calls)
+    late = max(0.0, nbytes * rates.write - forward) + max(0.0, nbytes * rates.read - 2 * forward)
+    return late + nbytes * rates.busy
+
+
+def cost(
+    calls: Sequence[Call], recomputed: Sequence[bool], moved: Sequence[bool] = (), rates: Rates | None = None
+) -> float:
+    """Seconds of a choice."""
+    seconds = sum(c.seconds for c, again in zip(calls, recomputed) if again)
+    nbytes = sum(c.movable for c, away in zip(calls, moved) if away)
+    return seconds + (waiting(calls, nbytes, rates) if rates is not None and nbytes else 0.0)
 
 
 def least(calls: Sequence[Call], outside: int) -> int:
@@ -49,46 +86,88 @@ def least(calls: Sequence[Call], outside: int) -> int:
     return peak(calls, outside, [True] * len(calls))
 
 
-def choose(calls: Sequence[Call], outside: int, budget: int) -> Choice | None:
-    """What stays within `budget` bytes and costs the least time, or None if nothing does.
+class _State(NamedTuple):
+    """Of a prefix of the calls: bytes held, seconds of recomputing, bytes on disk; and the path: (the path before, the
+    last call's way), () at the start."""
 
-    Dynamic programming over the calls in order. What the rest needs to know of a prefix is the bytes that it holds; of
-    prefixes that hold no more than another and cost no more, one is enough. Exact as long as no more than MOST_STATES
-    of them differ (equal blocks have as many as blocks), beyond that bytes are rounded up to 1/MOST_STATES of the
-    budget: still within it."""
+    held: int
+    seconds: float
+    away: int
+    path: tuple[Any, ...]
+
+
+def choose(calls: Sequence[Call], outside: int, budget: int, rates: Rates | None = None) -> Choice | None:
+    """What stays within `budget` bytes and costs the least time, or None if nothing does. rates: of the disk that
+    values may go to; None: there is none.
+
+    Dynamic programming over the calls in order. What the rest needs to know of a prefix is the bytes that it holds,
+    and what it costs: of prefixes that are no better than another in anything, one is enough. Exact as long as no more
+    than MOST_STATES of them differ, beyond that bytes are rounded up to 1/MOST_STATES of the budget: still within it.
+    (Equal blocks have as many as blocks, with a disk half their square.)"""
     if least(calls, outside) > budget:
         return None
+    best = _search(calls, outside, budget, None)
+    if rates is not None:
+        # What is on its way is the largest call's that goes: one search for each such largest, of the calls up to it.
+        for most in sorted({c.moving for c in calls if c.movable}):
+            some = [c if c.moving <= most else replace(c, movable=0) for c in calls]
+            found = _search(some, outside, budget - most, rates)
+            if found is not None and found.seconds < best.seconds:
+                best = replace(found, peak=peak(calls, outside, found.recomputed, found.moved))
+    return best
+
+
+def _search(calls: Sequence[Call], outside: int, budget: int, rates: Rates | None) -> Any:
+    """The best within `budget`, beside which there is what is on its way; None only with `rates`."""
     inputs_left = sum(c.inputs for c in calls)
-    states: list[_State] = [(0, 0.0, ())]
+    states = [_State(0, 0.0, 0, ())]
     for call in calls:
         inputs_left -= call.inputs
         after: list[_State] = []
-        for held, seconds, path in states:
-            if call.outside + held + call.inputs + call.saved <= budget:
-                after.append((held + call.inputs, seconds + call.seconds, (path, True)))
-            kept = held + call.inputs + call.saved
-            if outside + kept + inputs_left <= budget:
-                after.append((kept, seconds, (path, False)))
+        for held, seconds, away, path in states:
+            whole = held + call.inputs + call.saved
+            if call.outside + whole <= budget:
+                after.append(_State(held + call.inputs, seconds + call.seconds, away, (path, 1)))
+                if rates is not None and call.movable:
+                    after.append(_State(whole - call.movable, seconds, away + call.movable, (path, 2)))
+            if outside + whole + inputs_left <= budget:
+                after.append(_State(whole, seconds, away, (path, 0)))
         states = _undominated(after)
         if len(states) > MOST_STATES:
             step = max(1, budget // MOST_STATES)
-            states = _undominated([(-(-held // step) * step, s, path) for held, s, path in states])
-    fitting = [s for s in states if outside + s[0] <= budget]
+            states = _undominated([s._replace(held=-(-s.held // step) * step) for s in states])
+    fitting = [s for s in states if outside + s.held <= budget]
+    if not fitting and rates is not None:
+        return None
     if not fitting:  # rounding left nothing: all are recomputed, which fits
-        best: tuple[bool, ...] = (True,) * len(calls)
+        ways = [1] * len(calls)
     else:
-        path = min(fitting, key=lambda s: s[1])[2]
-        found: list[bool] = []
+        path = min(fitting, key=lambda s: s.seconds + (waiting(calls, s.away, rates) if rates is not None else 0)).path
+        ways = []
         while path:
-            path, again = path
-            found.append(again)
-        best = tuple(reversed(found))
-    return Choice(best, peak(calls, outside, best), sum(c.seconds for c, again in zip(calls, best) if again))
+            path, way = path
+            ways.append(way)
+        ways.reverse()
+    again, away_ = tuple(w == 1 for w in ways), tuple(w == 2 for w in ways)
+    moved = away_ if any(away_) else ()
+    return Choice(again, peak(calls, outside, again, moved), cost(calls, again, moved, rates), moved)
 
 
 def _undominated(states: list[_State]) -> list[_State]:
+    """Those that no other one beats in bytes held, seconds and bytes on disk. Of those that hold less than one at hand
+    the best pairs of the other two are kept as a staircase: seconds rise and bytes fall."""
     out: list[_State] = []
-    for state in sorted(states, key=lambda s: (s[0], s[1])):
-        if not out or state[1] < out[-1][1]:
-            out.append(state)
+    seconds: list[float] = []
+    aways: list[int] = []
+    for state in sorted(states, key=lambda s: (s.held, s.seconds, s.away)):
+        at = bisect.bisect_right(seconds, state.seconds)
+        if at and aways[at - 1] <= state.away:
+            continue
+        end = at
+        while end < len(seconds) and aways[end] >= state.away:
+            end += 1
+        if at and seconds[at - 1] == state.seconds:  # the same time with more bytes
+            at -= 1
+        seconds[at:end], aways[at:end] = [state.seconds], [state.away]
+        out.append(state)
     return out

@@ -179,6 +179,7 @@ def predict(
             update=update,
             keeps_frozen=plan.stage < 3,
             cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
+            budget=config.activation_checkpointing.budget,
         )
     if isinstance(base, Optimizer) and not has_checkpointed():
         loaded = 0

@@ -41,7 +41,7 @@ def options_of(case: Case, have: int) -> list[Option]:
     if world > 1 and stage < 3 and (case.device == "cpu" or stage < 2):
         better = 3 if case.device == "cpu" else 2
         tries.append((f"zero_optimization.stage {better}", {"zero_optimization": {"stage": better}}, rows, False))
-    if case.batch is not None:
+    if case.batch is not None and case.config.activation_checkpointing.budget is None:
         tries.append(("activation checkpointing of the blocks", {}, rows, True))
     if case.config.dtype == "fp32":
         tries.append(("bf16.enabled", {"bf16": {"enabled": True}}, rows, False))
@@ -59,7 +59,7 @@ def options_of(case: Case, have: int) -> list[Option]:
         for _, change, _, _ in tries:
             together = _merged(together, change)
         least = min(t[2] for t in tries)
-        tries.append(("all of these", together, least, case.batch is not None))
+        tries.append(("all of these", together, least, any(t[3] for t in tries)))
     for name, change, take, recompute in tries:
         option = _try(case, name, change, take if take != rows else None, recompute, have)
         if option is not None:

@@ -1,0 +1,293 @@
+"""Recomputation by budget in a forward: the blocks of a model are measured in a forward that recomputes all of them,
+and from then on those are recomputed, or have what they saved on disk, that cost the least time (recompute.py). By
+torch.utils.checkpoint, so the numbers are those of no recomputation.
+
+The engine has one (engine/states/recompute.py), and the memory plan's dry run has one on tensors without values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from ...core.foreign import private
+from ...errors import ConfigError
+from . import recompute
+from .blocks import Hand, find_blocks, hand_of, leave, take
+from .recompute import Call, Choice, Rates
+
+KEY = "activation_checkpointing.budget"
+_SMALLER = 0.8  # a batch of less than this part of what a plan was made for is measured for itself
+_ON_THEIR_WAY = 4  # values of a block that are written, or read ahead, at a time (offload/spill.py)
+_Shapes = tuple[tuple[int, ...], ...]
+
+_log = logging.getLogger("deepc")
+
+
+class Recomputation:
+    """The blocks of a model. Without a budget it does nothing.
+
+    What differs between an engine and a dry run is in the methods of the first part."""
+
+    def __init__(self, module: torch.nn.Module, budget: int | None) -> None:
+        self.budget = budget
+        self._module = module
+        self._blocks: list[torch.nn.Module] = []
+        self._plans: dict[_Shapes, tuple[list[Call], int, Choice]] = {}  # by the shapes that the forward gets
+        self._now: _Measured | Choice | None = None  # of the forward that runs
+        self._count = 0
+        if budget is None:
+            return
+        self._refuse()
+        self._blocks = find_blocks(module)
+        if not self._blocks:
+            raise ConfigError(
+                f"{KEY}: {type(module).__name__} has no torch.nn.ModuleList or Sequential of blocks that could be"
+                " recomputed; use torch.utils.checkpoint inside the model, and remove the key"
+            )
+        if any(h is not None and h.leads for h in map(hand_of, self._blocks)):  # another engine's, of the same model
+            self.budget, self._blocks = None, []
+            return
+        hand = Hand(weakref.ref(self))
+        for block in self._blocks:
+            take(block, hand)
+
+    # ---- what an engine knows better ---------------------------------------------------------------------------------
+    movable_from: int | None = None  # bytes of a saved value that may go to disk; None: there is no disk
+
+    def _refuse(self) -> None:
+        """Raises for what can't be recomputed."""
+        for name, m in self._module.named_modules():
+            if getattr(m, "gradient_checkpointing", False) and hand_of(m) is None:
+                raise ConfigError(
+                    f"{KEY} chooses what is recomputed, but {name or 'the model'} recomputes already; leave"
+                    " gradient_checkpointing_enable() (gradient_checkpointing of TrainingArguments) out, or remove the"
+                    " key"
+                )
+
+    def clock(self, args: tuple[Any, ...]) -> float:
+        """Seconds, when what was asked for with `args` has been computed."""
+        raise NotImplementedError
+
+    def storage(self, x: torch.Tensor) -> tuple[int, int] | None:
+        """(a name that no other living storage has, bytes); None where it has none."""
+        if x.layout != torch.strided:
+            return None
+        s = x.untyped_storage()
+        return s.data_ptr(), s.nbytes()
+
+    def held_anyway(self) -> set[int]:
+        """Names of the storages of the model itself."""
+        held = (self.storage(t) for t in (*self._module.parameters(), *self._module.buffers()))
+        return {s[0] for s in held if s is not None}
+
+    def agreed(self, calls: list[Call], outside: int) -> tuple[list[Call], int]:
+        """What all ranks that compute a block together make of what each has measured."""
+        return calls, outside
+
+    def rates(self) -> Rates | None:
+        """Of the disk; None: there is none."""
+        return None
+
+    def moved(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A block's call whose saved values go to disk."""
+        return function(*args)
+
+    # ---- around a forward --------------------------------------------------------------------------------------------
+    @private.uncompiled
+    def around(self, given: Any) -> contextlib.AbstractContextManager[Any]:
+        """Context of a forward of `given` (any nesting of tensors). ConfigError at its end where the budget is less
+        than recomputing everything needs."""
+        if self.budget is None or not torch.is_grad_enabled() or not self._module.training:
+            return contextlib.nullcontext()
+        return self._forward(self.budget, _shapes(given))
+
+    @contextlib.contextmanager
+    def _forward(self, budget: int, shapes: _Shapes) -> Iterator[None]:
+        plan = self._plan_for(shapes)
+        measured = _Measured(self) if plan is None else None
+        self._now, self._count = plan or measured, 0
+        try:
+            with contextlib.nullcontext() if measured is None else measured.hooks():
+                yield
+        finally:
+            self._now = None
+        if measured is not None:
+            self._choose(measured, shapes, budget)
+
+    def _plan_for(self, shapes: _Shapes) -> Choice | None:
+        """The plan of the least batch that was measured and is nowhere smaller, unless it is much larger."""
+        size = _numel_of(shapes)
+        for larger in sorted(self._plans, key=_numel_of):
+            if _covers(larger, shapes):
+                return self._plans[larger][2] if size >= _SMALLER * _numel_of(larger) else None
+        return None
+
+    def _choose(self, measured: _Measured, shapes: _Shapes, budget: int) -> None:
+        calls, outside = self.agreed(*measured.finish())
+        found = recompute.choose(calls, outside, budget, self.rates())
+        if found is None:
+            least = recompute.least(calls, outside)
+            raise ConfigError(
+                f"{KEY} = {budget} bytes is less than this forward needs although it recomputes every block: {least}"
+                f" ({outside} of them outside of the {len(calls)} calls of blocks). Give as much, a smaller"
+                " micro-batch, or shorter sequences"
+            )
+        self._plans[shapes] = (calls, outside, found)
+        whole = recompute.peak(calls, outside, [False] * len(calls))
+        _log.info(
+            "recomputation: %d of %d calls of blocks%s, %.1f MiB held of a budget of %.1f (%.1f without)",
+            sum(found.recomputed),
+            len(calls),
+            f", {sum(found.moved)} on disk" if any(found.moved) else "",
+            found.peak / 2**20,
+            budget / 2**20,
+            whole / 2**20,
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Of the plan for the largest batch yet: "calls" of blocks, "recomputed" ones, those "on_disk"; "peak_bytes"
+        that autograd holds at most, "least_bytes" and "whole_bytes" with all and none recomputed, "seconds" that the
+        choice costs."""
+        if not self._plans:
+            return {}
+        calls, outside, found = self._plans[max(self._plans, key=_numel_of)]
+        return {
+            "calls": len(calls),
+            "recomputed": sum(found.recomputed),
+            "on_disk": sum(found.moved),
+            "peak_bytes": found.peak,
+            "least_bytes": recompute.least(calls, outside),
+            "whole_bytes": recompute.peak(calls, outside, [False] * len(calls)),
+            "seconds": found.seconds,
+        }
+
+    def close(self) -> None:
+        """The blocks run as they did before."""
+        for block in self._blocks:
+            leave(block)
+        self._blocks = []
+
+    # ---- a block -----------------------------------------------------------------------------------------------------
+    @private.uncompiled_itself
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A block's forward, in a forward of the engine."""
+        now = self._now
+        if now is None or not torch.is_grad_enabled():
+            return function(*args)
+        k, self._count = self._count, self._count + 1
+        if isinstance(now, Choice):
+            if k < len(now.recomputed) and not now.recomputed[k]:
+                return self.moved(function, args) if k < len(now.moved) and now.moved[k] else function(*args)
+            return _checkpoint(function, *args)
+        return _checkpoint(functools.partial(now.call, k, function), *args)
+
+
+class _Measured:
+    """What a forward saves, in which all blocks are recomputed."""
+
+    def __init__(self, by: Recomputation) -> None:
+        self._by = by
+        self._outside: dict[int, int] = {}  # storage -> bytes
+        self._calls: dict[int, Call] = {}
+        self._inputs: set[int] = set()
+
+    def hooks(self) -> contextlib.AbstractContextManager[Any]:
+        """Sees what is saved outside of the blocks; what is around keeps it."""
+        return seen_by(self._see)
+
+    def _see(self, x: torch.Tensor) -> None:
+        found = self._by.storage(x)
+        if found is not None and found[0] not in self._outside and found[0] not in self._by.held_anyway():
+            self._outside[found[0]] = found[1]
+
+    @private.uncompiled_itself
+    def call(self, k: int, function: Callable[..., Any], *args: Any) -> Any:
+        """The k-th call, inside its checkpoint: once in the forward, which is measured, and once in backward."""
+        if k in self._calls:
+            return function(*args)
+        by = self._by
+        given = dict(s for s in map(by.storage, tensors_of(function, args)) if s is not None)
+        held = by.held_anyway()
+        mine = {at: n for at, n in given.items() if at not in self._inputs and at not in held}
+        self._inputs.update(mine)
+        saved: dict[int, tuple[int, torch.Tensor]] = {}  # they live until the end: no name is another's meanwhile
+
+        def see(x: torch.Tensor) -> None:
+            if (found := by.storage(x)) is not None:
+                saved[found[0]] = found[1], x
+
+        outside = sum(n for at, n in self._outside.items() if at not in self._inputs)
+        begin = by.clock(args)
+        with seen_by(see):
+            out = function(*args)
+        seconds = by.clock(args) - begin
+        model = by.held_anyway()  # while the block's own parameters are there
+        sizes = [n for at, (n, _) in saved.items() if at not in given and at not in model]
+        movable = [n for n in sizes if by.movable_from is not None and n >= by.movable_from]
+        moving = sum(heapq.nlargest(_ON_THEIR_WAY, movable))
+        self._calls[k] = Call(sum(sizes), sum(mine.values()), outside, seconds, sum(movable), moving)
+        return out
+
+    def finish(self) -> tuple[list[Call], int]:
+        """The calls in order, and the bytes outside of them."""
+        calls = [self._calls[k] for k in sorted(self._calls)]
+        return alike(calls), sum(n for at, n in self._outside.items() if at not in self._inputs)
+
+
+def alike(calls: list[Call]) -> list[Call]:
+    """Equal blocks cost the same: what differs is noise, and most of it is the first one's."""
+    times: dict[tuple[int, int], list[float]] = {}
+    for c in calls:
+        times.setdefault((c.saved, c.inputs), []).append(c.seconds)
+    median = {key: sorted(found)[len(found) // 2] for key, found in times.items()}
+    return [Call(c.saved, c.inputs, c.outside, median[c.saved, c.inputs], c.movable, c.moving) for c in calls]
+
+
+@contextlib.contextmanager
+def seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """What is saved inside goes to the hooks that are there already, or to autograd, and is seen."""
+    around = private.top_saved_hooks(False)
+    pack, unpack = around if around else (lambda x: x, lambda x: x)
+
+    def seen(x: torch.Tensor) -> Any:
+        see(x)
+        return pack(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
+        yield
+
+
+def tensors_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """What a block gets; keywords are bound in `function` (transformers' and ours)."""
+    keywords = function.keywords if isinstance(function, functools.partial) else {}
+    found = private.tree_leaves((args, keywords))
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def _shapes(given: Any) -> _Shapes:
+    return tuple(tuple(t.shape) for t in private.tree_leaves(given) if isinstance(t, torch.Tensor))
+
+
+def _numel_of(shapes: _Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _covers(larger: _Shapes, shapes: _Shapes) -> bool:
+    """Whether no size of `shapes` is above the one of `larger`."""
+    return [len(s) for s in larger] == [len(s) for s in shapes] and all(
+        a >= b for s, t in zip(larger, shapes, strict=True) for a, b in zip(s, t, strict=True)
+    )
+
+
+@private.uncompiled_itself
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
