@@ -40,9 +40,9 @@ from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
+from .across.passes import Passes
 from .across.ratios import RatioUpdate
 from .across.stored import MatrixUpdateOnDisk
-from .passes import Passes
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies
