@@ -11,6 +11,7 @@ import tiny
 import torch
 from benches import rows_of_limited
 from deepc.errors import ArgumentError, CheckpointError, ConfigError, UnsupportedError
+from ranks import on_nodes
 from ranks import run_ranks as _run_ranks
 from test_export import make
 
@@ -98,6 +99,18 @@ def test_an_engine_that_trains_generates_between_its_steps(tmp_path):
         assert second["gathers"] > first["gathers"]
 
 
+def _on_two_nodes(rank, world, *args):
+    with on_nodes(rank, world, 2):
+        return _loads(rank, world, *args)
+
+
+@pytest.mark.full
+def test_each_node_has_the_weights(tmp_path):
+    (tmp_path / "disk").mkdir()
+    run_ranks(_checkpoint, 1, str(tmp_path / "checkpoint"))
+    run_ranks(_on_two_nodes, 2, str(tmp_path / "disk"), str(tmp_path / "checkpoint"))
+
+
 # ---- int8 ------------------------------------------------------------------------------------------------------------
 def _int8(rank, world, folder, exported, dtype):
     """int8 weights from an int8 file, from a file of another dtype, from memory and from zero.Init's disk: the logits
@@ -109,9 +122,10 @@ def _int8(rank, world, folder, exported, dtype):
         name: deepc.inference(make(seed=9, **BIG).to(made), checkpoint=f"{exported}/{name}", dtype="int8", **options)
         for name, options in (("int8", {}), ("fp32", kept))
     }
+    want["built"] = deepc.inference(make(seed=2, **BIG), dtype="int8", **kept)  # first values are drawn in fp32
     with torch.device("meta"):
         bare = make(**BIG).to(made)
-    with deepc.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, **zero}}, dtype=made):
+    with deepc.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, **zero}}):
         built = make(seed=2, **BIG)
     runs = [
         ("int8", deepc.inference(bare, checkpoint=f"{exported}/int8", zero=zero)),
@@ -122,7 +136,7 @@ def _int8(rank, world, folder, exported, dtype):
             ),
         ),
         ("fp32", deepc.inference(make(seed=2, **BIG).to(made), dtype="int8", zero=zero, **kept)),
-        ("fp32", deepc.inference(built, dtype="int8", zero=zero, **kept)),
+        ("built", deepc.inference(built, dtype="int8", zero=zero, **kept)),
     ]
     for at, (name, served) in enumerate(runs):
         plain = want[name]
@@ -133,7 +147,7 @@ def _int8(rank, world, folder, exported, dtype):
             (p.dtype, q.dtype, p.shape == q.shape)
             for p, q in zip(served.module.parameters(), plain.module.parameters())
         ]
-        assert all(a == b and same for a, b, same in weights) and {torch.int8, torch.float32, made} == {
+        assert all(a == b and same for a, b, same in weights) and {torch.int8, torch.float32, served.dtype} == {
             a for a, _, _ in weights
         }
         state = served.module.state_dict()
@@ -142,7 +156,7 @@ def _int8(rank, world, folder, exported, dtype):
         assert stats["gathers"] > 8 and stats["persistent_elems"] < BLOCK
         size = served.trainer.state.disk.array.nbytes
         assert size < 1.1 * plain.weight_bytes() + 4096 * 4 * len(weights)
-    deepc.export(runs[1][1], f"{exported}/again", dtype="int8")
+    deepc.export(runs[1][1], f"{exported}/again", dtype="int8", **kept)
     deepc.export(runs[1][1], f"{exported}/wide", dtype="fp32")
     again = deepc.inference(make(**BIG).to(made), checkpoint=f"{exported}/again")
     wide = deepc.inference(make(**BIG), checkpoint=f"{exported}/wide")

@@ -585,7 +585,8 @@ def test_a_transfer_that_fails_loses_nothing(world, precision, kind, tmp_path):
     for (losses, state, said), (wanted, wanted_state) in zip(failing, memory):
         assert losses == wanted
         same_bits(state, wanted_state)
-        assert said.count("step") >= 4 and said.count("backward") >= 4
+        # A rank of four has two buckets of gradients, and so fewer transfers in backward.
+        assert said.count("step") >= 4 and said.count("backward") >= (4 if world < 4 else 2)
         assert [s for s in said if s != "forward"] == [s for s in failing[0][2] if s != "forward"], "on all ranks alike"
     assert "forward" in failing[-1][2]
 

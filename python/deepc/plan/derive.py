@@ -332,6 +332,8 @@ def _notes(config: Config, nodes: int) -> tuple[str, ...]:
 def _cut_for_node(layout: Layout, ranks: int) -> Layout:
     """The same flat space, in the same buckets, for the ranks of a node. A parameter that no one has stands for the
     padding, which is longer than a layout of fewer ranks would make it."""
+    if not layout.total:  # nothing is trained
+        return Layout([], ranks, layout.bucket_elems)
     numels = list(layout.numels)
     end = padded(layout.offsets[-1] + numels[-1]) if numels else 0
     cut = Layout([*numels, layout.total - end], ranks, layout.bucket_elems)

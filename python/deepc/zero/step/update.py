@@ -40,10 +40,10 @@ from ..tiers.windows import Array, Window
 from .across.factored import FactoredUpdate
 from .across.matrices import MatrixUpdate
 from .across.momentum import MomentumUpdate, OwnState
+from .across.passes import Passes
 from .across.ratios import RatioUpdate
 from .across.sharers import Sharers
 from .across.stored import MatrixUpdateOnDisk
-from .passes import Passes
 from .tree import LayoutOrder
 
 Address = Callable[[str, int], int]  # (name of a state, or "master"; element of this rank's share) -> where it lies

@@ -26,8 +26,8 @@ from ....optim.states.norms import Norms, Stretch
 from ....plan.layout import BLOCK, Segment, padded
 from ...state import ModelState, Pass
 from ...tiers.windows import Window
-from ..passes import Passes
 from .base import AcrossUpdate
+from .passes import Passes
 from .sharers import Sharers
 
 _PASSES = ("tops", "sums", "norms", "apply")  # dc_adafactor_*: the last two look at parameters

@@ -19,7 +19,7 @@ from ....optim.states.norms import Norms, Stretch
 from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
 from ...tiers.windows import Array
-from ..passes import Passes
+from .passes import Passes
 from .sharers import Sharers
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..state import ModelState, Pass, Walk
-from ..tiers.agree import together
+from ...state import ModelState, Pass, Walk
+from ...tiers.agree import together
 
 if TYPE_CHECKING:
-    from ...errors import DiskError
-    from ...offload import Cell
-    from ..tiers.disk import DiskTier
+    from ....errors import DiskError
+    from ....offload import Cell
+    from ...tiers.disk import DiskTier
 
 Work = Callable[[int, int, "Cell | None"], None]  # elements [begin, end) of the share, and the tier's cell of them
 
