@@ -47,6 +47,9 @@ CASES: dict[str, dict] = {
     "H stage 3, 2 ranks, fp32": dict(H, stage=3, world=2),
     "H stage 0, 1 rank, bf16, checkpointed": dict(H, stage=0, bf16=True, recompute="nonreentrant", micro=8),
     "H stage 2, 2 ranks, fp32, accumulation 2, dropout": dict(H, stage=2, world=2, gas=2, dropout=0.1),
+    "B stage 0, 1 rank, fp32, budget": dict(B, stage=0, budget="300MB"),
+    "B stage 3, 2 ranks, bf16, budget, accumulation 2": dict(B, stage=3, world=2, bf16=True, gas=2, budget="150MB"),
+    "H stage 1, 2 ranks, fp32, budget, dropout": dict(H, stage=1, world=2, dropout=0.1, budget="300MB"),
 }
 
 
@@ -97,6 +100,8 @@ def make_config(case: dict) -> dict:
     }
     if not case.get("sgd"):
         out["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+    if case.get("budget"):
+        out["activation_checkpointing"] = {"budget": case["budget"]}
     if case.get("bf16"):
         out["bf16"] = {"enabled": True}
     return out

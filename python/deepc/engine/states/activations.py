@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...core.foreign import private
 from ...nn.arena import Arena
@@ -253,6 +254,7 @@ class _Stored:
         whole = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
         self._value: Spilled = spill.put(whole.view(torch.uint8))
         self.version = x._version
+        self._of = StorageWeakRef(x.untyped_storage())  # while it is held, no other storage has this one's identity
         self._views = self._left = 0  # of them, and how many have not been asked for since it was read
         self._read: torch.Tensor | None = None
 
@@ -312,10 +314,10 @@ class Moves:
             if found is not None and not isinstance(x, torch.nn.Parameter) and x.device.type == "cpu":
                 name, nbytes = found
                 if nbytes >= self.least and name not in stay and nbytes % x.element_size() == 0:
-                    if name not in known:
-                        known[name] = _Stored(self.spill, x)
-                    if known[name].version == x._version:
-                        return known[name].view(x)
+                    if (of := x.untyped_storage()._cdata) not in known:
+                        known[of] = _Stored(self.spill, x)
+                    if known[of].version == x._version:
+                        return known[of].view(x)
             return _Here(x) if not around else _Elsewhere(around[0](x), around[1])
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
