@@ -47,6 +47,8 @@ CASES: dict[str, dict] = {
     "H stage 3, 2 ranks, fp32": dict(H, stage=3, world=2),
     "H stage 0, 1 rank, bf16, checkpointed": dict(H, stage=0, bf16=True, recompute="nonreentrant", micro=8),
     "H stage 2, 2 ranks, fp32, accumulation 2, dropout": dict(H, stage=2, world=2, gas=2, dropout=0.1),
+    "H stage 1, 2 tensor ranks, fp32": dict(H, stage=1, world=2, tensor=2),
+    "H stage 2, 2 tensor ranks, bf16, accumulation 2": dict(H, stage=2, world=2, tensor=2, bf16=True, gas=2),
 }
 
 
@@ -97,6 +99,8 @@ def make_config(case: dict) -> dict:
     }
     if not case.get("sgd"):
         out["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+    if case.get("tensor"):
+        out["tensor_parallel"] = {"autotp_size": case["tensor"]}
     if case.get("bf16"):
         out["bf16"] = {"enabled": True}
     return out
@@ -126,12 +130,11 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     """One rank's part of a run."""
     import deepc
     from deepc.plan.predict.dryrun import call_model, loss_of
-    from deepc.plan.predict.estimate import estimate
 
     model, batch = make_model(case), make_batch(case)
     out: dict = {}
     if predict and index == 0:
-        out["predicted"] = estimate(
+        out["predicted"] = deepc.estimate(
             model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)
         ).to_dict()
     before = resident()
