@@ -50,6 +50,8 @@ CASES: dict[str, dict] = {
     "B stage 0, 1 rank, fp32, budget": dict(B, stage=0, budget="300MB"),
     "B stage 3, 2 ranks, bf16, budget, accumulation 2": dict(B, stage=3, world=2, bf16=True, gas=2, budget="150MB"),
     "H stage 1, 2 ranks, fp32, budget, dropout": dict(H, stage=1, world=2, dropout=0.1, budget="300MB"),
+    "H stage 1, 2 tensor ranks, fp32": dict(H, stage=1, world=2, tensor=2),
+    "H stage 2, 2 tensor ranks, bf16, accumulation 2": dict(H, stage=2, world=2, tensor=2, bf16=True, gas=2),
 }
 
 
@@ -102,6 +104,8 @@ def make_config(case: dict) -> dict:
         out["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
     if case.get("budget"):
         out["activation_checkpointing"] = {"budget": case["budget"]}
+    if case.get("tensor"):
+        out["tensor_parallel"] = {"autotp_size": case["tensor"]}
     if case.get("bf16"):
         out["bf16"] = {"enabled": True}
     return out
@@ -131,12 +135,11 @@ def rank(index: int, world: int, case: dict, predict: bool = True) -> dict:
     """One rank's part of a run."""
     import deepc
     from deepc.plan.predict.dryrun import call_model, loss_of
-    from deepc.plan.predict.estimate import estimate
 
     model, batch = make_model(case), make_batch(case)
     out: dict = {}
     if predict and index == 0:
-        out["predicted"] = estimate(
+        out["predicted"] = deepc.estimate(
             model, make_config(case), batch, ranks_per_node=world, optimizer=make_optimizer(case)
         ).to_dict()
     before = resident()

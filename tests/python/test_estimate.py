@@ -52,6 +52,28 @@ def test_the_predicted_peak_is_within_5_percent_everywhere(name: str) -> None:
     predicted_and_measured(name)
 
 
+def test_tensor_parallel_ranks_hold_shards() -> None:
+    """By arithmetic, of a model that is never made; and the plan in words."""
+    pytest.importorskip("transformers")
+    case = memory_runs.CASES["H stage 1, 2 tensor ranks, fp32"]
+    config, make = memory_runs.make_config(case), lambda: memory_runs.make_model(case)
+    shards = deepc.estimate(make, config, ranks_per_node=4)
+    whole = deepc.estimate(make, {**config, "tensor_parallel": {"autotp_size": 1}}, ranks_per_node=2)
+    assert (shards.world, shards.tensor, shards.parameters) == (4, 2, whole.parameters)
+    states = {r.name: r.host for r in shards.rows}["optimizer states"]
+    both = {r.name: r.host for r in whole.rows}["optimizer states"]
+    assert 0.5 <= states / both < 0.55  # norms, positions and biases are on both
+    assert shards.between_steps == pytest.approx(whole.between_steps, rel=0.06)
+    assert "4 ranks, 2 of them share a model's tensors" in str(shards)
+    from deepc.parallel.onpaper import divide
+    from deepc.plan.predict.estimate import plan_text
+
+    told = plan_text(make, config, ranks_per_node=4, divide=divide)
+    assert told.startswith("The shard of the first of 2 tensor-parallel ranks, and its data-parallel ranks:\n")
+    with pytest.raises(UnsupportedError, match=r"pipeline\.stages = 2"):
+        deepc.estimate(make, {**config, "pipeline": {"stages": 2}}, ranks_per_node=4)
+
+
 # ---- what ZeRO-3 promises of a node ----------------------------------------------------------------------------------
 class _Malloc(ctypes.Structure):
     """glibc's struct mallinfo2."""

@@ -590,7 +590,8 @@ def predict_memory(
     if engine.device.type == "cpu":
         memory.keep_heap()  # before the prediction, which follows what the heap does
         memory.trim_heap()  # what an earlier engine's steps left free is available
-    refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans))
+    groups = engine.everyone.ranks_per_node // engine.plan.ranks_per_node if engine.parts is not None else 1
+    refuse_if_too_big(engine.plan, engine.step_policy.bytes_to_change(plans), max(1, groups))
     if given.sample_batch is None:
         return
     engine.memory_plan = check_plan(
@@ -600,9 +601,10 @@ def predict_memory(
         engine._config,
         named,
         group_of,
-        engine.group,
+        engine.everyone,
         given.sample_batch,
         given.loss_fn,
+        engine.group.leader,
     )
     say(engine, str(engine.memory_plan))
     engine.first_step = FirstStep(engine.memory_plan)

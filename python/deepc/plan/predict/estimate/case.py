@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from ....config.rules import default_optimizer
 from ....config.tree import Config
@@ -26,7 +26,7 @@ from ....optim.factory import (
 from ...derive import Machine, derive, meta_of
 from ...mesh import Mesh
 from ...plan import SLOTS
-from .figures import MemoryEstimate, changed
+from .figures import MemoryEstimate, Row, changed
 from .states import assembled
 
 if TYPE_CHECKING:
@@ -40,9 +40,19 @@ if TYPE_CHECKING:
     Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
+TENSOR_BYTES = 8 << 20  # shared memory of a tensor-parallel group's communicator (measured, 2 ranks)
+
+
+class Divide(Protocol):
+    """How a model is divided over ranks, without them (parallel/onpaper.py)."""
+
+    def __call__(self, model: torch.nn.Module, config: Config) -> None:
+        """Makes `model` what one rank of a tensor-parallel group holds of it, in place."""
+
+
 @dataclass
 class Case:
-    """One question. `work` answers it, in a child."""
+    """One question. `work` answers it, in a child. divide: for configurations that divide a model over ranks."""
 
     model: Any
     config: Any
@@ -54,13 +64,24 @@ class Case:
     device: str
     steps: int
     recompute: bool = False
+    divide: Divide | None = None
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that share a model's tensors."""
+        return self.config.tensor_parallel.autotp_size or 1
+
+    @property
+    def groups(self) -> int:
+        """Of ranks with the same shards, on a node."""
+        return min(self.tensor, self.ranks_per_node)
 
     def work(self) -> dict[str, Any]:
         from ....nn.fuse import fuse_as_asked
         from .. import dryrun
 
         loaded = dryrun.load_compiler()  # here already, for the fake tensors
-        model = self._make()
+        model, whole, gone = self._make()
         fuse_as_asked(model, self.config.deepc.fuse)  # in a child: nobody sees it
         if self.recompute and not dryrun.checkpoint_blocks(model):
             raise UnsupportedError("the model has no list of blocks to recompute")
@@ -77,14 +98,45 @@ class Case:
             group_of=group_of,
             steps=self.steps,
             loaded=loaded,
+            gone=gone,
         )
-        return changed(found, nodes=self.nodes).to_dict()
+        return among(changed(found, nodes=self.nodes), self, whole).to_dict()
 
     def describe(self) -> dict[str, Any]:
         """The plan in words. In a child as well: the model may be one of fake tensors."""
-        return {"text": self._plan(*self._optimizer(self._make())).describe()}
+        text = self._plan(*self._optimizer(self._make()[0])).describe()
+        if self.tensor > 1:
+            text = (
+                f"The shard of the first of {self.tensor} tensor-parallel ranks, and its data-parallel ranks:\n{text}"
+            )
+        return {"text": text}
 
-    def _make(self) -> torch.nn.Module:
+    def _make(self) -> tuple[torch.nn.Module, int, int]:
+        """(what the first rank holds of the model, trained parameters of the whole, change of resident memory when the
+        rest goes: negative)."""
+        import torch
+
+        from .. import dryrun
+
+        model, gone = self._whole(), 0
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if (self.config.pipeline.stages or 1) > 1:
+            raise UnsupportedError(
+                f"pipeline.stages = {self.config.pipeline.stages}: an estimate of the stages of a pipeline does not"
+                " exist; leave the key out, and divide what it says of model states by the stages"
+            )
+        if self.tensor > 1:
+            if self.divide is None:
+                raise UnsupportedError(
+                    f"tensor_parallel.autotp_size = {self.tensor}: ask deepc.estimate, which can cut models"
+                )
+            held, before = _bytes(model), dryrun.anonymous_bytes()
+            self.divide(model, self.config)
+            real = isinstance(self.model, torch.nn.Module)
+            gone = dryrun.anonymous_bytes() - before if real else _bytes(model) - held
+        return model, numel, gone
+
+    def _whole(self) -> torch.nn.Module:
         import torch
 
         from ....core.foreign.private import FakeTensorMode
@@ -118,7 +170,8 @@ class Case:
         return base, named, group_of
 
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
-        mesh = Mesh(dp=self.ranks_per_node * self.nodes, ranks_per_node=self.ranks_per_node)
+        ranks = max(1, self.ranks_per_node // self.tensor)
+        mesh = Mesh(dp=self.ranks_per_node * self.nodes // self.tensor, ranks_per_node=ranks)
         machine = Machine.here(self.device)
         return derive(
             self.config,
@@ -130,6 +183,31 @@ class Case:
             on_disk=form_on_disk(base),
             whole_blocks=steps_whole_blocks(base),
         )
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def among(e: MemoryEstimate, case: Case, whole: int) -> MemoryEstimate:
+    """The estimate of a rank's shard as one of all ranks. whole: trained parameters of the model."""
+    if case.tensor == 1:
+        return e
+    groups = case.groups
+    sums = Row("sums over tensor-parallel ranks", shared=TENSOR_BYTES * max(1, case.ranks_per_node // case.tensor))
+    shared = e.shared * groups + sums.shared
+    return changed(
+        e,
+        world=case.ranks_per_node * case.nodes,
+        ranks_per_node=case.ranks_per_node,
+        tensor=case.tensor,
+        parameters=whole,
+        rows=(*(replace(r, shared=r.shared * groups) for r in e.rows), sums),
+        shared=shared,
+        node_peak=e.rank_peak * case.ranks_per_node + shared,
+        between_steps=e.between_steps * groups,
+        backward_bound=e.backward_bound * groups,
+    )
 
 
 def predict(
@@ -144,9 +222,11 @@ def predict(
     group_of: dict[int, int],
     steps: int = 3,
     loaded: int = 0,
+    gone: int = 0,
 ) -> MemoryEstimate:
     """The prediction for a plan that is made. With a batch only in a child (dryrun.forked): the model is spoilt.
-    loaded: what torch's compiler takes, which torch's own optimizers and its checkpoint import, and nothing else."""
+    loaded: what torch's compiler takes, which torch's own optimizers and its checkpoint import, and nothing else. gone:
+    change of resident memory before, when the model was divided over ranks."""
     from ....core.foreign.private import has_checkpointed
     from ....optim.states.dense import Optimizer
     from .. import dryrun
@@ -184,7 +264,7 @@ def predict(
     if isinstance(base, Optimizer) and not has_checkpointed():
         loaded = 0
     moments = moments_of(base) if core else 0
-    return assembled(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base))
+    return assembled(plan, moments, not core, host_states, run, loaded, steps, state_bytes_of(base), gone)
 
 
 def _torch_update(

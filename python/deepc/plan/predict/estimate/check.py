@@ -19,16 +19,23 @@ if TYPE_CHECKING:
     from .case import Named
 
 
-def refuse_if_too_big(plan: Plan, further: int = 0) -> None:
+def refuse_if_too_big(plan: Plan, further: int = 0, groups: int = 1) -> None:
     """Raises OutOfMemoryError, before anything is allocated, if the model states (and `further` bytes) don't fit into
-    what this node has left; says what would."""
+    what this node has left; says what would. groups: of ranks with different parts of the model on this node, of which
+    each needs about as much."""
     if plan.device != "cpu":
         return
     have = memory.available()
-    if plan.bytes["node_total"] + further > have:
-        fix = " or ".join(options_by_counts(plan, have)) or f"nothing on this node; {by_nodes(plan, have)}"
+    need = plan.bytes["node_total"] * groups
+    if need + further > have:
+        alone = groups == 1
+        fix = (" or ".join(options_by_counts(plan, have)) if alone else "") or (
+            f"nothing on this node; {by_nodes(plan, have)}"
+            if alone
+            else "more stages or tensor-parallel ranks, or bf16"
+        )
         raise OutOfMemoryError(
-            f"the plan needs {plan.bytes['node_total'] / 2**30:.2f} GiB on this node for model"
+            f"the plan needs {need / 2**30:.2f} GiB on this node for model"
             f" states{f' and {further / 2**30:.2f} GiB to change the precision' if further else ''}, and"
             f" {have / 2**30:.2f} GiB are left (memory cgroup and MemAvailable). What would fit:"
             f" {fix}.\n{plan.describe()}"
@@ -56,7 +63,7 @@ class FirstStep:
 
 
 class Ranks(Protocol):
-    """What the check asks of the engine's group."""
+    """What the check asks of the group of all ranks that share the model."""
 
     @property
     def node(self) -> int:
@@ -64,6 +71,10 @@ class Ranks(Protocol):
 
     def gather_all(self, mine: torch.Tensor) -> torch.Tensor:
         """[ranks, n] of every rank's [n]. Collective."""
+
+
+def _is_divided(model: torch.nn.Module, config: Config) -> None:
+    """The engine has cut the model already."""
 
 
 def check_plan(
@@ -76,9 +87,11 @@ def check_plan(
     group: Ranks,
     sample_batch: Any,
     loss_fn: Callable[..., Any] | None,
+    counts_shared: bool,
 ) -> MemoryEstimate:
     """For the engine, before it allocates: the prediction for its plan, refused with OutOfMemoryError on every rank of
-    a node if it does not fit there. Collective."""
+    a node if it does not fit there. counts_shared: this rank is the first on its node of those that hold the same part
+    of the model, and share memory. Collective."""
     import torch
 
     from .. import dryrun
@@ -96,17 +109,14 @@ def check_plan(
     if plan.device != "cpu":
         return e
     have = memory.available()
-    rows = group.gather_all(
-        torch.tensor([float(e.rank_peak), float(have), float(group.node)], dtype=torch.float64)
-    ).tolist()
+    told = [float(e.rank_peak + (e.shared if counts_shared else 0)), float(have), float(group.node)]
+    rows = group.gather_all(torch.tensor(told, dtype=torch.float64)).tolist()
     mine = [r for r in rows if r[2] == group.node]
-    e = changed(e, node_peak=int(sum(r[0] for r in mine)) + e.shared, available=int(min(r[1] for r in mine)))
-    if all(
-        sum(r[0] for r in rows if r[2] == n) + e.shared <= min(r[1] for r in rows if r[2] == n)
-        for n in {r[2] for r in rows}
-    ):
+    e = changed(e, node_peak=int(sum(r[0] for r in mine)), available=int(min(r[1] for r in mine)))
+    if all(sum(r[0] for r in rows if r[2] == n) <= min(r[1] for r in rows if r[2] == n) for n in {r[2] for r in rows}):
         return e
     if sample_batch is not None and not failure:
-        case = Case(model, config, sample_batch, loss_fn, plan.ranks_per_node, plan.nodes, base, plan.device, 3)
+        ranks = plan.ranks_per_node * (config.tensor_parallel.autotp_size or 1)
+        case = Case(model, config, sample_batch, loss_fn, ranks, plan.nodes, base, plan.device, 3, divide=_is_divided)
         e = changed(e, options=tuple(options_of(case, e.available or 0)))
     raise OutOfMemoryError(refusal(e))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from .case import Divide
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `deepc estimate`."""
@@ -74,7 +76,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def run_estimate(args: argparse.Namespace) -> int:
+def run_estimate(args: argparse.Namespace, divide: Divide | None = None) -> int:
     """`deepc estimate`. Exit code 1: it does not fit here."""
     import json
 
@@ -101,13 +103,14 @@ def run_estimate(args: argparse.Namespace) -> int:
         nodes=args.nodes,
         steps=args.steps,
         suggest=args.suggest,
+        divide=divide,
     )
     result = changed(result, available=result.available if result.available is not None else memory.available())
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0 if result.fits else 1
 
 
-def run_plan(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace, divide: Divide | None = None) -> int:
     """`deepc plan`."""
     if args.schedule:
         return timeline.run(args)
@@ -122,7 +125,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "give --config and --model, or --cluster and --model, or --schedule. For example: deepc plan --config"
             " ds_config.json --model train.py:make_model"
         )
-    print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes))
+    print(plan_text(_named(args.model), args.config, ranks_per_node=args.ranks, nodes=args.nodes, divide=divide))
     return 0
 
 

@@ -37,9 +37,9 @@ class MemoryEstimate:
     device_peak: of each rank on its device. node_peak: ranks_per_node * rank_peak + shared. init_peak: of a rank while
     initialize moves the model. activations: held for backward after the forward; live_peak: most that tensors of a
     micro-step hold at once; heap_peak: most that the C library's heap keeps resident for them. between_steps: model
-    states of a node. backward_bound: the most that a node holds of model states and gradients during backward.
-    available: what the node has left, None if not asked. known: False without a sample batch (activations are not
-    included then).
+    states of a node. backward_bound: the most that a node holds of model states and gradients during backward. tensor:
+    ranks that share a model's tensors (figures are the first one's). available: what the node has left, None if not
+    asked. known: False without a sample batch (activations are not included then).
     """
 
     stage: int
@@ -62,6 +62,7 @@ class MemoryEstimate:
     between_steps: int
     backward_bound: int
     known: bool
+    tensor: int = 1
     steps: int = 3
     available: int | None = None
     notes: tuple[str, ...] = ()
@@ -81,6 +82,7 @@ class MemoryEstimate:
 
     def _lines(self) -> list[str]:
         ranks = f"{self.world} rank{'s' * (self.world > 1)}" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        ranks += f", {self.tensor} of them share a model's tensors" if self.tensor > 1 else ""
         out = [
             f"memory: ZeRO stage {self.stage}, {ranks}, {self.parameters:,} parameters trained in {self.dtype}, on"
             f" {self.device}; peak above the process before initialize"

@@ -114,6 +114,7 @@ def assembled(
     loaded: int,
     steps: int,
     state_bytes: int = 1024,
+    gone: int = 0,
 ) -> MemoryEstimate:
     leased = run is not None and run["leased"]
     rows, early = state_rows(plan, moments, host_states, leased, state_bytes)
@@ -122,7 +123,7 @@ def assembled(
     largest = max((p.numel for p in plan.params if p.index is not None), default=0)
     shared = sum(r.shared for r in rows)
     host = sum(r.host for r in rows)
-    freed = run["freed"] if run is not None else -trained * 4
+    freed = (run["freed"] if run is not None else -trained * 4) + gone
     code = 0 if gpu else CODE_BYTES if plan.dtype.itemsize == 4 else CODE_BYTES_16BIT
     copy_ = (
         largest * 4 if plan.has_master and plan.world > 1 else 0

@@ -1,0 +1,51 @@
+"""What one rank holds of a model that tensor parallelism divides, without the other ranks: for estimates, in a child
+that is thrown away (plan/predict/dryrun.py)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ..config.tree import Config
+from ..plan.predict.estimate import ask, command
+from ..plan.predict.estimate.figures import MemoryEstimate
+from .tensor.cut import cuts_of
+from .tensor.group import TensorGroup
+
+
+class OnPaper(TensorGroup):
+    """A rank of a group that is not there: what it would get of the others has shapes alone, or is its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(None, rank, size)
+
+    def spread(self, t: torch.Tensor) -> None:
+        """Every rank has the first one's values."""
+
+
+def divide(model: torch.nn.Module, config: Config) -> None:
+    """The first rank's shard, as deepc.initialize cuts the model; what is cut already stays."""
+    from .tensor.model import cut_model
+
+    ranks = config.tensor_parallel.autotp_size or 1
+    if ranks > 1 and not cuts_of(model):
+        cut_model(model, OnPaper(0, ranks), dataclasses.asdict(config.tensor_parallel))
+
+
+@functools.wraps(ask.estimate)
+def estimate(*args: Any, **kwargs: Any) -> MemoryEstimate:
+    return ask.estimate(*args, divide=divide, **kwargs)
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """`deepc estimate`."""
+    return command.run_estimate(args, divide)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """`deepc plan`."""
+    return command.run_plan(args, divide)
