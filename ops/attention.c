@@ -11,11 +11,22 @@ typedef struct att_job {
   const dc__ops *ops;
   const dc_attention_args *args;
   const dc_attention_grad_args *grad; /* NULL: forward */
-  int64_t kv_heads, words;
+  int64_t batch, kv_heads, words;
+  int one_batch, one_head; /* a unit has all entries of the batch, or all heads: they share elements of dbias */
   int no_memory; /* accessed atomically */
 } att_job;
 
-/* Ranges are of heads of k and v, batch by batch. */
+static void att_unit(const att_job *j, int64_t unit, float *scratch) {
+  const int64_t across = j->one_head ? 1 : j->kv_heads, b = unit / across, h = unit % across;
+  const int64_t to_b = j->one_batch ? j->batch : b + 1, to_h = j->one_head ? j->kv_heads : h + 1;
+  for (int64_t x = b; x < to_b; x++)
+    for (int64_t y = h; y < to_h; y++) {
+      if (j->grad) j->ops->attention_grad(j->grad, x, y, scratch);
+      else j->ops->attention(j->args, x, y, scratch);
+    }
+}
+
+/* Ranges are of heads of k and v, batch by batch; where they share elements of dbias, of what shares them. */
 static void att_range(int64_t begin, int64_t end, void *ctx) {
   att_job *j = ctx;
   float *scratch = aligned_alloc(64, (size_t)tile_round(j->words * (int64_t)sizeof(float), 64));
@@ -24,10 +35,7 @@ static void att_range(int64_t begin, int64_t end, void *ctx) {
     return;
   }
   const unsigned fp = fp_enter();
-  for (int64_t k = begin; k < end; k++) {
-    if (j->grad) j->ops->attention_grad(j->grad, k / j->kv_heads, k % j->kv_heads, scratch);
-    else j->ops->attention(j->args, k / j->kv_heads, k % j->kv_heads, scratch);
-  }
+  for (int64_t k = begin; k < end; k++) att_unit(j, k, scratch);
   fp_leave(fp);
   free(scratch);
 }
@@ -35,8 +43,8 @@ static void att_range(int64_t begin, int64_t end, void *ctx) {
 static int att_run(att_job *j, int64_t batch, int64_t kv_heads) {
   DC_TRY(dc__ops_table(&j->ops));
   dc__count(DC_COUNTER_attention_calls, 1);
-  j->kv_heads = kv_heads;
-  dc_parallel_for(batch * kv_heads, 1, att_range, j);
+  j->batch = batch, j->kv_heads = kv_heads;
+  dc_parallel_for((j->one_batch ? 1 : batch) * (j->one_head ? 1 : kv_heads), 1, att_range, j);
   if (__atomic_load_n(&j->no_memory, __ATOMIC_RELAXED))
     return DC_FAIL(DC_E_NOMEM, "no %lld bytes for the blocks of a head; take shorter sequences or fewer threads",
                    (long long)(j->words * (int64_t)sizeof(float)));
@@ -58,5 +66,6 @@ int dc_attention_grad(const dc_attention_grad_args *args) {
   DC_TRY(check_attention_grad(args, &a));
   if (a.batch == 0 || a.heads == 0 || (a.rows == 0 && a.keys == 0)) return DC_OK;
   j.words = dc__attention_words(a.rows, a.keys, a.dim, 1);
+  j.one_batch = a.dbias && a.dbias_stride[0] == 0, j.one_head = a.dbias && a.dbias_stride[1] == 0;
   return att_run(&j, a.batch, a.kv_heads);
 }

@@ -569,6 +569,16 @@ static inline int check_attention_groups(const int32_t *group, int64_t n, const 
   return DC_OK;
 }
 
+static inline int check_attention_bias(const dc_attention_mask *m) {
+  if (!m->bias) return DC_OK;
+  if (m->bias_dtype != DC_U8) DC_TRY(check_low(m->bias_dtype, "bias"));
+  for (int k = 0; k < 3; k++)
+    if (m->bias_stride[k] < 0)
+      return CHECK_FAIL(DC_E_INVALID, "bias_stride[%d] = %lld; it must not be negative", k,
+                        (long long)m->bias_stride[k]);
+  return check_array(m->bias, m->bias_dtype == DC_U8 ? 1 : check_size(m->bias_dtype), 1, "bias");
+}
+
 static inline int check_attention_mask(const dc_attention_mask *m, int64_t batch, int64_t heads, int64_t rows,
                                        int64_t keys) {
   if (m->layout && (m->block < 16 || m->block > 128 || m->block % 16))
@@ -583,6 +593,14 @@ static inline int check_attention_mask(const dc_attention_mask *m, int64_t batch
   for (int64_t h = 0; m->slope && h < heads; h++)
     if (!isfinite(m->slope[h]))
       return CHECK_FAIL(DC_E_INVALID, "slope[%lld] = %g; it must be finite", (long long)h, (double)m->slope[h]);
+  DC_TRY(check_attention_bias(m));
+  if (m->window < 0 || m->window > 1 << 25)
+    return CHECK_FAIL(DC_E_INVALID, "window = %lld; it must be from 0 (none) to 2^25", (long long)m->window);
+  if (!(m->dropout.rate >= 0 && m->dropout.rate < 1))
+    return CHECK_FAIL(DC_E_INVALID, "dropout.rate = %g; it must be from 0 to below 1", (double)m->dropout.rate);
+  if (m->dropout.batch < 0 || m->dropout.batch > INT32_MAX || m->dropout.head < 0 || m->dropout.head > INT32_MAX)
+    return CHECK_FAIL(DC_E_INVALID, "dropout.batch = %lld, dropout.head = %lld; they must be from 0 to 2^31 - 1",
+                      (long long)m->dropout.batch, (long long)m->dropout.head);
   return DC_OK;
 }
 
@@ -615,6 +633,12 @@ static inline int check_attention_grad(const dc_attention_grad_args *given, dc_a
   DC_TRY(check_attention_array(a->dk, a->dtype, pairs * a->dim, a->dk_stride, "dk"));
   DC_TRY(check_attention_array(a->dv, a->dtype, pairs * a->dim, a->dv_stride, "dv"));
   DC_TRY(check_attention_mask(&a->mask, a->batch, a->heads, a->rows, a->keys));
+  if (a->dbias && (!a->mask.bias || a->mask.bias_dtype == DC_U8))
+    return CHECK_FAIL(DC_E_INVALID, "dbias without a bias that has a gradient (fp32, bf16 or fp16)");
+  for (int k = 0; k < 3; k++)
+    if (a->dbias && a->dbias_stride[k] < 0)
+      return CHECK_FAIL(DC_E_INVALID, "dbias_stride[%d] = %lld; it must not be negative", k,
+                        (long long)a->dbias_stride[k]);
   return check_array(a->lse, sizeof *a->lse, queries, "lse");
 }
 

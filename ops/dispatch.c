@@ -16,7 +16,9 @@
 
 #if defined(DEEPC_X86_BODIES)
 #include <cpuid.h>
-extern const dc__ops dc__ops_avx2, dc__ops_avx512, dc__ops_avx512_bf16;
+#include <sys/syscall.h>
+#include <unistd.h>
+extern const dc__ops dc__ops_avx2, dc__ops_avx512, dc__ops_avx512_bf16, dc__ops_amx_bf16;
 #endif
 
 /* ---- instruction sets -------------------------------------------------------------------------------------------- */
@@ -31,6 +33,7 @@ static const dc__ops *const dispatch_table[DC_ISA_COUNT] = {
     [DC_ISA_AVX2] = &dc__ops_avx2,
     [DC_ISA_AVX512] = &dc__ops_avx512,
     [DC_ISA_AVX512_BF16] = &dc__ops_avx512_bf16,
+    [DC_ISA_AMX_BF16] = &dc__ops_amx_bf16,
 #endif
 };
 static int dispatch_have[DC_ISA_COUNT];
@@ -38,7 +41,8 @@ static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
 static _Atomic int dispatch_isa = -1; /* released and acquired: who reads it sees what the detection wrote */
 int64_t dc__prefetch_ahead = 2048; /* see cpu/vec.h */
 
-static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16",
+                                                                "amx_bf16"};
 
 #if defined(DEEPC_X86_BODIES)
 /* The register state that the kernel saves (XCR0): a processor may have AVX-512 and the kernel not. */
@@ -46,6 +50,20 @@ static unsigned dispatch_isa_saved_state(void) {
   unsigned lo, hi;
   __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
   return lo;
+}
+
+/* Intel SDM vol. 1, 18.3: tiles and their bf16 products. Their state is large, so Linux (5.16 and later) gives it to
+ * processes that ask, for all threads and what they fork (ARCH_REQ_XCOMP_PERM of XTILEDATA). */
+static int dispatch_isa_has_tiles(unsigned state) {
+  enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, TILE_STATE = 3 << 17, REQUEST = 0x1023, TILE_DATA = 18 };
+  unsigned a, b, c, d;
+  if ((state & TILE_STATE) != TILE_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  if ((d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return 0;
+#if defined(__linux__)
+  return syscall(SYS_arch_prctl, (long)REQUEST, (long)TILE_DATA) == 0;
+#else
+  return 0;
+#endif
 }
 
 /* Intel SDM vol. 1, 14.3, 14.7.1, 15.2: the bits to test before AVX, AVX2 and AVX-512. */
@@ -67,6 +85,7 @@ static void dispatch_isa_detect_x86(void) {
                                  (state & zmm_state) == zmm_state;
   if (!dispatch_have[DC_ISA_AVX512] || subleaves < 1 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
   dispatch_have[DC_ISA_AVX512_BF16] = (a >> 5) & 1;
+  if (dispatch_have[DC_ISA_AVX512_BF16]) dispatch_have[DC_ISA_AMX_BF16] = dispatch_isa_has_tiles(state);
 }
 #endif
 

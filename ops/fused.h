@@ -128,7 +128,19 @@ DC_API int dc_rotary(const dc_rotary_args *args);
  * A query that sees no key gets out = 0 and lse = +inf. Element [b,h,i,c] of an array lies at b * stride[0] + h *
  * stride[1] + i * stride[2] + c. Sums are fp32. Where the processor multiplies pairs of bf16 (AVX512-BF16), bf16 is not
  * widened: probabilities are rounded to bf16 before they meet v; there, and only there, bits differ between instruction
- * sets. They never depend on the number of threads. */
+ * sets (AVX512-BF16 and AMX-BF16 add in different orders). They never depend on the number of threads. */
+/* Dropout of probabilities (Srivastava et al., JMLR 15, 2014): out = sum over j of keep * e^(s[j] - lse) / (1 - p) *
+ * v[b,kv,j], by random numbers that are counted, not kept: those of head h, query i and key j are bits 16 * (j % 2) and
+ * up of word j % 8 / 2 of Philox4x32-10 (Salmon et al., SC 2011) of the counter (j / 8, i, h + head, b + batch) and the
+ * key seed (its lower half first). A number below p = round(rate * 2^16) / 2^16 drops the pair. So the mask does not
+ * depend on layouts, threads, instruction sets, or, by batch and head, on which rank has what; the gradient finds it
+ * again. */
+typedef struct dc_attention_dropout {
+  uint64_t seed;
+  int64_t batch, head; /* 0 to 2^31 - 1: what this call's first ones count as */
+  float rate; /* from 0 (none) to below 1 */
+} dc_attention_dropout;
+
 /* Which keys a query sees, beyond causality; of what is NULL, all. All that hides counts. Tiles (pairs of runs of 16 to
  * 64 queries and keys) of which nothing is visible are neither computed nor read. */
 typedef struct dc_attention_mask {
@@ -138,6 +150,12 @@ typedef struct dc_attention_mask {
   const int32_t *q_group, *k_group; /* [batch, rows] and [batch, keys], both or neither, -2^24 to 2^24: a query sees
                                        the keys of its own number (sequences packed in a row, padding) */
   const float *slope; /* [heads]: adds slope[h] * (j - i - diagonal) to s[j] (ALiBi, Press et al., arXiv:2108.12409) */
+  const void *bias; /* added to s[j]: element [b,h,i,j] lies at b * bias_stride[0] + h * bias_stride[1] + i *
+                       bias_stride[2] + j; strides of 0 share it. Read where something is visible */
+  int64_t bias_stride[3];
+  int64_t window; /* above 0: j is visible from i + diagonal - window + 1 on only (Beltagy et al., arXiv:2004.05150) */
+  int32_t bias_dtype; /* fp32, bf16, fp16, or DC_U8: 0 hides the pair, all else adds nothing */
+  dc_attention_dropout dropout;
 } dc_attention_mask;
 
 typedef struct dc_attention_args {
@@ -147,7 +165,7 @@ typedef struct dc_attention_args {
   float *lse; /* [batch, heads, rows] without stride */
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];
   int64_t batch, heads, kv_heads, rows, keys, dim; /* heads a multiple of kv_heads; dim <= 256 */
-  int64_t diagonal; /* used if causal, and by slopes */
+  int64_t diagonal; /* used if causal, by slopes and by a window */
   float scale; /* finite, > 0 */
   int32_t dtype, causal;
   dc_attention_mask mask;
@@ -157,7 +175,9 @@ DC_API int dc_attention(const dc_attention_args *args);
 /* Its gradient, by the same blocks: p[j] = e^(s[j] - lse) is computed again; with delta = sum(dout * out),
  *   dv[j] = sum over queries of p[j] * dout;  ds[j] = p[j] * (dout . v[j] - delta) * scale
  *   dq = sum over j of ds[j] * k[j];  dk[j] = sum over queries of ds[j] * q
- * dk and dv sum over the query heads that share a head of k and v. A float of +inf in lse takes its query out. */
+ * dk and dv sum over the query heads that share a head of k and v. A float of +inf in lse takes its query out. With
+ * dropout, p[j] of dv and dout . v[j] are those that it kept, over 1 - p. The bias's gradient is ds[j] / scale, summed
+ * over what shares an element, batch by batch and head by head. */
 typedef struct dc_attention_grad_args {
   size_t struct_size; /* sizeof(dc_attention_grad_args): see base.h */
   const void *dout, *q, *k, *v, *out; /* as in dc_attention */
@@ -169,6 +189,8 @@ typedef struct dc_attention_grad_args {
   float scale;
   int32_t dtype, causal;
   dc_attention_mask mask; /* of dc_attention */
+  float *dbias; /* as mask.bias, with strides of its own; NULL: not wanted. Added to: what is hidden is left as it is */
+  int64_t dbias_stride[3];
 } dc_attention_grad_args;
 DC_API int dc_attention_grad(const dc_attention_grad_args *args);
 

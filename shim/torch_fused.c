@@ -407,43 +407,77 @@ static bool fused_look_layout(dct_call *c, dct_value value, int64_t block, const
   return true;
 }
 
-/* layout, block, q_group, k_group, slope: five values from `at` on. */
-static bool fused_look_masks(dct_call *c, const dct_value *at, const rows *q, const rows *k, dc_attention_mask *m) {
+/* [1 or batch, 1 or heads, 1 or rows, keys], the last dimension side by side; bool or a float type; or empty. */
+static bool fused_look_bias(dct_call *c, dct_value value, const rows *q, const rows *k, rows *r, dc_attention_mask *m) {
+  if (!fused_look_shape(c, value_tensor(value), "bias", r)) return false;
+  if (r->v.n == 0) return true;
+  bool fits = r->dim == 4 && r->size[3] == k->size[2];
+  for (int d = 0; fits && d < 3; d++) fits = r->size[d] == 1 || r->size[d] == q->size[d];
+  if (!fits)
+    return dct__fail(c,
+                     "'bias' must be [1 or %" PRId64 ", 1 or %" PRId64 ", 1 or %" PRId64 ", %" PRId64
+                     "]: batch, heads, rows, keys",
+                     q->size[0], q->size[1], q->size[2], k->size[2]);
+  if (r->size[3] > 1 && r->step[3] != 1)
+    return dct__fail(c, "the last dimension of 'bias' has gaps; pass bias.contiguous()");
+  if (r->v.dtype != DC_U8 && !fused_low(c, &r->v, "bias")) return false;
+  m->bias = r->v.ptr, m->bias_dtype = r->v.dtype;
+  for (int d = 0; d < 3; d++) m->bias_stride[d] = r->size[d] == 1 ? 0 : r->step[d];
+  return true;
+}
+
+/* seed: int64 [1], or empty where the rate is 0; rate, batch, head. */
+static bool fused_look_dropout(dct_call *c, const dct_value *at, dc_attention_dropout *d) {
+  dct_view seed;
+  d->rate = (float)value_double(at[1]), d->batch = (int64_t)at[2], d->head = (int64_t)at[3];
+  if (!dct__look(c, value_tensor(at[0]), "seed", &seed)) return false;
+  if (d->rate == 0) return true;
+  if (seed.n != 1 || seed.dtype != DC_I64) return dct__fail(c, "'seed' must be one int64, for a dropout above 0");
+  memcpy(&d->seed, seed.ptr, sizeof d->seed);
+  return true;
+}
+
+/* layout, block, q_group, k_group, slope, bias, seed, dropout, batch, head: ten values from `at` on. */
+enum { MASK_VALUES = 10 };
+static bool fused_look_masks(dct_call *c, const dct_value *at, const rows *q, const rows *k, rows *bias,
+                             dc_attention_mask *m) {
   const void *q_group, *k_group, *slope;
   if (!fused_look_layout(c, at[0], (int64_t)at[1], q, k, m) ||
       !fused_look_mask(c, at[2], "q_group", DC_I32, q->size[0] * q->size[2], &q_group) ||
       !fused_look_mask(c, at[3], "k_group", DC_I32, k->size[0] * k->size[2], &k_group) ||
-      !fused_look_mask(c, at[4], "slope", DC_F32, q->size[1], &slope))
+      !fused_look_mask(c, at[4], "slope", DC_F32, q->size[1], &slope) ||
+      !fused_look_bias(c, at[5], q, k, bias, m) || !fused_look_dropout(c, at + 6, &m->dropout))
     return false;
   m->q_group = q_group, m->k_group = k_group, m->slope = slope;
   return true;
 }
 
-/* The mask's four tensors stand behind `inputs` others, with the number `block` among them. */
+/* The mask's six tensors stand behind `inputs` others, with the number `block` among them. */
 static void fused_leave_masked(dct_call *c, dct_value *stack, int inputs, bool masked, outputs *o, int line) {
   if (masked) {
     dct__delete_tensors(stack + inputs, 1);
-    dct__delete_tensors(stack + inputs + 2, 3);
+    dct__delete_tensors(stack + inputs + 2, 5);
   }
   fused_leave(c, stack, inputs, o, line);
 }
 
-/* q, k, v, causal, scale; masked: q, k, v, layout, block, q_group, k_group, slope, causal, diagonal, scale */
+/* q, k, v, causal, scale; masked: q, k, v, the masks' values, causal, diagonal, window, scale */
 static void fused_attend(dct_value *stack, bool masked) {
   dct_call c;
   dct__begin(&c, masked ? "block_sparse_attention" : "attention");
   outputs o = {.n = 0};
-  rows q, k, v;
+  rows q, k, v, bias;
   void *lse = NULL;
-  const int at = masked ? 8 : 3;
+  const int at = masked ? 3 + MASK_VALUES : 3;
   dc_attention_args a = {.struct_size = sizeof a,
                          .causal = value_bool(stack[at]),
                          .diagonal = masked ? (int64_t)stack[at + 1] : 0,
-                         .scale = (float)value_double(stack[at + 1 + masked])};
+                         .scale = (float)value_double(stack[at + (masked ? 3 : 1)])};
+  a.mask.window = masked ? (int64_t)stack[at + 2] : 0;
   bool ok = fused_look_heads(&c, value_tensor(stack[0]), "q", NULL, &q, a.q_stride) &&
             fused_look_heads(&c, value_tensor(stack[1]), "k", &q, &k, a.k_stride) &&
             fused_look_heads(&c, value_tensor(stack[2]), "v", &q, &v, a.v_stride) &&
-            fused_same_shape(&c, &v, "v", &k, "k") && (!masked || fused_look_masks(&c, stack + 3, &q, &k, &a.mask)) &&
+            fused_same_shape(&c, &v, "v", &k, "k") && (!masked || fused_look_masks(&c, stack + 3, &q, &k, &bias, &a.mask)) &&
             fused_result_heads(&c, &o, &q, a.out_stride, &a.out) && fused_result_like(&c, &o, &q, DC_F32, 3, &lse);
   if (ok) {
     a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.lse = lse, a.dtype = q.v.dtype;
@@ -459,18 +493,33 @@ static void fused_sparse_attention(dct_value *stack, uint64_t num_args, uint64_t
   fused_attend(stack, true);
 }
 
-/* dout, q, k, v, out, lse, causal, scale; masked: six, then as above from `layout` on */
+/* The bias's gradient, fp32 and zeros, or an empty result. */
+static bool fused_result_bias(dct_call *c, outputs *o, const rows *bias, bool wanted, dc_attention_grad_args *a) {
+  void *ptr;
+  int64_t step = 1;
+  if (!wanted) return fused_result_vector(c, o, 0, DC_F32, &ptr);
+  if (!a->mask.bias) return dct__fail(c, "the gradient of a bias that is not there was asked for");
+  if (!fused_result_like(c, o, bias, DC_F32, 4, &ptr)) return false;
+  memset(ptr, 0, (size_t)bias->v.n * sizeof(float));
+  for (int d = 3; d >= 0; step *= bias->size[d], d--)
+    if (d < 3) a->dbias_stride[d] = bias->size[d] == 1 ? 0 : step;
+  a->dbias = ptr;
+  return true;
+}
+
+/* dout, q, k, v, out, lse, causal, scale; masked: six, then as above from `layout` on, and whether dbias is wanted */
 static void fused_attend_grad(dct_value *stack, bool masked) {
   dct_call c;
   dct__begin(&c, masked ? "block_sparse_attention_grad" : "attention_grad");
   outputs o = {.n = 0};
-  rows dout, q, k, v, out;
+  rows dout, q, k, v, out, bias;
   dct_view lse;
-  const int at = masked ? 11 : 6;
+  const int at = masked ? 6 + MASK_VALUES : 6;
   dc_attention_grad_args a = {.struct_size = sizeof a,
                               .causal = value_bool(stack[at]),
                               .diagonal = masked ? (int64_t)stack[at + 1] : 0,
-                              .scale = (float)value_double(stack[at + 1 + masked])};
+                              .scale = (float)value_double(stack[at + (masked ? 3 : 1)])};
+  a.mask.window = masked ? (int64_t)stack[at + 2] : 0;
   bool ok = fused_look_heads(&c, value_tensor(stack[1]), "q", NULL, &q, a.q_stride) &&
             fused_look_heads(&c, value_tensor(stack[0]), "dout", &q, &dout, a.dout_stride) &&
             fused_same_shape(&c, &dout, "dout", &q, "q") &&
@@ -479,12 +528,13 @@ static void fused_attend_grad(dct_value *stack, bool masked) {
             fused_same_shape(&c, &v, "v", &k, "k") &&
             fused_look_heads(&c, value_tensor(stack[4]), "out", &q, &out, a.out_stride) &&
             fused_same_shape(&c, &out, "out", &q, "q") &&
-            (!masked || fused_look_masks(&c, stack + 6, &q, &k, &a.mask)) &&
+            (!masked || fused_look_masks(&c, stack + 6, &q, &k, &bias, &a.mask)) &&
             dct__look(&c, value_tensor(stack[5]), "lse", &lse) && dct__must_be_f32(&c, &lse, "lse");
   if (ok && lse.n != q.size[0] * q.size[1] * q.size[2])
     ok = dct__fail(&c, "'lse' has %" PRId64 " elements; it must have one of each row of 'q'", lse.n);
   ok = ok && fused_result_heads(&c, &o, &q, a.dq_stride, &a.dq) && fused_result_heads(&c, &o, &k, a.dk_stride, &a.dk) &&
-       fused_result_heads(&c, &o, &v, a.dv_stride, &a.dv);
+       fused_result_heads(&c, &o, &v, a.dv_stride, &a.dv) &&
+       (!masked || fused_result_bias(&c, &o, &bias, value_bool(stack[at + 4]), &a));
   if (ok) {
     a.dout = dout.v.ptr, a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.out = out.v.ptr, a.lse = lse.ptr;
     a.dtype = q.v.dtype, a.batch = q.size[0], a.heads = q.size[1], a.kv_heads = k.size[1], a.rows = q.size[2],
@@ -532,13 +582,13 @@ static const dct_operator fused_operators[] = {
      fused_attention_grad},
     {"block_sparse_attention",
      "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor layout, int block, Tensor q_group, Tensor k_group, "
-     "Tensor slope, bool causal, int diagonal, float scale) -> (Tensor, Tensor)",
+     "Tensor slope, Tensor bias, Tensor seed, float dropout, int batch, int head, bool causal, int diagonal, int "
+     "window, float scale) -> (Tensor, Tensor)",
      fused_sparse_attention},
     {"block_sparse_attention_grad",
      "block_sparse_attention_grad(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor layout, "
-     "int "
-     "block, Tensor q_group, Tensor k_group, Tensor slope, bool causal, int diagonal, float scale) -> (Tensor, Tensor, "
-     "Tensor)",
+     "int block, Tensor q_group, Tensor k_group, Tensor slope, Tensor bias, Tensor seed, float dropout, int batch, int "
+     "head, bool causal, int diagonal, int window, float scale, bool dbias) -> (Tensor, Tensor, Tensor, Tensor)",
      fused_sparse_attention_grad},
 };
 

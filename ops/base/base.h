@@ -83,8 +83,15 @@ DC_API size_t dc_dtype_size(int dtype);
 DC_API const char *dc_dtype_name(int dtype);
 
 /* ---- instruction sets -------------------------------------------------------------------------------------------- */
-enum dc_isa { DC_ISA_SCALAR = 0, DC_ISA_AVX2 = 1, DC_ISA_AVX512 = 2, DC_ISA_AVX512_BF16 = 3, DC_ISA_COUNT = 4 };
-/* "scalar", "avx2", "avx512", "avx512_bf16". */
+enum dc_isa {
+  DC_ISA_SCALAR = 0,
+  DC_ISA_AVX2 = 1,
+  DC_ISA_AVX512 = 2,
+  DC_ISA_AVX512_BF16 = 3,
+  DC_ISA_AMX_BF16 = 4, /* and AVX512_BF16; the kernel must have given the process the tiles' state (arch_prctl(2)) */
+  DC_ISA_COUNT = 5
+};
+/* "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16". */
 DC_API const char *dc_isa_name(int isa);
 /* 1 if this processor and this binary can run `isa`. */
 DC_API int dc_isa_available(int isa);

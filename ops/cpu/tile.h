@@ -3,7 +3,7 @@
  * `tile_product` holds MR x NR sums in registers (or twice the rows of half the columns) and walks the inner
  * dimension. Its left operand lies by rows or by columns, its right one in panels of NR (or 16) columns. Elements are
  * 4-byte words: a float, or, where the processor has VDPBF16PS, a pair of bf16 that are neighbours in the inner
- * dimension (`pairs`), so one text serves both. */
+ * dimension (`pairs`), so one text serves both. Pairs by rows and panels of NR are also what AMX's tiles take. */
 #ifndef DEEPC_OPS_CPU_TILE_H
 #define DEEPC_OPS_CPU_TILE_H
 
@@ -88,6 +88,42 @@ TILE_PRODUCT(tile_wide_add_pairs, MR, NV, 1, 1)
 TILE_PRODUCT(tile_slim_set_pairs, MR *NV, 1, 1, 0)
 TILE_PRODUCT(tile_slim_add_pairs, MR *NV, 1, 1, 1)
 #endif
+#if defined(DC_TILES)
+/* c[32][NR] (+)= a[32][k] b[k][NR] in tiles; k.words is a multiple of 16, a lies by rows. */
+static __attribute__((noinline)) void tile_square(float *c, const tile_left *a, const float *b, const tile_runs *k,
+                                                  int add) {
+  const int64_t four = sizeof *c, down = V_TILE_ROWS * a->row, across = NR * four;
+  float *const below = c + V_TILE_ROWS * NR;
+  if (add) {
+    V_TILE_LOAD(0, c, across);
+    V_TILE_LOAD(1, c + LANES, across);
+    V_TILE_LOAD(2, below, across);
+    V_TILE_LOAD(3, below + LANES, across);
+  } else {
+    V_TILE_ZERO(0);
+    V_TILE_ZERO(1);
+    V_TILE_ZERO(2);
+    V_TILE_ZERO(3);
+  }
+  for (int t = 0; t < k->count; t++) {
+    const float *at = a->at + k->first[t] * a->step;
+    for (int64_t i = 0; i < k->words; i += V_TILE_WORDS, b += V_TILE_WORDS * NR) {
+      V_TILE_LOAD(4, at + i, a->row * four);
+      V_TILE_LOAD(6, b, across);
+      V_TILE_LOAD(7, b + LANES, across);
+      V_TILE_DOT(0, 4, 6);
+      V_TILE_LOAD(5, at + down + i, a->row * four);
+      V_TILE_DOT(1, 4, 7);
+      V_TILE_DOT(2, 5, 6);
+      V_TILE_DOT(3, 5, 7);
+    }
+  }
+  V_TILE_STORE(0, c, across);
+  V_TILE_STORE(1, c + LANES, across);
+  V_TILE_STORE(2, below, across);
+  V_TILE_STORE(3, below + LANES, across);
+}
+#endif
 DC_INLINE void tile_one(float *c, const tile_left *a, const float *b, const tile_runs *k, int nr, int pairs, int add) {
 #if defined(__AVX512BF16__)
   if (pairs) {
@@ -113,6 +149,16 @@ DC_INLINE int tile_mr(int nr) { return MR * NR / nr; }
 DC_INLINE void tile_multiply_runs(tile_panels c, tile_left a, tile_panels b, int64_t rows, int64_t panels, tile_runs k,
                                   int nr, int pairs, int add) {
   const int mr = tile_mr(nr);
+#if defined(DC_TILES)
+  if (pairs && nr == NR && rows % (2 * V_TILE_ROWS) == 0 && k.words % V_TILE_WORDS == 0) { /* not 16 queries or keys */
+    for (int64_t p = 0; p < panels; p++) {
+      tile_left left = a;
+      for (int64_t r = 0; r < rows; r += 2 * V_TILE_ROWS, left.at += 2 * V_TILE_ROWS * a.row)
+        tile_square(c.at + p * c.step + r * nr, &left, b.at + p * b.step, &k, add);
+    }
+    return;
+  }
+#endif
   for (int64_t p = 0; p < panels; p++) {
     tile_left left = a;
     for (int64_t r = 0; r < rows; r += mr, left.at += a.block)
@@ -163,18 +209,17 @@ DC_INLINE void tile_row(float *to, const tile_rows *x, int dt, int64_t i, int pa
   memset((char *)to + bytes, 0, (size_t)(2 * x->width - bytes));
 }
 
-/* Words of rows i and i + 1 that are neighbours down: row i's in the lower halves. */
-DC_INLINE void tile_row_pair(uint32_t *to, const tile_rows *x, int64_t i) {
-  uint16_t row[2][TILE_DIM];
-  for (int k = 0; k < 2; k++) tile_row((float *)row[k], x, DC_BF16, i + k, 1);
-  for (int64_t c = 0; c < x->width; c++) to[c] = (uint32_t)row[0][c] | (uint32_t)row[1][c] << 16;
+#if defined(__AVX512BF16__)
+/* 16 words from column c on of rows i and k, which become neighbours down: row i's are the lower halves. */
+DC_INLINE vf tile_pair_words(const tile_rows *x, int64_t i, int64_t k, int64_t c) {
+  const int64_t left = x->dim - c;
+  const int r = left < 0 ? 0 : left < LANES ? (int)left : LANES;
+  vf low = v_set1(0.0f), high = low;
+  if (i < x->count && r) low = v_get(x->at + i * x->stride, DC_BF16, c, r);
+  if (k < x->count && r) high = v_get(x->at + k * x->stride, DC_BF16, c, r);
+  return v_of_bits(vi_or(vi_right(v_bits(low), 16), v_bits(high)));
 }
-
-/* Words number i down the rows from `begin` on: row begin + i, or a pair of rows. */
-DC_INLINE void tile_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t i, int pairs) {
-  if (pairs) tile_row_pair((uint32_t *)to, x, begin + 2 * i);
-  else tile_floats(to, x, dt, begin + i);
-}
+#endif
 
 /* Left operand, inner dimension across the rows: [n][words of width]. */
 DC_INLINE void tile_pack_rows(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int pairs) {

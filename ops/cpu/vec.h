@@ -1,5 +1,5 @@
 /* vec.h: the vector vocabulary of the bodies in cpu/, and the only file with intrinsic names. Included by files that
- * are compiled once per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16) and by the compiler's
+ * are compiled once per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16, amx_bf16) and by the compiler's
  * macros.
  *
  * A vector has LANES = 16 elements on every instruction set: one zmm register, or a pair of ymm. So the bodies are one
@@ -243,6 +243,19 @@ DC_INLINE void vi_store_nibbles(void *p, int r, vi a) {
   memcpy(p, &packed, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
 }
 DC_INLINE __m256i vi_narrow16(vi a) { return _mm512_cvtepi32_epi16(a); } /* of numbers below 2^16 */
+DC_INLINE vi vi_xor3(vi a, vi b, vi c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+/* The 64 bits of the products of unsigned numbers. */
+DC_INLINE void vi_wide_mul(vi a, uint32_t by, vi *high, vi *low) {
+  const __m512i b = _mm512_set1_epi32((int)by);
+  const __m512i even = _mm512_mul_epu32(a, b), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), b);
+  *high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+  *low = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+}
+/* Zero in the lanes whose bit is not set. */
+DC_INLINE vi vi_only(vi a, unsigned bits) { return _mm512_maskz_mov_epi32((__mmask16)bits, a); }
+DC_INLINE vf v_only(vf a, unsigned bits) { return _mm512_maskz_mov_ps((__mmask16)bits, a); }
+/* The larger of a and top; top where a is NaN. */
+DC_INLINE vf v_raise(vf top, vf a) { return _mm512_max_ps(a, top); }
 
 #if defined(__AVX512BF16__)
 /* acc[j] += the two products of the bf16 pairs in a[j] and b[j], the upper one first; denormals count as zero. */
@@ -252,8 +265,48 @@ DC_INLINE vi v_pair_bf16(vf even, vf odd) {
   const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
   return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
 }
+/* 2^t within 3e-6 of itself for t <= 1, where the result is to be a bf16: 2^n p(r), n the next integer and p of degree
+ * 4, fitted as that of ref/exp.h. 0 far below; NaN stays NaN. */
+DC_INLINE vf v_exp2_low(vf t) {
+  const vf round = _mm512_set1_ps(0x1.8p+23f);
+  t = _mm512_max_ps(_mm512_set1_ps(-160.0f), t); /* the second operand's NaN is kept */
+  const vf n = _mm512_sub_ps(_mm512_add_ps(t, round), round), r = _mm512_sub_ps(t, n);
+  vf p = _mm512_fmadd_ps(_mm512_set1_ps(0x1.3997d4p-7f), r, _mm512_set1_ps(0x1.ca1440p-5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.ec06dap-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.62e0dcp-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.ffffe8p-1f));
+  return _mm512_scalef_ps(p, n);
+}
+/* Bits of which the upper halves are a rounded to bf16, halves away from zero. Cheaper than VCVTNE2PS2BF16 and a
+ * permutation where pairs are needed; NaNs of bf16 operands stay ones. */
+DC_INLINE vi v_half_up(vf a) { return _mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(0x8000)); }
+/* Pairs of the upper halves: those of `low` in the lower halves. */
+DC_INLINE vi vi_upper_pairs(vi low, vi high) {
+  return _mm512_mask_mov_epi16(_mm512_srli_epi32(low, 16), 0xaaaaaaaa, high);
+}
 /* 32 bf16 side by side. */
 DC_INLINE vi v_join_bf16(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
+#endif
+
+#if defined(DC_TILES)
+/* Tiles: 8 registers of 16 rows of 64 bytes (Intel SDM vol. 1, 18). Written as assembly: numbers of registers are
+ * constants of the text, and compilers of Debian 12 don't say that a tile load reads memory. */
+enum { V_TILE_ROWS = 16, V_TILE_WORDS = 16 };
+DC_INLINE void v_tiles_begin(void) { /* all 8 of them whole */
+  uint8_t config[64] = {1};
+  for (int k = 0; k < 8; k++) config[16 + 2 * k] = 64, config[48 + k] = V_TILE_ROWS;
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+}
+DC_INLINE void v_tiles_end(void) { __asm__ volatile("tilerelease" ::: "memory"); }
+#define V_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+/* 16 rows, `bytes` apart. */
+#define V_TILE_LOAD(t, from, bytes) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(from)), "r"((int64_t)(bytes)) : "memory")
+#define V_TILE_STORE(t, to, bytes) \
+  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(bytes)) : "memory")
+/* c[16][16] += a[16][32] b[32][16]: rows of a are 32 bf16; row k of b has the rows 2k and 2k + 1 as pairs. Denormals
+ * count as zero. */
+#define V_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #endif
 
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
@@ -553,6 +606,32 @@ DC_INLINE __m128i vi_low8(vi x) {
       _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)), 0xd8);
   return _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
 }
+DC_INLINE vi vi_xor3(vi x, vi y, vi z) {
+  return (vi){_mm256_xor_si256(x.a, _mm256_xor_si256(y.a, z.a)), _mm256_xor_si256(x.b, _mm256_xor_si256(y.b, z.b))};
+}
+DC_INLINE void vi_wide_mul8(__m256i x, __m256i by, __m256i *high, __m256i *low) {
+  const __m256i even = _mm256_mul_epu32(x, by), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), by);
+  *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+/* The 64 bits of the products of unsigned numbers. */
+DC_INLINE void vi_wide_mul(vi x, uint32_t by, vi *high, vi *low) {
+  const __m256i b = _mm256_set1_epi32((int)by);
+  vi_wide_mul8(x.a, b, &high->a, &low->a);
+  vi_wide_mul8(x.b, b, &high->b, &low->b);
+}
+DC_INLINE __m256i vi_only8(__m256i x, unsigned bits) {
+  const __m256i one_each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_and_si256(x, _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), one_each), one_each));
+}
+/* Zero in the lanes whose bit is not set. */
+DC_INLINE vi vi_only(vi x, unsigned bits) { return (vi){vi_only8(x.a, bits), vi_only8(x.b, bits >> 8)}; }
+DC_INLINE vf v_only(vf x, unsigned bits) {
+  return (vf){_mm256_castsi256_ps(vi_only8(_mm256_castps_si256(x.a), bits)),
+              _mm256_castsi256_ps(vi_only8(_mm256_castps_si256(x.b), bits >> 8))};
+}
+/* The larger of x and top; top where x is NaN. */
+DC_INLINE vf v_raise(vf top, vf x) { return DC__PAIR(_mm256_max_ps, x, top); }
 DC_INLINE __m256i vi_narrow16(vi x) { /* of numbers below 2^16; quarters as in v_narrow_bf16 */
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
 }

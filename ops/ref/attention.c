@@ -14,11 +14,13 @@ static float att_dot(const void *a, const void *b, int dt, int64_t dim) {
 
 static int att_visible(const att_sight *s, int64_t i, int64_t j) {
   if (j >= s->keys || (s->causal && j > i + s->diagonal)) return 0;
+  if (s->window && j <= i + s->diagonal - s->window) return 0;
   if (s->layout && !s->layout[i / s->block * s->across + j / s->block]) return 0;
   return !s->q_group || s->q_group[i] == s->k_group[j];
 }
 
 static float att_biased(const att_sight *s, float x, int64_t i, int64_t j) {
+  if (s->bias && i < s->rows && j < s->keys) x = att_bias_at(s, x, i, j);
   return s->biased ? fmaf(s->slope, (float)j - (float)(i + s->diagonal), x) : x;
 }
 
@@ -38,10 +40,11 @@ static void att_add_chunk(const dc_attention_args *a, const att_sight *sight, in
       s[t] = att_biased(sight, att_dot(att_row(a->k, a->dtype, a->k_stride, b, kv, j), q, a->dtype, a->dim), i, j);
     max = dc__max_f32(max, s[t]);
   }
-  max = dc__max_f32(dc__max_f32(o->max, max * a->scale), -3e38f);
+  max = dc__max_f32(dc__max_f32(o->max, max * a->scale), ATT_LOWEST);
   for (int64_t t = 0; t < n; t++) {
     s[t] = dc__exp_nonpos(fmaf(s[t], a->scale, -max));
     sum += s[t];
+    if (sight->threshold && !att_keeps(sight, i, tiles[t / run].first + t % run)) s[t] = 0.0f;
   }
   const float keep = dc__exp_nonpos(o->max - max);
   o->sum = fmaf(o->sum, keep, sum), o->max = max;
@@ -74,7 +77,7 @@ static void att_one_query(const dc_attention_args *a, int64_t b, int64_t kv, int
     }
   }
   char *out = (char *)(uintptr_t)att_row(a->out, a->dtype, a->out_stride, b, h, i);
-  for (int64_t d = 0; d < a->dim; d++) dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] / o.sum);
+  for (int64_t d = 0; d < a->dim; d++) dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] / (o.sum * sight.keep));
   a->lse[(b * a->heads + h) * a->rows + i] = o.sum == 0.0f ? HUGE_VALF : dc__canonical_f32(o.max + logf(o.sum));
 }
 
@@ -98,17 +101,23 @@ static float att_delta(const void *dout, const void *out, int dt, int64_t dim) {
   return sum[0];
 }
 
-/* One pair; p and ds come back. */
+/* One pair; p and ds come back, and ds before it is scaled. */
 static void att_pair(const dc_attention_grad_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
-                     int64_t i, int64_t j, float *p, float *ds) {
+                     int64_t i, int64_t j, float *p, float *ds, float *raw) {
   const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i), *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
   const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
   const float s = att_biased(sight, att_dot(k, q, a->dtype, a->dim), i, j);
-  const float dp = att_dot(att_row(a->v, a->dtype, a->v_stride, b, kv, j), dout, a->dtype, a->dim);
+  float dp = att_dot(att_row(a->v, a->dtype, a->v_stride, b, kv, j), dout, a->dtype, a->dim);
   const float delta = att_delta(dout, att_row(a->out, a->dtype, a->out_stride, b, h, i), a->dtype, a->dim);
   const float lse = a->lse[(b * a->heads + h) * a->rows + i];
   *p = att_visible(sight, i, j) ? dc__exp_nonpos(dc__min_f32(fmaf(s, a->scale, -lse), 0.0f)) : 0.0f;
-  *ds = *p * (dp - delta) * a->scale;
+  const float whole = *p;
+  if (sight->threshold) {
+    const float factor = att_keeps(sight, i, j) ? sight->factor : 0.0f;
+    *p *= factor, dp *= factor;
+  }
+  *raw = whole * (dp - delta);
+  *ds = *raw * a->scale;
 }
 
 /* Queries from i0 on and keys from j0 on: at most as many as a block has. */
@@ -117,8 +126,10 @@ static void att_block(const dc_attention_grad_args *a, const att_sight *sight, i
   const int64_t rows = att_least(a->rows - i0, queries), keys = att_least(a->keys - j0, most), dim = a->dim;
   for (int64_t j = j0; j < j0 + keys; j++)
     for (int64_t i = i0; i < i0 + rows; i++) {
-      float p, ds;
-      att_pair(a, sight, b, kv, h, i, j, &p, &ds);
+      float p, ds, raw;
+      att_pair(a, sight, b, kv, h, i, j, &p, &ds, &raw);
+      if (a->dbias && att_visible(sight, i, j))
+        a->dbias[b * a->dbias_stride[0] + h * a->dbias_stride[1] + i * a->dbias_stride[2] + j] += raw;
       const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i),
                  *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
       const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);

@@ -7,10 +7,13 @@
 #include <string.h>
 
 #include "ops.h"
+#include "ref/philox.h"
+#include "ref/scalar.h"
 #include "ref/tile.h"
 
 /* Queries of a block; keys whose scores exist at a time (forward), and keys of a block (gradient). Measured on Zen 4:
  * docs/lab/attention.md. */
+#define ATT_LOWEST (-2e38f) /* a finite maximum for queries that see no key */
 enum { ATT_QUERIES = 64, ATT_CHUNK = 256, ATT_KEYS = 64, ATT_STEP = 16 };
 
 static inline int64_t att_least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -37,12 +40,27 @@ typedef struct att_sight {
   const int32_t *q_group, *k_group; /* of the batch's entry; NULL: one group */
   int64_t block, across; /* across: blocks of keys in a row of the layout */
   int64_t rows, keys, diagonal;
-  int causal, biased;
-  float slope; /* in units of scores before they are scaled */
+  int64_t window; /* 0: none */
+  int causal, biased; /* biased: by the slope */
+  float slope; /* in units of scores before they are scaled, as `unit` is: 1 / scale */
+  const char *bias; /* of the head, or NULL; rows `bias_row` bytes apart */
+  int64_t bias_row;
+  int bias_dtype;
+  float unit;
+  int threshold; /* dropout: of numbers from 0 to 2^16, those below drop a pair; 0: none */
+  uint32_t key[2], who[2]; /* of the random numbers: the seed; head and entry of the batch */
+  float keep, factor; /* the share that is kept, and 1 over it */
 } att_sight;
 enum att_part { ATT_HIDDEN, ATT_SOME, ATT_WHOLE };
 
-static inline int att_masked(const dc_attention_mask *m) { return m->layout || m->q_group || m->slope; }
+/* The numbers below it drop a pair. */
+static inline int att_threshold(float rate) {
+  const int t = (int)(rate * 65536.0f + 0.5f);
+  return t < 65536 ? t : 65535;
+}
+static inline int att_masked(const dc_attention_mask *m) {
+  return m->layout || m->q_group || m->slope || m->bias || m->window || att_threshold(m->dropout.rate);
+}
 /* Tiles: runs of keys and of queries that are skipped, or computed, together. */
 static inline int64_t att_tile_keys(const dc_attention_mask *m) {
   return !m->layout || m->block % 64 == 0 ? 64 : m->block % 32 == 0 ? 32 : 16;
@@ -54,13 +72,37 @@ static inline int64_t att_tile_queries(const dc_attention_mask *m) { return att_
 static inline att_sight att_sight_of(const dc_attention_mask *m, int64_t rows, int64_t keys, int64_t diagonal,
                                      int causal, float scale, int64_t b, int64_t h) {
   att_sight s = {.rows = rows, .keys = keys, .diagonal = diagonal, .causal = causal, .biased = m->slope != NULL};
+  s.window = m->window, s.unit = 1.0f / scale;
   if (m->layout) {
     s.block = m->block, s.across = (keys + m->block - 1) / m->block;
     s.layout = m->layout + (m->layout_heads == 1 ? 0 : h) * ((rows + m->block - 1) / m->block) * s.across;
   }
   if (m->q_group) s.q_group = m->q_group + b * rows, s.k_group = m->k_group + b * keys;
   if (m->slope) s.slope = m->slope[h] / scale;
+  if (m->bias) {
+    const int64_t size = m->bias_dtype == DC_U8 ? 1 : m->bias_dtype == DC_F32 ? 4 : 2;
+    s.bias = (const char *)m->bias + size * (b * m->bias_stride[0] + h * m->bias_stride[1]);
+    s.bias_row = size * m->bias_stride[2], s.bias_dtype = m->bias_dtype;
+  }
+  s.threshold = att_threshold(m->dropout.rate), s.keep = (float)(65536 - s.threshold) / 65536.0f;
+  s.factor = 1.0f / s.keep;
+  s.key[0] = (uint32_t)m->dropout.seed, s.key[1] = (uint32_t)(m->dropout.seed >> 32);
+  s.who[0] = (uint32_t)(m->dropout.head + h), s.who[1] = (uint32_t)(m->dropout.batch + b);
   return s;
+}
+
+/* What the bias adds to query i's score of key j, before it is scaled. */
+static inline float att_bias_at(const att_sight *s, float x, int64_t i, int64_t j) {
+  const char *row = s->bias + i * s->bias_row;
+  if (s->bias_dtype == DC_U8) return ((const uint8_t *)row)[j] ? fmaf(0.0f, s->unit, x) : -HUGE_VALF;
+  return fmaf(dc__get(row, s->bias_dtype, j), s->unit, x);
+}
+
+/* Whether dropout keeps query i's probability of key j. */
+static inline int att_keeps(const att_sight *s, int64_t i, int64_t j) {
+  uint32_t c[4] = {(uint32_t)(j / 8), (uint32_t)i, s->who[0], s->who[1]};
+  dc__philox(c, s->key[0], s->key[1]);
+  return (int)(c[j % 8 / 2] >> (16 * (j % 2)) & 0xffffu) >= s->threshold;
 }
 
 typedef struct att_span {
@@ -82,6 +124,8 @@ static inline enum att_part att_part_of(const att_sight *s, int64_t i, int64_t j
   if (s->layout && !s->layout[i / s->block * s->across + j / s->block]) return ATT_HIDDEN;
   if (s->causal && j > i + ATT_STEP - 1 + s->diagonal) return ATT_HIDDEN;
   if (j + n > s->keys || (s->causal && j + n - 1 > i + s->diagonal)) part = ATT_SOME;
+  if (s->window && j + n - 1 <= i + s->diagonal - s->window) return ATT_HIDDEN;
+  if (s->window && j <= i + ATT_STEP - 1 + s->diagonal - s->window) part = ATT_SOME;
   if (!s->q_group) return part;
   const att_span q = att_groups(s->q_group, i, att_least(i + ATT_STEP, s->rows));
   const att_span k = att_groups(s->k_group, j, att_least(j + n, s->keys));
@@ -120,9 +164,11 @@ static inline int64_t att_next_key(const att_sight *s, int64_t i, int64_t j) {
   return b * s->block;
 }
 
-/* The first query from i on, a tile's first, to whom key j may be visible by the layout and causality. */
+/* The first query from i on, a tile's first, to whom key j may be visible by the layout, causality and the window;
+ * rows or more: none. */
 static inline int64_t att_next_query(const att_sight *s, int64_t i, int64_t j, int64_t n) {
   if (s->causal && i < j - s->diagonal - n + 1) i = tile_round(j - s->diagonal - n + 1, n);
+  if (s->window && i >= j + n - 1 - s->diagonal + s->window) return s->rows;
   if (!s->layout || i >= s->rows) return i;
   const int64_t down = (s->rows + s->block - 1) / s->block;
   const uint8_t *column = s->layout + j / s->block;
@@ -136,7 +182,9 @@ static inline int64_t att_next_query(const att_sight *s, int64_t i, int64_t j, i
  * the search goes on. */
 static inline int att_next_tiles(const att_sight *s, int64_t i, int64_t n, int64_t keys, int64_t *at, att_tile *tiles) {
   const int64_t limit = att_limit(s->keys, s->causal, s->diagonal, i + n);
+  const int64_t lowest = s->window ? i + s->diagonal - s->window + 1 : 0; /* that the first query sees */
   int count = 0;
+  if (*at < lowest) *at = lowest / keys * keys;
   for (*at = att_next_key(s, i, *at); *at < limit && count < ATT_CHUNK / keys; *at = att_next_key(s, i, *at + keys))
     count += att_look(s, i, n, *at, keys, &tiles[count]);
   return count;

@@ -683,6 +683,7 @@ TEST(OpsIsa, EnvironmentVariable) {
 TEST_F(Ops, IsaNamesAndForce) {
   EXPECT_STREQ(dc_isa_name(DC_ISA_SCALAR), "scalar");
   EXPECT_STREQ(dc_isa_name(DC_ISA_AVX512_BF16), "avx512_bf16");
+  EXPECT_STREQ(dc_isa_name(DC_ISA_AMX_BF16), "amx_bf16");
   EXPECT_STREQ(dc_isa_name(-1), "?");
   EXPECT_STREQ(dc_isa_name(DC_ISA_COUNT), "?");
   EXPECT_EQ(dc_isa_available(DC_ISA_SCALAR), 1);

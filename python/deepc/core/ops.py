@@ -338,8 +338,14 @@ def _(
     q_group: torch.Tensor,
     k_group: torch.Tensor,
     slope: torch.Tensor,
+    bias: torch.Tensor,
+    seed: torch.Tensor,
+    dropout: float,
+    batch: int,
+    head: int,
     causal: bool,
     diagonal: int,
+    window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), _stats(q)
@@ -358,11 +364,19 @@ def _(
     q_group: torch.Tensor,
     k_group: torch.Tensor,
     slope: torch.Tensor,
+    bias: torch.Tensor,
+    seed: torch.Tensor,
+    dropout: float,
+    batch: int,
+    head: int,
     causal: bool,
     diagonal: int,
+    window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_bias = bias.new_empty(bias.shape if dbias else (0,), dtype=torch.float32)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), of_bias
 
 
 def _no_second(name: str) -> None:
@@ -489,21 +503,22 @@ torch.library.register_autograd("deepc::attention", _attention_backward, setup_c
 
 
 def _sparse_attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, layout, ctx.block, q_group, k_group, slope, *ctx.plain = inputs
+    q, k, v, layout, ctx.block, q_group, k_group, slope, bias, seed, *ctx.plain = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, layout, q_group, k_group, slope)
+    ctx.save_for_backward(q, k, v, *output, layout, q_group, k_group, slope, bias, seed)
 
 
 def _sparse_attention_backward(ctx: Any, dout: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     none = (None,) * 8
     if dout is None:
-        return None, None, None, *none
-    *tensors, layout, q_group, k_group, slope = ctx.saved_tensors
-    grads = torch.ops.deepc.block_sparse_attention_grad(
-        _inner_dense(dout), *tensors, layout, ctx.block, q_group, k_group, slope, *ctx.plain
+        return None, None, None, *none[:5], None, *none
+    *tensors, layout, q_group, k_group, slope, bias, seed = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[8]
+    dq, dk, dv, dbias = torch.ops.deepc.block_sparse_attention_grad(
+        _inner_dense(dout), *tensors, layout, ctx.block, q_group, k_group, slope, bias, seed, *ctx.plain, wanted
     )
-    return *grads, *none
+    return dq, dk, dv, *none[:5], dbias.to(bias.dtype) if wanted else None, *none
 
 
 torch.library.register_autograd(
@@ -618,21 +633,51 @@ def apply_rotary(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v by blocks (arXiv:1706.03762, arXiv:2205.14135), as
+    """softmax(q k^T * scale + bias) v by blocks (arXiv:1706.03762, arXiv:2205.14135), as
     torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True) has it.
 
     q: [batch, heads, rows, dim]; k, v: [batch, kv_heads, keys, dim], heads a multiple of kv_heads, dim at most 256; CPU
     tensors of one dtype (float32, bfloat16, float16), any strides but for the last dimension. is_causal: query i sees
-    keys up to i. scale: above 0; None: dim ** -0.5. The result has q's shape, dtype and order in memory. Sums are fp32.
-    Differentiable once. RuntimeError for other shapes and dtypes.
+    keys up to i. scale: above 0; None: dim ** -0.5. bias, dropout, seed: as in `block_sparse_attention`. The result has
+    q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes and dtypes.
     """
+    if bias is not None or dropout:
+        return block_sparse_attention(
+            q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed
+        )
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[
         0
     ]
     return out
+
+
+def _seed(seed: int | torch.Tensor | None, dropout: float, like: torch.Tensor) -> torch.Tensor:
+    """int64 [1], drawn by torch's generator where none is given; empty without dropout."""
+    if not dropout:
+        return like.new_empty(0, dtype=torch.int64)
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,))
+    return seed.reshape(1).to(torch.int64) if isinstance(seed, torch.Tensor) else torch.tensor([seed])
+
+
+def _bias(bias: torch.Tensor) -> torch.Tensor:
+    """[batch or 1, heads or 1, rows or 1, keys] whose last dimension lies side by side."""
+    if bias.dtype not in (torch.bool, *FLOATS):
+        raise ArgumentError(f"bias is {bias.dtype}; it must be bool, float32, bfloat16 or float16")
+    if bias.dim() < 4:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+    return bias if bias.shape[-1] == 1 or bias.stride(-1) == 1 else bias.contiguous()
 
 
 def block_sparse_attention(
@@ -646,17 +691,33 @@ def block_sparse_attention(
     scale: float | None = None,
     groups: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    first: tuple[int, int] = (0, 0),
     diagonal: int = 0,
 ) -> torch.Tensor:
     """`attention` of which whole blocks are left out (Child et al., arXiv:1904.10509): what is hidden costs nothing.
 
     q, k, v, scale and the result: as in `attention`. layout: [1 or heads, ceil(rows / block), ceil(keys / block)], bool
     or an integer type, where 0 hides a block; None: no block is hidden. block: a multiple of 16 from 16 to 128.
-    is_causal: within visible blocks query i sees keys up to i + diagonal. groups: int32 numbers between -2^24 and
-    2^24, [batch, rows] (or one such tensor for the rows and one [batch, keys] for the keys): a query sees the keys of
-    its own number only: sequences packed in a row, padding. slopes: [heads] float32, adds slopes[h] * (key - query -
-    diagonal) to the scores (ALiBi, arXiv:2108.12409). A query that sees no key has a result of 0. Memory is linear in
-    rows and keys. Differentiable once in q, k and v. RuntimeError for other shapes and dtypes.
+    is_causal: within visible blocks query i sees keys up to i + diagonal. window: query i sees keys from i + diagonal -
+    window + 1 on. groups: int32 numbers between -2^24 and 2^24, [batch, rows] (or one such tensor for the rows and one
+    [batch, keys] for the keys): a query sees the keys of its own number only: sequences packed in a row, padding.
+    slopes: [heads] float32, adds slopes[h] * (key - query - diagonal) to the scores (ALiBi, arXiv:2108.12409).
+
+    bias: [1 or batch, 1 or heads, 1 or rows, keys] (leading dimensions may be missing), read where something is
+    visible: of a float type it is added to the scores and has a gradient; of bool, False hides the pair.
+
+    dropout: the share of the probabilities, from 0 to below 1 in steps of 2^-16, that is dropped; those that are kept
+    count 1 / (1 - dropout). Which ones is a function (Philox4x32-10) of the seed, entry of the batch, head, query and
+    key alone: not of layout, threads, instruction set, nor, with first=(entry, head) of this call's first ones, of what
+    which rank has. seed: 64 bits, or a tensor of one int64; None: drawn by torch's generator for CPUs, so that
+    torch.manual_seed and recomputation repeat it.
+
+    A query that sees no key has a result of 0. Memory is linear in rows and keys. Differentiable once in q, k, v and
+    bias. RuntimeError for other shapes and dtypes.
     """
     none = q.new_empty(0, dtype=torch.uint8)
     blocks = none if layout is None else layout.ne(0).view(torch.uint8).contiguous()
@@ -671,8 +732,13 @@ def block_sparse_attention(
         wide if of_q is None else of_q.to(torch.int32).contiguous(),
         wide if of_k is None else of_k.to(torch.int32).contiguous(),
         q.new_empty(0, dtype=torch.float32) if slopes is None else slopes.float().contiguous(),
+        q.new_empty(0, dtype=torch.float32) if bias is None else _bias(bias),
+        _seed(seed, dropout, q),
+        dropout,
+        *first,
         is_causal,
         diagonal,
+        window or 0,
         q.shape[-1] ** -0.5 if scale is None else scale,
     )[0]
     return out

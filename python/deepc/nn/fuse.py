@@ -440,12 +440,12 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """transformers' sdpa_attention_forward; masks, dropout, biases and what else it may get are the plain one's."""
-    plainly = attention_mask is None and not dropout and all(kwargs.get(k) is None for k in _MATTER)
+    """transformers' sdpa_attention_forward; masks, biases and what else it may get are the plain one's."""
+    plainly = attention_mask is None and dropout < 1 and all(kwargs.get(k) is None for k in _MATTER)
     if plainly and _takes_heads(query, key, value, scaling):
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        out = ops.attention(query, key, value, bool(is_causal) and query.shape[2] > 1, scaling)
+        out = ops.attention(query, key, value, bool(is_causal) and query.shape[2] > 1, scaling, dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
     found: tuple[torch.Tensor, Any] = plain(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs

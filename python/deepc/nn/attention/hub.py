@@ -12,13 +12,13 @@ import torch
 from ...core import ops
 from ...errors import ArgumentError, ConfigError, UnsupportedError
 from .layouts import SparsityConfig, from_config
-from .module import SparseSelfAttention
+from .module import SparseSelfAttention, both
 
 NAME = "deepc_sparse"
 SECTION = "sparse_attention"
 """Where a model's config keeps the layout, as a ds_config has it."""
 
-_NOT_BUILT = ("position_bias", "softcap", "s_aux")
+_NOT_BUILT = ("softcap", "s_aux")
 
 
 class _Layouts:
@@ -94,22 +94,25 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """With the signature of transformers' attention functions. query: [batch, heads, rows, dim]; key and value:
-    [batch, kv_heads, keys, dim], keys at least rows (a cache). attention_mask: None or [batch, keys], 0 for padding.
-    Returns ([batch, rows, heads, dim], None)."""
+    [batch, kv_heads, keys, dim], keys at least rows (a cache). attention_mask: None, [batch, keys] (0 for padding), or [1
+    or batch, 1 or heads, rows, keys]: bool (False hides) or added to the scores; with it nothing is causal but what it
+    says, as in "sdpa". Heeds sliding_window and position_bias. Returns ([batch, rows, heads, dim], None)."""
     batch, heads, rows, dim = query.shape
     keys = key.shape[2]
-    if dropout:
-        raise UnsupportedError(f"dropout = {dropout} of attention is not built for {NAME!r}; set the model's to 0")
     if asked := [k for k in _NOT_BUILT if kwargs.get(k) is not None]:
         raise UnsupportedError(f"{NAME!r} has no {asked[0]}; take attn_implementation='eager' for this model")
-    if (window := kwargs.get("sliding_window")) and keys > window:
-        raise UnsupportedError(
-            f"sliding_window = {window} of the model beside a layout; set it to None and take mode 'local'"
-        )
+    if keys < rows:
+        raise UnsupportedError(f"{rows} queries and {keys} keys: {NAME!r} is self-attention; a layout has no other")
+    bias: torch.Tensor | None = kwargs.get("position_bias")
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise UnsupportedError(
-            f"an attention mask of shape {tuple(attention_mask.shape)}: {NAME!r} takes [batch, keys]"
-        )
+        if attention_mask.dim() != 4:
+            raise UnsupportedError(
+                f"an attention mask of shape {tuple(attention_mask.shape)}: {NAME!r} takes [batch, keys] and [batch, "
+                "heads, rows, keys]"
+            )
+        bias, attention_mask, whole = both(bias, attention_mask[..., :keys]), None, True
+    else:
+        whole = False
     layouts = _layouts(module, heads)
     block = layouts.config.block
     if is_causal is None:
@@ -119,6 +122,12 @@ def attention_forward(
             f"{SECTION}.attention = {layouts.config.attention!r}, and {type(module).__name__} is "
             f"{'causal' if is_causal else 'not causal'}: take {'unidirectional' if is_causal else 'bidirectional'!r}"
         )
+    window = kwargs.get("sliding_window")
+    if window and not is_causal and keys > window:
+        raise UnsupportedError(
+            f"sliding_window = {window} of {type(module).__name__}, which is not causal: windows to both sides are "
+            "mode 'local'; set the model's to None"
+        )
     groups = _groups(attention_mask, kwargs.get("position_ids"), rows, keys)
     layout = layouts.of(keys)
     past = keys - rows
@@ -127,15 +136,20 @@ def attention_forward(
         query = torch.nn.functional.pad(query, (0, 0, ahead, 0))
         if groups is not None:
             groups = torch.nn.functional.pad(groups[0], (ahead, 0), value=-1), groups[1]
+        if bias is not None and bias.shape[-2] > 1:
+            bias = torch.nn.functional.pad(bias[..., -rows:, :], (0, 0, ahead, 0))
     out = ops.block_sparse_attention(
         query,
         key,
         value,
         layout[:, past // block :],
         block,
-        is_causal=is_causal,
+        is_causal=is_causal and not whole,
         scale=scaling,
         groups=groups,
+        bias=bias,
+        window=window if window and keys > window else None,
+        dropout=dropout,
         diagonal=past - ahead,
     )
     return out[:, :, ahead:].transpose(1, 2).contiguous(), None
