@@ -29,6 +29,7 @@ from ...errors import ArgumentError, ConfigError, OutOfMemoryError, UnsupportedE
 from ...optim.factory import (
     check_format,
     check_optimizer,
+    copies_per_node,
     form_on_disk,
     make_optimizer,
     moments_of,
@@ -515,7 +516,9 @@ class _Case:
         return base, named, group_of
 
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
-        mesh = Mesh(dp=self.ranks_per_node * self.nodes, ranks_per_node=self.ranks_per_node)
+        # what copies_per_node says every node has all of, cut over its ranks
+        nodes = 1 if copies_per_node(base, self.config.zero.stage) else self.nodes
+        mesh = Mesh(dp=self.ranks_per_node * nodes, ranks_per_node=self.ranks_per_node)
         machine = Machine.here(self.device)
         return derive(
             self.config,
