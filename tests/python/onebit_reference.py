@@ -14,8 +14,10 @@ class Exchange:
     """Sign times mean magnitude of a block, with worker and server errors (Tang et al., arXiv:2102.02888). A tensor
     has blocks of its own; the last one is filled with repeats of what the tensor has in it."""
 
-    def __init__(self, numels, world, parts=None):
+    def __init__(self, numels, world, parts=None, alone=False):
+        """alone: one worker compresses too, twice."""
         self.numels, self.world, self.undecided, self.seen = numels, world, 0, 0
+        self.exact = world == 1 and not alone
         self.ends, at = [], 0
         for n in numels:
             at += -(-n // BLOCK) * BLOCK
@@ -50,11 +52,39 @@ class Exchange:
 
     def mean(self, per_rank, workers, servers, left_workers, left_servers):
         """per_rank: each rank's tensors. Returns (tensors, worker errors, server errors)."""
-        if self.world == 1:
+        if self.exact:
             return per_rank[0], workers, servers
         sent, after = zip(*(self.encode(self.lay_out(x), e, e2) for x, e, e2 in zip(per_rank, workers, left_workers)))
         whole, server = self.encode(sum(sent) / self.world, np.concatenate(servers), np.concatenate(left_servers))
         return self.tensors(whole), list(after), np.split(server, self.world)
+
+
+class Columns:
+    """Several Exchanges: the ranks of a node have parts of the tensors, and each exchanges its own with the ranks of
+    the same number on the other nodes. Errors of all parts lie one after the other."""
+
+    def __init__(self, columns):
+        self.columns, self.world, self.total = columns, columns[0].world, sum(c.total for c in columns)
+
+    @property
+    def undecided(self):
+        return sum(c.undecided for c in self.columns)
+
+    @property
+    def seen(self):
+        return sum(c.seen for c in self.columns)
+
+    def mean(self, per_worker, *errors):
+        tensors, after, at, done = [], [[], []], [0, 0], 0
+        for c in self.columns:
+            sizes = c.total, c.total // c.world
+            cut = [[e[at[k % 2] : at[k % 2] + sizes[k % 2]] for e in errors[k]] for k in range(4)]
+            some, *left = c.mean([x[done : done + len(c.numels)] for x in per_worker], *cut)
+            tensors += some
+            done, at = done + len(c.numels), [a + n for a, n in zip(at, sizes)]
+            for to, parts in zip(after, left):
+                to.append(parts)
+        return tensors, *([np.concatenate(parts) for parts in zip(*kind)] for kind in after)
 
 
 def adam(p, m, v, g, o):
@@ -99,6 +129,16 @@ class OneBitAdam:
 
 
 class OneBitLamb(OneBitAdam):
+    """of: the parameter that each tensor is a piece of (default: each is one)."""
+
+    of = None
+
+    def norms(self, tensors):
+        """Of the parameters that the tensors are pieces of."""
+        of = self.of or range(len(tensors))
+        squares = [sum((t**2).sum() for t, other in zip(tensors, of) if other == k) for k in of]
+        return np.sqrt(squares)
+
     def step(self, before, grads, after):
         o, ex = self.o, self.exchange
         if before[0]["numbers"]["steps"] >= o["freeze_step"]:
@@ -109,36 +149,40 @@ class OneBitLamb(OneBitAdam):
             means = list(r["numbers"]["means"])
             for name in ("p", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"):
                 r[name] = list(r[name])
+            updates, of = [], self.of or list(range(len(mean)))
             for i, g in enumerate(mean):
                 m = r["exp_avg"][i] = o["b1"] * r["exp_avg"][i] + (1 - o["b1"]) * g
                 v = r["exp_avg_sq"][i] = o["b2"] * r["exp_avg_sq"][i] + (1 - o["b2"]) * g * g
-                u = m / (np.sqrt(v) + o["eps"]) + o["wd"] * r["p"][i]
-                ratio = np.linalg.norm(r["p"][i]) / np.linalg.norm(u)
-                ratio = min(max(ratio, 0.01), 10.0)
-                means[i] = o["coeff_beta"] * means[i] + (1 - o["coeff_beta"]) * ratio
-                r["p"][i] = r["p"][i] - o["lr"] * ratio * u
+                updates.append(m / (np.sqrt(v) + o["eps"]) + o["wd"] * r["p"][i])
                 if r["numbers"]["steps"] + 1 == o["freeze_step"]:
                     r["exp_avg_sq_fresh"][i] = v
+            norms, found = self.norms(r["p"]), self.norms(updates)
+            ratios = np.where((norms > 0) & (found > 0), np.clip(norms / np.maximum(found, 1e-300), 0.01, 10.0), 1.0)
+            for k, ratio in dict(zip(of, ratios)).items():
+                if ratio != 1:
+                    means[k] = o["coeff_beta"] * means[k] + (1 - o["coeff_beta"]) * ratio
+            r["p"] = [p - o["lr"] * ratio * u for p, ratio, u in zip(r["p"], ratios, updates)]
             r["numbers"] = {**r["numbers"], "means": means}
         return out
 
     def apply(self, r, before):
-        o, factors = self.o, []
-        r["p"], r["exp_avg_sq_fresh"] = list(r["p"]), list(r["exp_avg_sq_fresh"])
-        for i, (p, m, v) in enumerate(zip(r["p"], r["exp_avg"], r["exp_avg_sq"])):
+        o, factors, of = self.o, list(r["numbers"]["factors"]), self.of or list(range(len(r["p"])))
+        r["exp_avg_sq_fresh"], alone, most = list(r["exp_avg_sq_fresh"]), [], {}
+        for i, (m, v) in enumerate(zip(r["exp_avg"], r["exp_avg_sq"])):
             g = (m - o["b1"] * before["exp_avg"][i]) / (1 - o["b1"])
             fresh = r["exp_avg_sq_fresh"][i] = o["b2"] * r["exp_avg_sq_fresh"][i] + (1 - o["b2"]) * g * g
             root = np.sqrt(v) + o["eps"]
-            alone = m / root
-            u = alone + o["wd"] * p
-            factor = (root / (np.sqrt(fresh) + o["eps"])).max()
-            share = min(1.0, np.linalg.norm(alone) / np.linalg.norm(u))
-            factor = factor * share + 1 - share
-            last = r["numbers"]["factors"][i]
+            alone.append(m / root)
+            most[of[i]] = max(most.get(of[i], 0.0), (root / (np.sqrt(fresh) + o["eps"])).max(initial=0.0))
+        updates = [a + o["wd"] * p for a, p in zip(alone, r["p"])]
+        shares = np.minimum(1.0, self.norms(alone) / self.norms(updates))
+        for k, share in dict(zip(of, shares)).items():
+            last = factors[k]
+            factor = most[k] * share + 1 - share
             factor = min(max(factor, o["factor_min"]), o["factor_max"])
-            factor = min(max(factor, last * (1 - o["factor_threshold"])), last * (1 + o["factor_threshold"]))
-            factors.append(factor)
-            r["p"][i] = p - o["lr"] * r["numbers"]["means"][i] * factor * u
+            factors[k] = min(max(factor, last * (1 - o["factor_threshold"])), last * (1 + o["factor_threshold"]))
+        means = r["numbers"]["means"]
+        r["p"] = [p - o["lr"] * means[k] * factors[k] * u for k, p, u in zip(of, r["p"], updates)]
         r["numbers"] = {**r["numbers"], "factors": factors}
 
 

@@ -160,7 +160,7 @@ def cfg(name, micro=4, **more):
 
     betas = {k: v for k, v in OPTIONS.items()}
     options = {**betas, **EXTRA[name], "cuda_aware": False, "comm_backend_name": "gloo", **more.pop("options", {})}
-    return config(0, micro=micro, optimizer={"type": name, "params": options}, **more)
+    return config(more.pop("stage", 0), micro=micro, optimizer={"type": name, "params": options}, **more)
 
 
 def _plain(rank, world, name, steps, options):
@@ -213,9 +213,12 @@ def _saved_here(rank, world, name, folder, options, more, steps, save_after):
     method = engine.optimizer.base.method
 
     def owed():
-        share = {"worker": 1 / method.exchange.workers, "server": 1}
-        errors = sum(t * share[k] for k, t in spread(method).items())
-        return [method.places.of(errors, i) for i in range(len(method.sent))]
+        share = {"worker_error": 1 / method.exchange.workers, "server_error": 1}
+        out = [torch.zeros(n) for n in engine.plan.layout.numels]
+        for part in engine.optimizer.own_states():
+            end = part.begin + part.values.numel()
+            out[part.param][part.begin : end] += part.values * share.get(part.name.split(".")[0], 0)
+        return out
 
     then = None
     if not save_after:
@@ -462,7 +465,7 @@ def _refused(rank, world, raw):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"zero_optimization": {"stage": 1}}, "OneBitAdam|stage 1|Use zero_optimization.stage 0"),
+        ({"zero_optimization": {"stage": 3}}, "OneBitAdam|stage 3|Use zero_optimization.stage 1"),
         ({"deepc": {"deterministic": "layout"}}, "deepc.deterministic does not exist"),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step=0"),
@@ -517,6 +520,30 @@ for _ in range(4):
     engine.step()
 assert isinstance(optimizer.optimizer, OnebitAdam) and optimizer.optimizer.adam_freeze_key is True
 assert engine.full_optimizer_state(model.weight, "exp_avg")[1:].abs().max() == 0
+assert [e.numel() for e in (*optimizer.optimizer.worker_errors, *optimizer.optimizer.server_errors)] == []  # one rank
+copied = OnebitLamb.__new__(OnebitLamb)
+copied.lamb_coeffs = [0.5, 1.5]
+told = copied.get_lamb_coeffs()
+del copied.lamb_coeffs[:]
+assert told == [0.5, 1.5]
+model = torch.nn.Linear(4, 4)
+model.empty = torch.nn.Parameter(torch.empty(0, 3))
+fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 1, "hysteresis": 1}
+said = []
+for stage in (0, 1):
+    config = {"train_batch_size": 2, "fp16": fp16, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 2}}}
+    engine, optimizer, _, _ = deepspeed.initialize(config=config, model=model, model_parameters=model.parameters())
+    assert [p.numel() for g in optimizer.optimizer.param_groups for p in g["params"]] == [16, 4]
+    try:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4).half()).float().square().sum() * 1e30)
+            engine.step()
+        said.append((engine.loss_scale, engine.skipped_steps))
+    except Exception as exc:
+        said.append(type(exc).__name__)
+    assert len(optimizer.optimizer.get_lamb_coeffs()) == 0
+assert said == [(1.0, 3), "LossScaleError"], said
 for cls, key in ((OnebitAdam, "adam_freeze_key"), (OnebitLamb, "lamb_freeze_key"), (ZeroOneAdam, "freeze_key")):
     made = cls(torch.nn.Linear(2, 2).parameters(), engine, 1e-3)
     assert made.deepspeed is engine and getattr(made, key) is False

@@ -42,6 +42,9 @@ def test_overflow_at_the_minimum_raises_and_names_the_key():
     assert scaler.loss_scale == 1.0
     with pytest.raises(LossScaleError, match="fp16.min_loss_scale = 1"):
         scaler.update_scale(True)
+    scaler.raises = False  # DeepSpeed's stage 0
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 1.0 and scaler.last_overflow_step == 1
 
 
 @pytest.fixture(scope="module")

@@ -231,6 +231,10 @@ class MultiNodeGroup:
     def part_of(self, rank: int) -> int:
         return self._parts[rank]
 
+    def ranks_of(self, node: int) -> list[int]:
+        """Of a node, in the order of their local ranks."""
+        return list(self._nodes[node])
+
     def open_comm(self, what: str, slot_bytes: int, slots: int) -> Comm:
         return self.inside.open_comm(what, slot_bytes, slots)
 

@@ -691,9 +691,13 @@ class Loader:
 
         path = "optimizer.type"
         stage = self.get("zero_optimization.stage")
-        if kind in WHOLE_STATES and stage > 0:
+        if kind in WHOLE_STATES and stage == 3:
             self.fail(path, kind, f"at ZeRO stage {stage} {WHY_WHOLE}.")
-        elif kind not in ELEMENTWISE | ACROSS_SHARDS and stage > 0 and not self.get("zero_allow_untested_optimizer"):
+        elif (
+            kind not in ELEMENTWISE | ACROSS_SHARDS | WHOLE_STATES
+            and stage > 0
+            and not self.get("zero_allow_untested_optimizer")
+        ):
             self.fail(
                 path,
                 kind,

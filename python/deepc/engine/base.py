@@ -138,6 +138,8 @@ class EngineBase(ModelWrapper):
     group: Group  # the ranks that hold the same part of the model: data and sequence parallelism, the same experts
     part: Part | None  # of a pipeline: what of the model is here
     everyone: Group  # all ranks that share the model
+    averaging: Group  # the ranks whose gradients are averaged: `group`, or all where each node has all states
+    copy = 0  # which of several copies of all states this rank has a part of
     parts: Parts | None  # of the model, where the ranks hold different ones
     cuts: dict[int, Cut]  # id(parameter) -> how it is cut over tensor-parallel ranks
     spread: frozenset[int]  # ids of the parameters of experts that are spread over ranks
@@ -281,7 +283,7 @@ class EngineBase(ModelWrapper):
     def comm_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent to other nodes so far: "gradients", "parameters", "control" (norms, broadcasts)
         and "total". Payload: without the headers of the network. All 0 on one node."""
-        sent = {"gradients": 0, "parameters": 0, "control": 0, **self.group.sent_bytes}
+        sent = {"gradients": 0, "parameters": 0, "control": 0, **self.averaging.sent_bytes}
         return {**sent, "total": sum(sent.values())}
 
     def memory_summary(self) -> dict[str, int]:

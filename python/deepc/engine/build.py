@@ -327,6 +327,7 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
             ranks = mesh.holders(engine.everyone.rank)
             engine.group = open_group(engine.device, comm.DEFAULT_TIMEOUT, ranks=ranks)
             undo.callback(engine.group.close)
+    engine.averaging = engine.group
     engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
     engine.local_rank = int(os.environ.get("LOCAL_RANK", engine.global_rank))
 

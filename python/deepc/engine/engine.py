@@ -155,7 +155,7 @@ class Engine(EngineBase):
 
     def _step(self, lr_kwargs: dict[str, Any]) -> StepResult:
         self.model_watch.check()
-        if not self.hooks.accumulated and not self.hooks.take_left_behind(self.group):
+        if not self.hooks.accumulated and not self.hooks.take_left_behind(self.averaging):
             raise DeepcError(
                 "engine.step() at an accumulation boundary without a backward since the last step; call"
                 " engine.backward(loss) first"

@@ -57,13 +57,10 @@ ELEMENTWISE = frozenset(
 # whole.
 ACROSS_SHARDS = frozenset({"Adafactor", "Lamb", "Muon"})
 
-# They exchange momentum, of which every rank has all.
+# They exchange momentum, of which every rank, or the ranks of every node together (stages 1 and 2), have all.
 WHOLE_STATES = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
 
-WHY_WHOLE = (
-    "does not exist: its ranks step whole parameters by the momentum that they exchange in 1 bit; shards would have to"
-    " be gathered uncompressed after every step. Use zero_optimization.stage 0"
-)
+WHY_WHOLE = "does not exist. Use zero_optimization.stage 1, where the ranks of a node share masters and states, or 0"
 
 
 def torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -156,7 +153,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested
             "gradients densely. Use Adagrad, or AdamW with weight_decay 0 (rows that were not touched then move by "
             "their momentum alone); nn.Embedding(sparse=True) may stay"
         )
-    if (rule := core_rule(optimizer)) is not None and rule.kind == ONEBIT and stage > 0:
+    if (rule := core_rule(optimizer)) is not None and rule.kind == ONEBIT and stage == 3:
         raise UnsupportedError(f"{name} at ZeRO stage {stage} {WHY_WHOLE}")
     if not takes_core_path(optimizer) and stage > 0 and name not in ELEMENTWISE and not allow_untested:
         raise ConfigError(
@@ -164,6 +161,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stage: int, allow_untested
             f" {', '.join(sorted(ELEMENTWISE))} treat each element alone. Set zero_allow_untested_optimizer: true"
             " if yours does, or use stage 0."
         )
+
+
+def copies_per_node(optimizer: torch.optim.Optimizer, stage: int) -> bool:
+    """Whether masters and states are cut over the ranks of a node, and every node has all of them."""
+    rule = core_rule(optimizer)
+    return rule is not None and rule.kind == ONEBIT and stage > 0
 
 
 def check_format(

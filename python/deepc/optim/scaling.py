@@ -45,9 +45,11 @@ class DynamicLossScaler:
 
     The first `hysteresis` - 1 overflows only use up the hysteresis. It is refilled when the scale grows, or, with
     `consecutive_hysteresis`, at every step without overflow. An overflow at `min_scale` with the hysteresis used up
-    raises LossScaleError, as DeepSpeed does. All ranks must call update_scale with the same value."""
+    raises LossScaleError, as DeepSpeed does with ZeRO; unless `raises` is False, as its stage 0: the step is skipped
+    then, and the scale stays. All ranks must call update_scale with the same value."""
 
     dynamic = True
+    raises = True
     FACTOR = 2.0
 
     def __init__(
@@ -87,6 +89,9 @@ class DynamicLossScaler:
                 self.loss_scale,
                 self.hysteresis_left,
             )
+            return
+        if self.loss_scale == self.min_scale and not self.raises:
+            _log.warning("gradients overflowed at the smallest loss scale %g: the step is skipped", self.loss_scale)
             return
         if self.loss_scale == self.min_scale:
             raise LossScaleError(

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ...core.codecs import OneBit
 from ...errors import ArgumentError, MismatchError
 from ..failures import translated
-from ..groups import own_store
+from ..groups import MultiNodeGroup, NodeGroup, SoloGroup, own_store
 from ..place import discover
 from .hierarchy import open_hierarchy
 
@@ -158,6 +158,25 @@ class _Nodes:
         self._opened.close()
 
 
+class _Counterparts:
+    """The ranks of this one's local index on the other nodes of an engine's group, which has the link to them."""
+
+    def __init__(self, group: MultiNodeGroup) -> None:
+        self.link = group.link
+
+    def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
+        return self._waiting(self.link.exchange(out, send), out, send)
+
+    def collect(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
+        return self._waiting(self.link.collect(out, send), out, send)
+
+    def _waiting(self, work: Any, *tensors: torch.Tensor) -> Callable[[], None]:
+        def wait(held: Sequence[torch.Tensor] = tensors) -> None:
+            self.link.wait(work)
+
+        return wait
+
+
 def _nothing() -> None:
     return None
 
@@ -226,7 +245,7 @@ class OneBitAllReduce:
         self._holes = self._inverted(mask)
         self._agree(group)
         self._node: _Nodes | None = None
-        self._wire: _Nodes | _Ranks | _Nobody = _Nobody()
+        self._wire: _Nodes | _Ranks | _Nobody | _Counterparts = _Nobody()
         self.workers, self._columns, self._column, self._worker = 1, 1, 0, 0
         if self._world > 1 and hierarchical:
             nodes = _nodes_of(group, timeout or dist.default_pg_timeout)
@@ -236,6 +255,10 @@ class OneBitAllReduce:
                 self._wire = nodes
         elif self._world > 1:
             self._wire, self.workers, self._worker = _Ranks(group, self._rank, self._world), self._world, self._rank
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """The rest of the constructor."""
         self._carries = self._column < self._columns  # others of this node take part in its average only
         self._chunks = self._cut()
         self._errors = {
@@ -502,3 +525,27 @@ class OneBitAllReduce:
             "columns": self._columns,
             "column": self._column,
         }
+
+
+class OneBitColumn(OneBitAllReduce):
+    """The same between this rank and its counterparts on the other nodes alone: what a rank brings is a column of its
+    own (the elements whose states it has, ZeRO's partition inside the node), averaged over its node already. Its errors
+    are of `numel` elements and of its slice of them. One node: what is sent is what comes, as everywhere."""
+
+    def __init__(
+        self, numel: int, group: NodeGroup | MultiNodeGroup | SoloGroup, *, block: int = 2048, chunk: int = CHUNK
+    ) -> None:
+        """group: an engine's of all ranks; its counterparts pass the same numbers. chunk: a multiple of `block`."""
+        self.numel, self.codec, self.chunk, self.hierarchical = int(numel), OneBit(block), int(chunk), True
+        self._rank, self._world, self._holes, self._node = group.rank, group.world, None, None
+        self._alone = group.world == 1
+        self._columns, self._column, self.workers, self._worker = 1, 0, group.nodes, group.node
+        self._wire = _Nobody()
+        if isinstance(group, MultiNodeGroup):
+            self._wire = _Counterparts(group)
+        self._lay_out()
+
+    def _guard(self) -> contextlib.AbstractContextManager[None]:
+        if not isinstance(self._wire, _Counterparts):
+            return contextlib.nullcontext()
+        return self._wire.link.errors(f"a 1-bit all_reduce of {self.numel} elements")

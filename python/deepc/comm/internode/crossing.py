@@ -7,12 +7,19 @@ matrix's."""
 
 from __future__ import annotations
 
+import collections
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ...core.codecs import Codec, Int4Blocks, Int8Blocks, Plain
 from ...core.ops import torch_dtype
 from ...plan.plan import QUANTIZED, Plan
 
+if TYPE_CHECKING:
+    from ..groups import MultiNodeGroup
+
+_ALIGN, _PART, _AHEAD = 64, 1 << 18, 4  # elements; a node's part of a message at the most; messages under way
 _BLOCKS = {"int4": Int4Blocks, "int8": Int8Blocks}
 
 
@@ -82,3 +89,49 @@ class Crossing:
                 torch.ops.deepc.accumulate_tensors(target, [own], False, self._none)
             else:
                 self.codec.decode_add(target, received[n * size : (n + 1) * size], 1.0)
+
+
+def sum_over_nodes(group: MultiNodeGroup, x: torch.Tensor, codec: Codec) -> None:
+    """x [n] fp32, this rank's and its counterparts' on the other nodes, becomes the sum of theirs: each node adds up a
+    part of it, of what `codec` wrote, in fp32 and in node order, and sends that to the others as it is. Equal bits on
+    all nodes. Collective over the counterparts."""
+    nodes, here, n = group.nodes, group.node, x.numel()
+    crossing = Crossing(codec, nodes, here)
+    size = min(nodes * _PART, -(-n // (nodes * _ALIGN)) * nodes * _ALIGN)
+    arriving: collections.deque[Any] = collections.deque()
+    returning: collections.deque[Any] = collections.deque()
+
+    def send(begin: int) -> None:
+        values = x[begin : begin + size]
+        if values.numel() < size:
+            values = torch.cat([values, values.new_zeros(size - values.numel())])
+        payload = values.view(torch.uint8)
+        if not crossing.straight:
+            payload = torch.zeros(nodes * codec.nbytes(size // nodes), dtype=torch.uint8)
+            crossing.encode(payload, values)
+        out = torch.empty_like(payload)
+        arriving.append((begin, values, out, group.exchange(out, payload, "gradients")))
+
+    def add() -> None:
+        begin, values, received, sent = arriving.popleft()
+        sent.wait()
+        mine, whole, m = torch.empty(size // nodes), torch.empty(size), size // nodes
+        crossing.add(mine, received, values[here * m : (here + 1) * m], True)
+        returning.append((begin, whole, group.collect(whole, mine, "gradients")))
+
+    def take() -> None:
+        begin, whole, sent = returning.popleft()
+        sent.wait()
+        part = x[begin : begin + size]
+        part.copy_(whole[: part.numel()])
+
+    for begin in range(0, n, size or 1):
+        send(begin)
+        if len(arriving) == _AHEAD:
+            add()
+        if len(returning) == _AHEAD:
+            take()
+    while arriving:
+        add()
+    while returning:
+        take()

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.codecs import Plain
 from ...errors import UnsupportedError
 from ...optim.onebit.exchange import BLOCK, Spans, connect
-from .compressed import CHUNK, OneBitAllReduce, grid_of
+from ..groups import MultiNodeGroup, NodeGroup, SoloGroup
+from .compressed import CHUNK, OneBitAllReduce, OneBitColumn, grid_of
+from .crossing import sum_over_nodes
 
 
 class GroupExchange:
@@ -21,6 +24,7 @@ class GroupExchange:
         self._wire: OneBitAllReduce | None = None  # from the first call on: its errors are as large as the buffer
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.workers, self.worker, self._columns, self._carries = grid_of(group, hierarchical)
+        self.copies, self.copy = self.world, self.rank
         self.parts = self.workers * self._columns
         self.sent_bytes = 0
 
@@ -45,18 +49,22 @@ class GroupExchange:
         self.sent_bytes += self._made(buffer.numel()).all_reduce_(buffer)
 
     def _made(self, numel: int) -> OneBitAllReduce:
-        """Chunks and their slices are whole blocks, so that no tensor shares a magnitude with another. Collective."""
+        """Collective."""
         if self._wire is None or self._wire.numel != numel:
-            whole = self.parts * BLOCK
-            chunk = max(1, CHUNK // whole) * whole
-            self._wire = OneBitAllReduce(numel, self._group, block=BLOCK, hierarchical=self._hierarchical, chunk=chunk)
+            self._wire = self._make(numel, chunk_of(self.parts))
         return self._wire
 
-    def rows(self, values: Sequence[float]) -> list[list[float]]:
+    def _make(self, numel: int, chunk: int) -> OneBitAllReduce:
+        return OneBitAllReduce(numel, self._group, block=BLOCK, hierarchical=self._hierarchical, chunk=chunk)
+
+    def shared(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values)]
+
+    def agreed(self, values: Sequence[float]) -> list[float]:
         mine = torch.tensor(list(values), dtype=torch.float64)
         out = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(out, mine, group=self._group)
-        return [t.tolist() for t in out]
+        return list(map(float, out[0].tolist()))
 
     def errors(self) -> dict[str, torch.Tensor]:
         return {} if self._wire is None else self._wire.errors
@@ -72,6 +80,51 @@ class GroupExchange:
     def clear_errors(self) -> None:
         if self._wire is not None:
             self._wire.reset()
+
+
+class NodeExchange(GroupExchange):
+    """Of ranks that share their node's copy of the states: what a rank brings is of the elements whose states it has,
+    averaged over its node, and its counterparts on the other nodes have the same ones."""
+
+    def __init__(self, group: SoloGroup | NodeGroup | MultiNodeGroup) -> None:
+        """group: an engine's, of all ranks."""
+        self._nodes, self._wire, self.sent_bytes = group, None, 0
+        self._inside: Any = group.inside if isinstance(group, MultiNodeGroup) else group
+        self.world, self.rank = group.world, group.rank
+        self.workers = self.copies = self.parts = group.nodes
+        self.worker = self.copy = group.node
+
+    def dense_bytes(self, numel: int) -> int:
+        return 2 * (self.workers - 1) * numel * 4 // self.world
+
+    def mean(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not isinstance(self._nodes, MultiNodeGroup):
+            return
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors]) if tensors else torch.empty(0)
+        sum_over_nodes(self._nodes, flat, Plain(torch.float32))
+        flat.mul_(1.0 / self.workers)
+        for t, values in zip(tensors, flat.split([t.numel() for t in tensors])):
+            t.copy_(values.view(t.shape))
+        self.sent_bytes += 2 * (self.workers - 1) * flat.numel() * 4 // self.workers
+
+    def _make(self, numel: int, chunk: int) -> OneBitAllReduce:
+        return OneBitColumn(numel, self._nodes, block=BLOCK, chunk=chunk)
+
+    def shared(self, values: Sequence[float]) -> list[list[float]]:
+        rows: list[list[float]] = self._inside.gather_all(torch.tensor(list(values), dtype=torch.float64)).tolist()
+        return rows
+
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        rows = self._nodes.gather_all(torch.tensor(list(values), dtype=torch.float64)).tolist()
+        first = self._nodes.ranks_of(0) if isinstance(self._nodes, MultiNodeGroup) else range(self.world)
+        return [float(sum(rows[r][i] for r in first)) for i in range(len(values))]
+
+
+def chunk_of(parts: int) -> int:
+    """Elements of a round: chunks and their slices are whole blocks, so that no tensor shares a magnitude with
+    another."""
+    whole = parts * BLOCK
+    return max(1, CHUNK // whole) * whole
 
 
 connect(GroupExchange)

@@ -84,6 +84,7 @@ class DeepSpeedEngine(Engine):
         if optimizer is None:
             optimizers.name_adam(self)
         optimizers.show_as_client(self)
+        optimizers.scale_as_stage_0(self)
         if self.zero_optimization_stage() == 3:
             self.optimizer.parameter_offload = NoHooks()  # type: ignore[attr-defined]  # DeepSpeed's name
 

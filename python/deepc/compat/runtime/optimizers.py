@@ -13,6 +13,7 @@ from ...optim import ZeroOneAdam as _ZeroOneAdam
 from ...optim.onebit.adam import Frozen
 from ...optim.onebit.dropin import OneBitOptimizer
 from ...optim.onebit.freeze import check_freeze_step
+from ...optim.scaling import DynamicLossScaler
 from ...zero.step.update import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -190,6 +191,20 @@ class _Named(OneBitOptimizer):
             self.method.freeze.step = step
 
     @property
+    def worker_errors(self) -> list[torch.Tensor]:
+        """What this rank's payloads have not carried yet. A checkpoint has it (DeepSpeed's list is empty after one)."""
+        return self._errors_of("worker")
+
+    @property
+    def server_errors(self) -> list[torch.Tensor]:
+        """The same of the slices that this rank adds up."""
+        return self._errors_of("server")
+
+    def _errors_of(self, whose: str) -> list[torch.Tensor]:
+        errors = {} if self.method is None else self.method.errors()
+        return [errors[whose]] if errors else []
+
+    @property
     def _compresses(self) -> bool:
         return self.method is not None and bool(getattr(self.method, "frozen_at", 0))
 
@@ -213,6 +228,25 @@ class OnebitLamb(_Named, OneBitLamb):
     def __init__(self, params: Any, deepspeed: Any = None, *args: Any, **kwargs: Any) -> None:
         self.deepspeed = deepspeed
         OneBitLamb.__init__(self, params, *args, **kwargs)
+        self.leave_out_empty()
+
+    def leave_out_empty(self) -> None:
+        """Parameters without elements are in no param group, as in DeepSpeed 0.19.6."""
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if p.numel()]
+
+    @property
+    def lamb_coeffs(self) -> list[float]:
+        """The factors on lr of the last step."""
+        return self.__dict__.get("_coefficients", getattr(self.method, "coefficients", []))
+
+    @lamb_coeffs.setter
+    def lamb_coeffs(self, coefficients: list[float]) -> None:
+        self.__dict__["_coefficients"] = coefficients
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """A copy of lamb_coeffs."""
+        return list(self.lamb_coeffs)
 
     @property
     def lamb_freeze_key(self) -> bool:
@@ -261,9 +295,17 @@ def name_adam(engine: EngineBase) -> None:
         cast(_Adam, base)._set_mode(decoupled)
     named = {OneBitAdam: OnebitAdam, OneBitLamb: OnebitLamb, _ZeroOneAdam: ZeroOneAdam}
     base.__class__ = named.get(type(base), type(base))
+    if isinstance(base, OnebitLamb):
+        base.leave_out_empty()
 
 
 def show_as_client(engine: EngineBase) -> None:
     """At stage 0 in fp32 DeepSpeed wraps the optimizer in nothing."""
     if engine.plan.stage == 0 and engine.dtype == torch.float32:
         engine.optimizer.__class__ = ClientOptimizer
+
+
+def scale_as_stage_0(engine: EngineBase) -> None:
+    """At stage 0 DeepSpeed goes on where gradients overflow at the smallest loss scale; with ZeRO that ends the run."""
+    if engine.plan.stage == 0 and isinstance(engine.scaler, DynamicLossScaler):
+        engine.scaler.raises = False

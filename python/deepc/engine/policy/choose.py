@@ -6,7 +6,7 @@ import torch
 
 from ...optim.onebit.dropin import OneBitOptimizer
 from ..base import EngineBase, Policy
-from .onebit import OneBitSteps
+from .onebit import OneBitShards, OneBitSteps
 from .policies import AutomaticPrecision, DeterministicLayout, Plain
 
 
@@ -14,7 +14,7 @@ def choose_policy(engine: EngineBase, base: torch.optim.Optimizer) -> Policy:
     """The one that the configuration and the optimizer ask for. Collective."""
     config = engine._config
     if isinstance(base, OneBitOptimizer):
-        return OneBitSteps(engine)
+        return OneBitSteps(engine) if config.zero.stage == 0 else OneBitShards(engine, base)
     if config.precision is not None:
         return AutomaticPrecision(engine)
     if config.deepc.deterministic is not None:

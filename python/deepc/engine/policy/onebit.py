@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ...comm.groups import MultiNodeGroup, SoloGroup, TorchGroup
+from ...comm.internode.onebit import NodeExchange
 from ...core.ops import torch_dtype as tensor_dtype
 from ...errors import UnsupportedError
 from ...plan.layout import Layout
 from ...plan.mesh import Mesh
 from ...plan.plan import Plan
+from ...zero.step.across.copies import CopiesReducer
 from ...zero.step.across.momentum import MomentumUpdate
 from ...zero.step.norm import Ride
 from ...zero.step.reducer import CoreReducer
-from ..base import StepResult
+from ..base import EngineBase, StepResult
 from .policies import Plain
 
 if TYPE_CHECKING:
     from ...comm.groups import Group
     from ...core import memory
+    from ...optim.onebit.dropin import OneBitOptimizer
     from ...zero.step.norm import Parts, Rider
     from ...zero.step.reducer import Reducer, Tree
 
@@ -85,13 +89,42 @@ class RanksAsParts:
 
     def totals(self, mine: float, riders: Sequence[Rider] = ()) -> list[float]:
         ride = Ride(riders)
-        message = ride.message(torch.tensor([mine / self._group.world], dtype=torch.float64), torch.device("cpu"))
+        message = ride.message(torch.tensor([mine / self.count], dtype=torch.float64), torch.device("cpu"))
         gathered = self._group.gather_all(message)
         ride.arrive(gathered)
-        return gathered[:, -1].tolist()
+        return gathered[self.speakers, -1].tolist()
+
+    @property
+    def count(self) -> int:
+        """Of parts."""
+        return self._group.world
+
+    @property
+    def speakers(self) -> list[int]:
+        """A rank of each part."""
+        return list(range(self._group.world))
 
     def name(self, part: int) -> str:
         return f"the gradients of rank {part}"
+
+
+class NodesAsParts(RanksAsParts):
+    """The same where the ranks of a node share gradients and states: a part is a node."""
+
+    def __init__(self, group: MultiNodeGroup) -> None:
+        super().__init__(group)
+        self._nodes, self.here = group, group.node
+
+    @property
+    def count(self) -> int:
+        return self._nodes.nodes
+
+    @property
+    def speakers(self) -> list[int]:
+        return [self._nodes.ranks_of(n)[0] for n in range(self._nodes.nodes)]
+
+    def name(self, part: int) -> str:
+        return f"the gradients of node {part}"
 
 
 class OneBitSteps(Plain):
@@ -130,6 +163,7 @@ class OneBitSteps(Plain):
 
     @property
     def _keeps(self) -> bool:
+        """Whether the gradients of the next step are each worker's own."""
         return self._engine.world_size > 1 and not self.update.method.averages
 
     def make_reducer(self) -> Reducer:
@@ -181,3 +215,75 @@ class OneBitSteps(Plain):
         self._kept = self._keeps
         if self._engine.world_size > 1:
             self._either.keeps = self._keeps
+
+
+class OneBitShards(OneBitSteps):
+    """ZeRO stages 1 and 2. The ranks of a node are one worker: they share its states, each has a part of them, and what
+    they need of each other they get through the node's memory, uncompressed. Every node has a copy of all states, and
+    rank k of a node exchanges momentum in 1 bit with the ranks k of the others: what crosses the network is what
+    crosses it at stage 0."""
+
+    def __init__(self, engine: EngineBase, base: OneBitOptimizer) -> None:
+        super().__init__(engine)
+        everyone, name, stage = engine.everyone, type(base).__name__, engine._config.zero.stage
+        self._copies: CopiesReducer | None = None
+        self._nodes = everyone if isinstance(everyone, MultiNodeGroup) else None
+        if engine.group is not everyone or isinstance(everyone, TorchGroup) and not everyone.uneven:
+            return  # check_optimizer says what does not exist
+        if isinstance(everyone, TorchGroup):
+            raise UnsupportedError(
+                f"{name} at ZeRO stage {stage} on nodes with different numbers of ranks ({everyone.uneven}) does not"
+                " exist: each rank exchanges the momentum of its part of the states with one rank on every other node."
+                " Start equally many ranks on each node, or use stage 0"
+            )
+        if not base.hierarchical and everyone.world > 1:
+            raise UnsupportedError(
+                f"{name}(hierarchical=False) at ZeRO stage {stage} does not exist: every rank would be a worker with"
+                " states of its own, and the ranks of a node share theirs. Remove the argument, or use stage 0"
+            )
+        base.exchange = NodeExchange(everyone)
+        if self._nodes is None:
+            return
+        engine.copy, engine.averaging = everyone.node, everyone
+        engine.group = self._nodes.inside if everyone.ranks_per_node > 1 else SoloGroup()
+        engine.world_size, engine.global_rank = engine.group.world, engine.group.rank
+        for t in (*engine.module.parameters(), *engine.module.buffers()):
+            if t.numel() and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64)):
+                values = t.detach().contiguous().view(-1)
+                everyone.broadcast(values, 0)  # within a node the states do it
+                t.data.copy_(values.view(t.shape))
+
+    @property
+    def _keeps(self) -> bool:
+        return self._nodes is not None and not self.update.method.averages
+
+    def make_reducer(self) -> Reducer:
+        inside, state = Plain.make_reducer(self), self._engine.state
+        if self._nodes is None:
+            return inside
+        self._copies = CopiesReducer(inside, self._engine.plan, self._nodes, state.acc, state.partial)
+        self._copies.keeps = self._keeps
+        self._parts = NodesAsParts(self._nodes)
+        return self._copies
+
+    def describe(self) -> str:
+        nodes, ranks = self._engine.everyone.nodes, self._engine.world_size
+        where = f"each of {nodes} nodes has all states, in {ranks} part{'s' * (ranks > 1)}"
+        return f"{super().describe()}; {where if nodes > 1 else 'one node has all ranks, and nothing is sent'}"
+
+    def before_step(self) -> None:
+        if self._nodes is not None and self._engine.is_gradient_accumulation_boundary():
+            self._engine.hooks.take_left_behind(self._nodes)  # a pass of one node alone would wait for the others
+
+    @property
+    def divisor(self) -> int:
+        return self._engine.world_size if self._keeps else self._engine.everyone.world
+
+    @property
+    def parts(self) -> Parts | None:
+        return self._parts if self._nodes is not None else self._engine.parts
+
+    def loaded(self) -> None:
+        self._kept = self._keeps
+        if self._copies is not None:
+            self._copies.keeps = self._keeps

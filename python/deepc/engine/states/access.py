@@ -326,7 +326,7 @@ class _Access:
 
     def _take_left_behind(self) -> None:
         self._outside_of_backward()
-        self.engine.hooks.take_left_behind(self.engine.group)
+        self.engine.hooks.take_left_behind(self.engine.averaging)
 
     def _outside_of_backward(self) -> None:
         if private.graph_task_id() != -1:

@@ -180,7 +180,7 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
 
 def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
-    mine = engine.global_rank == 0
+    mine = engine.global_rank == 0 and engine.copy == 0
     at, own, names = engine.mesh.coordinates(engine.everyone.rank), engine.spread.union(engine.cuts), _names(engine)
     first = at.tp == 0 and at.ep == 0  # of ranks that share a model: has what all have
     places = [_Place.of(engine, p) if first or id(p) in own else None for p in st.trained]
@@ -190,8 +190,8 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
             begin = place.begin + s.param_begin
             writer.add(f"{kind}/{names[s.param]}", values, shape=place.shape, begin=begin, cut=place.cut)
 
-    # At stage 0 every rank has everything: rank 0 writes.
-    if mine or not plan.own_all:
+    # At stage 0 every rank has everything: rank 0 writes. Of several copies the first is written.
+    if mine or not plan.own_all and engine.copy == 0:
         for s in plan.segments:
             add("fp32", s, _source(st.window(s) if st.master is not None else Window(st.flat, s.flat_begin, s.length)))
         for name, s, window in engine.optimizer.owned_states():

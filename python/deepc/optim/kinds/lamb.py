@@ -31,27 +31,44 @@ def set_scalars(a: Any, group: Mapping[str, Any], step: int, grad_scale: float) 
     a.grad_scale, a.step = -grad_scale if group.get("maximize") else grad_scale, step
 
 
+class LambStep:
+    """One step of tensors of one param group, parameters or pieces of them: (parameter, gradient, exp_avg, exp_avg_sq),
+    flat, each with the number of its step. Its making has made the moments; squares: of each parameter and of its
+    step, from which the caller makes the ratios."""
+
+    def __init__(
+        self,
+        items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
+        group: Mapping[str, Any],
+        steps: Sequence[int],
+        grad_scale: float,
+    ) -> None:
+        self._args, self._items, sums = LambArgs.array(max(1, len(items))), items, []
+        for a, (p, g, m, v), step in zip(self._args, items, steps):
+            sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
+            a.param, a.grad, a.exp_avg, a.exp_avg_sq = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
+            a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
+            a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
+            set_scalars(a, group, step, grad_scale)
+        check(C.dc_lamb_moments(self._args, len(items)))
+        self.squares = [(sum_in_order(found[0]), sum_in_order(found[1])) for found in sums]
+
+    def apply(self, ratios: Sequence[float]) -> None:
+        for a, ratio in zip(self._args, ratios):
+            a.trust = ratio
+        check(C.dc_lamb_apply(self._args, len(self._items)))
+
+
 def step_lamb(
     items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
     group: Mapping[str, Any],
     steps: Sequence[int],
     grad_scale: float,
 ) -> list[float]:
-    """One step of whole parameters: (parameter, gradient, exp_avg, exp_avg_sq), flat, of one param group, each with the
-    number of its step. Returns their ratios."""
-    args, sums = LambArgs.array(max(1, len(items))), []
-    for a, (p, g, m, v), step in zip(args, items, steps):
-        sums.append(torch.zeros(2, blocks_of(0, p.numel()), dtype=torch.float64))
-        a.param, a.grad, a.exp_avg, a.exp_avg_sq = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
-        a.param_sums, a.update_sums = sums[-1][0].data_ptr(), sums[-1][1].data_ptr()
-        a.n, a.param_dtype, a.grad_dtype = p.numel(), code(p.dtype), code(g.dtype)
-        set_scalars(a, group, step, grad_scale)
-    check(C.dc_lamb_moments(args, len(items)))
-    ratios = []
-    for a, found in zip(args, sums):
-        a.trust = trust_ratio(sum_in_order(found[0]), sum_in_order(found[1]), group)
-        ratios.append(float(a.trust))
-    check(C.dc_lamb_apply(args, len(items)))
+    """One step of whole parameters of one param group (see LambStep). Returns their ratios."""
+    step = LambStep(items, group, steps, grad_scale)
+    ratios = [trust_ratio(*squares, group) for squares in step.squares]
+    step.apply(ratios)
     return ratios
 
 

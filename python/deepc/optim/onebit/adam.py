@@ -15,8 +15,10 @@ from .method import Item, Method, Zeros, apply_momentum
 class Frozen(Method):
     """A method with a warm-up, of which the variance stays as it is from its end on."""
 
-    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
-        super().__init__(items, exchange, zeros, options)
+    def __init__(
+        self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any], wholes: int = 0
+    ) -> None:
+        super().__init__(items, exchange, zeros, options, wholes)
         self.frozen_at = 0  # the last step of the warm-up; 0: it is not over
         beta2 = float(items[0].group["betas"][1]) if items else 0.999
         self.freeze = Freeze(options["freeze_step"], beta2, float(options["var_freeze_threshold"]))
@@ -40,7 +42,7 @@ class Frozen(Method):
 
     def _norm(self) -> float:
         mine = sum(float(i.states["exp_avg_sq"].sum(dtype=torch.float64)) for i in self.sent)
-        return self.exchange.rows([mine])[0][0]
+        return self.exchange.agreed([mine])[0]
 
     def numbers(self) -> dict[str, Any]:
         return {"steps": self.steps, "frozen_at": self.frozen_at, "norms": list(self.freeze.norms)}

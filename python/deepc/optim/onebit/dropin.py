@@ -13,7 +13,7 @@ import torch
 from ...errors import ArgumentError, MisuseError, UnsupportedError
 from ..states.dense import Optimizer, check_range, loss_of
 from .adam import OneBitAdamMethod
-from .exchange import exchange_over
+from .exchange import Exchange, exchange_over
 from .freeze import check_freeze_step
 from .lamb import OneBitLambMethod
 from .method import Item, Method
@@ -31,6 +31,7 @@ class OneBitOptimizer(Optimizer):
     group: Any = None
     average_gradients = hierarchical = True
     method: Method | None = None
+    exchange: Exchange | None = None  # an engine's, where it makes one: its ranks share the states
     _wide: dict[int, torch.Tensor]
 
     def _start(

@@ -27,6 +27,10 @@ class Exchange(Protocol):
     """Who has errors of its own: nodes, or ranks."""
     worker: int
     """This rank's."""
+    copies: int
+    """Who has states of its own: ranks, or nodes whose ranks share one copy of them (ZeRO 1 and 2 in an engine)."""
+    copy: int
+    """This rank's."""
     parts: int
     """Of a buffer, each of which one rank adds up: a buffer has so many times the same number of blocks."""
     sent_bytes: int
@@ -43,8 +47,11 @@ class Exchange(Protocol):
         times mean magnitude of a block, with a worker's and a server's error feedback (Tang et al., arXiv:2102.02888).
         Ranks of one worker average exactly before. Equal bits on all ranks. With one rank nothing happens."""
 
-    def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """What each rank says, in rank order."""
+    def shared(self, values: Sequence[float]) -> list[list[float]]:
+        """What each of the ranks says that share this rank's copy of the states, in their order."""
+
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        """The sums over the ranks that share copy 0 of the states, alike on all ranks."""
 
     def errors(self) -> dict[str, torch.Tensor]:
         """ "worker", "server": of the elements that `owned` names, one after the other; they are borrowed. Empty before
@@ -64,7 +71,7 @@ class Exchange(Protocol):
 class Alone:
     """One rank."""
 
-    world, rank, workers, worker, parts, sent_bytes = 1, 0, 1, 0, 1, 0
+    world, rank, workers, worker, copies, copy, parts, sent_bytes = 1, 0, 1, 0, 1, 0, 1, 0
 
     def dense_bytes(self, numel: int) -> int:
         return 0
@@ -75,8 +82,11 @@ class Alone:
     def compressed(self, buffer: torch.Tensor) -> None:
         """Nothing is sent, so nothing is rounded."""
 
-    def rows(self, values: Sequence[float]) -> list[list[float]]:
+    def shared(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values)]
+
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        return list(values)
 
     def errors(self) -> dict[str, torch.Tensor]:
         return {}

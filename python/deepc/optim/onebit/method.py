@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +25,17 @@ Zeros = Callable[[int], torch.Tensor]  # [n] fp32
 
 @dataclass
 class Item:
-    """One parameter. param: [n] fp32, what is stepped. group: its param group, as it is at each step. grad: [n] fp32,
-    for the next step. out: it is left out of the next step, on all ranks."""
+    """One parameter, or where ranks share the states a piece of one. param: [n] fp32, what is stepped. group: its param
+    group, as it is at each step. shape: of the whole parameter, of which this is from element `begin` on. whole: the
+    parameter's number, the same on all ranks; None: the item's own place. grad: [n] fp32, for the next step. out: it is
+    left out of the next step, on all ranks."""
 
     param: torch.Tensor
     group: Mapping[str, Any]
     shape: Sequence[int]
     name: str = ""
+    begin: int = 0
+    whole: int | None = None
     grad: torch.Tensor | None = None
     out: bool = False
     states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -42,8 +47,8 @@ class Item:
         if mask is not None:
             mask = torch.as_tensor(mask).to(momentum.dtype)
             try:
-                whole = mask if mask.numel() == momentum.numel() else mask.expand(tuple(self.shape))
-                momentum.mul_(whole.reshape(-1))
+                whole = mask if mask.numel() == math.prod(self.shape) else mask.expand(tuple(self.shape))
+                momentum.mul_(whole.reshape(-1)[self.begin : self.begin + momentum.numel()])
             except RuntimeError as exc:
                 raise ArgumentError(
                     f"exp_avg_mask of shape {tuple(mask.shape)} does not fit a parameter of shape"
@@ -52,14 +57,19 @@ class Item:
 
 
 class Method(abc.ABC):
-    """States are made here, so that what travels lies in one buffer. steps: done so far."""
+    """States are made here, so that what travels lies in one buffer. steps: done so far. wholes: parameters that the
+    items are of; of[i]: that of item i. Where ranks share the states each has an item of every one, if an empty one."""
 
     title: str
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any], wholes: int = 0
+    ) -> None:
+        """wholes: 0: every item is one."""
         self.max_update = float(options["max_update"] or 0.0)
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
+        self.wholes, self.of = wholes or len(items), [i if x.whole is None else x.whole for i, x in enumerate(items)]
         self.steps = 0
         self.sent = [item for item in self.items if not item.group.get("non_freeze")]
         self.places = Places([item.param.numel() for item in self.sent], exchange.parts)
@@ -116,6 +126,39 @@ class Method(abc.ABC):
             for i, item in enumerate(self.items)
             if not item.out and item.grad is not None and item.param.numel()
         ]
+
+    def moving(self) -> dict[int, Item]:
+        """parameter -> an item of it, of all that take part in this step: the same parameters on all ranks."""
+        return {
+            k: item
+            for k, item in zip(self.of, self.items)
+            if not item.out and item.grad is not None and math.prod(item.shape)
+        }
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether ranks share the states, so that a parameter may lie in pieces on several of them."""
+        return self.exchange.copies != self.exchange.world
+
+    def over_pieces(
+        self, found: Sequence[tuple[int, Sequence[float]]], width: int, most: int = 0
+    ) -> Mapping[int, Sequence[float]]:
+        """parameter -> of what is found of its pieces, (parameter, `width` numbers), the sums, and of the last `most`
+        numbers the largest. Collective where ranks share the states."""
+        if not self.in_pieces:
+            return dict(found)
+        start = [0.0] * (width - most) + [-math.inf] * most
+
+        def add(to: list[float], row: Sequence[float]) -> list[float]:
+            return [a + b if j < width - most else max(a, b) for j, (a, b) in enumerate(zip(to, row))]
+
+        mine = {k: start for k in range(self.wholes)}
+        for k, row in found:
+            mine[k] = add(mine[k], row)
+        total = {k: start for k in mine}
+        for flat in self.exchange.shared([x for row in mine.values() for x in row]):
+            total = {k: add(to, flat[k * width : (k + 1) * width]) for k, to in total.items()}
+        return total
 
     def add_gradients(self, items: Sequence[Item], scale: float) -> None:
         """exp_avg = beta1 * exp_avg + (1 - beta1) * scale * grad."""

@@ -24,14 +24,16 @@ class ZeroOneAdamMethod(Method):
     travels = "momentum_accumulator"
     errors_in_warm_up = True
 
-    def __init__(self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any]) -> None:
-        super().__init__(items, exchange, zeros, options)
+    def __init__(
+        self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any], wholes: int = 0
+    ) -> None:
+        super().__init__(items, exchange, zeros, options, wholes)
         self._last = int(options["var_freeze_step"])
         self._kappa = int(options["var_update_scaler"])
         self._scaler, self._most = int(options["local_step_scaler"]), int(options["local_step_clipper"])
         self.var_interval, self.var_counter = 1, 0
         self.local_interval, self.local_counter = 1, 0
-        self.lrs = [0.0] * len(self.items)  # since the ranks were last equal
+        self.lrs = [0.0] * self.wholes  # of each parameter, since the ranks were last equal
         self._anchors: dict[int, torch.Tensor] = {}  # item -> its parameter when they were
 
     @property
@@ -80,22 +82,24 @@ class ZeroOneAdamMethod(Method):
     # ---- steps of each rank's own ------------------------------------------------------------------------------------
     def _local(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
         self.add_gradients([item for _, item in items], scale)
+        begin = {k for k in self.moving() if not self.lrs[k]}
+        for k, item in self.moving().items():
+            self.lrs[k] += float(item.group["lr"])
         for i, item in items:
-            if not self.lrs[i]:
+            if self.of[i] in begin:
                 if self._anchors.get(i) is None:
                     self._anchors[i] = item.param.clone()
                 else:
                     self._anchors[i].copy_(item.param)
-            self._move(i, item)
+            self._move(item)
         if self.steps % self.local_interval == 0:
             self._meet()
         self.local_counter += 1
         if self.local_counter == self._scaler:
             self.local_counter, self.local_interval = 0, min(self._most, self.local_interval * 2)
 
-    def _move(self, i: int, item: Item) -> None:
+    def _move(self, item: Item) -> None:
         group, lr = item.group, float(item.group["lr"])
-        self.lrs[i] += lr
         update = item.states["exp_avg"] / root_of(item)
         if group["weight_decay"]:
             update.add_(item.param, alpha=float(group["weight_decay"]))
@@ -104,24 +108,27 @@ class ZeroOneAdamMethod(Method):
 
     def _meet(self) -> None:
         """All ranks go on from where they last were equal, by the mean of what they have moved since."""
-        moved = [(i, item) for i, item in enumerate(self.items) if self.lrs[i]]
+        moved = self._moved()
         for _, item in moved:
             item.states["momentum_accumulator"].mul_(root_of(item))
         self.travel([item for _, item in moved])
         for i, item in moved:
             mean = item.states["momentum_accumulator"]
             item.masked(mean)
-            self.bound(item, mean, self.lrs[i])
-            torch.mul(mean, -1.0 / self.lrs[i], out=item.states["exp_avg"])
+            lrs = self.lrs[self.of[i]]
+            self.bound(item, mean, lrs)
+            torch.mul(mean, -1.0 / lrs, out=item.states["exp_avg"])
             torch.addcdiv(self._anchors[i], mean, root_of(item), out=item.param)
             mean.zero_()
-            self.lrs[i] = 0.0
+        self.lrs = [0.0] * self.wholes
+
+    def _moved(self) -> list[tuple[int, Item]]:
+        """(its index, item) of what has moved since the ranks were last equal."""
+        return [(i, item) for i, item in enumerate(self.items) if self.lrs[self.of[i]] and item.param.numel()]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def own(self) -> Iterator[tuple[str, Item, torch.Tensor]]:
-        for i, item in enumerate(self.items):
-            if not self.lrs[i]:
-                continue
+        for i, item in self._moved():
             yield "param", item, item.param
             yield "anchor", item, self._anchors[i]
             for name in ("exp_avg", "momentum_accumulator"):
@@ -134,6 +141,6 @@ class ZeroOneAdamMethod(Method):
         for name in _COUNTS:
             setattr(self, name, int(saved[name]))
         self.lrs = list(map(float, saved["lrs"]))
-        for i, item in enumerate(self.items):
-            if self.lrs[i] and i not in self._anchors:
+        for i, item in self._moved():
+            if i not in self._anchors:
                 self._anchors[i] = item.param.clone()

@@ -15,6 +15,7 @@ from ....errors import ArgumentError, UnsupportedError
 from ....optim.factory import (
     check_format,
     check_optimizer,
+    copies_per_node,
     form_on_disk,
     make_optimizer,
     moments_of,
@@ -171,7 +172,9 @@ class Case:
 
     def _plan(self, base: torch.optim.Optimizer, named: Named, group_of: dict[int, int]) -> Plan:
         ranks = max(1, self.ranks_per_node // self.tensor)
-        mesh = Mesh(dp=self.ranks_per_node * self.nodes // self.tensor, ranks_per_node=ranks)
+        # what copies_per_node says every node has all of, cut over its ranks
+        nodes = 1 if copies_per_node(base, self.config.zero.stage) else self.nodes
+        mesh = Mesh(dp=self.ranks_per_node * nodes // self.tensor, ranks_per_node=ranks)
         machine = Machine.here(self.device)
         return derive(
             self.config,

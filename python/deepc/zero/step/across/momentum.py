@@ -1,5 +1,6 @@
-"""1-bit Adam, 1-bit LAMB and 0/1 Adam in an engine, at stage 0: every rank has all masters and states, and steps all of
-them. From their freeze on the accumulators have each rank's own gradients, and the ranks exchange momentum."""
+"""1-bit Adam, 1-bit LAMB and 0/1 Adam in an engine. At stage 0 every rank has all masters and states, and steps all of
+them: from their freeze on the accumulators have each rank's own gradients, and the ranks exchange momentum. At stages 1
+and 2 a node has them once, cut over its ranks, and its gradients are averaged in its memory throughout."""
 
 from __future__ import annotations
 
@@ -39,15 +40,27 @@ class MomentumUpdate(AcrossUpdate):
         base: OneBitOptimizer,
     ) -> None:
         self._state = state
-        self._segments = list(state.plan.segments)
+        exchange = base.exchange or exchange_over(base.group, base.hierarchical)
+        numels, here = state.plan.layout.numels, {s.param for s in state.plan.segments}
+        number = {param: k for k, param in enumerate(p for p, n in enumerate(numels) if n)}
+        # every rank has an item of every parameter: of those that lie on others of its node an empty one
+        none = [Segment(param, 0, 0, 0, 0) for param in number if param not in here]
+        self._segments = sorted([*state.plan.segments, *none], key=lambda s: (s.param, s.param_begin))
         items = [
-            Item(state.piece(s), groups[group_of[s.param]], tuple(state.trained[s.param].shape), state.names[s.param])
+            Item(
+                state.piece(s),
+                groups[group_of[s.param]],
+                tuple(state.trained[s.param].shape),
+                state.names[s.param],
+                s.param_begin,
+                number[s.param],
+            )
             for s in self._segments
         ]
         make = lambda n: state.zeros(n, torch.float32, "exp_avg")
-        self.method: Method = type(base).kind(items, exchange_over(base.group, base.hierarchical), make, base.options)
+        self.method: Method = type(base).kind(items, exchange, make, base.options, len(number))
         base.method = self.method
-        self._param_of = {id(item): s.param for s, item in zip(self._segments, self.method.items)}
+        self._segment_of = {id(item): s for s, item in zip(self._segments, self.method.items)}
 
     # ---- states ------------------------------------------------------------------------------------------------------
     def names_of(self, param: int) -> tuple[str, ...]:
@@ -55,7 +68,7 @@ class MomentumUpdate(AcrossUpdate):
 
     def owned_states(self) -> Iterator[tuple[str, Segment, Window]]:
         for s, item in zip(self._segments, self.method.items):
-            for name, values in item.states.items():
+            for name, values in item.states.items() if s.length else ():
                 yield name, s, Window(values)
 
     def whole_states(self) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -88,50 +101,56 @@ class MomentumUpdate(AcrossUpdate):
         method = self.method
         return {
             **method.numbers(),
-            "world": method.exchange.world,
+            "world": method.exchange.copies,
             "workers": method.exchange.workers,
             "own": sorted({name for name, _, _ in method.own()}),
             "errors": bool(method.errors()),
         }
 
     def own_states(self) -> Iterator[OwnState]:
-        """What this rank alone has, under a name of its own ("anchor.rank0"), and its share of its worker's errors
-        ("worker_error.worker0") and of the server's."""
-        method, exchange, param_of = self.method, self.method.exchange, self._param_of
+        """What this rank's copy alone has, under a name of its own ("anchor.rank0"), and its share of its worker's
+        errors ("worker_error.worker0") and of the server's."""
+        method, exchange, of = self.method, self.method.exchange, self._segment_of
         for name, item, values in method.own():
-            yield OwnState(f"{name}.rank{exchange.rank}", param_of[id(item)], 0, values)
+            s = of[id(item)]
+            yield OwnState(f"{name}.rank{exchange.copy}", s.param, s.param_begin, values)
         if errors := method.errors():
             owned = exchange.owned(method.places.total)
             for kind, name in (("worker", f"{WORKER}.worker{exchange.worker}"), ("server", SERVER)):
                 for i, begin, at, n in method.places.shares(owned[kind]):
-                    yield OwnState(name, param_of[id(method.sent[i])], begin, errors[kind][at : at + n])
+                    s = of[id(method.sent[i])]
+                    yield OwnState(name, s.param, s.param_begin + begin, errors[kind][at : at + n])
 
     def take_own(self, saved: Mapping[str, Any], read: Callable[[str, int, torch.Tensor, int], None]) -> None:
         """After load_numbers. read(name, parameter, out, begin): fills `out` from the checkpoint's state of that name.
-        As many ranks as then: each takes its own, as many workers: each its errors. Another number: each takes the mean
-        of what all had, so that the mean over them, which is what an exchange makes, is what it was. Collective."""
-        method, exchange, param_of = self.method, self.method.exchange, self._param_of
+        As many copies as then: each takes its own, as many workers: each its errors. Another number: each takes the
+        mean of what all had, so that the mean over them, which is what an exchange makes, is what it was.
+        Collective."""
+        method, exchange, of = self.method, self.method.exchange, self._segment_of
 
         def mean(name: str, then: int, now: int, mine: int, item: Item, out: torch.Tensor) -> None:
+            s = of[id(item)]
             if then == now:
-                read(f"{name}{mine}", param_of[id(item)], out, 0)
+                read(f"{name}{mine}", s.param, out, s.param_begin)
                 return
             total, part = torch.zeros_like(out), torch.empty_like(out)
             for r in range(then):
-                read(f"{name}{r}", param_of[id(item)], part, 0)
+                read(f"{name}{r}", s.param, part, s.param_begin)
                 total.add_(part, alpha=1.0 / then)
             out.copy_(total)
 
         for name, item, values in list(method.own()):
-            mean(f"{name}.rank", int(saved["world"]), exchange.world, exchange.rank, item, values)
+            mean(f"{name}.rank", int(saved["world"]), exchange.copies, exchange.copy, item, values)
         if not saved["errors"] or exchange.world == 1 or method.averages and not method.errors_in_warm_up:
             exchange.clear_errors()
             return
         places, then, now = method.places, int(saved["workers"]), exchange.workers
         worker, server = torch.zeros(places.total), torch.zeros(places.total)
         for i, item in enumerate(method.sent):
-            mean(f"{WORKER}.worker", then, now, exchange.worker, item, places.of(worker, i))
-            read(SERVER, param_of[id(item)], places.of(server, i), 0)
+            if item.param.numel():
+                s = of[id(item)]
+                mean(f"{WORKER}.worker", then, now, exchange.worker, item, places.of(worker, i))
+                read(SERVER, s.param, places.of(server, i), s.param_begin)
         for whole in (worker, server):
             places.fill(whole)
         if then != now:
