@@ -75,19 +75,25 @@ DC_INLINE vf packed_unpack(const unpacking *u, const uint8_t *codes, int64_t i, 
   return v_keep(v_mul(v_with_sign_or_zero(f, stored), u->scale), r);
 }
 
-/* The lower bits of `code`. */
+/* The lower bits of `code`, which is in [-128, 127]. */
 DC_INLINE void packed_store(dc__code_map map, uint8_t *codes, int64_t i, int r, vi code) {
   if (map.bits == 8) v_store8(codes + i, r, vi_low8(code));
   else vi_store_nibbles(codes + i / 2, r, code);
 }
 
+/* The same of four that follow on each other. */
+DC_INLINE void packed_store4(dc__code_map map, uint8_t *codes, int64_t i, const vi *code) {
+  if (map.bits == 8) vi_store_bytes4(codes + i, code);
+  else vi_store_nibbles4(codes + i / 2, code);
+}
+
 /* noise: with anything above its map.shift bits. */
 DC_INLINE vi packed_code(dc__code_map map, vf y, vi noise) {
   const int mask = (1 << map.shift) - 1;
-  if (map.squares) { /* base and offset go in with the noise; what overflows is not stored */
+  if (map.squares) { /* base and offset go in with the noise */
     const uint32_t from = 1u - map.base - ((uint32_t)map.offset << map.shift);
     const vi u = vi_max(v_bits(y), vi_set1((int)map.base));
-    return vi_right(vi_add(u, vi_and_or(noise, mask, (int)from)), map.shift);
+    return vi_right_signed(vi_add(u, vi_and_or(noise, mask, (int)from)), map.shift);
   }
   const vi size = v_magnitude(y);
   const vf f = v_of_bits(size);
@@ -195,13 +201,12 @@ DC_INLINE int packed_pack_begin(const dc_step_args *t, int format, int state, pa
   return of.inverse != 0.0f;
 }
 
-/* The r elements from `i` of the block on. */
-DC_INLINE void packed_pack_some(const dc_step_args *t, int format, int state, packing *to, const block *b, int64_t i,
-                                int r) {
+/* The codes of the elements from `i` of the block on. */
+DC_INLINE vi packed_pack_some(int format, int state, packing *to, const block *b, int64_t i) {
   const dc__code_map map = dc__code_map_of(format, state);
-  const vf y = v_mul(v_load32(b->x[state] + i, LANES), to->inverse);
-  packed_store(map, t->state[state], b->begin + i, r, packed_code(map, y, to->noise));
+  const vi code = packed_code(map, v_mul(v_load32(b->x[state] + i, LANES), to->inverse), to->noise);
   to->noise = packed_noise_next(state, map.shift, to->noise);
+  return code;
 }
 
 /* All of it; some: what packed_pack_begin said. */
@@ -211,7 +216,7 @@ DC_INLINE void packed_pack(const dc_step_args *t, int format, int state, packing
   for (int64_t i = 0; i < n; i += LANES) {
     const int r = n - i < LANES ? (int)(n - i) : LANES;
     if (some) {
-      packed_pack_some(t, format, state, to, b, i, r);
+      packed_store(map, t->state[state], b->begin + i, r, packed_pack_some(format, state, to, b, i));
       continue;
     }
     packed_store(map, t->state[state], b->begin + i, r, vi_set1(-map.offset));
@@ -265,10 +270,15 @@ DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars
   int64_t i = 0;
   if (DC_LIKELY(n == whole && first && second == two && last->end - last->begin == whole)) {
     packing m = to[0], v = to[1];
-    for (; i < whole; i += LANES) {
-      packed_open_some(t, l, c, from, b, &of, i, LANES);
-      packed_pack_some(t, l.format, 0, &m, last, i, LANES);
-      if (two) packed_pack_some(t, l.format, 1, &v, last, i, LANES);
+    for (; i < whole; i += 4 * LANES) { /* codes of four vectors go together: that takes fewer operations */
+      vi first4[4], second4[4];
+      for (int k = 0; k < 4; k++) {
+        packed_open_some(t, l, c, from, b, &of, i + k * LANES, LANES);
+        first4[k] = packed_pack_some(l.format, 0, &m, last, i + k * LANES);
+        if (two) second4[k] = packed_pack_some(l.format, 1, &v, last, i + k * LANES);
+      }
+      packed_store4(dc__code_map_of(l.format, 0), t->state[0], last->begin + i, first4);
+      if (two) packed_store4(dc__code_map_of(l.format, 1), t->state[1], last->begin + i, second4);
     }
     to[0] = m, to[1] = v;
   } else {

@@ -203,6 +203,7 @@ DC_INLINE vi vi_and_or(vi a, int mask, int bits) {
 }
 DC_INLINE vi vi_left(vi a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
 DC_INLINE vi vi_right(vi a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); } /* of unsigned numbers */
+DC_INLINE vi vi_right_signed(vi a, int n) { return _mm512_sra_epi32(a, _mm_cvtsi32_si128(n)); }
 DC_INLINE vi v_bits(vf a) { return _mm512_castps_si512(a); }
 DC_INLINE vf v_of_bits(vi a) { return _mm512_castsi512_ps(a); }
 DC_INLINE vi v_truncate(vf a) { return _mm512_cvttps_epi32(a); }
@@ -241,6 +242,18 @@ DC_INLINE void vi_store_nibbles(void *p, int r, vi a) {
   const __m128i bytes = _mm512_cvtepi64_epi8(_mm512_ternarylogic_epi64(low, a, high, 0xca)); /* low ? a : high */
   const int64_t packed = _mm_cvtsi128_si64(bytes);
   memcpy(p, &packed, r == LANES ? sizeof packed : (size_t)(r + 1) / 2);
+}
+/* 4 * LANES bytes, of numbers in [-128, 127]. */
+DC_INLINE __m512i vi_bytes4(const vi *a) {
+  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); /* quarters of them */
+  return _mm512_permutexvar_epi32(order, packed);
+}
+DC_INLINE void vi_store_bytes4(void *p, const vi *a) { _mm512_storeu_si512(p, vi_bytes4(a)); }
+/* Their lower 4 bits, the even one in the lower half of a byte. */
+DC_INLINE void vi_store_nibbles4(void *p, const vi *a) {
+  const __m512i low = _mm512_and_si512(vi_bytes4(a), _mm512_set1_epi8(15));
+  _mm256_storeu_si256(p, _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(low, _mm512_set1_epi16(0x1001))));
 }
 DC_INLINE __m256i vi_narrow16(vi a) { return _mm512_cvtepi32_epi16(a); } /* of numbers below 2^16 */
 DC_INLINE vi vi_xor3(vi a, vi b, vi c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
@@ -569,6 +582,10 @@ DC_INLINE vi vi_right(vi x, int n) { /* of unsigned numbers */
   const __m128i by = _mm_cvtsi32_si128(n);
   return (vi){_mm256_srl_epi32(x.a, by), _mm256_srl_epi32(x.b, by)};
 }
+DC_INLINE vi vi_right_signed(vi x, int n) {
+  const __m128i by = _mm_cvtsi32_si128(n);
+  return (vi){_mm256_sra_epi32(x.a, by), _mm256_sra_epi32(x.b, by)};
+}
 DC_INLINE vi v_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 DC_INLINE vf v_of_bits(vi x) { return (vf){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 DC_INLINE vi vi_abs(vi x) { return (vi){_mm256_abs_epi32(x.a), _mm256_abs_epi32(x.b)}; }
@@ -632,6 +649,21 @@ DC_INLINE vf v_only(vf x, unsigned bits) {
 }
 /* The larger of x and top; top where x is NaN. */
 DC_INLINE vf v_raise(vf top, vf x) { return DC__PAIR(_mm256_max_ps, x, top); }
+DC_INLINE __m256i vi_bytes2(const vi *x) { /* 2 * LANES bytes, of numbers in [-128, 127] */
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(x[0].a, x[0].b), _mm256_packs_epi32(x[1].a, x[1].b));
+  return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+DC_INLINE void vi_store_bytes4(void *p, const vi *x) { /* 4 * LANES of them */
+  _mm256_storeu_si256(p, vi_bytes2(x));
+  _mm256_storeu_si256((__m256i *)p + 1, vi_bytes2(x + 2));
+}
+/* Their lower 4 bits, the even one in the lower half of a byte. */
+DC_INLINE void vi_store_nibbles4(void *p, const vi *x) {
+  const __m256i low = _mm256_set1_epi8(15), pair = _mm256_set1_epi16(0x1001);
+  const __m256i first = _mm256_maddubs_epi16(_mm256_and_si256(vi_bytes2(x), low), pair);
+  const __m256i second = _mm256_maddubs_epi16(_mm256_and_si256(vi_bytes2(x + 2), low), pair);
+  _mm256_storeu_si256(p, _mm256_permute4x64_epi64(_mm256_packus_epi16(first, second), 0xd8));
+}
 DC_INLINE __m256i vi_narrow16(vi x) { /* of numbers below 2^16; quarters as in v_narrow_bf16 */
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
 }
