@@ -65,7 +65,7 @@ def configure(
 
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         device = get_accelerator().device_name()
-        config = Config.load(deepspeed_config, world_size=world, device_type=device, allow_auto=True)
+        config = Config.load(deepspeed_config, world_size=world, device_type=device, allow_auto=True, needs_batch=False)
         section = config.activation_checkpointing
         asked = {
             "partition_activations": section.partition_activations,
