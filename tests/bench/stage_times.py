@@ -28,6 +28,11 @@ def models(width: int, vocab: int):
     yield "bert", t.BertForMaskedLM(t.BertConfig(**sizes, vocab_size=vocab))
 
 
+def places_of(chain, chosen, block: int) -> list[int]:
+    """The numbers among the places inside of a block of those that a cut may use."""
+    return [k for k, point in enumerate(chain.points.get(block, ())) if point in chosen.points.get(block, ())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -60,11 +65,11 @@ def main() -> None:
         costs = measured()
         again = dict(zip(units, measured()))
         for stages in options.stages:
-            _, sums = joined(units, costs, lambda _: 0)
+            _, sums = joined(units, costs, lambda _: ())
             finest = best(chain, units, costs, stages)
             chosen = {
-                "blocks": (lambda _: 0, balance.cut(sums, stages)),
-                "chosen": (lambda i, c=finest.chain: len(c.points.get(i, ())), finest.cuts),
+                "blocks": (lambda _: (), balance.cut(sums, stages)),
+                "chosen": (lambda i, c=finest.chain, of=chain: places_of(of, c, i), finest.cuts),
             }
             for cut, (places, cuts) in chosen.items():
                 _, sums = joined(units, list(map(again.__getitem__, units)), places)

@@ -188,6 +188,39 @@ def test_views_and_saved_models_are_whole(tmp_path):
     run_ranks(_views, 2, str(tmp_path))
 
 
+def _from_init(rank, world, mesh):
+    """A model that exists once per node until it is cut."""
+    import deepc
+    from deepc.plan.mesh import Mesh
+
+    mesh = Mesh.of(mesh)
+    with deepc.zero.Init():
+        model = llama()
+    engine = engine_of(mesh, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, model)
+    whole = engine.module_state_dict()
+    loss = step(engine, batches(mesh, rank), mesh)
+    held = sum(p.numel() for p in engine.state.trained)
+    engine.destroy()
+    return {n: t.clone() for n, t in whole.items()}, loss, held
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.full)])
+def test_models_made_under_zero_init_are_cut(mesh):
+    plain = llama()
+    with torch.no_grad():
+        want = float(plain(**next(batches(_one(), 0))).loss)
+    total = sum(p.numel() for p in plain.parameters())
+    for whole, loss, held in run_ranks(_from_init, 2, mesh):
+        assert all(torch.equal(whole[n], p) for n, p in plain.named_parameters())
+        assert loss == pytest.approx(want, rel=1e-5) and held < 0.8 * total
+
+
+def _one():
+    from deepc.plan.mesh import Mesh
+
+    return Mesh()
+
+
 # ---- initialize(mpu=) ------------------------------------------------------------------------------------------------
 class Mpu:
     """As Megatron-LM's parallel_state: tensor-parallel ranks next to each other."""
@@ -357,3 +390,57 @@ def test_states_on_disk_have_the_bits_of_those_in_memory(mesh, tmp_path):
     assert not any(tier for *_, tier in memory) and all(tier for *_, tier in disk)
     want, got = ({n: t for _, moments, _ in ranks for n, t in moments.items()} for ranks in (memory, disk))
     assert set(want) == set(got) and all(torch.equal(t, want[n]) for n, t in got.items())
+
+
+# ---- a PipelineModule whose topology has a model axis ----------------------------------------------------------------
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def _topology(rank, world):
+    import deepc
+    from deepc.compat.runtime.pipe.topology import PipeModelDataParallelTopology
+    from deepc.pipe import LayerSpec, PipelineModule
+
+    stages, tensor = (2, 2) if world > 1 else (1, 1)
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=1)
+    model = PipelineModule(
+        layers=[LayerSpec(Mlp) for _ in range(4)],
+        topology=topology,
+        loss_fn=lambda out, y: (out - y).square().mean(),
+        seed_layers=True,
+    )
+    column = {"patterns": [r".*up"], "partition_type": "column"}
+    row = {"patterns": [r".*down"], "partition_type": "row"}
+    engine, *_ = deepc.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "tensor_parallel": {"partition_config": {"use_default_specs": False, "layer_specs": [column, row]}},
+        },
+    )
+    draw = torch.Generator().manual_seed(4)
+    data = iter([(torch.randn(2, 6, generator=draw), torch.randn(2, 6, generator=draw)) for _ in range(4)])
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    weights = {n: deepc.view(p).fp32 for n, p in zip(engine.state.names, engine.state.trained)}
+    mesh = engine.mesh
+    engine.destroy()
+    return losses, weights, (mesh.pp, mesh.dp, mesh.tp)
+
+
+def test_a_topology_with_a_model_axis():
+    ((want, whole, _),) = run_ranks(_topology, 1)
+    seen = set()
+    for losses, weights, mesh in run_ranks(_topology, 4):
+        assert losses == pytest.approx(want, rel=1e-6) and mesh == (2, 1, 2)
+        for name, value in weights.items():
+            seen.add(name)
+            near(value, whole[name], name)
+    assert seen == set(whole)

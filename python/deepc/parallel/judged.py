@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import UnsupportedError
 from ..plan.mesh import Mesh
+from ..zero.parameters.param import Released
 from ..zero.step.norm import Ride
 
 if TYPE_CHECKING:
@@ -42,3 +44,13 @@ class Parts:
         words = [f"pipeline stage {stage}"] * (mesh.pp > 1) + [f"tensor shard {shard}"] * (mesh.tp > 1)
         words += [f"experts of rank {experts}"] * (mesh.ep > 1)
         return ", ".join(words)
+
+
+def refuse_released(model: torch.nn.Module, key: str) -> None:
+    """UnsupportedError for a model of whose parameters this rank has no values, where it is to be cut."""
+    if name := next((n for n, p in model.named_parameters() if isinstance(p, Released) or p.is_meta), ""):
+        raise UnsupportedError(
+            f"{key}: parameter '{name}' has no values on this rank, so nothing can be cut (it is on the meta device,"
+            " or zero.Init has put it on disk or on nodes with different numbers of ranks); make the model under"
+            " deepc.zero.Init on ranks that share memory, where it exists once a node, or without it"
+        )

@@ -14,6 +14,7 @@ from ...comm import start
 from ...errors import ArgumentError, ConfigError
 from ...plan.mesh import Mesh
 from ...plan.schedule import Order, Schedule
+from ..tensor.rules import tp_model_init
 from . import balance
 from .part import Call, Tie
 
@@ -103,6 +104,8 @@ class PipelineModule(torch.nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func or _recompute
         self._recomputed = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.mesh = _mesh(num_stages, topology)
+        if (tensor := _tensor_ranks(topology)) > 1:
+            tp_model_init(self, tensor)
         self.order = Order.of(schedule, self.mesh.pp, chunks)
         here = self.mesh.coordinates(dist.get_rank()).pp
         stages = self.order.stages
@@ -250,12 +253,20 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
     world = dist.get_world_size()
     if topology is not None:
         axes = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
-        if list(axes) not in (["pipe", "data"], ["pipe"]):
-            raise ConfigError(f"topology has the axes {', '.join(axes)}; deepc lays a pipeline out as ('pipe', 'data')")
+        if list(axes) not in (["pipe", "data", "model"], ["pipe", "data"], ["pipe"]):
+            raise ConfigError(
+                f"topology has the axes {', '.join(axes)}; deepc lays a pipeline out as ('pipe', 'data', 'model'), of"
+                " which the last may be left out"
+            )
         num_stages = num_stages or axes["pipe"]
-        if num_stages * axes.get("data", 1) != world:
-            raise ConfigError(f"topology {axes} is for {num_stages * axes.get('data', 1)} ranks, and there are {world}")
+        if (asked := num_stages * axes.get("data", 1) * axes.get("model", 1)) != world:
+            raise ConfigError(f"topology {axes} is for {asked} ranks, and there are {world}")
     return mesh_of(num_stages, "PipelineModule(num_stages={})", world)
+
+
+def _tensor_ranks(topology: Any) -> int:
+    """Tensor-parallel ranks of a topology; initialize cuts the layers over them, as tensor_parallel.autotp_size."""
+    return topology.get_dim("model") if topology is not None and "model" in topology.get_axis_names() else 1
 
 
 def mesh_of(num_stages: Any, asked: str, world: int) -> Mesh:

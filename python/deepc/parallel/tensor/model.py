@@ -13,6 +13,8 @@ from torch import nn
 
 from ...errors import ArgumentError, DeepcError, UnsupportedError
 from ...nn.fuse import fuse
+from ...zero.parameters.gathered import is_zero_param
+from ..judged import refuse_released
 from .cut import Cut, cuts_of
 from .group import TensorGroup, group_of, whole_state_dict
 from .layers import Region, cut_module, is_conv1d
@@ -57,12 +59,14 @@ def cut_model(model: nn.Module, group: TensorGroup, section: Mapping[str, Any] |
     _check_rest(model, {name for name, _, _ in found}, strict or "partition_config" not in source, source)
     for name, module, rule in found:
         _check_heads(model, name, module, rule, group.size)
+    refuse_released(model, "tensor_parallel.autotp_size")
     same_state(group)
     seen: set[int] = set()
     for t in (*model.parameters(), *model.buffers()):
         if id(t) not in seen and t.numel():
             seen.add(id(t))
-            group.spread(t.data)
+            if not is_zero_param(t):  # zero.Init: the first rank's already, in memory that ranks share
+                group.spread(t.data)
     summary = TensorSummary(group.size, source)
     done: dict[int, Cut] = {}
     regions: dict[str, Region] = {}

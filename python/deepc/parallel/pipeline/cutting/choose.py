@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from .. import balance
@@ -30,15 +30,15 @@ def costs_of(chain: Chain, units: Sequence[Unit], rounds: Sequence[Sequence[floa
 
 
 def joined(
-    units: Sequence[Unit], costs: Sequence[float], places: Callable[[int], int]
+    units: Sequence[Unit], costs: Sequence[float], places: Callable[[int], Collection[int]]
 ) -> tuple[list[Unit], list[float]]:
-    """With the parts of each block counted together behind its first places(block) places, of which 0 leave it
-    whole."""
+    """With the parts of each block counted together between the places places(block), by their numbers; without any it
+    is whole."""
     joined: dict[Unit, float] = {}
     for unit, cost in zip(units, costs):
         if unit.part is not None:
-            n = places(unit.block)
-            unit = Unit(unit.block, min(unit.part, n) if n else None)
+            kept = places(unit.block)
+            unit = Unit(unit.block, sum(k < unit.part for k in kept) if kept else None)
         joined[unit] = joined.get(unit, 0.0) + cost
     return list(joined), list(joined.values())
 
@@ -55,15 +55,19 @@ def best(chain: Chain, units: Sequence[Unit], costs: Sequence[float], stages: in
     """Blocks are cut inside, between halves or further, where stages get cheaper by it. ArgumentError for more stages
     than parts."""
     found: tuple[float, Cutting] | None = None
-    most = max((unit.part or 0 for unit in units), default=0)
-    for places in range(most + 1):
-        coarse, sums = joined(units, costs, lambda _, places=places: places)  # type: ignore[misc]  # of this turn
-        if len(coarse) < stages and places < most:
+    levels: list[dict[int, list[int]]] = [
+        {},
+        {i: [k for k, point in enumerate(points) if point.halves] for i, points in chain.points.items()},
+        {i: list(range(len(points))) for i, points in chain.points.items()},
+    ]
+    for kept in levels:
+        coarse, sums = joined(units, costs, lambda i, kept=kept: kept.get(i, ()))  # type: ignore[misc]  # of this turn
+        if len(coarse) < stages and kept is not levels[-1]:
             continue
         cuts = balance.cut(sums, stages)
         dearest = max(sum(sums[a:b]) for a, b in zip(cuts, cuts[1:]))
         if found is None or dearest < _GAIN * found[0]:
-            known = {i: points[:places] for i, points in chain.points.items() if places}
+            known = {i: [chain.points[i][k] for k in numbers] for i, numbers in kept.items()}
             found = dearest, Cutting(chain._replace(points=known), coarse, cuts)
     assert found is not None  # the last turn always finds one, or raises
     return found[1]

@@ -31,7 +31,10 @@ def clock(chain: Chain, units: Sequence[Unit], run: Callable[[], torch.Tensor]) 
             when_gradient_comes(first_tensor(args, kwargs), lambda: back.setdefault(i, time.perf_counter()))
 
         at = block if point is None else block.get_submodule(point.name)
-        handles.append(at.register_forward_pre_hook(begins, with_kwargs=True))
+        if point is not None and point.outputs:
+            handles.append(at.register_forward_hook(lambda m, a, out, b=begins: b(m, (hidden_of(out),), {})))
+        else:
+            handles.append(at.register_forward_pre_hook(begins, with_kwargs=True))
 
     def ends(_: Any, __: Any, out: Any) -> None:
         if len(marks) == len(units):

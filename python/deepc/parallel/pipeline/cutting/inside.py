@@ -8,12 +8,13 @@ give zeros, and x + 0 has the bits of x. In BERT's (normalized after), first(x) 
 get. Which way it is, if any, is seen by trying.
 
 Inside of the network the same is done, its first modules give zeros, and the module behind the cut gets the second
-tensor instead of what they made."""
+tensor instead of what they made. Inside of attention, behind the products that make queries, keys and values, what they
+made goes along, and they give that."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,9 @@ class Point(NamedTuple):
     their input. others: what they return besides, by name (None: they return the tensor alone).
 
     at: the module whose first tensor goes along, where the place is inside of the second half ("": it is between the
-    halves). skipped: the modules of the second half that have run then, and the features that each one makes."""
+    halves). outputs: the modules whose tensors go along, where it is inside of the first half, behind the last of them
+    (then `first` and `turn` are empty: what goes is the block's input). skipped: the modules of that half that have run
+    then, and the features that each one makes."""
 
     first: tuple[str, ...]
     turn: str
@@ -37,6 +40,7 @@ class Point(NamedTuple):
     others: dict[str, tuple[Any, ...] | None]
     at: str = ""
     skipped: dict[str, int] = {}  # nobody changes it
+    outputs: tuple[str, ...] = ()
 
     @property
     def before(self) -> tuple[str, ...]:
@@ -45,11 +49,18 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The module before which it is."""
-        return self.at or self.turn
+        """The module before which it is, or behind which."""
+        return self.at or self.turn or self.outputs[-1]
 
-    def stand_in(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module of `before` returns where what comes behind runs alone."""
+    @property
+    def halves(self) -> bool:
+        """Whether it is between the halves."""
+        return not self.at and not self.outputs
+
+    def stand_in(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], along: Sequence[Any] = ()) -> Any:
+        """What a module of `before` returns where what comes behind runs alone. along: what has come of `outputs`."""
+        if name in self.outputs:
+            return along[self.outputs.index(name)]
         given = first_tensor(args, kwargs)
         if name in self.skipped:
             return given.new_zeros(()).expand(*given.shape[:-1], self.skipped[name])
@@ -67,35 +78,57 @@ class _Call(NamedTuple):
 
 def find(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Point]:
     """The places at which `block`, called with these arguments for evaluation, can be cut, in the order in which they
-    come: between its halves, and inside of the second."""
+    come: inside of its first half, between its halves, and inside of the second. Inside not where tensor parallelism
+    has cut the block: ranks draw other random numbers between those modules (parallel/tensor/random.py)."""
     halves = find_halves(block, args, kwargs)
-    return [] if halves is None else [halves, *_finer(block, args, kwargs, halves)]
-
-
-def _finer(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], halves: Point) -> list[Point]:
-    """Places in the second half: before a module with weights that is called once, where the weights on both sides are
-    worth a cut. Not where tensor parallelism has cut the block: ranks draw other random numbers between those modules
-    (parallel/tensor/random.py)."""
+    if halves is None:
+        return []
     if any(hasattr(m, "cuts") for m in block.modules()):
-        return []
-    names = [n for n, m in block.named_modules() if n and not any(True for _ in m.children())]
-    calls, _ = _run(block, args, kwargs, {}, names)
-    order = [c.name for c in calls]
-    within = [i for i, c in enumerate(calls) if not _is_in(c.name, halves.first)]
-    if len(set(order)) != len(order) or not within:
-        return []
-    weights = {n: sum(p.numel() for p in block.get_submodule(n).parameters()) for n in order}
-    total = sum(weights[order[i]] for i in within)
-    found, least = [], _WORTH * total
-    for i in within:
-        before = [calls[j] for j in within if j < i]
-        done = sum(weights[c.name] for c in before)
-        if min(done, total - done) < least or not weights[order[i]] or not all(map(_is_by_row, before)):
-            continue
-        point = halves._replace(at=order[i], skipped={c.name: c.out.shape[-1] for c in before})
-        if proves(block, args, kwargs, point):
-            found.append(point)
-            least = done + _WORTH * total
+        return [halves]
+    calls, _ = _run(block, args, kwargs, {}, _leaves(block))
+    if len({c.name for c in calls}) != len(calls):
+        return [halves]
+    weights = [sum(p.numel() for p in block.get_submodule(c.name).parameters()) for c in calls]
+    inner = [_is_in(c.name, halves.first) for c in calls]
+
+    def proven(point: Point) -> bool:
+        return proves(block, args, kwargs, point)
+
+    one, two = ([(c, w) for c, w, i in zip(calls, weights, inner) if i is first] for first in (True, False))
+    return [*_in_first(one, proven), halves, *_in_second(two, halves, proven)]
+
+
+def _leaves(block: torch.nn.Module) -> list[str]:
+    return [n for n, m in block.named_modules() if n and not any(True for _ in m.children())]
+
+
+def _in_first(calls: list[tuple[_Call, int]], proven: Callable[[Point], bool]) -> list[Point]:
+    """The last place in the first half, behind modules with weights, that leaves weights on both sides: what up to
+    three modules made goes along."""
+    total = sum(w for _, w in calls)
+    for end in range(len(calls), 0, -1):
+        run, done = [c for c, _ in calls[:end]], sum(w for _, w in calls[:end])
+        if calls[end - 1][1] and _WORTH * total <= done <= (1 - _WORTH) * total and all(map(_is_by_row, run)):
+            for n in range(1, 4):
+                along = tuple(c.name for c in run[-n:])
+                point = Point((), "", True, {}, skipped={c.name: c.out.shape[-1] for c in run}, outputs=along)
+                if proven(point):
+                    return [point]
+    return []
+
+
+def _in_second(calls: list[tuple[_Call, int]], halves: Point, proven: Callable[[Point], bool]) -> list[Point]:
+    """Places in the second half: before a module with weights, where the weights on both sides are worth a cut."""
+    total = sum(w for _, w in calls)
+    found, least, done = [], _WORTH * total, 0
+    for i, (call, weight) in enumerate(calls):
+        before = [c for c, _ in calls[:i]]
+        if weight and min(done, total - done) >= least and all(map(_is_by_row, before)):
+            point = halves._replace(at=call.name, skipped={c.name: c.out.shape[-1] for c in before})
+            if proven(point):
+                found.append(point)
+                least = done + _WORTH * total
+        done += weight
     return found
 
 
@@ -148,21 +181,23 @@ def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Whether what comes behind a place, given what goes over it, does what it does in the whole block: each of its
     modules gets equal bits, and so comes out. The modules before give noise meanwhile."""
     names = [n for n, _ in block.named_children()]
-    if point.at:
-        names = [*dict.fromkeys([point.turn, *point.before, *_leaves_behind(block, point)])]
+    if not point.halves:
+        behind_it = [n for n in _leaves(block) if not _is_in(n, point.before)]
+        names = [*dict.fromkeys([*([point.turn] if point.turn else []), *point.before, *behind_it])]
 
     def noise(name: str, real: Any, a: Any, k: Any) -> Any:
         return mapped(real(*a, **k), lambda t: torch.randn_like(t) if t.is_floating_point() else t)
 
     with torch.random.fork_rng(devices=[]):
         whole, wanted = _run(block, args, kwargs, dict.fromkeys(point.before, noise), names)
-    first = {c.name: c.given for c in reversed(whole)}
-    between, inner = first.get(point.turn), first.get(point.name)
-    if between is None or inner is None:
+    first = {c.name: c for c in reversed(whole)}
+    if any(name not in first for name in (point.turn, point.name, *point.outputs) if name):
         return False
+    between = first[point.turn].given if point.turn else first_tensor(args, kwargs)
+    inner, along = first[point.name].given, [first[name].out for name in point.outputs]
 
     def stand_in(name: str, real: Any, a: Any, k: Any) -> Any:
-        return point.stand_in(name, a, k)
+        return point.stand_in(name, a, k, along)
 
     def behind(name: str, real: Any, a: Any, k: Any) -> Any:
         a, k = with_first(a, k, inner)
@@ -170,7 +205,7 @@ def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     instead = {**dict.fromkeys(point.before, stand_in), **({point.at: behind} if point.at else {})}
     alone, made = _run(block, *with_first(args, kwargs, between), instead, names)
-    if point.at:  # what it gets instead is seen by what comes of it
+    if not point.halves:  # what it gets instead is seen by what comes of it
         second, again = ([c for c in calls if c.name not in (*point.before, point.at)] for calls in (whole, alone))
     else:
         second, again = whole[len(point.first) :], alone[len(point.first) :]
@@ -183,11 +218,6 @@ def proves(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-def _leaves_behind(block: torch.nn.Module, point: Point) -> list[str]:
-    leaves = [n for n, m in block.named_modules() if n and not any(True for _ in m.children())]
-    return [n for n in leaves if not _is_in(n, point.before)]
 
 
 def _run(

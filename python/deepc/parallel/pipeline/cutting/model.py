@@ -20,6 +20,8 @@ from ....errors import ArgumentError, DeepcError, UnsupportedError
 from ....plan.mesh import Mesh
 from ....plan.predict.dryrun import loss_of
 from ....plan.schedule import Order
+from ....zero.parameters.gathered import is_zero_param
+from ...judged import refuse_released
 from ..deferred import in_checkpoint
 from ..part import Call, Tie, further_names
 from ..runtime import Stages
@@ -87,6 +89,8 @@ class CutModel:
         self._here = mesh.coordinates(dist.get_rank()).pp
         self._running: tuple[int, Any] | None = None
         self._between: torch.Tensor | None = None  # what goes from half to half of the block in which the stage ends
+        self._entered = torch.empty(0)  # what that block got
+        self._made: dict[str, Any] = {}  # by the modules of it behind which the stage ends
         self.names = further_names(model)
         self.ties, self.elsewhere = self._share_out()
         self._take_over()
@@ -121,7 +125,7 @@ class CutModel:
         costs = costs_of(chain, units, rounds[1:])
         total = torch.tensor(costs, dtype=torch.float64)
         dist.all_reduce(total)
-        return joined(units, total.tolist(), lambda i: 0 if i in recomputed else len(chain.points.get(i, ())))
+        return joined(units, total.tolist(), lambda i: () if i in recomputed else range(len(chain.points.get(i, ()))))
 
     def _share_out(self) -> tuple[list[Tie], frozenset[int]]:
         """Which ranks have a parameter, and what of the model goes to the meta device here."""
@@ -194,7 +198,7 @@ class CutModel:
         def call(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             begin, end, received = self._edges(number)
             if begin is not None and name in begin.before:
-                return begin.stand_in(name, args, kwargs)
+                return begin.stand_in(name, args, kwargs, received[1:] if begin.outputs else ())
             if begin is not None and name == begin.at:
                 args, kwargs = with_first(args, kwargs, received[1])
             if end is not None and name in (end.turn, end.at):
@@ -205,7 +209,14 @@ class CutModel:
                 if name == end.name:
                     between = received[0] if self._between is None else self._between  # the stage began behind the turn
                     raise _ReachedError((between, first_tensor(args, kwargs)) if end.at else between)
-            return real(*args, **kwargs)
+            out = real(*args, **kwargs)
+            if end is not None and name in end.outputs:
+                self._made[name] = out
+                if name == end.name:
+                    if in_checkpoint():
+                        raise UnsupportedError(IN_CHECKPOINT)
+                    raise _ReachedError((self._entered, *(self._made.pop(n) for n in end.outputs)))
+            return out
 
         names = dict.fromkeys(name for point in points for name in (*point.before, point.turn, point.at) if name)
         for name in names:
@@ -232,7 +243,10 @@ class CutModel:
             raise UnsupportedError(IN_CHECKPOINT)
         if i == first and stage > 0:
             inside = self._chain.begin(units[0])
-            args, kwargs = self._chain.given(args, kwargs, received[0] if inside and inside.at else received)
+            alone = inside is not None and not inside.halves
+            args, kwargs = self._chain.given(args, kwargs, received[0] if alone else received)
+        if i == last:
+            self._entered = first_tensor(args, kwargs)
         out = real(*args, **kwargs)
         if i == last and stage < len(self._cuts) - 2:
             raise _ReachedError(self._chain.handed_on(i, out))
@@ -267,6 +281,8 @@ class CutModel:
             yield
         finally:
             self._running = self._between = None
+            self._made.clear()
+            self._entered = torch.empty(0)
 
     # ---- as a part of a pipeline -------------------------------------------------------------------------------------
     def describe(self) -> str:
@@ -275,10 +291,11 @@ class CutModel:
     def _describe(self, first: int, last: int) -> str:
         a, b = self._units[first], self._units[last]
         point = self._chain.begin(a)
-        begin = "" if point is None else f" from {point.name}"
+        begin = "" if point is None else f" {'behind' if point.outputs else 'from'} {point.name}"
         end = ""
         if b.part is not None and b.part < len(self._chain.points[b.block]):
-            end = f" before {self._chain.points[b.block][b.part].name}"
+            point = self._chain.points[b.block][b.part]
+            end = f" {'to' if point.outputs else 'before'} {point.name}"
         whole = f"{self._chain.name}.{a.block}{begin}"
         return f"{whole}{end}" if a.block == b.block else f"{whole} to {b.block}{end}"
 
@@ -325,8 +342,9 @@ class CutModel:
 @torch.no_grad()
 def take_from_rank_0(model: torch.nn.Module) -> None:
     """What the model has on rank 0 counts, as without a pipeline. Collective."""
+    refuse_released(model, "pipeline.stages")
     for t in (*model.parameters(), *model.buffers()):
-        if t.numel():
+        if t.numel() and not is_zero_param(t):  # of those under zero.Init the ranks of a node share the first one's
             whole = t.detach().contiguous()
             dist.broadcast(whole, 0)
             if whole.data_ptr() != t.data_ptr() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
