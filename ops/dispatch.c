@@ -41,8 +41,7 @@ static pthread_once_t dispatch_once = PTHREAD_ONCE_INIT;
 static _Atomic int dispatch_isa = -1; /* released and acquired: who reads it sees what the detection wrote */
 int64_t dc__prefetch_ahead = 2048; /* see cpu/vec.h */
 
-static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16",
-                                                                "amx_bf16"};
+static const char *const dispatch_isa_names[DC_ISA_COUNT] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 
 #if defined(DEEPC_X86_BODIES)
 /* The register state that the kernel saves (XCR0): a processor may have AVX-512 and the kernel not. */

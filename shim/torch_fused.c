@@ -445,8 +445,8 @@ static bool fused_look_masks(dct_call *c, const dct_value *at, const rows *q, co
   if (!fused_look_layout(c, at[0], (int64_t)at[1], q, k, m) ||
       !fused_look_mask(c, at[2], "q_group", DC_I32, q->size[0] * q->size[2], &q_group) ||
       !fused_look_mask(c, at[3], "k_group", DC_I32, k->size[0] * k->size[2], &k_group) ||
-      !fused_look_mask(c, at[4], "slope", DC_F32, q->size[1], &slope) ||
-      !fused_look_bias(c, at[5], q, k, bias, m) || !fused_look_dropout(c, at + 6, &m->dropout))
+      !fused_look_mask(c, at[4], "slope", DC_F32, q->size[1], &slope) || !fused_look_bias(c, at[5], q, k, bias, m) ||
+      !fused_look_dropout(c, at + 6, &m->dropout))
     return false;
   m->q_group = q_group, m->k_group = k_group, m->slope = slope;
   return true;
@@ -477,7 +477,8 @@ static void fused_attend(dct_value *stack, bool masked) {
   bool ok = fused_look_heads(&c, value_tensor(stack[0]), "q", NULL, &q, a.q_stride) &&
             fused_look_heads(&c, value_tensor(stack[1]), "k", &q, &k, a.k_stride) &&
             fused_look_heads(&c, value_tensor(stack[2]), "v", &q, &v, a.v_stride) &&
-            fused_same_shape(&c, &v, "v", &k, "k") && (!masked || fused_look_masks(&c, stack + 3, &q, &k, &bias, &a.mask)) &&
+            fused_same_shape(&c, &v, "v", &k, "k") &&
+            (!masked || fused_look_masks(&c, stack + 3, &q, &k, &bias, &a.mask)) &&
             fused_result_heads(&c, &o, &q, a.out_stride, &a.out) && fused_result_like(&c, &o, &q, DC_F32, 3, &lse);
   if (ok) {
     a.q = q.v.ptr, a.k = k.v.ptr, a.v = v.v.ptr, a.lse = lse, a.dtype = q.v.dtype;

@@ -87,7 +87,7 @@ DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *
   const vf sum = att_exponentials(p, at, n, scale, max, nr, pairs), keep = v_exp_nonpos(v_sub(old, max));
   v_store32(s->sum + g, LANES, v_fma(v_load32(s->sum + g, LANES), keep, sum));
   v_store32(s->max + g, LANES, max);
-  if (begun) att_shrink(out, width, keep, nr);
+  if (begun && v_signs(v_sub(old, max))) att_shrink(out, width, keep, nr); /* a maximum grew */
 }
 
 DC_INLINE void att_softmax(const dc_attention_args *a, const att_scratch *s, int64_t i, int64_t c, int64_t n,
@@ -99,8 +99,8 @@ DC_INLINE void att_softmax(const dc_attention_args *a, const att_scratch *s, int
 }
 
 /* out^T, divided by the sums and the share that dropout keeps, goes to its rows. */
-DC_INLINE void att_finish(const dc_attention_args *a, const att_scratch *s, float keep, int dt, int64_t b, int64_t h, int64_t i,
-                          int64_t queries, int64_t width, int nr) {
+DC_INLINE void att_finish(const dc_attention_args *a, const att_scratch *s, float keep, int dt, int64_t b, int64_t h,
+                          int64_t i, int64_t queries, int64_t width, int nr) {
   const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
   float *lse = a->lse + (b * a->heads + h) * a->rows, rows[LANES * TILE_DIM];
   for (int64_t r = 0; r < queries && i + r < a->rows; r++) {
@@ -177,26 +177,26 @@ static __attribute__((noinline)) void att_drop(float *p, const att_sight *s, int
   }
 }
 
-/* Scores of the tiles: neighbours in one product. */
-DC_INLINE void att_score_tiles(const att_scratch *s, tile_panels query, const att_tile *tiles, int count, int64_t tile,
-                               int64_t panels, int64_t w, int nr, int pairs) {
+/* Scores of the tiles and a panel of queries: neighbours in one product. */
+DC_INLINE void att_score_tiles(const att_scratch *s, tile_panels query, tile_panels score, const att_tile *tiles,
+                               int count, int64_t tile, int64_t w, int nr, int pairs) {
   for (int t = 0, n; t < count; t += n) {
     for (n = 1; t + n < count && tiles[t + n].first == tiles[t].first + n * tile;) n++;
-    tile_multiply((tile_panels){s->score + t * tile * nr, ATT_CHUNK * nr},
-                  tile_by_rows(s->k + tiles[t].first * w, w, tile_mr(nr)), query, n * tile, panels, w, nr, pairs, 0);
+    tile_multiply((tile_panels){score.at + t * tile * nr, 0}, tile_by_rows(s->k + tiles[t].first * w, w, tile_mr(nr)),
+                  query, n * tile, 1, w, nr, pairs, 0);
   }
 }
 
-/* Probabilities of the tiles times their v. */
+/* A panel's probabilities of the tiles times their v. */
 DC_INLINE void att_add_tiles(const att_scratch *s, tile_panels out, tile_panels p, const att_tile *tiles, int count,
-                             int64_t tile, int64_t width, int64_t panels, int nr, int pairs, int begun) {
+                             int64_t tile, int64_t width, int nr, int pairs, int begun) {
   const int64_t words = tile_words(tile, pairs);
   int64_t first[ATT_CHUNK / ATT_STEP];
   for (int t = 0; t < count; t++) first[t] = pairs ? tiles[t].first / 2 * width : tiles[t].first;
   const tile_runs runs = {first, count, words};
   const tile_left v = pairs ? tile_by_rows(s->v, words, tile_mr(nr)) : att_columns(s->v, 0, s->keys, tile_mr(nr));
-  if (begun) tile_multiply_runs(out, v, p, width, panels, runs, nr, pairs, 1);
-  else tile_multiply_runs(out, v, p, width, panels, runs, nr, pairs, 0);
+  if (begun) tile_multiply_runs(out, v, p, width, 1, runs, nr, pairs, 1);
+  else tile_multiply_runs(out, v, p, width, 1, runs, nr, pairs, 0);
 }
 
 /* `queries` from i on; tile: keys that are seen or not together. */
@@ -212,17 +212,19 @@ DC_INLINE void att_some_queries(const dc_attention_args *a, const att_sight *sig
   int begun = 0;
   for (int64_t r = 0; r < queries; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
   tile_pack_across(s->q, q, dt, i, queries, nr, pairs);
-  for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, tiles)) > 0; begun = 1) {
-    att_score_tiles(s, query, tiles, count, tile, panels, w, nr, pairs);
-    for (int64_t g = 0; g < queries; g += LANES) {
-      float *score = s->score + g / nr * ATT_CHUNK * nr + g % nr;
-      const vf top = att_largest_seen(sight, score, i + g, g, tiles, count, tile, nr);
-      att_absorb(s, a->scale, g, score, top, count * tile, width, begun, nr, pairs);
-      if (sight->threshold)
-        att_drop(p.at + g / nr * p.step + g % nr, sight, i + g, g, tiles, count, tile, nr, pairs);
+  for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, tiles)) > 0; begun = 1)
+    for (int64_t n = 0; n < panels; n++) { /* one by one: a panel's scores and probabilities stay in the first cache */
+      const tile_panels one = {s->score + n * ATT_CHUNK * nr, 0};
+      att_score_tiles(s, (tile_panels){query.at + n * query.step, 0}, one, tiles, count, tile, w, nr, pairs);
+      for (int64_t g = n * nr; g < (n + 1) * nr; g += LANES) {
+        float *score = one.at + g % nr;
+        const vf top = att_largest_seen(sight, score, i + g, g, tiles, count, tile, nr);
+        att_absorb(s, a->scale, g, score, top, count * tile, width, begun, nr, pairs);
+        if (sight->threshold) att_drop(p.at + n * p.step + g % nr, sight, i + g, g, tiles, count, tile, nr, pairs);
+      }
+      att_add_tiles(s, (tile_panels){out.at + n * out.step, 0}, (tile_panels){p.at + n * p.step, 0}, tiles, count, tile,
+                    width, nr, pairs, begun);
     }
-    att_add_tiles(s, out, p, tiles, count, tile, width, panels, nr, pairs, begun);
-  }
   if (!begun) memset(s->out, 0, (size_t)(queries * width) * sizeof *s->out);
 }
 
@@ -243,7 +245,7 @@ DC_INLINE void att_some_head(const dc_attention_args *a, const att_scratch *s, i
 DC_INLINE void att_pack_values(const att_scratch *s, const tile_rows *v, int dt, int64_t tile, int pairs) {
 #if defined(__AVX512BF16__)
   if (pairs) {
-    att_pairs_turned(s->v, v, s->keys, tile);
+    att_pairs_turned(s->v, v, 0, s->keys, tile);
     return;
   }
 #endif

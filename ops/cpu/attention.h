@@ -1,5 +1,5 @@
-/* attention.h: what the bodies of dc_attention (attention.c) and its gradient (attention_grad.c) share: operands, masks,
- * biases, dropout.
+/* attention.h: what the bodies of dc_attention (attention.c) and its gradient (attention_grad.c) share: operands,
+ * masks, biases, dropout.
  *
  * Scores are made transposed, keys down and queries across: maximum and sum over the keys are then vertical, 16 queries
  * a vector, and the probabilities are at once the right operand of the next product (out^T = v^T p^T). The gradient's
@@ -7,10 +7,10 @@
 #ifndef DEEPC_OPS_CPU_ATTENTION_H
 #define DEEPC_OPS_CPU_ATTENTION_H
 
-#include "ref/attention.h"
 #include "cpu/exp.h"
 #include "cpu/philox.h"
 #include "cpu/tile.h"
+#include "ref/attention.h"
 
 /* ---- operands ---------------------------------------------------------------------------------------------------- */
 DC_INLINE tile_rows att_head(const void *p, int dt, const int64_t *stride, int64_t b, int64_t h, int64_t count,
@@ -25,8 +25,10 @@ DC_INLINE tile_rows att_head(const void *p, int dt, const int64_t *stride, int64
 DC_INLINE void att_floats_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int nr) {
   float words[TILE_DIM];
   for (int64_t i = 0; i < n; i++) {
-    tile_floats(words, x, dt, begin + i);
-    for (int64_t c = 0; c < x->width; c += nr) memcpy(to + (c / nr * n + i) * nr, words + c, (size_t)nr * sizeof *to);
+    const float *row = words;
+    if (tile_plain(x, dt, begin + i, 1, 0)) row = (const float *)(const void *)(x->at + (begin + i) * x->stride);
+    else tile_floats(words, x, dt, begin + i);
+    for (int64_t c = 0; c < x->width; c += nr) memcpy(to + (c / nr * n + i) * nr, row + c, (size_t)nr * sizeof *to);
   }
 }
 
@@ -44,10 +46,11 @@ DC_INLINE void att_pairs_down(float *to, const tile_rows *x, int64_t begin, int6
   }
 }
 
-/* A left operand of pairs, its rows being columns of x: [runs of `run` rows][width][run / 2], neighbours in pairs. */
-DC_INLINE void att_pairs_turned(float *to, const tile_rows *x, int64_t n, int64_t run) {
+/* A left operand of pairs, its rows being columns of x: n rows from `begin` on as [runs of `run` rows][width][run / 2],
+ * neighbours in pairs. */
+DC_INLINE void att_pairs_turned(float *to, const tile_rows *x, int64_t begin, int64_t n, int64_t run) {
   const int64_t words = run / 2, most = words < LANES ? words : LANES;
-  for (int64_t i = 0; i < n; i += run, to += x->width * words)
+  for (int64_t i = begin; i < begin + n; i += run, to += x->width * words)
     for (int64_t w = 0; w < words; w += LANES)
       for (int64_t c = 0; c < x->width; c += LANES) {
         vf t[LANES];
@@ -141,8 +144,8 @@ DC_INLINE vf att_bias_row(const att_sight *s, int64_t i, int64_t j, int r) {
 }
 
 /* Scores of 16 queries from i on (16 columns of a panel of nr) and n keys from j on get their bias. */
-static __attribute__((noinline)) void att_add_rows(float *at, const att_sight *s, int64_t i, int64_t j,
-                                                          int64_t n, int nr) {
+static __attribute__((noinline)) void att_add_rows(float *at, const att_sight *s, int64_t i, int64_t j, int64_t n,
+                                                   int nr) {
   const vf unit = v_set1(s->unit);
   for (int64_t k = 0; k < n && j + k < s->keys; k += LANES, at += LANES * nr) {
     const int64_t left = s->keys - j - k;
@@ -156,8 +159,7 @@ static __attribute__((noinline)) void att_add_rows(float *at, const att_sight *s
 
 /* ---- dropout ----------------------------------------------------------------------------------------------------- */
 /* keep[t]: bit k: query i + k keeps key j + t. n keys, a multiple of 8 as j is. */
-static __attribute__((noinline)) void att_keep(uint16_t *keep, const att_sight *s, int64_t i, int64_t j,
-                                                      int64_t n) {
+static __attribute__((noinline)) void att_keep(uint16_t *keep, const att_sight *s, int64_t i, int64_t j, int64_t n) {
   const vi least = vi_set1(s->threshold);
   for (int64_t t = 0; t < n; t += 8) {
     vi c[4] = {vi_set1((int)((j + t) / 8)), vi_add(vi_set1((int)i), vi_lanes()), vi_set1((int)s->who[0]),

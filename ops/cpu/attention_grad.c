@@ -3,19 +3,21 @@
 
 /* A block is `queries` x `keys`, of which the scratch has room for ATT_QUERIES x ATT_KEYS. */
 typedef struct att_back {
-  float *k, *v, *kt; /* left: [keys][words] twice; of floats k itself, of pairs [blocks][width][words of a block] */
+  float *k, *v, *kt; /* left, of ATT_ABREAST blocks: [keys][words] twice; of floats k itself, of pairs [width][words of
+                          keys] */
   float *q, *dout, *q_down, *dout_down; /* right, by blocks of queries */
-  float *dq, *dk, *dv; /* [panels of nr queries][width][nr]; [blocks][width / NR][keys][NR] */
+  float *dq, *dk, *dv; /* [panels of nr queries][width][nr]; of ATT_ABREAST blocks, or of all where heads share them:
+                          [blocks][width / NR][keys][NR] */
   float *lse, *delta; /* [queries] */
   float *score, *dp, *p_rows, *ds_rows, *ds; /* a block */
 } att_back;
 
-DC_INLINE att_back att_lay_out_back(float *at, int64_t rows, int64_t keys, int64_t width) {
-  const int64_t kp = tile_round(keys, ATT_CHUNK) * width, qp = tile_round(rows, ATT_QUERIES) * width;
-  const int64_t q = tile_round(rows, ATT_QUERIES), block = ATT_QUERIES * ATT_KEYS;
+DC_INLINE att_back att_lay_out_back(float *at, int64_t rows, int64_t keys, int64_t width, int64_t group) {
+  const int64_t one = ATT_ABREAST * ATT_KEYS * width, all = group > 1 ? tile_round(keys, ATT_KEYS) * width : one;
+  const int64_t q = tile_round(rows, ATT_QUERIES), qp = q * width, block = ATT_QUERIES * ATT_KEYS;
   att_back s;
-  s.k = at, s.v = s.k + kp, s.kt = s.v + kp, s.dk = s.kt + kp, s.dv = s.dk + kp;
-  s.q = s.dv + kp, s.dout = s.q + qp, s.q_down = s.dout + qp, s.dout_down = s.q_down + qp, s.dq = s.dout_down + qp;
+  s.k = at, s.v = s.k + one, s.kt = s.v + one, s.dk = s.kt + one, s.dv = s.dk + all;
+  s.q = s.dv + all, s.dout = s.q + qp, s.q_down = s.dout + qp, s.dout_down = s.q_down + qp, s.dq = s.dout_down + qp;
   s.lse = s.dq + qp, s.delta = s.lse + q;
   s.score = s.delta + q, s.dp = s.score + block, s.p_rows = s.dp + block, s.ds_rows = s.p_rows + block,
   s.ds = s.ds_rows + block;
@@ -23,8 +25,7 @@ DC_INLINE att_back att_lay_out_back(float *at, int64_t rows, int64_t keys, int64
 }
 
 /* sum(dout * out) of every query, in 16 sums; and lse, of pairs as a power of 2. */
-DC_INLINE void att_deltas(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h,
-                          int pairs) {
+DC_INLINE void att_deltas(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h, int pairs) {
   const tile_rows dout = att_head(a->dout, dt, a->dout_stride, b, h, a->rows, a->dim);
   const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
   const float *lse = a->lse + (b * a->heads + h) * a->rows;
@@ -32,15 +33,11 @@ DC_INLINE void att_deltas(const dc_attention_grad_args *a, const att_back *s, in
     s->lse[i] = HUGE_VALF, s->delta[i] = 0.0f;
     if (i >= a->rows) continue;
     vf sum = v_set1(0.0f);
-    float lane[LANES];
     for (int64_t c = 0; c < a->dim; c += LANES) {
       const int r = a->dim - c < LANES ? (int)(a->dim - c) : LANES;
       sum = v_fma(v_get(dout.at + i * dout.stride, dt, c, r), v_get(out.at + i * out.stride, dt, c, r), sum);
     }
-    v_store32(lane, LANES, sum);
-    for (int width = 8; width > 0; width /= 2)
-      for (int k = 0; k < width; k++) lane[k] += lane[k + width];
-    s->lse[i] = pairs ? lse[i] * DC__EXP_LOG2E : lse[i], s->delta[i] = lane[0];
+    s->lse[i] = pairs ? lse[i] * DC__EXP_LOG2E : lse[i], s->delta[i] = v_tree(sum);
   }
 }
 
@@ -152,9 +149,10 @@ static __attribute__((noinline)) void att_give_bias(const dc_attention_grad_args
 /* One block, if something of it is seen. */
 DC_INLINE void att_block(const dc_attention_grad_args *a, const att_back *s, const att_sight *sight, int64_t b,
                          int64_t h, int64_t i, int64_t queries, int64_t j, int64_t keys, int64_t width, int pairs) {
+  const int64_t at = j / keys % ATT_ABREAST * keys; /* of what is there of the keys */
   const int64_t w = tile_words(width, pairs), q_words = tile_words(queries, pairs), k_words = tile_words(keys, pairs);
   const int nr = queries < NR ? LANES : NR, mr = tile_mr(nr);
-  const int64_t q = i * w, across = width / NR, panels = queries / nr;
+  const int64_t q = i * w, across = width / NR, panels = queries / nr, sums = (a->heads > a->kv_heads ? j : at) * width;
   const tile_panels score = {s->score, keys * nr}, dp = {s->dp, keys * nr};
   att_tile t;
   if (!att_look(sight, i, queries, j, keys, &t)) return;
@@ -163,9 +161,9 @@ DC_INLINE void att_block(const dc_attention_grad_args *a, const att_back *s, con
   const att_turn turn = {sight, t.part, sight->threshold ? keep : NULL, i, j, v_set1(scale), a->dbias != NULL};
   int plain = !sight->biased && !sight->bias && !sight->threshold;
   for (int64_t g = 0; g < queries; g += LANES) plain &= t.part[g / LANES] == ATT_WHOLE;
-  tile_multiply(score, tile_by_rows(s->k + j * w, w, mr), (tile_panels){s->q + q, w * nr}, keys, panels, w, nr, pairs,
+  tile_multiply(score, tile_by_rows(s->k + at * w, w, mr), (tile_panels){s->q + q, w * nr}, keys, panels, w, nr, pairs,
                 0);
-  tile_multiply(dp, tile_by_rows(s->v + j * w, w, mr), (tile_panels){s->dout + q, w * nr}, keys, panels, w, nr, pairs,
+  tile_multiply(dp, tile_by_rows(s->v + at * w, w, mr), (tile_panels){s->dout + q, w * nr}, keys, panels, w, nr, pairs,
                 0);
   for (int64_t g = 0; !plain && g < queries; g += LANES) {
     if (t.part[g / LANES] == ATT_HIDDEN) continue;
@@ -175,12 +173,12 @@ DC_INLINE void att_block(const dc_attention_grad_args *a, const att_back *s, con
   if (plain) att_block_ds(s, &turn, queries, keys, 1, pairs);
   else att_block_ds(s, &turn, queries, keys, 0, pairs);
   if (a->dbias) att_give_bias(a, s, &turn, b, h, queries, keys, nr);
-  const tile_panels dk = {s->dk + j * width, keys * NR}, dv = {s->dv + j * width, keys * NR};
+  const tile_panels dk = {s->dk + sums, keys * NR}, dv = {s->dv + sums, keys * NR};
   tile_multiply(dv, tile_by_rows(s->p_rows, q_words, MR), (tile_panels){s->dout_down + q, q_words * NR}, keys, across,
                 q_words, NR, pairs, 1);
   tile_multiply(dk, tile_by_rows(s->ds_rows, q_words, MR), (tile_panels){s->q_down + q, q_words * NR}, keys, across,
                 q_words, NR, pairs, 1);
-  const tile_left kt = pairs ? tile_by_rows(s->kt + j * w, k_words, mr) : tile_by_columns(s->kt + j * w, width, mr);
+  const tile_left kt = pairs ? tile_by_rows(s->kt + at * w, k_words, mr) : tile_by_columns(s->kt + at * w, width, mr);
   tile_multiply((tile_panels){s->dq + i * width, width * nr}, kt, (tile_panels){s->ds, k_words * nr}, width, panels,
                 k_words, nr, pairs, 1);
 }
@@ -202,22 +200,35 @@ DC_INLINE void att_give_queries(const dc_attention_grad_args *a, const att_back 
   }
 }
 
+/* A block of dk or dv goes to its rows. */
 DC_INLINE void att_give_keys(void *p, const int64_t *stride, const dc_attention_grad_args *a, int dt, int64_t b,
-                             int64_t kv, const float *from, float factor, int64_t keys, int64_t width) {
+                             int64_t kv, const float *from, float factor, int64_t j, int64_t keys, int64_t width) {
   const tile_rows to = att_head(p, dt, stride, b, kv, a->keys, a->dim);
-  float row[TILE_DIM];
-  for (int64_t j = 0; j < a->keys; j++) {
-    const int64_t r = j % keys;
-    for (int64_t c = 0; c < width; c += NR)
-      memcpy(row + c, from + (j - r) * width + (c / NR * keys + r) * NR, NR * sizeof *row);
-    att_store_row((char *)(uintptr_t)to.at + j * to.stride, dt, row, factor, a->dim);
-  }
+  const vf by = v_set1(factor);
+  for (int64_t r = 0; r < keys && j + r < a->keys; r++)
+    for (int64_t c = 0; c < a->dim; c += LANES)
+      v_put((char *)(uintptr_t)to.at + (j + r) * to.stride, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
+            v_mul(v_load32(from + (c / NR * keys + r) * NR + c % NR, LANES), by));
+}
+
+/* Operands of a block of keys, number t of those abreast. */
+DC_INLINE void att_pack_keys(const att_back *s, const tile_rows *k, const tile_rows *v, int dt, int64_t j, int64_t t,
+                             int64_t keys, int pairs) {
+  const int64_t at = t * keys * tile_words(k->width, pairs);
+  tile_pack_rows(s->k + at, k, dt, j, keys, pairs);
+  tile_pack_rows(s->v + at, v, dt, j, keys, pairs);
+#if defined(__AVX512BF16__)
+  if (pairs) att_pairs_turned(s->kt + at, k, j, keys, keys);
+#endif
 }
 
 DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h,
                              int64_t queries, int64_t keys, int pairs) {
   const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
   const tile_rows dout = att_head(a->dout, dt, a->dout_stride, b, h, a->rows, a->dim);
+  const int64_t group = a->heads / a->kv_heads, kv = h / group;
+  const tile_rows k = att_head(a->k, dt, a->k_stride, b, kv, a->keys, a->dim);
+  const tile_rows v = att_head(a->v, dt, a->v_stride, b, kv, a->keys, a->dim);
   const int64_t w = tile_words(q.width, pairs), qp = tile_round(a->rows, ATT_QUERIES);
   const int nr = queries < NR ? LANES : NR;
   const att_sight sight = ATT_SIGHT(a, b, h);
@@ -229,28 +240,40 @@ DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s,
   }
   att_deltas(a, s, dt, b, h, pairs);
   memset(s->dq, 0, (size_t)(qp * q.width) * sizeof *s->dq);
-  for (int64_t j = 0; j < a->keys; j += keys)
-    for (int64_t i = att_next_query(&sight, 0, j, queries); i < a->rows;
-         i = att_next_query(&sight, i + queries, j, queries))
-      att_block(a, s, &sight, b, h, i, queries, j, keys, q.width, pairs);
+  const int64_t size = keys * q.width;
+  for (int64_t j = 0; j < a->keys; j += ATT_ABREAST * keys) {
+    int64_t next[ATT_ABREAST]; /* queries, of each of the blocks */
+    const int64_t left = (a->keys - j + keys - 1) / keys, n = att_least(left, ATT_ABREAST);
+    float *dk = s->dk + (group > 1 ? j * q.width : 0), *dv = s->dv + (dk - s->dk);
+    for (int64_t t = 0; t < n; t++) {
+      att_pack_keys(s, &k, &v, dt, j + t * keys, t, keys, pairs);
+      next[t] = att_next_query(&sight, 0, j + t * keys, queries);
+    }
+    if (h % group == 0) memset(dk, 0, (size_t)(n * size) * sizeof *dk), memset(dv, 0, (size_t)(n * size) * sizeof *dv);
+    for (;;) {
+      int64_t i = a->rows;
+      for (int64_t t = 0; t < n; t++) i = att_least(i, next[t]);
+      if (i >= a->rows) break;
+      for (int64_t t = 0; t < n; t++) {
+        if (next[t] != i) continue;
+        att_block(a, s, &sight, b, h, i, queries, j + t * keys, keys, q.width, pairs);
+        next[t] = att_next_query(&sight, i + queries, j + t * keys, queries);
+      }
+    }
+    for (int64_t t = 0; h % group == group - 1 && t < n; t++) {
+      att_give_keys(a->dk, a->dk_stride, a, dt, b, kv, dk + t * size, pairs ? a->scale : 1.0f, j + t * keys, keys,
+                    q.width);
+      att_give_keys(a->dv, a->dv_stride, a, dt, b, kv, dv + t * size, 1.0f, j + t * keys, keys, q.width);
+    }
+  }
   att_give_queries(a, s, dt, b, h, q.width, nr, pairs ? a->scale : 1.0f);
 }
 
 DC_INLINE void att_backward(const dc_attention_grad_args *a, int dt, int64_t b, int64_t kv, float *scratch) {
   const int pairs = TILE_PAIRS(dt);
-  const int64_t group = a->heads / a->kv_heads, kp = tile_round(a->keys, ATT_KEYS);
-  const tile_rows k = att_head(a->k, dt, a->k_stride, b, kv, a->keys, a->dim);
-  const tile_rows v = att_head(a->v, dt, a->v_stride, b, kv, a->keys, a->dim);
-  att_back s = att_lay_out_back(scratch, a->rows, a->keys, k.width);
+  const int64_t group = a->heads / a->kv_heads, keys = att_tile_keys(&a->mask);
+  att_back s = att_lay_out_back(scratch, a->rows, a->keys, tile_round(a->dim, TILE_WIDTH), group);
   if (!pairs) s.kt = s.k;
-  tile_pack_rows(s.k, &k, dt, 0, kp, pairs);
-  tile_pack_rows(s.v, &v, dt, 0, kp, pairs);
-  const int64_t keys = att_tile_keys(&a->mask);
-#if defined(__AVX512BF16__)
-  if (pairs) att_pairs_turned(s.kt, &k, kp, keys);
-#endif
-  memset(s.dk, 0, (size_t)(kp * k.width) * sizeof *s.dk);
-  memset(s.dv, 0, (size_t)(kp * k.width) * sizeof *s.dv);
   att_begin(pairs);
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
     if (keys == ATT_KEYS) att_back_head(a, &s, dt, b, h, ATT_QUERIES, ATT_KEYS, pairs);
@@ -258,8 +281,6 @@ DC_INLINE void att_backward(const dc_attention_grad_args *a, int dt, int64_t b, 
     else att_back_head(a, &s, dt, b, h, 16, 16, pairs);
   }
   att_end(pairs);
-  att_give_keys(a->dk, a->dk_stride, a, dt, b, kv, s.dk, pairs ? a->scale : 1.0f, keys, k.width);
-  att_give_keys(a->dv, a->dv_stride, a, dt, b, kv, s.dv, 1.0f, keys, k.width);
 }
 
 void DC_BODY(attention_grad)(const dc_attention_grad_args *a, int64_t b, int64_t kv, float *scratch) {

@@ -198,8 +198,19 @@ DC_INLINE void tile_floats(float *to, const tile_rows *x, int dt, int64_t i) {
   }
 }
 
+/* Whether rows from i on, n of them, are words as they lie: floats or pairs, without zeros behind them. */
+DC_INLINE int tile_plain(const tile_rows *x, int dt, int64_t i, int64_t n, int pairs) {
+  return (dt == DC_F32 || pairs) && x->dim == x->width && i + n <= x->count && x->stride % 4 == 0;
+}
+
 /* Row i as words: floats, or bf16 as they lie. */
 DC_INLINE void tile_row(float *to, const tile_rows *x, int dt, int64_t i, int pairs) {
+  if (tile_plain(x, dt, i, 1, pairs)) {
+    const char *row = x->at + i * x->stride;
+    for (int64_t w = 0; w < tile_words(x->width, pairs); w += LANES)
+      v_store32(to + w, LANES, v_load32(row + 4 * w, LANES));
+    return;
+  }
   if (!pairs) {
     tile_floats(to, x, dt, i);
     return;
@@ -232,6 +243,11 @@ DC_INLINE void tile_pack_across(float *to, const tile_rows *x, int dt, int64_t b
   float words[LANES * TILE_DIM];
   const int64_t w = tile_words(x->width, pairs);
   for (int64_t i = 0; i < n; i += LANES) {
+    if (tile_plain(x, dt, begin + i, LANES, pairs)) {
+      const float *row = (const float *)(const void *)(x->at + (begin + i) * x->stride);
+      tile_turn(to + i / nr * w * nr + i % nr, nr, row, x->stride / 4, LANES, w);
+      continue;
+    }
     tile_pack_rows(words, x, dt, begin + i, LANES, pairs);
     tile_turn(to + i / nr * w * nr + i % nr, nr, words, w, LANES, w);
   }

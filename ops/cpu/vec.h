@@ -1,6 +1,6 @@
 /* vec.h: the vector vocabulary of the bodies in cpu/, and the only file with intrinsic names. Included by files that
- * are compiled once per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16, amx_bf16) and by the compiler's
- * macros.
+ * are compiled once per instruction set; which one is told by DC_ISA (avx2, avx512, avx512_bf16, amx_bf16) and by the
+ * compiler's macros.
  *
  * A vector has LANES = 16 elements on every instruction set: one zmm register, or a pair of ymm. So the bodies are one
  * text, and element i % 16 of a reduction block meets the same accumulator everywhere. `r` of an access is the number
@@ -311,15 +311,15 @@ DC_INLINE void v_tiles_begin(void) { /* all 8 of them whole */
   __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 DC_INLINE void v_tiles_end(void) { __asm__ volatile("tilerelease" ::: "memory"); }
-#define V_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define V_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t::)
 /* 16 rows, `bytes` apart. */
 #define V_TILE_LOAD(t, from, bytes) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(from)), "r"((int64_t)(bytes)) : "memory")
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"((const void *)(from)), "r"((int64_t)(bytes)) : "memory")
 #define V_TILE_STORE(t, to, bytes) \
   __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(bytes)) : "memory")
 /* c[16][16] += a[16][32] b[32][16]: rows of a are 32 bf16; row k of b has the rows 2k and 2k + 1 as pairs. Denormals
  * count as zero. */
-#define V_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define V_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #endif
 
 DC_INLINE vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }

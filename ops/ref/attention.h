@@ -15,6 +15,8 @@
  * docs/lab/attention.md. */
 #define ATT_LOWEST (-2e38f) /* a finite maximum for queries that see no key */
 enum { ATT_QUERIES = 64, ATT_CHUNK = 256, ATT_KEYS = 64, ATT_STEP = 16 };
+/* Blocks of keys that the gradient's blocks of queries meet at a time: so much less often these come from afar. */
+enum { ATT_ABREAST = 4 };
 
 static inline int64_t att_least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Keys below it are all that the queries before `end` see. */
@@ -26,11 +28,14 @@ static inline int64_t att_chunk(int64_t limit, int64_t c) {
   return tile_round(att_least(limit - c, ATT_CHUNK), ATT_STEP);
 }
 
-/* 4-byte numbers that a body needs for a head: what it packs and what it sums. */
-static inline int64_t dc__attention_words(int64_t rows, int64_t keys, int64_t dim, int gradient) {
+/* 4-byte numbers that a body needs for a head of k and v and the `group` heads of q that share it: what it packs and
+ * what it sums. */
+static inline int64_t dc__attention_words(int64_t rows, int64_t keys, int64_t dim, int64_t group, int gradient) {
   const int64_t w = tile_round(dim, TILE_WIDTH), kp = tile_round(keys, ATT_CHUNK), qp = tile_round(rows, ATT_QUERIES);
   if (!gradient) return (2 * kp + ATT_CHUNK) * w + ATT_QUERIES * (2 * w + 2 * ATT_CHUNK + 4);
-  return 5 * kp * w + 5 * qp * w + 2 * qp + 5 * ATT_QUERIES * ATT_KEYS;
+  const int64_t sums = group > 1 ? 2 * kp * w : 2 * ATT_ABREAST * ATT_KEYS * w, scalar = (rows + 2 * keys) * dim;
+  const int64_t words = 3 * ATT_ABREAST * ATT_KEYS * w + sums + 5 * qp * w + 2 * qp + 5 * ATT_QUERIES * ATT_KEYS;
+  return words > scalar ? words : scalar;
 }
 
 /* ---- masks: what one head's queries see ----------------------------------------------------------------------------

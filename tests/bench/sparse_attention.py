@@ -11,19 +11,19 @@ layout as a bool mask), FlexAttention compiled for the same layout (--flex; forw
 dense and deepc at each density: each block of queries sees a random choice of blocks of keys. Figures: forward, and
 forward and backward. A density's ratio is that density times dense deepc over its own time: 1 is the ideal, 0.83 is 1.2
 times it. Memory: what one forward and backward adds to the process's peak, in a process of its own. --longest: the
-longest sequence that SDPA with a mask trains in the limit (RLIMIT_DATA beyond what the libraries hold), and whether
-deepc at 10 % density trains one of ten times its length."""
+longest sequence that SDPA with a mask trains in a process of its own in a memory cgroup of that limit (needs root), and
+whether deepc at 10 % density trains one of ten times its length."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
 
 from common import cpu_model, emit, paired, require_deepc, skip
+from limited import Cgroup
 
 BENCH, DIM = "sparse_attention", 64
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -154,11 +154,11 @@ def status(field: str) -> int:
         return next(int(line.split()[1]) for line in f if line.startswith(field)) * 1024
 
 
-def train_once(what: str, tokens: int, dtype: str, block: int) -> None:
+def train_once(what: str, tokens: int, dtype: str, block: int, heads: int) -> None:
     import torch.nn.functional as F
     from deepc.core import ops
 
-    (q, k, v), dout = inputs(tokens, dtype)
+    (q, k, v), dout = inputs(tokens, dtype, heads)
     layout = layout_of(tokens, block, 0.1)
     if what == "deepc":
         out = ops.block_sparse_attention(q, k, v, layout, block)
@@ -170,8 +170,11 @@ def train_once(what: str, tokens: int, dtype: str, block: int) -> None:
 def alone(what: str, tokens: int, dtype: str, args, limit: int = 0) -> int | None:
     """In a process of its own: bytes that one training step adds to the peak; None: more than the limit (MiB)."""
     command = [sys.executable, __file__, "--one", what, "--tokens", str(tokens), "--dtypes", dtype]
-    command += ["--threads", str(args.threads), "--blocks", str(args.blocks[0]), "--limit", str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command += ["--threads", str(args.threads), "--blocks", str(args.blocks[0]), "--heads", str(args.heads)]
+    group = Cgroup(limit << 20) if limit else None
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=group.join if group else None)
+    if group:
+        group.close()
     if done.returncode == 0:
         return int(done.stdout.split()[-1])
     if limit and ("memory" in done.stderr or "alloc" in done.stderr or done.returncode < 0):
@@ -180,14 +183,11 @@ def alone(what: str, tokens: int, dtype: str, args, limit: int = 0) -> int | Non
 
 
 def one(what: str, tokens: int, dtype: str, args) -> None:
-    train_once(what, 128, dtype, args.blocks[0])  # libraries and threads are there
-    if args.limit:
-        most = status("VmData") + (args.limit << 20)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    train_once(what, 128, dtype, args.blocks[0], args.heads)  # libraries and threads are there
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")  # VmHWM starts again from the resident size
     before = status("VmRSS")
-    train_once(what, tokens, dtype, args.blocks[0])
+    train_once(what, tokens, dtype, args.blocks[0], args.heads)
     print(status("VmHWM") - before)
 
 
@@ -239,7 +239,6 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--longest", type=int, metavar="MIB")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--limit", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.tokens, args.densities = [2048], [0.1, 0.5]

@@ -129,8 +129,12 @@ std::vector<Array> arrays_of(const Case &c) {
   Array bias = make(c.bias < 0 ? (int)DC_F32 : c.bias, bias_count(c), kOrdinary, 7);
   for (auto &x : bias.bytes)
     if (masks(c)) x = x % 3;
-  return {make(c.dt, n, kOrdinary, 1), make(c.dt, m, kOrdinary, 2), make(c.dt, m, kOrdinary, 3),
-          make(c.dt, n, kAnyBits, 4), make(DC_F32, c.batch * c.heads * c.rows, kAnyBits, 5), bias};
+  return {make(c.dt, n, kOrdinary, 1),
+          make(c.dt, m, kOrdinary, 2),
+          make(c.dt, m, kOrdinary, 3),
+          make(c.dt, n, kAnyBits, 4),
+          make(DC_F32, c.batch * c.heads * c.rows, kAnyBits, 5),
+          bias};
 }
 
 int forward(const Case &c, const std::vector<uint8_t *> &p) {
@@ -233,12 +237,9 @@ Exact exact(const Case &c, const std::vector<std::vector<uint8_t>> &b) {
   int64_t qs[3], ks[3], bs[3];
   bias_strides(c, bs);
   strides(c, c.heads, c.rows, qs), strides(c, c.kv_heads, c.keys, ks);
-  Exact e = {std::vector<double>(q.size()),
-             {},
-             std::vector<double>(q.size()),
-             std::vector<double>(k.size()),
-             std::vector<double>(k.size()),
-             values(DC_F32, make(DC_F32, bias_count(c), kOrdinary, 8).bytes)};
+  Exact e = {std::vector<double>(q.size()), {},
+             std::vector<double>(q.size()), std::vector<double>(k.size()),
+             std::vector<double>(k.size()), values(DC_F32, make(DC_F32, bias_count(c), kOrdinary, 8).bytes)};
   for (int64_t x = 0; x < c.batch; x++)
     for (int64_t h = 0; h < c.heads; h++)
       for (int64_t i = 0; i < c.rows; i++) {

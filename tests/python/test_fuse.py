@@ -246,7 +246,7 @@ def test_the_operators_ran_and_the_logits_did_not():
     assert calls == [torch.Size([2, 12, 32]), torch.Size([])]  # handed through, then the loss
 
 
-def test_masks_and_dropout_are_the_models_own_attention():
+def test_masks_are_the_models_own_attention_and_dropout_is_ours():
     model, inputs = make("llama")
     plain = copy.deepcopy(model)
     deepc.fuse(model, only=("attention",))
@@ -259,12 +259,15 @@ def test_masks_and_dropout_are_the_models_own_attention():
     del inputs["attention_mask"]
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    loss_and_grads(model, inputs)
-    assert deepc.counters()["attention_calls"] == before
+    torch.manual_seed(1)
+    one, one_grads = loss_and_grads(model, inputs)
+    assert deepc.counters()["attention_calls"] == before + 4  # two layers, there and back
+    torch.manual_seed(1)
+    again, again_grads = loss_and_grads(model, inputs)
+    assert torch.equal(again.loss, one.loss) and all(torch.equal(again_grads[n], g) for n, g in one_grads.items())
     model.eval()  # no dropout now
     with torch.no_grad():
-        model(**inputs)
-    assert deepc.counters()["attention_calls"] == before + 2
+        assert not torch.equal(model(**inputs).logits, one.logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

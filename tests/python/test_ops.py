@@ -261,14 +261,16 @@ OPCHECKS = {
     ),
     "attention": lambda: (*(_heads(k) for k in range(3)), True, 0.3),
     "attention_grad": lambda: (*(_heads(k) for k in range(5)), make(30, torch.float32, 5).view(2, 3, 5), True, 0.3),
-    "block_sparse_attention": lambda: (*(_heads(k) for k in range(3)), *_blocks(), True, 0, 0.3),
+    "block_sparse_attention": lambda: (*(_heads(k) for k in range(3)), *_blocks(), True, 0, 3, 0.3),
     "block_sparse_attention_grad": lambda: (
         *(_heads(k) for k in range(5)),
         make(30, torch.float32, 5).view(2, 3, 5),
         *_blocks(),
         True,
         0,
+        3,
         0.3,
+        True,
     ),
 }
 
@@ -277,10 +279,11 @@ def _heads(seed: int) -> torch.Tensor:
     return make(240, torch.float32, seed).view(2, 5, 3, 8).transpose(1, 2)
 
 
-def _blocks() -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """layout, block, groups of the queries and keys, slopes"""
+def _blocks() -> tuple[torch.Tensor | int | float, ...]:
+    """layout, block, groups of the queries and keys, slopes, bias, seed, dropout, first entry and head"""
     groups = torch.zeros(2, 5, dtype=torch.int32)
-    return torch.ones(1, 1, 1, dtype=torch.uint8), 16, groups, groups.clone(), torch.tensor([0.5, 0.25, 0.125])
+    masks = torch.ones(1, 1, 1, dtype=torch.uint8), 16, groups, groups.clone(), torch.tensor([0.5, 0.25, 0.125])
+    return *masks, make(75, torch.float32, 9).view(1, 3, 5, 5), torch.tensor([7]), 0.25, 0, 0
 
 
 @pytest.mark.parametrize("name", OPCHECKS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import deepc
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,201 @@ def test_packed_sequences_slopes_and_rows_that_see_nothing():
     assert not ops.block_sparse_attention(q, q, q, torch.zeros(1, 4, 4), 16).any()
 
 
+# ---- dropout and biases ----------------------------------------------------------------------------------------------
+def philox(counter: list[np.ndarray], seed: int) -> list[np.ndarray]:
+    """Philox4x32-10 (Salmon et al., SC 2011) of uint64 arrays below 2^32, by its definition."""
+    low = np.uint64(0xFFFFFFFF)
+    c, key = [x.astype(np.uint64) for x in counter], [np.uint64(seed % 2**32), np.uint64(seed % 2**64 >> 32)]
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        high = np.uint64(32)
+        c = [(b >> high) ^ c[1] ^ key[0], b & low, (a >> high) ^ c[3] ^ key[1], a & low]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
+    return c
+
+
+def kept(shape: tuple[int, ...], rate: float, seed: int, first: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    """float64 [batch, heads, rows, keys]: 0, or 1 / (1 - rate), as ops.block_sparse_attention documents it."""
+    b, h, i, j = np.indices(shape)
+    words = np.stack(philox([j // 8, i, h + first[1], b + first[0]], seed))
+    word = np.take_along_axis(words, (j % 8 // 2)[None], 0)[0]
+    below = round(rate * 2**16)
+    keep = (word >> (16 * (j % 2)).astype(np.uint64) & np.uint64(0xFFFF)) >= below
+    return torch.from_numpy(keep * (2**16 / (2**16 - below)))
+
+
+def exact(q, k, v, seen, bias=None, factor=1.0):
+    """Attention in float64 by its definition; rows that see nothing are 0."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    s = (s if bias is None else s + bias).masked_fill(~seen, float("-inf"))
+    return (s.softmax(-1).nan_to_num(0.0) * factor) @ v
+
+
+def against_exact(dtype, bound, seen, bias=None, factor=1.0, rows=90, keys=None, heads=4, **options):
+    """Result and gradients of the operator against `exact`'s; bias: of the operator, learnt if it is a float."""
+    keys = keys or rows
+    torch.manual_seed(1)
+    q = torch.randn(2, heads, rows, 24, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, heads // 2, keys, 24, dtype=dtype, requires_grad=True) for _ in range(2))
+    leaves, more = [q, k, v], None
+    if bias is not None and bias.is_floating_point():
+        leaves.append(bias.requires_grad_())
+    out = ops.block_sparse_attention(q, k, v, bias=bias, **options)
+    g = torch.randn_like(out)
+    out.backward(g)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    if len(leaves) > 3:
+        more = wide[3]
+    elif bias is not None:
+        seen = seen & bias
+    want = exact(*wide[:3], seen, more, factor)
+    want.backward(g.double())
+    for got, right in zip((out, *(t.grad for t in leaves)), (want, *(t.grad for t in wide))):
+        assert (got.double() - right).abs().max() <= bound * max(right.abs().max().item(), 1.0)
+
+
+FP32, BF16 = (torch.float32, 1e-5), (torch.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize(
+    "kind, block, rate",
+    [(FP32, 16, 0.25), (BF16, 64, 0.1)]
+    + [pytest.param(*c, marks=pytest.mark.full) for c in ((FP32, 64, 0.5), (BF16, 16, 0.5), (BF16, 32, 0.9))],
+)
+def test_dropout_equals_the_same_mask(kind, block, rate):
+    rows, blocks = 90, -(-90 // block)
+    torch.manual_seed(0)
+    layout = (torch.rand(4, blocks, blocks) < 0.6) | torch.eye(blocks, dtype=torch.bool)
+    seen = dense(layout, block, rows) & torch.ones(rows, rows, dtype=torch.bool).tril()
+    factor = kept((2, 4, rows, rows), rate, 2**40 + 7, (5, 9))
+    against_exact(*kind, seen, factor=factor, layout=layout, block=block, is_causal=True, dropout=rate, seed=2**40 + 7,
+                  first=(5, 9))  # fmt: skip
+
+
+def _mask_of(rate, seed, **options):
+    """What dropout makes of each pair, read off the operator: all probabilities are equal and v is the identity."""
+    q = torch.zeros(1, 2, 128, 256)
+    v = torch.eye(256).expand(1, 2, 256, 256)
+    return ops.block_sparse_attention(q, torch.zeros(1, 2, 256, 256), v, dropout=rate, seed=seed, **options) * 256
+
+
+def test_dropouts_mask_is_the_seeds_alone():
+    one = _mask_of(0.3, -5)
+    factor = kept((1, 2, 128, 256), 0.3, -5)
+    torch.testing.assert_close(one.double(), factor, rtol=1e-5, atol=0)
+    whole = torch.ones(1, 8, 16)
+    assert torch.equal(_mask_of(0.3, -5, layout=whole, block=16), one)
+    assert torch.equal(_mask_of(0.3, torch.tensor(-5)) != 0, one != 0)
+    # of another rank that has head 1 of entry 0 as its first
+    assert torch.equal((_mask_of(0.3, -5, first=(0, 1))[:, 0] != 0), one[:, 1] != 0)
+    # as many are dropped as asked for, each key's and each query's independently of its neighbours': 5 deviations
+    drop = (one == 0).double()
+    n = drop.numel()
+    assert abs(drop.mean() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / n)
+    for a, b in ((drop[..., 1:], drop[..., :-1]), (drop[:, :, 1:], drop[:, :, :-1]), (drop[:, :1], drop[:, 1:])):
+        assert abs(((a - 0.3) * (b - 0.3)).mean()) < 5 * 0.3 * 0.7 / math.sqrt(a.numel())
+    other = (_mask_of(0.3, -4) == 0).double()
+    assert abs(((drop - 0.3) * (other - 0.3)).mean()) < 5 * 0.3 * 0.7 / math.sqrt(n)
+
+
+def test_dropout_draws_its_seed_from_torch():
+    q = torch.randn(1, 2, 40, 8)
+    torch.manual_seed(3)
+    a, b = ops.attention(q, q, q, dropout=0.5), ops.attention(q, q, q, dropout=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(ops.attention(q, q, q, dropout=0.5), a) and not torch.equal(a, b)
+    assert torch.equal(ops.attention(q, q, q, dropout=0.0), ops.attention(q, q, q))
+    x, seed = torch.randn(2, 32, 16, requires_grad=True), torch.tensor([11])
+
+    def block(x, bias):
+        q = x.view(2, 32, 2, 8).transpose(1, 2)
+        return ops.block_sparse_attention(q, q, q, bias=bias, dropout=0.25, seed=seed, window=9).square().sum()
+
+    bias = torch.randn(1, 2, 32, 32, requires_grad=True)
+    block(x, bias).backward()
+    grads = x.grad, bias.grad
+    x.grad = bias.grad = None
+    torch.compile(block, fullgraph=True, backend="aot_eager")(x, bias).backward()
+    torch.testing.assert_close(x.grad, grads[0])  # sums of three, in any order
+    assert torch.equal(bias.grad, grads[1])
+    none = torch.empty(0, dtype=torch.int32)
+    q, k, v = (torch.randn(1, 2, 32, 8, requires_grad=True) for _ in range(3))
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    args = (q, k, v, none.to(torch.uint8), 64, none, none, none.float(), bias, seed, 0.25, 0, 0, True, 0, 9, 0.5)
+    torch.library.opcheck(torch.ops.deepc.block_sparse_attention.default, args, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    "kind, shape, block",
+    [(FP32, (1, 4, 90, 90), 32), (BF16, (2, 1, 90, 90), 64)]
+    + [pytest.param(*c, marks=pytest.mark.full)
+       for c in ((FP32, (2, 4, 90, 90), 16), (FP32, (2, 1, 1, 90), 64), (BF16, (1, 1, 90, 90), 16))],
+)  # fmt: skip
+def test_a_bias_and_its_gradient(kind, shape, block):
+    blocks = -(-90 // block)
+    torch.manual_seed(0)
+    layout = (torch.rand(1, blocks, blocks) < 0.6) | torch.eye(blocks, dtype=torch.bool)
+    seen = dense(layout, block, 90).expand(4, 90, 90)
+    against_exact(*kind, seen, bias=torch.randn(shape).to(kind[0]), layout=layout, block=block)
+    # what is hidden has no gradient, and is not read
+    bias = torch.full((90, 90), float("nan"))
+    bias[seen[0]] = 0.0
+    bias.requires_grad_()
+    q = torch.randn(1, 2, 90, 8, requires_grad=True)
+    ops.block_sparse_attention(q, q, q, layout, block, bias=bias).sum().backward()
+    assert not q.grad.isnan().any() and not bias.grad[~seen[0]].any()
+
+
+def test_boolean_masks_and_windows():
+    torch.manual_seed(0)
+    some = torch.rand(2, 1, 90, 120) < 0.5
+    every = torch.ones(90, 120, dtype=torch.bool)
+    against_exact(*FP32, every, bias=some, keys=120)
+    against_exact(*BF16, every, bias=torch.rand(120) < 0.5, keys=120)
+    row, col = torch.arange(90).unsqueeze(1), torch.arange(120)
+    for kind, window in ((FP32, 20), (BF16, 70)):
+        seen = (col <= row + 30) & (col > row + 30 - window)
+        against_exact(*kind, seen, keys=120, is_causal=True, window=window, diagonal=30)
+    long = (col.view(1, 120) - row).abs() < 50
+    against_exact(*FP32, long & (col > row - 50), keys=120, bias=long, window=50)
+
+
+def test_the_module_adds_and_multiplies():
+    """rpe, attn_mask and key_padding_mask by DeepSpeed's formula: scores + rpe + masks ("add"), or hidden ("mul")."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 48, 8) for _ in range(3))
+    rpe = torch.randn(2, 48, 48, requires_grad=True)
+    add, padding = torch.randn(48, 48), torch.randn(2, 48)
+    some = torch.rand(48, 48) < 0.7
+    some |= torch.eye(48, dtype=torch.bool)
+    half = torch.ones(2, 48)
+    half[1, 30:] = 0
+    config = sparse.DenseSparsityConfig(2, 16)
+    both = sparse.SparseSelfAttention(config, "add", "add", max_seq_length=64)
+    every = torch.ones(48, 48, dtype=torch.bool)
+    wide = [x.double() for x in (q, k, v)]
+    want = exact(*wide, every, rpe.double() + add + padding.view(2, 1, 1, 48))
+    out = both(q, k, v, rpe=rpe, attn_mask=add, key_padding_mask=padding)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    (ours,) = torch.autograd.grad(out.sum(), rpe, retain_graph=True)
+    (theirs,) = torch.autograd.grad(want.sum(), rpe)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    hide = sparse.SparseSelfAttention(config, "mul", "mul", max_seq_length=64)
+    got = hide(q, k, v, rpe=rpe, attn_mask=some, key_padding_mask=half)
+    want = exact(*wide, some & half.bool().view(2, 1, 1, 48), rpe.double())
+    torch.testing.assert_close(got[:, :, :30].double(), want[:, :, :30], rtol=1e-4, atol=1e-5)
+    own = torch.rand(2, 2, 3, 3) < 0.7
+    got = sparse.attend(q, k, v, own, 16, bias=rpe, groups=half.int())
+    seen = own.repeat_interleave(16, 2).repeat_interleave(16, 3) & (half.unsqueeze(1) == half.unsqueeze(2)).unsqueeze(1)
+    torch.testing.assert_close(got.double(), exact(*wide, seen, rpe.double()), rtol=1e-4, atol=1e-5)
+    dropping = sparse.SparseSelfAttention(config, max_seq_length=64, dropout=0.5)
+    torch.manual_seed(1)
+    a = dropping(q, k, v)
+    torch.manual_seed(1)
+    assert torch.equal(dropping(q, k, v), a) and not torch.allclose(dropping.eval()(q, k, v), a)
+
+
 def test_layouts():
     fixed = sparse.FixedSparsityConfig(2, 16, True, 4, 1, "unidirectional", num_different_global_patterns=2)
     got = fixed.make_layout(16 * 8)
@@ -163,9 +360,10 @@ def test_the_module_pads_hides_and_refuses():
     assert torch.equal(module(q, k, v, attn_mask=torch.ones(48, 48).tril()), module(q, k, v))
     for call, error, said in (
         (lambda: module(q[:, :, :40], k[:, :, :40], v[:, :, :40]), ArgumentError, "must be a multiple of block = 16"),
-        (lambda: module(q, k, v, rpe=q), UnsupportedError, "ALiBi"),
-        (lambda: module(q, k, v, attn_mask=torch.eye(48)), UnsupportedError, "all visible or causal"),
-        (lambda: module(q, k, v, key_padding_mask=padding + 1), UnsupportedError, "slopes"),
+        (lambda: module(q, k, v, rpe=q), RuntimeError, "'bias' must be .1 or 2, 1 or 2, 1 or 48, 48."),
+        (lambda: module(q, k, v, rpe=torch.zeros(48, 48, dtype=torch.double)), ArgumentError, "bias is torch.float64"),
+        (lambda: ops.block_sparse_attention(q, k, v, dropout=1.0), RuntimeError, "dropout.rate = 1;"),
+        (lambda: ops.block_sparse_attention(q, k, v, window=-2), RuntimeError, "window = -2"),
         (lambda: sparse.FixedSparsityConfig(2, 24), ArgumentError, "block = 24"),
         (lambda: sparse.FixedSparsityConfig(2, attention="both"), ArgumentError, "attention = 'both'"),
         (lambda: sparse.from_config({"mode": "fix"}, 2), ConfigError, "there are dense, fixed"),
@@ -210,6 +408,46 @@ def test_models_of_transformers_take_it():
         model.config.sparse_attention = {"mode": "fixed", "attention": "bidirectional"}
         with pytest.raises(ConfigError, match="take 'unidirectional'"):
             model(x)
+
+
+def test_models_windows_dropout_masks_and_learnt_positions():
+    """Mistral's sliding window, T5's relative positions, a mask of one's own, and dropout in training."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=20, attention_dropout=0.5)
+    model = transformers.MistralForCausalLM(config).eval()
+    x = torch.randint(1, 96, (2, 70))
+    whole = {"mode": "dense", "block": 16}
+    with torch.no_grad():
+        want = model(x).logits
+        said = model.generate(x[:, :40], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        sparse.use_layout(model, whole)
+        torch.testing.assert_close(model(x).logits, want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(model.generate(x[:, :40], max_new_tokens=8, do_sample=False, pad_token_id=0), said)
+        mask = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
+        mask[:, :, :, 3] = False
+        got = model(x, attention_mask=mask).logits
+        model.set_attn_implementation("sdpa")
+        mask = mask & (torch.arange(70) > torch.arange(70).unsqueeze(1) - 20)
+        torch.testing.assert_close(got[:, 4:], model(x, attention_mask=mask).logits[:, 4:], rtol=1e-4, atol=1e-5)
+        model.set_attn_implementation(sparse.NAME)
+        model.train()
+        torch.manual_seed(5)
+        one = model(x).logits
+        torch.manual_seed(5)
+        assert torch.equal(model(x).logits, one) and not torch.allclose(one, want, rtol=1e-2, atol=1e-2)
+    config = transformers.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    model = transformers.T5EncoderModel(config).eval()
+    grads = []
+    for ours in (False, True):
+        if ours:
+            sparse.use_layout(model, whole)
+        model.zero_grad()
+        out = model(x).last_hidden_state
+        out.square().mean().backward()
+        grads.append((out.detach(), model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
 def _gpt2(**more):

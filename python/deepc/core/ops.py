@@ -652,9 +652,7 @@ def attention(
     q's shape, dtype and order in memory. Sums are fp32. Differentiable once. RuntimeError for other shapes and dtypes.
     """
     if bias is not None or dropout:
-        return block_sparse_attention(
-            q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed
-        )
+        return block_sparse_attention(q, k, v, is_causal=is_causal, scale=scale, bias=bias, dropout=dropout, seed=seed)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = torch.ops.deepc.attention(_inner_dense(q), _inner_dense(k), _inner_dense(v), is_causal, factor)[
         0

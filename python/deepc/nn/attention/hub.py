@@ -82,6 +82,11 @@ def _groups(mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int
     return group, group
 
 
+def _dropped(positions: torch.Tensor | None, keys: int) -> bool:
+    """Whether queries at these positions have fewer keys than came before them."""
+    return positions is not None and int(positions.max()) + 1 > keys
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -131,6 +136,11 @@ def attention_forward(
     groups = _groups(attention_mask, kwargs.get("position_ids"), rows, keys)
     layout = layouts.of(keys)
     past = keys - rows
+    if window and past and _dropped(kwargs.get("position_ids"), keys) and not bool(layout.all()):
+        raise UnsupportedError(
+            f"the cache has dropped keys that are out of the model's window of {window}: a layout counts from the "
+            "first. Generate with use_cache=False, or set the model's sliding_window to None and take mode 'local'"
+        )
     ahead = past % block  # rows of zeros, so that the queries begin with a block
     if past:
         query = torch.nn.functional.pad(query, (0, 0, ahead, 0))

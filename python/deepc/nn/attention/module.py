@@ -137,6 +137,4 @@ class SparseSelfAttention(torch.nn.Module):
                 groups = seen.int()
         layout, block = self.get_layout(rows), self.sparsity_config.block
         dropout = self.dropout if self.training else 0.0
-        return attend(
-            query, key, value, layout, block, is_causal=causal, groups=groups, bias=bias, dropout=dropout
-        )
+        return attend(query, key, value, layout, block, is_causal=causal, groups=groups, bias=bias, dropout=dropout)
