@@ -1,6 +1,7 @@
 /* quantize.c: bodies of dc_quantize, dc_dequantize and dc_dequantize_add. A block is read twice, the second time from
  * the first-level cache: once for its scale, once for codes and error. At half a cycle an element in the cache they
- * wait for memory beyond it (docs/lab/kernels.md): tests/bench/compress.py. */
+ * wait for memory beyond it (docs/lab/kernels.md): tests/bench/compress.py. So 1 bit reads one block for its scale
+ * while it writes the one before: memory is never idle. */
 #include "cpu/vec.h"
 
 /* Runs `call` with BITS as a constant: 8, 4 or 1. */
@@ -96,17 +97,39 @@ DC_INLINE void quantize_sign_step(uint8_t *codes, vf scale, const void *x, int d
   if (fed) v_put_canonical(error, DC_F32, i, r, v_sub(v, v_flip(scale, signs)));
 }
 
-DC_INLINE void quantize_sign_block(uint8_t *codes, float *scale, const void *x, int dt, float *error, int fed,
-                                   int64_t begin, int64_t end) {
-  const float s = dc__sign_scale(quantize_sum_of(x, dt, error, fed, begin, end), end - begin);
-  int64_t i = begin;
-  *scale = s;
-  if (DC_UNLIKELY(s != s)) {
-    memset(codes + begin / 8, 0, (size_t)(end - begin + 7) / 8);
-    return;
+/* Codes and error of the whole block at `begin`, of scale s, and the sum of the whole block behind it. */
+DC_INLINE double quantize_sign_pair(uint8_t *codes, float s, const void *x, int dt, float *error, int fed,
+                                    int64_t begin, int64_t block) {
+  vd sum = vd_zero();
+  for (int64_t i = begin; i < begin + block; i += LANES) {
+    quantize_ahead(x, dt, error, fed, i + block);
+    sum = vd_add_abs(sum, quantize_value(x, dt, error, fed, i + block, LANES));
+    quantize_sign_step(codes, v_set1(s), x, dt, error, fed, i, LANES);
   }
+  return vd_tree(sum);
+}
+
+/* The same of a block that nothing whole follows. */
+DC_INLINE void quantize_sign_last(uint8_t *codes, float s, const void *x, int dt, float *error, int fed, int64_t begin,
+                                  int64_t end) {
+  int64_t i = begin;
   for (; i + LANES <= end; i += LANES) quantize_sign_step(codes, v_set1(s), x, dt, error, fed, i, LANES);
   if (i < end) quantize_sign_step(codes, v_set1(s), x, dt, error, fed, i, (int)(end - i));
+}
+
+DC_INLINE void quantize_signs(uint8_t *codes, float *scales, int64_t block, const void *x, int dt, float *error,
+                              int fed, int64_t n) {
+  int known = 0; /* whether `sum` is that of the block at `begin` */
+  double sum = 0.0;
+  for (int64_t begin = 0; begin < n; begin += block) {
+    const int64_t end = n - begin < block ? n : begin + block;
+    if (!known) sum = quantize_sum_of(x, dt, error, fed, begin, end);
+    const float s = *scales++ = dc__sign_scale(sum, end - begin);
+    known = s == s && n - end >= block;
+    if (DC_UNLIKELY(s != s)) memset(codes + begin / 8, 0, (size_t)(end - begin + 7) / 8);
+    else if (known) sum = quantize_sign_pair(codes, s, x, dt, error, fed, begin, block);
+    else quantize_sign_last(codes, s, x, dt, error, fed, begin, end);
+  }
 }
 
 /* ---- the average of 1-bit payloads ------------------------------------------------------------------------------- */
@@ -141,7 +164,7 @@ DC_INLINE void quantize_average_step(uint8_t *codes, vf scale, const quantize_ro
   v_put_canonical(error, DC_F32, i, r, v_sub(v, v_flip(scale, signs)));
 }
 
-DC_INLINE void quantize_average_block(uint8_t *codes, float *scale, const quantize_rows *b, float *error, int64_t n) {
+DC_INLINE double quantize_average_sum(const quantize_rows *b, const float *error, int64_t n) {
   vd sum = vd_zero();
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
@@ -149,31 +172,55 @@ DC_INLINE void quantize_average_block(uint8_t *codes, float *scale, const quanti
     sum = vd_add_abs(sum, quantize_average_value(b, error, i, LANES));
   }
   if (i < n) sum = vd_add_abs(sum, quantize_average_value(b, error, i, (int)(n - i)));
-  const float s = *scale = dc__sign_scale(vd_tree(sum), n);
-  if (DC_UNLIKELY(s != s)) {
-    memset(codes, 0, (size_t)(n + 7) / 8);
-    return;
+  return vd_tree(sum);
+}
+
+/* Codes and error of the whole block b, of scale s, and the sum of `next`, the whole one behind it. */
+DC_INLINE double quantize_average_pair(uint8_t *codes, float s, const quantize_rows *b, const quantize_rows *next,
+                                       float *error, int64_t block) {
+  vd sum = vd_zero();
+  for (int64_t i = 0; i < block; i += LANES) {
+    v_ahead(error + block, DC_F32, i, AHEAD);
+    sum = vd_add_abs(sum, quantize_average_value(next, error + block, i, LANES));
+    quantize_average_step(codes, v_set1(s), b, error, i, LANES);
   }
-  for (i = 0; i + LANES <= n; i += LANES) quantize_average_step(codes, v_set1(s), b, error, i, LANES);
+  return vd_tree(sum);
+}
+
+DC_INLINE void quantize_average_last(uint8_t *codes, float s, const quantize_rows *b, float *error, int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) quantize_average_step(codes, v_set1(s), b, error, i, LANES);
   if (i < n) quantize_average_step(codes, v_set1(s), b, error, i, (int)(n - i));
 }
 
 void DC_BODY(average_signs)(uint8_t *codes, float *scales, int64_t block, const uint8_t *rows, int64_t count,
                             int64_t stride, int64_t offset, int64_t first, float *error, float factor, int64_t n) {
+  int known = 0; /* as in quantize_signs */
+  double sum = 0.0;
   for (int64_t begin = 0; begin < n; begin += block, first++) {
     const quantize_rows b = {rows + offset + first * block / 8, rows + first * 4, count, stride, v_set1(factor)};
+    const quantize_rows next = {b.codes + block / 8, b.scales + 4, count, stride, b.factor};
     const int64_t len = n - begin < block ? n - begin : block;
-    quantize_average_block(codes + begin / 8, scales++, &b, error + begin, len);
+    uint8_t *to = codes + begin / 8;
+    if (!known) sum = quantize_average_sum(&b, error + begin, len);
+    const float s = *scales++ = dc__sign_scale(sum, len);
+    known = s == s && n - begin - len >= block;
+    if (DC_UNLIKELY(s != s)) memset(to, 0, (size_t)(len + 7) / 8);
+    else if (known) sum = quantize_average_pair(to, s, &b, &next, error + begin, block);
+    else quantize_average_last(to, s, &b, error + begin, len);
   }
 }
 
 /* ---- loops of constants ------------------------------------------------------------------------------------------ */
 DC_INLINE void quantize_blocks(uint8_t *codes, float *scales, int bits, int64_t block, const void *x, int dt,
                                float *error, int fed, int64_t n) {
+  if (bits == 1) {
+    quantize_signs(codes, scales, block, x, dt, error, fed, n);
+    return;
+  }
   for (int64_t begin = 0; begin < n; begin += block, scales++) {
     const int64_t end = n - begin < block ? n : begin + block;
-    if (bits == 1) quantize_sign_block(codes, scales, x, dt, error, fed, begin, end);
-    else quantize_levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
+    quantize_levels_block(codes, scales, bits, x, dt, error, fed, begin, end);
   }
 }
 

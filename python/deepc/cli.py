@@ -146,6 +146,7 @@ _COMMANDS: dict[str, Command] = {
             "deepc bench --only collectives --ranks 4",
             "deepc bench --only disk --folder /data --json",
             "deepc bench io --folder /data",
+            "deepc bench onebit --nodes 4 --rate 1gbit",
         ),
         f"0; 1 a part could not be measured; {_TWO}",
         "observe.diagnose.bench:add_arguments",

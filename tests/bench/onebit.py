@@ -9,7 +9,8 @@ link.
 Prints JSON lines (common.emit). The limit of packing: two reads and a write in place per element, x and the error, on
 one thread in the same rounds. Bytes are those that the hosts' interfaces sent, headers included. `reduce` ends with a
 run of 20 calls, 3 of them uncompressed: a warm-up of 15 %. `train` compares steps of DDP over Gloo, with torch's hooks
-fp16 and PowerSGD, and with deepc's hierarchical 1-bit hook; what 1-bit gradients do to the loss is not its subject
+fp16 and PowerSGD, and with deepc's hierarchical 1-bit hook, and of a deepc engine with OneBitAdam at ZeRO 1 after its
+freeze; what 1-bit gradients do to the loss is not its subject
 (docs/compression.md). Needs root, ip and tc for all but `pack`; says so in a line if it can't run.
 """
 
@@ -30,6 +31,7 @@ from common import REPO, compiled, cpu_model, emit, paired, require_deepc, round
 sys.path.insert(0, str(REPO / "tests" / "python"))
 
 GLOO, FP16, POWER, MINE = "DDP over Gloo", "DDP, fp16 hook", "DDP, PowerSGD hook", "DDP, 1-bit hook (deepc)"
+ADAM = "OneBitAdam at ZeRO 1, after the freeze (deepc)"
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -232,6 +234,38 @@ def train_on(rank: int, world: int, size: str, tokens: int, count: int) -> dict[
             dist.barrier()
             if step >= 0:
                 out.setdefault(name, []).append((took, nethosts.traffic()[1] - before))
+    out[ADAM] = engine_on(size, tokens, count)
+    return out
+
+
+def engine_on(size: str, tokens: int, count: int) -> list[tuple[float, int]]:
+    """The same of an engine: one step of warm-up, one to allocate what the exchange takes, then those that count."""
+    import contenders
+    import deepc
+    import nethosts
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 1, "max_update": 1.0}},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepc.initialize(model=contenders.make_model(size), config=config)
+    out = []
+    for step in range(-2, count):
+        batch = torch.randint(0, contenders.MODELS[size]["vocab_size"], (1, tokens))
+        dist.barrier()
+        before, begin = nethosts.traffic()[1], time.perf_counter()
+        engine.backward(engine(batch, labels=batch)[0])
+        engine.step()
+        took = time.perf_counter() - begin
+        dist.barrier()
+        if step >= 0:
+            out.append((took, nethosts.traffic()[1] - before))
+    engine.destroy()
     return out
 
 
@@ -249,8 +283,8 @@ def train(args: argparse.Namespace) -> None:
         mib = [max(c[1] for c in row) / (1 << 20) for row in zip(*(r[name] for r in ranks))]
         emit("onebit", figure, name, "s", values, **shared)
         emit("onebit", figure, name, "MiB sent by a host", mib)
-        if name != MINE:
-            emit("onebit", figure, MINE, "s", times[MINE], ratio=paired(values, times[MINE]), peer=name, **shared)
+        for mine in (MINE, ADAM) if name not in (MINE, ADAM) else ():
+            emit("onebit", figure, mine, "s", times[mine], ratio=paired(values, times[mine]), peer=name, **shared)
 
 
 def main() -> None:

@@ -47,6 +47,48 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_update": 1.0,
         },
     ),
+    "OneBitAdam corrected": ("adam", {"freeze_step": 0.2, "max_update": 1.0, "variance_correction": True}),
+    "ZeroOneAdam corrected": (
+        "adam",
+        {
+            "var_freeze_step": 0.2,
+            "var_update_scaler": 16,
+            "local_step_scaler": 0.25,
+            "local_step_clipper": 4,
+            "max_update": 1.0,
+            "variance_correction": True,
+        },
+    ),
+    "ZeroOneAdam meeting": (
+        "adam",
+        {
+            "var_freeze_step": 0.2,
+            "var_update_scaler": 16,
+            "local_step_scaler": 0.25,
+            "local_step_clipper": 1,
+            "max_update": 1.0,
+        },
+    ),
+    "ZeroOneAdam later": (
+        "adam",
+        {
+            "var_freeze_step": 0.5,
+            "var_update_scaler": 16,
+            "local_step_scaler": 0.25,
+            "local_step_clipper": 4,
+            "max_update": 1.0,
+        },
+    ),
+    "ZeroOneAdam plain": (
+        "adam",
+        {
+            "var_freeze_step": 0.2,
+            "var_update_scaler": 1000,
+            "local_step_scaler": 0.25,
+            "local_step_clipper": 4,
+            "max_update": 1.0,
+        },
+    ),
     "Lamb": ("lamb", {}),
     "OneBitLamb": ("lamb", {"freeze_step": 0.2}),
     "OneBitLamb later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0}),

@@ -140,6 +140,11 @@ def test_every_step_is_the_papers(name):
     check_against_paper(name, 2, 20)
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam"])
+def test_a_variance_that_still_grew_is_corrected_at_the_freeze(name):
+    check_against_paper(name, 1, 10, variance_correction=True)
+
+
 @pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("OneBitLamb", marks=full)])
 def test_nodes_are_the_papers_workers(name):
     """Two nodes of two ranks: the mean inside is exact, and each rank carries half of the elements across."""

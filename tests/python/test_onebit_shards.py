@@ -126,7 +126,7 @@ def test_other_nodes_stages_and_dtypes(name, nodes, per, more):
     check_shards(name, nodes, per, 10, {"stage": 1, **more}, **options)
 
 
-def _weights(rank, world, stage, nodes, gas, more, looks=False, steps=6):
+def _weights(rank, world, stage, nodes, gas, more, looks=False, folder="", steps=6):
     import deepc
     from tiny import make_batch, make_model
 
@@ -143,12 +143,16 @@ def _weights(rank, world, stage, nodes, gas, more, looks=False, steps=6):
             engine.step()
     weights = {n: engine.full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
     sent, norm, plan = engine.comm_bytes, engine.get_global_grad_norm(), dict(engine.plan.bytes)
+    if folder:
+        deepc.export(engine, f"{folder}/of{engine.everyone.rank}")
     engine.destroy()
     return weights, sent, norm, plan
 
 
-def test_the_warm_up_of_shards_has_the_bits_of_stage_0_and_a_part_of_its_memory():
-    whole, shards = (run_ranks(_weights, 4, args=(stage, 2, 1, {"precision": "bf16"})) for stage in (0, 1))
+def test_the_warm_up_of_shards_has_the_bits_of_stage_0_and_a_part_of_its_memory(tmp_path):
+    whole = run_ranks(_weights, 4, args=(0, 2, 1, {"precision": "bf16"}))
+    shards = run_ranks(_weights, 4, args=(1, 2, 1, {"precision": "bf16"}, False, str(tmp_path)))
+    assert [f.name for f in tmp_path.iterdir()] == ["of0"]  # one rank of all writes what is exported
     for other in shards:
         assert all(torch.equal(w, other[0][n]) for n, w in whole[0][0].items())
         assert other[1]["gradients"] > 0 and other[2] == whole[0][2]

@@ -123,7 +123,7 @@ class _Source:
                 f"{type(source).__name__}"
             )
         self.module: torch.nn.Module = self.engine.module if self.engine is not None else holder
-        self.rank = self.engine.global_rank if self.engine is not None else _rank()
+        self.rank = _rank() if self.engine is None else self.engine.global_rank + self.engine.copy  # 0 writes
         self._trained = {id(p) for p in self.engine.state.trained} if self.engine is not None else set()
         self._frozen = {id(p) for _, p in self.engine.state.frozen} if self.engine is not None else set()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError, DeepcError
+from . import onebit
 from .ranks import measure_in_ranks
 
 PARTS = ("gemm", "memory", "optimizer", "collectives", "disk")
@@ -409,10 +410,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["io", "cluster"],
+        choices=["io", "cluster", "onebit"],
         help=(
             "io: one file, written and read by plain calls and by deepc.offload, in turns; one JSON line per figure."
-            " cluster: a description of this machine for deepc plan --cluster (docs/planner.md)"
+            " cluster: a description of this machine for deepc plan --cluster (docs/planner.md). onebit: whether a"
+            " 1-bit optimizer pays here; in ranks of deepc run on your network (docs/onebit.md)"
         ),
     )
     parser.add_argument("--only", metavar="PART,...", help=f"some of {', '.join(PARTS)}")
@@ -430,6 +432,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--threads", type=int, metavar="N", help="of each rank, with cluster (cores / ranks)")
     parser.add_argument("-o", "--output", metavar="FILE", help="of cluster (cluster.yaml; -: printed)")
+    onebit.add_arguments(parser)
 
 
 def _describe(args: argparse.Namespace) -> int:
@@ -462,6 +465,12 @@ def run(args: argparse.Namespace) -> int:
         return _describe(args)
     if args.threads or args.output:
         raise ArgumentError("--threads and --output are options of `deepc bench cluster`")
+    if args.what == "onebit":
+        if not 0 < args.seconds <= 3600:
+            raise ArgumentError(f"seconds {args.seconds} must be a positive number of at most 3600")
+        return onebit.run(args)
+    if args.nodes or args.rate or args.step:
+        raise ArgumentError("--nodes, --rate and --step are options of `deepc bench onebit`")
     parts = tuple(args.only.split(",")) if args.only else PARTS
     found = measure(
         parts, seconds=args.seconds, ranks=args.ranks, folder=args.folder, say=None if args.json else _print

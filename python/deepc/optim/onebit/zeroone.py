@@ -10,7 +10,7 @@ import torch
 from .exchange import Exchange
 from .method import Item, Method, Zeros, apply_momentum, gradient_of, root_of
 
-_COUNTS = ("steps", "var_interval", "var_counter", "local_interval", "local_counter")
+_COUNTS = ("steps", "var_interval", "var_counter", "local_interval", "local_counter", "var_updates")
 
 
 class ZeroOneAdamMethod(Method):
@@ -31,7 +31,7 @@ class ZeroOneAdamMethod(Method):
         self._last = int(options["var_freeze_step"])
         self._kappa = int(options["var_update_scaler"])
         self._scaler, self._most = int(options["local_step_scaler"]), int(options["local_step_clipper"])
-        self.var_interval, self.var_counter = 1, 0
+        self.var_interval, self.var_counter, self.var_updates = 1, 0, 0
         self.local_interval, self.local_counter = 1, 0
         self.lrs = [0.0] * self.wholes  # of each parameter, since the ranks were last equal
         self._anchors: dict[int, torch.Tensor] = {}  # item -> its parameter when they were
@@ -59,6 +59,7 @@ class ZeroOneAdamMethod(Method):
             return
         found = [item for _, item in items]
         if averaged:
+            self.var_updates += 1
             self.adam(found, scale)
         else:
             for i, item in items:
@@ -77,6 +78,7 @@ class ZeroOneAdamMethod(Method):
                 self.var_counter, self.var_interval = 0, self.var_interval * 2
         if self.frozen:
             self.exchange.clear_errors()  # of gradients; from here on they are of momentum
+            self.end_of_growth(self.var_updates)
             self.tell(f"the variance is frozen after step {self.steps}; from here on ranks exchange momentum in 1 bit")
 
     # ---- steps of each rank's own ------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class ZeroOneAdamMethod(Method):
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         for name in _COUNTS:
-            setattr(self, name, int(saved[name]))
+            setattr(self, name, int(saved.get(name, saved["steps"])))
         self.lrs = list(map(float, saved["lrs"]))
         for i, item in self._moved():
             if i not in self._anchors:
