@@ -81,10 +81,10 @@ DC_INLINE void packed_store(dc__code_map map, uint8_t *codes, int64_t i, int r, 
   else vi_store_nibbles(codes + i / 2, r, code);
 }
 
-/* The same of four that follow on each other. */
-DC_INLINE void packed_store4(dc__code_map map, uint8_t *codes, int64_t i, const vi *code) {
-  if (map.bits == 8) vi_store_bytes4(codes + i, code);
-  else vi_store_nibbles4(codes + i / 2, code);
+/* The same of whole vectors that follow on each other: one of 8 bits, four of 4. */
+DC_INLINE void packed_store_group(dc__code_map map, uint8_t *codes, int64_t i, int group, const vi *code) {
+  if (group == 4) vi_store_nibbles4(codes + i / 2, code);
+  else packed_store(map, codes, i, LANES, code[0]);
 }
 
 /* noise: with anything above its map.shift bits. */
@@ -270,15 +270,18 @@ DC_INLINE void packed_block_codes(const dc_step_args *t, layout l, const scalars
   int64_t i = 0;
   if (DC_LIKELY(n == whole && first && second == two && last->end - last->begin == whole)) {
     packing m = to[0], v = to[1];
-    for (; i < whole; i += 4 * LANES) { /* codes of four vectors go together: that takes fewer operations */
-      vi first4[4], second4[4];
-      for (int k = 0; k < 4; k++) {
-        packed_open_some(t, l, c, from, b, &of, i + k * LANES, LANES);
-        first4[k] = packed_pack_some(l.format, 0, &m, last, i + k * LANES);
-        if (two) second4[k] = packed_pack_some(l.format, 1, &v, last, i + k * LANES);
+    /* Codes of 4 bits of four vectors go together: that takes fewer operations. (Of 8 bits it gains nothing.) */
+    const int group = l.format == DC_STATE_4BIT ? 4 : 1;
+    for (; i < whole; i += group * LANES) {
+      vi codes[2][4];
+      for (int k = 0; k < group; k++) {
+        const int64_t at = i + k * LANES;
+        packed_open_some(t, l, c, from, b, &of, at, LANES);
+        codes[0][k] = packed_pack_some(l.format, 0, &m, last, at);
+        if (two) codes[1][k] = packed_pack_some(l.format, 1, &v, last, at);
       }
-      packed_store4(dc__code_map_of(l.format, 0), t->state[0], last->begin + i, first4);
-      if (two) packed_store4(dc__code_map_of(l.format, 1), t->state[1], last->begin + i, second4);
+      packed_store_group(dc__code_map_of(l.format, 0), t->state[0], last->begin + i, group, codes[0]);
+      if (two) packed_store_group(dc__code_map_of(l.format, 1), t->state[1], last->begin + i, group, codes[1]);
     }
     to[0] = m, to[1] = v;
   } else {

@@ -249,7 +249,6 @@ DC_INLINE __m512i vi_bytes4(const vi *a) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); /* quarters of them */
   return _mm512_permutexvar_epi32(order, packed);
 }
-DC_INLINE void vi_store_bytes4(void *p, const vi *a) { _mm512_storeu_si512(p, vi_bytes4(a)); }
 /* Their lower 4 bits, the even one in the lower half of a byte. */
 DC_INLINE void vi_store_nibbles4(void *p, const vi *a) {
   const __m512i low = _mm512_and_si512(vi_bytes4(a), _mm512_set1_epi8(15));
@@ -653,11 +652,7 @@ DC_INLINE __m256i vi_bytes2(const vi *x) { /* 2 * LANES bytes, of numbers in [-1
   const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(x[0].a, x[0].b), _mm256_packs_epi32(x[1].a, x[1].b));
   return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
-DC_INLINE void vi_store_bytes4(void *p, const vi *x) { /* 4 * LANES of them */
-  _mm256_storeu_si256(p, vi_bytes2(x));
-  _mm256_storeu_si256((__m256i *)p + 1, vi_bytes2(x + 2));
-}
-/* Their lower 4 bits, the even one in the lower half of a byte. */
+/* The lower 4 bits of 4 * LANES of them, the even one in the lower half of a byte. */
 DC_INLINE void vi_store_nibbles4(void *p, const vi *x) {
   const __m256i low = _mm256_set1_epi8(15), pair = _mm256_set1_epi16(0x1001);
   const __m256i first = _mm256_maddubs_epi16(_mm256_and_si256(vi_bytes2(x), low), pair);
