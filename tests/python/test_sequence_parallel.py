@@ -209,15 +209,71 @@ def test_what_would_be_wrong_in_silence_is_refused():
     run_ranks(_refusals, 2)
 
 
-def _with_a_pipeline(rank, world):
+def _in_stages(rank, world, kind, mesh):
+    """As _trains, of two micro-batches a step; weights are those of this rank's stage."""
     import deepc
-    from deepc.errors import UnsupportedError
+    from deepc.parallel.sequence import sequence_group, shard, share
+    from deepc.plan.mesh import Mesh
 
-    config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "pipeline": {"stages": 2}}
-    with pytest.raises(UnsupportedError, match="sequence_parallel_size = 2 with 2 pipeline stages"):
-        deepc.initialize(model=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), config=config)
+    mesh, samples = Mesh.of(mesh), 2
+    config = {
+        "train_micro_batch_size_per_gpu": samples,
+        "gradient_accumulation_steps": 2,
+        "sequence_parallel_size": mesh.sp,
+        "pipeline": {"stages": mesh.pp},
+        "tensor_parallel": {"autotp_size": mesh.tp},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    }
+    model, cut = _model(kind).train(), lambda batch: batch
+    if mesh.sp > 1:
+        group = sequence_group(mesh.sp, tensor=mesh.tp)
+        share(model, group)
+        cut = lambda batch: shard(batch, group, causal=True)
+    at = mesh.coordinates(rank).dp
+    data = [cut({k: v.chunk(mesh.dp)[at] for k, v in b.items()}) for b in _batches(6, samples * mesh.dp, 16)]
+    sample = data[0] if mesh.pp > 1 else None
+    engine, *_ = deepc.initialize(model=model, config=config, sample_batch=sample)
+    losses, given = [], iter(data)
+    for _ in range(3):
+        if mesh.pp > 1:
+            loss = float(engine.train_batch(given))
+        else:
+            loss = 0.0
+            for _ in range(2):
+                out = engine(**next(given)).loss
+                engine.backward(out)
+                engine.step()
+                loss += float(out) / 2
+        losses += [loss, engine.get_global_grad_norm()]
+    weights = {n: deepc.view(p).fp32 for n, p in zip(engine.state.names, engine.state.trained)}
+    engine.destroy()
+    return losses, weights
 
 
-@pytest.mark.full
-def test_a_pipeline_of_shared_sequences_is_refused():
-    run_ranks(_with_a_pipeline, 4)
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("llama", {"pp": 2, "sp": 2}),
+        pytest.param("gpt2", {"pp": 2, "dp": 2, "sp": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"pp": 2, "sp": 2, "tp": 2}, marks=pytest.mark.full),
+        pytest.param("gpt2", {"sp": 2, "tp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_sequences_are_shared_in_stages_and_by_tensor_parallel_ranks(kind, mesh):
+    pytest.importorskip("transformers")
+    world = mesh.get("pp", 1) * mesh.get("dp", 1) * mesh.get("sp", 1) * mesh.get("tp", 1)
+    want = run_ranks(_in_stages, mesh.get("dp", 1), kind, {"dp": mesh.get("dp", 1)})
+    mean = [sum(r[0][i] for r in want) / len(want) for i in range(0, 6, 2)]
+    seen = set()
+    for losses, weights in run_ranks(_in_stages, world, kind, mesh):
+        assert losses[1::2] == pytest.approx(want[0][0][1::2], rel=1e-5)
+        if mesh.get("pp", 1) > 1:  # of all replicas
+            assert losses[::2] == pytest.approx(mean, rel=5e-6)
+        for name, value in weights.items():
+            seen.add(name)
+            whole = want[0][1][name]
+            bound = 1e-5 * max(1e-2, float(whole.abs().max()))
+            torch.testing.assert_close(value, whole, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    assert seen == set(want[0][1])

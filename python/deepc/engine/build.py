@@ -206,10 +206,6 @@ def mesh_asked(config: Config, stages: int) -> Mesh:
     import torch.distributed as dist
 
     tensor, sequence = config.tensor_parallel.autotp_size or 1, config.sequence_parallel_size
-    if stages > 1 and sequence > 1:
-        raise UnsupportedError(
-            f"sequence_parallel_size = {sequence} with {stages} pipeline stages does not exist; use one of the two"
-        )
     return Mesh(pp=stages, dp=dist.get_world_size() // (stages * tensor * sequence), sp=sequence, tp=tensor)
 
 
@@ -390,9 +386,7 @@ def check_shards(engine: EngineBase) -> None:
         f"{type(engine.optimizer.base).__name__}": engine.cuts and rule is not None and rule.kind == ONEBIT,
         "GPUs": engine.device.type != "cpu",
         f"states of {type(engine.optimizer.base).__name__} on disk": config.zero.on_disk[0]
-        and engine.cuts
-        and rule is not None
-        and (rule.kind in ACROSS or rule.kind == LAMB),
+        and (engine.spread or (rule is not None and (rule.kind in ACROSS or rule.kind == LAMB))),
         "parameters on disk": config.zero.on_disk[1],
         '"precision": "auto"': engine.auto_precision is not None,
         'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
