@@ -104,12 +104,12 @@ DC_INLINE void att_finish(const dc_attention_args *a, const att_scratch *s, floa
   const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
   float *lse = a->lse + (b * a->heads + h) * a->rows, rows[LANES * TILE_DIM];
   for (int64_t r = 0; r < queries && i + r < a->rows; r++) {
-    const float *row = rows + r % LANES * width, sum = s->sum[r];
+    const float *row = rows + r % LANES * width, sum = s->sum[r], by = 1.0f / (sum * keep);
     char *to = (char *)(uintptr_t)out.at + (i + r) * out.stride;
     if (r % LANES == 0) att_rows_of(rows, s->out, r, width, nr);
     for (int64_t c = 0; c < a->dim; c += LANES)
       v_put(to, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
-            sum == 0.0f ? v_set1(0.0f) : v_div(v_load32(row + c, LANES), v_set1(sum * keep)));
+            sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(row + c, LANES), v_set1(by)));
     lse[i + r] = sum == 0.0f ? HUGE_VALF : dc__canonical_f32(s->max[r] + logf(sum));
   }
 }

@@ -37,28 +37,38 @@ DC_INLINE void att_floats_down(float *to, const tile_rows *x, int dt, int64_t be
 DC_INLINE int64_t att_apart(int64_t n) { return n < 2 * LANES ? 1 : LANES; }
 
 /* A right operand of pairs: [panels of width][n / 2][NR]; n: 16, or a multiple of 32. */
-DC_INLINE void att_pairs_down(float *to, const tile_rows *x, int64_t begin, int64_t n) {
+DC_INLINE void att_pairs_down_of(float *to, const tile_rows *x, int64_t begin, int64_t n, int plain) {
   const int64_t apart = att_apart(n);
   for (int64_t i = 0; i < n / 2; i++) {
     const int64_t row = begin + (apart == 1 ? 2 * i : i / LANES * 2 * LANES + i % LANES);
     for (int64_t c = 0; c < x->width; c += LANES)
-      v_store32(to + (c / NR * (n / 2) + i) * NR + c % NR, LANES, tile_pair_words(x, row, row + apart, c));
+      v_store32(to + (c / NR * (n / 2) + i) * NR + c % NR, LANES, tile_pair_words(x, row, row + apart, c, plain));
   }
 }
+DC_INLINE void att_pairs_down(float *to, const tile_rows *x, int64_t begin, int64_t n) {
+  if (tile_plain(x, DC_BF16, begin, n, 1)) att_pairs_down_of(to, x, begin, n, 1);
+  else att_pairs_down_of(to, x, begin, n, 0);
+}
 
-/* A left operand of pairs, its rows being columns of x: n rows from `begin` on as [runs of `run` rows][width][run / 2],
- * neighbours in pairs. */
-DC_INLINE void att_pairs_turned(float *to, const tile_rows *x, int64_t begin, int64_t n, int64_t run) {
+/* A left operand of pairs, its rows being columns of x: a run of `run` rows from i on as [width][run / 2], neighbours
+ * in pairs. */
+DC_INLINE void att_pairs_turn_run(float *to, const tile_rows *x, int64_t i, int64_t run, int plain) {
   const int64_t words = run / 2, most = words < LANES ? words : LANES;
-  for (int64_t i = begin; i < begin + n; i += run, to += x->width * words)
-    for (int64_t w = 0; w < words; w += LANES)
-      for (int64_t c = 0; c < x->width; c += LANES) {
-        vf t[LANES];
-        for (int64_t k = 0; k < LANES; k++)
-          t[k] = k < most ? tile_pair_words(x, i + 2 * (w + k), i + 2 * (w + k) + 1, c) : v_set1(0.0f);
-        v_turn(t);
-        for (int64_t k = 0; k < LANES; k++) v_store32(to + (c + k) * words + w, (int)most, t[k]);
-      }
+  for (int64_t w = 0; w < words; w += LANES)
+    for (int64_t c = 0; c < x->width; c += LANES) {
+      vf t[LANES];
+      for (int64_t k = 0; k < LANES; k++)
+        t[k] = k < most ? tile_pair_words(x, i + 2 * (w + k), i + 2 * (w + k) + 1, c, plain) : v_set1(0.0f);
+      v_turn(t);
+      for (int64_t k = 0; k < LANES; k++) v_store32(to + (c + k) * words + w, (int)most, t[k]);
+    }
+}
+/* n rows from `begin` on, run by run. */
+DC_INLINE void att_pairs_turned(float *to, const tile_rows *x, int64_t begin, int64_t n, int64_t run) {
+  for (int64_t i = begin; i < begin + n; i += run, to += x->width * run / 2) {
+    if (tile_plain(x, DC_BF16, i, run, 1)) att_pairs_turn_run(to, x, i, run, 1);
+    else att_pairs_turn_run(to, x, i, run, 0);
+  }
 }
 #endif
 

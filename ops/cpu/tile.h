@@ -221,13 +221,18 @@ DC_INLINE void tile_row(float *to, const tile_rows *x, int dt, int64_t i, int pa
 }
 
 #if defined(__AVX512BF16__)
-/* 16 words from column c on of rows i and k, which become neighbours down: row i's are the lower halves. */
-DC_INLINE vf tile_pair_words(const tile_rows *x, int64_t i, int64_t k, int64_t c) {
-  const int64_t left = x->dim - c;
-  const int r = left < 0 ? 0 : left < LANES ? (int)left : LANES;
+/* 16 words from column c on of rows i and k, which become neighbours down: row i's are the lower halves. plain: the
+ * rows are there, and so wide. */
+DC_INLINE vf tile_pair_words(const tile_rows *x, int64_t i, int64_t k, int64_t c, int plain) {
   vf low = v_set1(0.0f), high = low;
-  if (i < x->count && r) low = v_get(x->at + i * x->stride, DC_BF16, c, r);
-  if (k < x->count && r) high = v_get(x->at + k * x->stride, DC_BF16, c, r);
+  if (plain) {
+    low = v_get(x->at + i * x->stride, DC_BF16, c, LANES), high = v_get(x->at + k * x->stride, DC_BF16, c, LANES);
+  } else {
+    const int64_t left = x->dim - c;
+    const int r = left < 0 ? 0 : left < LANES ? (int)left : LANES;
+    if (i < x->count && r) low = v_get(x->at + i * x->stride, DC_BF16, c, r);
+    if (k < x->count && r) high = v_get(x->at + k * x->stride, DC_BF16, c, r);
+  }
   return v_of_bits(vi_or(vi_right(v_bits(low), 16), v_bits(high)));
 }
 #endif

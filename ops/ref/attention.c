@@ -77,8 +77,8 @@ static void att_one_query(const dc_attention_args *a, int64_t b, int64_t kv, int
     }
   }
   char *out = (char *)(uintptr_t)att_row(a->out, a->dtype, a->out_stride, b, h, i);
-  for (int64_t d = 0; d < a->dim; d++)
-    dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] / (o.sum * sight.keep));
+  const float by = 1.0f / (o.sum * sight.keep);
+  for (int64_t d = 0; d < a->dim; d++) dc__put(out, a->dtype, d, o.sum == 0.0f ? 0.0f : o.out[d] * by);
   a->lse[(b * a->heads + h) * a->rows + i] = o.sum == 0.0f ? HUGE_VALF : dc__canonical_f32(o.max + logf(o.sum));
 }
 

@@ -67,7 +67,7 @@ def flex(layout, block: int, tokens: int):
 
     def run(q, k, v):
         with torch.no_grad():
-            return compiled(q, k, v, block_mask=mask)
+            return compiled(q.detach(), k.detach(), v.detach(), block_mask=mask)  # it refuses what wants a gradient
 
     return run
 
@@ -128,6 +128,7 @@ def tell(figure: str, them: dict, times: dict[str, list[float]], args) -> None:
         "threads": args.threads,
         "heads": args.heads,
         "clock": "CPU" if args.cpu_time else "wall",
+        "heap": args.heap,
         "processor": cpu_model(),
     }
     dense = times.get("deepc, dense")
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--mask-most", type=int, default=MASK_MOST, metavar="TOKENS")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--cpu-time", action="store_true", help="with --threads 1: for machines that other work shares")
+    parser.add_argument("--heap", action="store_true", help="all tensors from deepc's heap, as in a training under it")
     parser.add_argument("--quick", action="store_true", help="what `make bench` runs")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--longest", type=int, metavar="MIB")
@@ -256,6 +258,10 @@ def main() -> None:
     if args.memory:
         memory(args)
         return
+    if args.heap:
+        from deepc.core.ops import use_heap
+
+        use_heap(True)
     if not args.flex:
         skip(BENCH, "FlexAttention", "--flex was not given")
     for tokens in args.tokens:

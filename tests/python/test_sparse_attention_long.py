@@ -1,4 +1,4 @@
-"""Block-sparse attention of long sequences: 65,536 tokens in a memory cgroup, and memory that grows with the tokens alone."""
+"""Block-sparse attention of long sequences: 65,536 tokens in a memory cgroup, memory that grows with the tokens."""
 
 from __future__ import annotations
 

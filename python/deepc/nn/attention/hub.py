@@ -99,9 +99,9 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """With the signature of transformers' attention functions. query: [batch, heads, rows, dim]; key and value:
-    [batch, kv_heads, keys, dim], keys at least rows (a cache). attention_mask: None, [batch, keys] (0 for padding), or [1
-    or batch, 1 or heads, rows, keys]: bool (False hides) or added to the scores; with it nothing is causal but what it
-    says, as in "sdpa". Heeds sliding_window and position_bias. Returns ([batch, rows, heads, dim], None)."""
+    [batch, kv_heads, keys, dim], keys at least rows (a cache). attention_mask: None, [batch, keys] (0 for padding), or
+    [1 or batch, 1 or heads, rows, keys]: bool (False hides) or added to the scores; with it nothing is causal but what
+    it says, as in "sdpa". Heeds sliding_window and position_bias. Returns ([batch, rows, heads, dim], None)."""
     batch, heads, rows, dim = query.shape
     keys = key.shape[2]
     if asked := [k for k in _NOT_BUILT if kwargs.get(k) is not None]:
