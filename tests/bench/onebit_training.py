@@ -47,18 +47,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_update": 1.0,
         },
     ),
-    "OneBitAdam corrected": ("adam", {"freeze_step": 0.2, "max_update": 1.0, "variance_correction": True}),
-    "ZeroOneAdam corrected": (
-        "adam",
-        {
-            "var_freeze_step": 0.2,
-            "var_update_scaler": 16,
-            "local_step_scaler": 0.25,
-            "local_step_clipper": 4,
-            "max_update": 1.0,
-            "variance_correction": True,
-        },
-    ),
     "ZeroOneAdam meeting": (
         "adam",
         {
@@ -89,6 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_update": 1.0,
         },
     ),
+    "OneBitLamb auto": ("lamb", {"freeze_step": "auto", "max_update": 1.0}),
     "Lamb": ("lamb", {}),
     "OneBitLamb": ("lamb", {"freeze_step": 0.2}),
     "OneBitLamb later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0}),

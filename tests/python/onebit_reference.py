@@ -112,8 +112,6 @@ class OneBitAdam:
             for r in out:
                 new = [adam(p, m, v, g, o) for p, m, v, g in zip(r["p"], r["exp_avg"], r["exp_avg_sq"], mean)]
                 r["p"], r["exp_avg"], r["exp_avg_sq"] = (list(x) for x in zip(*new))
-                if r["numbers"]["steps"] + 1 == o["freeze_step"]:
-                    self.correct(r, o["freeze_step"])
             return out
         local = [[o["b1"] * m + (1 - o["b1"]) * g for m, g in zip(r["exp_avg"], gs)] for r, gs in zip(out, grads)]
         m, workers, servers = self.mean(local, before, after)
@@ -121,11 +119,6 @@ class OneBitAdam:
             r["exp_avg"], r["worker"], r["server"] = m, workers[k], servers[k]
             self.apply(r, before[k])
         return out
-
-    def correct(self, r, updates):
-        """deepc's own variance_correction, of Adam's paper."""
-        if self.o.get("variance_correction"):
-            r["exp_avg_sq"] = [v / (1 - self.o["b2"] ** updates) for v in r["exp_avg_sq"]]
 
     def mean(self, local, before, after):
         e = [[r[k] for r in rs] for rs in (before, after) for k in ("worker", "server")]
@@ -211,7 +204,6 @@ class ZeroOneAdam(OneBitAdam):
                     self.apply(r, before[k])
             if t == o["var_freeze_step"]:
                 for r in out:
-                    self.correct(r, n["var_updates"] + (t % n["var_interval"] == 0))
                     r["worker"], r["server"] = np.zeros(ex.total), np.zeros(ex.total // ex.world)
             return out
         moved = []

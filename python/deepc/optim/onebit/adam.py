@@ -35,7 +35,6 @@ class Frozen(Method):
         """The end of a step of the warm-up."""
         if self.freeze.due(self.steps, self._norm):
             self.frozen_at = self.steps
-            self.end_of_growth(self.steps)
             self.tell(
                 f"the variance is frozen after step {self.steps} ({self.freeze.why}); from here on the ranks exchange"
                 " their momentum in 1 bit an element"

@@ -265,13 +265,11 @@ class OneBitAdam(OneBitOptimizer):
 
     freeze_step: or "auto", when the variance is stable: its norm changed by less than 1 - var_freeze_threshold in
     1 / (1 - beta2) steps. max_update: bound on an element's exp_avg over the root of its variance where it came in 1
-    bit; None: none, as in the paper. variance_correction: divides the variance by 1 - beta2^steps when it is frozen:
-    after a short warm-up it is still growing from zero; False: as in the paper. Keys of param groups: `exp_avg_mask` (1
-    where there are gradients, 0 where there never are), `non_freeze` (True: gradients averaged without compression
-    throughout). group: the torch.distributed group of the ranks. hierarchical: ranks of one node average exactly,
-    through its memory, and a node is a worker; False: every rank is one, as in the paper. average_gradients: the warm-
-    up averages them here; False: somebody has (DistributedDataParallel). bias_correction, cuda_aware,
-    comm_backend_name: without effect, as DeepSpeed's here.
+    bit; None: none, as in the paper. Keys of param groups: `exp_avg_mask` (1 where there are gradients, 0 where there
+    never are), `non_freeze` (True: gradients averaged without compression throughout). group: the torch.distributed
+    group of the ranks. hierarchical: ranks of one node average exactly, through its memory, and a node is a worker;
+    False: every rank is one, as in the paper. average_gradients: the warm-up averages them here; False: somebody has
+    (DistributedDataParallel). bias_correction, cuda_aware, comm_backend_name: without effect, as DeepSpeed's here.
     """
 
     kind = OneBitAdamMethod
@@ -293,7 +291,6 @@ class OneBitAdam(OneBitOptimizer):
         *,
         var_freeze_threshold: float = 0.96,
         max_update: float | None = None,
-        variance_correction: bool = False,
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
@@ -303,13 +300,7 @@ class OneBitAdam(OneBitOptimizer):
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._start(
-            params,
-            defaults,
-            {**options, "max_update": max_update, "variance_correction": bool(variance_correction)},
-            refused,
-            group,
-            average_gradients,
-            hierarchical,
+            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
         )
 
 
@@ -405,7 +396,6 @@ class ZeroOneAdam(OneBitOptimizer):
         comm_backend_name: str = "nccl",
         *,
         max_update: float | None = None,
-        variance_correction: bool = False,
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
@@ -421,13 +411,7 @@ class ZeroOneAdam(OneBitOptimizer):
         refused = dict(eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._start(
-            params,
-            defaults,
-            {**options, "max_update": max_update, "variance_correction": bool(variance_correction)},
-            refused,
-            group,
-            average_gradients,
-            hierarchical,
+            params, defaults, {**options, "max_update": max_update}, refused, group, average_gradients, hierarchical
         )
 
 

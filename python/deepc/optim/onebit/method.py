@@ -68,7 +68,6 @@ class Method(abc.ABC):
     ) -> None:
         """wholes: 0: every item is one."""
         self.max_update = float(options["max_update"] or 0.0)
-        self.corrects = bool(options.get("variance_correction"))
         self.items, self.exchange, self._zeros = list(items), exchange, zeros
         self.wholes, self.of = wholes or len(items), [i if x.whole is None else x.whole for i, x in enumerate(items)]
         self.steps = 0
@@ -82,13 +81,6 @@ class Method(abc.ABC):
         for item in self.items:
             if item.group.get("non_freeze"):
                 item.states.update({name: zeros(item.param.numel()) for name in self.names})
-
-    def end_of_growth(self, updates: int) -> None:
-        """The variance is frozen after so many updates. variance_correction: it becomes what it was on its way to, by
-        Adam's correction of the bias (Kingma and Ba, arXiv:1412.6980, section 3)."""
-        if self.corrects:
-            for item in self.sent:
-                item.states["exp_avg_sq"].div_(1.0 - float(item.group["betas"][1]) ** updates)
 
     errors_in_warm_up = False
     """Whether something travels in 1 bit before the freeze."""
@@ -207,7 +199,7 @@ class Method(abc.ABC):
 
     def bound(self, item: Item, momentum: torch.Tensor, times: float = 1.0) -> None:
         """Within max_update of the variance's root, times `times`: an element whose variance is much smaller than its
-        block's magnitude would make a step of many times the learning rate."""
+        block's magnitude, or than gradients after the freeze, would make a step of many times the learning rate."""
         if self.max_update:
             most = root_of(item).mul_(self.max_update * times)
             torch.minimum(momentum, most, out=momentum)

@@ -10,7 +10,7 @@ import torch
 from .exchange import Exchange
 from .method import Item, Method, Zeros, apply_momentum, gradient_of, root_of
 
-_COUNTS = ("steps", "var_interval", "var_counter", "local_interval", "local_counter", "var_updates")
+_COUNTS = ("steps", "var_interval", "var_counter", "local_interval", "local_counter")
 
 
 class ZeroOneAdamMethod(Method):
@@ -31,7 +31,7 @@ class ZeroOneAdamMethod(Method):
         self._last = int(options["var_freeze_step"])
         self._kappa = int(options["var_update_scaler"])
         self._scaler, self._most = int(options["local_step_scaler"]), int(options["local_step_clipper"])
-        self.var_interval, self.var_counter, self.var_updates = 1, 0, 0
+        self.var_interval, self.var_counter = 1, 0
         self.local_interval, self.local_counter = 1, 0
         self.lrs = [0.0] * self.wholes  # of each parameter, since the ranks were last equal
         self._anchors: dict[int, torch.Tensor] = {}  # item -> its parameter when they were
@@ -59,7 +59,6 @@ class ZeroOneAdamMethod(Method):
             return
         found = [item for _, item in items]
         if averaged:
-            self.var_updates += 1
             self.adam(found, scale)
         else:
             for i, item in items:
@@ -78,7 +77,6 @@ class ZeroOneAdamMethod(Method):
                 self.var_counter, self.var_interval = 0, self.var_interval * 2
         if self.frozen:
             self.exchange.clear_errors()  # of gradients; from here on they are of momentum
-            self.end_of_growth(self.var_updates)
             self.tell(f"the variance is frozen after step {self.steps}; from here on ranks exchange momentum in 1 bit")
 
     # ---- steps of each rank's own ------------------------------------------------------------------------------------
@@ -93,6 +91,7 @@ class ZeroOneAdamMethod(Method):
                     self._anchors[i] = item.param.clone()
                 else:
                     self._anchors[i].copy_(item.param)
+            self.bound(item, item.states["exp_avg"])
             self._move(item)
         if self.steps % self.local_interval == 0:
             self._meet()
@@ -141,7 +140,7 @@ class ZeroOneAdamMethod(Method):
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
         for name in _COUNTS:
-            setattr(self, name, int(saved.get(name, saved["steps"])))
+            setattr(self, name, int(saved[name]))
         self.lrs = list(map(float, saved["lrs"]))
         for i, item in self._moved():
             if i not in self._anchors:
