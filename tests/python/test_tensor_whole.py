@@ -204,7 +204,8 @@ def _from_init(rank, world, mesh):
     return whole, loss, held
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
 def test_models_made_under_zero_init_are_cut(mesh):
     plain = llama()
     with torch.no_grad():
