@@ -251,14 +251,28 @@ def test_what_two_halves_are_is_seen_and_what_only_looks_so():
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "turn", "adds", "at"),
+    ("kind", "first", "turn", "adds", "at", "outputs"),
     [
-        ("gpt2", ("ln_1", "attn"), "ln_2", True, "mlp.c_proj"),
-        ("llama", ("input_layernorm", "self_attn"), "post_attention_layernorm", True, "mlp.down_proj"),
-        ("bert", ("attention",), "intermediate", False, "output.dense"),
+        ("gpt2", ("ln_1", "attn"), "ln_2", True, "mlp.c_proj", ("attn.c_attn",)),
+        (
+            "llama",
+            ("input_layernorm", "self_attn"),
+            "post_attention_layernorm",
+            True,
+            "mlp.down_proj",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ),
+        (
+            "bert",
+            ("attention",),
+            "intermediate",
+            False,
+            "output.dense",
+            ("attention.self.query", "attention.self.key", "attention.self.value"),
+        ),
     ],
 )
-def test_the_parts_of_transformers_blocks(kind, first, turn, adds, at):
+def test_the_parts_of_transformers_blocks(kind, first, turn, adds, at, outputs):
     pytest.importorskip("transformers")
     from deepc.parallel.pipeline.cutting.chain import trace
 
@@ -267,12 +281,13 @@ def test_the_parts_of_transformers_blocks(kind, first, turn, adds, at):
         model, lambda: model(**form(torch.randint(0, 61, (2, 17))), **({"use_cache": False} if kind != "bert" else {}))
     )
     assert sorted(chain.points) == [0, 1, 2, 3]
-    for halves, inner in chain.points.values():
+    for early, halves, inner in chain.points.values():
+        assert early.outputs == outputs
         assert (halves.first, halves.turn, halves.adds, halves.at) == (first, turn, adds, "")
         assert (inner.first, inner.turn, inner.adds, inner.at) == (first, turn, adds, at)
     units = [unit for unit in chain.units() if unit.block == 1]
     weights = [{id(p) for p in chain.parameters(unit)} for unit in units]
-    assert len(units) == 3 and all(weights) and sum(map(len, weights)) == len(set().union(*weights))
+    assert len(units) == 4 and all(weights) and sum(map(len, weights)) == len(set().union(*weights))
     assert set().union(*weights) == {id(p) for p in chain.blocks[1].parameters()}
     assert all(p.grad is None for p in model.parameters())
     assert not any("forward" in m.__dict__ for m in model.modules())
