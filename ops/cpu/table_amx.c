@@ -7,9 +7,9 @@
 #include "ops.def"
 #undef DC_OP
 
-extern const dc__ops dc__ops_amx_bf16;
+extern const dc__ops DC_BODY(ops);
 
-const dc__ops dc__ops_amx_bf16 = {
+const dc__ops DC_BODY(ops) = {
 #define DC_OP(name, params) .name = dc__##name##_avx512_bf16,
 #define DC_OP_TILES(name, params) .name = dc__##name##_amx_bf16,
 #include "ops.def"
