@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from deepc.config.curriculum import CurriculumScheduler
 from deepc.config.tree import Config
 from deepc.engine.states.curriculum import truncated
 from deepc.errors import ArgumentError, ConfigError
-from deepc.optim.curriculum import CurriculumScheduler
 from ranks import run_ranks as _run_ranks
 from test_engine import same_bits
 from torch import nn

@@ -31,7 +31,7 @@ CHANGES = (
     r"_hf_deepspeed_config_weak_ref",
 )
 # Programs of their own, whose processes end with them.
-PROGRAMS = {"observe/diagnose/bench.py", "parallel/simulate/run.py"}
+PROGRAMS = {"observe/diagnose/bench.py", "observe/diagnose/onebit.py", "parallel/simulate/run.py"}
 
 
 def files() -> list[tuple[str, str]]:

@@ -145,7 +145,7 @@ MODULES: dict[str, str] = {
         """
     ),
     "runtime.data_pipeline": "",
-    "runtime.data_pipeline.curriculum_scheduler": "deepc.optim.curriculum: CurriculumScheduler",
+    "runtime.data_pipeline.curriculum_scheduler": "deepc.config.curriculum: CurriculumScheduler",
     "runtime.dataloader": "deepc.compat.helpers.utils: RepeatingLoader DeepSpeedDataLoader",
     "runtime.engine": (
         """

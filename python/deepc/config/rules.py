@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, did_you_mean
+from .curriculum import CurriculumScheduler
 from .keys import (
     ANY,
     AUTO_SCHEDULER_PARAMS,
@@ -424,7 +425,6 @@ class Loader:
             self.fail(path, given, f"does not exist together with pipeline.stages = {value} yet. Remove one of them.")
 
     def _curriculum_rules(self) -> None:
-        from ..optim.curriculum import CurriculumScheduler
 
         def check(path: str, schedule: Any) -> None:
             try:

@@ -259,7 +259,7 @@ class CurriculumConfig:
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """As optim/curriculum.py takes it."""
+        """As config/curriculum.py takes it."""
         return dataclasses.asdict(self)
 
 

@@ -1,5 +1,5 @@
 """Curriculum learning: what a training step gets of its samples (docs/curriculum.md). The schedules are
-optim/curriculum.py's; here is what they are applied to."""
+config/curriculum.py's; here is what they are applied to."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...config.curriculum import CurriculumScheduler
 from ...errors import ArgumentError, ConfigError, UnsupportedError
-from ...optim.curriculum import CurriculumScheduler
 
 if TYPE_CHECKING:
     from ...config.tree import Config

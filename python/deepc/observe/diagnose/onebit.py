@@ -27,7 +27,7 @@ from .ranks import measure_in_ranks
 
 _RANK = (
     "import sys; from deepc.observe.diagnose.onebit import _rank;"
-    " _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))"
+    " _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), {nodes})"
 )
 _LIMIT_S = 90.0  # of the ranks: most of it is importing torch
 _MOST = 16 << 20  # elements of what is measured, at the most
@@ -84,14 +84,13 @@ def _elements() -> int:
     return max(1 << 20, min(_MOST, memory.available() // 64 // 4) // 4096 * 4096)
 
 
-def _rank(rank: int, world: int, folder: str, budget_s: float) -> None:
+def _rank(rank: int, world: int, folder: str, budget_s: float, nodes: int) -> None:
     """One of several processes that do the same at the same time. Prints its costs as JSON."""
     import torch
     import torch.distributed as dist
 
     import deepc  # noqa: F401
 
-    nodes = int(os.environ["DEEPC_BENCH_NODES"])
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         dist.barrier()
@@ -106,8 +105,8 @@ def _rank(rank: int, world: int, folder: str, budget_s: float) -> None:
 def on_paper(nodes: int, ranks: int, rate: float | None, seconds: float) -> dict[str, Any]:
     """This machine's costs with `ranks` ranks at once; the network is what the caller says. rate: bytes/s, or None."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    env = {"OMP_NUM_THREADS": str(threads), "DEEPC_LOG_LEVEL": "ERROR", "DEEPC_BENCH_NODES": str(nodes)}
-    rows = measure_in_ranks(_RANK, ranks, 0.8 * seconds, limit_s=_LIMIT_S + 2 * seconds, env=env)
+    env = {"OMP_NUM_THREADS": str(threads), "DEEPC_LOG_LEVEL": "ERROR"}
+    rows = measure_in_ranks(_RANK.format(nodes=nodes), ranks, 0.8 * seconds, limit_s=_LIMIT_S + 2 * seconds, env=env)
     return {
         "nodes": nodes,
         "ranks_per_node": ranks,
