@@ -204,8 +204,7 @@ def _from_init(rank, world, mesh):
     return whole, loss, held
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.full)])
 def test_models_made_under_zero_init_are_cut(mesh):
     plain = llama()
     with torch.no_grad():
