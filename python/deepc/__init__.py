@@ -219,7 +219,7 @@ _LATER = {
     "EMA": ("engine.states.averages", "EMA"),
     "InferenceEngine": ("engine.serve.inference", "InferenceEngine"),
     "checkpoint": ("checkpoint", None),
-    "estimate": ("parallel.onpaper", "estimate"),
+    "estimate": ("parallel.simulate.onpaper", "estimate"),
     "export": ("engine.serve.export", "export"),
     "fuse": ("nn.fuse", "fuse"),
     "inference": ("engine.serve.inference", "inference"),

@@ -59,7 +59,7 @@ _COMMANDS: dict[str, Command] = {
         ),
         f"0; {_TWO}",
         "plan.predict.estimate.command:plan_arguments",
-        "parallel.onpaper:run_plan",
+        "parallel.simulate.onpaper:run_plan",
     ),
     "tune": Command(
         "find the fastest configuration of a script by short trials",
@@ -99,7 +99,7 @@ _COMMANDS: dict[str, Command] = {
         ),
         f"0 it fits here, 1 it does not; {_TWO}",
         "plan.predict.estimate.command:add_arguments",
-        "parallel.onpaper:run_estimate",
+        "parallel.simulate.onpaper:run_estimate",
     ),
     "config": Command(
         "explain a ds_config.json, list all keys",

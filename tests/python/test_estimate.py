@@ -65,7 +65,7 @@ def test_tensor_parallel_ranks_hold_shards() -> None:
     assert 0.5 <= states / both < 0.55  # norms, positions and biases are on both
     assert shards.between_steps == pytest.approx(whole.between_steps, rel=0.06)
     assert "4 ranks, 2 of them share a model's tensors" in str(shards)
-    from deepc.parallel.onpaper import divide
+    from deepc.parallel.simulate.onpaper import divide
     from deepc.plan.predict.estimate import plan_text
 
     told = plan_text(make, config, ranks_per_node=4, divide=divide)

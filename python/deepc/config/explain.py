@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ArgumentError, ConfigError
-from .defaults import Default
 from .keys import ANY, DIFFERS, KEYS, LATER_OPTIMIZERS, OPTIMIZER_PARAMS, Key, State
 from .rules import TRIANGLE, Loader, resolve_batch
 from .schema import write_schema
 from .source import read
-from .tree import Config
+from .tree import Config, Default
 
 _ERROR = re.compile(r'unknown key "(?P<unknown>[^"]+)"[.:]?\s*|(?P<known>[\w.]+) = ')
 _STATES = {

@@ -45,7 +45,7 @@ TENSOR_BYTES = 8 << 20  # shared memory of a tensor-parallel group's communicato
 
 
 class Divide(Protocol):
-    """How a model is divided over ranks, without them (parallel/onpaper.py)."""
+    """How a model is divided over ranks, without them (parallel/simulate/onpaper.py)."""
 
     def __call__(self, model: torch.nn.Module, config: Config) -> None:
         """Makes `model` what one rank of a tensor-parallel group holds of it, in place."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..config.tree import Config
-from ..plan.predict.estimate import ask, command
-from ..plan.predict.estimate.figures import MemoryEstimate
-from .tensor.cut import cuts_of
-from .tensor.group import TensorGroup
+from ...config.tree import Config
+from ...plan.predict.estimate import ask, command
+from ...plan.predict.estimate.figures import MemoryEstimate
+from ..tensor.cut import cuts_of
+from ..tensor.group import TensorGroup
 
 
 class OnPaper(TensorGroup):
@@ -29,7 +29,7 @@ class OnPaper(TensorGroup):
 
 def divide(model: torch.nn.Module, config: Config) -> None:
     """The first rank's shard, as deepc.initialize cuts the model; what is cut already stays."""
-    from .tensor.model import cut_model
+    from ..tensor.model import cut_model
 
     ranks = config.tensor_parallel.autotp_size or 1
     if ranks > 1 and not cuts_of(model):
