@@ -33,8 +33,8 @@ _MISSING = object()
 
 
 # ---- the defaults that change what a training learns -----------------------------------------------------------------
-# Most defaults only cost time or memory; these are DeepSpeed's, and who comes from DDP, FSDP or a torch optimizer expects
-# others.
+# Most defaults only cost time or memory; these are DeepSpeed's, and who comes from DDP, FSDP or a torch optimizer
+# expects others.
 
 
 class Default(NamedTuple):

@@ -238,7 +238,8 @@ class OnebitLamb(_Named, OneBitLamb):
     @property
     def lamb_coeffs(self) -> list[float]:
         """The factors on lr of the last step."""
-        return self.__dict__.get("_coefficients", getattr(self.method, "coefficients", []))
+        found: list[float] = self.__dict__.get("_coefficients", getattr(self.method, "coefficients", []))
+        return found
 
     @lamb_coeffs.setter
     def lamb_coeffs(self, coefficients: list[float]) -> None:

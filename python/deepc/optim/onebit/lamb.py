@@ -68,7 +68,7 @@ class OneBitLambMethod(Frozen):
         order = [number[id(item)] for found in by_group([item for _, item in items]) for item in found]
         squares = [row for step in begun for row in step.squares]
         sums = self.over_pieces(list(zip(order, squares)), 2)
-        ratios = {k: trust_ratio(*sums[k], item.group) for k, item in sorted(self.moving().items())}
+        ratios = {k: trust_ratio(sums[k][0], sums[k][1], item.group) for k, item in sorted(self.moving().items())}
         for step in begun:
             here, order = order[: len(step.squares)], order[len(step.squares) :]
             step.apply([ratios[k] for k in here])

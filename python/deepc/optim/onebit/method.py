@@ -132,7 +132,7 @@ class Method(abc.ABC):
         return {
             k: item
             for k, item in zip(self.of, self.items)
-            if not item.out and item.grad is not None and math.prod(item.shape)
+            if not item.out and item.grad is not None and 0 not in item.shape
         }
 
     @property

@@ -106,7 +106,7 @@ def choose(calls: Sequence[Call], outside: int, budget: int, rates: Rates | None
     (Equal blocks have as many as blocks, with a disk half their square.)"""
     if least(calls, outside) > budget:
         return None
-    best = _search(calls, outside, budget, None)
+    best: Choice = _search(calls, outside, budget, None)
     if rates is not None:
         # What is on its way is the largest call's that goes: one search for each such largest, of the calls up to it.
         for most in sorted({c.moving for c in calls if c.movable}):

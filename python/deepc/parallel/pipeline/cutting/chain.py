@@ -160,8 +160,8 @@ def trace(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Chain, list[t
     unused = [m for m in alone if not any(m is x for x in order)]
     others = [_others(name, i, out, taken) for i, (out, taken) in enumerate(zip(outs, links))]
     with evaluating(model):
-        alone = len(slots) == 1 and all(_slot(call, slots[0]) is first_tensor(*call) for call in calls)
-        points = _points(blocks, calls) if alone else {}
+        one = len(slots) == 1 and all(_slot(call, slots[0]) is first_tensor(*call) for call in calls)
+        points = _points(blocks, calls) if one else {}
     return Chain(
         name, blocks, list(dict.fromkeys(before)), list(dict.fromkeys([*after, *unused])), slots, links, others, points
     ), whole
