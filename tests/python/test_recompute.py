@@ -210,6 +210,17 @@ def test_ten_budgets_are_kept_and_no_bit_differs(kind):
     assert at_end > 1.3 * run(kind, least)[1], "it does save memory"
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_caches_keep_nothing_beside_autograd(kind, monkeypatch):
+    from transformers.cache_utils import DynamicCache
+
+    calls = []
+    update = DynamicCache.update
+    monkeypatch.setattr(DynamicCache, "update", lambda self, *a, **k: calls.append(1) or update(self, *a, **k))
+    run(kind, "1TB", 1)
+    assert not calls
+
+
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 def test_what_blocks_saved_may_lie_on_disk(kind, tmp_path, monkeypatch):
     from deepc.engine.states.activations import Moves

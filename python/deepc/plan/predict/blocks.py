@@ -68,13 +68,21 @@ class Hand:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         owner = self._owner() if self._owner is not None else None
         function = functools.partial(function, **kwargs) if kwargs else function
-        return function(*args) if owner is None else owner.run(function, args)
+        if owner is None:
+            return function(*args)
+        return owner.run(function, tuple(None if _is_cache(a) else a for a in args))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hand:
         return Hand()
 
     def __reduce__(self) -> tuple[type[Hand], tuple[()]]:
         return Hand, ()
+
+
+def _is_cache(value: Any) -> bool:
+    """Of transformers, in which a block keeps keys and values beside autograd, and would again when it is recomputed.
+    GradientCheckpointingLayer leaves out those that have a name in the call."""
+    return any(k.__name__ == "Cache" and k.__module__ == "transformers.cache_utils" for k in type(value).__mro__)
 
 
 class _Asks(torch.nn.Module):
