@@ -35,6 +35,7 @@ from ..failures import translated
 from ..groups import MultiNodeGroup, NodeGroup, SoloGroup, own_store
 from ..place import discover
 from .hierarchy import open_hierarchy
+from .link import Link
 
 Group = Optional[dist.ProcessGroup]  # None: the default group  # noqa: UP045
 
@@ -125,7 +126,25 @@ class _Ranks:
         return translated("a 1-bit all_reduce", self._rank, self._world)
 
 
-class _Nodes:
+class _OverLink:
+    """Messages to this rank's counterparts on the other nodes."""
+
+    link: Link
+
+    def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
+        return self._waiting(self.link.exchange(out, send), out, send)
+
+    def collect(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
+        return self._waiting(self.link.collect(out, send), out, send)
+
+    def _waiting(self, work: Any, *tensors: torch.Tensor) -> Callable[[], None]:
+        def wait(held: Sequence[torch.Tensor] = tensors) -> None:
+            self.link.wait(work)
+
+        return wait
+
+
+class _Nodes(_OverLink):
     """A communicator of this node's ranks, and a link to their counterparts on the other nodes. One per group, for all
     OneBitAllReduce of it."""
 
@@ -142,39 +161,15 @@ class _Nodes:
         )
         self.comm, self.link = self._opened.node, self._opened.link
 
-    def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
-        return self._waiting(self.link.exchange(out, send), out, send)
-
-    def collect(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
-        return self._waiting(self.link.collect(out, send), out, send)
-
-    def _waiting(self, work: Any, *tensors: torch.Tensor) -> Callable[[], None]:
-        def wait(held: Sequence[torch.Tensor] = tensors) -> None:
-            self.link.wait(work)
-
-        return wait
-
     def close(self) -> None:
         self._opened.close()
 
 
-class _Counterparts:
+class _Counterparts(_OverLink):
     """The ranks of this one's local index on the other nodes of an engine's group, which has the link to them."""
 
     def __init__(self, group: MultiNodeGroup) -> None:
         self.link = group.link
-
-    def exchange(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
-        return self._waiting(self.link.exchange(out, send), out, send)
-
-    def collect(self, out: torch.Tensor, send: torch.Tensor) -> Callable[[], None]:
-        return self._waiting(self.link.collect(out, send), out, send)
-
-    def _waiting(self, work: Any, *tensors: torch.Tensor) -> Callable[[], None]:
-        def wait(held: Sequence[torch.Tensor] = tensors) -> None:
-            self.link.wait(work)
-
-        return wait
 
 
 def _nothing() -> None:

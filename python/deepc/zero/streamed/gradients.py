@@ -283,31 +283,15 @@ def _whole(part: torch.Tensor, n: int) -> torch.Tensor:
     return torch.as_strided(part, (n,), (1,), part.storage_offset())
 
 
-class DiskNodeReducer(RingReducer):
-    """The reducer of the ranks of a node: the C core's, with a ring (comm/bucket.h): this rank's slice of a bucket
-    waits there until it is on disk."""
+class ReadsAhead(RingReducer):
+    """A reducer that adds a later micro-batch's bucket to what is read back, RING buckets ahead."""
 
-    def __init__(self, plan: Plan, comm: Comm, store: GradientStore, wire: torch.dtype, pre_scale: float) -> None:
+    _plan: Plan
+    _store: GradientStore
+
+    def __init__(self) -> None:
         super().__init__()
-        self._plan, self._store = plan, store
-        self._per_slice = plan.layout.bucket_elems // plan.world
-        self._slots = memory.zeros(RING * self._per_slice, torch.float32, memory.COLORS["slots"]).view(RING, -1)
-        self._keep = (plan.layout, comm, self._slots)  # borrowed by the C side
         self._old: dict[int, tuple[DiskRead | None, torch.Tensor]] = {}
-        self._make(
-            _lib.ReducerConfig(
-                comm=comm.handle,
-                layout=plan.layout.handle,
-                dtype=code(wire),
-                own_all=0,
-                rank=plan.part,
-                ring=RING,
-                pre_scale=pre_scale,
-                pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize,
-                acc=self._slots.data_ptr(),
-                partial=None,
-            )
-        )
 
     def begin(self, assign: bool, norm: bool) -> None:
         self._abandon()
@@ -322,6 +306,39 @@ class DiskNodeReducer(RingReducer):
             own = self._plan.slices[b]
             before = empty(own.length)
             self._old[b] = self._store.ask(own.shard_begin, own.length, before), before
+
+    def _abandon(self) -> None:
+        """What a pass that failed has left."""
+        for read, _ in self._old.values():
+            if read is not None:
+                read.abandon()
+        self._old.clear()
+
+
+class DiskNodeReducer(ReadsAhead):
+    """The reducer of the ranks of a node: the C core's, with a ring (comm/bucket.h): this rank's slice of a bucket
+    waits there until it is on disk."""
+
+    def __init__(self, plan: Plan, comm: Comm, store: GradientStore, wire: torch.dtype, pre_scale: float) -> None:
+        super().__init__()
+        self._plan, self._store = plan, store
+        self._per_slice = plan.layout.bucket_elems // plan.world
+        self._slots = memory.zeros(RING * self._per_slice, torch.float32, memory.COLORS["slots"]).view(RING, -1)
+        self._keep = (plan.layout, comm, self._slots)  # borrowed by the C side
+        self._make(
+            _lib.ReducerConfig(
+                comm=comm.handle,
+                layout=plan.layout.handle,
+                dtype=code(wire),
+                own_all=0,
+                rank=plan.part,
+                ring=RING,
+                pre_scale=pre_scale,
+                pending_limit_bytes=2 * plan.layout.bucket_elems * wire.itemsize,
+                acc=self._slots.data_ptr(),
+                partial=None,
+            )
+        )
 
     def finish(self) -> None:
         super().finish()
@@ -350,10 +367,7 @@ class DiskNodeReducer(RingReducer):
             check(C.dc_reducer_give_back(self.handle, self._taken))
 
     def _abandon(self) -> None:
-        for read, _ in self._old.values():
-            if read is not None:
-                read.abandon()
-        self._old.clear()
+        super()._abandon()
         while self._under_way:
             self._store.wait(self._under_way.popleft())
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.lib import C, check
-from ...offload.array import DiskRead
 from ...offload.file import Handle
 from ...offload.place import empty
 from ...plan.plan import RING
 from ..step.nodes import NodesReducer
 from ..step.reducer import RingReducer
+from .gradients import ReadsAhead
 
 if TYPE_CHECKING:
     from ...comm.groups import MultiNodeGroup
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .gradients import GradientStore
 
 
-class DiskNodesReducer(NodesReducer):
+class DiskNodesReducer(NodesReducer, ReadsAhead):
     """The reducer of several nodes (step/nodes.py) whose sums lie on disk. A later micro-batch's part is added to what
     is read back, RING buckets ahead."""
 
@@ -37,22 +37,7 @@ class DiskNodesReducer(NodesReducer):
     ) -> None:
         super().__init__(plan, group, torch.empty(0), partial, wire, pre_scale)
         self._store = store
-        self._old: dict[int, tuple[DiskRead | None, torch.Tensor]] = {}
         self._writes: collections.deque[tuple[Handle | None, torch.Tensor]] = collections.deque()
-
-    def begin(self, assign: bool, norm: bool) -> None:
-        self._abandon()
-        self._store.begin()
-        super().begin(assign, norm)
-        for b in range(min(RING, self._plan.layout.nbuckets)):
-            self._ask(b)
-
-    def _ask(self, b: int) -> None:
-        """Starts to read what bucket b is added to."""
-        if not self._assign and b < self._plan.layout.nbuckets:
-            own = self._plan.slices[b]
-            before = empty(own.length)
-            self._old[b] = self._store.ask(own.shard_begin, own.length, before), before
 
     def _take_oldest(self) -> None:
         b, sent = self._under_way.popleft()
@@ -91,11 +76,7 @@ class DiskNodesReducer(NodesReducer):
         return self._store.sums(begin, length)
 
     def _abandon(self) -> None:
-        """What a pass that failed has left."""
-        for read, _ in self._old.values():
-            if read is not None:
-                read.abandon()
-        self._old.clear()
+        super()._abandon()
         while self._writes:
             self._store.wait(self._writes.popleft()[0])
 
