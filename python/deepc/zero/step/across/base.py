@@ -3,6 +3,38 @@ shard has."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ....optim.states.norms import Norms, Stretch
+
+if TYPE_CHECKING:
+    from ....plan.layout import Layout, Segment
+    from ...state import ModelState
+    from .sharers import Sharers
+
+
+def stretch_of(layout: Layout, s: Segment) -> Stretch:
+    """A segment in the flat space of all ranks."""
+    return Stretch(s.param, layout.offsets[s.param] + s.param_begin, s.length)
+
+
+class ShareNorms(Norms):
+    """Of the parameters of a state's share: of whole ones, whoever has their other parts."""
+
+    def __init__(self, state: ModelState, sharers: Sharers | None) -> None:
+        plan, layout = state.plan, state.plan.layout
+        alone = plan.own_all or plan.world == 1
+        ranks = [plan.segments] if alone else [layout.segments(state.group.part_of(r)) for r in range(plan.world)]
+        stretches = [[stretch_of(layout, s) for s in one] for one in ranks]
+        gather = None if alone else state.group.gather_all
+        super().__init__(stretches, 0 if alone else plan.rank, gather, sharers is not None)
+        self._sharers = sharers
+
+    def squares(self) -> dict[int, tuple[float, float]]:
+        """See Norms. Collective over those that hold the other shards too."""
+        found = super().squares()
+        return found if self._sharers is None else self._sharers.squares(found)
+
 
 class AcrossUpdate:
     """The answers of an update whose states are in memory."""

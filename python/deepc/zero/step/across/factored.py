@@ -22,11 +22,10 @@ from ....core.ops import code, torch_dtype
 from ....errors import DiskError, UnsupportedError
 from ....offload import Cell
 from ....optim.kinds.adafactor import FACTORS, Matrices, Scratch, matrices_of, rate_of, set_scalars
-from ....optim.states.norms import Norms, Stretch
 from ....plan.layout import BLOCK, Segment, padded
 from ...state import ModelState, Pass
 from ...tiers.windows import Window
-from .base import AcrossUpdate
+from .base import AcrossUpdate, ShareNorms, stretch_of
 from .passes import Passes
 from .sharers import Sharers
 
@@ -65,30 +64,12 @@ class FactoredUpdate(AcrossUpdate):
         self._passes = Passes(state)
         self._alone = self._passes.alone
         self._cut = None if sharers is None else CutFactors(sharers, self._matrices, self._factors_at)
-        self._norms = self._make_norms()
+        self._norms = ShareNorms(state, sharers)
         self.forget()
         self.leave_out(frozenset())
 
     def forget(self) -> None:
         self._at, self._made = 0, False  # the pass that comes next, and whether this rank has made it
-
-    def _make_norms(self) -> Norms:
-        state, plan = self._state, self._state.plan
-        ranks = [plan.segments] if self._alone else [self._segments_of(rank) for rank in range(plan.world)]
-        stretches = [[self._stretch(s) for s in one] for one in ranks]
-        gather = None if self._alone else state.group.gather_all
-        return Norms(stretches, 0 if self._alone else plan.rank, gather, self._sharers is not None)
-
-    def _squares(self) -> Mapping[int, tuple[float, float]]:
-        """Of whole parameters. Collective."""
-        found = self._norms.squares()
-        return found if self._sharers is None else self._sharers.squares(found)
-
-    def _segments_of(self, rank: int) -> Sequence[Segment]:
-        return self._state.plan.layout.segments(self._state.group.part_of(rank))
-
-    def _stretch(self, s: Segment) -> Stretch:
-        return Stretch(s.param, self._state.plan.layout.offsets[s.param] + s.param_begin, s.length)
 
     # ---- states ------------------------------------------------------------------------------------------------------
     def names_of(self, param: int) -> tuple[str, ...]:
@@ -128,7 +109,11 @@ class FactoredUpdate(AcrossUpdate):
 
     def _aim(self, a: Any, s: Segment) -> None:
         """The arguments of a segment that do not change from step to step."""
-        st, acc_dtype, place = self._state, torch_dtype(self._state.plan.accumulator), self._stretch(s)
+        st, acc_dtype, place = (
+            self._state,
+            torch_dtype(self._state.plan.accumulator),
+            stretch_of(self._state.plan.layout, s),
+        )
         a.grad = st.acc_address + acc_dtype.itemsize * s.shard_begin
         # Of a cell, where something lies on disk; the first passes do not look at it.
         a.param = st.piece(s).data_ptr() if self._passes.in_memory else a.grad
@@ -217,7 +202,7 @@ class FactoredUpdate(AcrossUpdate):
             if self._cut is not None:
                 self._cut.make_factors(scratch, self._factors)
         elif self._at == 2:
-            self._set_rates(self._squares(), self._step)
+            self._set_rates(self._norms.squares(), self._step)
 
     def _in_cell(
         self, find: Callable[[Any, int], int], begin: int, end: int, param_at: Callable[[Segment, int], int] | None

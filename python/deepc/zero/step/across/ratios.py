@@ -15,10 +15,10 @@ from ....core.lib import C, LambArgs, check
 from ....core.ops import code, torch_dtype
 from ....errors import DiskError
 from ....optim.kinds.lamb import set_scalars, trust_ratio
-from ....optim.states.norms import Norms, Stretch
 from ....plan.layout import BLOCK, Segment
 from ...state import ModelState, Pass
 from ...tiers.windows import Array
+from .base import ShareNorms, stretch_of
 from .passes import Passes
 from .sharers import Sharers
 
@@ -50,17 +50,12 @@ class RatioUpdate:
         left_out: frozenset[int],
         sharers: Sharers | None = None,
     ) -> None:
-        self._state, self._groups, self._group_of, self._sharers = state, groups, group_of, sharers
+        self._state, self._groups, self._group_of = state, groups, group_of
         self._states = states
         self._moments = list(states)
         self._passes = Passes(state)
-        plan = state.plan
-        alone = self._passes.alone
-        ranks = [plan.segments] if alone else [plan.layout.segments(state.group.part_of(r)) for r in range(plan.world)]
-        stretches = [[self._stretch(s) for s in one] for one in ranks]
-        gather = None if alone else state.group.gather_all
-        self.norms = Norms(stretches, 0 if alone else plan.rank, gather, sharers is not None)
-        self._segments = [s for s in plan.segments if s.param not in left_out]
+        self.norms = ShareNorms(state, sharers)
+        self._segments = [s for s in state.plan.segments if s.param not in left_out]
         self._ends = [s.shard_begin + s.length for s in self._segments]
         # Where parameters are written that masters are the truth of, those of the disk are wanted for what is left out.
         self._old = state.master is None or bool(left_out)
@@ -69,14 +64,6 @@ class RatioUpdate:
             arrays = cast("dict[str, torch.Tensor]", {**states, "master": state.master})
             self._parts = [_Part(s, s.shard_begin, s.length, 0) for s in self._segments]
             self._args = self._aimed(self._parts, lambda name, own: arrays[name].data_ptr() + 4 * own)
-
-    def _stretch(self, s: Segment) -> Stretch:
-        return Stretch(s.param, self._state.plan.layout.offsets[s.param] + s.param_begin, s.length)
-
-    def _whole_squares(self) -> dict[int, tuple[float, float]]:
-        """Of whole parameters. Collective."""
-        found = self.norms.squares()
-        return found if self._sharers is None else self._sharers.squares(found)
 
     def forget(self) -> None:
         """There is no rest of an update."""
@@ -90,7 +77,7 @@ class RatioUpdate:
         m, v = self._moments
         args = LambArgs.array(max(1, len(parts)))
         for a, part in zip(args, parts):
-            place = self._stretch(part.segment)
+            place = stretch_of(plan.layout, part.segment)
             flat = part.segment.flat_begin + part.skipped
             a.param = at("master", part.own) if lowp else st.lowp_address + 4 * flat
             a.grad = st.acc_address + acc_dtype.itemsize * part.own
@@ -116,7 +103,7 @@ class RatioUpdate:
             self._squares = None
             self._scale(self._args, self._parts, grad_scale, step)
             check(C.dc_lamb_moments(self._args, len(self._parts)))
-            self._squares = self._whole_squares()
+            self._squares = self.norms.squares()
             self._scale(self._args, self._parts, grad_scale, step)
             check(C.dc_lamb_apply(self._args, len(self._parts)))
         else:
@@ -142,7 +129,7 @@ class RatioUpdate:
             except DiskError as exc:
                 failure = exc
             self._passes.agree(failure)
-            self._squares = self._whole_squares()
+            self._squares = self.norms.squares()
         self._passes.run(work, Pass(self._old, True, False), writes=["master"] if has_master else [])
 
     def _places(self, cell: Cell | None) -> _Address:
