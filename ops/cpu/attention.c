@@ -1,8 +1,6 @@
 /* attention.c: bodies of dc_attention, products of small matrices (tile.h). */
 #include "cpu/attention.h"
 
-enum { PANELS = ATT_QUERIES / NR };
-
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 typedef struct att_scratch {
   float *k, *v; /* left operands: [keys][words]; v of floats [width / rows of a product][keys][those rows], of pairs
@@ -27,6 +25,76 @@ DC_INLINE tile_left att_columns(const float *at, int64_t begin, int64_t n, int m
   return (tile_left){at + begin * mr, 1, mr, n * mr};
 }
 
+/* Scores become probabilities; their sums. A NaN among the scores is one of the sum. */
+DC_INLINE vf att_exponentials(float *p, float *at, int64_t n, vf scale, vf max, int nr) {
+  vf sum = v_set1(0.0f);
+#if TILE_PAIRS
+  const vf log2e = v_set1(DC__EXP_LOG2E), unit = v_mul(scale, log2e), base = v_mul(v_sub(sum, max), log2e);
+  vf other = sum;
+  for (int64_t j = 0; j < n; j += 2) {
+    const vf even = v_exp2_low(v_fma(v_load32(at + j * nr, LANES), unit, base));
+    const vf odd = v_exp2_low(v_fma(v_load32(at + (j + 1) * nr, LANES), unit, base));
+    sum = v_add(sum, even), other = v_add(other, odd);
+    vi_store(p + j / 2 * nr, vi_upper_pairs(v_half_up(even), v_half_up(odd)));
+  }
+  return v_add(sum, other);
+#else
+  const vf base = v_sub(sum, max);
+  for (int64_t j = 0; j < n; j++) {
+    const vf e = v_exp_nonpos(v_fma(v_load32(at + j * nr, LANES), scale, base));
+    sum = v_add(sum, e);
+    v_store32(p + j * nr, LANES, e);
+  }
+  return sum;
+#endif
+}
+
+/* What was summed so far counts e^(old - new maximum) of itself. */
+DC_INLINE void att_shrink(float *out, int64_t width, vf keep, int nr) {
+  for (int64_t c = 0; c < width; c++) v_store32(out + c * nr, LANES, v_mul(v_load32(out + c * nr, LANES), keep));
+}
+
+/* n scores of 16 queries, number g of the block, become probabilities. top: the largest of them; begun: there were keys
+ * before. */
+DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *at, vf top, int64_t n, int64_t width,
+                          int begun, int nr) {
+  const vf scale = v_set1(factor), old = v_load32(s->max + g, LANES);
+  float *out = s->out + g / nr * width * nr + g % nr;
+  float *p = TILE_PAIRS ? s->p + g / nr * (ATT_CHUNK / 2) * nr + g % nr : at;
+  vf max = v_max(old, v_mul(top, scale));
+  max = v_max(max, v_set1(ATT_LOWEST));
+  const vf sum = att_exponentials(p, at, n, scale, max, nr), keep = v_exp_nonpos(v_sub(old, max));
+  v_store32(s->sum + g, LANES, v_fma(v_load32(s->sum + g, LANES), keep, sum));
+  v_store32(s->max + g, LANES, max);
+  if (begun && v_signs(v_sub(old, max))) att_shrink(out, width, keep, nr); /* a maximum grew */
+}
+
+/* out^T, divided by the sums and the share that dropout keeps, goes to its rows. */
+DC_INLINE void att_finish_as(const dc_attention_args *a, const att_scratch *s, float keep, int dt, int64_t b, int64_t h,
+                             int64_t i, int64_t queries, int64_t width, int nr) {
+  const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
+  float *lse = a->lse + (b * a->heads + h) * a->rows, rows[LANES * TILE_DIM];
+  for (int64_t r = 0; r < queries && i + r < a->rows; r++) {
+    const float *row = rows + r % LANES * width, sum = s->sum[r], by = 1.0f / (sum * keep);
+    char *to = (char *)(uintptr_t)out.at + (i + r) * out.stride;
+    if (r % LANES == 0) att_rows_of(rows, s->out, r, width, nr);
+    for (int64_t c = 0; c < a->dim; c += LANES)
+      v_put(to, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
+            sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(row + c, LANES), v_set1(by)));
+    lse[i + r] = sum == 0.0f ? HUGE_VALF : dc__canonical_f32(s->max[r] + logf(sum));
+  }
+}
+static __attribute__((noinline)) void att_finish(const dc_attention_args *a, const att_scratch *s, float keep,
+                                                 int64_t b, int64_t h, int64_t i, int64_t queries, int64_t width,
+                                                 int nr) {
+  TILE_FOR(a->dtype, DT, att_finish_as(a, s, keep, DT, b, h, i, queries, width, nr));
+}
+
+/* ---- forward, all of the keys --------------------------------------------------------------------------------------
+ */
+#if !TILE_PAIRS /* pairs go by tiles in any case */
+enum { PANELS = ATT_QUERIES / NR };
+
 /* Scores of 16 queries (column `at` of a panel) and n keys from c on: hides what they don't see, returns the largest.
  */
 DC_INLINE vf att_largest(const dc_attention_args *a, float *at, int64_t i, int64_t c, int64_t n) {
@@ -44,94 +112,33 @@ DC_INLINE vf att_largest(const dc_attention_args *a, float *at, int64_t i, int64
   return max;
 }
 
-/* Scores become probabilities; their sums. A NaN among the scores is one of the sum. */
-DC_INLINE vf att_exponentials(float *p, float *at, int64_t n, vf scale, vf max, int nr, int pairs) {
-  vf sum = v_set1(0.0f);
-#if defined(__AVX512BF16__)
-  if (pairs) {
-    const vf log2e = v_set1(DC__EXP_LOG2E), unit = v_mul(scale, log2e), base = v_mul(v_sub(sum, max), log2e);
-    vf other = sum;
-    for (int64_t j = 0; j < n; j += 2) {
-      const vf even = v_exp2_low(v_fma(v_load32(at + j * nr, LANES), unit, base));
-      const vf odd = v_exp2_low(v_fma(v_load32(at + (j + 1) * nr, LANES), unit, base));
-      sum = v_add(sum, even), other = v_add(other, odd);
-      vi_store(p + j / 2 * nr, vi_upper_pairs(v_half_up(even), v_half_up(odd)));
-    }
-    return v_add(sum, other);
-  }
-#endif
-  (void)pairs;
-  const vf base = v_sub(sum, max);
-  for (int64_t j = 0; j < n; j++) {
-    const vf e = v_exp_nonpos(v_fma(v_load32(at + j * nr, LANES), scale, base));
-    sum = v_add(sum, e);
-    v_store32(p + j * nr, LANES, e);
-  }
-  return sum;
-}
-
-/* What was summed so far counts e^(old - new maximum) of itself. */
-DC_INLINE void att_shrink(float *out, int64_t width, vf keep, int nr) {
-  for (int64_t c = 0; c < width; c++) v_store32(out + c * nr, LANES, v_mul(v_load32(out + c * nr, LANES), keep));
-}
-
-/* n scores of 16 queries, number g of the block, become probabilities. top: the largest of them; begun: there were keys
- * before. */
-DC_INLINE void att_absorb(const att_scratch *s, float factor, int64_t g, float *at, vf top, int64_t n, int64_t width,
-                          int begun, int nr, int pairs) {
-  const vf scale = v_set1(factor), old = v_load32(s->max + g, LANES);
-  float *out = s->out + g / nr * width * nr + g % nr;
-  float *p = pairs ? s->p + g / nr * (ATT_CHUNK / 2) * nr + g % nr : at;
-  vf max = v_max(old, v_mul(top, scale));
-  max = v_max(max, v_set1(ATT_LOWEST));
-  const vf sum = att_exponentials(p, at, n, scale, max, nr, pairs), keep = v_exp_nonpos(v_sub(old, max));
-  v_store32(s->sum + g, LANES, v_fma(v_load32(s->sum + g, LANES), keep, sum));
-  v_store32(s->max + g, LANES, max);
-  if (begun && v_signs(v_sub(old, max))) att_shrink(out, width, keep, nr); /* a maximum grew */
-}
-
 DC_INLINE void att_softmax(const dc_attention_args *a, const att_scratch *s, int64_t i, int64_t c, int64_t n,
                            int64_t width) {
   for (int64_t g = 0; g < ATT_QUERIES; g += LANES) {
     float *at = s->score + g / NR * ATT_CHUNK * NR + g % NR;
-    att_absorb(s, a->scale, g, at, att_largest(a, at, i + g, c, n), n, width, c > 0, NR, 0);
-  }
-}
-
-/* out^T, divided by the sums and the share that dropout keeps, goes to its rows. */
-DC_INLINE void att_finish(const dc_attention_args *a, const att_scratch *s, float keep, int dt, int64_t b, int64_t h,
-                          int64_t i, int64_t queries, int64_t width, int nr) {
-  const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
-  float *lse = a->lse + (b * a->heads + h) * a->rows, rows[LANES * TILE_DIM];
-  for (int64_t r = 0; r < queries && i + r < a->rows; r++) {
-    const float *row = rows + r % LANES * width, sum = s->sum[r], by = 1.0f / (sum * keep);
-    char *to = (char *)(uintptr_t)out.at + (i + r) * out.stride;
-    if (r % LANES == 0) att_rows_of(rows, s->out, r, width, nr);
-    for (int64_t c = 0; c < a->dim; c += LANES)
-      v_put(to, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
-            sum == 0.0f ? v_set1(0.0f) : v_mul(v_load32(row + c, LANES), v_set1(by)));
-    lse[i + r] = sum == 0.0f ? HUGE_VALF : dc__canonical_f32(s->max[r] + logf(sum));
+    att_absorb(s, a->scale, g, at, att_largest(a, at, i + g, c, n), n, width, c > 0, NR);
   }
 }
 
 /* All keys, or those up to the diagonal; floats. */
-DC_INLINE void att_queries(const dc_attention_args *a, const att_scratch *s, const tile_rows *q, int dt, int64_t b,
-                           int64_t h, int64_t i) {
+DC_INLINE void att_queries(const dc_attention_args *a, const att_scratch *s, const tile_rows *q, int64_t b, int64_t h,
+                           int64_t i) {
   const int64_t width = q->width, limit = att_limit(a->keys, a->causal, a->diagonal, i + ATT_QUERIES);
   const tile_panels score = {s->score, ATT_CHUNK * NR}, query = {s->q, width * NR}, out = {s->out, width * NR};
   for (int r = 0; r < ATT_QUERIES; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
   if (limit <= 0) memset(s->out, 0, (size_t)(ATT_QUERIES * width) * sizeof *s->out);
-  tile_pack_across(s->q, q, dt, i, ATT_QUERIES, NR, 0);
+  tile_pack_across(s->q, q, a->dtype, i, ATT_QUERIES, NR);
   for (int64_t c = 0; c < limit; c += ATT_CHUNK) {
     const int64_t n = att_chunk(limit, c);
-    tile_multiply(score, tile_by_rows(s->k + c * width, width, MR), query, n, PANELS, width, NR, 0, 0);
+    tile_multiply(score, tile_by_rows(s->k + c * width, width, MR), query, n, PANELS, width, NR, 0);
     att_softmax(a, s, i, c, n, width);
     const tile_left v = att_columns(s->v, c, s->keys, MR);
-    if (c == 0) tile_multiply(out, v, score, width, PANELS, n, NR, 0, 0);
-    else tile_multiply(out, v, score, width, PANELS, n, NR, 0, 1);
+    if (c == 0) tile_multiply(out, v, score, width, PANELS, n, NR, 0);
+    else tile_multiply(out, v, score, width, PANELS, n, NR, 1);
   }
-  att_finish(a, s, 1.0f, dt, b, h, i, ATT_QUERIES, width, NR);
+  att_finish(a, s, 1.0f, b, h, i, ATT_QUERIES, width, NR);
 }
+#endif
 
 /* ---- forward, some of the keys -------------------------------------------------------------------------------------
  */
@@ -161,12 +168,12 @@ DC_INLINE vf att_largest_seen(const att_sight *s, float *at, int64_t i, int64_t 
 
 /* Dropout of probabilities of queries g to g + 16 of the tiles, i being the first of them. */
 static __attribute__((noinline)) void att_drop(float *p, const att_sight *s, int64_t i, int64_t g,
-                                               const att_tile *tiles, int count, int64_t tile, int nr, int pairs) {
+                                               const att_tile *tiles, int count, int64_t tile, int nr) {
   uint16_t keep[ATT_KEYS];
-  for (int t = 0; t < count; t++, p += tile_words(tile, pairs) * nr) {
+  for (int t = 0; t < count; t++, p += tile_words(tile) * nr) {
     if (tiles[t].part[g / ATT_STEP] == ATT_HIDDEN) continue;
     att_keep(keep, s, i, tiles[t].first, tile);
-    if (pairs) {
+    if (TILE_PAIRS) {
       for (int64_t r = 0; r < tile; r += 2) {
         const vi both = vi_load(p + r / 2 * nr), low = vi_only(vi_and_or(both, 0xffff, 0), keep[r]);
         vi_store(p + r / 2 * nr, vi_or(low, vi_only(vi_and_or(both, (int)0xffff0000, 0), keep[r + 1])));
@@ -179,101 +186,95 @@ static __attribute__((noinline)) void att_drop(float *p, const att_sight *s, int
 
 /* Scores of the tiles and a panel of queries: neighbours in one product. */
 DC_INLINE void att_score_tiles(const att_scratch *s, tile_panels query, tile_panels score, const att_tile *tiles,
-                               int count, int64_t tile, int64_t w, int nr, int pairs) {
+                               int count, int64_t tile, int64_t w, int nr) {
   for (int t = 0, n; t < count; t += n) {
     for (n = 1; t + n < count && tiles[t + n].first == tiles[t].first + n * tile;) n++;
     tile_multiply((tile_panels){score.at + t * tile * nr, 0}, tile_by_rows(s->k + tiles[t].first * w, w, tile_mr(nr)),
-                  query, n * tile, 1, w, nr, pairs, 0);
+                  query, n * tile, 1, w, nr, 0);
   }
 }
 
 /* A panel's probabilities of the tiles times their v. */
 DC_INLINE void att_add_tiles(const att_scratch *s, tile_panels out, tile_panels p, const att_tile *tiles, int count,
-                             int64_t tile, int64_t width, int nr, int pairs, int begun) {
-  const int64_t words = tile_words(tile, pairs);
+                             int64_t tile, int64_t width, int nr, int begun) {
+  const int64_t words = tile_words(tile);
   int64_t first[ATT_CHUNK / ATT_STEP];
-  for (int t = 0; t < count; t++) first[t] = pairs ? tiles[t].first / 2 * width : tiles[t].first;
+  for (int t = 0; t < count; t++) first[t] = TILE_PAIRS ? tiles[t].first / 2 * width : tiles[t].first;
   const tile_runs runs = {first, count, words};
-  const tile_left v = pairs ? tile_by_rows(s->v, words, tile_mr(nr)) : att_columns(s->v, 0, s->keys, tile_mr(nr));
-  if (begun) tile_multiply_runs(out, v, p, width, 1, runs, nr, pairs, 1);
-  else tile_multiply_runs(out, v, p, width, 1, runs, nr, pairs, 0);
+  const tile_left v = TILE_PAIRS ? tile_by_rows(s->v, words, tile_mr(nr)) : att_columns(s->v, 0, s->keys, tile_mr(nr));
+  if (begun) tile_multiply_runs(out, v, p, width, 1, runs, nr, 1);
+  else tile_multiply_runs(out, v, p, width, 1, runs, nr, 0);
 }
 
 /* `queries` from i on; tile: keys that are seen or not together. */
 DC_INLINE void att_some_queries(const dc_attention_args *a, const att_sight *sight, const att_scratch *s,
-                                const tile_rows *q, int dt, int64_t i, int64_t queries, int64_t tile, int nr,
-                                int pairs) {
-  const int64_t width = q->width, w = tile_words(width, pairs), chunk = tile_words(ATT_CHUNK, pairs);
+                                const tile_rows *q, int64_t i, int64_t queries, int64_t tile, int nr) {
+  const int64_t width = q->width, w = tile_words(width), chunk = tile_words(ATT_CHUNK);
   const int64_t panels = queries / nr;
   const tile_panels query = {s->q, w * nr}, out = {s->out, width * nr};
-  const tile_panels p = pairs ? (tile_panels){s->p, chunk * nr} : (tile_panels){s->score, ATT_CHUNK * nr};
+  const tile_panels p = TILE_PAIRS ? (tile_panels){s->p, chunk * nr} : (tile_panels){s->score, ATT_CHUNK * nr};
   att_tile tiles[ATT_CHUNK / ATT_STEP];
   int64_t at = 0;
   int begun = 0;
   for (int64_t r = 0; r < queries; r++) s->max[r] = -HUGE_VALF, s->sum[r] = 0.0f;
-  tile_pack_across(s->q, q, dt, i, queries, nr, pairs);
+  tile_pack_across(s->q, q, a->dtype, i, queries, nr);
   for (int count; (count = att_next_tiles(sight, i, queries, tile, &at, tiles)) > 0; begun = 1)
     for (int64_t n = 0; n < panels; n++) { /* one by one: a panel's scores and probabilities stay in the first cache */
       const tile_panels one = {s->score + n * ATT_CHUNK * nr, 0};
-      att_score_tiles(s, (tile_panels){query.at + n * query.step, 0}, one, tiles, count, tile, w, nr, pairs);
+      att_score_tiles(s, (tile_panels){query.at + n * query.step, 0}, one, tiles, count, tile, w, nr);
       for (int64_t g = n * nr; g < (n + 1) * nr; g += LANES) {
         float *score = one.at + g % nr;
         const vf top = att_largest_seen(sight, score, i + g, g, tiles, count, tile, nr);
-        att_absorb(s, a->scale, g, score, top, count * tile, width, begun, nr, pairs);
-        if (sight->threshold) att_drop(p.at + n * p.step + g % nr, sight, i + g, g, tiles, count, tile, nr, pairs);
+        att_absorb(s, a->scale, g, score, top, count * tile, width, begun, nr);
+        if (sight->threshold) att_drop(p.at + n * p.step + g % nr, sight, i + g, g, tiles, count, tile, nr);
       }
       att_add_tiles(s, (tile_panels){out.at + n * out.step, 0}, (tile_panels){p.at + n * p.step, 0}, tiles, count, tile,
-                    width, nr, pairs, begun);
+                    width, nr, begun);
     }
   if (!begun) memset(s->out, 0, (size_t)(queries * width) * sizeof *s->out);
 }
 
-DC_INLINE void att_some_head(const dc_attention_args *a, const att_scratch *s, int dt, int64_t b, int64_t h,
-                             int64_t width, int pairs) {
-  const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
+DC_INLINE void att_some_head(const dc_attention_args *a, const att_scratch *s, int64_t b, int64_t h, int64_t width) {
+  const tile_rows q = att_head(a->q, a->dtype, a->q_stride, b, h, a->rows, a->dim);
   const att_sight sight = ATT_SIGHT(a, b, h);
   const int64_t queries = att_tile_queries(&a->mask), tile = att_tile_keys(&a->mask);
   for (int64_t i = 0; i < a->rows; i += queries) {
-    if (tile == 64) att_some_queries(a, &sight, s, &q, dt, i, 64, 64, NR, pairs);
-    else if (tile == 32) att_some_queries(a, &sight, s, &q, dt, i, 32, 32, NR, pairs);
-    else att_some_queries(a, &sight, s, &q, dt, i, 16, 16, LANES, pairs);
-    att_finish(a, s, sight.keep, dt, b, h, i, queries, width, tile == 16 ? LANES : NR);
+    if (tile == 64) att_some_queries(a, &sight, s, &q, i, 64, 64, NR);
+    else if (tile == 32) att_some_queries(a, &sight, s, &q, i, 32, 32, NR);
+    else att_some_queries(a, &sight, s, &q, i, 16, 16, LANES);
+    att_finish(a, s, sight.keep, b, h, i, queries, width, tile == 16 ? LANES : NR);
   }
 }
 
 /* v of a head as a left operand. */
-DC_INLINE void att_pack_values(const att_scratch *s, const tile_rows *v, int dt, int64_t tile, int pairs) {
-#if defined(__AVX512BF16__)
-  if (pairs) {
-    att_pairs_turned(s->v, v, 0, s->keys, tile);
-    return;
-  }
+DC_INLINE void att_pack_values(const att_scratch *s, const tile_rows *v, int dt, int64_t tile) {
+#if TILE_PAIRS
+  (void)dt;
+  att_pairs_turned(s->v, v, 0, s->keys, tile);
+#else
+  att_floats_down(s->v, v, dt, 0, s->keys, tile == 16 ? tile_mr(LANES) : MR);
 #endif
-  (void)pairs;
-  if (tile == 16) att_floats_down(s->v, v, dt, 0, s->keys, tile_mr(LANES));
-  else att_floats_down(s->v, v, dt, 0, s->keys, MR);
 }
 
-DC_INLINE void att_forward(const dc_attention_args *a, int dt, int64_t b, int64_t kv, float *scratch) {
-  const int pairs = TILE_PAIRS(dt), some = pairs || att_masked(&a->mask); /* pairs: by tiles in any case */
+void DC_BODY(attention)(const dc_attention_args *a, int64_t b, int64_t kv, float *scratch) {
+  TILE_OTHERS(attention, (a, b, kv, scratch));
+  const int dt = a->dtype;
   const int64_t group = a->heads / a->kv_heads, kp = tile_round(a->keys, ATT_CHUNK);
   const tile_rows k = att_head(a->k, dt, a->k_stride, b, kv, a->keys, a->dim);
   const tile_rows v = att_head(a->v, dt, a->v_stride, b, kv, a->keys, a->dim);
   const att_scratch s = att_lay_out(scratch, a->keys, k.width);
-  tile_pack_rows(s.k, &k, dt, 0, kp, pairs);
-  att_pack_values(&s, &v, dt, att_tile_keys(&a->mask), pairs);
-  att_begin(pairs);
+  tile_pack_rows(s.k, &k, dt, 0, kp);
+  att_pack_values(&s, &v, dt, att_tile_keys(&a->mask));
+  att_begin();
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
-    if (some) {
-      att_some_head(a, &s, dt, b, h, k.width, pairs);
+#if !TILE_PAIRS
+    if (!att_masked(&a->mask)) {
+      const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
+      for (int64_t i = 0; i < a->rows; i += ATT_QUERIES) att_queries(a, &s, &q, b, h, i);
       continue;
     }
-    const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
-    for (int64_t i = 0; i < a->rows; i += ATT_QUERIES) att_queries(a, &s, &q, dt, b, h, i);
+#endif
+    att_some_head(a, &s, b, h, k.width);
   }
-  att_end(pairs);
-}
-
-void DC_BODY(attention)(const dc_attention_args *a, int64_t b, int64_t kv, float *scratch) {
-  DC_FOR_LOW(a->dtype, DT, att_forward(a, DT, b, kv, scratch));
+  att_end();
 }

@@ -22,17 +22,23 @@ DC_INLINE tile_rows att_head(const void *p, int dt, const int64_t *stride, int64
 
 /* Inner dimension down the rows, in panels of nr columns: [panels of width][n][nr]. A right operand, and by nr = the
  * rows of a product a left one. */
-DC_INLINE void att_floats_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int nr) {
+#if !TILE_PAIRS
+DC_INLINE void att_floats_down_of(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int nr) {
   float words[TILE_DIM];
   for (int64_t i = 0; i < n; i++) {
     const float *row = words;
-    if (tile_plain(x, dt, begin + i, 1, 0)) row = (const float *)(const void *)(x->at + (begin + i) * x->stride);
+    if (tile_plain(x, dt, begin + i, 1)) row = (const float *)(const void *)(x->at + (begin + i) * x->stride);
     else tile_floats(words, x, dt, begin + i);
     for (int64_t c = 0; c < x->width; c += nr) memcpy(to + (c / nr * n + i) * nr, row + c, (size_t)nr * sizeof *to);
   }
 }
-
-#if defined(__AVX512BF16__)
+static __attribute__((noinline)) void att_floats_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n,
+                                                      int nr) {
+  if (nr == MR) TILE_FOR(dt, DT, att_floats_down_of(to, x, DT, begin, n, MR)) /* constants: copies of few elements */
+  else if (nr == LANES) TILE_FOR(dt, DT, att_floats_down_of(to, x, DT, begin, n, LANES))
+  else TILE_FOR(dt, DT, att_floats_down_of(to, x, DT, begin, n, NR))
+}
+#else
 /* How far apart in a run of 32 rows those are that make a pair: 16 is what two vectors of 16 queries give by shifts. */
 DC_INLINE int64_t att_apart(int64_t n) { return n < 2 * LANES ? 1 : LANES; }
 
@@ -45,8 +51,8 @@ DC_INLINE void att_pairs_down_of(float *to, const tile_rows *x, int64_t begin, i
       v_store32(to + (c / NR * (n / 2) + i) * NR + c % NR, LANES, tile_pair_words(x, row, row + apart, c, plain));
   }
 }
-DC_INLINE void att_pairs_down(float *to, const tile_rows *x, int64_t begin, int64_t n) {
-  if (tile_plain(x, DC_BF16, begin, n, 1)) att_pairs_down_of(to, x, begin, n, 1);
+static __attribute__((noinline)) void att_pairs_down(float *to, const tile_rows *x, int64_t begin, int64_t n) {
+  if (tile_plain(x, DC_BF16, begin, n)) att_pairs_down_of(to, x, begin, n, 1);
   else att_pairs_down_of(to, x, begin, n, 0);
 }
 
@@ -64,24 +70,23 @@ DC_INLINE void att_pairs_turn_run(float *to, const tile_rows *x, int64_t i, int6
     }
 }
 /* n rows from `begin` on, run by run. */
-DC_INLINE void att_pairs_turned(float *to, const tile_rows *x, int64_t begin, int64_t n, int64_t run) {
+static __attribute__((noinline)) void att_pairs_turned(float *to, const tile_rows *x, int64_t begin, int64_t n,
+                                                       int64_t run) {
   for (int64_t i = begin; i < begin + n; i += run, to += x->width * run / 2) {
-    if (tile_plain(x, DC_BF16, i, run, 1)) att_pairs_turn_run(to, x, i, run, 1);
+    if (tile_plain(x, DC_BF16, i, run)) att_pairs_turn_run(to, x, i, run, 1);
     else att_pairs_turn_run(to, x, i, run, 0);
   }
 }
 #endif
 
 /* A right operand, its inner dimension down the rows from `begin` on: [panels of width][words of n][NR]. */
-DC_INLINE void att_pack_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n, int pairs) {
-#if defined(__AVX512BF16__)
-  if (pairs) {
-    att_pairs_down(to, x, begin, n);
-    return;
-  }
-#endif
-  (void)pairs;
+DC_INLINE void att_pack_down(float *to, const tile_rows *x, int dt, int64_t begin, int64_t n) {
+#if TILE_PAIRS
+  (void)dt;
+  att_pairs_down(to, x, begin, n);
+#else
   att_floats_down(to, x, dt, begin, n, NR);
+#endif
 }
 
 /* Columns of panels [width][nr], 16 of them, become rows of width. */
@@ -89,18 +94,16 @@ DC_INLINE void att_rows_of(float *row, const float *panels, int64_t i, int64_t w
   tile_turn(row, width, panels + i / nr * width * nr + i % nr, nr, width, LANES);
 }
 
-/* The tiles of pairs that a call uses are the thread's. */
-DC_INLINE void att_begin(int pairs) {
+/* The tiles that a call uses are the thread's. */
+DC_INLINE void att_begin(void) {
 #if defined(DC_TILES)
-  if (pairs) v_tiles_begin();
+  v_tiles_begin();
 #endif
-  (void)pairs;
 }
-DC_INLINE void att_end(int pairs) {
+DC_INLINE void att_end(void) {
 #if defined(DC_TILES)
-  if (pairs) v_tiles_end();
+  v_tiles_end();
 #endif
-  (void)pairs;
 }
 
 /* ---- masks ------------------------------------------------------------------------------------------------------- */

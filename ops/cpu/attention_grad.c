@@ -25,7 +25,7 @@ DC_INLINE att_back att_lay_out_back(float *at, int64_t rows, int64_t keys, int64
 }
 
 /* sum(dout * out) of every query, in 16 sums; and lse, of pairs as a power of 2. */
-DC_INLINE void att_deltas(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h, int pairs) {
+DC_INLINE void att_deltas_of(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h) {
   const tile_rows dout = att_head(a->dout, dt, a->dout_stride, b, h, a->rows, a->dim);
   const tile_rows out = att_head(a->out, dt, a->out_stride, b, h, a->rows, a->dim);
   const float *lse = a->lse + (b * a->heads + h) * a->rows;
@@ -37,8 +37,12 @@ DC_INLINE void att_deltas(const dc_attention_grad_args *a, const att_back *s, in
       const int r = a->dim - c < LANES ? (int)(a->dim - c) : LANES;
       sum = v_fma(v_get(dout.at + i * dout.stride, dt, c, r), v_get(out.at + i * out.stride, dt, c, r), sum);
     }
-    s->lse[i] = pairs ? lse[i] * DC__EXP_LOG2E : lse[i], s->delta[i] = v_tree(sum);
+    s->lse[i] = TILE_PAIRS ? lse[i] * DC__EXP_LOG2E : lse[i], s->delta[i] = v_tree(sum);
   }
+}
+static __attribute__((noinline)) void att_deltas(const dc_attention_grad_args *a, const att_back *s, int64_t b,
+                                                 int64_t h) {
+  TILE_FOR(a->dtype, DT, att_deltas_of(a, s, DT, b, h));
 }
 
 typedef struct att_two {
@@ -56,16 +60,14 @@ typedef struct att_turn {
 } att_turn;
 
 /* 16 queries from g on and key r of the block; of pairs ds is not scaled: dq and dk are, at the end. */
-DC_INLINE att_two att_probability(const att_back *s, const att_turn *o, int64_t at, int64_t g, int64_t r, int plain,
-                                  int pairs) {
+DC_INLINE att_two att_probability(const att_back *s, const att_turn *o, int64_t at, int64_t g, int64_t r, int plain) {
   const vf lse = v_load32(s->lse + o->i + g, LANES), none = v_set1(0.0f);
   const int64_t i = o->i + g, j = o->j + r;
   vf x = v_sub(none, lse), score = v_load32(s->score + at, LANES), dp = v_load32(s->dp + at, LANES);
   att_two t;
   if (!plain && o->sight->biased) score = att_add_bias(score, o->sight, i, j);
-#if defined(__AVX512BF16__)
-  if (pairs) t.p = v_exp2_low(v_fma(score, o->scale, x));
-  else t.p = v_exp_nonpos(v_min(v_fma(score, o->scale, x), none));
+#if TILE_PAIRS
+  t.p = v_exp2_low(v_fma(score, o->scale, x));
 #else
   t.p = v_exp_nonpos(v_min(v_fma(score, o->scale, x), none));
 #endif
@@ -81,13 +83,13 @@ DC_INLINE att_two att_probability(const att_back *s, const att_turn *o, int64_t 
   }
   t.ds = v_mul(whole, v_sub(dp, v_load32(s->delta + i, LANES)));
   if (!plain && o->raw) v_store32(s->score + at, LANES, t.ds);
-  if (!pairs) t.ds = v_mul(t.ds, o->scale);
+  if (!TILE_PAIRS) t.ds = v_mul(t.ds, o->scale);
   return t;
 }
 
 /* The block's scores and dp become p and ds: row by row (left operands of dv and dk), and ds in panels (right one of
  * dq). plain: all of it is seen, without biases and dropout. */
-DC_INLINE void att_block_ds(const att_back *s, const att_turn *o, int64_t queries, int64_t keys, int plain, int pairs) {
+DC_INLINE void att_block_ds(const att_back *s, const att_turn *o, int64_t queries, int64_t keys, int plain) {
   const int nr = queries < NR ? LANES : NR, both = queries > LANES; /* vectors of 16 queries at a time */
   for (int64_t r = 0; r < keys; r += 2)
     for (int64_t g = 0; g < queries; g += (both + 1) * LANES) {
@@ -95,10 +97,10 @@ DC_INLINE void att_block_ds(const att_back *s, const att_turn *o, int64_t querie
       for (int k = 0; k < 2; k++)
         for (int u = 0; u <= both; u++) {
           const int64_t c = g + u * LANES;
-          t[k][u] = att_probability(s, o, (c / nr * keys + r + k) * nr + c % nr, c, r + k, plain, pairs);
+          t[k][u] = att_probability(s, o, (c / nr * keys + r + k) * nr + c % nr, c, r + k, plain);
         }
-#if defined(__AVX512BF16__)
-      if (pairs && both) { /* a row's queries in pairs 16 apart; ds also in pairs of rows */
+#if TILE_PAIRS
+      if (both) { /* a row's queries in pairs 16 apart; ds also in pairs of rows */
         vi ds[2][2];
         for (int k = 0; k < 2; k++) {
           for (int u = 0; u < 2; u++) ds[k][u] = v_half_up(t[k][u].ds);
@@ -109,13 +111,11 @@ DC_INLINE void att_block_ds(const att_back *s, const att_turn *o, int64_t querie
           vi_store(s->ds + (g / nr * (keys / 2) + r / 2) * nr + u * LANES, vi_upper_pairs(ds[0][u], ds[1][u]));
         continue;
       }
-      if (pairs) { /* two rows of 16 queries */
-        vi_store(s->p_rows + r * queries / 2, v_join_bf16(t[0][0].p, t[1][0].p));
-        vi_store(s->ds_rows + r * queries / 2, v_join_bf16(t[0][0].ds, t[1][0].ds));
-        vi_store(s->ds + r / 2 * nr, vi_upper_pairs(v_half_up(t[0][0].ds), v_half_up(t[1][0].ds)));
-        continue;
-      }
-#endif
+      /* two rows of 16 queries */
+      vi_store(s->p_rows + r * queries / 2, v_join_bf16(t[0][0].p, t[1][0].p));
+      vi_store(s->ds_rows + r * queries / 2, v_join_bf16(t[0][0].ds, t[1][0].ds));
+      vi_store(s->ds + r / 2 * nr, vi_upper_pairs(v_half_up(t[0][0].ds), v_half_up(t[1][0].ds)));
+#else
       for (int k = 0; k < 2; k++)
         for (int u = 0; u <= both; u++) {
           const int64_t c = g + u * LANES;
@@ -123,6 +123,7 @@ DC_INLINE void att_block_ds(const att_back *s, const att_turn *o, int64_t querie
           v_store32(s->ds_rows + (r + k) * queries + c, LANES, t[k][u].ds);
           v_store32(s->ds + (c / nr * keys + r + k) * nr + c % nr, LANES, t[k][u].ds);
         }
+#endif
     }
 }
 
@@ -148,39 +149,38 @@ static __attribute__((noinline)) void att_give_bias(const dc_attention_grad_args
 
 /* One block, if something of it is seen. */
 DC_INLINE void att_block(const dc_attention_grad_args *a, const att_back *s, const att_sight *sight, int64_t b,
-                         int64_t h, int64_t i, int64_t queries, int64_t j, int64_t keys, int64_t width, int pairs) {
+                         int64_t h, int64_t i, int64_t queries, int64_t j, int64_t keys, int64_t width) {
   const int64_t at = j / keys % ATT_ABREAST * keys; /* of what is there of the keys */
-  const int64_t w = tile_words(width, pairs), q_words = tile_words(queries, pairs), k_words = tile_words(keys, pairs);
+  const int64_t w = tile_words(width), q_words = tile_words(queries), k_words = tile_words(keys);
   const int nr = queries < NR ? LANES : NR, mr = tile_mr(nr);
   const int64_t q = i * w, across = width / NR, panels = queries / nr, sums = (a->heads > a->kv_heads ? j : at) * width;
   const tile_panels score = {s->score, keys * nr}, dp = {s->dp, keys * nr};
   att_tile t;
   if (!att_look(sight, i, queries, j, keys, &t)) return;
   uint16_t keep[ATT_QUERIES / ATT_STEP * ATT_KEYS];
-  const float scale = pairs ? a->scale * DC__EXP_LOG2E : a->scale;
+  const float scale = TILE_PAIRS ? a->scale * DC__EXP_LOG2E : a->scale;
   const att_turn turn = {sight, t.part, sight->threshold ? keep : NULL, i, j, v_set1(scale), a->dbias != NULL};
   int plain = !sight->biased && !sight->bias && !sight->threshold;
   for (int64_t g = 0; g < queries; g += LANES) plain &= t.part[g / LANES] == ATT_WHOLE;
-  tile_multiply(score, tile_by_rows(s->k + at * w, w, mr), (tile_panels){s->q + q, w * nr}, keys, panels, w, nr, pairs,
-                0);
-  tile_multiply(dp, tile_by_rows(s->v + at * w, w, mr), (tile_panels){s->dout + q, w * nr}, keys, panels, w, nr, pairs,
-                0);
+  tile_multiply(score, tile_by_rows(s->k + at * w, w, mr), (tile_panels){s->q + q, w * nr}, keys, panels, w, nr, 0);
+  tile_multiply(dp, tile_by_rows(s->v + at * w, w, mr), (tile_panels){s->dout + q, w * nr}, keys, panels, w, nr, 0);
   for (int64_t g = 0; !plain && g < queries; g += LANES) {
     if (t.part[g / LANES] == ATT_HIDDEN) continue;
     if (sight->bias) att_add_rows(s->score + g / nr * keys * nr + g % nr, sight, i + g, j, keys, nr);
     if (sight->threshold) att_keep(keep + g / LANES * ATT_KEYS, sight, i + g, j, keys);
   }
-  if (plain) att_block_ds(s, &turn, queries, keys, 1, pairs);
-  else att_block_ds(s, &turn, queries, keys, 0, pairs);
+  if (plain) att_block_ds(s, &turn, queries, keys, 1);
+  else att_block_ds(s, &turn, queries, keys, 0);
   if (a->dbias) att_give_bias(a, s, &turn, b, h, queries, keys, nr);
   const tile_panels dk = {s->dk + sums, keys * NR}, dv = {s->dv + sums, keys * NR};
   tile_multiply(dv, tile_by_rows(s->p_rows, q_words, MR), (tile_panels){s->dout_down + q, q_words * NR}, keys, across,
-                q_words, NR, pairs, 1);
+                q_words, NR, 1);
   tile_multiply(dk, tile_by_rows(s->ds_rows, q_words, MR), (tile_panels){s->q_down + q, q_words * NR}, keys, across,
-                q_words, NR, pairs, 1);
-  const tile_left kt = pairs ? tile_by_rows(s->kt + at * w, k_words, mr) : tile_by_columns(s->kt + at * w, width, mr);
+                q_words, NR, 1);
+  const tile_left kt = TILE_PAIRS ? tile_by_rows(s->kt + at * w, k_words, mr)
+                                  : tile_by_columns(s->kt + at * w, width, mr);
   tile_multiply((tile_panels){s->dq + i * width, width * nr}, kt, (tile_panels){s->ds, k_words * nr}, width, panels,
-                k_words, nr, pairs, 1);
+                k_words, nr, 1);
 }
 
 DC_INLINE void att_store_row(void *to, int dt, const float *row, float factor, int64_t dim) {
@@ -190,8 +190,8 @@ DC_INLINE void att_store_row(void *to, int dt, const float *row, float factor, i
   }
 }
 
-DC_INLINE void att_give_queries(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h,
-                                int64_t width, int nr, float factor) {
+DC_INLINE void att_give_queries_as(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h,
+                                   int64_t width, int nr, float factor) {
   const tile_rows to = att_head(a->dq, dt, a->dq_stride, b, h, a->rows, a->dim);
   float rows[LANES * TILE_DIM];
   for (int64_t i = 0; i < a->rows; i++) {
@@ -199,10 +199,14 @@ DC_INLINE void att_give_queries(const dc_attention_grad_args *a, const att_back 
     att_store_row((char *)(uintptr_t)to.at + i * to.stride, dt, rows + i % LANES * width, factor, a->dim);
   }
 }
+static __attribute__((noinline)) void att_give_queries(const dc_attention_grad_args *a, const att_back *s, int64_t b,
+                                                       int64_t h, int64_t width, int nr, float factor) {
+  TILE_FOR(a->dtype, DT, att_give_queries_as(a, s, DT, b, h, width, nr, factor));
+}
 
 /* A block of dk or dv goes to its rows. */
-DC_INLINE void att_give_keys(void *p, const int64_t *stride, const dc_attention_grad_args *a, int dt, int64_t b,
-                             int64_t kv, const float *from, float factor, int64_t j, int64_t keys, int64_t width) {
+DC_INLINE void att_give_keys_as(void *p, const int64_t *stride, const dc_attention_grad_args *a, int dt, int64_t b,
+                                int64_t kv, const float *from, float factor, int64_t j, int64_t keys, int64_t width) {
   const tile_rows to = att_head(p, dt, stride, b, kv, a->keys, a->dim);
   const vf by = v_set1(factor);
   for (int64_t r = 0; r < keys && j + r < a->keys; r++)
@@ -210,35 +214,41 @@ DC_INLINE void att_give_keys(void *p, const int64_t *stride, const dc_attention_
       v_put((char *)(uintptr_t)to.at + (j + r) * to.stride, dt, c, a->dim - c < LANES ? (int)(a->dim - c) : LANES,
             v_mul(v_load32(from + (c / NR * keys + r) * NR + c % NR, LANES), by));
 }
+static __attribute__((noinline)) void att_give_keys(void *p, const int64_t *stride, const dc_attention_grad_args *a,
+                                                    int64_t b, int64_t kv, const float *from, float factor, int64_t j,
+                                                    int64_t keys, int64_t width) {
+  TILE_FOR(a->dtype, DT, att_give_keys_as(p, stride, a, DT, b, kv, from, factor, j, keys, width));
+}
 
 /* Operands of a block of keys, number t of those abreast. */
 DC_INLINE void att_pack_keys(const att_back *s, const tile_rows *k, const tile_rows *v, int dt, int64_t j, int64_t t,
-                             int64_t keys, int pairs) {
-  const int64_t at = t * keys * tile_words(k->width, pairs);
-  tile_pack_rows(s->k + at, k, dt, j, keys, pairs);
-  tile_pack_rows(s->v + at, v, dt, j, keys, pairs);
-#if defined(__AVX512BF16__)
-  if (pairs) att_pairs_turned(s->kt + at, k, j, keys, keys);
+                             int64_t keys) {
+  const int64_t at = t * keys * tile_words(k->width);
+  tile_pack_rows(s->k + at, k, dt, j, keys);
+  tile_pack_rows(s->v + at, v, dt, j, keys);
+#if TILE_PAIRS
+  att_pairs_turned(s->kt + at, k, j, keys, keys);
 #endif
 }
 
-DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s, int dt, int64_t b, int64_t h,
-                             int64_t queries, int64_t keys, int pairs) {
+DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s, int64_t b, int64_t h, int64_t queries,
+                             int64_t keys) {
+  const int dt = a->dtype;
   const tile_rows q = att_head(a->q, dt, a->q_stride, b, h, a->rows, a->dim);
   const tile_rows dout = att_head(a->dout, dt, a->dout_stride, b, h, a->rows, a->dim);
   const int64_t group = a->heads / a->kv_heads, kv = h / group;
   const tile_rows k = att_head(a->k, dt, a->k_stride, b, kv, a->keys, a->dim);
   const tile_rows v = att_head(a->v, dt, a->v_stride, b, kv, a->keys, a->dim);
-  const int64_t w = tile_words(q.width, pairs), qp = tile_round(a->rows, ATT_QUERIES);
+  const int64_t w = tile_words(q.width), qp = tile_round(a->rows, ATT_QUERIES);
   const int nr = queries < NR ? LANES : NR;
   const att_sight sight = ATT_SIGHT(a, b, h);
   for (int64_t i = 0; i < qp; i += queries) {
-    tile_pack_across(s->q + i * w, &q, dt, i, queries, nr, pairs);
-    tile_pack_across(s->dout + i * w, &dout, dt, i, queries, nr, pairs);
-    att_pack_down(s->q_down + i * w, &q, dt, i, queries, pairs);
-    att_pack_down(s->dout_down + i * w, &dout, dt, i, queries, pairs);
+    tile_pack_across(s->q + i * w, &q, dt, i, queries, nr);
+    tile_pack_across(s->dout + i * w, &dout, dt, i, queries, nr);
+    att_pack_down(s->q_down + i * w, &q, dt, i, queries);
+    att_pack_down(s->dout_down + i * w, &dout, dt, i, queries);
   }
-  att_deltas(a, s, dt, b, h, pairs);
+  att_deltas(a, s, b, h);
   memset(s->dq, 0, (size_t)(qp * q.width) * sizeof *s->dq);
   const int64_t size = keys * q.width;
   for (int64_t j = 0; j < a->keys; j += ATT_ABREAST * keys) {
@@ -246,7 +256,7 @@ DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s,
     const int64_t left = (a->keys - j + keys - 1) / keys, n = att_least(left, ATT_ABREAST);
     float *dk = s->dk + (group > 1 ? j * q.width : 0), *dv = s->dv + (dk - s->dk);
     for (int64_t t = 0; t < n; t++) {
-      att_pack_keys(s, &k, &v, dt, j + t * keys, t, keys, pairs);
+      att_pack_keys(s, &k, &v, dt, j + t * keys, t, keys);
       next[t] = att_next_query(&sight, 0, j + t * keys, queries);
     }
     if (h % group == 0) memset(dk, 0, (size_t)(n * size) * sizeof *dk), memset(dv, 0, (size_t)(n * size) * sizeof *dv);
@@ -256,33 +266,29 @@ DC_INLINE void att_back_head(const dc_attention_grad_args *a, const att_back *s,
       if (i >= a->rows) break;
       for (int64_t t = 0; t < n; t++) {
         if (next[t] != i) continue;
-        att_block(a, s, &sight, b, h, i, queries, j + t * keys, keys, q.width, pairs);
+        att_block(a, s, &sight, b, h, i, queries, j + t * keys, keys, q.width);
         next[t] = att_next_query(&sight, i + queries, j + t * keys, queries);
       }
     }
     for (int64_t t = 0; h % group == group - 1 && t < n; t++) {
-      att_give_keys(a->dk, a->dk_stride, a, dt, b, kv, dk + t * size, pairs ? a->scale : 1.0f, j + t * keys, keys,
+      att_give_keys(a->dk, a->dk_stride, a, b, kv, dk + t * size, TILE_PAIRS ? a->scale : 1.0f, j + t * keys, keys,
                     q.width);
-      att_give_keys(a->dv, a->dv_stride, a, dt, b, kv, dv + t * size, 1.0f, j + t * keys, keys, q.width);
+      att_give_keys(a->dv, a->dv_stride, a, b, kv, dv + t * size, 1.0f, j + t * keys, keys, q.width);
     }
   }
-  att_give_queries(a, s, dt, b, h, q.width, nr, pairs ? a->scale : 1.0f);
-}
-
-DC_INLINE void att_backward(const dc_attention_grad_args *a, int dt, int64_t b, int64_t kv, float *scratch) {
-  const int pairs = TILE_PAIRS(dt);
-  const int64_t group = a->heads / a->kv_heads, keys = att_tile_keys(&a->mask);
-  att_back s = att_lay_out_back(scratch, a->rows, a->keys, tile_round(a->dim, TILE_WIDTH), group);
-  if (!pairs) s.kt = s.k;
-  att_begin(pairs);
-  for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
-    if (keys == ATT_KEYS) att_back_head(a, &s, dt, b, h, ATT_QUERIES, ATT_KEYS, pairs);
-    else if (keys == 32) att_back_head(a, &s, dt, b, h, 32, 32, pairs);
-    else att_back_head(a, &s, dt, b, h, 16, 16, pairs);
-  }
-  att_end(pairs);
+  att_give_queries(a, s, b, h, q.width, nr, TILE_PAIRS ? a->scale : 1.0f);
 }
 
 void DC_BODY(attention_grad)(const dc_attention_grad_args *a, int64_t b, int64_t kv, float *scratch) {
-  DC_FOR_LOW(a->dtype, DT, att_backward(a, DT, b, kv, scratch));
+  TILE_OTHERS(attention_grad, (a, b, kv, scratch));
+  const int64_t group = a->heads / a->kv_heads, keys = att_tile_keys(&a->mask);
+  att_back s = att_lay_out_back(scratch, a->rows, a->keys, tile_round(a->dim, TILE_WIDTH), group);
+  if (!TILE_PAIRS) s.kt = s.k;
+  att_begin();
+  for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+    if (keys == ATT_KEYS) att_back_head(a, &s, b, h, ATT_QUERIES, ATT_KEYS);
+    else if (keys == 32) att_back_head(a, &s, b, h, 32, 32);
+    else att_back_head(a, &s, b, h, 16, 16);
+  }
+  att_end();
 }

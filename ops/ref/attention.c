@@ -48,13 +48,11 @@ static void att_add_chunk(const dc_attention_args *a, const att_sight *sight, in
   }
   const float keep = dc__exp_nonpos(o->max - max);
   o->sum = fmaf(o->sum, keep, sum), o->max = max;
-  for (int64_t d = 0; d < a->dim; d++) {
-    o->out[d] *= keep;
-    for (int64_t t = 0; t < n; t++) {
-      const int64_t j = tiles[t / run].first + t % run;
-      const float v = j < a->keys ? dc__get(att_row(a->v, a->dtype, a->v_stride, b, kv, j), a->dtype, d) : 0.0f;
-      o->out[d] = fmaf(v, s[t], o->out[d]);
-    }
+  for (int64_t d = 0; d < a->dim; d++) o->out[d] *= keep;
+  for (int64_t t = 0; t < n; t++) {
+    const int64_t j = tiles[t / run].first + t % run;
+    const char *v = j < a->keys ? att_row(a->v, a->dtype, a->v_stride, b, kv, j) : NULL; /* zeros behind the last */
+    for (int64_t d = 0; d < a->dim; d++) o->out[d] = fmaf(v ? dc__get(v, a->dtype, d) : 0.0f, s[t], o->out[d]);
   }
 }
 
@@ -93,23 +91,25 @@ typedef struct att_sums {
   float *dq, *dk, *dv; /* [rows, dim], [keys, dim] both */
 } att_sums;
 
-/* 16 sums, element c to c % 16, as a vector has them. */
-static float att_delta(const void *dout, const void *out, int dt, int64_t dim) {
+/* sum(dout * out) of query i in 16 sums, element c to c % 16, as a vector has them. */
+static float att_delta(const dc_attention_grad_args *a, int64_t b, int64_t h, int64_t i) {
+  const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
+  const char *out = att_row(a->out, a->dtype, a->out_stride, b, h, i);
   float sum[16] = {0};
-  for (int64_t c = 0; c < dim; c++) sum[c % 16] = fmaf(dc__get(dout, dt, c), dc__get(out, dt, c), sum[c % 16]);
+  for (int64_t c = 0; c < a->dim; c++)
+    sum[c % 16] = fmaf(dc__get(dout, a->dtype, c), dc__get(out, a->dtype, c), sum[c % 16]);
   for (int width = 8; width > 0; width /= 2)
     for (int k = 0; k < width; k++) sum[k] += sum[k + width];
   return sum[0];
 }
 
-/* One pair; p and ds come back, and ds before it is scaled. */
+/* One pair; p and ds come back, and ds before it is scaled. delta: the query's. */
 static void att_pair(const dc_attention_grad_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
-                     int64_t i, int64_t j, float *p, float *ds, float *raw) {
+                     int64_t i, int64_t j, float delta, float *p, float *ds, float *raw) {
   const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i), *k = att_row(a->k, a->dtype, a->k_stride, b, kv, j);
   const char *dout = att_row(a->dout, a->dtype, a->dout_stride, b, h, i);
   const float s = att_biased(sight, att_dot(k, q, a->dtype, a->dim), i, j);
   float dp = att_dot(att_row(a->v, a->dtype, a->v_stride, b, kv, j), dout, a->dtype, a->dim);
-  const float delta = att_delta(dout, att_row(a->out, a->dtype, a->out_stride, b, h, i), a->dtype, a->dim);
   const float lse = a->lse[(b * a->heads + h) * a->rows + i];
   *p = att_visible(sight, i, j) ? dc__exp_nonpos(dc__min_f32(fmaf(s, a->scale, -lse), 0.0f)) : 0.0f;
   const float whole = *p;
@@ -125,10 +125,12 @@ static void att_pair(const dc_attention_grad_args *a, const att_sight *sight, in
 static void att_block(const dc_attention_grad_args *a, const att_sight *sight, int64_t b, int64_t kv, int64_t h,
                       int64_t i0, int64_t queries, int64_t j0, int64_t most, const att_sums *o) {
   const int64_t rows = att_least(a->rows - i0, queries), keys = att_least(a->keys - j0, most), dim = a->dim;
+  float delta[ATT_QUERIES];
+  for (int64_t i = 0; i < rows; i++) delta[i] = att_delta(a, b, h, i0 + i);
   for (int64_t j = j0; j < j0 + keys; j++)
     for (int64_t i = i0; i < i0 + rows; i++) {
       float p, ds, raw;
-      att_pair(a, sight, b, kv, h, i, j, &p, &ds, &raw);
+      att_pair(a, sight, b, kv, h, i, j, delta[i - i0], &p, &ds, &raw);
       if (a->dbias && att_visible(sight, i, j))
         a->dbias[b * a->dbias_stride[0] + h * a->dbias_stride[1] + i * a->dbias_stride[2] + j] += raw;
       const char *q = att_row(a->q, a->dtype, a->q_stride, b, h, i),
