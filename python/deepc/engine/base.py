@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..comm.groups import Group
     from ..config.tree import Config
     from ..optim.schedules import Scheduler
+    from ..parallel.expert.spread import SharedGradients
     from ..parallel.judged import Parts
     from ..parallel.pipeline.part import Part
     from ..parallel.tensor.cut import Cut
@@ -143,6 +144,7 @@ class EngineBase(ModelWrapper):
     parts: Parts | None  # of the model, where the ranks hold different ones
     cuts: dict[int, Cut]  # id(parameter) -> how it is cut over tensor-parallel ranks
     spread: frozenset[int]  # ids of the parameters of experts that are spread over ranks
+    shared_gradients: SharedGradients | None  # over the ranks that share the experts; None: nothing is spread
     world_size: int  # of `group`, as the next two
     global_rank: int
     local_rank: int
@@ -266,6 +268,12 @@ class EngineBase(ModelWrapper):
         """ids of the module's parameters that are not this engine's: other ranks hold them, or trained copies of
         them."""
         return self.part.elsewhere if self.part is not None else frozenset()
+
+    def answers_for(self, p: torch.Tensor) -> bool:
+        """Of ranks that have the same values of `p` because they share a model's tensors or experts: whether this one
+        counts, and saves, them."""
+        at = self.mesh.coordinates(self.everyone.rank)
+        return (at.tp == 0 or id(p) in self.cuts) and (at.ep == 0 or id(p) in self.spread)
 
     def step_is_whole(self) -> None:
         """A step that was broken off is finished, or undone by a checkpoint."""

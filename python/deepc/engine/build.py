@@ -26,9 +26,15 @@ from ..optim.factory import check_format, make_optimizer
 from ..optim.kinds.muon import choose_by_name
 from ..optim.rules import LAMB, ONEBIT
 from ..parallel.axes import axis_group
-from ..parallel.expert.group import expert_group
-from ..parallel.expert.layer import MoE
-from ..parallel.expert.spread import ranks_of_experts, share_gradients, spread_parameters
+from ..parallel.expert.group import expert_group, mesh_with_experts
+from ..parallel.expert.spread import (
+    SharedGradients,
+    connect,
+    one_size,
+    ranks_of_experts,
+    refuse_experts,
+    spread_parameters,
+)
 from ..parallel.judged import Parts
 from ..parallel.mpu import as_mpu_says, refuse_another_order
 from ..parallel.pipeline.layers import PipelineModule, mesh_of
@@ -172,6 +178,11 @@ def part_of(model: torch.nn.Module, config: Config, given: dict[str, Any]) -> Pa
         return model
     if (stages := config.pipeline.stages or 1) == 1:
         return None
+    if (size := ranks_of_experts(model)) > 1:
+        raise UnsupportedError(
+            f"MoE: ep_size = {size} with pipeline.stages = {stages} does not exist; give the model as layers"
+            " (deepc.pipe.PipelineModule), or use ep_size=1"
+        )
     from ..parallel.pipeline.cutting import CutModel
     from ..plan.schedule import Order
 
@@ -329,42 +340,39 @@ def join_group(engine: EngineBase, part: Part | None, undo: contextlib.ExitStack
 
 
 def connect_experts(engine: EngineBase, mesh: Mesh, undo: contextlib.ExitStack) -> Mesh:
-    """The mesh with the ranks that share a model's experts, connected: gradients are averaged over them where they
-    arise, and what is no expert's is rank 0's. Collective."""
-    size, failure = ranks_of_experts(engine.module), None
-    engine.spread = spread_parameters(engine.module)
-    if size > 1:
-        given = {"pipeline stages": mesh.pp, "sequence-parallel ranks": mesh.sp, "tensor-parallel ranks": mesh.tp}
-        if found := [what for what, n in given.items() if n > 1] + ["GPUs"] * (engine.device.type != "cpu"):
-            failure = UnsupportedError(
-                f"MoE: ep_size = {size} with {' and '.join(found)} does not exist; use ep_size=1"
-            )
-        elif any(gathered.is_zero_param(p) for p in engine.module.parameters()):
-            failure = UnsupportedError(
-                f"MoE: ep_size = {size} under zero.Init does not exist; make the model without it"
-            )
-    if engine.part is not None:
+    """The mesh with the ranks that share a model's experts, connected: gradients are averaged over them, and what is no
+    expert's is the first data-parallel rank's. Collective."""
+    module, size = engine.module, 1
+    failure: Exception | None = None
+    try:
+        size = ranks_of_experts(module)
+        refuse_experts(module, size, mesh, engine.device)
+    except DeepcError as exc:
+        failure = exc
+    if engine.part is not None:  # whose stages may have no experts
         together(engine.everyone, failure)
+        size = one_size(engine.everyone.gather_all(torch.tensor([size])).view(-1).tolist())
     elif failure is not None:
         raise failure
+    engine.spread, engine.shared_gradients = spread_parameters(module), None
     if size == 1:
         return mesh
-    group = expert_group(size)
-    for layer in engine.module.modules():
-        if isinstance(layer, MoE):
-            layer.set_deepspeed_parallelism()
-    for t in (*engine.module.parameters(), *engine.module.buffers()):
+    mesh = mesh_with_experts(mesh, size)
+    group = expert_group(mesh)
+    connect(module, group)
+    for t in (*module.parameters(), *module.buffers()):
         if (
             id(t) not in engine.spread
             and t.numel()
+            and not t.is_meta
             and (t.is_floating_point() or t.dtype in (torch.int32, torch.int64))
         ):
-            values = t.detach().contiguous().view(-1)
-            engine.everyone.broadcast(values, 0)
-            t.data.copy_(values.view(t.shape))
-    for handle in share_gradients(engine.module.parameters(), engine.spread, group):
-        undo.callback(handle.remove)
-    return dataclasses.replace(mesh, ep=size)
+            group.from_first(t)  # those with the same experts take what the first of them has
+    engine.shared_gradients = SharedGradients(engine.spread, group, engine._config.gradient_allreduce_op != "sum")
+    if engine.part is None:  # a pipeline's engine does it once a batch
+        for handle in engine.shared_gradients.hook(module.parameters()):
+            undo.callback(handle.remove)
+    return mesh
 
 
 def check_cuts(engine: EngineBase) -> None:
@@ -379,14 +387,14 @@ def check_cuts(engine: EngineBase) -> None:
 
 def check_shards(engine: EngineBase) -> None:
     """UnsupportedError for what works on whole parameters, where there are shards of them."""
-    if not engine.cuts and not engine.spread:
+    if not engine.cuts and engine.mesh.ep == 1:
         return
     rule, config = engine.optimizer.rule, engine._config
     here = {
         f"{type(engine.optimizer.base).__name__}": engine.cuts and rule is not None and rule.kind == ONEBIT,
         "GPUs": engine.device.type != "cpu",
         f"states of {type(engine.optimizer.base).__name__} on disk": config.zero.on_disk[0]
-        and (engine.spread or (rule is not None and (rule.kind in ACROSS or rule.kind == LAMB))),
+        and (engine.mesh.ep > 1 or (rule is not None and (rule.kind in ACROSS or rule.kind == LAMB))),
         "parameters on disk": config.zero.on_disk[1],
         '"precision": "auto"': engine.auto_precision is not None,
         'deepc.deterministic = "layout"': engine.step_policy.one_gradient,
@@ -706,10 +714,8 @@ def make_states(engine: EngineBase, named: Named, group_of: dict[int, int], undo
         tier=tier,
     )
     engine.optimizer.attach(engine.state, [group_of[id(p)] for p in engine.state.trained], sharers_of(engine))
-    at = engine.mesh.coordinates(engine.everyone.rank)
-    if engine.parts is not None and (at.tp > 0 or at.ep > 0):
-        own = engine.spread.union(engine.cuts)
-        engine.parts.repeated = frozenset(i for i, p in enumerate(engine.state.trained) if id(p) not in own)
+    if engine.parts is not None:
+        engine.parts.repeated = frozenset(i for i, p in enumerate(engine.state.trained) if not engine.answers_for(p))
     engine.reducer = engine.step_policy.make_reducer()
     undo.callback(lambda: engine.reducer.close())  # the policy may have exchanged it
     undo.callback(engine.state.close)

@@ -17,6 +17,7 @@ import torch
 from ..comm.groups import abort
 from ..core.ops import torch_dtype
 from ..errors import ArgumentError, CommError, ConfigError, DeepcError, MisuseError, UnsupportedError
+from ..parallel.expert.group import expert_group
 from ..parallel.pipeline.layers import PipelineModule
 from ..parallel.pipeline.measured import Measured, measured
 from ..parallel.pipeline.runtime import Stages
@@ -59,7 +60,8 @@ class PipelineEngine(Engine):
             model.set_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
         # Gradients are added up on their rank, to be reduced once a batch. Where there is nothing to reduce, each
         # micro-batch has a pass of its own instead, as without a pipeline: that needs no second accumulator.
-        self._sums = self.world_size > 1 or self.part.order.chunks > 1 or self._stages.splits(self.micro_batches)
+        shares = self.world_size > 1 or self.shared_gradients is not None
+        self._sums = shares or self.part.order.chunks > 1 or self._stages.splits(self.micro_batches)
         # (number of a tie, the parameter, ranks of the pipeline that hold copies): those that this rank trains; and
         # (number, the copy, the rank that trains it)
         ties = [(i, tie.parameter, tie) for i, tie in enumerate(self.part.ties) if tie.parameter is not None]
@@ -131,6 +133,7 @@ class PipelineEngine(Engine):
         if self._sums:
             self._take_copied()
         self._stages.hops.finish()
+        self._share_gradients()
         if self._sums:
             self.hooks.flush()
         while not self.is_gradient_accumulation_boundary():
@@ -238,7 +241,10 @@ class PipelineEngine(Engine):
                 f"rank {self.everyone.rank}, in stage {self.stage_id} of a pipeline, broke off a batch:"
                 f" {type(exc).__name__}: {exc}"
             )
-            for comm in tensor_group(self.mesh).comms():
+            for comm in [
+                *tensor_group(self.mesh).comms(),
+                *(expert_group(self.mesh).comms() if self.mesh.ep > 1 else ()),
+            ]:
                 comm.abort(reason)
             abort([self.group, self.everyone], reason)
             raise
@@ -348,6 +354,12 @@ class PipelineEngine(Engine):
             like = torch.empty(p.shape, dtype=torch_dtype(self.plan.accumulator))
             for holder in holders:
                 self.hooks.bring(self._indices[id(p)], self._stages.receive_tie(i, like, holder))
+
+    def _share_gradients(self) -> None:
+        """The batch's gradients, over the ranks of the stage that share its experts. Collective."""
+        shared, trained = self.shared_gradients, self.state.trained
+        if shared is not None:
+            self.hooks.change_left(lambda i, g: shared.of(g, id(trained[i])), torch_dtype(self.plan.accumulator))
 
     def last_backward_comes(self) -> None:
         """Where each backward is a pass, what copies got goes with the last one. There stages are in the order of

@@ -181,9 +181,9 @@ def save_model(engine: EngineBase, directory: str | os.PathLike[str], exclude_fr
 def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: bool) -> None:
     st, plan = engine.state, engine.plan
     mine = engine.global_rank == 0 and engine.copy == 0
-    at, own, names = engine.mesh.coordinates(engine.everyone.rank), engine.spread.union(engine.cuts), _names(engine)
+    at, names = engine.mesh.coordinates(engine.everyone.rank), _names(engine)
     first = at.tp == 0 and at.ep == 0  # of ranks that share a model: has what all have
-    places = [_Place.of(engine, p) if first or id(p) in own else None for p in st.trained]
+    places = [_Place.of(engine, p) if engine.answers_for(p) else None for p in st.trained]
 
     def add(kind: str, s: Segment, values: torch.Tensor | Source) -> None:
         if (place := places[s.param]) is not None:
@@ -197,7 +197,7 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
         for name, s, window in engine.optimizer.owned_states():
             add(name, s, _source(window))
         for name, i, whole in engine.optimizer.whole_states() if mine else ():
-            if first or id(st.trained[i]) in engine.spread:
+            if at.tp == 0 and engine.answers_for(st.trained[i]):  # cut parameters have one whole state as well
                 writer.add(f"{name}/{names[i]}", _host(whole), shape=whole.shape)
         for label, s, view in _averages(engine):
             add(f"average.{label}", s, _host(view))
@@ -205,7 +205,7 @@ def _add_tensors(engine: EngineBase, writer: CheckpointWriter, exclude_frozen: b
         shape = tuple(st.trained[part.param].shape)
         writer.add(f"{part.name}/{names[part.param]}", _host(part.values), shape=shape, begin=part.begin)
     for name, p in [] if exclude_frozen or not mine else st.frozen:
-        if first or id(p) in own:
+        if engine.answers_for(p):
             place, name = _Place.of(engine, p), name_among_all(name, engine.module)
             writer.add(f"frozen/{name}", _host(st.frozen_value(p)), shape=place.shape, begin=place.begin, cut=place.cut)
     if mine and first:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ...parallel.expert.spread import gather_experts
 from ...parallel.tensor.group import tensor_group, whole_state_dict
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def of_all_stages(engine: EngineBase, exclude_frozen_parameters: bool, keeps: bo
 
 
 def _own(engine: EngineBase, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
-    """What this rank answers for: its parameters, and no copies of others'; buffers that it saves. Collective over
-    tensor-parallel ranks and those with the same stage."""
+    """What this rank answers for: its parameters, those of all experts of the stage, and no copies of others';
+    buffers that it saves. Collective over tensor-parallel ranks and those with the same stage."""
     assert engine.part is not None  # who asks has looked
     module, away = engine.module, engine.elsewhere()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -65,7 +66,7 @@ def _own(engine: EngineBase, exclude_frozen_parameters: bool) -> dict[str, torch
             continue
         if p is None or p.requires_grad or not exclude_frozen_parameters:
             found[name] = t
-    return found
+    return gather_experts(found, module) if engine.mesh.ep > 1 else found
 
 
 def _told(engine: EngineBase, mine: dict[str, torch.Tensor]) -> list[list[Told]]:

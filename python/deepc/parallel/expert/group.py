@@ -3,8 +3,9 @@ arXiv:2006.16668, section 3.2; DeepSpeed-MoE, arXiv:2201.05596, section 5)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from ...errors import ArgumentError
 from ...plan.mesh import Mesh
 from ..axes import axis_group
 
+if TYPE_CHECKING:
+    from ...comm.shared import Comm
+
 
 class ExpertGroup:
     """The ranks among which one copy of the experts is spread. Layers refer to it; copies of a model share it."""
@@ -20,6 +24,7 @@ class ExpertGroup:
     def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._comm: Comm | None = getattr(process_group, "live_comm", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
         return self
@@ -44,11 +49,21 @@ class ExpertGroup:
         out = torch.cat(experts(arrived.index_select(0, order), asked.sum(0).tolist())).index_select(0, back)
         return _Exchange.apply(out, got, given, self.process_group)  # type: ignore[no-any-return,no-untyped-call]
 
-    def mean_of(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' `t`, averaged, in new memory. Collective."""
+    def comms(self) -> list[Comm]:
+        """What breaks if a rank gives up."""
+        return [self._comm] if self._comm is not None else []
+
+    def sum_of(self, t: torch.Tensor) -> torch.Tensor:
+        """All ranks' `t`, added up, in new memory. Collective."""
         out = t.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=self.process_group)
-        return out.div_(self.size)
+        return out
+
+    def from_first(self, t: torch.Tensor) -> None:
+        """The first rank's `t` comes to all. Collective."""
+        values = t.detach().contiguous().view(-1)
+        dist.broadcast(values, group_src=0, group=self.process_group)
+        t.data.copy_(values.view(t.shape))
 
 
 class _Exchange(torch.autograd.Function):
@@ -71,10 +86,18 @@ def _exchanged(rows: torch.Tensor, given: list[int], got: list[int], group: Any)
     return out
 
 
-def expert_group(size: int, backend: str = "deepc") -> ExpertGroup:
-    """The group of this rank and its neighbours, `size` ranks; made once. Collective over all ranks. ArgumentError for
-    a size that does not divide the number of ranks."""
-    world = dist.get_world_size()
-    if world % size:
-        raise ArgumentError(f"MoE: ep_size = {size} does not divide the {world} rank(s); use a size that does")
-    return axis_group(Mesh(dp=world, ep=size), "ep", ExpertGroup, backend)
+def mesh_with_experts(mesh: Mesh, size: int) -> Mesh:
+    """The mesh with experts spread over `size` data-parallel ranks. ArgumentError if these do not divide into such."""
+    if mesh.dp % size:
+        whole = mesh.size == mesh.dp
+        raise ArgumentError(
+            f"MoE: ep_size = {size} does not divide the {mesh.dp} {'' if whole else 'data-parallel '}rank(s)"
+            f"{'' if whole else ' of a part of the model'}; use a size that does"
+        )
+    return dataclasses.replace(mesh, ep=size)
+
+
+def expert_group(mesh: Mesh, backend: str = "deepc") -> ExpertGroup:
+    """That of this rank along the mesh's expert axis: `ep` data-parallel ranks with the same stage, positions and
+    tensor shards; made once for a default group. Collective over all ranks."""
+    return axis_group(mesh, "ep", ExpertGroup, backend)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...errors import ArgumentError, MisuseError, UnsupportedError
+from ...plan.mesh import Mesh
 from .dispatch import combine, dispatch
 from .gate import Routes, TopKGate
-from .group import ExpertGroup, expert_group
+from .group import ExpertGroup, expert_group, mesh_with_experts
 
 logger = logging.getLogger("deepc")
 
@@ -154,7 +156,7 @@ class MoE(torch.nn.Module):
                 " which deepc does not have; leave it False"
             )
         if self.ep_size > 1 and self.deepspeed_moe.group is None:
-            self.deepspeed_moe.group = expert_group(self.ep_size)
+            self.deepspeed_moe.group = expert_group(mesh_with_experts(Mesh(dp=dist.get_world_size()), self.ep_size))
 
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None

@@ -1,22 +1,30 @@
-"""A model whose experts are spread over neighbouring data-parallel ranks: which parameters those are, their numbers
-among all ranks' experts, and what the others' gradients go through."""
+"""A model whose experts are spread over neighbouring data-parallel ranks (of a stage, where there are stages): which
+parameters those are, their numbers among all ranks' experts, and what gradients go through."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...errors import UnsupportedError
-from .group import ExpertGroup, expert_group
+from ...plan.mesh import Mesh
+from ...zero.parameters.gathered import is_zero_param
+from .group import ExpertGroup
 from .layer import MoE
 
 
 def ranks_of_experts(model: torch.nn.Module) -> int:
     """ep_size of the model's layers; 1 without any. UnsupportedError for several sizes above 1."""
-    sizes = sorted({m.ep_size for m in model.modules() if isinstance(m, MoE)} - {1})
+    return one_size(m.ep_size for m in model.modules() if isinstance(m, MoE))
+
+
+def one_size(found: Iterable[int]) -> int:
+    """The one size above 1 among those of a model's layers or stages; 1 without any. UnsupportedError for several."""
+    sizes = sorted(set(found) - {1})
     if len(sizes) > 1:
         raise UnsupportedError(
             f"MoE: layers with ep_size {' and '.join(map(str, sizes))} in one model; use one size for all (beside it"
@@ -25,15 +33,46 @@ def ranks_of_experts(model: torch.nn.Module) -> int:
     return sizes[0] if sizes else 1
 
 
+def refuse_experts(model: torch.nn.Module, size: int, mesh: Mesh, device: torch.device) -> None:
+    """UnsupportedError for experts that are spread over `size` ranks where deepc can't."""
+    if size == 1:
+        return
+    given = {"sequence-parallel ranks": mesh.sp > 1, "tensor-parallel ranks": mesh.tp > 1, "GPUs": device.type != "cpu"}
+    if found := [what for what, is_so in given.items() if is_so]:
+        raise UnsupportedError(f"MoE: ep_size = {size} with {' and '.join(found)} does not exist; use ep_size=1")
+    if any(is_zero_param(p) for p in model.parameters()):
+        raise UnsupportedError(f"MoE: ep_size = {size} under zero.Init does not exist; make the model without it")
+
+
 def spread_parameters(model: torch.nn.Module) -> frozenset[int]:
     """ids of the parameters of experts that are spread over ranks."""
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.ep_size > 1]
     return frozenset(id(p) for m in layers for p in m.deepspeed_moe.experts.parameters())
 
 
-def _numbered(name: str, model: torch.nn.Module) -> tuple[str, int, str, int, int] | None:
-    """(begin of the name, number of the expert in it, its end, first expert of this rank, experts of this rank) of a
-    tensor of spread experts."""
+def connect(model: torch.nn.Module, group: ExpertGroup) -> None:
+    """Its layers with spread experts send tokens through `group`."""
+    for layer in model.modules():
+        if isinstance(layer, MoE) and layer.ep_size > 1:
+            layer.deepspeed_moe.group = group
+
+
+class _Numbered(NamedTuple):
+    """Where the name of a tensor of spread experts has the expert's number: before, number, after."""
+
+    before: str
+    number: int
+    after: str
+    group: ExpertGroup
+    own: int  # experts of this rank
+
+    @property
+    def first(self) -> int:
+        """This rank's first expert, among all."""
+        return self.group.rank * self.own
+
+
+def _numbered(name: str, model: torch.nn.Module) -> _Numbered | None:
     before, mark, after = name.partition(".deepspeed_moe.experts.deepspeed_experts.")
     if not mark and (mark := "deepspeed_moe.experts.deepspeed_experts.") and name.startswith(mark):
         before, after = "", name.removeprefix(mark)
@@ -44,27 +83,24 @@ def _numbered(name: str, model: torch.nn.Module) -> tuple[str, int, str, int, in
         return None
     if not isinstance(layer, MoE) or layer.deepspeed_moe.group is None or not number.isdecimal():
         return None
-    own = layer.num_local_experts
-    return before + mark, int(number), f".{rest}", layer.deepspeed_moe.group.rank * own, own
+    return _Numbered(before + mark, int(number), f".{rest}", layer.deepspeed_moe.group, layer.num_local_experts)
 
 
 def name_among_all(name: str, model: torch.nn.Module) -> str:
     """Of a parameter: the same with an expert's number among all ranks' experts, which is what checkpoints know."""
     if (found := _numbered(name, model)) is None:
         return name
-    before, number, rest, first, _ = found
-    return f"{before}{number + first}{rest}"
+    return f"{found.before}{found.number + found.first}{found.after}"
 
 
 def gather_experts(state_dict: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A state_dict of this rank -> that of the whole model, all experts in it. Collective."""
+    """A state_dict of this rank -> that of the whole model (or stage), all experts in it. Collective."""
     whole = {}
     for name, t in state_dict.items():
         if (found := _numbered(name, model)) is None:
             whole[name] = t
             continue
-        before, number, rest, _, own = found
-        group = expert_group(ranks_of_experts(model))
+        before, number, rest, group, own = found
         parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(group.size)]
         dist.all_gather(parts, t.detach().contiguous(), group=group.process_group)
         whole.update({f"{before}{number + r * own}{rest}": part for r, part in enumerate(parts)})
@@ -77,19 +113,28 @@ def own_experts(state_dict: dict[str, Any], model: torch.nn.Module) -> dict[str,
     for name, t in state_dict.items():
         if (found := _numbered(name, model)) is None:
             mine[name] = t
-            continue
-        before, number, rest, first, own = found
-        if first <= number < first + own:
-            mine[f"{before}{number - first}{rest}"] = t
+        elif 0 <= (number := found.number - found.first) < found.own:
+            mine[f"{found.before}{number}{found.after}"] = t
     return mine
 
 
-def share_gradients(parameters: Iterable[torch.nn.Parameter], spread: frozenset[int], group: ExpertGroup) -> list[Any]:
-    """From now on every gradient that reaches one of `parameters` is averaged over the group's ranks: an expert's,
-    which has all their tokens, is divided, the others' go to all. Then the mean over ranks with the same experts is the
-    mean over all. Handles whose remove() ends it. Backwards of the ranks must reach the same parameters."""
-    handles = []
-    for p in parameters:
-        if p.requires_grad:
-            handles.append(p.register_hook((lambda g: g / group.size) if id(p) in spread else group.mean_of))
-    return handles
+class SharedGradients:
+    """Gradients over the ranks that share a model's experts: an expert's has all their tokens, the others' are added up
+    over them; where gradients are averaged (means) both are divided by their number. Then the mean (or sum) over ranks
+    with the same experts is that over all."""
+
+    def __init__(self, spread: frozenset[int], group: ExpertGroup, means: bool = True) -> None:
+        self._spread, self._group, self._means = spread, group, means
+
+    def of(self, gradient: torch.Tensor, p: int) -> torch.Tensor:
+        """Of the parameter with id `p`, in new memory, or `gradient` itself. Collective: all ranks of the group come
+        with the same parameters in the same order."""
+        if p in self._spread:
+            return gradient / self._group.size if self._means else gradient
+        total = self._group.sum_of(gradient)
+        return total.div_(self._group.size) if self._means else total
+
+    def hook(self, parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
+        """Every gradient that reaches one of them goes through `of`. Handles whose remove() ends it. Backwards of the
+        ranks must reach the same parameters."""
+        return [p.register_hook(functools.partial(self.of, p=id(p))) for p in parameters if p.requires_grad]

@@ -233,6 +233,15 @@ class GradientHooks:
         else:
             self.bring(index, a @ b)
 
+    def change_left(self, change: Callable[[int, torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+        """Those gradients of every trained parameter (zeros in dtype where there is none) become what change(index,
+        gradient) returns, in the order of parameters."""
+        for i, p in enumerate(self._params):
+            waiting = self._late.get(i)
+            self._late[i] = change(
+                i, torch.zeros(p.shape, dtype=dtype, device=p.device) if waiting is None else waiting
+            )
+
     def take_left_behind(self, group: Group) -> bool:
         """Reduces gradients that some rank has kept (after no_sync; a module used again under reentrant checkpointing).
         Collective; True if there were any."""
