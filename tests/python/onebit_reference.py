@@ -148,7 +148,7 @@ class OneBitLamb(OneBitAdam):
         for r in out:
             means = list(r["numbers"]["means"])
             for name in ("p", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"):
-                r[name] = list(r[name])
+                r[name] = list(r.get(name, r["exp_avg_sq"]))
             updates, of = [], self.of or list(range(len(mean)))
             for i, g in enumerate(mean):
                 m = r["exp_avg"][i] = o["b1"] * r["exp_avg"][i] + (1 - o["b1"]) * g
@@ -184,6 +184,36 @@ class OneBitLamb(OneBitAdam):
         means = r["numbers"]["means"]
         r["p"] = [p - o["lr"] * means[k] * factors[k] * u for k, p, u in zip(of, r["p"], updates)]
         r["numbers"] = {**r["numbers"], "factors": factors}
+
+
+class LiveLamb(OneBitLamb):
+    """OneBitLamb(ratios="live"), which is deepc's own: the bounded momentum over the frozen variance's root travels,
+    and each step has the ratio of the norms of the parameter and of the step that came."""
+
+    def step(self, before, grads, after):
+        o = self.o
+        if before[0]["numbers"]["steps"] < o["freeze_step"]:
+            return super().step(before, grads, after)
+        out = [{k: v for k, v in b.items()} for b in before]
+        roots = [np.sqrt(v) + o["eps"] for v in out[0]["exp_avg_sq"]]
+        most = o["max_update"]
+        local = [
+            [
+                np.clip((o["b1"] * m + (1 - o["b1"]) * g) / root, -most, most)
+                for m, g, root in zip(r["exp_avg"], gs, roots)
+            ]
+            for r, gs in zip(out, grads)
+        ]
+        steps, workers, servers = self.mean(local, before, after)
+        steps = [np.clip(s, -most, most) for s in steps]
+        for k, r in enumerate(out):
+            updates = [s + o["wd"] * p for s, p in zip(steps, r["p"])]
+            norms, found = self.norms(r["p"]), self.norms(updates)
+            ratios = np.where((norms > 0) & (found > 0), np.clip(norms / np.maximum(found, 1e-300), 0.01, 10.0), 1.0)
+            r["exp_avg"] = [s * root for s, root in zip(steps, roots)]
+            r["p"] = [p - o["lr"] * ratio * u for p, ratio, u in zip(r["p"], ratios, updates)]
+            r["worker"], r["server"] = workers[k], servers[k]
+        return out
 
 
 class ZeroOneAdam(OneBitAdam):
@@ -227,3 +257,8 @@ class ZeroOneAdam(OneBitAdam):
             r["p"] = [b + x / (np.sqrt(v) + o["eps"]) for b, x, v in zip(r["base"], mean, r["exp_avg_sq"])]
             r["momentum_accumulator"] = [np.zeros_like(x) for x in mean]
         return out
+
+
+def method_of(name, options):
+    """The class of an optimizer's name and options."""
+    return LiveLamb if options.get("ratios") == "live" else globals()[name]

@@ -92,7 +92,7 @@ def check_against_paper(name, world, steps, ranks_per_worker=1, **options):
     exchange = reference.Exchange([int(np.prod(s)) for s in SHAPES], world, world * ranks_per_worker)
     o = {**MORE, **OPTIONS, **EXTRA[name], **options}
     o.update(b1=o["betas"][0], b2=o["betas"][1], wd=o["weight_decay"])
-    method = getattr(reference, name)(exchange, o)
+    method = reference.method_of(name, o)(exchange, o)
     wide = lambda x: {
         k: v if k == "numbers" else [a.astype(np.float64) for a in v] if isinstance(v, list) else v.astype(np.float64)
         for k, v in x.items()
@@ -138,6 +138,15 @@ def check_against_paper(name, world, steps, ranks_per_worker=1, **options):
 @pytest.mark.parametrize("name", list(EXTRA))
 def test_every_step_is_the_papers(name):
     check_against_paper(name, 2, 20)
+
+
+LIVE = dict(ratios="live", max_update=0.5)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=full), 2])
+def test_every_step_with_live_ratios_is_lambs(world):
+    """Of the norms of the parameter and of the step that came; some elements are at the bound."""
+    check_against_paper("OneBitLamb", world, 20, **LIVE)
 
 
 def test_max_update_bounds_the_steps_that_a_rank_makes_by_itself():
@@ -268,6 +277,7 @@ LOCAL = dict(var_freeze_step=3, local_step_scaler=1, local_step_clipper=4)
     [
         ("OneBitAdam", {"freeze_step": 2}, "bf16"),
         pytest.param("OneBitLamb", {"freeze_step": 3}, "fp32", marks=full),
+        pytest.param("OneBitLamb", {"freeze_step": 3, "ratios": "live", "max_update": 1.0}, "fp32", marks=full),
         pytest.param("ZeroOneAdam", LOCAL, "bf16", marks=full),  # saved between two synchronisations
         pytest.param("ZeroOneAdam", {"var_freeze_step": 100, "var_update_scaler": 1}, "fp32", marks=full),
     ],
@@ -290,6 +300,25 @@ def test_a_checkpoint_has_the_errors(name, options, precision, tmp_path):
         for x, y in zip(owed, _total(more_ranks)):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * abs(x).max())
         assert all(torch.equal(w, more_ranks[3][0][n]) for n, w in more_ranks[0][0].items())
+
+
+def test_a_checkpoint_of_other_ratios_after_the_freeze_is_refused():
+    from deepc.errors import ArgumentError
+    from deepc.optim import OneBitLamb
+
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 12))
+    saved = OneBitLamb([p], freeze_step=1, max_update=1.0, ratios="live")
+    for _ in range(2):
+        p.grad = torch.ones(12)
+        saved.step()
+    again = OneBitLamb([p], freeze_step=1, max_update=1.0, ratios="live")
+    again.load_state_dict(saved.state_dict())
+    assert again.method.numbers() == saved.method.numbers()
+    paper = OneBitLamb([p], freeze_step=1, max_update=1.0)
+    paper.step()
+    paper.step()
+    with pytest.raises(ArgumentError, match="saved after the freeze with ratios='frozen'"):
+        OneBitLamb([p], freeze_step=1, max_update=1.0, ratios="live").load_state_dict(paper.state_dict())
 
 
 def test_a_checkpoint_of_nodes_goes_on_and_loads_into_other_workers(tmp_path):
@@ -489,6 +518,8 @@ def _refused(rank, world, raw):
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step=0"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"max_update": 0}}}, "max_update=0"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"frozen_step": 1}}}, "frozen_step|freeze_step"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"ratios": "life"}}}, "ratios='life'|frozen, live"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"ratios": "live"}}}, "needs max_update|Set it"),
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"amsgrad": True}}}, "amsgrad=True"),
     ],
 )

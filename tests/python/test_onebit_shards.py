@@ -64,7 +64,7 @@ def check_shards(name, nodes, per, steps, more, **options):
     exchange = reference.Columns(columns)
     o = {**MORE, **OPTIONS, **EXTRA[name], **options}
     o.update(b1=o["betas"][0], b2=o["betas"][1], wd=o["weight_decay"])
-    method = getattr(reference, name)(exchange, o)
+    method = reference.method_of(name, o)(exchange, o)
     method.of = [k for r in of_node[0] for k, _, _ in r[1]]
     assert per == 1 or any(n == 0 for r in ranks for _, _, n in r[1]), "every rank has a piece of every parameter"
     if more.get("deepc"):
@@ -108,6 +108,12 @@ def test_every_step_of_shards_is_the_papers(name):
     """Two nodes of two ranks; the models differ at first."""
     more = dict(var_freeze_step=5, local_step_scaler=2) if name == "ZeroOneAdam" else dict(freeze_step=4)
     check_shards(name, 2, 2, 10, CUT, **more)
+
+
+@full
+@pytest.mark.parametrize(("nodes", "per", "more"), [(2, 2, CUT), (1, 2, {"stage": 2})])
+def test_live_ratios_are_of_whole_parameters(nodes, per, more):
+    check_shards("OneBitLamb", nodes, per, 10, more, freeze_step=4, ratios="live", max_update=0.5)
 
 
 @full

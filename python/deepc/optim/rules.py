@@ -123,7 +123,7 @@ def _onebit(base: OneBitOptimizer) -> CoreRule:
         beta1, beta2 = (float(b) for b in g["betas"])
         return Scalars(float(g["lr"]), beta1, beta2, float(g["eps"]), float(g["weight_decay"]), DECOUPLED)
 
-    names = type(base).kind.names
+    names = base.kind.names
     return CoreRule(ONEBIT, names, lambda g: len(names), scalars)
 
 

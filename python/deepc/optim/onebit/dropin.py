@@ -15,7 +15,7 @@ from ..states.dense import Optimizer, check_range, loss_of
 from .adam import OneBitAdamMethod
 from .exchange import Exchange, exchange_over
 from .freeze import check_freeze_step
-from .lamb import OneBitLambMethod
+from .lamb import LiveLambMethod, OneBitLambMethod
 from .method import Item, Method
 from .places import Places, taken
 from .zeroone import ZeroOneAdamMethod
@@ -26,7 +26,7 @@ KEY = "onebit"  # of a state_dict: what is not a state of a parameter
 class OneBitOptimizer(Optimizer):
     """What the three share. method: how a step is made, from the first step on."""
 
-    kind: type[Any]  # of Method
+    kind: type[Any]  # of Method; an optimizer may have one of its own
     options: dict[str, Any]
     group: Any = None
     average_gradients = hierarchical = True
@@ -90,7 +90,7 @@ class OneBitOptimizer(Optimizer):
                 self._check(p)
                 flat = p.detach().view(-1)
                 items.append(Item(flat if p.dtype == torch.float32 else flat.float(), group, tuple(p.shape)))
-        self.method = type(self).kind(items, exchange, torch.zeros, self.options)
+        self.method = self.kind(items, exchange, torch.zeros, self.options)
         self._show()
         return self.method
 
@@ -309,7 +309,11 @@ class OneBitLamb(OneBitOptimizer):
 
     coeff_beta: of the running mean of each parameter's ratio in the warm-up. factor_min, factor_max, factor_threshold:
     bounds of the factor on it after the freeze, and of its change from step to step. max_coeff, min_coeff: of the
-    warm-up's ratios."""
+    warm-up's ratios.
+
+    ratios: "frozen": the paper's and DeepSpeed's, of all of the above. "live" (deepc's own): after the freeze each step
+    has LAMB's ratio of norms, within max_coeff and min_coeff, and momentum is sent over the frozen variance's root;
+    factor_* have no effect, and max_update must be set."""
 
     kind = OneBitLambMethod
 
@@ -336,6 +340,7 @@ class OneBitLamb(OneBitOptimizer):
         *,
         var_freeze_threshold: float = 0.96,
         max_update: float | None = None,
+        ratios: str = "frozen",
         group: Any = None,
         average_gradients: bool = True,
         hierarchical: bool = True,
@@ -345,6 +350,15 @@ class OneBitLamb(OneBitOptimizer):
             raise ArgumentError(f"min_coeff must be in [0, max_coeff], got {min_coeff} with max_coeff {max_coeff}")
         if not 0.0 < float(factor_min) <= float(factor_max):
             raise ArgumentError(f"factor_min must be in (0, factor_max], got {factor_min} with factor_max {factor_max}")
+        kinds: dict[str, type[Method]] = {kind.ratios: kind for kind in (OneBitLambMethod, LiveLambMethod)}
+        if ratios not in kinds:
+            raise ArgumentError(f"ratios={ratios!r}: it must be one of {', '.join(kinds)}")
+        if ratios == LiveLambMethod.ratios and max_update is None:
+            raise ArgumentError(
+                f"OneBitLamb(ratios={ratios!r}) needs max_update: an element without a gradient in the warm-up would get"
+                " its block's magnitude for itself. Set it; 1.0 is about the largest that LAMB makes by itself"
+            )
+        self.kind = kinds[ratios]
         check_range("coeff_beta", coeff_beta, 1.0)
         check_range("factor_threshold", factor_threshold, 1.0)
         options = dict(

@@ -1,4 +1,4 @@
-"""1-bit LAMB (Li et al., arXiv:2104.06069, Algorithm 1)."""
+"""1-bit LAMB (Li et al., arXiv:2104.06069, Algorithm 1), and deepc's own with LAMB's ratios after the freeze."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ...core import ops as _ops  # noqa: F401  torch.ops.deepc
+from ...errors import ArgumentError
 from ..kinds.lamb import LambStep, trust_ratio
 from ..states.norms import sum_in_order
 from .adam import Frozen
 from .exchange import Exchange
-from .method import NO_CORRECTION, Item, Zeros, by_group, gradient_of
+from .method import NO_CORRECTION, Item, Zeros, by_group, gradient_of, root_of
 
 
 class OneBitLambMethod(Frozen):
@@ -22,6 +23,7 @@ class OneBitLambMethod(Frozen):
 
     title = "1-bit LAMB"
     names = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+    ratios = "frozen"
 
     def __init__(
         self, items: Sequence[Item], exchange: Exchange, zeros: Zeros, options: Mapping[str, Any], wholes: int = 0
@@ -42,9 +44,17 @@ class OneBitLambMethod(Frozen):
             self._warm(items, scale)
             self.look()
             if self.frozen_at:
-                for item in self.items:
-                    item.states["exp_avg_sq_fresh"].copy_(item.states["exp_avg_sq"])
+                self._begin()
             return
+        self._after(items, scale)
+
+    def _begin(self) -> None:
+        """The end of the warm-up."""
+        for item in self.items:
+            item.states["exp_avg_sq_fresh"].copy_(item.states["exp_avg_sq"])
+
+    def _after(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
+        """A step after the freeze."""
         before = [item.states["exp_avg"].clone() for _, item in items]
         moving = [item for _, item in items]
         self.add_gradients(moving, scale)
@@ -112,12 +122,69 @@ class OneBitLambMethod(Frozen):
         return self.means[k] * factor
 
     def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "means": list(self.means), "factors": list(self.factors)}
+        found = {**super().numbers(), "means": list(self.means), "factors": list(self.factors)}
+        return found if self.ratios == OneBitLambMethod.ratios else {**found, "ratios": self.ratios}
 
     def load_numbers(self, saved: Mapping[str, Any]) -> None:
+        then = saved.get("ratios", OneBitLambMethod.ratios)
+        if then != self.ratios and saved["frozen_at"]:
+            raise ArgumentError(
+                f"OneBitLamb(ratios={self.ratios!r}): the checkpoint was saved after the freeze with ratios={then!r},"
+                f" and what its ranks owe is in other units. Load it with ratios={then!r}, or one of the warm-up"
+            )
         super().load_numbers(saved)
         if self.frozen_at or not saved["frozen_at"]:
             self.means, self.factors = list(map(float, saved["means"])), list(map(float, saved["factors"]))
+
+
+class LiveLambMethod(OneBitLambMethod):
+    """The warm-up is 1-bit LAMB's. After it the variance is frozen, and each step has LAMB's own ratio: of the norms of
+    the parameter and of the step that came, which all ranks have alike. What travels is the bounded momentum over the
+    frozen variance's root (linear in the momentum, so its mean is the mean step): a block's one magnitude is then that
+    of steps, and no element's step is another's momentum over a small root of its own. max_update must be above 0."""
+
+    names = ("exp_avg", "exp_avg_sq")
+    ratios = "live"
+
+    def _begin(self) -> None:
+        """No other variance goes on."""
+
+    def _after(self, items: Sequence[tuple[int, Item]], scale: float) -> None:
+        moving = [item for _, item in items]
+        self.add_gradients(moving, scale)
+        self.travel(moving)
+        work = [(self.of[i], item) for i, item in items]
+        # whole parameters one after the other, so that one update is there at a time; pieces of them together
+        for some in [work] if self.in_pieces else [[one] for one in work]:
+            updates = [self._live_update(item) for _, item in some]
+            squares = [(k, (_square(item.param), _square(update))) for (k, item), update in zip(some, updates)]
+            sums = self.over_pieces(squares, 2)
+            wholes = self.moving() if self.in_pieces else dict(some)
+            ratios = {k: trust_ratio(sums[k][0], sums[k][1], item.group) for k, item in wholes.items()}
+            self.coefficients += ratios.values()
+            for (k, item), update in zip(some, updates):
+                item.param.add_(update, alpha=-float(item.group["lr"]) * ratios[k])
+
+    def travel(self, moving: Sequence[Item]) -> None:
+        """What is left out is sent in the same units, and then is as it was."""
+        there = set(map(id, moving))
+        before = [(i.states["exp_avg"], i.states["exp_avg"].clone()) for i in self.sent if id(i) not in there]
+        for item in self.sent:
+            self.bound(item, item.states["exp_avg"])
+            item.states["exp_avg"].div_(root_of(item))
+        super().travel(moving)
+        for item in moving:
+            item.states["exp_avg"].mul_(root_of(item))
+        for state, values in before:
+            state.copy_(values)
+
+    def _live_update(self, item: Item) -> torch.Tensor:
+        """[n] the step over lr and ratio."""
+        m = item.states["exp_avg"]
+        item.masked(m)
+        self.bound(item, m)
+        update = m / root_of(item)
+        return update.add_(item.param, alpha=float(item.group["weight_decay"]))
 
 
 def _square(t: torch.Tensor) -> float:

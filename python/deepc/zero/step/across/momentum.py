@@ -58,7 +58,7 @@ class MomentumUpdate(AcrossUpdate):
             for s in self._segments
         ]
         make = lambda n: state.zeros(n, torch.float32, "exp_avg")
-        self.method: Method = type(base).kind(items, exchange, make, base.options, len(number))
+        self.method: Method = base.kind(items, exchange, make, base.options, len(number))
         base.method = self.method
         self._segment_of = {id(item): s for s, item in zip(self._segments, self.method.items)}
 
