@@ -81,6 +81,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Lamb": ("lamb", {}),
     "OneBitLamb": ("lamb", {"freeze_step": 0.2}),
     "OneBitLamb later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0}),
+    "OneBitLamb live": ("lamb", {"freeze_step": 0.2, "max_update": 1.0, "ratios": "live"}),
+    "OneBitLamb live later": ("lamb", {"freeze_step": 0.5, "max_update": 1.0, "ratios": "live"}),
     "OneBitLamb bounded": ("lamb", {"freeze_step": 0.2, "max_update": 1.0}),
 }
 LR = {"gpt": {"adam": 3e-3, "lamb": 2e-2}, "images": {"adam": 2e-3, "lamb": 2e-2}, "tags": {"adam": 3e-3, "lamb": 2e-2}}

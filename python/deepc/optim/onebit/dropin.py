@@ -350,13 +350,13 @@ class OneBitLamb(OneBitOptimizer):
             raise ArgumentError(f"min_coeff must be in [0, max_coeff], got {min_coeff} with max_coeff {max_coeff}")
         if not 0.0 < float(factor_min) <= float(factor_max):
             raise ArgumentError(f"factor_min must be in (0, factor_max], got {factor_min} with factor_max {factor_max}")
-        kinds: dict[str, type[Method]] = {kind.ratios: kind for kind in (OneBitLambMethod, LiveLambMethod)}
+        kinds: dict[str, type[OneBitLambMethod]] = {kind.ratios: kind for kind in (OneBitLambMethod, LiveLambMethod)}
         if ratios not in kinds:
             raise ArgumentError(f"ratios={ratios!r}: it must be one of {', '.join(kinds)}")
         if ratios == LiveLambMethod.ratios and max_update is None:
             raise ArgumentError(
-                f"OneBitLamb(ratios={ratios!r}) needs max_update: an element without a gradient in the warm-up would get"
-                " its block's magnitude for itself. Set it; 1.0 is about the largest that LAMB makes by itself"
+                f"OneBitLamb(ratios={ratios!r}) needs max_update: an element without a gradient in the warm-up would"
+                " get its block's magnitude for itself. Set it; 1.0 is about the largest that LAMB makes by itself"
             )
         self.kind = kinds[ratios]
         check_range("coeff_beta", coeff_beta, 1.0)

@@ -22,7 +22,7 @@ class OneBitLambMethod(Frozen):
     averaged momentum, and the mean ratio is scaled by how much its root has fallen, within bounds."""
 
     title = "1-bit LAMB"
-    names = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
     ratios = "frozen"
 
     def __init__(
