@@ -2,52 +2,16 @@
  * whole blocks, and the way back from top-k, which touches so few elements that it has no bodies per instruction set.
  */
 #include "call.h"
+#include "check_compress.h"
 
 #include "ref/scalar.h"
-
-enum { MIN_BLOCK = 64, MAX_BLOCK = 1 << 20 };
-
-static int64_t compress_blocks(int64_t block, int64_t n) { return (n + block - 1) / block; }
-static int64_t compress_round4(int64_t bytes) { return (bytes + 3) & ~(int64_t)3; }
 
 /* A thread's share: whole blocks, about 256 Ki elements of 4 to 8 bytes. */
 static int64_t compress_share(int64_t block) { return compress_blocks(block, (int64_t)256 << 10) * block; }
 
-static int compress_check_block(int64_t block, int64_t most) {
-  if (block >= MIN_BLOCK && block <= most && block % MIN_BLOCK == 0) return DC_OK;
-  return DC_FAIL(DC_E_INVALID, "block = %lld; it must be a multiple of %d from %d to %lld", (long long)block,
-                 (int)MIN_BLOCK, (int)MIN_BLOCK, (long long)most);
-}
-
-static int compress_check_payload(const void *payload, int64_t bytes, const void *x, int dt, int64_t n,
-                                  const char *what) {
-  DC_TRY(check_low(dt, what));
-  DC_TRY(check_array(payload, sizeof(float), n, "payload"));
-  DC_TRY(check_array(x, check_size(dt), n, what));
-  if (n > 0 && check_overlap(payload, bytes, x, check_bytes(dt, n)))
-    return DC_FAIL(DC_E_INVALID, "payload and %s overlap", what);
-  return DC_OK;
-}
-
-static int compress_check_error(const void *payload, int64_t bytes, const void *x, int dt, const float *error,
-                                int64_t n) {
-  if (!error || n == 0) return DC_OK;
-  DC_TRY(check_array(error, sizeof *error, n, "error"));
-  if (check_overlap(error, check_bytes(DC_F32, n), x, check_bytes(dt, n)))
-    return DC_FAIL(DC_E_INVALID, "error and x overlap");
-  if (check_overlap(error, check_bytes(DC_F32, n), payload, bytes))
-    return DC_FAIL(DC_E_INVALID, "error and payload overlap");
-  return DC_OK;
-}
-
 /* ---- blockwise quantisation -------------------------------------------------------------------------------------- */
 int dc_quantize_bytes(int bits, int64_t block, int64_t n, int64_t *bytes) {
-  if (bits != 8 && bits != 4 && bits != 1) return DC_FAIL(DC_E_INVALID, "bits = %d; there are 8, 4 and 1", bits);
-  DC_TRY(compress_check_block(block, MAX_BLOCK));
-  DC_TRY(check_count(n));
-  if (!bytes) return DC_FAIL(DC_E_INVALID, "bytes is NULL");
-  *bytes = 4 * compress_blocks(block, n) + compress_round4((n * bits + 7) / 8);
-  return DC_OK;
+  return check_quantize_bytes(bits, block, n, bytes);
 }
 
 typedef struct quant_job {
@@ -61,11 +25,9 @@ typedef struct quant_job {
   float factor;
 } quant_job;
 
-/* The payload is const for the readers; they only read what the job points to. */
+/* Of checked arguments. The payload is const for the readers; they only read what the job points to. */
 static int compress_quant_open(quant_job *j, const uint8_t *payload, int bits, int64_t block, const void *x, int dt,
-                               int64_t n, int64_t *bytes, const char *what) {
-  DC_TRY(dc_quantize_bytes(bits, block, n, bytes));
-  DC_TRY(compress_check_payload(payload, *bytes, x, dt, n, what));
+                               int64_t n) {
   DC_TRY(dc__ops_table(&j->ops));
   j->scales = (float *)(uintptr_t)payload;
   j->codes = (uint8_t *)(uintptr_t)payload + 4 * compress_blocks(block, n);
@@ -83,12 +45,12 @@ static void compress_quantize_range(int64_t begin, int64_t end, void *ctx) {
 
 int dc_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n) {
   quant_job j = {.error = error};
-  int64_t bytes;
-  DC_TRY(compress_quant_open(&j, payload, bits, block, x, dt, n, &bytes, "x"));
-  DC_TRY(compress_check_error(payload, bytes, x, dt, error, n));
+  DC_TRY(check_quantize(payload, bits, block, x, dt, error, n));
+  DC_TRY(compress_quant_open(&j, payload, bits, block, x, dt, n));
   dc__count(DC_COUNTER_quantize_calls, 1);
   if (n == 0) return DC_OK;
-  for (int64_t i = (n * bits + 7) / 8; i < compress_round4((n * bits + 7) / 8); i++) j.codes[i] = 0;
+  const int64_t used = compress_code_bytes(bits, n);
+  for (int64_t i = used; i < compress_round4(used); i++) j.codes[i] = 0;
   dc_parallel_for(n, compress_share(block), compress_quantize_range, &j);
   return DC_OK;
 }
@@ -103,8 +65,8 @@ static void compress_dequantize_range(int64_t begin, int64_t end, void *ctx) {
 
 int dc_dequantize(void *out, int dt, const uint8_t *payload, int bits, int64_t block, int64_t n) {
   quant_job j = {0};
-  int64_t bytes;
-  DC_TRY(compress_quant_open(&j, payload, bits, block, out, dt, n, &bytes, "out"));
+  DC_TRY(check_dequantize(out, dt, payload, bits, block, n, "out"));
+  DC_TRY(compress_quant_open(&j, payload, bits, block, out, dt, n));
   dc__count(DC_COUNTER_dequantize_calls, 1);
   if (n > 0) dc_parallel_for(n, compress_share(block), compress_dequantize_range, &j);
   return DC_OK;
@@ -120,8 +82,8 @@ static void compress_dequantize_add_range(int64_t begin, int64_t end, void *ctx)
 
 int dc_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t block, float factor, int64_t n) {
   quant_job j = {.factor = factor};
-  int64_t bytes;
-  DC_TRY(compress_quant_open(&j, payload, bits, block, acc, DC_F32, n, &bytes, "acc"));
+  DC_TRY(check_dequantize(acc, DC_F32, payload, bits, block, n, "acc"));
+  DC_TRY(compress_quant_open(&j, payload, bits, block, acc, DC_F32, n));
   dc__count(DC_COUNTER_dequantize_calls, 1);
   if (n > 0) dc_parallel_for(n, compress_share(block), compress_dequantize_add_range, &j);
   return DC_OK;
@@ -148,18 +110,8 @@ static void compress_average_range(int64_t begin, int64_t end, void *ctx) {
 int dc_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, int64_t count, int64_t stride, float factor,
                      float *error, int64_t n) {
   average_job j = {.rows = rows, .block = block, .count = count, .stride = stride, .factor = factor, .error = error};
-  int64_t bytes;
-  DC_TRY(dc_quantize_bytes(1, block, n, &bytes));
-  if (count < 1) return DC_FAIL(DC_E_INVALID, "count = %lld; it must be at least 1", (long long)count);
-  if (stride < bytes || stride % 4 || stride > INT64_MAX / count)
-    return DC_FAIL(DC_E_INVALID, "stride = %lld; it must be a multiple of 4, and payloads of %lld elements have %lld",
-                   (long long)stride, (long long)n, (long long)bytes);
-  DC_TRY(compress_check_payload(payload, bytes, error, DC_F32, n, "error"));
-  DC_TRY(check_array(rows, sizeof(float), n, "rows"));
+  DC_TRY(check_average_signs(payload, block, rows, count, stride, error, n));
   if (n == 0) return DC_OK;
-  const int64_t all = (count - 1) * stride + bytes;
-  if (check_overlap(rows, all, error, check_bytes(DC_F32, n))) return DC_FAIL(DC_E_INVALID, "rows and error overlap");
-  if (check_overlap(rows, all, payload, bytes)) return DC_FAIL(DC_E_INVALID, "rows and payload overlap");
   DC_TRY(dc__ops_table(&j.ops));
   j.scales = (float *)(uintptr_t)payload, j.offset = 4 * compress_blocks(block, n), j.codes = payload + j.offset;
   dc__count(DC_COUNTER_quantize_calls, 1);

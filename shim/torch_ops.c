@@ -275,12 +275,6 @@ static bool op_look_packed(dct_call *c, dct_tensor payload, dct_tensor x, const 
   memset(p, 0, sizeof *p);
   if (!dct__look(c, payload, "payload", &p->payload) || !dct__look(c, x, name, &p->x)) return false;
   if (error && !dct__look(c, error, "error", &p->error)) return false;
-  if (c->cuda)
-    return dct__fail(
-        c,
-        "'%s' is on a CUDA device; compression has CPU kernels only: pass CPU tensors, or use the uncompressed "
-        "collective",
-        name);
   if (p->payload.dtype != DC_U8)
     return dct__fail(c, "'payload' must be uint8, got %s", dc_dtype_name(p->payload.dtype));
   if (error && p->error.n && p->error.dtype != DC_F32)
@@ -290,8 +284,15 @@ static bool op_look_packed(dct_call *c, dct_tensor payload, dct_tensor x, const 
   return true;
 }
 
+/* Of top-k. */
+static bool op_not_cuda(dct_call *c, const char *name) {
+  if (!c->cuda) return true;
+  return dct__fail(c, "'%s' is on a CUDA device; top-k has CPU kernels only: pass CPU tensors, or use another codec",
+                   name);
+}
+
 static bool op_payload_is(dct_call *c, const packed *p, int rc, const int64_t *bytes) {
-  if (!dct__status(c, rc)) return false;
+  if (rc != DC_OK) return dct__fail(c, "%s", dc_last_error()); /* the core counts, on whichever device */
   if (p->payload.n == *bytes) return true;
   return dct__fail(c, "'payload' has %" PRId64 " bytes; %" PRId64 " elements take %" PRId64, p->payload.n, p->x.n,
                    *bytes);
@@ -306,7 +307,8 @@ static void op_quantize_blocks(dct_value *stack, uint64_t num_args, uint64_t num
   int64_t bytes = 0;
   if (op_look_packed(&c, value_tensor(stack[1]), value_tensor(stack[0]), "x", value_tensor(stack[2]), &p) &&
       op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
-    dct__status(&c, dc_quantize(p.payload.ptr, bits, block, p.x.ptr, p.x.dtype, p.errors, p.x.n));
+    dct__status(&c, c.cuda ? c.cuda->quantize(p.payload.ptr, bits, block, p.x.ptr, p.x.dtype, p.errors, p.x.n, c.stream)
+                           : dc_quantize(p.payload.ptr, bits, block, p.x.ptr, p.x.dtype, p.errors, p.x.n));
   dct__delete_tensors(stack, 3);
   dct__finish(&c, __FILE__, __LINE__);
 }
@@ -320,7 +322,8 @@ static void op_dequantize_blocks(dct_value *stack, uint64_t num_args, uint64_t n
   int64_t bytes = 0;
   if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "out", NULL, &p) &&
       op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
-    dct__status(&c, dc_dequantize(p.x.ptr, p.x.dtype, p.payload.ptr, bits, block, p.x.n));
+    dct__status(&c, c.cuda ? c.cuda->dequantize(p.x.ptr, p.x.dtype, p.payload.ptr, bits, block, p.x.n, c.stream)
+                           : dc_dequantize(p.x.ptr, p.x.dtype, p.payload.ptr, bits, block, p.x.n));
   dct__delete_tensors(stack, 2);
   dct__finish(&c, __FILE__, __LINE__);
 }
@@ -333,8 +336,12 @@ static void op_add_dequantized(dct_value *stack, uint64_t num_args, uint64_t num
   const int64_t block = (int64_t)stack[3];
   int64_t bytes = 0;
   if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "acc", NULL, &p) &&
-      dct__must_be_f32(&c, &p.x, "acc") && op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes))
-    dct__status(&c, dc_dequantize_add(p.x.ptr, p.payload.ptr, bits, block, (float)value_double(stack[4]), p.x.n));
+      dct__must_be_f32(&c, &p.x, "acc") &&
+      op_payload_is(&c, &p, dc_quantize_bytes(bits, block, p.x.n, &bytes), &bytes)) {
+    const float factor = (float)value_double(stack[4]);
+    dct__status(&c, c.cuda ? c.cuda->dequantize_add(p.x.ptr, p.payload.ptr, bits, block, factor, p.x.n, c.stream)
+                           : dc_dequantize_add(p.x.ptr, p.payload.ptr, bits, block, factor, p.x.n));
+  }
   dct__delete_tensors(stack, 2);
   dct__finish(&c, __FILE__, __LINE__);
 }
@@ -349,12 +356,15 @@ static void op_average_signs(dct_value *stack, uint64_t num_args, uint64_t num_o
   if (op_look_packed(&c, value_tensor(stack[1]), value_tensor(stack[2]), "error", NULL, &p) &&
       dct__look(&c, value_tensor(stack[0]), "rows", &rows) && dct__must_be_f32(&c, &p.x, "error") &&
       op_payload_is(&c, &p, dc_quantize_bytes(1, block, p.x.n, &bytes), &bytes)) {
-    if (c.cuda || rows.dtype != DC_U8 || count < 1 || rows.n % count)
-      dct__fail(&c, "'rows' must be uint8 on the CPU, %" PRId64 " payloads; got %" PRId64 " elements of %s", count,
-                rows.n, dc_dtype_name(rows.dtype));
+    const float factor = (float)value_double(stack[5]);
+    if (rows.dtype != DC_U8 || count < 1 || rows.n % count)
+      dct__fail(&c, "'rows' must be uint8, %" PRId64 " payloads; got %" PRId64 " elements of %s", count, rows.n,
+                dc_dtype_name(rows.dtype));
     else
-      dct__status(&c, dc_average_signs(p.payload.ptr, block, rows.ptr, count, rows.n / count,
-                                       (float)value_double(stack[5]), p.x.ptr, p.x.n));
+      dct__status(
+          &c, c.cuda ? c.cuda->average_signs(p.payload.ptr, block, rows.ptr, count, rows.n / count, factor, p.x.ptr,
+                                             p.x.n, c.stream)
+                     : dc_average_signs(p.payload.ptr, block, rows.ptr, count, rows.n / count, factor, p.x.ptr, p.x.n));
   }
   dct__delete_tensors(stack, 3);
   dct__finish(&c, __FILE__, __LINE__);
@@ -367,7 +377,7 @@ static void op_select_topk(dct_value *stack, uint64_t num_args, uint64_t num_out
   const int64_t block = (int64_t)stack[3], k = (int64_t)stack[4];
   int64_t bytes = 0;
   if (op_look_packed(&c, value_tensor(stack[1]), value_tensor(stack[0]), "x", value_tensor(stack[2]), &p) &&
-      op_payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
+      op_not_cuda(&c, "x") && op_payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
     dct__status(&c, dc_topk(p.payload.ptr, block, k, p.x.ptr, p.x.dtype, p.errors, p.x.n));
   dct__delete_tensors(stack, 3);
   dct__finish(&c, __FILE__, __LINE__);
@@ -379,7 +389,7 @@ static void op_spread_topk(dct_value *stack, uint64_t num_args, uint64_t num_out
   packed p;
   const int64_t block = (int64_t)stack[2], k = (int64_t)stack[3];
   int64_t bytes = 0;
-  if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "out", NULL, &p) &&
+  if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "out", NULL, &p) && op_not_cuda(&c, "out") &&
       op_payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
     dct__status(&c, dc_topk_spread(p.x.ptr, p.x.dtype, p.payload.ptr, block, k, p.x.n));
   dct__delete_tensors(stack, 2);
@@ -392,7 +402,7 @@ static void op_add_topk(dct_value *stack, uint64_t num_args, uint64_t num_output
   packed p;
   const int64_t block = (int64_t)stack[2], k = (int64_t)stack[3];
   int64_t bytes = 0;
-  if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "acc", NULL, &p) &&
+  if (op_look_packed(&c, value_tensor(stack[0]), value_tensor(stack[1]), "acc", NULL, &p) && op_not_cuda(&c, "acc") &&
       dct__must_be_f32(&c, &p.x, "acc") && op_payload_is(&c, &p, dc_topk_bytes(block, k, p.x.n, &bytes), &bytes))
     dct__status(&c, dc_topk_add(p.x.ptr, p.payload.ptr, block, k, (float)value_double(stack[4]), p.x.n));
   dct__delete_tensors(stack, 2);

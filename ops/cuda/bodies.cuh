@@ -37,6 +37,11 @@ DC_GPU void load_bytes16(void *to, const void *from) { *static_cast<uint4 *>(to)
 DC_GPU void load_bytes8(void *to, const void *from) { *static_cast<uint2 *>(to) = *static_cast<const uint2 *>(from); }
 DC_GPU void store_bytes16(void *to, const void *from) { store_word<uint4>(to, from); }
 DC_GPU void store_bytes8(void *to, const void *from) { store_word<uint2>(to, from); }
+DC_GPU void load_bytes4(void *to, const void *from) {
+  const uint32_t word = *static_cast<const uint32_t *>(from);
+  memcpy(to, &word, sizeof word);
+}
+DC_GPU void store_bytes4(void *to, const void *from) { store_word<uint32_t>(to, from); }
 #endif
 
 // W elements of type T side by side. 16-byte alignment, because in registers it costs nothing.
@@ -241,7 +246,7 @@ DC_GPU double plus(double a, double b) { return __dadd_rn(a, b); }
 // that is k further; every lane makes the same calls.
 template <int V, int L, class N, class Down> DC_GPU N lane_tree(N *x, Down down) {
   constexpr int A = V * L, SIXTEEN = 16 / V; // lanes of 16 accumulators
-  static_assert(A == 32 || A == 64, "as ops.h and fused.h say");
+  static_assert(A == 16 || A == 32 || A == 64, "as ops.h and fused.h say");
   DC_UNROLL
   for (int further = SIXTEEN; further < L; further *= 2) {
     DC_UNROLL

@@ -40,6 +40,14 @@ DC_API int dc_cuda_step(const dc_step_args *tensors, int64_t count, void *stream
 /* Loss and gradient equal the CPU's up to rounding (the sums are in another order). A label outside [0, classes) that
  * is not ignore_index gives its row loss NaN and gradient 0: the host can't see it. */
 DC_API int dc_cuda_cross_entropy_rows(const dc_xent_args *args, void *stream);
+DC_API int dc_cuda_quantize(uint8_t *payload, int bits, int64_t block, const void *x, int dt, float *error, int64_t n,
+                            void *stream);
+DC_API int dc_cuda_dequantize(void *out, int dt, const uint8_t *payload, int bits, int64_t block, int64_t n,
+                              void *stream);
+DC_API int dc_cuda_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t block, float factor, int64_t n,
+                                  void *stream);
+DC_API int dc_cuda_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, int64_t count, int64_t stride,
+                                 float factor, float *error, int64_t n, void *stream);
 /* The ops of fused.h; workspaces are device memory. */
 DC_API int dc_cuda_norm(const dc_norm_args *args, void *stream);
 DC_API int dc_cuda_norm_grad(const dc_norm_grad_args *args, void *stream);

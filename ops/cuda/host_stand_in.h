@@ -18,6 +18,8 @@ inline void load_bytes16(void *to, const void *from) { move_bytes(to, from, from
 inline void store_bytes16(void *to, const void *from) { move_bytes(to, from, to, 16); }
 inline void load_bytes8(void *to, const void *from) { move_bytes(to, from, from, 8); }
 inline void store_bytes8(void *to, const void *from) { move_bytes(to, from, to, 8); }
+inline void load_bytes4(void *to, const void *from) { move_bytes(to, from, from, 4); }
+inline void store_bytes4(void *to, const void *from) { move_bytes(to, from, to, 4); }
 } // namespace dc_gpu
 
 // Not inlined, so that no compiler fuses two of them.
@@ -31,6 +33,7 @@ DC_APART float __fsqrt_rn(float a) { return sqrtf(a); }
 DC_APART double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 DC_APART double __dmul_rn(double a, double b) { return a * b; }
 DC_APART double __dadd_rn(double a, double b) { return a + b; }
+DC_APART double __ddiv_rn(double a, double b) { return a / b; }
 #undef DC_APART
 inline uint32_t __float_as_uint(float f) { return dc__bits_of_f32(f); }
 inline float __uint_as_float(uint32_t u) { return dc__f32_of_bits(u); }

@@ -243,4 +243,37 @@ TEST_F(CudaLoad, FusedOps) {
   EXPECT_EQ(rotary(&r, nullptr), DC_E_INVALID);
 }
 
+// The blockwise codecs.
+TEST_F(CudaLoad, Codecs) {
+  decltype(&dc_cuda_quantize) quantize = nullptr;
+  decltype(&dc_cuda_dequantize) dequantize = nullptr;
+  decltype(&dc_cuda_dequantize_add) dequantize_add = nullptr;
+  decltype(&dc_cuda_average_signs) average_signs = nullptr;
+  get(quantize, "dc_cuda_quantize");
+  get(dequantize, "dc_cuda_dequantize");
+  get(dequantize_add, "dc_cuda_dequantize_add");
+  get(average_signs, "dc_cuda_average_signs");
+  if (HasFatalFailure()) return;
+  uint8_t *payload = reinterpret_cast<uint8_t *>(m_), *rows = reinterpret_cast<uint8_t *>(v_);
+  for (int bits : {8, 4, 1}) {
+    expect_cannot_launch(quantize(payload, bits, 64, x_, DC_F32, y_, kN, nullptr));
+    expect_cannot_launch(dequantize(x_, DC_BF16, payload, bits, 64, kN, nullptr));
+    expect_cannot_launch(dequantize_add(x_, payload, bits, 64, 2, kN, nullptr));
+    EXPECT_EQ(quantize(nullptr, bits, 64, nullptr, DC_F32, nullptr, 0, nullptr), DC_OK) << last_error_();
+    EXPECT_EQ(dequantize(nullptr, DC_F32, nullptr, bits, 64, 0, nullptr), DC_OK) << last_error_();
+    EXPECT_EQ(dequantize_add(nullptr, nullptr, bits, 64, 1, 0, nullptr), DC_OK) << last_error_();
+  }
+  expect_cannot_launch(average_signs(payload, 64, rows, 2, 12, 0.5f, y_, kN, nullptr));
+  EXPECT_EQ(average_signs(nullptr, 64, nullptr, 1, 0, 1, nullptr, 0, nullptr), DC_OK) << last_error_();
+  EXPECT_EQ(quantize(payload, 2, 64, x_, DC_F32, y_, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(quantize(payload, 1, 65, x_, DC_F32, y_, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(quantize(payload, 1, 64, x_, DC_F64, y_, kN, nullptr), DC_E_DTYPE);
+  EXPECT_EQ(quantize(payload, 1, 64, x_, DC_F32, x_, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(dequantize(payload, DC_F32, payload, 1, 64, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(dequantize_add(nullptr, payload, 1, 64, 1, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(average_signs(payload, 64, rows, 0, 12, 0.5f, y_, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(average_signs(payload, 64, rows, 2, 8, 0.5f, y_, kN, nullptr), DC_E_INVALID);
+  EXPECT_EQ(average_signs(payload, 64, payload, 1, 12, 1, y_, kN, nullptr), DC_E_INVALID);
+}
+
 } // namespace

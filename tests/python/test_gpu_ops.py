@@ -8,6 +8,7 @@ import itertools
 import deepc  # noqa: F401
 import pytest
 import torch
+from deepc.core.codecs import OneBit, TopK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -284,3 +285,50 @@ def test_more_elements_than_one_pass_of_the_largest_grid():
     torch.ops.deepc.scale_tensor(x, 0.3)
     assert_same_bits(gpu, x)
     assert_same_bits(torch.ops.deepc.norm_squared(gpu), torch.ops.deepc.norm_squared(x))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 1])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_blockwise_codecs(dtype, bits):
+    ops = torch.ops.deepc
+    for n, block, shift, fed in itertools.product(SIZES, (64, 2048), (0, 1), (False, True)):
+        size, what = 4 * -(-n // block) + -(-n * bits // 32) * 4, f"n={n} block={block} shift={shift} fed={fed}"
+        x = make(n, dtype, n, special=n % 2 == 1, shift=shift)
+        error = make(n, torch.float32, n + 1, special=False, shift=shift) if fed else torch.empty(0)
+        gpu_x, gpu_error = to_gpu(x), to_gpu(error)
+        payload = torch.full((size,), 0xA5, dtype=torch.uint8)
+        gpu_payload = to_gpu(payload)
+        ops.quantize_blocks(x, payload, error, bits, block)
+        ops.quantize_blocks(gpu_x, gpu_payload, gpu_error, bits, block)
+        assert_same_bits(gpu_payload, payload, what)
+        assert_same_bits(gpu_error, error, what)
+        out, acc = torch.empty_like(x), make(n, torch.float32, n + 2, shift=shift)
+        gpu_out, gpu_acc = torch.empty_like(gpu_x), to_gpu(acc)
+        ops.dequantize_blocks(payload, out, bits, block)
+        ops.dequantize_blocks(gpu_payload, gpu_out, bits, block)
+        assert_same_bits(gpu_out, out, what)
+        ops.add_dequantized(payload, acc, bits, block, -0.75)
+        ops.add_dequantized(gpu_payload, gpu_acc, bits, block, -0.75)
+        assert_same_bits(gpu_acc, acc, what)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_average_of_signs(count):
+    codec = OneBit()
+    for n, shift in itertools.product(SIZES[1:], (0, 1)):
+        rows = torch.zeros(count, codec.nbytes(n) + 4 * (count - 1), dtype=torch.uint8)
+        for k in range(count):
+            codec.encode(rows[k, : codec.nbytes(n)], make(n, torch.float32, n + k, special=k == 1))
+        error, payload = make(n, torch.float32, 99, special=False, shift=shift), torch.empty(codec.nbytes(n)).byte()
+        gpu_error, gpu_payload = to_gpu(error), to_gpu(payload)
+        codec.average(payload, rows, error)
+        codec.average(gpu_payload, rows.to(DEVICE), gpu_error)
+        assert_same_bits(gpu_payload, payload, f"n={n} count={count}")
+        assert_same_bits(gpu_error, error, f"n={n} count={count}")
+
+
+def test_topk_has_no_cuda_kernels():
+    codec, x = TopK(), torch.zeros(64, device=DEVICE)
+    payload = torch.zeros(codec.nbytes(64), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(RuntimeError, match="top-k has CPU kernels only"):
+        codec.encode(payload, x)

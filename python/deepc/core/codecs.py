@@ -18,6 +18,13 @@ from . import ops as _ops  # noqa: F401
 _NO_ERROR = torch.empty(0)
 
 
+def _fed(x: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:
+    """The error as the operators take it: an empty tensor beside x where there is none."""
+    if error is not None:
+        return error
+    return _NO_ERROR if x.is_cpu else x.new_empty(0, dtype=torch.float32)
+
+
 # ---- codecs ----------------------------------------------------------------------------------------------------------
 class Codec(abc.ABC):
     """What a payload looks like. Immutable, comparable, and without state: the same object serves any number of tensors
@@ -30,8 +37,8 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
         """x [n] (fp32, bf16, fp16) into payload, uint8 [nbytes(n)], 4-aligned. error: fp32 [n], read and rewritten
-        (error feedback), or None. All contiguous, on the CPU. Raises RuntimeError naming the argument that does not
-        fit."""
+        (error feedback), or None. All contiguous and on one device: the CPU, or CUDA where the codec has kernels there
+        (blocks, not top-k). Raises RuntimeError naming the argument that does not fit."""
 
     @abc.abstractmethod
     def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
@@ -69,7 +76,7 @@ class _Blocks(Codec):
         return 4 * -(-n // self.block) + -(-n * self.bits // 32) * 4
 
     def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
-        torch.ops.deepc.quantize_blocks(x, payload, _NO_ERROR if error is None else error, self.bits, self.block)
+        torch.ops.deepc.quantize_blocks(x, payload, _fed(x, error), self.bits, self.block)
 
     def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         torch.ops.deepc.dequantize_blocks(payload, out, self.bits, self.block)
@@ -158,7 +165,7 @@ class TopK(Codec):
         return -(-6 * chosen // 4) * 4
 
     def encode(self, payload: torch.Tensor, x: torch.Tensor, error: torch.Tensor | None = None) -> None:
-        torch.ops.deepc.select_topk(x, payload, _NO_ERROR if error is None else error, self.block, self.k)
+        torch.ops.deepc.select_topk(x, payload, _fed(x, error), self.block, self.k)
 
     def decode(self, out: torch.Tensor, payload: torch.Tensor) -> None:
         torch.ops.deepc.spread_topk(payload, out, self.block, self.k)
