@@ -300,3 +300,17 @@ def test_a_stage_without_experts_and_evaluation():
     (wanted,) = run_ranks(_with_a_stage_without_experts, 1, 1)
     for found in run_ranks(_with_a_stage_without_experts, 4, 2):
         same(found, wanted)
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 1), pytest.param(4, 2, marks=FULL)])
+def test_the_sum_of_gradients_is_ranks_times_their_mean(world, stages):
+    replicas = world // stages
+    (_, norms, mean), (_, twice, total) = (
+        run_ranks(train, world, stages, 2, {**given, "gradient_clipping": 0.0}, {})[0]
+        for given in (
+            {"optimizer": SGD},
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.5 / replicas}}, "gradient_allreduce_op": "sum"},
+        )
+    )
+    assert twice == pytest.approx([replicas * n for n in norms], rel=1e-6)
+    assert all(torch.equal(t, total[n]) for n, t in mean.items())  # replicas is a power of two
