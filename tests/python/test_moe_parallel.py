@@ -314,3 +314,44 @@ def test_the_sum_of_gradients_is_ranks_times_their_mean(world, stages):
     )
     assert twice == pytest.approx([replicas * n for n in norms], rel=1e-6)
     assert all(torch.equal(t, total[n]) for n, t in mean.items())  # replicas is a power of two
+
+
+class Collects(nn.Module):
+    """A model that reads its layers' losses behind the last of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x, y):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        aux = sum(block.moe.deepspeed_moe.l_aux for block in self.blocks)
+        return F.mse_loss(self.last(x), y) + AUX * aux
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = MoE(WIDTH, expert(), num_experts=EXPERTS, k=2)
+
+    def forward(self, x):
+        return x + self.moe(x)[0]
+
+
+def cut_where_it_stands(rank, world):
+    import deepc
+
+    torch.manual_seed(0)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": SGD}
+    try:
+        deepc.initialize(model=Collects(), config={**config, "pipeline": {"stages": 2}}, sample_batch=next(samples()))
+    except deepc.DeepcError as error:
+        return str(error)
+
+
+def test_losses_of_layers_on_another_stage_are_not_lost_in_silence():
+    told = run_ranks(cut_where_it_stands, 2)
+    assert any("l_aux of a layer on another stage" in t for t in told) and all(told)

@@ -57,15 +57,27 @@ class MOELayer(torch.nn.Module):
         super().__init__()
         self.gate, self.experts = gate, experts
         self.group: ExpertGroup | None = None  # of spread experts; MoE.set_deepspeed_parallelism
-        self.l_aux: torch.Tensor | None = None
+        self._balance: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
+
+    @property
+    def l_aux(self) -> torch.Tensor | None:
+        """The load-balance loss of the last call. UnsupportedError where the layer has gone to another stage of a
+        pipeline: what is here is of a call before that."""
+        away = self.gate.wg.weight.is_meta
+        if away and self._balance is not None and not self._balance.is_meta:
+            raise UnsupportedError(
+                "MoE: l_aux of a layer on another stage (pipeline.stages) is read here, which does not exist; let the"
+                " blocks hand on the sum of their losses, as in `return x + out, l_aux_so_far + l_aux`"
+            )
+        return self._balance
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
         if hidden_states.dim() == 0:
             raise ArgumentError("MoE: input of shape []; the last dimension must be hidden_size")
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes: Routes = self.gate(x, used_token)
-        self.l_aux, self.exp_counts = routes.balance, routes.chosen
+        self._balance, self.exp_counts = routes.balance, routes.chosen
         rows = dispatch(x, routes)
         if self.group is None:
             outputs = self.experts(rows, routes.rows.tolist())
@@ -76,7 +88,7 @@ class MOELayer(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the results of the last call, which hang in its graph."""
-        return {**self.__dict__, "l_aux": None, "exp_counts": None}
+        return {**self.__dict__, "_balance": None, "exp_counts": None}
 
 
 class MoE(torch.nn.Module):
