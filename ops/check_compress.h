@@ -1,16 +1,12 @@
 /* check_compress.h: what the compression ops demand of their arguments (ops.h), for the CPU's wrappers and for the CUDA
- * launchers, and the sizes of payloads. As check.h, which its includer has included. */
+ * launchers. As check.h, which its includer has included. */
 #ifndef DEEPC_OPS_CHECK_COMPRESS_H
 #define DEEPC_OPS_CHECK_COMPRESS_H
 
 #include "ops.h"
+#include "payload.h"
 
 enum { MIN_BLOCK = 64, MAX_BLOCK = 1 << 20 };
-
-static inline int64_t compress_blocks(int64_t block, int64_t n) { return (n + block - 1) / block; }
-static inline int64_t compress_round4(int64_t bytes) { return (bytes + 3) & ~(int64_t)3; }
-/* Bytes of n codes of a blockwise payload, without what fills the last four. */
-static inline int64_t compress_code_bytes(int bits, int64_t n) { return (n * bits + 7) / 8; }
 
 static inline int compress_check_block(int64_t block, int64_t most) {
   if (block >= MIN_BLOCK && block <= most && block % MIN_BLOCK == 0) return DC_OK;

@@ -9,22 +9,6 @@ using dc_gpu::EIGHT;
 using dc_gpu::Payload;
 using dc_gpu::QUANT_LANES;
 
-static Payload quantize_payload(const uint8_t *payload, int bits, int64_t block, int64_t n) {
-  uint8_t *start = const_cast<uint8_t *>(payload);
-  const int64_t used = compress_code_bytes(bits, n);
-  return Payload{
-      reinterpret_cast<float *>(start), start + 4 * compress_blocks(block, n), block, n, used, compress_round4(used)};
-}
-
-// Calls f(Width<BITS>) with the number of bits, which was checked.
-template <class F> static int quantize_with_bits(int bits, F f) {
-  switch (bits) {
-  case 8: return f(dc_gpu::Width<8>());
-  case 4: return f(dc_gpu::Width<4>());
-  default: return f(dc_gpu::Width<1>());
-  }
-}
-
 // Calls f(Width<1>) for arrays that may be read and written 16 bytes at a time, else f(Width<0>).
 template <class F> static int quantize_with_wide(bool wide, F f) {
   return wide ? f(dc_gpu::Width<1>()) : f(dc_gpu::Width<0>());
@@ -71,8 +55,8 @@ int dc_cuda_quantize(uint8_t *payload, int bits, int64_t block, const void *x, i
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(x, "x"));
-  const Payload p = quantize_payload(payload, bits, block, n);
-  return quantize_with_bits(bits, [=](auto width) {
+  const Payload p = dc_gpu::payload_at(payload, bits, block, n);
+  return dc_gpu::with_bits(bits, [=](auto width) {
     return with_low(dt, [=](auto t) {
       return quantize_with_wide(aligned_to(x, 16) && aligned_to(error, 16), [=](auto wide) {
         using T = decltype(t);
@@ -91,7 +75,7 @@ int dc_cuda_average_signs(uint8_t *payload, int64_t block, const uint8_t *rows, 
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(error, "error"));
-  const Payload p = quantize_payload(payload, 1, block, n);
+  const Payload p = dc_gpu::payload_at(payload, 1, block, n);
   return quantize_with_wide(aligned_to(error, 16), [=](auto wide) {
     constexpr bool WIDE = decltype(wide)::value;
     const dc_gpu::SignRows<WIDE> from = {rows, count, stride, 4 * compress_blocks(block, n), factor, error};
@@ -110,8 +94,8 @@ int dc_cuda_dequantize(void *out, int dt, const uint8_t *payload, int bits, int6
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(out, "out"));
-  const Payload p = quantize_payload(payload, bits, block, n);
-  return quantize_with_bits(bits, [=](auto width) {
+  const Payload p = dc_gpu::payload_at(payload, bits, block, n);
+  return dc_gpu::with_bits(bits, [=](auto width) {
     return with_low(dt, [=](auto t) {
       return quantize_with_wide(aligned_to(out, 16), [=](auto wide) {
         using T = decltype(t);
@@ -135,8 +119,8 @@ int dc_cuda_dequantize_add(float *acc, const uint8_t *payload, int bits, int64_t
   if (n == 0) return DC_OK;
   DeviceScope device;
   DC_TRY(device.enter(acc, "acc"));
-  const Payload p = quantize_payload(payload, bits, block, n);
-  return quantize_with_bits(bits, [=](auto width) {
+  const Payload p = dc_gpu::payload_at(payload, bits, block, n);
+  return dc_gpu::with_bits(bits, [=](auto width) {
     return quantize_with_wide(aligned_to(acc, 16), [=](auto wide) {
       dequantize_add_kernel<decltype(width)::value, decltype(wide)::value>
           <<<grid_for(n / EIGHT + 1), THREADS, 0, static_cast<cudaStream_t>(stream)>>>(acc, p, factor);

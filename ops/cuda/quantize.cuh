@@ -10,6 +10,7 @@
 #define DEEPC_CUDA_QUANTIZE_CUH
 
 #include "cuda/bodies.cuh"
+#include "payload.h"
 
 namespace dc_gpu {
 
@@ -21,6 +22,23 @@ struct Payload {
   uint8_t *codes;
   int64_t block, n, used, room;
 };
+
+// Of a payload as the ops take it. Readers only read what it points to.
+inline Payload payload_at(const uint8_t *payload, int bits, int64_t block, int64_t n) {
+  uint8_t *start = const_cast<uint8_t *>(payload);
+  const int64_t used = compress_code_bytes(bits, n);
+  return Payload{
+      reinterpret_cast<float *>(start), start + 4 * compress_blocks(block, n), block, n, used, compress_round4(used)};
+}
+
+// f(Width<BITS>) with the number of bits, which was checked.
+template <class F> auto with_bits(int bits, F f) {
+  switch (bits) {
+  case 8: return f(Width<8>());
+  case 4: return f(Width<4>());
+  default: return f(Width<1>());
+  }
+}
 
 DC_GPU int64_t quant_end(const Payload &p, int64_t block) {
   const int64_t end = (block + 1) * p.block;

@@ -4,31 +4,19 @@
 #include <cfloat>
 #include <cmath>
 
-#include "op_cases.h"
+#include "codec_cases.h"
 
 namespace {
 
 class Compress : public Ops {};
 
-const int kBits[] = {8, 4, 1};
-const int64_t kBlockSizes[] = {64, 256, 2048};
-
 Array zeros(int dt, int64_t n) { return Array{dt, std::vector<uint8_t>((size_t)n * dc_dtype_size(dt))}; }
-
-int64_t quant_bytes(int bits, int64_t block, int64_t n) {
-  int64_t bytes = -1;
-  EXPECT_EQ(dc_quantize_bytes(bits, block, n, &bytes), DC_OK) << dc_last_error();
-  return bytes;
-}
 
 int64_t topk_bytes(int64_t block, int64_t k, int64_t n) {
   int64_t bytes = -1;
   EXPECT_EQ(dc_topk_bytes(block, k, n, &bytes), DC_OK) << dc_last_error();
   return bytes;
 }
-
-// Payloads are 4-aligned, so arrays of bytes are described as arrays of 32-bit numbers for the placements.
-Array payload_of(int64_t bytes) { return Array{DC_I32, std::vector<uint8_t>((size_t)bytes, 0xa5)}; }
 
 std::vector<float> floats_of(const Array &a) {
   const int64_t n = (int64_t)(a.bytes.size() / a.element());
@@ -57,14 +45,8 @@ TEST_F(Compress, AverageOfSignsEqualsReferenceAndItsParts) {
   for (int64_t n : kSizes)
     for (int64_t count : {1, 2, 5}) {
       const int64_t block = kBlockSizes[n % 3], bytes = quant_bytes(1, block, n), stride = bytes + 4 * (count - 1);
-      const int64_t blocks = (n + block - 1) / block;
       const float factor = 1.0f / (float)count;
-      Array rows{DC_I32, raw(stride * count, 90).bytes};
-      for (int64_t k = 0; k < count; k++) // scales as a quantizer makes them, but for one
-        for (int64_t b = 0; b < blocks; b++) {
-          const float scale = b == 3 && k == 1 ? NAN : 0.25f * (float)(1 + b + 2 * k);
-          memcpy(&rows.bytes[(size_t)(k * stride + 4 * b)], &scale, 4);
-        }
+      const Array rows = sign_rows(count, stride, block, n);
       const Array error = make(DC_F32, n, kOrdinary, 91);
       same_everywhere(
           {payload_of(bytes), error, rows},

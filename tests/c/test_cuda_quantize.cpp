@@ -3,9 +3,9 @@
 // arrays. What runs only on a GPU (launches, shuffles) is in tests/python/test_gpu_ops.py.
 #include <algorithm>
 
+#include "codec_cases.h"
 #include "cuda/quantize.cuh"
 #include "cuda_lanes.h"
-#include "op_cases.h"
 
 namespace {
 
@@ -27,30 +27,8 @@ protected:
   }
 };
 
-const int kBits[] = {8, 4, 1};
-const int64_t kBlockSizes[] = {64, 256, 2048};
-
 bool aligned16(const void *p) { return (uintptr_t)p % 16 == 0; }
 
-int64_t bytes_of(int bits, int64_t block, int64_t n) {
-  int64_t bytes = -1;
-  EXPECT_EQ(dc_quantize_bytes(bits, block, n, &bytes), DC_OK) << dc_last_error();
-  return bytes;
-}
-
-Array payload_array(int64_t bytes) { return Array{DC_I32, std::vector<uint8_t>((size_t)bytes, 0xa5)}; }
-
-// As quantize.cu's.
-Payload payload_at(uint8_t *p, int bits, int64_t block, int64_t n) {
-  const int64_t used = (n * bits + 7) / 8;
-  return Payload{(float *)p, p + 4 * ((n + block - 1) / block), block, n, used, (used + 3) / 4 * 4};
-}
-
-template <class F> void with_bits(int bits, F f) {
-  if (bits == 8) f(Width<8>());
-  else if (bits == 4) f(Width<4>());
-  else f(Width<1>());
-}
 template <class F> void with_wide(bool wide, F f) {
   wide_runs += wide;
   if (wide) f(Width<1>());
@@ -111,7 +89,7 @@ TEST_F(CudaQuantize, QuantizeEqualsReference) {
               });
               return (int)DC_OK;
             };
-            same_on_gpu({payload_array(bytes_of(bits, block, n)), make(dt, n, fill_of(n, k), 60),
+            same_on_gpu({payload_of(quant_bytes(bits, block, n)), make(dt, n, fill_of(n, k), 60),
                          make(DC_F32, fed ? n : 0, kOrdinary, 61)},
                         reference, gpu,
                         name_of("quantize", dt, n) + " bits=" + std::to_string(bits) +
@@ -129,7 +107,7 @@ TEST_F(CudaQuantize, QuantizeOfExtremeBlocks) {
       if (value == -0.0f)
         for (int64_t i = 0; i < n; i++) memcpy(&x.bytes[(size_t)i * 4], &value, 4);
       same_on_gpu(
-          {payload_array(bytes_of(bits, block, n)), x, make(DC_F32, n, kSpecial, 72)},
+          {payload_of(quant_bytes(bits, block, n)), x, make(DC_F32, n, kSpecial, 72)},
           [=](auto &p) { return dc_quantize(p[0], bits, block, p[1], DC_F32, (float *)p[2], n); },
           [=](auto &at) {
             with_bits(bits, [&](auto width) {
@@ -149,17 +127,12 @@ TEST_F(CudaQuantize, QuantizeOfExtremeBlocks) {
 TEST_F(CudaQuantize, AverageOfSignsEqualsReference) {
   for (int64_t n : kSizes)
     for (int64_t count : {1, 2, 5}) {
-      const int64_t block = kBlockSizes[n % 3], bytes = bytes_of(1, block, n), stride = bytes + 4 * (count - 1);
+      const int64_t block = kBlockSizes[n % 3], bytes = quant_bytes(1, block, n), stride = bytes + 4 * (count - 1);
       const int64_t blocks = (n + block - 1) / block;
       const float factor = 1.0f / (float)count;
-      Array rows{DC_I32, raw(stride * count, 90).bytes};
-      for (int64_t k = 0; k < count; k++) // scales as a quantizer makes them, but for one
-        for (int64_t b = 0; b < blocks; b++) {
-          const float scale = b == 3 && k == 1 ? NAN : 0.25f * (float)(1 + b + 2 * k);
-          memcpy(&rows.bytes[(size_t)(k * stride + 4 * b)], &scale, 4);
-        }
+      const Array rows = sign_rows(count, stride, block, n);
       same_on_gpu(
-          {payload_array(bytes), make(DC_F32, n, kOrdinary, 91), rows},
+          {payload_of(bytes), make(DC_F32, n, kOrdinary, 91), rows},
           [=](auto &p) { return dc_average_signs(p[0], block, p[2], count, stride, factor, (float *)p[1], n); },
           [=](auto &at) {
             float *error = (float *)at[1];
@@ -180,7 +153,7 @@ TEST_F(CudaQuantize,
     for (int bits : kBits)
       for (int dt : kLow) {
         const int64_t block = kBlockSizes[n % 3], threads = 1 + n % 37;
-        Array payload{DC_I32, raw(bytes_of(bits, block, n), 62).bytes};
+        Array payload{DC_I32, raw(quant_bytes(bits, block, n), 62).bytes};
         same_on_gpu(
             {make(dt, n, kAnyBits, 63), payload},
             [=](auto &p) { return dc_dequantize(p[0], dt, p[1], bits, block, n); },

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from ..comm.c10d.tensors import are_fake
 from ..plan.mesh import Mesh
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ..comm.shared import Comm
 
 T = TypeVar("T")
 _opened: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -27,3 +34,64 @@ def axis_group(mesh: Mesh, axis: str, of: Callable[[Any], T], backend: str = "de
                 made[key] = of(opened)
     found: T = made[key]
     return found
+
+
+class AxisGroup:
+    """A process group (backend "deepc", or any other that has the device) of the ranks along an axis. On one node its
+    sums go to the C core: they run where the tensors lie, in fp32 in the order of ranks, with equal bits on all of
+    them. Meta tensors (of a pipeline's other stages) and fake ones (of a dry run) go nowhere. Layers refer to it;
+    copies of a model share it."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        """process_group: None for one rank."""
+        self.process_group, self.rank, self.size = process_group, rank, size
+        self._comm: Comm | None = getattr(process_group, "live_comm", None)
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> Self:
+        return cls(process_group, dist.get_rank(process_group), dist.get_world_size(process_group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def comms(self) -> list[Comm]:
+        """What breaks if a rank gives up."""
+        return [self._comm] if self._comm is not None else []
+
+    def _core(self, t: torch.Tensor) -> Comm | None:
+        return self._comm if t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) else None
+
+    def add_up(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All ranks' `t` (contiguous) added up, in its memory. op: "sum" or "max"."""
+        if self.size > 1 and not without_values(t):
+            if (core := self._core(t)) is not None:
+                core.all_reduce(t, op)
+            else:
+                dist.all_reduce(t, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.process_group)
+        return t
+
+    def sum_of(self, t: torch.Tensor) -> torch.Tensor:
+        """All ranks' `t` added up, in new memory."""
+        if self.size == 1:
+            return t
+        if without_values(t):
+            return torch.empty_like(t)
+        t = t.contiguous()
+        if (core := self._core(t)) is not None:
+            core.all_reduce(t, out=(out := torch.empty_like(t)))
+            return out
+        return self.add_up(t.clone())
+
+    def spread(self, t: torch.Tensor) -> None:
+        """The first rank's `t` comes to all."""
+        if self.size > 1:
+            flat = t.detach()
+            if not flat.is_contiguous():
+                flat = flat.contiguous()
+            dist.broadcast(flat, group_src=0, group=self.process_group)
+            if flat.data_ptr() != t.data_ptr():
+                t.detach().copy_(flat)
+
+
+def without_values(t: torch.Tensor) -> bool:
+    return t.is_meta or are_fake([t])

@@ -5,29 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError
 from ...plan.mesh import Mesh
-from ..axes import axis_group
-
-if TYPE_CHECKING:
-    from ...comm.shared import Comm
+from ..axes import AxisGroup, axis_group
 
 
-class ExpertGroup:
-    """The ranks among which one copy of the experts is spread. Layers refer to it; copies of a model share it."""
-
-    def __init__(self, process_group: Any) -> None:
-        self.process_group = process_group
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._comm: Comm | None = getattr(process_group, "live_comm", None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
-        return self
+class ExpertGroup(AxisGroup):
+    """The ranks among which one copy of the experts is spread."""
 
     def through(
         self, rows: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], list[torch.Tensor]]
@@ -48,22 +37,6 @@ class ExpertGroup:
         back[order] = torch.arange(len(order), device=device)
         out = torch.cat(experts(arrived.index_select(0, order), asked.sum(0).tolist())).index_select(0, back)
         return _Exchange.apply(out, got, given, self.process_group)  # type: ignore[no-any-return,no-untyped-call]
-
-    def comms(self) -> list[Comm]:
-        """What breaks if a rank gives up."""
-        return [self._comm] if self._comm is not None else []
-
-    def sum_of(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' `t`, added up, in new memory. Collective."""
-        out = t.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.process_group)
-        return out
-
-    def from_first(self, t: torch.Tensor) -> None:
-        """The first rank's `t` comes to all. Collective."""
-        values = t.detach().contiguous().view(-1)
-        dist.broadcast(values, group_src=0, group=self.process_group)
-        t.data.copy_(values.view(t.shape))
 
 
 class _Exchange(torch.autograd.Function):
@@ -100,4 +73,4 @@ def mesh_with_experts(mesh: Mesh, size: int) -> Mesh:
 def expert_group(mesh: Mesh, backend: str = "deepc") -> ExpertGroup:
     """That of this rank along the mesh's expert axis: `ep` data-parallel ranks with the same stage, positions and
     tensor shards; made once for a default group. Collective over all ranks."""
-    return axis_group(mesh, "ep", ExpertGroup, backend)
+    return axis_group(mesh, "ep", ExpertGroup.of, backend)

@@ -10,68 +10,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...comm.c10d.tensors import are_fake
 from ...core.lib import C
 from ...errors import ArgumentError, MisuseError
 from ...plan.mesh import Mesh
-from ..axes import axis_group
+from ..axes import AxisGroup, axis_group, without_values
 from .cut import Cut, cuts_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ...comm.shared import Comm
-
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class TensorGroup:
-    """A process group (backend "deepc", or any other that has the device) of ranks that hold the shards of one model.
-    On one node its calls go to the C core: they run where the tensors lie, sums in fp32 in the order of ranks, with
-    equal bits on all of them. Meta tensors (of a pipeline's
-    other stages) and fake ones (of a dry run) go nowhere. Layers refer to it; copies of a model share it."""
+class TensorGroup(AxisGroup):
+    """The ranks that hold the shards of one model."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        """process_group: None for one rank."""
-        self.process_group, self.rank, self.size = process_group, rank, size
-        self._comm: Comm | None = getattr(process_group, "live_comm", None)
-        self.device_mesh: DeviceMesh | None = None  # dtensor.py's
-
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> TensorGroup:
-        return cls(process_group, dist.get_rank(process_group), dist.get_world_size(process_group))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
-        return self
-
-    def comms(self) -> list[Comm]:
-        """What breaks if a rank gives up."""
-        return [self._comm] if self._comm is not None else []
-
-    def _core(self, t: torch.Tensor) -> Comm | None:
-        return self._comm if t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) else None
-
-    def add_up(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """All ranks' `t` (contiguous) added up, in its memory. op: "sum" or "max"."""
-        if self.size > 1 and not without_values(t):
-            if (core := self._core(t)) is not None:
-                core.all_reduce(t, op)
-            else:
-                dist.all_reduce(t, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.process_group)
-        return t
-
-    def sum_of(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' `t` added up, in new memory."""
-        if self.size == 1:
-            return t
-        if without_values(t):
-            return torch.empty_like(t)
-        t = t.contiguous()
-        if (core := self._core(t)) is not None:
-            core.all_reduce(t, out=(out := torch.empty_like(t)))
-            return out
-        return self.add_up(t.clone())
+    device_mesh: DeviceMesh | None = None  # dtensor.py's
 
     def gather(self, t: torch.Tensor, dim: int, widths: Sequence[int]) -> torch.Tensor:
         """All ranks' `t` one after the other along `dim`, of which rank r has widths[r]."""
@@ -118,20 +73,6 @@ class TensorGroup:
     def part(self, t: torch.Tensor, dim: int, widths: Sequence[int]) -> torch.Tensor:
         """This rank's part of `t`, a copy."""
         return t.narrow(dim, sum(widths[: self.rank]), widths[self.rank]).contiguous()
-
-    def spread(self, t: torch.Tensor) -> None:
-        """The first rank's `t` comes to all."""
-        if self.size > 1:
-            flat = t.detach()
-            if not flat.is_contiguous():
-                flat = flat.contiguous()
-            dist.broadcast(flat, group_src=0, group=self.process_group)
-            if flat.data_ptr() != t.data_ptr():
-                t.detach().copy_(flat)
-
-
-def without_values(t: torch.Tensor) -> bool:
-    return t.is_meta or are_fake([t])
 
 
 def tensor_group(mesh: Mesh, backend: str = "deepc") -> TensorGroup:

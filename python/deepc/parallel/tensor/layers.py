@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.fuse import _Fused, _fused_class, _Head
+from ..axes import without_values
 from .cut import Cut
-from .group import without_values
 from .loss import linear_cross_entropy
 from .random import Inside
 from .regions import enter, enter_from_sequence, gather, leave, leave_to_sequence, part

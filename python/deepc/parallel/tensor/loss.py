@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
 from ...nn.loss import rows_per_chunk
+from ..axes import without_values
 from .cut import Cut
-from .group import TensorGroup, without_values
+from .group import TensorGroup
 
 
 def _probabilities(logits: Tensor, labels: Tensor, cut: Cut, group: TensorGroup, ignore: int) -> tuple[Tensor, Tensor]:
