@@ -316,7 +316,7 @@ def test_two_ranks_speak_as_one(tmp_path, stage):
         and last0["tokens"] == last1["tokens"]
         and last0["memory"]["process"] == last1["memory"]["process"]
     )
-    # rank 1's, though rank 0 writes; at most the step's time on rank 0, which may leave the step before later than rank 1
+    # rank 1's, though rank 0 writes; at most the step's time on rank 0, which may leave the last step later than rank 1
     assert [r["wait"]["data_s"] for r in records[1:] if r["wait"]["data_s"] < min(0.03, r["time_s"])] == []
     if waits._WAIT_NS >= 0:
         assert sum(r["wait"]["communication_s"] for r in records) > 0.03  # rank 0 waits for rank 1
