@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 HUGE_PAGE = 2 << 20
 PAGE = 4096
-# What a training step is the first to touch (measured, torch 2.13): pages of libraries, of which a fault maps more where
-# the page cache holds the file in large folios, and buffers that torch, oneDNN and MKL keep.
+# What a training step is the first to touch (measured, torch 2.13): pages of libraries, of which a fault maps more
+# where the page cache holds the file in large folios, and buffers that torch, oneDNN and MKL keep.
 LIBRARY_BYTES = 16 << 20
 CODE_BYTES = LIBRARY_BYTES + (17 << 20)
 CODE_BYTES_16BIT = LIBRARY_BYTES + (24 << 20)  # with oneDNN's generated 16-bit kernels
