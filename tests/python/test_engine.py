@@ -487,15 +487,20 @@ def test_zero_init_builds_into_shared_memory_with_rank_0s_values():
 # ---- optimizers and schedules ----------------------------------------------------------------------------------------
 
 
+def _two_groups(model, name):
+    """eps: see plainly.OPTIMIZERS; RMSprop's first step is ten times lr where a gradient is above eps."""
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    eps = {} if name == "SGD" else {"eps": 1e-4}
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}]
+    return getattr(torch.optim, name)(groups, lr=1e-3, **eps)
+
+
 def _client_optimizer(rank, world, name, stage):
     import deepc
 
     model = tiny.make_model()
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    base = getattr(torch.optim, name)(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3
-    )
+    base = _two_groups(model, name)
     cfg = tiny.config(stage, micro=8 // world, clip=0.0)
     del cfg["optimizer"]
     engine, optimizer, _, _ = deepc.initialize(model=model, optimizer=base, config=cfg)
@@ -513,11 +518,7 @@ def _client_optimizer(rank, world, name, stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_client_optimizers_and_groups(name, stage):
     model = tiny.make_model()
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    ref = getattr(torch.optim, name)(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3
-    )
+    ref = _two_groups(model, name)
     for step in range(3):
         model(*tiny.make_batch(step)).backward()
         ref.step()

@@ -144,7 +144,7 @@ SHOW = """
     import json, os, pathlib
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "FROM_FILE"]
     shown = {n: os.environ.get(n) for n in names}
-    shown.update(cores=sorted(os.sched_getaffinity(0)), left=sorted(n for n in os.environ if n.startswith("DEEPC_") and "TEST" not in n and n != "DEEPC_LIBRARY_DIR"))
+    shown.update(cores=sorted(os.sched_getaffinity(0)), left=sorted(n for n in os.environ if n.startswith("DEEPC_") and "TEST" not in n and n not in ("DEEPC_LIBRARY_DIR", "DEEPC_ISA")))
     pathlib.Path("shown" + shown["RANK"]).write_text(json.dumps(shown))
     print("rank", shown["RANK"], "speaks")
 """  # noqa: E501
